@@ -1,0 +1,1 @@
+"""Speculative decoding for transformers models: drafters, acceptance rules, one loop, and its measurement."""

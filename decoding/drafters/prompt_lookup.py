@@ -1,0 +1,59 @@
+"""Prompt lookup: the text itself is the draft. What followed the same few tokens before is proposed again.
+
+As in `transformers` (``prompt_lookup_num_tokens``): the longest suffix of the text, of at most ``max_ngram`` tokens,
+that occurs earlier; its most recent earlier occurrence is continued.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from decoding.proposal import Proposal, ProposalKind
+from decoding.sampling import RandomSource, SamplingConfig
+from decoding.target import CausalLM
+from decoding.tree import TokenTree
+
+
+class PromptLookupDrafter:
+    """Drafts a chain of ``num_draft_tokens`` from the prompt and the output so far."""
+
+    name = "prompt lookup"
+
+    def __init__(self, num_draft_tokens: int = 10, max_ngram: int = 3) -> None:
+        if num_draft_tokens < 1 or max_ngram < 1:
+            raise ValueError(f"num_draft_tokens ({num_draft_tokens}) and max_ngram ({max_ngram}) are at least 1")
+        self.max_depth = num_draft_tokens
+        self.max_nodes = num_draft_tokens + 1
+        self.max_ngram = max_ngram
+
+    def open(
+        self, target: CausalLM, sampling: SamplingConfig, source: RandomSource, max_length: int
+    ) -> "PromptLookupSession":
+        return PromptLookupSession(self, target)
+
+
+class PromptLookupSession:
+    """Keeps, for every n-gram, where its last occurrence ended: each token is indexed once."""
+
+    def __init__(self, drafter: PromptLookupDrafter, target: CausalLM) -> None:
+        self._drafter = drafter
+        self._device = target.device
+        self._end_of: dict[tuple[int, ...], int] = {}
+        self._indexed = 0
+
+    def propose(self, tokens: Sequence[int], hidden: Tensor, max_depth: int) -> Proposal:
+        # The suffix itself is left out of the index until there is a token behind it.
+        self._index(tokens, up_to=len(tokens) - 1)
+        depth = min(max_depth, self._drafter.max_depth)
+        for size in range(min(self._drafter.max_ngram, len(tokens)), 0, -1):
+            end = self._end_of.get(tuple(tokens[len(tokens) - size :]))
+            if end is not None:
+                continuation = list(tokens[end : end + depth])
+                return Proposal(TokenTree.chain([tokens[-1], *continuation], self._device), ProposalKind.DETERMINISTIC)
+        return Proposal.root_only(tokens[-1], self._device)
+
+    def _index(self, tokens: Sequence[int], up_to: int) -> None:
+        for end in range(self._indexed + 1, up_to + 1):
+            for size in range(1, min(self._drafter.max_ngram, end) + 1):
+                self._end_of[tuple(tokens[end - size : end])] = end
+        self._indexed = max(self._indexed, up_to)

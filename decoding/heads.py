@@ -1,0 +1,134 @@
+"""Medusa heads: small networks on the target's last hidden state that predict tokens further ahead.
+
+Head k (from 0) reads the hidden state at position t, from which the target's own lm_head predicts token t+1,
+and predicts token t+2+k (Medusa, 2401.10774, section 2.1.1).
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+CONFIG_NAME = "config.json"
+WEIGHTS_NAME = "model.safetensors"
+FORMAT = "headstart-medusa"
+
+
+@dataclass(frozen=True)
+class MedusaConfig:
+    """Shape of the heads and the tree they draft.
+
+    ``tree`` lists paths of ranks: ``(0, 2)`` is head 1's third best token after head 0's best. Every prefix is there.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    num_heads: int = 4
+    num_layers: int = 1
+    tree: tuple[tuple[int, ...], ...] = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0))
+
+    def __post_init__(self) -> None:
+        deepest = max((len(path) for path in self.tree), default=0)
+        if deepest > self.num_heads:
+            raise ValueError(f"the tree is {deepest} deep but there are {self.num_heads} heads: shorten its paths")
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(Wx + b), the identity at the start: W and b are zero."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual: Tensor = x + F.silu(self.linear(x))
+        return residual
+
+
+class MedusaHead(nn.Module):
+    """Residual blocks, each with weights of its own, and a Linear to the vocabulary."""
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ResidualBlock(config.hidden_size) for _ in range(config.num_layers))
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits: Tensor = self.lm_head(hidden)
+        return logits
+
+
+class MedusaHeads(nn.Module):
+    """All heads of one target."""
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.heads = nn.ModuleList(MedusaHead(config) for _ in range(config.num_heads))
+
+    @staticmethod
+    def for_target(target: nn.Module, config: MedusaConfig) -> "MedusaHeads":
+        """Heads that start as the target's own lm_head: each Linear is a copy of it, each block the identity."""
+        heads = MedusaHeads(config)
+        lm_head: nn.Linear = target.get_output_embeddings()  # type: ignore[operator]  # nn.Module's getattr
+        with torch.no_grad():
+            for head in heads.heads:
+                head.lm_head.weight.copy_(lm_head.weight)  # type: ignore[union-attr,operator]  # ModuleList's items
+        return heads
+
+    def forward(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "heads *batch vocab"]:
+        """Logits of every head. For training use the heads one at a time: this stacks all of them."""
+        return torch.stack([head(hidden) for head in self.heads])
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write ``config.json`` and ``model.safetensors``."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG_NAME).write_text(json.dumps({"format": FORMAT, **asdict(self.config)}, indent=2) + "\n")
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        save_file(state, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+
+    @staticmethod
+    def from_pretrained(
+        folder: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> "MedusaHeads":
+        """Read heads written by `save_pretrained`; every tensor must be there and nothing else."""
+        folder = Path(folder)
+        for name in (CONFIG_NAME, WEIGHTS_NAME):
+            if not (folder / name).is_file():
+                raise ValueError(f"{folder} holds no Medusa heads: {name} is missing")
+        stored = json.loads((folder / CONFIG_NAME).read_text())
+        if stored.pop("format", None) != FORMAT:
+            raise ValueError(f"{folder / CONFIG_NAME} does not describe Medusa heads (no format: {FORMAT!r})")
+        known = {field.name for field in fields(MedusaConfig)}
+        stored = {key: value for key, value in stored.items() if key in known}
+        stored["tree"] = tuple(tuple(path) for path in stored["tree"])
+        heads = MedusaHeads(MedusaConfig(**stored))
+        try:
+            heads.load_state_dict(load_file(folder / WEIGHTS_NAME))
+        except (SafetensorError, RuntimeError) as error:
+            raise ValueError(f"{folder / WEIGHTS_NAME} does not fit its config: {error}") from error
+        return heads.to(device=device, dtype=dtype or next(heads.parameters()).dtype).eval()
+
+    def check_fits(self, hidden_size: int, vocab_size: int) -> None:
+        """Refuse a target of another width or vocabulary."""
+        if self.config.hidden_size != hidden_size:
+            raise ValueError(
+                f"these heads read hidden states of size {self.config.hidden_size} but the target's have size "
+                f"{hidden_size}: give heads that were trained on this target"
+            )
+        if self.config.vocab_size != vocab_size:
+            raise ValueError(
+                f"these heads predict {self.config.vocab_size} tokens but the target knows {vocab_size}: "
+                "give heads that were trained on this target"
+            )

@@ -1,0 +1,160 @@
+"""Token trees: what a drafter proposes and one target pass verifies.
+
+Node 0 is the root: the last token already emitted, whose keys and values the target has yet to compute.
+Every other node is a drafted token that follows its parent. A chain is a tree with one branch.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """The topology of a token tree, without its tokens: computed once, shared by every step that uses it.
+
+    ``parents[i]`` is the parent of node i; ``parents[0]`` is -1 and every parent comes before its children.
+    The order of a node's children is the order in which they were drawn, which recursive rejection depends on.
+    """
+
+    parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.parents or self.parents[0] != -1:
+            raise ValueError(f"a tree starts at its root, with parent -1; got parents {self.parents[:4]}")
+        for node, parent in enumerate(self.parents[1:], start=1):
+            if not 0 <= parent < node:
+                raise ValueError(f"node {node} has parent {parent}: parents come before their children")
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def chain(length: int) -> "TreeShape":
+        """A root followed by ``length`` drafted tokens in one line."""
+        return TreeShape(tuple(range(-1, length)))
+
+    @staticmethod
+    def from_paths(paths: Iterable[Sequence[int]]) -> tuple["TreeShape", tuple[int, ...]]:
+        """Build a shape from paths of child ranks, as Medusa writes its trees (``medusa_choices``).
+
+        ``(0, 2)`` is the third best child (rank 2) of the best child of the root. Every prefix of a path must be there.
+        Returns the shape and, for each node but the root, its rank among its siblings; nodes are ordered by depth,
+        then by path, so that siblings stand best first.
+        """
+        ordered = sorted({tuple(path) for path in paths} - {()}, key=lambda path: (len(path), path))
+        node_of: dict[tuple[int, ...], int] = {(): 0}
+        parents = [-1]
+        for path in ordered:
+            if path[:-1] not in node_of:
+                raise ValueError(f"tree path {list(path)} has no parent: add {list(path[:-1])} to the paths")
+            node_of[path] = len(parents)
+            parents.append(node_of[path[:-1]])
+        return TreeShape(tuple(parents)), tuple(path[-1] for path in ordered)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Depth of each node; the root has depth 0."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return tuple(depths)
+
+    @cached_property
+    def max_depth(self) -> int:
+        return max(self.depths)
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """Children of each node, in draw order."""
+        children: list[list[int]] = [[] for _ in self.parents]
+        for node, parent in enumerate(self.parents[1:], start=1):
+            children[parent].append(node)
+        return tuple(tuple(nodes) for nodes in children)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        return self.max_depth == len(self) - 1
+
+    @cached_property
+    def ancestor_mask(self) -> Bool[Tensor, "nodes nodes"]:
+        """``mask[i, j]`` is true where node j is node i or one of its ancestors: what i may attend to."""
+        mask = torch.eye(len(self), dtype=torch.bool)
+        for node, parent in enumerate(self.parents[1:], start=1):
+            mask[node] |= mask[parent]
+        return mask
+
+    @cached_property
+    def depth_tensor(self) -> Int[Tensor, " nodes"]:
+        return torch.tensor(self.depths)
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """The nodes from below the root down to ``node``; empty for the root."""
+        nodes = []
+        while node != 0:
+            nodes.append(node)
+            node = self.parents[node]
+        return tuple(reversed(nodes))
+
+    @cached_property
+    def leaf_paths(self) -> tuple[tuple[int, ...], ...]:
+        """Every root-to-leaf path, root left out."""
+        return tuple(self.path(node) for node, children in enumerate(self.children) if not children)
+
+    def nodes_up_to(self, depth: int) -> tuple[int, ...]:
+        """The nodes no deeper than ``depth``, in order. They form a tree of their own."""
+        return tuple(node for node, node_depth in enumerate(self.depths) if node_depth <= depth)
+
+    def keep(self, nodes: Sequence[int]) -> "TreeShape":
+        """The tree of the given nodes alone; each one's parent must be among them, before it."""
+        new_index = {node: index for index, node in enumerate(nodes)}
+        return TreeShape(tuple(-1 if node == 0 else new_index[self.parents[node]] for node in nodes))
+
+
+class TokenTree:
+    """A shape with a token at each node. ``tokens[0]`` is the root: the last token already emitted."""
+
+    def __init__(self, tokens: Int[Tensor, " nodes"], shape: TreeShape) -> None:
+        assert len(tokens) == len(shape), f"{len(tokens)} tokens for a tree of {len(shape)} nodes"
+        self.tokens = tokens
+        self.shape = shape
+
+    @staticmethod
+    def chain(tokens: Sequence[int], device: torch.device | str = "cpu") -> "TokenTree":
+        """A chain of tokens, the root first."""
+        tree = TokenTree(torch.tensor(tokens, device=device), TreeShape.chain(len(tokens) - 1))
+        tree.__dict__["token_list"] = list(tokens)
+        return tree
+
+    @cached_property
+    def token_list(self) -> list[int]:
+        """The tokens on the host (one transfer, kept)."""
+        tokens: list[int] = self.tokens.tolist()
+        return tokens
+
+    def __len__(self) -> int:
+        return len(self.shape)
+
+    def child_with_token(self, node: int, token: int) -> int | None:
+        """The first child of ``node`` that holds ``token``."""
+        tokens = self.token_list
+        for child in self.shape.children[node]:
+            if tokens[child] == token:
+                return child
+        return None
+
+    def follow(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """The nodes met by walking from the root along ``tokens`` for as long as the tree has them."""
+        node, path = 0, []
+        for token in tokens:
+            child = self.child_with_token(node, token)
+            if child is None:
+                break
+            path.append(child)
+            node = child
+        return tuple(path)
