@@ -18,7 +18,7 @@ class PreallocatedLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, owner: "PreallocatedCache") -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers' annotations are partial
         self._owner = owner
         self.length = 0
 

@@ -1,4 +1,4 @@
-"""What a drafter hands to an acceptance rule: a tree, how its tokens were chosen, and the distribution they came from."""
+"""What a drafter hands to an acceptance rule: a tree, how its tokens were chosen, and the q they came from."""
 
 from dataclasses import dataclass
 from enum import Enum

@@ -5,7 +5,7 @@ Probabilities are fp32 (or wider, if the logits are), whatever the dtype of the 
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -97,6 +97,7 @@ def _nucleus(logits: Float[Tensor, "rows vocab"], top_p: float) -> Float[Tensor,
     return logits.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
 
 
+@runtime_checkable
 class RandomSource(Protocol):
     """Where chance comes from: a generator when decoding, an enumerator of every outcome in the proofs."""
 

@@ -1,4 +1,4 @@
-"""Any transformers causal language model behind one call: a block or a tree of tokens in, hidden states and logits out."""
+"""Any transformers causal language model behind one call: tokens or a tree in, hidden states and logits out."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,11 +70,13 @@ class CausalLM:
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        device: torch.device = self.model.device
+        return device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.dtype
+        dtype: torch.dtype = self.model.dtype
+        return dtype
 
     def new_cache(self, capacity: int) -> PreallocatedCache:
         return PreallocatedCache(self.num_layers, capacity)

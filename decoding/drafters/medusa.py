@@ -39,7 +39,7 @@ class MedusaDrafter:
         self, target: CausalLM, sampling: SamplingConfig, source: RandomSource, max_length: int
     ) -> "MedusaDrafter":
         """The heads keep no state between steps: the drafter is its own session."""
-        self.heads.check_fits(target.hidden_size, target.model.get_output_embeddings().weight.shape[0])
+        self.heads.check_fits(target.hidden_size, target.vocab_size)
         return self
 
     def _tree_up_to(self, depth: int) -> tuple[TreeShape, Tensor, Tensor]:

@@ -1,0 +1,297 @@
+"""Prompts x methods -> figures beside plain decoding, measured in turns in one process.
+
+For every prompt each method decodes once per round, methods in rotating order, so that a machine that slows down slows
+all alike; speed-ups are ratios of paired runs. `transformers`' own `generate` is one of the methods.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from decoding.baselines import transformers_generate
+from decoding.drafters.base import Drafter
+from decoding.drafters.draft_model import DraftModelDrafter
+from decoding.drafters.prompt_lookup import PromptLookupDrafter
+from decoding.generate import DecodingConfig, speculate
+from decoding.machine import commit, hardware, versions
+from decoding.metrics import StepCount, acceptance, predicted_speedup, ratio_of_sums, spread
+from decoding.plan import measure_cost_curve
+from decoding.sampling import SamplingConfig
+from decoding.target import CausalLM
+from decoding.verify import typical_acceptance
+
+PLAIN = "plain"
+TRANSFORMERS = "transformers generate"
+
+
+class Run(NamedTuple):
+    """One text decoded by one method. Ours also say what every step did; transformers' do not."""
+
+    tokens: tuple[int, ...]
+    decode_tokens: int
+    first_seconds: float
+    decode_seconds: float
+    counts: tuple[StepCount, ...] = ()
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to decode, under a setting (greedy, T=1, ...), with its promise."""
+
+    setting: str
+    name: str
+    label: str
+    decode: Callable[[Sequence[int], int], Run]
+    """(prompt, seed) -> Run"""
+    max_nodes: int = 1
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """What to measure. ``temperature`` is that of the sampling settings."""
+
+    max_new_tokens: int = 96
+    rounds: int = 1
+    temperature: float = 1.0
+    eos_token_ids: tuple[int, ...] = ()
+    settings: tuple[str, ...] = ("greedy", "sampling", "typical")
+    seed: int = 0
+
+
+def our_method(target: CausalLM, setting: str, name: str, drafter: Drafter | None, config: DecodingConfig) -> Method:
+    """A drafter, or none, in this project's loop."""
+
+    def decode(prompt: Sequence[int], seed: int) -> Run:
+        generation = speculate(target, drafter, prompt, replace(config, seed=seed))
+        prefill, *steps = generation.steps
+        return Run(
+            tokens=generation.tokens,
+            decode_tokens=len(generation.tokens) - 1,
+            first_seconds=prefill.total_seconds,
+            decode_seconds=sum(step.total_seconds for step in steps),
+            counts=tuple(StepCount(len(s.tokens), s.accepted, s.offered, s.drafted) for s in steps),
+            draft_seconds=sum(step.draft_seconds for step in steps),
+            verify_seconds=sum(step.verify_seconds for step in steps),
+        )
+
+    label = "lossy" if config.rule is not None and not config.rule.lossless else "lossless"
+    return Method(setting, name, label, decode, drafter.max_nodes if drafter else 1)
+
+
+def transformers_method(
+    target: CausalLM,
+    setting: str,
+    name: str,
+    config: DecodingConfig,
+    assistant: CausalLM | None = None,
+    num_assistant_tokens: int | None = None,
+) -> Method:
+    """`transformers`' generate or assisted generation under the same controls."""
+
+    def decode(prompt: Sequence[int], seed: int) -> Run:
+        text = transformers_generate(target, prompt, replace(config, seed=seed), assistant, num_assistant_tokens)
+        return Run(text.tokens, len(text.tokens) - text.first_tokens, text.first_seconds, text.decode_seconds)
+
+    return Method(setting, name, "lossless", decode)
+
+
+def standard_methods(target: CausalLM, drafters: dict[str, Drafter], config: EvaluationConfig) -> list[Method]:
+    """Plain decoding, transformers' peers and every drafter, under each setting."""
+    methods: list[Method] = []
+    for setting in config.settings:
+        if setting not in ("greedy", "sampling", "typical"):
+            raise ValueError(f"setting is {setting!r}: give greedy, sampling or typical")
+        sampling = SamplingConfig() if setting == "greedy" else SamplingConfig(temperature=config.temperature)
+        decoding = DecodingConfig(
+            max_new_tokens=config.max_new_tokens,
+            sampling=sampling,
+            rule=typical_acceptance() if setting == "typical" else None,
+            eos_token_ids=config.eos_token_ids,
+        )
+        label = "greedy" if setting == "greedy" else f"T={config.temperature:g}"
+        if setting == "typical":
+            label += ", typical"
+        methods.append(our_method(target, label, PLAIN, None, replace(decoding, rule=None)))
+        if setting != "typical":
+            methods += _peers(target, label, drafters, decoding)
+        methods += [our_method(target, label, name, drafter, decoding) for name, drafter in drafters.items()]
+    return methods
+
+
+def _peers(target: CausalLM, setting: str, drafters: dict[str, Drafter], decoding: DecodingConfig) -> list[Method]:
+    """transformers' generate, and assisted generation with our draft at our depth and at its own defaults."""
+    peers = [transformers_method(target, setting, TRANSFORMERS, decoding)]
+    for drafter in drafters.values():
+        if isinstance(drafter, DraftModelDrafter):
+            name = f"transformers assisted, {drafter.max_depth} tokens"
+            peers.append(transformers_method(target, setting, name, decoding, drafter.draft, drafter.max_depth))
+            peers.append(transformers_method(target, setting, "transformers assisted", decoding, drafter.draft))
+            break
+    return peers
+
+
+def evaluate(
+    target: CausalLM,
+    methods: Sequence[Method],
+    prompts: Sequence[Sequence[int]],
+    config: EvaluationConfig,
+    on_run: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Measure every method on every prompt; returns the report (see `write_report` and `decoding.report`).
+
+    ``on_run`` is called after each run, for a progress bar.
+    """
+    if not prompts:
+        raise ValueError("there are no prompts to evaluate on: give at least one")
+    runs: dict[tuple[str, str], list[Run]] = {(method.setting, method.name): [] for method in methods}
+    began = time.perf_counter()
+    for method in methods:
+        method.decode(prompts[0], config.seed)  # warm-up
+        on_run()
+    for round_index in range(config.rounds):
+        for index, prompt in enumerate(prompts):
+            turn = (round_index + index) % len(methods)
+            for method in (*methods[turn:], *methods[:turn]):
+                seed = config.seed + round_index * len(prompts) + index
+                runs[method.setting, method.name].append(method.decode(prompt, seed))
+                on_run()
+    curve = measure_cost_curve(target)
+    return {
+        "hardware": hardware(),
+        "versions": versions(),
+        "commit": commit(),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "parameters": sum(parameter.numel() for parameter in target.model.parameters()),
+        "prompts": len(prompts),
+        "rounds": config.rounds,
+        "max_new_tokens": config.max_new_tokens,
+        "seconds": time.perf_counter() - began,
+        "cost_curve_ms": {str(size): 1000 * seconds for size, seconds in curve.items()},
+        "rows": [_row(method, runs, curve, target, prompts) for method in methods],
+    }
+
+
+def _row(
+    method: Method,
+    runs: dict[tuple[str, str], list[Run]],
+    curve: dict[int, float],
+    target: CausalLM,
+    prompts: Sequence[Sequence[int]],
+) -> dict[str, Any]:
+    """One method's figures, as plain JSON values."""
+    mine = runs[method.setting, method.name]
+    plain = runs[method.setting, PLAIN]
+    peer = runs.get((method.setting, TRANSFORMERS))
+    row: dict[str, Any] = {
+        "setting": method.setting,
+        "method": method.name,
+        "label": method.label,
+        "tokens_per_second": ratio_of_sums([(run.decode_tokens, run.decode_seconds) for run in mine])._asdict(),
+        "tokens_per_second_with_prefill": ratio_of_sums(
+            [(len(run.tokens), run.first_seconds + run.decode_seconds) for run in mine]
+        )._asdict(),
+        "speedup": _speedup(mine, plain),
+        "speedup_with_prefill": _speedup(mine, plain, with_prefill=True),
+        "speedup_over_transformers": _speedup(mine, peer) if peer else None,
+    }
+    if method.setting == "greedy":
+        row["identical_to_plain"] = _compare(mine, plain, target, prompts)
+    if mine[0].counts:
+        row |= _acceptance_figures(method, mine, curve)
+    return row
+
+
+def _speed(run: Run, with_prefill: bool) -> float:
+    if with_prefill:
+        return len(run.tokens) / (run.first_seconds + run.decode_seconds)
+    return run.decode_tokens / run.decode_seconds if run.decode_tokens and run.decode_seconds else 0.0
+
+
+def _speedup(mine: Sequence[Run], other: Sequence[Run], with_prefill: bool = False) -> dict[str, float]:
+    """Tokens per second over the other's on the same prompt in the same round."""
+    pairs = [(_speed(a, with_prefill), _speed(b, with_prefill)) for a, b in zip(mine, other, strict=True)]
+    return spread([a / b for a, b in pairs if a and b])._asdict()
+
+
+def _acceptance_figures(method: Method, mine: Sequence[Run], curve: dict[int, float]) -> dict[str, Any]:
+    figures = acceptance([run.counts for run in mine])
+    total = sum(run.decode_seconds for run in mine)
+    draft = sum(run.draft_seconds for run in mine)
+    verify = sum(run.verify_seconds for run in mine)
+    plain_step = curve[1]
+    block = min((size for size in curve if size >= method.max_nodes), default=max(curve))
+    passes = max(figures.passes, 1)
+    predicted = predicted_speedup(
+        figures.tokens_per_pass.value,
+        draft_cost=draft / passes / plain_step,
+        verify_cost=curve[block] / plain_step,
+        overhead=(total - draft - verify) / passes / plain_step,
+    )
+    return {
+        "passes": figures.passes,
+        "tokens_per_pass": figures.tokens_per_pass._asdict(),
+        "conditional_acceptance": [estimate._asdict() for estimate in figures.conditional],
+        "unconditional_acceptance": [estimate._asdict() for estimate in figures.unconditional],
+        "accepted_per_drafted": figures.accepted_per_drafted._asdict(),
+        "accepted_length_histogram": {str(length): n for length, n in figures.length_histogram.items()},
+        "time_split": {"draft": draft / total, "verify": verify / total, "overhead": (total - draft - verify) / total}
+        if total
+        else None,
+        "predicted_speedup": predicted,
+    }
+
+
+def _compare(
+    mine: Sequence[Run], plain: Sequence[Run], target: CausalLM, prompts: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """How many greedy texts equal plain decoding's and, where they part, how close the call was.
+
+    In fp32 on a CPU all must. In bf16 a pass over n tokens rounds differently from n passes over one, so near-ties
+    fall either way: the largest margin between the two candidates' logits at a parting says that this is what it was.
+    """
+    margins = []
+    for index, (ours, theirs) in enumerate(zip(mine, plain, strict=True)):
+        if ours.tokens == theirs.tokens:
+            continue
+        prompt = prompts[index % len(prompts)]
+        at = next(
+            (i for i, (a, b) in enumerate(zip(ours.tokens, theirs.tokens, strict=False)) if a != b),
+            min(len(ours.tokens), len(theirs.tokens)) - 1,
+        )
+        text = [*prompt, *theirs.tokens[:at]]
+        logits = target.append(torch.tensor(text), target.new_cache(len(text))).logits[0].float()
+        margins.append(abs(float(logits[ours.tokens[at]] - logits[theirs.tokens[at]])))
+    return {"identical": len(mine) - len(margins), "of": len(mine), "largest_margin": max(margins, default=0.0)}
+
+
+def acceptance_on(
+    target: CausalLM, drafter: Drafter, prompts: Sequence[Sequence[int]], config: DecodingConfig
+) -> dict[str, float]:
+    """The quick figures that training watches: the real loop on held-out prompts, no peers, no clock."""
+    texts = []
+    for prompt in prompts:
+        steps = speculate(target, drafter, prompt, config).steps[1:]
+        texts.append([StepCount(len(s.tokens), s.accepted, s.offered, s.drafted) for s in steps])
+    figures = acceptance(texts)
+    return {
+        "tokens_per_pass": figures.tokens_per_pass.value,
+        **{f"acceptance_{position}": share.value for position, share in enumerate(figures.conditional, start=1)},
+    }
+
+
+def default_drafters(lookup: bool = True) -> dict[str, Drafter]:
+    """Drafters that need no training."""
+    return {"prompt lookup": PromptLookupDrafter()} if lookup else {}
+
+
+def write_report(report: dict[str, Any], path: Path) -> None:
+    """Write the report as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=2) + "\n")

@@ -1,0 +1,128 @@
+"""Reading targets, drafts and heads from a folder or the hub, with every mismatch found before anything runs."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from decoding.drafters.base import Drafter
+from decoding.drafters.medusa import MedusaDrafter
+from decoding.heads import FORMAT, MedusaHeads
+from decoding.target import CausalLM
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """``bf16``, ``fp16`` or ``fp32``."""
+    if name not in DTYPES:
+        raise ValueError(f"dtype is {name!r}: give one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load_model(
+    name: str, dtype: torch.dtype = torch.bfloat16, device: torch.device | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """A causal LM from a folder or a hub id, from safetensors only."""
+    _check_folder(name)
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code
+        )
+    except OSError as error:
+        raise ValueError(f"no model could be read from {name!r}: {_first_line(error)}") from error
+    return model.to(device or default_device()).eval()  # type: ignore[arg-type,no-any-return]  # transformers' stubs
+
+
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer that belongs to a model's folder or hub id."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no tokenizer could be read from {name!r}: {_first_line(error)}") from error
+    return tokenizer
+
+
+def _check_folder(name: str) -> None:
+    """Say plainly what is wrong with a local folder, which the hub client would report as a missing repository."""
+    folder = Path(name)
+    looks_local = folder.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1
+    if not looks_local:
+        return
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {name}: give a folder with a model, or a hub id such as ORG/NAME")
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{name} holds no model: config.json is missing")
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(f"{name} holds no weights: no .safetensors file is in it (pickled weights are not loaded)")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
+    """Refuse a draft whose token ids mean other texts; vocabularies of one family padded to other sizes are fine."""
+    target_vocab, draft_vocab = target.get_vocab(), draft.get_vocab()
+    differing = [token for token, index in draft_vocab.items() if target_vocab.get(token, index) != index]
+    unknown = [token for token in draft_vocab if token not in target_vocab]
+    missing = [token for token in target_vocab if token not in draft_vocab]
+    if differing:
+        token = min(differing, key=lambda text: draft_vocab[text])
+        raise ValueError(
+            f"the draft's tokenizer is not the target's: token {token!r} is {draft_vocab[token]} in the draft and "
+            f"{target_vocab[token]} in the target; give a draft that was trained with the target's tokenizer"
+        )
+    if len(unknown) + len(missing) > max(64, len(target_vocab) // 100):
+        raise ValueError(
+            f"the draft's tokenizer is not the target's: {len(missing)} of the target's {len(target_vocab)} tokens are "
+            f"missing and {len(unknown)} are its own; give a draft that was trained with the target's tokenizer"
+        )
+    probe = "def speculate(prompt):\n    return 'Zoë said: 3 + 4 = 7'  "
+    if target(probe)["input_ids"] != draft(probe)["input_ids"]:
+        raise ValueError(
+            "the draft's tokenizer has the target's tokens but splits text in another way; "
+            "give a draft that was trained with the target's tokenizer"
+        )
+
+
+def load_heads(folder: str | Path, target: CausalLM) -> MedusaHeads:
+    """Heads in the target's dtype, on its device, checked against it."""
+    heads = MedusaHeads.from_pretrained(folder, dtype=target.dtype, device=target.device)
+    heads.check_fits(target.hidden_size, target.vocab_size)
+    return heads
+
+
+def load_medusa_drafter(folder: str | Path, target: CausalLM) -> Drafter:
+    return MedusaDrafter(load_heads(folder, target))
+
+
+def load_draft(
+    name: str, target: CausalLM, tokenizer: PreTrainedTokenizerBase | None, trust_remote_code: bool = False
+) -> CausalLM:
+    """A draft model in the target's dtype, on its device; its tokenizer is checked against the target's if given."""
+    draft = load_model(name, target.dtype, target.device, trust_remote_code)
+    if tokenizer is not None:
+        check_same_tokenizer(tokenizer, load_tokenizer(name, trust_remote_code))
+    return CausalLM(draft)
+
+
+def is_heads_folder(folder: str | Path) -> bool:
+    """Whether a folder holds heads in this project's own format."""
+    config = Path(folder) / "config.json"
+    return config.is_file() and f'"format": "{FORMAT}"' in config.read_text()
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[int, ...]:
+    """What ends a text: the generation config's EOS ids, else the tokenizer's."""
+    configured: Any = model.generation_config.eos_token_id if model.generation_config is not None else None
+    if configured is None and tokenizer is not None:
+        configured = tokenizer.eos_token_id
+    if configured is None:
+        return ()
+    return tuple(configured) if isinstance(configured, list | tuple) else (int(configured),)

@@ -1,0 +1,60 @@
+"""What the figures were measured on: hardware, library versions, commit."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+_PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "tokenizers", "numpy")
+
+
+def processor_name() -> str:
+    """The processor's own name where the system tells it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def hardware() -> dict[str, str | int]:
+    """The machine, for a table's caption."""
+    described: dict[str, str | int] = {
+        "processor": processor_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+    }
+    if torch.cuda.is_available():
+        described["gpu"] = torch.cuda.get_device_name()
+    return described
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, this project, and what its figures depend on."""
+    found = {"python": platform.python_version()}
+    for package in ("headstart", *_PACKAGES):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """The commit this code is at, with ``-dirty`` if it was changed since; ``unknown`` outside a checkout."""
+    folder = Path(__file__).parent
+    try:
+        described = subprocess.run(
+            ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return described.stdout.strip()

@@ -1,0 +1,129 @@
+"""From raw counts of decoding steps to acceptance figures, each with its count and a 95% interval.
+
+Acceptance means four things in the literature; each has its own name here:
+- tokens per target pass: tokens emitted / target passes, prefill left out, the target's own token included;
+- conditional acceptance at position i (from 1): accepted there / offered there and accepted at i-1;
+- unconditional acceptance at position i: accepted there / offered there;
+- accepted per drafted: accepted tokens / drafted tree nodes.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+_Z95 = 1.959964
+
+
+class StepCount(NamedTuple):
+    """What one target pass did: see `decoding.generate.Step`, whose fields of the same names these are."""
+
+    emitted: int
+    accepted: int
+    offered: int
+    drafted: int
+
+
+class Estimate(NamedTuple):
+    """A figure, its 95% interval, and how many observations it rests on."""
+
+    value: float
+    low: float
+    high: float
+    observations: int
+
+
+def proportion(successes: int, trials: int) -> Estimate:
+    """A share with its Wilson score interval (Wilson 1927)."""
+    if trials == 0:
+        return Estimate(math.nan, 0.0, 1.0, 0)
+    share = successes / trials
+    spread = _Z95**2 / trials
+    centre = (share + spread / 2) / (1 + spread)
+    half = _Z95 * math.sqrt(share * (1 - share) / trials + spread / (4 * trials)) / (1 + spread)
+    # At a share of 0 or 1 the bound meets the share; rounding must not put it on the wrong side.
+    return Estimate(share, min(max(0.0, centre - half), share), max(min(1.0, centre + half), share), trials)
+
+
+def ratio_of_sums(pairs: Sequence[tuple[float, float]], resamples: int = 1000) -> Estimate:
+    """Sum of the first over sum of the second, with a bootstrap interval over the pairs (one pair per text).
+
+    Steps of one text are correlated, so texts are what is resampled; the resampling is seeded.
+    """
+    values = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2)
+    total = values.sum(0)
+    if len(pairs) == 0 or total[1] == 0:
+        return Estimate(math.nan, math.nan, math.nan, len(pairs))
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randint(len(pairs), (resamples, len(pairs)), generator=generator)
+    sums = values[chosen].sum(1)
+    ratios = sums[:, 0] / sums[:, 1]
+    low, high = ratios.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return Estimate(float(total[0] / total[1]), low, high, len(pairs))
+
+
+class Spread(NamedTuple):
+    """Median and quartiles of paired observations."""
+
+    median: float
+    low_quartile: float
+    high_quartile: float
+    observations: int
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median and quartiles."""
+    if not values:
+        return Spread(math.nan, math.nan, math.nan, 0)
+    low, median, high = torch.tensor(values, dtype=torch.float64).quantile(
+        torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+    )
+    return Spread(float(median), float(low), float(high), len(values))
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Acceptance over a set of texts. Lists by position start at position 1, the first drafted token."""
+
+    passes: int
+    tokens_per_pass: Estimate
+    conditional: tuple[Estimate, ...]
+    unconditional: tuple[Estimate, ...]
+    accepted_per_drafted: Estimate
+    length_histogram: dict[int, int]
+
+
+def acceptance(texts: Sequence[Sequence[StepCount]]) -> Acceptance:
+    """Figures over texts, each the sequence of its decoding steps without the prefill."""
+    steps = [step for text in texts for step in text]
+    deepest = max((step.offered for step in steps), default=0)
+    conditional, unconditional = [], []
+    for position in range(1, deepest + 1):
+        offered = [step for step in steps if step.offered >= position]
+        accepted = sum(step.accepted >= position for step in offered)
+        reached = sum(step.accepted >= position - 1 for step in offered)
+        conditional.append(proportion(accepted, reached))
+        unconditional.append(proportion(accepted, len(offered)))
+    return Acceptance(
+        passes=len(steps),
+        tokens_per_pass=ratio_of_sums([(sum(step.emitted for step in text), len(text)) for text in texts if text]),
+        conditional=tuple(conditional),
+        unconditional=tuple(unconditional),
+        accepted_per_drafted=proportion(sum(step.accepted for step in steps), sum(step.drafted for step in steps)),
+        length_histogram=dict(sorted(Counter(step.accepted for step in steps).items())),
+    )
+
+
+def expected_tokens(acceptance_rate: float, depth: int) -> float:
+    """Tokens per target pass of a chain of ``depth`` if each token is accepted alike (Leviathan et al., eq. 1)."""
+    if acceptance_rate == 1:
+        return depth + 1.0
+    return (1 - acceptance_rate ** (depth + 1)) / (1 - acceptance_rate)
+
+
+def predicted_speedup(tokens_per_pass: float, draft_cost: float, verify_cost: float, overhead: float = 0.0) -> float:
+    """Speed-up over plain decoding; costs of a whole cycle in units of one plain target step: S = E / (c + v + o)."""
+    return tokens_per_pass / (draft_cost + verify_cost + overhead)
