@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from decoding.verify import GREEDY, Rule, Verdict, lossless_rule
 class TextDecoder(Protocol):
     """The part of a tokenizer that stop strings need."""
 
-    def decode(self, token_ids: list[int]) -> str: ...
+    def decode(self, token_ids: list[int]) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,8 @@ class _Loop:
         seen = self._seen_at_nodes(proposal.tree) if sampling.penalises else None
         if sampling.greedy:
             return GREEDY(proposal, penalised_logits(logits, sampling, seen), self.source)
-        rule = self.config.rule or lossless_rule(proposal)
+        # Where nothing is drafted there is no draft to judge, and every rule writes from p.
+        rule = self.config.rule if self.config.rule and len(proposal.tree) > 1 else lossless_rule(proposal)
         return rule(proposal, probabilities(logits, sampling, seen), self.source)
 
     def _seen_at_nodes(self, tree: TokenTree) -> Tensor:
@@ -197,9 +198,10 @@ class _Loop:
 def _check_prompt(target: CausalLM, prompt: Sequence[int], config: DecodingConfig) -> None:
     if not prompt:
         raise ValueError("the prompt is empty: give at least one token (a BOS token will do)")
-    if max(prompt) >= target.vocab_size or min(prompt) < 0:
+    if unknown := [token for token in prompt if not 0 <= token < target.vocab_size]:
         raise ValueError(
-            f"the prompt holds token {max(prompt)} but the target knows {target.vocab_size}: use its own tokenizer"
+            f"the prompt holds token {unknown[0]} but the target knows 0 to {target.vocab_size - 1}: "
+            "use its own tokenizer"
         )
     longest = len(prompt) + config.max_new_tokens
     if target.max_positions is not None and longest > target.max_positions:

@@ -40,6 +40,33 @@ def capture_lm_head_input(model: nn.Module, keep_last: bool = False) -> Iterator
         handle.remove()
 
 
+def _refuse_unfit(model: PreTrainedModel) -> None:
+    """Refuse a model whose branches could not stand side by side in one pass, or could not be taken back."""
+    config = model.config
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{kind} is an encoder-decoder model: give a decoder-only causal LM")
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(
+            f"{kind} keeps a recurrent state, which cannot be rolled back after a rejected draft: "
+            "give an attention-only model"
+        )
+    text_config = config.get_text_config(decoder=True)
+    layer_types = {*(getattr(text_config, "layer_types", None) or ()), *getattr(text_config, "attention_layers", ())}
+    if other := sorted(layer_types - {"full_attention", "sliding_attention", "global"}):
+        raise ValueError(
+            f"{kind} has {' and '.join(other)} layers, which do not take a tree's mask: "
+            "give a model with full or sliding attention only"
+        )
+    if kind in ("bloom", "mpt") or getattr(text_config, "alibi", False):
+        raise ValueError(
+            f"{kind} places tokens by their order (ALiBi), so a tree's branches cannot stand side by side: "
+            "give a model that takes position ids"
+        )
+    if model.get_output_embeddings() is None:
+        raise ValueError(f"{type(model).__name__} has no lm_head: load the model with AutoModelForCausalLM")
+
+
 class CausalLM:
     """A causal language model ready to decode with: batch 1, its own cache type, tree attention.
 
@@ -47,18 +74,9 @@ class CausalLM:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        config = model.config
-        if getattr(config, "is_encoder_decoder", False):
-            raise ValueError(f"{config.model_type} is an encoder-decoder model: give a decoder-only causal LM")
-        if getattr(model, "_is_stateful", False):
-            raise ValueError(
-                f"{config.model_type} keeps a recurrent state, which cannot be rolled back after a rejected draft: "
-                "give an attention-only model"
-            )
-        if model.get_output_embeddings() is None:
-            raise ValueError(f"{type(model).__name__} has no lm_head: load the model with AutoModelForCausalLM")
+        _refuse_unfit(model)
         self.model = model.eval()
-        text_config = config.get_text_config(decoder=True)
+        text_config = model.config.get_text_config(decoder=True)
         self.num_layers: int = text_config.num_hidden_layers
         self.hidden_size: int = text_config.hidden_size
         self.vocab_size: int = text_config.vocab_size

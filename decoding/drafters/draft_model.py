@@ -56,6 +56,9 @@ class DraftModelDrafter:
                 f"the text may grow to {max_length} tokens but the draft's context holds {limit}: "
                 "give a shorter prompt, a lower max_new_tokens, or another draft"
             )
+        known = min(target.vocab_size, self.draft.vocab_size)
+        if max(self.branching) > known:
+            raise ValueError(f"branching is {list(self.branching)} but target and draft share {known} tokens")
         return DraftModelSession(self, target, sampling, source, max_length)
 
 
@@ -83,7 +86,8 @@ class DraftModelSession:
 
     def propose(self, tokens: Sequence[int], hidden: Tensor, max_depth: int) -> Proposal:
         self._keep_accepted(tokens)
-        fresh = torch.tensor(tokens[self._committed :])
+        # A token only the target knows is read as the draft's last: a poorer q, and any q is lossless.
+        fresh = torch.tensor(tokens[self._committed :]).clamp(max=self._draft.vocab_size - 1)
         if self._seen is not None:
             self._seen[list(tokens)] = True
         root = self._draft.append(fresh, self._cache)
@@ -97,7 +101,8 @@ class DraftModelSession:
         """Keep the keys of those nodes of the last tree that became text; drop the others."""
         if self._last is None:
             return
-        path = self._last.follow(tokens[self._committed :])
+        # Not the last token, even where a lossy rule wrote one it had refused: the next draft starts by running it.
+        path = self._last.follow(tokens[self._committed : -1])
         kept = [node - 1 for node in path if node <= self._fed]
         self._cache.commit(self._committed, kept)
         self._committed += len(kept)

@@ -29,6 +29,8 @@ class MedusaDrafter:
             raise ValueError(
                 f"the tree is {shape.max_depth} deep but there are {heads.config.num_heads} heads: shorten its paths"
             )
+        if shape.max_depth < 1:
+            raise ValueError("the tree is empty: give it at least the path [0]")
         self._shape = shape
         self._ranks = (0, *ranks)
         self.max_depth = shape.max_depth

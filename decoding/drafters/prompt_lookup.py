@@ -1,7 +1,7 @@
 """Prompt lookup: the text itself is the draft. What followed the same few tokens before is proposed again.
 
-As in `transformers` (``prompt_lookup_num_tokens``): the longest suffix of the text, of at most ``max_ngram`` tokens,
-that occurs earlier; its most recent earlier occurrence is continued.
+The longest suffix of the text, of at most ``max_ngram`` tokens, that occurs earlier is looked up, and its most recent
+earlier occurrence continued (`transformers`, with ``prompt_lookup_num_tokens``, continues the first one).
 """
 
 from collections.abc import Sequence

@@ -1,0 +1,36 @@
+# Two commands for everybody (demo, test), and the gate for contributors (check). Each does its own set-up.
+
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM = false
+export PYTHONUNBUFFERED = 1
+BIN = .venv/bin
+
+.PHONY: demo test check format clean
+
+demo: .venv/.ready
+	$(BIN)/python scripts/demo.py
+
+# Lint, types, import layers, every test.
+test: lint
+	$(BIN)/python -m pytest
+
+# What a contributor runs before each commit: the same without the tests that launch programs.
+check: lint
+	$(BIN)/python -m pytest -m "not system"
+
+.PHONY: lint
+lint: .venv/.ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: .venv/.ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+.venv/.ready: requirements.lock pyproject.toml scripts/setup.sh
+	sh scripts/setup.sh
+
+clean:
+	rm -rf .venv runs build *.egg-info

@@ -1,0 +1,236 @@
+"""A report (see `decoding.evaluate`) as a table in the terminal and as a page with pictures, in one file."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import matplotlib
+from rich.table import Table
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# Okabe & Ito's palette, which the colour-blind can tell apart.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+_SPLIT = {"draft": "#E69F00", "verify": "#0072B2", "overhead": "#999999"}
+
+COLUMNS = (
+    "setting",
+    "method",
+    "promise",
+    "tokens per target pass",
+    "accepted at 1, 2, …",
+    "tokens/s",
+    "speed-up",
+    "over transformers",
+)
+
+
+def table_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The report's figures as text, a tuple per method in the order of `COLUMNS`."""
+    return [
+        (
+            row["setting"],
+            row["method"],
+            row["label"],
+            _estimate(row.get("tokens_per_pass")),
+            " ".join(f"{share['value']:.2f}" for share in row.get("conditional_acceptance", [])[:5]) or "–",
+            f"{row['tokens_per_second']['value']:.0f}",
+            _spread(row["speedup"]),
+            _spread(row["speedup_over_transformers"]),
+        )
+        for row in report["rows"]
+    ]
+
+
+def _estimate(figure: dict[str, float] | None) -> str:
+    return f"{figure['value']:.2f} [{figure['low']:.2f}, {figure['high']:.2f}]" if figure else "–"
+
+
+def _spread(figure: dict[str, float] | None) -> str:
+    return f"{figure['median']:.2f}× [{figure['low_quartile']:.2f}, {figure['high_quartile']:.2f}]" if figure else "–"
+
+
+def caption(report: dict[str, Any]) -> str:
+    """What was measured, on what."""
+    machine = report["hardware"]
+    place = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads"
+    return (
+        f"{report['parameters'] / 1e6:.1f}M-parameter target in {report['dtype']} on {place}; "
+        f"{report['prompts']} prompts, up to {report['max_new_tokens']} new tokens, batch 1; commit {report['commit']}"
+    )
+
+
+NOTES = (
+    "Tokens per target pass: 95% interval over prompts, prefill left out, the target's own token included. "
+    "Accepted at i: share accepted of those offered there with everything before accepted. "
+    "Speed-up: tokens/s over plain decoding by the same loop on the same prompt, prefill left out; median [quartiles]."
+)
+
+
+def terminal_table(report: dict[str, Any]) -> Table:
+    """The table for a terminal."""
+    table = Table(
+        title=report.get("title"), caption=f"{caption(report)}\n{NOTES}", title_style="bold", caption_justify="left"
+    )
+    for index, column in enumerate(COLUMNS):
+        table.add_column(column, justify="left" if index < 3 else "right", overflow="fold")
+    previous = None
+    for row in table_rows(report):
+        if previous is not None and row[0] != previous:
+            table.add_section()
+        previous = row[0]
+        style = "yellow" if row[2] == "lossy" else None
+        table.add_row(*row, style=style)
+    return table
+
+
+def write_html(report: dict[str, Any], path: Path) -> None:
+    """Write the page: table, pictures and what they were measured with, in one file that needs nothing else."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    pictures = [
+        ("Speed-up over plain decoding", speedup_figure(report)),
+        ("Acceptance by position", acceptance_figure(report)),
+        ("Where the time goes", time_figure(report)),
+        ("What a target pass costs here", cost_figure(report)),
+    ]
+    page = environment.get_template("report.html.j2").render(
+        title=report.get("title") or "Headstart report",
+        caption=caption(report),
+        notes=NOTES,
+        columns=COLUMNS,
+        rows=table_rows(report),
+        pictures=[(title, _svg(figure)) for title, figure in pictures],
+        greedy=[(row["method"], row["identical_to_plain"]) for row in report["rows"] if "identical_to_plain" in row],
+        dtype=report["dtype"],
+        versions=report["versions"],
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")
+
+
+def _svg(figure: Figure) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", bbox_inches="tight")
+    plt.close(figure)
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _settings(report: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(row["setting"] for row in report["rows"]))
+
+
+def _grid(axes: Axes, axis: str) -> None:
+    axes.grid(axis=axis, color="#dddddd", linewidth=0.8)  # type: ignore[arg-type]
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def speedup_figure(report: dict[str, Any]) -> Figure:
+    """A bar per method under each setting, with quartiles; lossy ones hatched."""
+    settings = _settings(report)
+    counts = [sum(row["setting"] == setting for row in report["rows"]) for setting in settings]
+    figure, all_axes = plt.subplots(
+        len(settings), 1, figsize=(7.5, 0.8 + 0.34 * sum(counts)), height_ratios=counts, sharex=True, squeeze=False
+    )
+    for axes, setting in zip(all_axes[:, 0], settings, strict=True):
+        rows = [row for row in report["rows"] if row["setting"] == setting][::-1]
+        for position, row in enumerate(rows):
+            figures = row["speedup"]
+            low, high = figures["median"] - figures["low_quartile"], figures["high_quartile"] - figures["median"]
+            peer = row["method"].startswith("transformers")
+            axes.barh(
+                position,
+                figures["median"],
+                xerr=[[low], [high]],
+                color="#bbbbbb" if peer or row["method"] == "plain" else _COLOURS[0],
+                hatch="//" if row["label"] == "lossy" else None,
+                edgecolor="white",
+                error_kw={"linewidth": 1, "capsize": 2},
+            )
+            axes.text(figures["high_quartile"] + 0.03, position, f"{figures['median']:.2f}×", va="center", fontsize=8)
+        axes.set_yticks(range(len(rows)), [row["method"] for row in rows], fontsize=9)
+        axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
+        axes.set_title(setting, loc="left", fontsize=10)
+        _grid(axes, "x")
+    all_axes[-1, 0].set_xlabel("speed-up over plain decoding, median and quartiles over prompts (hatched: lossy)")
+    figure.tight_layout()
+    return figure
+
+
+def acceptance_figure(report: dict[str, Any]) -> Figure:
+    """Unconditional acceptance at each position, a line per drafter, with 95% intervals."""
+    settings = _settings(report)
+    figure, all_axes = plt.subplots(1, len(settings), figsize=(3.4 * len(settings), 3), sharey=True, squeeze=False)
+    names = list(dict.fromkeys(row["method"] for row in report["rows"] if row.get("unconditional_acceptance")))
+    for axes, setting in zip(all_axes[0], settings, strict=True):
+        for row in report["rows"]:
+            shares = row.get("unconditional_acceptance")
+            if row["setting"] != setting or not shares:
+                continue
+            positions = range(1, len(shares) + 1)
+            colour = _COLOURS[names.index(row["method"]) % len(_COLOURS)]
+            axes.plot(
+                positions, [share["value"] for share in shares], "o-", color=colour, label=row["method"], markersize=4
+            )
+            axes.fill_between(
+                positions,
+                [s["low"] for s in shares],
+                [s["high"] for s in shares],
+                color=colour,
+                alpha=0.15,
+                linewidth=0,
+            )
+        axes.set_title(setting, loc="left", fontsize=10)
+        axes.set_xlabel("position in the draft")
+        axes.set_ylim(0, 1)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        _grid(axes, "y")
+    all_axes[0, 0].set_ylabel("share of drafts accepted so far")
+    handles, labels = all_axes[0, 0].get_legend_handles_labels()
+    if handles:
+        all_axes[0, -1].legend(handles, labels, fontsize=8, frameon=False)
+    figure.tight_layout()
+    return figure
+
+
+def time_figure(report: dict[str, Any]) -> Figure:
+    """Share of the decoding time in the draft, in the target's pass, and in neither."""
+    rows = [row for row in report["rows"] if row.get("time_split")][::-1]
+    figure, axes = plt.subplots(figsize=(7.5, 0.9 + 0.3 * len(rows)))
+    for position, row in enumerate(rows):
+        left = 0.0
+        for part, colour in _SPLIT.items():
+            share = row["time_split"][part]
+            axes.barh(
+                position, share, left=left, color=colour, label=part if position == 0 else None, edgecolor="white"
+            )
+            left += share
+    axes.set_yticks(range(len(rows)), [f"{row['method']} ({row['setting']})" for row in rows], fontsize=9)
+    axes.set_xlabel("share of the decoding time")
+    axes.set_xlim(0, 1)
+    axes.legend(fontsize=8, ncols=3, frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
+    _grid(axes, "x")
+    figure.tight_layout()
+    return figure
+
+
+def cost_figure(report: dict[str, Any]) -> Figure:
+    """v(n): the cost of a target pass over n tokens, in passes over one."""
+    curve = {int(size): cost for size, cost in report["cost_curve_ms"].items()}
+    figure, axes = plt.subplots(figsize=(4.5, 3))
+    axes.plot(list(curve), [cost / curve[1] for cost in curve.values()], "o-", color=_COLOURS[0])
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(curve), [str(size) for size in curve])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("tokens in the pass")
+    axes.set_ylabel("cost, in passes over one token")
+    _grid(axes, "y")
+    figure.tight_layout()
+    return figure

@@ -1,0 +1,107 @@
+"""The main job from end to end (``make demo``): target, heads, draft, and what they gain. Nothing is downloaded.
+
+HEADSTART_DEMO=short trains and measures less, by the same code, for continuous integration.
+"""
+
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from trainer import quickstart
+from trainer.cli import guarded
+from trainer.commands import EvaluateOptions, run_evaluate
+from trainer.export import export
+
+ROOT = Path(__file__).parent.parent
+OUTPUT = Path("runs/quickstart")
+SHORT = os.environ.get("HEADSTART_DEMO") == "short"
+
+
+def main() -> None:
+    """Five stages, each timed."""
+    if SHORT:
+        os.environ.setdefault("HEADSTART_QUICKSTART_STEPS", "20")
+    console = Console(highlight=False)
+    seconds: dict[str, float] = {}
+
+    def stage(name: str, work: Callable[[], None]) -> None:
+        console.rule(f"[bold]{name}")
+        began = time.perf_counter()
+        work()
+        seconds[name] = time.perf_counter() - began
+
+    stage("1. the target", build_target)
+    stage("2. Medusa heads", lambda: launch("medusa1", "training.steps=8"))
+    stage("3. a distilled draft", lambda: launch("draft", "training.steps=8"))
+    stage("4. decoding and measuring", measure)
+    stage("5. exporting", export_all)
+    console.print(timing(seconds))
+
+
+def build_target() -> None:
+    quickstart.ensure_built(quickstart.NAME)
+    print(f"the target is in {quickstart.folder()}")
+
+
+def launch(recipe: str, short_override: str) -> None:
+    """Train a recipe as a user would: ``accelerate launch`` of the training script."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "recipes/accelerate/cpu.yaml"]
+    command += ["scripts/train.py", f"recipes/quickstart/{recipe}.yaml"]
+    if SHORT:
+        command += [short_override, f"output={OUTPUT / 'short' / recipe}"]
+    finished = subprocess.run(command, cwd=ROOT, check=False)
+    if finished.returncode:
+        raise ValueError(f"training {recipe} failed with exit code {finished.returncode}; its message is above")
+
+
+def artefact(recipe: str) -> str:
+    return str(OUTPUT / ("short" if SHORT else "") / recipe / "final")
+
+
+def measure() -> None:
+    run_evaluate(
+        EvaluateOptions(
+            target=quickstart.NAME,
+            heads=artefact("medusa1"),
+            draft=artefact("draft"),
+            prompts=f"{quickstart.NAME}/heldout.jsonl",
+            prompt_tokens=128,
+            limit=3 if SHORT else 14,
+            max_new_tokens=24 if SHORT else 96,
+            output=OUTPUT,
+            title="Quickstart: a 7M-parameter Llama trained on the standard library, on held-out files of it",
+        )
+    )
+
+
+def export_all() -> None:
+    """Heads for servers and for this project, and the draft, each with its card."""
+    report = OUTPUT / "report.json"
+    for recipe, form in (("medusa1", "headstart"), ("medusa1", "vllm"), ("draft", "draft")):
+        summary = export(Path(artefact(recipe)), OUTPUT / "export" / f"{recipe}-{form}", form, report, overwrite=True)
+        print(summary)
+
+
+def timing(seconds: dict[str, float]) -> Table:
+    table = Table(title="Wall time", title_style="bold")
+    table.add_column("stage")
+    table.add_column("seconds", justify="right")
+    for name, spent in seconds.items():
+        table.add_row(name, f"{spent:.0f}")
+    table.add_section()
+    table.add_row("together", f"{sum(seconds.values()):.0f}")
+    peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    table.caption = f"peak memory of the largest process: {peak / 2**20:.2f} GiB"
+    return table
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    sys.exit(guarded(main, debug=os.environ.get("HEADSTART_DEBUG") == "1"))

@@ -1,0 +1,8 @@
+"""What ``accelerate launch`` runs: train a recipe. Usage: scripts/train.py RECIPE [section.key=value ...]"""
+
+import sys
+
+from trainer.cli import run_train
+
+if __name__ == "__main__":
+    sys.exit(run_train(sys.argv[1], sys.argv[2:]))

@@ -1,0 +1,189 @@
+"""What the commands that decode do: evaluate and generate."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import PreTrainedTokenizerBase
+
+from decoding.drafters import Drafter, DraftModelDrafter, PromptLookupDrafter
+from decoding.evaluate import EvaluationConfig, evaluate, standard_methods, write_report
+from decoding.generate import DecodingConfig, Step, decode_steps, speculate
+from decoding.loading import (
+    eos_token_ids,
+    load_draft,
+    load_medusa_drafter,
+    load_model,
+    load_tokenizer,
+    parse_dtype,
+)
+from decoding.prompts import encode_prompt, read_prompts
+from decoding.report import terminal_table, write_html
+from decoding.sampling import SamplingConfig
+from decoding.stream import stream_pieces
+from decoding.target import CausalLM
+from decoding.verify import typical_acceptance
+from trainer.quickstart import ensure_built, resolve
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which models to decode with."""
+
+    target: str
+    heads: str | None = None
+    draft: str | None = None
+    draft_tokens: int = 4
+    dtype: str = "bf16"
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(ModelOptions):
+    """`headstart evaluate`."""
+
+    prompts: str
+    output: Path
+    prompt_field: str | None = None
+    prompt_tokens: int | None = None
+    limit: int = 20
+    max_new_tokens: int = 96
+    temperature: float = 1.0
+    settings: tuple[str, ...] = ("greedy", "sampling", "typical")
+    rounds: int = 1
+    title: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(ModelOptions):
+    """`headstart generate`."""
+
+    prompt: str
+    lookup: bool = False
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    typical: bool = False
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+    chat: bool = True
+    compare: bool = True
+
+
+def _load(options: ModelOptions) -> tuple[CausalLM, PreTrainedTokenizerBase, dict[str, Drafter]]:
+    """The target, its tokenizer, and the drafters that were asked for, by name."""
+    ensure_built(options.target)
+    name = resolve(options.target)
+    tokenizer = load_tokenizer(name, options.trust_remote_code)
+    target = CausalLM(load_model(name, parse_dtype(options.dtype), trust_remote_code=options.trust_remote_code))
+    drafters: dict[str, Drafter] = {}
+    if options.draft:
+        draft = load_draft(options.draft, target, tokenizer, options.trust_remote_code)
+        drafters[f"draft model, {options.draft_tokens} tokens"] = DraftModelDrafter(draft, (1,) * options.draft_tokens)
+    if options.heads:
+        medusa = load_medusa_drafter(options.heads, target)
+        drafters[f"medusa, tree of {medusa.max_nodes - 1}"] = medusa
+    return target, tokenizer, drafters
+
+
+def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> dict[str, Any]:
+    """Measure, print the table, write report.json and report.html; returns the report."""
+    console = console or Console()
+    target, tokenizer, drafters = _load(options)
+    drafters["prompt lookup"] = PromptLookupDrafter()
+    prompts = read_prompts(
+        resolve(options.prompts), tokenizer, options.limit, options.prompt_field, options.prompt_tokens
+    )
+    config = EvaluationConfig(
+        max_new_tokens=options.max_new_tokens,
+        rounds=options.rounds,
+        temperature=options.temperature,
+        eos_token_ids=eos_token_ids(target.model, tokenizer),
+        settings=options.settings,
+    )
+    methods = standard_methods(target, drafters, config)
+    total = len(methods) * (len(prompts) * config.rounds + 1)
+    with _progress(console) as bar:
+        task = bar.add_task("evaluating", total=total)
+        report = evaluate(target, methods, prompts, config, lambda: bar.advance(task))
+    report["title"] = options.title or f"{Path(options.target).name} on {Path(options.prompts).name}"
+    write_report(report, options.output / "report.json")
+    write_html(report, options.output / "report.html")
+    _wide(console).print(terminal_table(report))
+    console.print(f"written: {options.output / 'report.json'}, {options.output / 'report.html'}", highlight=False)
+    return report
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+
+def _wide(console: Console) -> Console:
+    """Where nobody set a width (a file, a pipe), give the table the room it needs."""
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(file=console.file, width=150)
+
+
+def run_generate(options: GenerateOptions, console: Console | None = None) -> None:
+    """Stream the text in two colours and say what speculation gained."""
+    console = console or Console(highlight=False)
+    target, tokenizer, drafters = _load(options)
+    if options.lookup:
+        drafters["prompt lookup"] = PromptLookupDrafter()
+    if len(drafters) > 1:
+        raise ValueError(f"{' and '.join(drafters)} were asked for: give one of --heads, --draft and --lookup")
+    drafter = next(iter(drafters.values()), None)
+    prompt = encode_prompt(options.prompt, tokenizer, options.chat)
+    config = DecodingConfig(
+        max_new_tokens=options.max_new_tokens,
+        sampling=SamplingConfig(options.temperature, options.top_k, options.top_p),
+        rule=typical_acceptance() if options.typical else None,
+        eos_token_ids=eos_token_ids(target.model, tokenizer),
+        stop_strings=options.stop,
+        seed=options.seed,
+    )
+    if drafter is not None and options.compare:
+        speculate(target, drafter, prompt, replace(config, max_new_tokens=min(8, config.max_new_tokens)), tokenizer)
+    steps: list[Step] = []
+
+    def watched() -> Iterator[Step]:
+        for step in decode_steps(target, drafter, prompt, config, tokenizer):
+            steps.append(step)
+            yield step
+
+    for piece in stream_pieces(watched(), tokenizer):
+        console.print(piece.text, end="", style="green" if piece.drafted else None, markup=False, soft_wrap=True)
+    console.print()
+    plain = None
+    if drafter is not None and options.compare:
+        plain = speculate(target, None, prompt, replace(config, rule=None), tokenizer).steps
+    console.print(_summary(steps, plain, next(iter(drafters), "plain decoding"), options.typical), style="dim")
+
+
+def _summary(steps: list[Step], plain: tuple[Step, ...] | None, name: str, typical: bool) -> str:
+    """One line: tokens per target pass, tokens/s, speed-up."""
+    passes = steps[1:]
+    emitted = sum(len(step.tokens) for step in passes)
+    if not passes:
+        return f"{name}: {len(steps[0].tokens)} token in the prefill"
+    accepted = sum(step.accepted for step in passes)
+    speed = emitted / sum(step.total_seconds for step in passes)
+    line = (
+        f"{name} ({'lossy' if typical else 'lossless'}): {emitted / len(passes):.2f} tokens per target pass "
+        f"({accepted} of {emitted} tokens drafted), {speed:.0f} tokens/s"
+    )
+    if plain is not None and len(plain) > 1:
+        plain_speed = (len(plain) - 1) / sum(step.total_seconds for step in plain[1:])
+        line += f", {speed / plain_speed:.2f}× plain decoding ({plain_speed:.0f} tokens/s)"
+    return line

@@ -1,0 +1,125 @@
+"""The distillation objective: a small draft learns the target's distribution at every trained token."""
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from decoding.drafters import Drafter, DraftModelDrafter
+from decoding.loading import check_same_tokenizer, load_model, load_tokenizer
+from decoding.target import CausalLM
+from trainer.data import Batch
+from trainer.losses import acceptance_rate, chunked_divergence
+from trainer.objective import TermSums
+from trainer.recipe import DraftSection
+
+
+class DistillTraining(nn.Module):
+    """The draft with its loss: a divergence from the target's distribution, where the next token is trained."""
+
+    def __init__(self, draft: PreTrainedModel, section: DraftSection) -> None:
+        super().__init__()
+        self.draft = draft
+        self._section = section
+
+    def forward(
+        self,
+        target_logits: Float[Tensor, "labels vocab"],
+        tokens: Int[Tensor, "batch positions"],
+        attention_mask: Int[Tensor, "batch positions"],
+        labelled: Int[Tensor, "batch positions"],
+    ) -> TermSums:
+        logits = self.draft(input_ids=tokens, attention_mask=attention_mask, use_cache=False).logits[labelled]
+        # One family may pad its vocabularies differently; what one side does not know, neither can be scored on.
+        shared = min(logits.shape[-1], target_logits.shape[-1])
+        logits, target_logits = logits[:, :shared], target_logits[:, :shared]
+        loss = chunked_divergence(logits, target_logits, self._section.objective, self._section.temperature)
+        return TermSums(loss[None], acceptance_rate(logits.detach(), target_logits)[None])
+
+
+class DistillObjective:
+    """A draft, its frozen target, and the divergence between them."""
+
+    terms: tuple[str, ...] = ("divergence",)
+    weights: tuple[float, ...] = (1.0,)
+    hit_name = "acceptance"
+
+    def __init__(
+        self,
+        target: CausalLM,
+        tokenizer: PreTrainedTokenizerBase,
+        section: DraftSection,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self._target = target
+        target.model.requires_grad_(False)
+        self._tokenizer = tokenizer
+        self._section = section
+        draft = _initial_draft(target, tokenizer, section, trust_remote_code)
+        self.module: DistillTraining = DistillTraining(draft.train(), section)
+
+    def counts(self, batch: Batch) -> Float[Tensor, " terms"]:
+        return batch.trained[:, 1:].sum()[None]
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        labelled = torch.zeros_like(batch.trained)
+        labelled[:, :-1] = batch.trained[:, 1:]  # position t predicts token t+1
+        with torch.no_grad():
+            logits = self._target.model(
+                input_ids=batch.tokens, attention_mask=batch.attention_mask, use_cache=False
+            ).logits
+        return logits[labelled], batch.tokens, batch.attention_mask, labelled
+
+    def _draft_for_decoding(self) -> PreTrainedModel:
+        draft: PreTrainedModel = copy.deepcopy(self.module.draft)
+        draft.to(self._target.dtype)  # type: ignore[arg-type]  # transformers' stubs
+        draft.config.dtype = self._target.dtype
+        return draft
+
+    def drafter(self) -> Drafter:
+        return DraftModelDrafter(CausalLM(self._draft_for_decoding()), (1,) * self._section.num_draft_tokens)
+
+    def save(self, folder: Path) -> None:
+        self._draft_for_decoding().save_pretrained(folder)
+        self._tokenizer.save_pretrained(folder)
+
+
+def _initial_draft(
+    target: CausalLM, tokenizer: PreTrainedTokenizerBase, section: DraftSection, trust_remote_code: bool
+) -> PreTrainedModel:
+    """The untrained draft, in fp32 on the target's device."""
+    if section.init == "target":
+        draft = draft_from_target(target.model, section.layers)
+        draft.to(target.device, torch.float32)  # type: ignore[arg-type]  # transformers' stubs
+        return draft
+    check_same_tokenizer(tokenizer, load_tokenizer(section.init, trust_remote_code))
+    return load_model(section.init, torch.float32, target.device, trust_remote_code)
+
+
+def draft_from_target(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
+    """A model of the target's own architecture that starts as the chosen layers of it, in the order given."""
+    config = copy.deepcopy(target.config)
+    total: int = config.num_hidden_layers
+    kept = [layer + total if layer < 0 else layer for layer in layers]
+    if not kept or min(kept) < 0 or max(kept) >= total:
+        raise ValueError(f"draft.layers is {list(layers)} but the target has layers 0 to {total - 1}")
+    config.num_hidden_layers = len(kept)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[layer] for layer in kept]
+    draft: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
+    state = {}
+    source = target.state_dict()
+    for name in draft.state_dict():
+        parts = name.split(".")
+        # The first number in a parameter's name is its layer, in every family (model.layers.3., transformer.h.3.).
+        position = next((index for index, part in enumerate(parts) if part.isdigit()), None)
+        if position is not None:
+            parts[position] = str(kept[int(parts[position])])
+        state[name] = source[".".join(parts)]
+    draft.load_state_dict(state)
+    draft.generation_config = copy.deepcopy(target.generation_config)
+    return draft

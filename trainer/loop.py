@@ -1,0 +1,187 @@
+"""THE training loop: the only file that drives accelerate's step."""
+
+import contextlib
+import math
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from jaxtyping import Float
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer.checkpoint import Checkpoints, Progress
+from trainer.data import Batch, Example, batch_indices, collate
+from trainer.objective import Objective
+from trainer.optimizer import build_optimizers
+from trainer.recipe import TrainingSection
+
+
+class Interrupted(Exception):  # not an error: the run was asked to stop, and can go on
+    """A SIGTERM or SIGINT arrived; the state is saved."""
+
+
+class Hooks(NamedTuple):
+    """What happens around the steps. Each is called with the progress so far."""
+
+    on_step: Callable[[Progress, dict[str, float]], None]
+    """On every process, after each optimizer step, with its figures."""
+    evaluate: Callable[[Progress], None]
+    """On the main process; the others wait."""
+
+
+def learning_rate_at(step: int, section: TrainingSection) -> float:
+    """Linear warm-up, then a cosine down to zero, as a function of the step (from 0) alone."""
+    warmup = round(section.warmup_fraction * section.steps)
+    if step < warmup:
+        return section.learning_rate * (step + 1) / warmup
+    progress = (step - warmup) / max(1, section.steps - warmup)
+    return section.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def train(
+    objective: Objective,
+    examples: Sequence[Example],
+    section: TrainingSection,
+    accelerator: Accelerator,
+    checkpoints: Checkpoints,
+    checkpoint_every: int,
+    evaluate_every: int,
+    hooks: Hooks,
+) -> Progress:
+    """Train to the end of the recipe, from the last checkpoint if there is one.
+
+    Raises `Interrupted` after a SIGTERM (the state is saved first), and ValueError at a loss that is not finite (the
+    last good checkpoint stays).
+    """
+    objective.module.to(accelerator.device)
+    optimizers = build_optimizers(objective.module, section)
+    progress = checkpoints.load_latest(objective.module, optimizers) or Progress(0, 0)
+    module, *optimizers = accelerator.prepare(objective.module, *optimizers)
+    with _stop_signals() as stop_requested:
+        while progress.step < section.steps:
+            _seed_step(section.seed, progress.step, accelerator.process_index)
+            learning_rate = learning_rate_at(progress.step, section)
+            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+                group["lr"] = learning_rate
+            micro_batches = _my_micro_batches(progress.step, examples, section, accelerator)
+            figures, tokens = _optimizer_step(
+                objective, module, optimizers, micro_batches, section, accelerator, progress
+            )
+            progress = Progress(progress.step + 1, progress.tokens + tokens)
+            hooks.on_step(progress, figures)
+            last = progress.step == section.steps
+            stop = _any_process(accelerator, stop_requested())
+            if stop or last or progress.step % checkpoint_every == 0:
+                _save(accelerator, checkpoints, objective, optimizers, progress)
+            if stop and not last:
+                raise Interrupted(f"stopped at step {progress.step} of {section.steps}; the state is saved")
+            if not last and progress.step % evaluate_every == 0:
+                if accelerator.is_main_process:
+                    hooks.evaluate(progress)
+                accelerator.wait_for_everyone()
+    return progress
+
+
+def _optimizer_step(
+    objective: Objective,
+    module: torch.nn.Module,
+    optimizers: Sequence[Optimizer],
+    micro_batches: Sequence[Batch],
+    section: TrainingSection,
+    accelerator: Accelerator,
+    progress: Progress,
+) -> tuple[dict[str, float], int]:
+    """One step over the whole batch: the loss is Σ weight * sum / count with counts over all processes."""
+    counts: Tensor = accelerator.reduce(sum(objective.counts(batch) for batch in micro_batches), "sum")
+    weights = torch.tensor(objective.weights, device=counts.device)
+    scale: Float[Tensor, " terms"] = weights / counts.clamp(min=1)
+    sums = torch.zeros(2, len(objective.terms), dtype=torch.float64, device=counts.device)
+    for index, batch in enumerate(micro_batches):
+        last = index == len(micro_batches) - 1
+        with contextlib.nullcontext() if last else accelerator.no_sync(module):
+            inputs = objective.inputs(batch)
+            losses, hits = module(*inputs)
+            # Data parallelism averages gradients over processes; the counts are of all of them, so the sum is wanted.
+            accelerator.backward((losses * scale).sum() * accelerator.num_processes)
+        sums += torch.stack([losses.detach(), hits.detach()])
+    sums = accelerator.reduce(sums, "sum") / counts.clamp(min=1)
+    loss = float((sums[0] * weights).sum())
+    if not math.isfinite(loss):
+        raise ValueError(
+            f"the loss is {loss} at step {progress.step + 1}; the last good checkpoint is kept: lower "
+            "training.learning_rate, or set training.mixed_precision=no, and start again to resume from it"
+        )
+    norm = accelerator.clip_grad_norm_(module.parameters(), section.max_grad_norm)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    figures = {"loss": loss, "learning_rate": optimizers[0].param_groups[0]["lr"], "grad_norm": float(norm)}
+    for position, term in enumerate(objective.terms):
+        figures[f"loss/{term}"] = float(sums[0, position])
+        figures[f"{objective.hit_name}/{term}"] = float(sums[1, position])
+    return figures, int(counts[0])
+
+
+def _my_micro_batches(
+    step: int, examples: Sequence[Example], section: TrainingSection, accelerator: Accelerator
+) -> list[Batch]:
+    """This process's share of the step's batch, dealt out in turn so that every process count trains the same batch."""
+    world = accelerator.num_processes
+    if section.batch_size % (section.micro_batch_size * world):
+        raise ValueError(
+            f"training.batch_size ({section.batch_size}) is not a multiple of training.micro_batch_size "
+            f"({section.micro_batch_size}) times {world} processes"
+        )
+    indices = batch_indices(step, section.batch_size, len(examples), section.seed)[accelerator.process_index :: world]
+    return [
+        collate([examples[index] for index in indices[start : start + section.micro_batch_size]]).to(accelerator.device)
+        for start in range(0, len(indices), section.micro_batch_size)
+    ]
+
+
+def _seed_step(seed: int, step: int, process: int) -> None:
+    """Dropout and the like depend on the step alone, so that a resumed run repeats them."""
+    torch.manual_seed((seed * 1_000_003 + step) * 4_099 + process)
+
+
+def _save(
+    accelerator: Accelerator,
+    checkpoints: Checkpoints,
+    objective: Objective,
+    optimizers: Sequence[Optimizer],
+    progress: Progress,
+) -> None:
+    if accelerator.is_main_process:
+        checkpoints.save(objective.module, optimizers, progress)
+    accelerator.wait_for_everyone()
+
+
+def _any_process(accelerator: Accelerator, flag: bool) -> bool:
+    """True on every process if it is on one: all must leave the loop at the same step."""
+    if accelerator.num_processes == 1:
+        return flag
+    total: Tensor = accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), "sum")
+    return bool(total > 0)
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[Callable[[], bool]]:
+    """Turn SIGTERM and SIGINT into a question; a second one acts as usual."""
+    received: list[int] = []
+    previous: dict[int, Any] = {}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        signal.signal(number, previous[number])
+
+    for number in (int(signal.SIGTERM), int(signal.SIGINT)):
+        previous[number] = signal.signal(number, note)
+    try:
+        yield lambda: bool(received)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,44 @@
+"""What the training loop asks of an objective: batch -> sums of losses, and something to evaluate and save."""
+
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from decoding.drafters import Drafter
+from trainer.data import Batch
+
+
+class TermSums(NamedTuple):
+    """Per term of the loss: its sum over this batch's labels (differentiable), and how many labels were hit."""
+
+    losses: Float[Tensor, " terms"]
+    hits: Float[Tensor, " terms"]
+
+
+class Objective(Protocol):
+    """A loss of one or more terms over a trained module.
+
+    The loss is Σ weight * sum / count over the terms, where count runs over the whole batch of all processes.
+    """
+
+    terms: tuple[str, ...]
+    weights: tuple[float, ...]
+    hit_name: str
+
+    @property
+    def module(self) -> nn.Module:
+        """What is trained; called with `inputs`, returns `TermSums`."""
+
+    def counts(self, batch: Batch) -> Float[Tensor, " terms"]:
+        """How many labels each term has in this batch."""
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        """What the module is called with: runs whatever is frozen, without gradients."""
+
+    def drafter(self) -> Drafter | None:
+        """The module as it is now, ready for the decoding loop; None where there is no target to speed up."""
+
+    def save(self, folder: Path) -> None:
+        """Write what was trained in the form that is used afterwards."""

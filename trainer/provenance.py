@@ -1,0 +1,47 @@
+"""Where an artefact comes from: commit, versions, resolved recipe, data and target, written beside its weights."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from decoding.machine import commit, hardware, versions
+from trainer.data import Dataset
+from trainer.recipe import AnyRecipe
+
+FILE_NAME = "provenance.json"
+
+
+def fingerprint(module: nn.Module) -> str:
+    """A short digest of a model's parameters: names, shapes, and up to 4,096 evenly spaced values of each."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        flat = tensor.detach().flatten()
+        sample = flat[:: max(1, flat.numel() // 4096)].to("cpu", torch.float32).contiguous()
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update(sample.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def provenance(
+    recipe: AnyRecipe, datasets: Sequence[Dataset], target: nn.Module | None, steps: int, tokens: int
+) -> dict[str, Any]:
+    """Plain JSON values; nothing secret is among them, for a recipe holds no keys."""
+    return {
+        "commit": commit(),
+        "versions": versions(),
+        "hardware": hardware(),
+        "recipe": recipe.model_dump(mode="json"),
+        "data": {dataset.path: {"sha256": dataset.sha256, "rows": dataset.rows} for dataset in datasets},
+        "target": {"name": getattr(recipe, "target", None), "fingerprint": fingerprint(target)} if target else None,
+        "steps": steps,
+        "tokens": tokens,
+    }
+
+
+def write_provenance(folder: Path, content: dict[str, Any]) -> None:
+    (folder / FILE_NAME).write_text(json.dumps(content, indent=2) + "\n")

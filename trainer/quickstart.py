@@ -1,0 +1,148 @@
+"""The embedded default target: a small Llama trained on the interpreter's own standard library.
+
+Real text that is on every machine, so the whole toolkit can be tried without a hub. Everything is built once, under
+the user's cache folder (or HEADSTART_CACHE), and found there afterwards under the name ``quickstart``.
+"""
+
+import hashlib
+import json
+import os
+import random
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from trainer.checkpoint import write_folder
+from trainer.recipe import PretrainRecipe
+
+NAME = "quickstart"
+_VOCABULARY = 2048
+_HELDOUT_SHARE = 16  # one file in so many is held out
+_LONGEST_FILE = 60_000  # characters; tables and generated modules are longer
+_SKIPPED = {"site-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3", "pydoc_data", "encodings"}
+_END = "<|end|>"
+
+
+def resolve(name: str) -> str:
+    """A target or data path of a recipe: ``quickstart`` and what is in it stand for the cached folder."""
+    head, _, rest = name.partition("/")
+    if head != NAME:
+        return name
+    if rest.endswith(".jsonl"):
+        return str(build_corpus() / rest)
+    return str(folder() / rest if rest else folder())
+
+
+def steps() -> int:
+    """Training steps of the target; HEADSTART_QUICKSTART_STEPS makes a quicker, worse one for a smoke test."""
+    return int(os.environ.get("HEADSTART_QUICKSTART_STEPS", "260"))
+
+
+def cache() -> Path:
+    """Where the default target lives, by what it is made of: another interpreter's library makes another target."""
+    root = os.environ.get("HEADSTART_CACHE") or platformdirs.user_cache_dir("headstart")
+    files = [(path.name, path.stat().st_size) for path in _library_files()]
+    made_of = hashlib.sha256(repr((_VOCABULARY, sorted(files))).encode()).hexdigest()[:12]
+    return Path(root) / f"{NAME}-{made_of}"
+
+
+def folder() -> Path:
+    """The finished target's folder, whether it is there yet or not."""
+    return cache() / f"target-{steps()}" / "final"
+
+
+def is_built() -> bool:
+    return (folder() / "model.safetensors").is_file()
+
+
+def build_corpus() -> Path:
+    """Write train.jsonl, heldout.jsonl and the tokenizer, unless they are there; returns their folder."""
+    corpus = cache() / "corpus"
+    if not (corpus / "tokenizer.json").is_file():
+        corpus.parent.mkdir(parents=True, exist_ok=True)
+        write_folder(corpus, _write_corpus)
+    return corpus
+
+
+def recipe() -> PretrainRecipe:
+    """How the target is trained."""
+    corpus = build_corpus()
+    content: dict[str, Any] = {
+        "kind": "pretrain",
+        "name": "quickstart target",
+        "output": str(folder().parent),
+        "model": {"tokenizer": str(corpus)},
+        "data": {"train": str(corpus / "train.jsonl"), "heldout": str(corpus / "heldout.jsonl"), "max_length": 256},
+        "training": {
+            "steps": steps(),
+            "batch_size": 8,
+            "micro_batch_size": 8,
+            "optimizer": "muon",
+            "learning_rate": 1e-2,
+            "weight_decay": 0.1,
+        },
+        "checkpoint": {"every": 100, "keep": 1},
+        "tracking": "none",
+    }
+    return PretrainRecipe.model_validate(content)
+
+
+def _library_files() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    return sorted(
+        path
+        for path in root.rglob("*.py")
+        if not _SKIPPED & set(path.relative_to(root).parts) and 500 < path.stat().st_size < _LONGEST_FILE
+    )
+
+
+def _texts(files: list[Path]) -> Iterator[tuple[str, str]]:
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in files:
+        try:
+            yield path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+
+
+def _write_corpus(destination: Path) -> None:
+    files = _library_files()
+    random.Random(0).shuffle(files)
+    heldout, train = files[::_HELDOUT_SHARE], [file for i, file in enumerate(files) if i % _HELDOUT_SHARE]
+    for name, members in (("train", train), ("heldout", heldout)):
+        with (destination / f"{name}.jsonl").open("w", encoding="utf-8") as lines:
+            for source, text in _texts(members):
+                lines.write(json.dumps({"text": text, "source": source}) + "\n")
+    _train_tokenizer(train).save_pretrained(destination)
+
+
+def _train_tokenizer(files: list[Path]) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCABULARY,
+        special_tokens=[_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((text for _, text in _texts(files)), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=_END, eos_token=_END, clean_up_tokenization_spaces=False
+    )
+
+
+def ensure_built(target: str | None) -> None:
+    """Build the default target if that is what is asked for and it is not there yet."""
+    if target is None or target.partition("/")[0] != NAME or is_built():
+        return
+    from trainer.train import run_recipe  # imports this module
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("the quickstart target is not built yet: train once with one process, which builds it first")
+    run_recipe(recipe())
