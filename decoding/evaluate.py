@@ -16,7 +16,6 @@ import torch
 from decoding.baselines import transformers_generate
 from decoding.drafters.base import Drafter
 from decoding.drafters.draft_model import DraftModelDrafter
-from decoding.drafters.prompt_lookup import PromptLookupDrafter
 from decoding.generate import DecodingConfig, speculate
 from decoding.machine import commit, hardware, versions
 from decoding.metrics import StepCount, acceptance, predicted_speedup, ratio_of_sums, spread
@@ -132,7 +131,9 @@ def _peers(target: CausalLM, setting: str, drafters: dict[str, Drafter], decodin
         if isinstance(drafter, DraftModelDrafter):
             name = f"transformers assisted, {drafter.max_depth} tokens"
             peers.append(transformers_method(target, setting, name, decoding, drafter.draft, drafter.max_depth))
-            peers.append(transformers_method(target, setting, "transformers assisted", decoding, drafter.draft))
+            peers.append(
+                transformers_method(target, setting, "transformers assisted, its defaults", decoding, drafter.draft)
+            )
             break
     return peers
 
@@ -284,11 +285,6 @@ def acceptance_on(
         "tokens_per_pass": figures.tokens_per_pass.value,
         **{f"acceptance_{position}": share.value for position, share in enumerate(figures.conditional, start=1)},
     }
-
-
-def default_drafters(lookup: bool = True) -> dict[str, Drafter]:
-    """Drafters that need no training."""
-    return {"prompt lookup": PromptLookupDrafter()} if lookup else {}
 
 
 def write_report(report: dict[str, Any], path: Path) -> None:

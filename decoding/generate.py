@@ -154,9 +154,10 @@ class _Loop:
         self.cache.commit(start, (0, *verdict.path))
         emitted = self._emit((*(tree.token_list[node] for node in verdict.path), verdict.token))
         end = time.perf_counter()
-        # A text that ends inside the block takes back what stands behind its end.
-        accepted = min(len(verdict.path), len(emitted))
-        offered = min(tree.shape.max_depth, len(emitted))
+        # What stands behind the end of a text that ends inside the block was neither offered nor accepted.
+        cut = len(emitted) <= len(verdict.path)
+        accepted = len(emitted) if cut else len(verdict.path)
+        offered = len(emitted) if cut else tree.shape.max_depth
         return Step(emitted, accepted, offered, len(tree) - 1, drafted - begin, verified - drafted, end - begin)
 
     def _propose(self) -> Proposal:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from decoding.drafters.base import Drafter
 from decoding.drafters.medusa import MedusaDrafter
@@ -30,6 +31,7 @@ def load_model(
 ) -> PreTrainedModel:
     """A causal LM from a folder or a hub id, from safetensors only."""
     _check_folder(name)
+    logging.disable_progress_bar()  # of the weights' reading: over before it is drawn
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code

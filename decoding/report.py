@@ -6,6 +6,7 @@ from typing import Any
 
 import jinja2
 import matplotlib
+from rich.markup import escape
 from rich.table import Table
 
 matplotlib.use("Agg")
@@ -29,13 +30,20 @@ COLUMNS = (
 )
 
 
+def markdown_table(report: dict[str, Any]) -> str:
+    """The table in Markdown, for a README or a card."""
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|---|---|---|" + "---:|" * (len(COLUMNS) - 3)]
+    lines += ["| " + " | ".join(row) + " |" for row in table_rows(report)]
+    return "\n".join(lines)
+
+
 def table_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
     """The report's figures as text, a tuple per method in the order of `COLUMNS`."""
     return [
         (
             row["setting"],
             row["method"],
-            row["label"],
+            _promise(row),
             _estimate(row.get("tokens_per_pass")),
             " ".join(f"{share['value']:.2f}" for share in row.get("conditional_acceptance", [])[:5]) or "–",
             f"{row['tokens_per_second']['value']:.0f}",
@@ -44,6 +52,14 @@ def table_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
         )
         for row in report["rows"]
     ]
+
+
+def _promise(row: dict[str, Any]) -> str:
+    """Lossless or lossy; for greedy texts also how many came out as plain decoding's."""
+    same = row.get("identical_to_plain")
+    if not same or row["method"] == "plain":
+        return str(row["label"])
+    return f"{row['label']}, {same['identical']}/{same['of']} same"
 
 
 def _estimate(figure: dict[str, float] | None) -> str:
@@ -67,6 +83,7 @@ def caption(report: dict[str, Any]) -> str:
 NOTES = (
     "Tokens per target pass: 95% interval over prompts, prefill left out, the target's own token included. "
     "Accepted at i: share accepted of those offered there with everything before accepted. "
+    "Same: greedy texts identical to plain decoding's (in bf16 near-ties may fall either way). "
     "Speed-up: tokens/s over plain decoding by the same loop on the same prompt, prefill left out; median [quartiles]."
 )
 
@@ -74,7 +91,10 @@ NOTES = (
 def terminal_table(report: dict[str, Any]) -> Table:
     """The table for a terminal."""
     table = Table(
-        title=report.get("title"), caption=f"{caption(report)}\n{NOTES}", title_style="bold", caption_justify="left"
+        title=report.get("title"),
+        caption=escape(f"{caption(report)}\n{NOTES}"),
+        title_style="bold",
+        caption_justify="left",
     )
     for index, column in enumerate(COLUMNS):
         table.add_column(column, justify="left" if index < 3 else "right", overflow="fold")
@@ -83,7 +103,7 @@ def terminal_table(report: dict[str, Any]) -> Table:
         if previous is not None and row[0] != previous:
             table.add_section()
         previous = row[0]
-        style = "yellow" if row[2] == "lossy" else None
+        style = "yellow" if row[2].startswith("lossy") else None
         table.add_row(*row, style=style)
     return table
 

@@ -198,7 +198,7 @@ def export(
         from trainer.export import export as run_export
 
         summary = run_export(source, destination, format, report, overwrite=overwrite)
-        Console().print(summary, highlight=False)
+        print(summary)
 
     raise typer.Exit(guarded(work, _debug()))
 
@@ -214,7 +214,7 @@ def push(
     def work() -> None:
         from trainer.export import push as run_push
 
-        Console().print(run_push(folder, repository, public=public))
+        print(run_push(folder, repository, public=public))
 
     raise typer.Exit(guarded(work, _debug()))
 

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from decoding.drafters import Drafter, DraftModelDrafter, PromptLookupDrafter
 from decoding.evaluate import EvaluationConfig, evaluate, standard_methods, write_report
@@ -94,6 +95,7 @@ def _load(options: ModelOptions) -> tuple[CausalLM, PreTrainedTokenizerBase, dic
 def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> dict[str, Any]:
     """Measure, print the table, write report.json and report.html; returns the report."""
     console = console or Console()
+    logging.set_verbosity_error()  # `generate` warns about the draft length that assisted generation is given
     target, tokenizer, drafters = _load(options)
     drafters["prompt lookup"] = PromptLookupDrafter()
     prompts = read_prompts(
@@ -168,7 +170,9 @@ def run_generate(options: GenerateOptions, console: Console | None = None) -> No
     plain = None
     if drafter is not None and options.compare:
         plain = speculate(target, None, prompt, replace(config, rule=None), tokenizer).steps
-    console.print(_summary(steps, plain, next(iter(drafters), "plain decoding"), options.typical), style="dim")
+    console.print(
+        _summary(steps, plain, next(iter(drafters), "plain decoding"), options.typical), style="dim", soft_wrap=True
+    )
 
 
 def _summary(steps: list[Step], plain: tuple[Step, ...] | None, name: str, typical: bool) -> str:

@@ -31,13 +31,16 @@ def provenance(
     recipe: AnyRecipe, datasets: Sequence[Dataset], target: nn.Module | None, steps: int, tokens: int
 ) -> dict[str, Any]:
     """Plain JSON values; nothing secret is among them, for a recipe holds no keys."""
+    name = getattr(recipe, "target", None)
+    if name is not None and Path(name).is_dir():
+        name = str(Path(name).resolve())  # never to be taken for a hub id
     return {
         "commit": commit(),
         "versions": versions(),
         "hardware": hardware(),
         "recipe": recipe.model_dump(mode="json"),
         "data": {dataset.path: {"sha256": dataset.sha256, "rows": dataset.rows} for dataset in datasets},
-        "target": {"name": getattr(recipe, "target", None), "fingerprint": fingerprint(target)} if target else None,
+        "target": {"name": name, "fingerprint": fingerprint(target)} if target else None,
         "steps": steps,
         "tokens": tokens,
     }

@@ -1,0 +1,138 @@
+"""Export of what was trained in the formats that servers load, with a model card: `export`, and `hub.push`."""
+
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.export.card import CARD_NAME, Artefact, read_provenance, read_report, render_card
+from trainer.export.hub import push
+
+__all__ = ["FORMATS", "ExportSummary", "export", "push"]
+
+FORMATS = {"headstart": "heads", "vllm": "heads", "draft": "a draft model"}
+"""Format -> what it can hold."""
+
+
+@dataclass(frozen=True)
+class ExportSummary:
+    """What was exported: file names with their bytes, and a sentence on how the read-back was compared."""
+
+    format: str
+    folder: Path
+    files: dict[str, int]
+    compared: str
+
+    def __str__(self) -> str:
+        """Lines for a terminal."""
+        listed = "\n".join(f"  {name}  {size:,} bytes" for name, size in self.files.items())
+        return f"{self.folder}, format {self.format}:\n{listed}\n{self.compared}"
+
+
+def export(
+    source: Path, destination: Path, format: str, report: Path | None = None, overwrite: bool = False
+) -> ExportSummary:
+    """Write the artefact in ``source`` to ``destination`` in one of `FORMATS`, with a model card.
+
+    The destination appears whole or not at all, and only after what was written has been read back and found equal
+    to the bit. ``report`` is a ``report.json`` by `decoding.evaluate` whose figures go on the card. ``overwrite``
+    replaces an earlier export, and never a folder that holds anything else.
+
+    `ValueError`: an unknown format, or one that does not fit the artefact; no weights; a destination that is not
+    empty; a report that is not one; a read-back that differs.
+    """
+    source, destination = Path(source), Path(destination)
+    _check_source(source, format)
+    _check_destination(source, destination, overwrite)
+    provenance = read_provenance(source)
+    measured = read_report(Path(report)) if report is not None else None
+    with _whole_or_not_at_all(destination) as folder:
+        artefact, compared = _write(source, folder, format)
+        (folder / CARD_NAME).write_text(render_card(artefact, provenance, measured), encoding="utf-8")
+    files = {path.name: path.stat().st_size for path in sorted(destination.iterdir())}
+    return ExportSummary(format, destination, files, compared)
+
+
+def _write(source: Path, folder: Path, format: str) -> tuple[Artefact, str]:
+    """Write one format. Its module is imported here so that a push does not wait for torch."""
+    if format == "headstart":
+        from trainer.export import headstart
+
+        return headstart.write(source, folder)
+    if format == "vllm":
+        from trainer.export import vllm
+
+        return vllm.write(source, folder)
+    from trainer.export import draft
+
+    return draft.write(source, folder)
+
+
+def _check_source(source: Path, format: str) -> None:
+    """Refuse a folder without weights, and a format that cannot hold what is in it."""
+    if format not in FORMATS:
+        raise ValueError(f"format is {format!r}: give one of {', '.join(FORMATS)}")
+    if not (source / "config.json").is_file():
+        raise ValueError(f"{source} holds nothing to export (no config.json): give the final folder of a training run")
+    if not any(source.glob("*.safetensors")):
+        raise ValueError(f"{source} holds no weights (no .safetensors file): give the final folder of a training run")
+    from decoding.loading import is_heads_folder
+
+    held = "heads" if is_heads_folder(source) else "a draft model"
+    if FORMATS[format] != held:
+        fitting = " or ".join(name for name, holds in FORMATS.items() if holds == held)
+        raise ValueError(f"{source} holds {held}, which format {format!r} cannot: give format {fitting}")
+
+
+def _check_destination(source: Path, destination: Path, overwrite: bool) -> None:
+    """Refuse to replace anything that was not to be replaced."""
+    if destination.resolve() in (source.resolve(), *source.resolve().parents):
+        raise ValueError(f"the destination {destination} is or holds the source {source}: give another folder")
+    if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
+        raise ValueError(f"the destination {destination} is no folder: give another")
+    if not overwrite and destination.is_dir() and any(destination.iterdir()):
+        raise ValueError(f"the destination {destination} is not empty: give another folder, or overwrite it")
+
+
+@contextmanager
+def _whole_or_not_at_all(destination: Path) -> Iterator[Path]:
+    """A new folder beside the destination, which takes its place if the block ends well and is removed otherwise."""
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    mark = uuid.uuid4().hex[:12]
+    folder = destination.with_name(f".{destination.name}.{mark}.partial")
+    replaced = destination.with_name(f".{destination.name}.{mark}.replaced")
+    folder.mkdir()
+    try:
+        yield folder
+        _give_all_files_one_mode(folder)
+        if destination.is_dir():
+            _check_holds_only(destination, {path.name for path in folder.iterdir()})
+            destination.rename(replaced)
+        try:
+            folder.rename(destination)
+        except OSError:
+            if replaced.is_dir():
+                replaced.rename(destination)
+            raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if destination.is_dir():
+            shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _check_holds_only(destination: Path, names: set[str]) -> None:
+    """Overwriting replaces files of the same names; anything else there is not an export's, and stays."""
+    others = sorted(path.name for path in destination.iterdir() if path.name not in names or not path.is_file())
+    if others:
+        raise ValueError(
+            f"{destination} also holds {others[0]}, which this export would not replace: give another folder"
+        )
+
+
+def _give_all_files_one_mode(folder: Path) -> None:
+    """safetensors writes files that only their owner may read; a server often runs as another user."""
+    mode = (folder / CARD_NAME).stat().st_mode
+    for path in folder.iterdir():
+        path.chmod(mode)

@@ -1,0 +1,144 @@
+"""The model card: what an artefact is, how to use it, what was measured, and where it comes from.
+
+A card is made to be published, so no local path gets into it (see `without_local_paths`).
+"""
+
+import json
+import shlex
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData
+from jinja2 import Environment, StrictUndefined
+
+from trainer.export.measured import Measured, read_measured
+from trainer.export.redact import basename, is_hub_id, without_local_paths
+
+CARD_NAME = "README.md"
+PROVENANCE_NAME = "provenance.json"
+_PROVENANCE_REMEDY = "the trainer writes it: copy it again from the training run, or remove it"
+_UNKNOWN_TARGET = "TARGET"
+_NOT_RECORDED = "not recorded"
+_LIBRARIES = {"headstart": "headstart", "vllm": "vllm", "draft": "transformers"}
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """What was exported. ``heads`` and ``tree_nodes`` are 0 for a draft."""
+
+    format: str
+    parameters: int
+    dtype: str
+    hidden_size: int
+    vocab_size: int
+    layers: int
+    heads: int = 0
+    tree_nodes: int = 0
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where an artefact comes from, as texts for the card; ``not recorded`` stands for what the trainer left out."""
+
+    commit: str
+    versions: str
+    hardware: str
+    target: str
+    fingerprint: str
+    steps: str
+    tokens: str
+    data: tuple[tuple[str, str, str], ...]
+    """(file name, SHA-256, rows)"""
+    recipe: str
+    """JSON"""
+
+
+def read_provenance(source: Path) -> Provenance | None:
+    """``provenance.json`` beside the weights; None if there is none. `ValueError` if it is not a JSON object."""
+    path = source / PROVENANCE_NAME
+    if not path.is_file():
+        return None
+    stored = read_json_object(path, _PROVENANCE_REMEDY)
+    recipe, target = _object(stored, "recipe", path), _object(stored, "target", path)
+    name = str(target.get("name") or recipe.get("target") or _UNKNOWN_TARGET)
+    data = _object(stored, "data", path)
+    return Provenance(
+        commit=_text(stored.get("commit")),
+        versions=_pairs(_object(stored, "versions", path)),
+        hardware=_pairs(_object(stored, "hardware", path)),
+        target=name if is_hub_id(name) else basename(name),
+        fingerprint=_text(target.get("fingerprint")),
+        steps=_count(stored.get("steps")),
+        tokens=_count(stored.get("tokens")),
+        data=tuple(
+            (basename(name), _text(_object(data, name, path).get("sha256")), _count(data[name].get("rows")))
+            for name in data
+        ),
+        recipe=json.dumps(without_local_paths(recipe), indent=2, ensure_ascii=False) if recipe else "",
+    )
+
+
+def read_report(path: Path) -> Measured:
+    """The figures in a report by `decoding.evaluate`. `ValueError` if it is missing or something else."""
+    remedy = "give the report.json that `headstart evaluate` wrote"
+    if not path.is_file():
+        raise ValueError(f"there is no report {path}: {remedy}, or export without one")
+    return read_measured(without_local_paths(read_json_object(path, remedy)), str(path))
+
+
+def read_json_object(path: Path, remedy: str) -> dict[str, Any]:
+    """A JSON file that holds an object; otherwise `ValueError` with the remedy."""
+    try:
+        stored = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): {remedy}") from error
+    if not isinstance(stored, dict):
+        raise ValueError(f"{path} holds a {type(stored).__name__}, not an object: {remedy}")
+    return stored
+
+
+def render_card(artefact: Artefact, provenance: Provenance | None, measured: Measured | None) -> str:
+    """The card's text: YAML front matter for the Hub, then Markdown. It states plainly what is not known."""
+    target = provenance.target if provenance else _UNKNOWN_TARGET
+    kind = "draft-model" if artefact.format == "draft" else "medusa"
+    front_matter = ModelCardData(
+        library_name=_LIBRARIES[artefact.format],
+        base_model=target if is_hub_id(target) else None,
+        tags=["speculative-decoding", kind],
+        pipeline_tag="text-generation" if artefact.format == "draft" else None,
+    )
+    environment = Environment(  # the output is Markdown, not HTML
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False
+    )
+    template = environment.from_string(files("trainer.export").joinpath("card.md.j2").read_text(encoding="utf-8"))
+    return template.render(
+        front_matter=front_matter.to_yaml(),
+        artefact=artefact,
+        target=target,
+        target_argument=shlex.quote(target),
+        provenance=provenance,
+        measured=measured,
+    )
+
+
+def _object(stored: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
+    """An object inside a JSON object, empty if it is not there."""
+    value = stored.get(key) or {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds {value!r} as {key}, not an object: {_PROVENANCE_REMEDY}")
+    return value
+
+
+def _text(value: Any) -> str:
+    return str(without_local_paths(value)) if value not in (None, "") else _NOT_RECORDED
+
+
+def _count(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else _NOT_RECORDED
+
+
+def _pairs(values: dict[str, Any]) -> str:
+    """``torch 2.13.0, transformers 5.23.0``"""
+    return ", ".join(f"{name} {without_local_paths(value)}" for name, value in values.items()) or _NOT_RECORDED

@@ -1,0 +1,79 @@
+"""A draft model as a plain transformers folder: safetensors, config, tokenizer."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from trainer.export.card import Artefact
+from trainer.export.readback import check_bit_equal
+
+_PROBE_TEXT = "def speculate(prompt):\n    return 'Zoë said: 3 + 4 = 7'  "
+_PROBE_LENGTH = 16
+
+
+def write(source: Path, folder: Path) -> tuple[Artefact, str]:
+    """Write the draft in ``source`` to ``folder``, read it back, compare weights, logits and tokenizer.
+
+    Returns what the card says about it, and a sentence on what was compared.
+    """
+    model, tokenizer = _load(source)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    read_model, read_tokenizer = _load(folder)
+    check_bit_equal(model.state_dict(), read_model.state_dict(), folder)
+    check_bit_equal({"logits": _probe_logits(model)}, {"logits": _probe_logits(read_model)}, folder)
+    _check_same_tokenizer(tokenizer, read_tokenizer, folder)
+    artefact = Artefact(
+        format="draft",
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        dtype=str(model.dtype).removeprefix("torch."),
+        hidden_size=model.config.hidden_size,
+        vocab_size=model.config.vocab_size,
+        layers=model.config.num_hidden_layers,
+    )
+    compared = f"{len(model.state_dict())} tensors, the logits of a probe of {_PROBE_LENGTH} tokens and the tokenizer"
+    return artefact, f"{compared} read back equal, to the bit"
+
+
+def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer from a local folder, in the stored dtype, on the CPU."""
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", use_safetensors=True, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder} holds no causal LM that transformers can read: {_first_line(error)}") from error
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{folder} holds no tokenizer, which servers need beside a draft: save the target's there"
+        ) from error
+    return model.eval(), tokenizer
+
+
+@torch.inference_mode()
+def _probe_logits(model: PreTrainedModel) -> torch.Tensor:
+    """Logits (1, positions, vocab) of a fixed text of token ids spread over the vocabulary."""
+    tokens = torch.arange(_PROBE_LENGTH) * max(model.config.vocab_size // _PROBE_LENGTH, 1) % model.config.vocab_size
+    logits: torch.Tensor = model(tokens[None]).logits
+    return logits
+
+
+def _check_same_tokenizer(written: PreTrainedTokenizerBase, read: PreTrainedTokenizerBase, folder: Path) -> None:
+    same = (
+        written.get_vocab() == read.get_vocab()
+        and written.chat_template == read.chat_template
+        and written.all_special_ids == read.all_special_ids
+        and written(_PROBE_TEXT)["input_ids"] == read(_PROBE_TEXT)["input_ids"]
+    )
+    if not same:
+        raise ValueError(
+            f"{folder} reads back with another tokenizer than was written: it does not survive being saved by this "
+            "version of transformers; save it again with the version that made it"
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
