@@ -5,7 +5,7 @@ and predicts token t+2+k (Medusa, 2401.10774, section 2.1.1).
 """
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -78,7 +78,7 @@ class MedusaHeads(nn.Module):
 
     @staticmethod
     def for_target(target: nn.Module, config: MedusaConfig) -> "MedusaHeads":
-        """Heads that start as the target's own lm_head: each Linear is a copy of it, each block the identity."""
+        """Heads that start as the target's own lm_head: each Linear a copy of its weight, each block the identity."""
         heads = MedusaHeads(config)
         lm_head: nn.Linear = target.get_output_embeddings()  # type: ignore[operator]  # nn.Module's getattr
         with torch.no_grad():
@@ -102,7 +102,10 @@ class MedusaHeads(nn.Module):
     def from_pretrained(
         folder: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> "MedusaHeads":
-        """Read heads written by `save_pretrained`; every tensor must be there and nothing else."""
+        """Read heads written by `save_pretrained`, in their stored dtype unless another is given.
+
+        Every tensor must be there and nothing else.
+        """
         folder = Path(folder)
         for name in (CONFIG_NAME, WEIGHTS_NAME):
             if not (folder / name).is_file():
@@ -110,13 +113,15 @@ class MedusaHeads(nn.Module):
         stored = json.loads((folder / CONFIG_NAME).read_text())
         if stored.pop("format", None) != FORMAT:
             raise ValueError(f"{folder / CONFIG_NAME} does not describe Medusa heads (no format: {FORMAT!r})")
-        known = {field.name for field in fields(MedusaConfig)}
-        stored = {key: value for key, value in stored.items() if key in known}
-        stored["tree"] = tuple(tuple(path) for path in stored["tree"])
-        heads = MedusaHeads(MedusaConfig(**stored))
         try:
-            heads.load_state_dict(load_file(folder / WEIGHTS_NAME))
-        except (SafetensorError, RuntimeError) as error:
+            tree = tuple(tuple(path) for path in stored.pop("tree"))
+            heads = MedusaHeads(MedusaConfig(**stored, tree=tree))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{folder / CONFIG_NAME} does not describe Medusa heads: {error}") from error
+        try:
+            weights = load_file(folder / WEIGHTS_NAME)
+            heads.to(next(iter(weights.values())).dtype).load_state_dict(weights)
+        except (SafetensorError, RuntimeError, StopIteration) as error:
             raise ValueError(f"{folder / WEIGHTS_NAME} does not fit its config: {error}") from error
         return heads.to(device=device, dtype=dtype or next(heads.parameters()).dtype).eval()
 

@@ -68,7 +68,13 @@ class Checkpoints:
         return sorted(self._folder.glob("step-*"))
 
     def save(self, module: nn.Module, optimizers: Sequence[Optimizer], progress: Progress) -> None:
-        """Write a checkpoint and drop the oldest; raises OSError with the last good one untouched."""
+        """Write a checkpoint and drop the oldest; raises OSError with the last good one untouched.
+
+        What a kill left half written goes too, and so do checkpoints of later steps: loading passed them over.
+        """
+        newest = self._folder / f"step-{progress.step:08d}"
+        for left_behind in self._folder.glob(".step-*.partial"):
+            shutil.rmtree(left_behind, ignore_errors=True)
 
         def write(folder: Path) -> None:
             save_file(_contiguous(module.state_dict()), folder / _WEIGHTS)
@@ -77,7 +83,7 @@ class Checkpoints:
             (folder / _STATE).write_text(json.dumps(state, indent=2))
 
         try:
-            write_folder(self._folder / f"step-{progress.step:08d}", write)
+            write_folder(newest, write)
         except (OSError, SafetensorError) as error:
             last = self._all()[-1:]
             raise OSError(
@@ -85,8 +91,10 @@ class Checkpoints:
                 + (f"the last good one is {last[0]}" if last else "there is none before it")
                 + ": make room and start again to resume"
             ) from error
-        for old in self._all()[: -self._keep]:
-            shutil.rmtree(old, ignore_errors=True)
+        up_to_now = [folder for folder in self._all() if folder <= newest]
+        for folder in self._all():
+            if folder not in up_to_now[-self._keep :]:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def load_latest(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> Progress | None:
         """Load the newest readable checkpoint into all of them; None if there is none. A damaged one is passed over."""

@@ -37,7 +37,7 @@ def guarded(work: Callable[[], None], debug: bool = False) -> int:
     try:
         work()
     except Interrupted as stop:
-        _ERRORS.print(f"{stop}: start the same command again to resume")
+        _ERRORS.print(f"{stop}: start the same command again to resume", soft_wrap=True)
         return INTERRUPTED
     except (ValueError, OSError) as error:
         if debug:

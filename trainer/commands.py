@@ -80,8 +80,8 @@ def _load(options: ModelOptions) -> tuple[CausalLM, PreTrainedTokenizerBase, dic
     """The target, its tokenizer, and the drafters that were asked for, by name."""
     ensure_built(options.target)
     name = resolve(options.target)
-    tokenizer = load_tokenizer(name, options.trust_remote_code)
     target = CausalLM(load_model(name, parse_dtype(options.dtype), trust_remote_code=options.trust_remote_code))
+    tokenizer = load_tokenizer(name, options.trust_remote_code)
     drafters: dict[str, Drafter] = {}
     if options.draft:
         draft = load_draft(options.draft, target, tokenizer, options.trust_remote_code)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -129,7 +130,10 @@ def _chat_example(row: dict[str, Any], section: DataSection, tokenizer: PreTrain
         messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
     if tokenizer.chat_template is None:
         raise ValueError(f"{where}: the tokenizer has no chat template, which 'messages' need: use prompt and answer")
-    encoded: Any = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    try:
+        encoded: Any = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    except TemplateError as error:
+        raise ValueError(f"{where}: the chat template cannot hold this conversation: {error}") from error
     tokens, mask = encoded["input_ids"], [bool(trained) for trained in encoded["assistant_masks"]]
     if not any(mask):
         raise ValueError(

@@ -54,8 +54,8 @@ def train(
 ) -> Progress:
     """Train to the end of the recipe, from the last checkpoint if there is one.
 
-    Raises `Interrupted` after a SIGTERM (the state is saved first), and ValueError at a loss that is not finite (the
-    last good checkpoint stays).
+    Raises `Interrupted` after a SIGTERM (the state is saved first), and ValueError at a loss or a gradient that is
+    not finite (the last good checkpoint stays).
     """
     objective.module.to(accelerator.device)
     optimizers = build_optimizers(objective.module, section)
@@ -110,20 +110,26 @@ def _optimizer_step(
         sums += torch.stack([losses.detach(), hits.detach()])
     sums = accelerator.reduce(sums, "sum") / counts.clamp(min=1)
     loss = float((sums[0] * weights).sum())
-    if not math.isfinite(loss):
-        raise ValueError(
-            f"the loss is {loss} at step {progress.step + 1}; the last good checkpoint is kept: lower "
-            "training.learning_rate, or set training.mixed_precision=no, and start again to resume from it"
-        )
-    norm = accelerator.clip_grad_norm_(module.parameters(), section.max_grad_norm)
+    _check_finite("loss", loss, progress)
+    norm = float(accelerator.clip_grad_norm_(module.parameters(), section.max_grad_norm))
+    if accelerator.scaler is None:  # fp16's scaler meets such gradients as a matter of course, and skips the step
+        _check_finite("gradient's norm", norm, progress)
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    figures = {"loss": loss, "learning_rate": optimizers[0].param_groups[0]["lr"], "grad_norm": float(norm)}
+    figures = {"loss": loss, "learning_rate": optimizers[0].param_groups[0]["lr"], "grad_norm": norm}
     for position, term in enumerate(objective.terms):
         figures[f"loss/{term}"] = float(sums[0, position])
         figures[f"{objective.hit_name}/{term}"] = float(sums[1, position])
     return figures, int(counts[0])
+
+
+def _check_finite(name: str, value: float, progress: Progress) -> None:
+    if not math.isfinite(value):
+        raise ValueError(
+            f"the {name} is {value} at step {progress.step + 1}; the last good checkpoint is kept: lower "
+            "training.learning_rate, or set training.mixed_precision=no, and start again to resume from it"
+        )
 
 
 def _my_micro_batches(

@@ -96,7 +96,8 @@ def chunked_divergence(
     chunk: int = 1024,
 ) -> Float[Tensor, ""]:
     """`divergence` with its fp32 copies made for one chunk at a time, and made again in the backward pass."""
-    total = draft_logits.new_zeros((), dtype=torch.promote_types(draft_logits.dtype, torch.float32))
+    # A sum over no rows is 0 and yet hangs on the draft, so a batch without a labelled token can be differentiated too.
+    total = draft_logits[:0].sum(dtype=torch.promote_types(draft_logits.dtype, torch.float32))
     for start in range(0, len(draft_logits), chunk):
         rows = slice(start, start + chunk)
         total = total + checkpoint(

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,19 @@ def fingerprint(module: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         flat = tensor.detach().flatten()
-        sample = flat[:: max(1, flat.numel() // 4096)].to("cpu", torch.float32).contiguous()
+        sample = flat[:: max(1, math.ceil(flat.numel() / 4096))].to("cpu", torch.float32).contiguous()
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         digest.update(sample.numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
 def provenance(
-    recipe: AnyRecipe, datasets: Sequence[Dataset], target: nn.Module | None, steps: int, tokens: int
+    recipe: AnyRecipe,
+    datasets: Sequence[Dataset],
+    target: nn.Module | None,
+    steps: int,
+    tokens: int,
+    num_processes: int = 1,
 ) -> dict[str, Any]:
     """Plain JSON values; nothing secret is among them, for a recipe holds no keys."""
     name = getattr(recipe, "target", None)
@@ -43,6 +49,7 @@ def provenance(
         "target": {"name": name, "fingerprint": fingerprint(target)} if target else None,
         "steps": steps,
         "tokens": tokens,
+        "num_processes": num_processes,
     }
 
 

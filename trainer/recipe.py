@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 from yaml import YAMLError
 
 
@@ -45,6 +45,12 @@ class TrainingSection(_Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     mixed_precision: Literal["no", "bf16", "fp16"] = "bf16"
     seed: int = 0
+
+    @field_validator("mixed_precision", mode="before")
+    @classmethod
+    def _a_bare_no_is_meant(cls, value: Any) -> Any:
+        """YAML reads an unquoted ``no`` as false."""
+        return "no" if value is False else value
 
 
 class EvaluationSection(_Section):
@@ -162,7 +168,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     try:
         merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
         content = OmegaConf.to_container(merged, resolve=True)
-    except (YAMLError, OmegaConfBaseException) as error:
+    except (YAMLError, OmegaConfBaseException, TypeError) as error:  # TypeError: a list where a mapping belongs
         raise ValueError(f"{path} is not a readable recipe: {' '.join(str(error).split())}") from error
     return parse_recipe(content, str(path))
 
@@ -178,8 +184,7 @@ def parse_recipe(content: Any, source: str = "recipe") -> AnyRecipe:
 def _explain(error: ValidationError) -> str:
     """The first mistake, with the value and the nearest valid name."""
     first = error.errors()[0]
-    tags = {"medusa", "draft", "pretrain"}
-    location = [str(part) for part in first["loc"] if str(part) not in tags or len(first["loc"]) == 1]
+    location = [str(part) for part in first["loc"][1:]]  # the first part is the recipe's kind
     name = ".".join(location)
     if first["type"] == "extra_forbidden":
         valid = _valid_keys(str(first["loc"][0]), location[:-1])

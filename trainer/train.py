@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -62,6 +63,7 @@ def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
     target, tokenizer = _target(recipe, accelerator)
     heldout = load_dataset(resolve(recipe.data.heldout), recipe.data, tokenizer)
     dataset = load_dataset(resolve(recipe.data.train), recipe.data, tokenizer)
+    torch.manual_seed(recipe.training.seed)  # where the objective starts from chance
     objective = _objective(recipe, target, tokenizer)
     evaluator = _Evaluator(target, tokenizer, heldout, recipe.evaluation) if target else None
     output = Path(recipe.output)
@@ -90,7 +92,12 @@ def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
                 objective.choose_tree(evaluator.greedy_texts())
             evaluate(progress)
             made_from = provenance(
-                recipe, [dataset, heldout], target.model if target else None, progress.step, progress.tokens
+                recipe,
+                [dataset, heldout],
+                target.model if target else None,
+                progress.step,
+                progress.tokens,
+                accelerator.num_processes,
             )
 
             def write(folder: Path) -> None:
@@ -98,7 +105,7 @@ def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
                 write_provenance(folder, made_from)
 
             write_folder(output / FINAL, write)
-            console.print(f"finished: {output / FINAL}")
+            console.print(f"finished: {output / FINAL}", soft_wrap=True)
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return output / FINAL

@@ -78,7 +78,9 @@ class DraftModelSession:
         self._sampling = sampling
         self._source = source
         self._vocab_size = target.vocab_size
-        self._seen = torch.zeros(target.vocab_size, dtype=torch.bool) if sampling.penalises else None
+        self._seen = None
+        if sampling.penalises:
+            self._seen = torch.zeros(target.vocab_size, dtype=torch.bool, device=drafter.draft.device)
         self._cache = self._draft.new_cache(max_length + drafter.max_nodes)
         self._committed = 0  # tokens of the text whose keys are in the cache
         self._last: TokenTree | None = None  # the last proposal; its first `_fed` nodes' keys follow in the cache

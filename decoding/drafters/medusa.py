@@ -31,6 +31,8 @@ class MedusaDrafter:
             )
         if shape.max_depth < 1:
             raise ValueError("the tree is empty: give it at least the path [0]")
+        if max(ranks) >= heads.config.vocab_size:
+            raise ValueError(f"the tree asks for rank {max(ranks)} but the heads know {heads.config.vocab_size} tokens")
         self._shape = shape
         self._ranks = (0, *ranks)
         self.max_depth = shape.max_depth
@@ -56,6 +58,7 @@ class MedusaDrafter:
     def propose(self, tokens: Sequence[int], hidden: Tensor, max_depth: int) -> Proposal:
         shape, heads, ranks = self._trees(min(max_depth, self.max_depth))
         width = max(self._ranks) + 1
+        hidden = hidden.to(next(self.heads.parameters()).dtype)
         best = torch.stack([self.heads.heads[k](hidden).topk(width).indices for k in range(shape.max_depth)])
         drafted = best[heads, ranks]
         root = torch.tensor([tokens[-1]], device=drafted.device)

@@ -1,0 +1,241 @@
+"""Exact proofs of losslessness: every outcome of a random program, each with its probability.
+
+A program takes a `RandomSource`. It is run once per path of choices: the source replays a script, takes the first
+option of each choice after the script's end, and notes the options not taken as new scripts.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from decoding.proposal import Proposal, ProposalKind
+from decoding.sampling import RandomSource
+from decoding.tree import TokenTree, TreeShape
+from decoding.verify import Verdict
+
+Result = TypeVar("Result", bound=Hashable)
+Decide = Callable[[Proposal, Tensor, RandomSource], Verdict]
+Draft = Callable[[RandomSource], Proposal]
+Context = tuple[int, ...]
+"""The tokens from below the root to a node: the root itself is the same in every context and left out."""
+
+ROOT_TOKEN = 0
+
+LOSSLESS = 1e-12
+"""A rule at most this far from the target is lossless: what float64 leaves."""
+LOSSY = 1e-6
+"""A rule further than this is broken."""
+
+
+class EnumeratingSource:
+    """Replays a script of choices and goes on with first options, keeping the probability of the whole path."""
+
+    def __init__(self, script: tuple[int, ...] = ()) -> None:
+        self._script = script
+        self._taken: list[int] = []
+        self.probability = 1.0
+        self.unexplored: list[tuple[int, ...]] = []
+
+    def accept(self, probability: float) -> bool:
+        assert probability == probability, "accept was asked with NaN"
+        chance = min(1.0, max(0.0, probability))
+        return self._choose([1.0 - chance, chance]) == 1
+
+    def draw(self, weights: Tensor) -> int:
+        listed: list[float] = weights.tolist()
+        total = sum(listed)
+        assert total > 0 and min(listed) >= 0, f"cannot draw from {listed}"
+        return self._choose([weight / total for weight in listed])
+
+    def _choose(self, chances: Sequence[float]) -> int:
+        if len(self._taken) < len(self._script):
+            option = self._script[len(self._taken)]
+        else:
+            option, *others = [option for option, chance in enumerate(chances) if chance > 0]
+            self.unexplored += [(*self._taken, other) for other in others]
+        self._taken.append(option)
+        self.probability *= chances[option]
+        return option
+
+
+def outcomes(program: Callable[[RandomSource], Result]) -> Iterator[tuple[Result, float]]:
+    """Every path of choices the program can take: its result and its probability, which sum to 1."""
+    scripts: list[tuple[int, ...]] = [()]
+    while scripts:
+        source = EnumeratingSource(scripts.pop())
+        result = program(source)
+        scripts += source.unexplored
+        yield result, source.probability
+
+
+def distribution(program: Callable[[RandomSource], Result]) -> dict[Result, float]:
+    """The probability of each result."""
+    total: dict[Result, float] = defaultdict(float)
+    for result, probability in outcomes(program):
+        total[result] += probability
+    return dict(total)
+
+
+RowKind = Literal["dense", "zeros", "one-hot", "mixed"]
+
+
+class ContextModel:
+    """A language model as a table: float64 probabilities of the next token in every context of up to ``depth``."""
+
+    def __init__(self, rows: dict[Context, Tensor]) -> None:
+        self._rows = rows
+        self.vocab = len(rows[()])
+
+    @staticmethod
+    def random(vocab: int, depth: int, kind: RowKind, generator: torch.Generator) -> "ContextModel":
+        """Rows drawn anew for each context, so that a rule that mixes up contexts is found out."""
+        rows: dict[Context, Tensor] = {}
+        level: list[Context] = [()]
+        for _ in range(depth + 1):
+            for context in level:
+                rows[context] = _random_row(vocab, kind, generator)
+            level = [(*context, token) for context in level for token in range(vocab)]
+        return ContextModel(rows)
+
+    def __call__(self, context: Context) -> Tensor:
+        return self._rows[context]
+
+    def joint(self, length: int) -> dict[Context, float]:
+        """The probability of each sequence of ``length`` tokens."""
+        level: dict[Context, float] = {(): 1.0}
+        for _ in range(length):
+            level = {
+                (*context, token): probability * chance
+                for context, probability in level.items()
+                for token, chance in enumerate(self(context).tolist())
+            }
+        return level
+
+    def completed(self, emitted: dict[Context, float], length: int) -> dict[Context, float]:
+        """The joint distribution of ``length`` tokens that begin with what was emitted and go on with this model."""
+        total: dict[Context, float] = defaultdict(float)
+        unfinished = list(emitted.items())
+        while unfinished:
+            context, probability = unfinished.pop()
+            assert len(context) <= length, f"{context} is longer than the {length} tokens compared"
+            if len(context) == length:
+                total[context] += probability
+                continue
+            chances = self(context).tolist()
+            unfinished += [((*context, token), probability * chance) for token, chance in enumerate(chances)]
+        return dict(total)
+
+
+def _random_row(vocab: int, kind: RowKind, generator: torch.Generator) -> Tensor:
+    if kind == "mixed":
+        kinds: tuple[RowKind, ...] = ("dense", "zeros", "one-hot")
+        kind = kinds[int(torch.randint(3, (), generator=generator))]
+    row = torch.rand(vocab, generator=generator, dtype=torch.float64) ** 2 + 1e-3
+    certain = int(torch.randint(vocab, (), generator=generator))
+    if kind == "zeros":
+        dropped = torch.rand(vocab, generator=generator) < 0.5
+        dropped[certain] = False
+        row[dropped] = 0
+    if kind == "one-hot":
+        row = torch.zeros_like(row)
+        row[certain] = 1
+    return row / row.sum()
+
+
+def contexts(tree: TokenTree) -> list[Context]:
+    """Each node's context."""
+    return [tuple(tree.token_list[ancestor] for ancestor in tree.shape.path(node)) for node in range(len(tree))]
+
+
+def target_rows(tree: TokenTree, p: ContextModel) -> Tensor:
+    """p at every node, (nodes, vocab): what the target pass would give."""
+    return torch.stack([p(context) for context in contexts(tree)])
+
+
+def sampled_draft(shape: TreeShape, q: ContextModel, kind: ProposalKind) -> Draft:
+    """Draws a tree of this shape from q, node after node; where q runs out of tokens the children are left out."""
+
+    def draft(source: RandomSource) -> Proposal:
+        context_of: dict[int, Context] = {0: ()}
+        for node in range(len(shape)):
+            if node not in context_of or not shape.children[node]:
+                continue
+            left = q(context_of[node]).clone()
+            for child in shape.children[node]:
+                if not bool((left > 0).any()):
+                    break
+                token = source.draw(left)
+                context_of[child] = (*context_of[node], token)
+                if kind is ProposalKind.SAMPLED_WITHOUT_REPLACEMENT:
+                    left[token] = 0
+        kept = sorted(context_of)
+        kept_shape = shape.keep(kept)
+        tokens = torch.tensor([ROOT_TOKEN, *(context_of[node][-1] for node in kept[1:])])
+        # The row of a node without children is never to be read: NaN would show. Those after the last parent are cut.
+        unread = torch.full((q.vocab,), torch.nan, dtype=torch.float64)
+        last_parent = max(kept_shape.parents[1:], default=0)
+        rows = [
+            q(context_of[node]) if children else unread
+            for node, children in zip(kept[: last_parent + 1], kept_shape.children, strict=False)
+        ]
+        return Proposal(TokenTree(tokens, kept_shape), kind, torch.stack(rows))
+
+    return draft
+
+
+def deterministic_draft(shape: TreeShape, children_of: Callable[[Context, int], Sequence[int]]) -> Draft:
+    """A tree whose children are ``children_of(context, how many)``: a function of the context alone."""
+    context_of: dict[int, Context] = {0: ()}
+    for node, children in enumerate(shape.children):
+        for child, token in zip(children, children_of(context_of[node], len(children)), strict=True):
+            context_of[child] = (*context_of[node], token)
+    tokens = torch.tensor([ROOT_TOKEN, *(context_of[node][-1] for node in range(1, len(shape)))])
+    proposal = Proposal(TokenTree(tokens, shape), ProposalKind.DETERMINISTIC)
+    return lambda source: proposal
+
+
+def emitted_distribution(draft: Draft, decide: Decide, p: ContextModel) -> dict[Context, float]:
+    """The exact distribution of what one turn of drafting and verifying emits."""
+
+    def program(source: RandomSource) -> Context:
+        proposal = draft(source)
+        verdict = decide(proposal, target_rows(proposal.tree, p), source)
+        return (*(proposal.tree.token_list[node] for node in verdict.path), verdict.token)
+
+    return distribution(program)
+
+
+def distance_from_target(draft: Draft, decide: Decide, p: ContextModel, length: int) -> float:
+    """The largest difference of any sequence's probability from p's own, over sequences of ``length`` tokens."""
+    emitted = p.completed(emitted_distribution(draft, decide, p), length)
+    wanted = p.joint(length)
+    return max(abs(emitted.get(sequence, 0.0) - probability) for sequence, probability in wanted.items())
+
+
+MODELS: dict[str, tuple[RowKind, RowKind]] = {
+    "dense": ("dense", "dense"),
+    "zeros": ("zeros", "zeros"),
+    "one-hot target": ("one-hot", "dense"),
+    "one-hot draft": ("dense", "one-hot"),
+    "mixed": ("mixed", "mixed"),
+}
+
+
+def model_pair(name: str, vocab: int, depth: int, seed: int) -> tuple[ContextModel, ContextModel]:
+    """p and q, each a function of the context."""
+    generator = torch.Generator().manual_seed(seed)
+    if name == "p = q":
+        p = ContextModel.random(vocab, depth, "mixed", generator)
+        return p, p
+    kind_p, kind_q = MODELS[name]
+    return (
+        ContextModel.random(vocab, depth, kind_p, generator),
+        ContextModel.random(vocab, depth, kind_q, generator),
+    )
+
+
+def top_tokens(q: ContextModel) -> Callable[[tuple[int, ...], int], list[int]]:
+    return lambda context, count: q(context).topk(count).indices.tolist()

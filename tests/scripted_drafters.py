@@ -1,0 +1,85 @@
+"""Drafters for the tests: one that reads from a script, and one that drafts to break the loop."""
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from decoding.proposal import Proposal, ProposalKind
+from decoding.sampling import RandomSource, SamplingConfig
+from decoding.target import CausalLM
+from decoding.tree import TokenTree, TreeShape
+
+
+class ScriptedDrafter:
+    """Proposes the given trees one after the other, then nothing: (parents without the root's, tokens)."""
+
+    name = "scripted"
+    max_depth = 8
+    max_nodes = 16
+
+    def __init__(self, *script: tuple[Sequence[int], Sequence[int]]) -> None:
+        self._script = script
+        self.asked: list[tuple[list[int], int]] = []
+        """The text and max_depth of each call."""
+
+    def open(
+        self, target: CausalLM, sampling: SamplingConfig, source: RandomSource, max_length: int
+    ) -> "ScriptedDrafter":
+        self.asked = []
+        return self
+
+    def propose(self, tokens: Sequence[int], hidden: Tensor, max_depth: int) -> Proposal:
+        self.asked.append((list(tokens), max_depth))
+        if len(self.asked) > len(self._script):
+            return Proposal.root_only(tokens[-1])
+        parents, drafted = self._script[len(self.asked) - 1]
+        tree = TokenTree(torch.tensor([tokens[-1], *drafted]), TreeShape((-1, *parents)))
+        return Proposal(tree, ProposalKind.DETERMINISTIC)
+
+
+class HostileDrafter:
+    """Trees of random shape with wrong tokens, duplicates and, often enough to be accepted, the right ones.
+
+    ``text`` is the whole right text, prompt included. Kinds vary too, with a q that was never sampled from: greedy
+    decoding must not look at it.
+    """
+
+    name = "hostile"
+    max_depth = 6
+    max_nodes = 10
+
+    def __init__(self, seed: int, text: Sequence[int], vocab: int = 16, chains: bool = False) -> None:
+        self._seed, self._text, self._vocab, self._chains = seed, text, vocab, chains
+
+    def open(
+        self, target: CausalLM, sampling: SamplingConfig, source: RandomSource, max_length: int
+    ) -> "HostileSession":
+        return HostileSession(random.Random(self._seed), self._text, self._vocab, self._chains)
+
+
+class HostileSession:
+    def __init__(self, chance: random.Random, text: Sequence[int], vocab: int, chains: bool) -> None:
+        self._chance, self._text, self._vocab, self._chains = chance, text, vocab, chains
+
+    def propose(self, tokens: Sequence[int], hidden: Tensor, max_depth: int) -> Proposal:
+        chance = self._chance
+        assert max_depth >= 1, "nothing could be emitted of this draft"
+        max_depth = min(max_depth, HostileDrafter.max_depth)
+        parents, drafted, depths = [-1], [tokens[-1]], [0]
+        for _ in range(chance.randrange(HostileDrafter.max_nodes)):
+            if self._chains and depths[-1] == max_depth:
+                break
+            open_nodes = [node for node, depth in enumerate(depths) if depth < max_depth]
+            parent = depths.index(max(depths)) if self._chains else chance.choice(open_nodes)
+            place = len(tokens) + depths[parent]
+            right = self._text[place] if place < len(self._text) else chance.randrange(self._vocab)
+            parents.append(parent)
+            depths.append(depths[parent] + 1)
+            drafted.append(chance.choice([right, right, right, drafted[-1], chance.randrange(self._vocab)]))
+        tree = TokenTree(torch.tensor(drafted), TreeShape(tuple(parents)))
+        kind = chance.choice(list(ProposalKind))
+        if kind is ProposalKind.DETERMINISTIC:
+            return Proposal(tree, kind)
+        return Proposal(tree, kind, torch.full((len(tree), self._vocab), 1 / self._vocab))

@@ -1,0 +1,180 @@
+"""The card: every figure with its label, where the artefact comes from, and nothing that is nobody's business."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+
+from trainer.export.card import Artefact, read_provenance, read_report, render_card
+from trainer.export.redact import basename, is_hub_id, without_local_paths
+
+ESTIMATE = {"value": 2.314, "low": 2.2, "high": 2.43, "observations": 12}
+SPREAD = {"median": 1.712, "low_quartile": 1.6, "high_quartile": 1.82, "observations": 12}
+SHARES = [
+    {"value": 0.71, "low": 0.69, "high": 0.73, "observations": 2812},
+    {"value": 0.48, "low": 0.45, "high": 0.51, "observations": 1996},
+]
+
+
+def report() -> dict[str, Any]:
+    """As `decoding.evaluate.evaluate` returns it: a lossless row, a lossy one, and a peer without acceptance."""
+    figures = {
+        "tokens_per_pass": ESTIMATE,
+        "conditional_acceptance": SHARES,
+        "unconditional_acceptance": SHARES,
+        "speedup": SPREAD,
+        "speedup_with_prefill": SPREAD,
+    }
+    greedy = {"identical": 11, "of": 12, "largest_margin": 0.03125}
+    peer = {"setting": "greedy", "method": "transformers generate", "label": "lossless", "speedup": SPREAD}
+    return {
+        "hardware": {"processor": "Example CPU", "cores": 2, "threads": 2, "gpu": "Example GPU"},
+        "versions": {"torch": "2.13.0"},
+        "commit": "abc123def456",
+        "dtype": "bfloat16",
+        "prompts": 12,
+        "rounds": 1,
+        "max_new_tokens": 96,
+        "rows": [
+            {**peer, "speedup_with_prefill": SPREAD, "speedup_over_transformers": {**SPREAD, "median": float("nan")}},
+            {"setting": "greedy", "method": "medusa", "label": "lossless", "speedup_over_transformers": SPREAD}
+            | {**figures, "identical_to_plain": greedy},
+            {"setting": "T=1, typical", "method": "a|b", "label": "lossy", "speedup_over_transformers": None} | figures,
+        ],
+    }
+
+
+PROVENANCE: dict[str, Any] = {
+    "commit": "0123456789ab-dirty",
+    "versions": {"python": "3.11.7", "torch": "2.13.0"},
+    "hardware": {"processor": "Example CPU", "cores": 2, "threads": 2},
+    "recipe": {
+        "kind": "medusa",
+        "target": "org/target-1b",
+        "data": {"train": "/home/zoe/corpus/train.jsonl"},
+        "note": "made from /home/zoe/notes/idea.txt and ~/other/plan.md",
+        "api_key": "swordfish",
+    },
+    "data": {"/home/zoe/corpus/train.jsonl": {"sha256": "ab" * 32, "rows": 1234}},
+    "target": {"name": "org/target-1b", "fingerprint": "feedfacecafebeef"},
+    "steps": 1500,
+    "tokens": 2_500_000,
+}
+
+
+def card_of(
+    folder: Path,
+    format: str = "headstart",
+    provenance: dict[str, Any] | None = None,
+    report: dict[str, Any] | None = None,
+) -> str:
+    """The card of heads or a draft whose run's folder holds this provenance, with this report."""
+    if provenance is not None:
+        (folder / "provenance.json").write_text(json.dumps(provenance))
+    if report is not None:
+        (folder / "report.json").write_text(json.dumps(report))
+    measured = read_report(folder / "report.json") if report is not None else None
+    heads = 0 if format == "draft" else 2
+    artefact = Artefact(format, 1234, "bfloat16", hidden_size=8, vocab_size=12, layers=2, heads=heads, tree_nodes=4)
+    return render_card(artefact, read_provenance(folder), measured)
+
+
+def test_the_card_holds_every_figure_with_its_label_and_what_it_was_measured_on(tmp_path: Path) -> None:
+    card = card_of(tmp_path, report=report())
+    rows = [line for line in card.splitlines() if line.startswith("| ") and "**" in line]
+    assert rows == [
+        "| greedy | transformers generate | **lossless** | – | – | 1.71× (1.60–1.82) | 1.71× (1.60–1.82) | – |",
+        "| greedy | medusa | **lossless** | 2.31 [2.20–2.43] | 0.71 / 0.48 "
+        "| 1.71× (1.60–1.82) | 1.71× (1.60–1.82) | 1.71× (1.60–1.82) |",
+        "| T=1, typical | a\\|b | **lossy** | 2.31 [2.20–2.43] | 0.71 / 0.48 "
+        "| 1.71× (1.60–1.82) | 1.71× (1.60–1.82) | – |",
+    ]
+    assert "| greedy | medusa | 2 | 0.48 [0.45–0.51] of 1,996 | 0.48 [0.45–0.51] of 1,996 |" in card
+    for fact in ("Example GPU", "Example CPU", "bfloat16", "12 prompts", "96 new tokens", "abc123def456"):
+        assert fact in card
+    assert "medusa: 11 of 12, largest logit margin where they part 0.0312" in card
+
+
+def test_the_card_holds_the_provenance_and_no_path_of_the_users_machine(tmp_path: Path) -> None:
+    card = card_of(tmp_path, provenance=PROVENANCE, report=report() | {"commit": "/home/zoe/checkout at abc"})
+    for fact in ("0123456789ab-dirty", "torch 2.13.0", "1,500", "2,500,000", "feedfacecafebeef", "ab" * 32, "1,234"):
+        assert fact in card
+    assert "| train.jsonl |" in card and '"train": "train.jsonl"' in card and "idea.txt and plan.md" in card
+    for leak in ("zoe", "/home", "corpus", "~/", "swordfish", str(tmp_path)):
+        assert leak not in card
+
+
+def test_a_card_without_provenance_or_report_says_so(tmp_path: Path) -> None:
+    card = card_of(tmp_path)
+    assert "**Provenance is not recorded**" in card
+    assert "Nothing was measured" in card
+    assert "None" not in card
+
+
+def test_a_provenance_of_another_shape_is_refused_with_its_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"as data, not an object: the trainer writes it"):
+        card_of(tmp_path, provenance={**PROVENANCE, "data": ["train.jsonl"]})
+
+
+def test_a_provenance_with_gaps_is_shown_with_its_gaps(tmp_path: Path) -> None:
+    card = card_of(tmp_path, provenance={"commit": "abc", "target": None})
+    assert "`abc`" in card and "Data: not recorded." in card and "Steps: not recorded" in card
+    assert "--target TARGET" in card and "None" not in card
+
+
+@pytest.mark.parametrize(
+    ("target", "base_model", "argument"),
+    [
+        ("org/target-1b", "org/target-1b", "--target org/target-1b "),
+        ("/home/zoe/models/target", None, "--target target "),
+        ("../runs/my target", None, "--target 'my target' "),
+    ],
+)
+def test_the_base_model_is_named_only_if_it_is_on_the_hub(
+    tmp_path: Path, target: str, base_model: str | None, argument: str
+) -> None:
+    card = card_of(tmp_path, provenance={**PROVENANCE, "target": {"name": target}, "recipe": {"target": target}})
+    assert ModelCard(card).data.base_model == base_model
+    assert argument in card and "zoe" not in card
+
+
+def test_the_front_matter_and_the_commands_fit_each_format(tmp_path: Path) -> None:
+    expected = {
+        "headstart": ("headstart", "medusa", "headstart generate --target TARGET --heads DIR"),
+        "vllm": ("vllm", "medusa", """'{"method":"medusa","model":"DIR","num_speculative_tokens":2}'"""),
+        "draft": ("transformers", "draft-model", "assistant_model=draft"),
+    }
+    for format, (library, tag, command) in expected.items():
+        card = card_of(tmp_path, format)
+        front_matter = yaml.safe_load(card.split("---\n")[1])
+        assert front_matter["library_name"] == library
+        assert front_matter["tags"] == ["speculative-decoding", tag]
+        assert "license" not in front_matter and "base_model" not in front_matter
+        assert command in card
+
+
+@pytest.mark.parametrize(
+    ("text", "published"),
+    [
+        ("/home/zoe/a b/c.jsonl", "c.jsonl"),
+        (r"C:\Users\zoe\c.jsonl", "c.jsonl"),
+        ("file:///home/zoe/c.jsonl", "c.jsonl"),
+        ("--data=/home/zoe/c.jsonl,/home/zoe/d.jsonl", "--data=c.jsonl,d.jsonl"),
+        ("ORG/NAME at https://example.org/a/b", "ORG/NAME at https://example.org/a/b"),
+        (r".*\.layers\.\d+\.q_proj", r".*\.layers\.\d+\.q_proj"),
+        ("<think>a</think>", "<think>a</think>"),
+        ("http://zoe:pass@host/v1", "http://(withheld)@host/v1"),
+        ("key hf_abcdefghijklmnopqrst", "key (withheld)"),
+    ],
+)
+def test_local_paths_and_secrets_are_cut_out_of_texts_and_nothing_else_is(text: str, published: str) -> None:
+    assert without_local_paths({"a": [text]}) == {"a": [published]}
+
+
+def test_a_folder_that_looks_like_a_hub_id_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs" / "target").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert not is_hub_id("runs/target") and is_hub_id("runs/other") and basename("runs/target/") == "target"

@@ -1,0 +1,124 @@
+"""The command line: what it prints, its exit codes, its one-line errors."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_models import tiny_model
+from tiny_tokenizer import byte_tokenizer
+from typer.testing import CliRunner
+
+from decoding.heads import MedusaConfig, MedusaHeads
+from trainer.cli import BAD_INPUT, app
+
+CLI = CliRunner()
+README = Path(__file__).resolve().parents[1] / "README.md"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target, a draft, heads, and two prompts, on disk."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, seed in (("target", 0), ("draft", 1)):
+        tiny_model(vocab=128, seed=seed, max_position_embeddings=256).save_pretrained(folder / name)
+        byte_tokenizer().save_pretrained(folder / name)
+    MedusaHeads.for_target(tiny_model(vocab=128), MedusaConfig(16, 128)).save_pretrained(folder / "heads")
+    (folder / "prompts.jsonl").write_text('{"prompt": "def f(x):"}\n{"prompt": "import "}\n')
+    return folder
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CLI.invoke(app, list(arguments))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("speculator", [["--draft", "draft"], ["--heads", "heads"], ["--lookup"], []])
+def test_generate_ends_with_what_speculation_gained(models: Path, speculator: list[str]) -> None:
+    paths = [word if word.startswith("-") else str(models / word) for word in speculator]
+    code, output = run(
+        "generate", "--target", str(models / "target"), *paths, "--prompt", "def f", "--max-new-tokens", "12",
+        "--dtype", "fp32",
+    )  # fmt: skip
+    assert code == 0
+    assert "tokens per target pass" in output and "tokens/s" in output
+    assert ("× plain decoding" in output) == bool(speculator)
+    assert "lossless" in output
+
+
+def test_generate_writes_the_same_greedy_text_with_and_without_a_draft(models: Path) -> None:
+    base = ["generate", "--target", str(models / "target"), "--prompt", "class A", "--max-new-tokens", "16"]
+    base += ["--dtype", "fp32", "--no-compare"]
+    _, plain = run(*base)
+    _, speculated = run(*base, "--draft", str(models / "draft"))
+    assert plain.split(" plain decoding (")[0] == speculated.split(" draft model, 4 tokens (")[0]
+
+
+def test_typical_acceptance_is_called_lossy(models: Path) -> None:
+    _, output = run(
+        "generate", "--target", str(models / "target"), "--lookup", "--typical", "--temperature", "1", "--prompt", "ab",
+        "--max-new-tokens", "8",
+    )  # fmt: skip
+    assert "prompt lookup (lossy)" in output
+
+
+def test_evaluate_writes_the_report_and_prints_the_table(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "220")
+    code, output = run(
+        "evaluate", "--target", str(models / "target"), "--draft", str(models / "draft"), "--heads",
+        str(models / "heads"), "--prompts", str(models / "prompts.jsonl"), "--limit", "2", "--max-new-tokens", "6",
+        "--dtype", "fp32", "--output", str(tmp_path),
+    )  # fmt: skip
+    assert code == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert {row["method"] for row in report["rows"]} >= {"plain", "prompt lookup", "medusa, tree of 9"}
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+    assert "transformers generate" in output and "lossless, 2/2 same" in output
+
+
+ERRORS = {
+    "a target that is not there": (
+        ["generate", "--target", "./nowhere", "--prompt", "a"],
+        "there is no folder ./nowhere",
+    ),
+    "two drafters at once": (
+        ["generate", "--target", "TARGET", "--lookup", "--heads", "HEADS", "--prompt", "a"],
+        "give one of --heads, --draft and --lookup",
+    ),
+    "a prompt longer than the context": (
+        ["generate", "--target", "TARGET", "--prompt", "a" * 300],
+        "a prompt of 300 tokens and 128 new ones make 428, but the target's context holds 256",
+    ),
+    "a negative temperature": (
+        ["generate", "--target", "TARGET", "--prompt", "a", "--temperature", "-1"],
+        "temperature is -1.0: give 0 for greedy decoding, or a positive number",
+    ),
+    "a recipe that is not there": (["train", "nowhere.yaml"], "there is no recipe nowhere.yaml"),
+    "an export of nothing": (["export", "nowhere", "out", "--format", "vllm"], "nowhere"),
+    "a push of nothing": (["push", "nowhere", "org/name"], "nowhere"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_bad_input_is_one_line_and_exit_code_two(models: Path, case: str) -> None:
+    arguments, complaint = ERRORS[case]
+    places = {"TARGET": str(models / "target"), "HEADS": str(models / "heads")}
+    result = CLI.invoke(app, [places.get(word, word) for word in arguments])
+    assert result.exit_code == BAD_INPUT
+    assert complaint in " ".join(result.output.split())
+    assert len(result.output.strip().splitlines()) == 1
+    assert "Traceback" not in result.output
+
+
+def test_debug_shows_the_traceback(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADSTART_DEBUG", "0")
+    result = CLI.invoke(app, ["--debug", "generate", "--target", "./nowhere", "--prompt", "a"])
+    assert result.exit_code == BAD_INPUT and "Traceback" in result.output
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "generate", "export", "push"])
+def test_every_command_explains_itself(command: str) -> None:
+    code, output = run(command, "--help")
+    assert code == 0 and len(output) > 200

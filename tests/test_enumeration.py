@@ -1,0 +1,78 @@
+"""The enumerator that the proofs stand on."""
+
+import pytest
+import torch
+from enumeration import ContextModel, EnumeratingSource, distance_from_target, distribution, outcomes, sampled_draft
+
+from decoding.proposal import Proposal, ProposalKind
+from decoding.sampling import RandomSource
+from decoding.tree import TreeShape
+from decoding.verify import Verdict
+
+
+def test_two_coins_have_four_outcomes() -> None:
+    def program(source: RandomSource) -> tuple[bool, bool]:
+        return source.accept(0.25), source.accept(0.5)
+
+    assert distribution(program) == {
+        (True, True): 0.125,
+        (True, False): 0.125,
+        (False, True): 0.375,
+        (False, False): 0.375,
+    }
+
+
+def test_later_choices_may_depend_on_earlier_ones() -> None:
+    def program(source: RandomSource) -> str:
+        if source.accept(0.5):
+            return "abc"[source.draw(torch.tensor([1.0, 0.0, 3.0]))]
+        return "none"
+
+    assert distribution(program) == {"a": 0.125, "c": 0.375, "none": 0.5}
+
+
+def test_outcomes_of_probability_zero_are_not_visited() -> None:
+    visited = [result for result, _ in outcomes(lambda source: (source.accept(0.0), source.accept(1.5)))]
+    assert visited == [(False, True)]
+
+
+def test_every_path_is_visited_once_and_the_probabilities_sum_to_one() -> None:
+    def program(source: RandomSource) -> tuple[int, ...]:
+        return tuple(source.draw(torch.ones(3)) for _ in range(4))
+
+    visited = list(outcomes(program))
+    assert len(visited) == len({result for result, _ in visited}) == 81
+    assert sum(probability for _, probability in visited) == pytest.approx(1, abs=1e-12)
+
+
+def test_a_nan_or_an_empty_draw_is_an_error_of_the_rule_under_test() -> None:
+    with pytest.raises(AssertionError, match="NaN"):
+        EnumeratingSource().accept(float("nan"))
+    with pytest.raises(AssertionError, match="cannot draw"):
+        EnumeratingSource().draw(torch.zeros(3))
+
+
+def test_completing_nothing_gives_the_models_own_joint_distribution() -> None:
+    p = ContextModel.random(3, 2, "dense", torch.Generator().manual_seed(0))
+    completed = p.completed({(): 1.0}, 3)
+    assert completed == pytest.approx(p.joint(3), abs=1e-15)
+    assert len(completed) == 27 and sum(completed.values()) == pytest.approx(1, abs=1e-12)
+
+
+def test_a_sampled_draft_is_distributed_as_q() -> None:
+    q = ContextModel.random(3, 2, "mixed", torch.Generator().manual_seed(0))
+    draft = sampled_draft(TreeShape.chain(2), q, ProposalKind.SAMPLED)
+    drafted = distribution(lambda source: tuple(draft(source).tree.token_list[1:]))
+    assert drafted == pytest.approx({path: chance for path, chance in q.joint(2).items() if chance > 0}, abs=1e-15)
+
+
+def test_the_distance_is_that_of_the_emitted_text_from_the_target() -> None:
+    # p writes 0 or 1 with probability 1/4 and 3/4; a "rule" that always writes 1 first is off by 1/4 there.
+    row = torch.tensor([0.25, 0.75], dtype=torch.float64)
+    p = ContextModel({(): row, (0,): row, (1,): row})
+    draft = sampled_draft(TreeShape.chain(1), p, ProposalKind.SAMPLED)
+
+    def always_one(proposal: Proposal, rows: torch.Tensor, source: RandomSource) -> Verdict:
+        return Verdict((), 1)
+
+    assert distance_from_target(draft, always_one, p, length=1) == 0.25

@@ -1,0 +1,142 @@
+"""The evaluation, its peers and its report, on tiny models."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decoding.baselines import transformers_generate
+from decoding.drafters import DraftModelDrafter, PromptLookupDrafter
+from decoding.evaluate import EvaluationConfig, acceptance_on, evaluate, standard_methods, write_report
+from decoding.generate import DecodingConfig, speculate
+from decoding.plan import measure_cost_curve
+from decoding.report import COLUMNS, markdown_table, table_rows, terminal_table, write_html
+from decoding.sampling import SamplingConfig
+from decoding.target import CausalLM
+
+PROMPTS = [(1, 2, 3), (4, 5), (6, 7, 8, 9)]
+
+
+@pytest.fixture(scope="module")
+def report(tiny_llama: CausalLM, tiny_draft: CausalLM) -> dict[str, Any]:
+    """Every setting, a draft and prompt lookup, on three prompts."""
+    drafters = {"draft": DraftModelDrafter(tiny_draft, (1, 1)), "prompt lookup": PromptLookupDrafter()}
+    config = EvaluationConfig(max_new_tokens=12)
+    return evaluate(tiny_llama, standard_methods(tiny_llama, drafters, config), PROMPTS, config)
+
+
+def row(report: dict[str, Any], setting: str, method: str) -> dict[str, Any]:
+    (found,) = [row for row in report["rows"] if (row["setting"], row["method"]) == (setting, method)]
+    return found
+
+
+def test_every_method_is_measured_under_every_setting(report: dict[str, Any]) -> None:
+    methods = [(row["setting"], row["method"]) for row in report["rows"]]
+    assert len(methods) == len(set(methods)) == 2 * 6 + 3
+    assert ("greedy", "transformers generate") in methods
+    assert ("T=1", "transformers assisted, 2 tokens") in methods
+    assert ("T=1, typical", "draft") in methods
+
+
+def test_greedy_texts_in_fp32_are_all_identical(report: dict[str, Any]) -> None:
+    greedy = [row for row in report["rows"] if row["setting"] == "greedy"]
+    assert len(greedy) == 6
+    assert all(row["identical_to_plain"] == {"identical": 3, "of": 3, "largest_margin": 0.0} for row in greedy)
+
+
+def test_only_typical_acceptance_is_labelled_lossy(report: dict[str, Any]) -> None:
+    lossy = {(row["setting"], row["method"]) for row in report["rows"] if row["label"] == "lossy"}
+    assert lossy == {("T=1, typical", "draft"), ("T=1, typical", "prompt lookup")}
+
+
+def test_plain_decoding_writes_one_token_per_pass_at_a_speed_up_of_one(report: dict[str, Any]) -> None:
+    plain = row(report, "greedy", "plain")
+    assert plain["tokens_per_pass"]["value"] == 1
+    assert plain["speedup"]["median"] == 1
+    assert plain["passes"] == 3 * 11  # twelve tokens each, the first from the prefill
+
+
+def test_the_split_of_the_time_adds_up(report: dict[str, Any]) -> None:
+    split = row(report, "greedy", "draft")["time_split"]
+    assert sum(split.values()) == pytest.approx(1)
+    assert all(share >= 0 for share in split.values())
+
+
+def test_the_report_names_the_machine_the_versions_and_the_commit(report: dict[str, Any]) -> None:
+    assert report["hardware"]["processor"] and report["versions"]["torch"] == torch.__version__ and report["commit"]
+    assert set(report["cost_curve_ms"]) == {"1", "2", "4", "8", "16", "32"}
+
+
+def test_the_report_survives_being_written(report: dict[str, Any], tmp_path: Path) -> None:
+    write_report(report, tmp_path / "new" / "report.json")
+    assert json.loads((tmp_path / "new" / "report.json").read_text()) == json.loads(json.dumps(report))
+
+
+def test_a_partial_difference_is_reported_with_its_margin(tiny_llama: CausalLM) -> None:
+    config = EvaluationConfig(max_new_tokens=6, settings=("greedy",))
+    plain, *_ = standard_methods(tiny_llama, {}, config)
+    bent = type(plain)("greedy", "bent", "lossless", lambda prompt, seed: _with_other_last(plain.decode(prompt, seed)))
+    found = row(evaluate(tiny_llama, [plain, bent], PROMPTS, config), "greedy", "bent")["identical_to_plain"]
+    assert found["identical"] == 0 and found["of"] == 3 and found["largest_margin"] > 0
+
+
+def _with_other_last(run: Any) -> Any:
+    return run._replace(tokens=(*run.tokens[:-1], (run.tokens[-1] + 1) % 16))
+
+
+def test_the_page_stands_alone_and_holds_every_figure(report: dict[str, Any], tmp_path: Path) -> None:
+    write_html({**report, "title": "a <b>title</b>"}, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<svg") == 4
+    assert "a &lt;b&gt;title" in page
+    assert "src=" not in page and "<script" not in page and "<link" not in page
+    for cells in table_rows(report):
+        assert all(f"<td>{cell}</td>" in page for cell in cells)
+
+
+def test_the_tables_have_a_row_per_method(report: dict[str, Any]) -> None:
+    assert terminal_table(report).row_count == len(report["rows"])
+    assert len(markdown_table(report).splitlines()) == len(report["rows"]) + 2
+    assert all(len(cells) == len(COLUMNS) for cells in table_rows(report))
+
+
+def test_no_prompts_and_an_unknown_setting_are_refused(tiny_llama: CausalLM) -> None:
+    with pytest.raises(ValueError, match="no prompts"):
+        evaluate(tiny_llama, standard_methods(tiny_llama, {}, EvaluationConfig()), [], EvaluationConfig())
+    with pytest.raises(ValueError, match="setting is 'beam'"):
+        standard_methods(tiny_llama, {}, EvaluationConfig(settings=("beam",)))
+
+
+def test_transformers_is_timed_from_its_first_token(tiny_llama: CausalLM) -> None:
+    text = transformers_generate(tiny_llama, (1, 2, 3), DecodingConfig(8))
+    assert text.tokens == speculate(tiny_llama, None, (1, 2, 3), DecodingConfig(8)).tokens
+    assert text.first_tokens == 1 and text.first_seconds > 0 and text.decode_seconds > 0
+
+
+@pytest.mark.parametrize("tokens", [3, None])
+def test_assisted_generation_with_the_target_as_its_own_assistant_gives_the_same_text(
+    tiny_llama: CausalLM, tokens: int | None
+) -> None:
+    text = transformers_generate(tiny_llama, (1, 2, 3), DecodingConfig(9), tiny_llama, tokens)
+    assert text.tokens == speculate(tiny_llama, None, (1, 2, 3), DecodingConfig(9)).tokens
+    assert text.first_tokens > 1
+
+
+def test_sampling_controls_reach_transformers(tiny_llama: CausalLM) -> None:
+    config = DecodingConfig(20, SamplingConfig(1.0, top_k=1))
+    assert (
+        transformers_generate(tiny_llama, (1, 2), config).tokens
+        == speculate(tiny_llama, None, (1, 2), DecodingConfig(20)).tokens
+    )
+
+
+def test_the_quick_figures_of_a_perfect_draft(tiny_llama: CausalLM) -> None:
+    figures = acceptance_on(tiny_llama, DraftModelDrafter(tiny_llama, (1, 1)), PROMPTS, DecodingConfig(10))
+    assert figures == {"tokens_per_pass": 3.0, "acceptance_1": 1.0, "acceptance_2": 1.0}
+
+
+def test_the_cost_curve_has_a_cost_for_each_size_within_a_short_context(tiny_llama: CausalLM) -> None:
+    curve = measure_cost_curve(tiny_llama, sizes=(1, 4), prefix=500, repeats=2)  # its context holds 96
+    assert set(curve) == {1, 4} and all(cost > 0 for cost in curve.values())

@@ -1,0 +1,303 @@
+"""What leaves in an export: names, shapes and bits as servers load them, a card that tells the truth, or nothing."""
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from decoding.heads import MedusaConfig, MedusaHeads
+from trainer.export import FORMATS, export
+from trainer.export.vllm import read_vllm_heads
+
+CONFIG = MedusaConfig(hidden_size=8, vocab_size=12, num_heads=2, num_layers=2, tree=((0,), (1,), (0, 0), (0, 2)))
+
+
+def random_heads(config: MedusaConfig = CONFIG, dtype: torch.dtype = torch.float32) -> MedusaHeads:
+    """Heads whose every tensor, biases included, is random."""
+    generator = torch.Generator().manual_seed(0)
+    heads = MedusaHeads(config)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return heads.to(dtype)
+
+
+@pytest.fixture
+def heads_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    random_heads(dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny draft in bf16 with a word-level tokenizer and a chat template."""
+    folder = tmp_path_factory.mktemp("draft") / "run"
+    vocabulary = {"<unk>": 0, "<eos>": 1} | {chr(97 + i): i + 2 for i in range(14)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="<eos>")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tiny_model(vocab=16).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "optimizer_state.json").write_text("{}")
+    return folder
+
+
+def write_json(path: Path, value: Any) -> Path:
+    path.write_text(json.dumps(value))
+    return path
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+# --- formats -------------------------------------------------------------------------------------------------------
+
+
+def test_our_own_format_comes_back_bit_equal_in_its_stored_dtype(heads_folder: Path, tmp_path: Path) -> None:
+    summary = export(heads_folder, tmp_path / "out", "headstart")
+    before, after = load_file(heads_folder / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: bits(tensor) for name, tensor in before.items()} == {n: bits(t) for n, t in after.items()}
+    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+    assert MedusaHeads.from_pretrained(tmp_path / "out").config == CONFIG
+    assert "out, format headstart:" in str(summary) and "README.md" in str(summary)
+    assert summary.format == "headstart" and "bit-equal" in summary.compared
+    assert summary.files == {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
+    assert sorted(summary.files) == ["README.md", "config.json", "model.safetensors"]
+
+
+def test_the_vllm_config_holds_exactly_what_vllm_reads(heads_folder: Path, tmp_path: Path) -> None:
+    export(heads_folder, tmp_path / "out", "vllm")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": 8,
+        "vocab_size": 12,
+        "truncated_vocab_size": 12,
+        "num_heads": 2,
+        "num_hidden_layers": 2,
+        "medusa_fc_bias": True,
+        "original_lm_head": False,
+    }
+
+
+def test_the_vllm_tensors_have_vllms_names_and_shapes_and_keep_their_biases(heads_folder: Path, tmp_path: Path) -> None:
+    export(heads_folder, tmp_path / "out", "vllm")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == {
+        **{f"blocks.{head}.layers.{layer}.weight": (8, 8) for head in range(2) for layer in range(2)},
+        **{f"blocks.{head}.layers.{layer}.bias": (8,) for head in range(2) for layer in range(2)},
+        **{f"lm_heads.{head}.weight": (12, 8) for head in range(2)},
+    }
+    ours = load_file(heads_folder / "model.safetensors")
+    assert bits(stored["blocks.1.layers.0.bias"]) == bits(ours["heads.1.blocks.0.linear.bias"])
+    assert stored["blocks.1.layers.0.bias"].abs().min() > 0
+    assert bits(stored["lm_heads.1.weight"]) == bits(ours["heads.1.lm_head.weight"])
+
+
+def test_heads_read_from_vllms_format_give_bit_equal_logits(heads_folder: Path, tmp_path: Path) -> None:
+    export(heads_folder, tmp_path / "out", "vllm")
+    hidden = torch.randn(3, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    read = read_vllm_heads(tmp_path / "out")
+    assert torch.equal(read(hidden), random_heads(dtype=torch.bfloat16)(hidden))
+    assert read.config.tree == ((0,), (0, 0)), "vLLM drafts a chain of each head's best token"
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda state: state.pop("blocks.0.layers.0.bias"), "blocks.0.layers.0.bias is missing"),
+        (lambda state: state.update({"lm_head.weight": torch.zeros(1)}), "lm_head.weight is unknown"),
+        (lambda state: state.update({"lm_heads.0.weight": torch.zeros(11, 8).bfloat16()}), "size mismatch"),
+    ],
+)
+def test_the_vllm_reader_refuses_missing_unknown_and_misshapen_tensors(
+    heads_folder: Path, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], Any], complaint: str
+) -> None:
+    export(heads_folder, tmp_path / "out", "vllm")
+    state = load_file(tmp_path / "out" / "model.safetensors")
+    change(state)
+    save_file(state, tmp_path / "out" / "model.safetensors")
+    with pytest.raises(ValueError, match=complaint):
+        read_vllm_heads(tmp_path / "out")
+
+
+@pytest.mark.parametrize(("key", "value"), [("medusa_fc_bias", False), ("num_attention_heads", 4)])
+def test_the_vllm_reader_refuses_a_config_that_vllm_would_misread(
+    heads_folder: Path, tmp_path: Path, key: str, value: Any
+) -> None:
+    export(heads_folder, tmp_path / "out", "vllm")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    write_json(tmp_path / "out" / "config.json", {**config, key: value})
+    with pytest.raises(ValueError, match=key):
+        read_vllm_heads(tmp_path / "out")
+
+
+def test_a_draft_comes_back_with_bit_equal_logits_and_its_tokenizer(draft_folder: Path, tmp_path: Path) -> None:
+    summary = export(draft_folder, tmp_path / "out", "draft")
+    before, after = (AutoModelForCausalLM.from_pretrained(f, dtype="auto") for f in (draft_folder, tmp_path / "out"))
+    tokens = torch.tensor([[3, 1, 4, 1, 5]])
+    assert after.dtype == torch.bfloat16
+    assert torch.equal(before(tokens).logits, after(tokens).logits)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("a b c")["input_ids"] == [2, 3, 4] and tokenizer.chat_template
+    assert "optimizer_state.json" not in summary.files, "only what a server loads is exported"
+    assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= summary.files.keys()
+    assert not any(str(draft_folder.parent) in path.read_text(errors="replace") for path in summary.folder.iterdir())
+
+
+@pytest.mark.parametrize("format", ["headstart", "vllm"])
+def test_every_export_carries_a_card_with_what_is_known(heads_folder: Path, tmp_path: Path, format: str) -> None:
+    write_json(heads_folder / "provenance.json", {"target": {"name": "org/target-1b"}})
+    rows = [{"setting": "T=1, typical", "method": "medusa", "label": "lossy"}]
+    report = write_json(tmp_path / "report.json", {"rows": rows})
+    summary = export(heads_folder, tmp_path / "out", format, report)
+    card = (summary.folder / "README.md").read_text()
+    assert "base_model: org/target-1b" in card and "| T=1, typical | medusa | **lossy** |" in card
+    assert str(tmp_path) not in card
+
+
+# --- whole or not at all -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["headstart", "vllm"])
+def test_a_corrupted_write_is_caught_and_leaves_nothing(
+    heads_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    def save_one_bit_wrong(state: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+        wrong = {name: tensor.clone() for name, tensor in state.items()}
+        next(iter(wrong.values())).view(torch.int16).reshape(-1)[0] ^= 1
+        save_file(wrong, path, metadata=metadata)
+
+    module = "decoding.heads" if format == "headstart" else "trainer.export.vllm"
+    monkeypatch.setattr(f"{module}.save_file", save_one_bit_wrong)
+    with pytest.raises(ValueError, match="reads back with another"):
+        export(heads_folder, tmp_path / "out", format)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_corrupted_draft_is_caught(draft_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer.export import draft
+
+    load = draft._load
+
+    def load_one_weight_wrong(folder: Path) -> Any:
+        model, tokenizer = load(folder)
+        if folder != draft_folder:
+            with torch.no_grad():
+                next(model.parameters()).view(-1)[0] += 1
+        return model, tokenizer
+
+    monkeypatch.setattr(draft, "_load", load_one_weight_wrong)
+    with pytest.raises(ValueError, match="reads back with another"):
+        export(draft_folder, tmp_path / "out", "draft")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_while_overwriting_leaves_the_earlier_export(
+    heads_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export(heads_folder, tmp_path / "out", "headstart")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+
+    def fail(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("trainer.export.render_card", fail)
+        with pytest.raises(KeyboardInterrupt):
+            export(heads_folder, tmp_path / "out", "vllm", overwrite=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    export(heads_folder, tmp_path / "out", "vllm", overwrite=True)
+    assert read_vllm_heads(tmp_path / "out").config.num_heads == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_overwriting_never_removes_a_file_it_does_not_replace(heads_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("all I have")
+    with pytest.raises(ValueError, match=r"holds thesis\.tex"):
+        export(heads_folder, tmp_path / "out", "headstart", overwrite=True)
+    assert (tmp_path / "out" / "thesis.tex").read_text() == "all I have"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="file modes")
+def test_another_user_may_read_the_weights_wherever_they_may_read_the_card(heads_folder: Path, tmp_path: Path) -> None:
+    export(heads_folder, tmp_path / "out", "headstart")
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
+    (tmp_path / "plain").touch()
+    assert modes == {stat.S_IMODE((tmp_path / "plain").stat().st_mode)}
+
+
+# --- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_every_format_refuses_what_it_cannot_hold(heads_folder: Path, draft_folder: Path, tmp_path: Path) -> None:
+    assert set(FORMATS) == {"headstart", "vllm", "draft"}
+    for source, format in ((heads_folder, "draft"), (draft_folder, "vllm"), (draft_folder, "headstart")):
+        with pytest.raises(ValueError, match="cannot: give format"):
+            export(source, tmp_path / "out", format)
+    with pytest.raises(ValueError, match="format is 'gguf': give one of headstart, vllm, draft"):
+        export(heads_folder, tmp_path / "out", "gguf")
+
+
+def test_a_source_without_weights_or_tokenizer_is_refused(
+    heads_folder: Path, draft_folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        export(tmp_path / "nowhere", tmp_path / "out", "vllm")
+    (heads_folder / "model.safetensors").rename(heads_folder / "model.bin")
+    with pytest.raises(ValueError, match="holds no weights"):
+        export(heads_folder, tmp_path / "out", "vllm")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((draft_folder / name).read_bytes())
+    with pytest.raises(ValueError, match="holds no tokenizer"):
+        export(bare, tmp_path / "out", "draft")
+
+
+def test_an_occupied_destination_is_refused(heads_folder: Path, tmp_path: Path) -> None:
+    occupied = tmp_path / "out"
+    occupied.mkdir()
+    export(heads_folder, occupied, "headstart")
+    with pytest.raises(ValueError, match="not empty"):
+        export(heads_folder, occupied, "headstart")
+    for destination in (heads_folder, tmp_path):
+        with pytest.raises(ValueError, match="is or holds the source"):
+            export(heads_folder, destination, "headstart", overwrite=True)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="no folder"):
+        export(heads_folder, tmp_path / "file", "headstart", overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("not json", "is not JSON"),
+        ("[]", "holds a list"),
+        ("{}", "no rows"),
+        ('{"rows": [{"method": "medusa"}]}', "not lossless or lossy"),
+    ],
+)
+def test_a_report_that_is_none_is_refused_before_anything_is_written(
+    heads_folder: Path, tmp_path: Path, content: str, complaint: str
+) -> None:
+    (tmp_path / "report.json").write_text(content)
+    with pytest.raises(ValueError, match=complaint):
+        export(heads_folder, tmp_path / "out", "vllm", tmp_path / "report.json")
+    with pytest.raises(ValueError, match="there is no report"):
+        export(heads_folder, tmp_path / "out", "vllm", tmp_path / "none.json")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,336 @@
+"""The loop: greedy output is plain greedy whatever is drafted, texts end where they should, steps count right."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_drafters import HostileDrafter, ScriptedDrafter
+from tiny_models import naive_greedy, tiny_model
+
+from decoding.drafters import DraftModelDrafter, PromptLookupDrafter
+from decoding.generate import DecodingConfig, Step, decode_steps, speculate
+from decoding.sampling import SamplingConfig
+from decoding.target import CausalLM
+from decoding.verify import GREEDY, RECURSIVE_REJECTION, TOKEN_REJECTION, TOP_K_CHILDREN, Rule, typical_acceptance
+
+TOKENS = st.integers(0, 15)
+PROMPTS = st.lists(TOKENS, min_size=1, max_size=5)
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@cache
+def plain_greedy(prompt: tuple[int, ...], count: int = 14, penalty: float = 1.0) -> tuple[int, ...]:
+    return naive_greedy(tiny_model("llama"), prompt, count, penalty)
+
+
+class Letters:
+    """A byte-level decoder: some tokens are several letters, some are one byte of a letter."""
+
+    TOKENS = (
+        b"a",
+        b"b",
+        b"c",
+        b"d",
+        b"ab",
+        b"cd",
+        b" ",
+        b"\n",
+        b"\xc3",
+        b"\xa9",
+        b"\xe2",
+        b"\x82",
+        b"\xac",
+        b"e",
+        b".",
+        b"xyz",
+    )
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return b"".join(self.TOKENS[token] for token in token_ids).decode("utf-8", errors="replace")
+
+
+def shortest_with(tokens: Sequence[int], strings: Sequence[str]) -> tuple[int, ...]:
+    """The tokens up to the first that completes one of the strings."""
+    for end in range(1, len(tokens) + 1):
+        if any(string in Letters().decode(tokens[:end]) for string in strings):
+            return tuple(tokens[:end])
+    return tuple(tokens)
+
+
+# --- greedy equality ------------------------------------------------------------------------------------------------
+
+
+@given(prompt=PROMPTS, seed=SEEDS, count=st.integers(1, 14), chains=st.booleans())
+def test_greedy_output_is_plain_greedy_whatever_is_drafted(
+    tiny_llama: CausalLM, prompt: list[int], seed: int, count: int, chains: bool
+) -> None:
+    wanted = plain_greedy(tuple(prompt))
+    drafter = HostileDrafter(seed, [*prompt, *wanted], chains=chains)
+    generation = speculate(tiny_llama, drafter, prompt, DecodingConfig(count))
+    assert generation.tokens == wanted[:count]
+    assert sum(len(step.tokens) for step in generation.steps) == count
+
+
+@given(prompt=PROMPTS, seed=SEEDS, penalty=st.sampled_from([1.5, 3.0, 0.5]))
+def test_a_repetition_penalty_sees_the_path_to_each_node(
+    tiny_llama: CausalLM, prompt: list[int], seed: int, penalty: float
+) -> None:
+    wanted = plain_greedy(tuple(prompt), 10, penalty)
+    drafter = HostileDrafter(seed, [*prompt, *wanted])
+    sampling = SamplingConfig(repetition_penalty=penalty)
+    assert speculate(tiny_llama, drafter, prompt, DecodingConfig(10, sampling)).tokens == wanted
+
+
+def test_the_penalty_of_these_tests_changes_the_text() -> None:
+    assert plain_greedy((1, 2, 3), 10, 1.5) != plain_greedy((1, 2, 3))[:10]
+
+
+def test_the_hostile_drafter_has_tokens_accepted_and_refused(tiny_llama: CausalLM) -> None:
+    wanted = plain_greedy((1, 2, 3))
+    steps = [
+        step
+        for seed in range(20)
+        for step in speculate(tiny_llama, HostileDrafter(seed, [1, 2, 3, *wanted]), [1, 2, 3], DecodingConfig(14)).steps
+    ]
+    accepted, drafted = sum(step.accepted for step in steps), sum(step.drafted for step in steps)
+    assert 0.1 < accepted / drafted < 0.9
+    assert any(step.accepted >= 3 for step in steps)
+
+
+@pytest.mark.parametrize("drafter", ["draft chain", "draft tree", "prompt lookup"])
+def test_greedy_output_is_plain_greedy_with_the_real_drafters(
+    tiny_llama: CausalLM, tiny_draft: CausalLM, drafter: str
+) -> None:
+    built = {
+        "draft chain": DraftModelDrafter(tiny_draft, (1, 1, 1)),
+        "draft tree": DraftModelDrafter(tiny_draft, (3, 2, 2)),
+        "prompt lookup": PromptLookupDrafter(4),
+    }[drafter]
+    for prompt in ((1, 2, 3), (5,), (7, 7, 0, 7)):
+        assert speculate(tiny_llama, built, prompt, DecodingConfig(14)).tokens == plain_greedy(prompt)
+
+
+# --- ends -----------------------------------------------------------------------------------------------------------
+
+
+@given(prompt=PROMPTS, seed=SEEDS, eos=st.lists(TOKENS, min_size=1, max_size=3))
+def test_tokens_after_an_end_of_text_inside_a_block_are_dropped(
+    tiny_llama: CausalLM, prompt: list[int], seed: int, eos: list[int]
+) -> None:
+    plain = plain_greedy(tuple(prompt))
+    ends = [place for place, token in enumerate(plain) if token in eos]
+    wanted = plain[: ends[0] + 1] if ends else plain
+    drafter = HostileDrafter(seed, [*prompt, *plain])
+    config = DecodingConfig(14, eos_token_ids=tuple(eos))
+    assert speculate(tiny_llama, drafter, prompt, config).tokens == wanted
+
+
+@given(
+    prompt=PROMPTS,
+    seed=SEEDS,
+    begin=st.integers(0, 12),
+    length=st.integers(1, 6),
+    others=st.lists(st.text(alphabet="abcdé€ .", min_size=1, max_size=3), max_size=2),
+)
+def test_a_stop_string_ends_the_text_at_the_token_that_completes_it(
+    tiny_llama: CausalLM, prompt: list[int], seed: int, begin: int, length: int, others: list[str]
+) -> None:
+    plain = plain_greedy(tuple(prompt))
+    # A piece of the text itself, so that most examples do stop; half letters decode to U+FFFD and are no stop string.
+    pieces = Letters().decode(plain)[begin : begin + length].split("\ufffd")
+    strings = tuple(string for string in (*pieces, *others) if string)
+    drafter = HostileDrafter(seed, [*prompt, *plain])
+    config = DecodingConfig(14, stop_strings=strings)
+    assert speculate(tiny_llama, drafter, prompt, config, Letters()).tokens == shortest_with(plain, strings)
+
+
+def test_a_stop_string_of_letters_split_over_tokens_is_found_inside_a_block(counting: CausalLM) -> None:
+    # Counting from 7 writes 8 9 = é, 10 11 12 = €, 13 = e: "€" is complete at 12, in the middle of the block.
+    drafter = ScriptedDrafter(((0, 1, 2, 3, 4), (9, 10, 11, 12, 13)))
+    config = DecodingConfig(10, stop_strings=("é€",))
+    generation = speculate(counting, drafter, [7], config, Letters())
+    assert generation.tokens == (8, 9, 10, 11, 12)
+
+
+def test_a_stop_string_in_the_prompt_does_not_stop(counting: CausalLM) -> None:
+    config = DecodingConfig(3, stop_strings=("ab",))
+    assert speculate(counting, None, [4, 4], config, Letters()).tokens == (5, 6, 7)
+
+
+# --- what a step counts ---------------------------------------------------------------------------------------------
+
+
+def counts(steps: Sequence[Step]) -> list[tuple[tuple[int, ...], int, int, int]]:
+    return [(step.tokens, step.accepted, step.offered, step.drafted) for step in steps]
+
+
+def test_a_step_counts_what_was_accepted_offered_and_drafted(counting: CausalLM) -> None:
+    drafter = ScriptedDrafter(
+        ((0, 1, 2), (2, 3, 9)),  # behind 1: a chain, the third wrong
+        ((0, 0, 2, 2), (9, 5, 9, 6)),  # behind 4: 5 is the second child, 6 the second child of it
+        ((), ()),  # behind 7: nothing
+        ((0, 0), (3, 3)),  # behind 8: duplicates, both wrong
+    )
+    generation = speculate(counting, drafter, [0], DecodingConfig(10))
+    assert generation.tokens == (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
+    assert counts(generation.steps) == [
+        ((1,), 0, 0, 0),
+        ((2, 3, 4), 2, 3, 3),
+        ((5, 6, 7), 2, 2, 4),
+        ((8,), 0, 0, 0),
+        ((9,), 0, 1, 2),
+        ((10,), 0, 0, 0),
+    ]
+    assert [step.is_prefill for step in generation.steps] == [True, False, False, False, False, False]
+
+
+def test_the_drafter_is_given_the_text_and_the_room_that_is_left(counting: CausalLM) -> None:
+    drafter = ScriptedDrafter(((0, 1), (2, 3)), ((0,), (9,)))
+    speculate(counting, drafter, [15, 0], DecodingConfig(6))
+    # Six new tokens: 1 from the prefill; 2 3 4; 5; and 6 without asking, for the target writes the last itself.
+    assert drafter.asked == [([15, 0, 1], 4), ([15, 0, 1, 2, 3, 4], 1)]
+
+
+def test_a_text_that_ends_inside_a_block_counts_up_to_its_end(counting: CausalLM) -> None:
+    drafter = ScriptedDrafter(((0, 1, 2, 3), (2, 3, 4, 5)))
+    generation = speculate(counting, drafter, [0], DecodingConfig(10, eos_token_ids=(3,)))
+    assert counts(generation.steps) == [((1,), 0, 0, 0), ((2, 3), 2, 2, 4)]
+
+
+def test_an_end_written_by_the_target_itself_counts_all_accepted(counting: CausalLM) -> None:
+    drafter = ScriptedDrafter(((0, 1), (2, 3)))
+    generation = speculate(counting, drafter, [0], DecodingConfig(10, eos_token_ids=(4,)))
+    assert counts(generation.steps) == [((1,), 0, 0, 0), ((2, 3, 4), 2, 2, 2)]
+
+
+def test_an_end_in_the_first_token_needs_no_step(counting: CausalLM) -> None:
+    generation = speculate(counting, ScriptedDrafter(((0,), (2,))), [0], DecodingConfig(10, eos_token_ids=(1,)))
+    assert counts(generation.steps) == [((1,), 0, 0, 0)]
+
+
+def test_the_times_of_a_step_add_up(counting: CausalLM) -> None:
+    for step in speculate(counting, PromptLookupDrafter(), [0, 1, 2, 0, 1], DecodingConfig(8)).steps:
+        assert step.draft_seconds >= 0 and step.verify_seconds > 0
+        assert step.draft_seconds + step.verify_seconds <= step.total_seconds
+
+
+# --- a drafter that is the target, chains and trees, streams -------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(1.0, top_p=0.9), SamplingConfig(0.8, top_k=5)])
+@pytest.mark.parametrize("branching", [(1, 1, 1), (2, 2)])
+def test_a_draft_that_is_the_target_is_always_accepted(
+    tiny_llama: CausalLM, sampling: SamplingConfig, branching: tuple[int, ...]
+) -> None:
+    drafter = DraftModelDrafter(tiny_llama, branching)
+    for seed in range(3):
+        generation = speculate(tiny_llama, drafter, [1, 2, 3], DecodingConfig(20, sampling, seed=seed))
+        assert sum(step.offered for step in generation.steps) > 10
+        assert [step.accepted for step in generation.steps] == [step.offered for step in generation.steps]
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(1.0)])
+def test_a_tree_of_depth_one_with_one_child_is_a_chain_of_one(
+    tiny_llama: CausalLM, tiny_draft: CausalLM, sampling: SamplingConfig
+) -> None:
+    def steps(with_replacement: bool, rule: Rule | None) -> list[tuple[tuple[int, ...], int, int, int]]:
+        drafter = DraftModelDrafter(tiny_draft, (1,), with_replacement)
+        return counts(speculate(tiny_llama, drafter, [1, 2], DecodingConfig(14, sampling, rule)).steps)
+
+    as_chain = steps(False, TOKEN_REJECTION)
+    assert steps(True, RECURSIVE_REJECTION) == steps(False, RECURSIVE_REJECTION) == steps(False, None) == as_chain
+
+
+@pytest.mark.parametrize("rule", [TOKEN_REJECTION, RECURSIVE_REJECTION, typical_acceptance()])
+def test_a_rule_named_in_the_config_is_used_and_steps_without_a_draft_go_on(
+    tiny_llama: CausalLM, tiny_draft: CausalLM, rule: Rule
+) -> None:
+    config = DecodingConfig(9, SamplingConfig(1.0), rule)
+    assert len(speculate(tiny_llama, DraftModelDrafter(tiny_draft, (1, 1)), [1, 2], config).tokens) == 9
+    assert len(speculate(tiny_llama, None, [1, 2], config).tokens) == 9
+
+
+def test_a_rule_named_in_the_config_still_refuses_what_it_does_not_fit(tiny_llama: CausalLM) -> None:
+    config = DecodingConfig(9, SamplingConfig(1.0), TOKEN_REJECTION)
+    with pytest.raises(ValueError, match="token rejection rule takes sampled proposals, not deterministic"):
+        speculate(tiny_llama, ScriptedDrafter(((0,), (1,))), [1, 2], config)
+
+
+def test_the_same_seed_gives_the_same_tokens_and_another_gives_others(
+    tiny_llama: CausalLM, tiny_draft: CausalLM
+) -> None:
+    def tokens(seed: int) -> tuple[int, ...]:
+        config = DecodingConfig(16, SamplingConfig(1.0), seed=seed)
+        return speculate(tiny_llama, DraftModelDrafter(tiny_draft, (2, 2)), [1, 2], config).tokens
+
+    assert tokens(0) == tokens(0)
+    assert len({tokens(seed) for seed in range(5)}) == 5
+
+
+def test_the_first_token_is_sampled_too(tiny_llama: CausalLM) -> None:
+    config = [DecodingConfig(1, SamplingConfig(5.0), seed=seed) for seed in range(30)]
+    assert len({speculate(tiny_llama, None, [1, 2], one).tokens for one in config}) > 5
+
+
+def test_an_interrupted_stream_leaves_the_drafter_reusable(tiny_llama: CausalLM, tiny_draft: CausalLM) -> None:
+    config = DecodingConfig(14, SamplingConfig(1.0))
+    for drafter in (DraftModelDrafter(tiny_draft, (2, 2)), PromptLookupDrafter()):
+        untouched = speculate(tiny_llama, drafter, [1, 2, 3], config).tokens
+        stream = decode_steps(tiny_llama, drafter, [4, 5, 6, 4, 5], config)
+        for _ in range(3):
+            next(stream)
+        stream.close()  # type: ignore[attr-defined]  # it is a generator
+        assert speculate(tiny_llama, drafter, [1, 2, 3], config).tokens == untouched
+
+
+def test_a_stream_yields_each_step_as_it_is_done(counting: CausalLM) -> None:
+    drafter = ScriptedDrafter(((0,), (2,)))
+    stream = decode_steps(counting, drafter, [0], DecodingConfig(5))
+    assert next(stream).tokens == (1,) and drafter.asked == []
+    assert next(stream).tokens == (2, 3) and len(drafter.asked) == 1
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_prompt_is_refused(tiny_llama: CausalLM) -> None:
+    with pytest.raises(ValueError, match="the prompt is empty: give at least one token"):
+        speculate(tiny_llama, None, [], DecodingConfig(1))
+
+
+@pytest.mark.parametrize("token", [16, -1])
+def test_a_token_the_target_does_not_know_is_named(tiny_llama: CausalLM, token: int) -> None:
+    with pytest.raises(ValueError, match=f"the prompt holds token {token} but the target knows 0 to 15"):
+        speculate(tiny_llama, None, [3, token, 5], DecodingConfig(1))
+
+
+def test_a_text_longer_than_the_context_is_refused_with_both_lengths(tiny_llama: CausalLM) -> None:
+    with pytest.raises(ValueError, match=r"prompt of 90 tokens and 7 new ones make 97, but .* context holds 96"):
+        speculate(tiny_llama, None, [1] * 90, DecodingConfig(7))
+    assert len(speculate(tiny_llama, PromptLookupDrafter(), [1] * 90, DecodingConfig(6)).tokens) == 6
+
+
+def test_a_text_longer_than_the_drafts_context_is_refused(tiny_llama: CausalLM) -> None:
+    draft = CausalLM(tiny_model("llama", max_position_embeddings=8))
+    with pytest.raises(ValueError, match="may grow to 12 tokens but the draft's context holds 8"):
+        speculate(tiny_llama, DraftModelDrafter(draft), [1, 2], DecodingConfig(10))
+
+
+def test_stop_strings_without_a_tokenizer_are_refused(tiny_llama: CausalLM) -> None:
+    with pytest.raises(ValueError, match="stop strings need the tokenizer"):
+        speculate(tiny_llama, None, [1], DecodingConfig(4, stop_strings=("end",)))
+
+
+def test_settings_that_make_no_sense_are_refused_with_their_value() -> None:
+    with pytest.raises(ValueError, match=r"temperature is -1: give 0 for greedy decoding"):
+        SamplingConfig(temperature=-1)
+    with pytest.raises(ValueError, match="max_new_tokens is 0: give at least 1"):
+        DecodingConfig(max_new_tokens=0)
+    with pytest.raises(ValueError, match="a stop string is empty"):
+        DecodingConfig(stop_strings=("end", ""))
+
+
+def test_the_labels_of_the_rules_reach_whoever_asks() -> None:
+    assert [rule.label for rule in (GREEDY, TOP_K_CHILDREN, typical_acceptance())] == ["lossless", "lossless", "lossy"]

@@ -1,0 +1,157 @@
+"""The whole loop with sampling: models, caches, drafters and rules together give the target's distribution.
+
+Each test decodes TEXTS texts of LENGTH tokens with consecutive seeds and compares their counts with the exact
+probability of every text, computed by plain forwards, in a chi-square test. The seeds are fixed; were they not, a
+test would fail by chance once in 10**6.
+"""
+
+import itertools
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+from enumeration import Decide
+from tiny_models import full_forward, tiny_model
+from torch import Tensor
+
+from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, PromptLookupDrafter
+from decoding.generate import DecodingConfig, speculate
+from decoding.heads import MedusaConfig, MedusaHeads
+from decoding.proposal import Proposal, ProposalKind
+from decoding.sampling import RandomSource, SamplingConfig, probabilities
+from decoding.target import CausalLM
+from decoding.verify import Rule, Verdict
+
+VOCAB = 4
+LENGTH = 4
+TEXTS = 400
+FALSE_ALARM = 1e-6
+PROMPT = [1, 2, 1, 2]
+SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+# Chosen so that a missing residual shows: the draft agrees with the target in 0.6 of cases, and differs much elsewhere.
+TARGET_SEED, DRAFT_SEED = 5, 3
+
+
+@cache
+def small_llama(seed: int) -> CausalLM:
+    return CausalLM(tiny_model("llama", vocab=VOCAB, seed=seed, initializer_range=0.7, **SMALL))
+
+
+def medusa(target: CausalLM) -> MedusaDrafter:
+    heads = MedusaHeads.for_target(target.model, MedusaConfig(target.hidden_size, VOCAB, 2, tree=((0,),)))
+    return MedusaDrafter(heads, [[0], [1], [0, 0], [0, 1], [1, 0]])
+
+
+def drafter_called(name: str) -> Drafter:
+    draft = small_llama(DRAFT_SEED)
+    return {
+        "chain": DraftModelDrafter(draft, (1, 1)),
+        "tree without replacement": DraftModelDrafter(draft, (2, 2)),
+        "tree with replacement": DraftModelDrafter(draft, (2, 2), with_replacement=True),
+        "medusa": medusa(small_llama(TARGET_SEED)),
+        "prompt lookup": PromptLookupDrafter(2, max_ngram=2),
+    }[name]
+
+
+def exact_probabilities(target: CausalLM, sampling: SamplingConfig) -> dict[tuple[int, ...], float]:
+    """The probability of every text of LENGTH tokens behind the prompt."""
+    level: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(LENGTH):
+        longer = {}
+        for text, probability in level.items():
+            if probability == 0:
+                continue
+            whole = [*PROMPT, *text]
+            seen = torch.zeros(1, VOCAB, dtype=torch.bool)
+            seen[0, whole] = True
+            row = probabilities(full_forward(target.model, whole)[-1:].double(), sampling, seen)[0]
+            longer.update({(*text, token): probability * chance for token, chance in enumerate(row.tolist())})
+        level = longer
+    return level
+
+
+def p_value(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float]) -> float:
+    """Of Pearson's chi-square; texts expected fewer than five times are counted together."""
+    total = counts.total()
+    cells: list[tuple[float, float]] = []
+    rare_expected, rare_seen = 0.0, 0
+    for text, probability in exact.items():
+        if probability * total >= 5:
+            cells.append((probability * total, counts[text]))
+        else:
+            rare_expected += probability * total
+            rare_seen += counts[text]
+    if rare_expected < 1e-9:
+        assert rare_seen == 0, "a text of probability 0 was written"
+    else:
+        cells.append((rare_expected, rare_seen))
+    assert len(cells) > 10, "too few cells to see anything"
+    statistic = sum((seen - expected) ** 2 / expected for expected, seen in cells)
+    freedom = len(cells) - 1
+    return float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), torch.tensor(statistic / 2).double()))
+
+
+def decode(name: str, sampling: SamplingConfig, rule: Rule | None = None, texts: int = TEXTS) -> tuple[float, int]:
+    """The p-value of the texts decoded, and how many drafted tokens were accepted."""
+    target, drafter = small_llama(TARGET_SEED), drafter_called(name)
+    counts: Counter[tuple[int, ...]] = Counter()
+    accepted = 0
+    for seed in range(texts):
+        generation = speculate(target, drafter, PROMPT, DecodingConfig(LENGTH, sampling, rule, seed=seed))
+        counts[generation.tokens] += 1
+        accepted += sum(step.accepted for step in generation.steps)
+    return p_value(counts, exact_probabilities(target, sampling)), accepted
+
+
+DRAFTERS = ["chain", "tree without replacement", "tree with replacement", "medusa", "prompt lookup"]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_loop_writes_the_targets_distribution(name: str) -> None:
+    chance, accepted = decode(name, SamplingConfig(1.0))
+    assert chance > FALSE_ALARM
+    assert accepted > TEXTS / 10, "a draft that is never accepted proves little"
+
+
+def test_the_loop_writes_the_targets_distribution_under_every_control_at_once() -> None:
+    sampling = SamplingConfig(1.3, top_k=3, top_p=0.95, min_p=0.02, repetition_penalty=1.3)
+    chance, accepted = decode("chain", sampling)
+    assert chance > FALSE_ALARM and accepted > TEXTS / 10
+
+
+def from_p_after_a_refusal(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
+    assert proposal.q is not None
+    for node, token in enumerate(proposal.tree.token_list[1:], start=1):
+        if not source.accept(float(p[node - 1, token] / proposal.q[node - 1, token])):
+            return Verdict(tuple(range(1, node)), source.draw(p[node - 1]))
+    return Verdict(tuple(range(1, len(proposal.tree))), source.draw(p[len(proposal.tree) - 1]))
+
+
+def every_draft_kept(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
+    last = len(proposal.tree) - 1
+    return Verdict(tuple(range(1, last + 1)), source.draw(p[last]))
+
+
+@pytest.mark.parametrize(("broken", "texts"), [(from_p_after_a_refusal, 600), (every_draft_kept, 400)])
+def test_the_chi_square_catches_a_broken_rule(broken: Decide, texts: int) -> None:
+    rule = Rule("broken", False, frozenset({ProposalKind.SAMPLED}), broken)
+    chance, _ = decode("chain", SamplingConfig(1.0), rule, texts)
+    assert chance < FALSE_ALARM / 100, "caught, and not only just"
+
+
+def test_the_p_value_by_hand() -> None:
+    # Twelve cells of 1/12, 1,200 texts: one cell 10 over and one 10 under give chi-square 2 at 11 degrees of freedom.
+    exact = {(cell,): 1 / 12 for cell in range(12)}
+    counts = Counter({(cell,): 100 for cell in range(12)})
+    assert p_value(counts, exact) == pytest.approx(1.0)
+    counts.update({(0,): 10, (1,): -10})
+    assert p_value(counts, exact) == pytest.approx(0.9985, abs=1e-3)
+    counts.update({(0,): 90, (1,): -90})
+    assert p_value(counts, exact) < 1e-20
+
+
+def test_the_exact_probabilities_sum_to_one() -> None:
+    exact = exact_probabilities(small_llama(TARGET_SEED), SamplingConfig(1.0))
+    assert set(exact) == set(itertools.product(range(VOCAB), repeat=LENGTH))
+    assert sum(exact.values()) == pytest.approx(1.0)

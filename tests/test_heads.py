@@ -1,0 +1,141 @@
+"""Medusa heads: how they start, and what is saved and refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_model
+
+from decoding.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads
+from decoding.target import CausalLM
+
+CONFIG = MedusaConfig(hidden_size=16, vocab_size=16, num_heads=3, tree=((0,), (1,), (0, 0), (0, 0, 2)))
+
+
+def random_heads(config: MedusaConfig = CONFIG) -> MedusaHeads:
+    heads = MedusaHeads(config)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_()
+    return heads
+
+
+def test_heads_start_as_the_targets_lm_head(tiny_llama: CausalLM) -> None:
+    heads = MedusaHeads.for_target(tiny_llama.model, CONFIG)
+    output = tiny_llama.append(torch.tensor([1, 2, 3]), tiny_llama.new_cache(8))
+    with torch.inference_mode():
+        logits = heads(output.hidden)
+    assert logits.shape == (3, 1, 16)
+    for head in logits:
+        assert torch.equal(head, output.logits)
+
+
+def test_a_heads_linear_is_a_copy_and_training_it_leaves_the_target_alone() -> None:
+    target = tiny_model("llama")
+    before = target.get_output_embeddings().weight.clone()
+    heads = MedusaHeads.for_target(target, CONFIG)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(1)
+    assert torch.equal(target.get_output_embeddings().weight, before)
+    assert len({head.lm_head.weight.data_ptr() for head in heads.heads}) == 3
+
+
+def test_blocks_have_weights_of_their_own() -> None:
+    heads = MedusaHeads(MedusaConfig(16, 16, num_heads=4, num_layers=2))
+    weights = [block.linear.weight for head in heads.heads for block in head.blocks]
+    assert len(weights) == 8 and len({weight.data_ptr() for weight in weights}) == 8
+    with torch.no_grad():
+        weights[0].fill_(1)
+    assert all(not weight.any() for weight in weights[1:])
+
+
+def test_a_block_adds_the_silu_of_a_linear_with_a_bias() -> None:
+    head = MedusaHeads(MedusaConfig(1, 1, num_heads=1, tree=((0,),))).heads[0]
+    with torch.no_grad():
+        head.blocks[0].linear.weight.fill_(2.0)
+        head.blocks[0].linear.bias.fill_(-3.0)
+        head.lm_head.weight.fill_(1.0)
+        # x = 2: 2x - 3 = 1, and silu(1) = 1 / (1 + 1/e) = 0.731059
+        assert head(torch.tensor([2.0])).item() == pytest.approx(2.731059)
+
+
+def test_saved_and_loaded_heads_are_bit_equal(tmp_path: Path) -> None:
+    heads = random_heads()
+    heads.save_pretrained(tmp_path)
+    loaded = MedusaHeads.from_pretrained(tmp_path)
+    assert loaded.config == CONFIG and not loaded.training
+    hidden = torch.randn(5, 16)
+    with torch.inference_mode():
+        assert torch.equal(loaded(hidden), heads(hidden))
+
+
+def test_heads_load_in_the_dtype_asked_for(tmp_path: Path) -> None:
+    random_heads().bfloat16().save_pretrained(tmp_path)
+    assert next(MedusaHeads.from_pretrained(tmp_path, dtype=torch.bfloat16).parameters()).dtype == torch.bfloat16
+
+
+def test_two_files_are_written_and_neither_is_a_pickle(tmp_path: Path) -> None:
+    random_heads().save_pretrained(tmp_path / "new" / "folder")
+    written = sorted(path.name for path in (tmp_path / "new" / "folder").iterdir())
+    assert written == [CONFIG_NAME, WEIGHTS_NAME] == ["config.json", "model.safetensors"]
+    tensors = load_file(tmp_path / "new" / "folder" / WEIGHTS_NAME)
+    assert len(tensors) == 3 * 3 and "heads.2.blocks.0.linear.bias" in tensors
+    stored = json.loads((tmp_path / "new" / "folder" / CONFIG_NAME).read_text())
+    assert stored["tree"] == [[0], [1], [0, 0], [0, 0, 2]] and not any("." in str(value) for value in stored.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("heads.1.lm_head.weight"), r"Missing key.*heads\.1\.lm_head\.weight"),
+        (lambda tensors: tensors.update({"heads.9.lm_head.weight": torch.ones(1)}), r"Unexpected key.*heads\.9"),
+        (lambda tensors: tensors.update({"heads.0.lm_head.weight": torch.ones(4, 16)}), r"size mismatch.*heads\.0"),
+    ],
+    ids=["missing", "extra", "wrong shape"],
+)
+def test_weights_that_are_not_exactly_those_of_the_config_are_refused(tmp_path: Path, change, message: str) -> None:  # type: ignore[no-untyped-def]  # a lambda over a dict
+    random_heads().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS_NAME)
+    change(tensors)
+    save_file(tensors, tmp_path / WEIGHTS_NAME)
+    with pytest.raises(ValueError, match=rf"(?s)model\.safetensors does not fit its config.*{message}"):
+        MedusaHeads.from_pretrained(tmp_path)
+
+
+def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path) -> None:
+    random_heads().save_pretrained(tmp_path)
+    torch.save({"heads.0.lm_head.weight": torch.ones(1)}, tmp_path / WEIGHTS_NAME)
+    with pytest.raises(ValueError, match=r"model\.safetensors does not fit its config"):
+        MedusaHeads.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("missing", [CONFIG_NAME, WEIGHTS_NAME])
+def test_a_folder_without_heads_is_refused_by_what_is_missing(tmp_path: Path, missing: str) -> None:
+    random_heads().save_pretrained(tmp_path)
+    (tmp_path / missing).unlink()
+    with pytest.raises(ValueError, match=f"holds no Medusa heads: {missing} is missing"):
+        MedusaHeads.from_pretrained(tmp_path)
+
+
+def test_a_config_of_something_else_is_refused(tmp_path: Path) -> None:
+    random_heads().save_pretrained(tmp_path)
+    (tmp_path / CONFIG_NAME).write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match="does not describe Medusa heads"):
+        MedusaHeads.from_pretrained(tmp_path)
+
+
+def test_a_target_of_another_width_or_vocabulary_is_refused() -> None:
+    heads = MedusaHeads(CONFIG)
+    heads.check_fits(16, 16)
+    with pytest.raises(ValueError, match="hidden states of size 16 but the target's have size 32"):
+        heads.check_fits(32, 16)
+    with pytest.raises(ValueError, match="predict 16 tokens but the target knows 17"):
+        heads.check_fits(16, 17)
+
+
+def test_a_tree_deeper_than_there_are_heads_is_refused() -> None:
+    with pytest.raises(ValueError, match="the tree is 3 deep but there are 2 heads: shorten its paths"):
+        MedusaConfig(16, 16, num_heads=2, tree=((0,), (0, 0), (0, 0, 0)))

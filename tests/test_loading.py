@@ -1,0 +1,95 @@
+"""Reading models, with every mismatch said plainly."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from tiny_tokenizer import byte_tokenizer
+
+from decoding.heads import MedusaConfig, MedusaHeads
+from decoding.loading import (
+    check_same_tokenizer,
+    eos_token_ids,
+    is_heads_folder,
+    load_draft,
+    load_heads,
+    load_model,
+    load_tokenizer,
+    parse_dtype,
+)
+from decoding.target import CausalLM
+
+
+def saved(folder: Path, vocab: int = 128, size: int = 128) -> Path:
+    tiny_model(vocab=vocab).save_pretrained(folder)
+    byte_tokenizer(size=size).save_pretrained(folder)
+    return folder
+
+
+def test_a_saved_model_is_read_in_the_dtype_asked_for(tmp_path: Path) -> None:
+    model = load_model(str(saved(tmp_path / "model")), torch.bfloat16)
+    assert model.dtype == torch.bfloat16 and not model.training
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"there is no folder .*nowhere"):
+        load_model(str(tmp_path / "nowhere"))
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no model: config\.json is missing"):
+        load_model(str(tmp_path))
+
+
+def test_a_folder_without_weights_is_named_and_pickles_do_not_count(tmp_path: Path) -> None:
+    (saved(tmp_path / "model") / "model.safetensors").rename(tmp_path / "model" / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="holds no weights"):
+        load_model(str(tmp_path / "model"))
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no tokenizer could be read"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_vocabularies_padded_to_other_sizes_are_one_family(tmp_path: Path) -> None:
+    target = CausalLM(tiny_model(vocab=160))
+    draft = load_draft(str(saved(tmp_path / "draft", vocab=136)), target, byte_tokenizer())
+    assert draft.vocab_size == 136
+
+
+def test_another_tokenizer_is_refused_with_a_token_that_differs() -> None:
+    with pytest.raises(ValueError, match=r"token '.+' is 0 in the draft and 127 in the target"):
+        check_same_tokenizer(byte_tokenizer(), byte_tokenizer(shift=1))
+
+
+def test_a_tokenizer_that_lacks_many_tokens_is_refused_with_the_count() -> None:
+    with pytest.raises(ValueError, match="88 of the target's 128 tokens are missing"):
+        check_same_tokenizer(byte_tokenizer(), byte_tokenizer(size=40))
+
+
+def test_heads_of_another_width_or_vocabulary_are_refused(tmp_path: Path, tiny_llama: CausalLM) -> None:
+    for name, sizes, complaint in (
+        ("wide", (32, 16), "hidden states of size 32 but the target's have size 16"),
+        ("large", (16, 99), "predict 99 tokens but the target knows 16"),
+    ):
+        MedusaHeads(MedusaConfig(*sizes)).save_pretrained(tmp_path / name)
+        assert is_heads_folder(tmp_path / name)
+        with pytest.raises(ValueError, match=complaint):
+            load_heads(tmp_path / name, tiny_llama)
+
+
+def test_an_unknown_dtype_is_refused_with_the_known_ones() -> None:
+    assert parse_dtype("bf16") == torch.bfloat16
+    with pytest.raises(ValueError, match="dtype is 'int3': give one of bf16, fp16, fp32"):
+        parse_dtype("int3")
+
+
+def test_the_end_of_a_text_comes_from_the_generation_config_else_the_tokenizer() -> None:
+    model = tiny_model()
+    assert eos_token_ids(model) == ()
+    assert eos_token_ids(model, byte_tokenizer()) == (0,)
+    model.generation_config.eos_token_id = [3, 4]
+    assert eos_token_ids(model, byte_tokenizer()) == (3, 4)

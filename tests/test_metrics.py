@@ -1,0 +1,81 @@
+"""Acceptance figures from raw counts, by hand."""
+
+import math
+
+import pytest
+
+from decoding.metrics import (
+    StepCount,
+    acceptance,
+    expected_tokens,
+    predicted_speedup,
+    proportion,
+    ratio_of_sums,
+    spread,
+)
+
+TEXT = [StepCount(4, 3, 3, 3), StepCount(1, 0, 3, 3), StepCount(2, 1, 3, 3), StepCount(3, 2, 2, 2)]
+
+
+def test_tokens_per_pass_count_the_targets_own_token() -> None:
+    assert acceptance([TEXT]).tokens_per_pass.value == pytest.approx(10 / 4)
+
+
+def test_conditional_acceptance_counts_only_drafts_that_came_that_far() -> None:
+    values = [(share.value, share.observations) for share in acceptance([TEXT]).conditional]
+    assert values == [(3 / 4, 4), (2 / 3, 3), (1 / 1, 1)]  # position 3 was offered in three steps, reached in one
+
+
+def test_unconditional_acceptance_counts_all_drafts_that_were_that_deep() -> None:
+    values = [(share.value, share.observations) for share in acceptance([TEXT]).unconditional]
+    assert values == [(3 / 4, 4), (2 / 4, 4), (1 / 3, 3)]
+
+
+def test_accepted_per_drafted_and_the_histogram_of_lengths() -> None:
+    figures = acceptance([TEXT])
+    assert figures.accepted_per_drafted.value == pytest.approx(6 / 11)
+    assert figures.length_histogram == {0: 1, 1: 1, 2: 1, 3: 1}
+
+
+def test_no_steps_give_no_figure_rather_than_an_error() -> None:
+    figures = acceptance([])
+    assert figures.passes == 0 and math.isnan(figures.tokens_per_pass.value) and figures.conditional == ()
+
+
+def test_wilsons_interval_against_the_published_example() -> None:
+    # 8 of 10: Wilson's 95% interval is 0.490 to 0.943 (Brown, Cai & DasGupta 2001, table of intervals).
+    estimate = proportion(8, 10)
+    assert (round(estimate.low, 3), round(estimate.high, 3)) == (0.490, 0.943)
+
+
+@pytest.mark.parametrize("successes", [0, 5])
+def test_a_share_of_none_or_all_lies_within_its_own_interval(successes: int) -> None:
+    estimate = proportion(successes, 5)
+    assert 0 <= estimate.low <= estimate.value <= estimate.high <= 1
+
+
+def test_a_bootstrap_over_equal_texts_has_no_width() -> None:
+    estimate = ratio_of_sums([(6.0, 3.0)] * 5)
+    assert (estimate.value, estimate.low, estimate.high) == (2.0, 2.0, 2.0)
+
+
+def test_a_bootstrap_interval_holds_the_ratio_and_is_the_same_every_time() -> None:
+    pairs = [(float(i), 2.0) for i in range(1, 20)]
+    estimate = ratio_of_sums(pairs)
+    assert estimate.value == pytest.approx(5.0)
+    assert estimate.low < estimate.value < estimate.high
+    assert estimate == ratio_of_sums(pairs)
+
+
+def test_median_and_quartiles() -> None:
+    assert spread([5.0, 1.0, 3.0, 2.0, 4.0]) == (3.0, 2.0, 4.0, 5)
+
+
+@pytest.mark.parametrize(("rate", "cost", "depth", "speedup"), [(0.6, 0.2, 2, 1.40), (0.8, 0.05, 8, 3.09)])
+def test_predicted_speedups_are_those_of_the_closed_form(rate: float, cost: float, depth: int, speedup: float) -> None:
+    predicted = predicted_speedup(expected_tokens(rate, depth), cost * depth, 1.0)
+    assert predicted == pytest.approx(speedup, abs=0.005)
+
+
+def test_a_perfect_draft_gives_its_depth_and_one() -> None:
+    assert expected_tokens(1.0, 7) == 8

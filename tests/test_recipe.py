@@ -1,0 +1,176 @@
+"""Recipes: typed, overridden by section.key=value, and every mistake is one sentence with the remedy."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from trainer.recipe import DraftRecipe, MedusaRecipe, PretrainRecipe, load_recipe, parse_recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+MEDUSA: dict[str, Any] = {
+    "kind": "medusa",
+    "name": "heads",
+    "target": "org/model",
+    "output": "runs/heads",
+    "data": {"train": "a.jsonl", "heldout": "b.jsonl"},
+    "training": {"steps": 10},
+}
+DRAFT = {**MEDUSA, "kind": "draft"}
+PRETRAIN = {**{k: v for k, v in MEDUSA.items() if k != "target"}, "kind": "pretrain", "model": {"tokenizer": "t"}}
+
+
+def write(tmp_path: Path, content: Any) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"), [(MEDUSA, MedusaRecipe), (DRAFT, DraftRecipe), (PRETRAIN, PretrainRecipe)]
+)
+def test_a_kind_is_a_type_of_its_own_with_its_defaults(content: dict[str, Any], kind: type) -> None:
+    recipe = parse_recipe(content)
+    assert type(recipe) is kind
+    assert recipe.training.steps == 10 and recipe.training.batch_size == 16 and recipe.checkpoint.keep == 2
+
+
+def test_a_recipe_cannot_be_changed() -> None:
+    recipe = parse_recipe(MEDUSA)
+    with pytest.raises(ValidationError, match="frozen"):
+        recipe.name = "other"
+
+
+@pytest.mark.parametrize(
+    ("content", "change", "message"),
+    [
+        (MEDUSA, {"traget": "x"}, "unknown key 'traget'; did you mean 'target'?"),
+        (MEDUSA, {"zzzz": 1}, "unknown key 'zzzz'; valid keys are checkpoint, data, dtype, evaluation, heads,"),
+        (MEDUSA, {"draft": {}}, "unknown key 'draft'; did you mean 'data'?"),
+        (MEDUSA, {"training": {"steps": 1, "learnin_rate": 1}}, "'training.learnin_rate'; did you mean 'learning_rate"),
+        (MEDUSA, {"heads": {"num_head": 2}}, "unknown key 'heads.num_head'; did you mean 'num_heads'?"),
+        (DRAFT, {"draft": {"objektive": "jsd"}}, "unknown key 'draft.objektive'; did you mean 'objective'?"),
+        (DRAFT, {"draft": {"zzzz": 1}}, "'draft.zzzz'; valid keys are init, layers, num_draft_tokens, objective, temp"),
+        (PRETRAIN, {"model": {"tokenizer": "t", "hidden": 1}}, "unknown key 'model.hidden'; did you mean 'hidden_siz"),
+    ],
+)
+def test_a_misspelt_key_is_refused_with_the_nearest_valid_name(
+    content: dict[str, Any], change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        parse_recipe({**content, **change}, "my.yaml")
+    assert message in str(error.value) and str(error.value).startswith("my.yaml: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "change", "where", "got"),
+    [
+        (MEDUSA, {"dtype": "float16"}, "dtype: Input should be 'bf16', 'fp16' or 'fp32'", "(got 'float16')"),
+        (MEDUSA, {"training": {"steps": 0}}, "training.steps: ", "(got 0)"),
+        (MEDUSA, {"training": {"steps": 1.5}}, "training.steps: ", "(got 1.5)"),
+        (MEDUSA, {"training": {"steps": "many"}}, "training.steps: ", "(got 'many')"),
+        (MEDUSA, {"training": {"steps": 1, "learning_rate": -1.0}}, "training.learning_rate: ", "(got -1.0)"),
+        (MEDUSA, {"heads": {"decay": 1.5}}, "heads.decay: Input should be less than or equal to 1", "(got 1.5)"),
+        (MEDUSA, {"data": {"train": "a", "heldout": "b", "max_length": 7}}, "data.max_length: ", "(got 7)"),
+        (MEDUSA, {"evaluation": None}, "evaluation: ", "(got None)"),
+        (DRAFT, {"draft": {"objective": "kl"}}, "draft.objective: Input should be 'forward_kl', ", "(got 'kl')"),
+        (DRAFT, {"draft": {"layers": ["top"]}}, "draft.layers.0: Input should be a valid integer", "(got 'top')"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_key(
+    content: dict[str, Any], change: dict[str, Any], where: str, got: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        parse_recipe({**content, **change})
+    assert str(error.value).startswith(f"recipe: {where}") and str(error.value).endswith(got)
+
+
+def test_a_missing_key_is_named() -> None:
+    with pytest.raises(ValueError, match="recipe: 'target' is missing"):
+        parse_recipe({key: value for key, value in MEDUSA.items() if key != "target"})
+    with pytest.raises(ValueError, match=r"recipe: 'data\.heldout' is missing"):
+        parse_recipe({**MEDUSA, "data": {"train": "a.jsonl"}})
+
+
+@pytest.mark.parametrize("content", [{}, {**MEDUSA, "kind": "eagle"}, [], None], ids=["none", "other", "list", "null"])
+def test_a_recipe_without_a_known_kind_is_refused(content: Any) -> None:
+    with pytest.raises(ValueError, match="'kind' must be medusa, draft or pretrain"):
+        parse_recipe(content)
+
+
+@pytest.mark.parametrize("content", [MEDUSA, DRAFT])
+def test_a_batch_that_micro_batches_do_not_fill_is_refused(content: dict[str, Any]) -> None:
+    training = {"steps": 1, "batch_size": 10, "micro_batch_size": 4}
+    with pytest.raises(ValueError) as error:
+        parse_recipe({**content, "training": training})
+    expected = "recipe: training.batch_size (10) is not a multiple of training.micro_batch_size (4)"
+    assert str(error.value) == expected
+
+
+def test_overrides_replace_and_add_single_values(tmp_path: Path) -> None:
+    overrides = ["training.steps=3", "training.learning_rate=1e-4", "heads.num_heads=2", "name=other", "data.max_rows=5"]
+    recipe = load_recipe(write(tmp_path, MEDUSA), overrides)
+    assert isinstance(recipe, MedusaRecipe)
+    assert (recipe.training.steps, recipe.training.learning_rate, recipe.heads.num_heads) == (3, 1e-4, 2)
+    assert (recipe.name, recipe.data.max_rows, recipe.data.train, recipe.target) == ("other", 5, "a.jsonl", "org/model")
+
+
+def test_a_list_is_overridden_as_a_whole(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, {**DRAFT, "draft": {"layers": [0, 1, 2]}}), ["draft.layers=[-1,0]"])
+    assert isinstance(recipe, DraftRecipe) and recipe.draft.layers == (-1, 0)
+
+
+@pytest.mark.parametrize("value", ["no", "'no'"])
+def test_mixed_precision_no_is_understood_though_yaml_reads_no_as_false(tmp_path: Path, value: str) -> None:
+    path = write(tmp_path, MEDUSA)
+    assert load_recipe(path, [f"training.mixed_precision={value}"]).training.mixed_precision == "no"
+    path.write_text(path.read_text().replace("steps: 10", f"steps: 10\n  mixed_precision: {value}"))
+    assert load_recipe(path).training.mixed_precision == "no"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.steps", "override 'training.steps' has no '=': write section.key=value"),
+        ("training.stepps=3", "unknown key 'training.stepps'; did you mean 'steps'?"),
+        ("training.steps=x", "training.steps: "),
+        ("training=3", "training: "),
+        ("training.steps=[", "is not a readable recipe: "),
+        ("output=${nothing}", "is not a readable recipe: Interpolation key 'nothing' not found"),
+        ("draft.layers.0=1", "is not a readable recipe: "),
+    ],
+)
+def test_a_bad_override_is_refused(tmp_path: Path, override: str, message: str) -> None:
+    path = write(tmp_path, {**DRAFT, "draft": {"layers": [0]}})
+    with pytest.raises(ValueError) as error:
+        load_recipe(path, [override])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["a: [1", "- 1\n- 2\n", "a: 1\na: 2\n", "\tx: 1"])
+def test_what_is_not_a_mapping_in_yaml_is_refused_in_one_line(tmp_path: Path, content: str) -> None:
+    with pytest.raises(ValueError, match=r"recipe\.yaml is not a readable recipe: ") as error:
+        load_recipe(write(tmp_path, content))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["", "hello"])
+def test_an_empty_file_is_refused(tmp_path: Path, content: str) -> None:
+    with pytest.raises(ValueError, match=r"recipe\.yaml: 'kind' must be medusa, draft or pretrain"):
+        load_recipe(write(tmp_path, content))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"there is no recipe .*none\.yaml: give a YAML file, such as recipes/"):
+        load_recipe(tmp_path / "none.yaml")
+    with pytest.raises(ValueError, match="there is no recipe"):
+        load_recipe(tmp_path)
+
+
+def test_every_recipe_in_the_repository_is_valid() -> None:
+    recipes = [path for path in sorted((ROOT / "recipes").rglob("*.yaml")) if path.parent.name != "accelerate"]
+    assert len(recipes) >= 2
+    for path in recipes:
+        assert load_recipe(path).name

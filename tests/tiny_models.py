@@ -1,0 +1,100 @@
+"""Random models small enough to run a forward in under a millisecond, and the slowest decoding there is."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+WINDOW = 5
+"""Of every sliding window here: smaller than the texts decoded."""
+
+_SIZE: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 96,
+}
+_COMMON: dict[str, Any] = {
+    # Large weights: logits far apart, so that no near-tie can turn over on the last bits, and far from uniform.
+    "initializer_range": 0.5,
+    # Tied embeddings make a random model repeat its last token for ever.
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
+    "llama": lambda **kw: LlamaConfig(**{**_SIZE, "num_key_value_heads": 1, **kw}),
+    "mistral": lambda **kw: MistralConfig(**{**_SIZE, "num_key_value_heads": 1, "sliding_window": WINDOW, **kw}),
+    "qwen2": lambda **kw: Qwen2Config(**{**_SIZE, "num_key_value_heads": 2, **kw}),
+    "qwen2-mixed": lambda **kw: Qwen2Config(
+        **{
+            **_SIZE,
+            "num_key_value_heads": 2,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "layer_types": ["full_attention", "sliding_attention"],
+            **kw,
+        }
+    ),
+    "qwen3": lambda **kw: Qwen3Config(**{**_SIZE, "num_key_value_heads": 1, "head_dim": 8, **kw}),
+    "gpt2": lambda **kw: GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=96, **kw),
+    "gpt-neox": lambda **kw: GPTNeoXConfig(**{**_SIZE, **kw}),
+}
+
+
+def tiny_model(
+    family: str = "llama", vocab: int = 16, seed: int = 0, attention: str = "sdpa", **changes: Any
+) -> PreTrainedModel:
+    """A model of the family with random weights, fp32; the same for the same arguments."""
+    torch.manual_seed(seed)
+    config = FAMILIES[family](vocab_size=vocab, **{**_COMMON, **changes})
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    return model.eval()
+
+
+def counting_model(vocab: int = 16) -> PreTrainedModel:
+    """A Llama whose next token is always its last plus one: its layers add nothing, its lm_head shifts by one.
+
+    Its last hidden state is 4 at the index of the last token and 0 elsewhere (a one-hot, normalised to rms 1).
+    """
+    model = tiny_model("llama", vocab=vocab, hidden_size=vocab)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.zero_()
+        model.get_input_embeddings().weight.copy_(torch.eye(vocab))
+        model.get_output_embeddings().weight.copy_(torch.eye(vocab).roll(1, dims=0))
+    return model
+
+
+@torch.inference_mode()
+def full_forward(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
+    """Logits at every position of a text, (positions, vocab): one plain forward, no cache, no mask of ours."""
+    logits: Tensor = model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0]
+    return logits
+
+
+def naive_greedy(model: PreTrainedModel, prompt: Sequence[int], count: int, penalty: float = 1.0) -> tuple[int, ...]:
+    """``count`` new tokens by argmax, the whole text run again for each."""
+    text = list(prompt)
+    for _ in range(count):
+        logits = full_forward(model, text)[-1].clone()
+        for token in set(text):
+            logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+        text.append(int(logits.argmax()))
+    return tuple(text[len(prompt) :])

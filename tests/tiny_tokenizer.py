@@ -1,0 +1,16 @@
+"""A tokenizer without training: one token per byte of ASCII, its id the byte."""
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+
+def byte_tokenizer(chat_template: str | None = None, size: int = 128, shift: int = 0) -> PreTrainedTokenizerFast:
+    """Ids are ASCII codes, ``shift`` added; 0 is ``<|end|>``, the EOS."""
+    codes = {"<|end|>": 0} | {chr(code): code for code in range(1, size)}
+    vocabulary = {token: (code + shift) % size for token, code in codes.items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", clean_up_tokenization_spaces=False)
+    fast.chat_template = chat_template
+    return fast
