@@ -46,9 +46,7 @@ class DecodingConfig:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}: give at least 1")
         if self.rule is not None and self.sampling.greedy != (self.rule is GREEDY):
             wanted = "temperature 0" if self.rule is GREEDY else "a temperature above 0"
-            raise ValueError(
-                f"the {self.rule.name} rule needs {wanted}, but temperature is {self.sampling.temperature:g}"
-            )
+            raise ValueError(f"the {self.rule.name} rule needs {wanted}; it is {self.sampling.temperature:g}")
         if "" in self.stop_strings:
             raise ValueError("a stop string is empty: give at least one character")
 

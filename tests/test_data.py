@@ -71,7 +71,9 @@ def test_messages_without_a_chat_template_are_refused(tmp_path: Path) -> None:
 def test_a_conversation_that_the_template_refuses_is_named_by_its_line(tmp_path: Path) -> None:
     strict = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('a user speaks first') }}{% endif %}"
     wrong = {"messages": [{"role": "assistant", "content": "a"}]}
-    with pytest.raises(ValueError, match="line 2: the chat template cannot hold this conversation: a user speaks first"):
+    with pytest.raises(
+        ValueError, match="line 2: the chat template cannot hold this conversation: a user speaks first"
+    ):
         load(tmp_path, [chat("a", "b"), wrong], strict + CHAT_TEMPLATE)
 
 

@@ -231,16 +231,19 @@ def test_a_draft_that_is_the_target_is_always_accepted(
         assert [step.accepted for step in generation.steps] == [step.offered for step in generation.steps]
 
 
-@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(1.0)])
-def test_a_tree_of_depth_one_with_one_child_is_a_chain_of_one(
-    tiny_llama: CausalLM, tiny_draft: CausalLM, sampling: SamplingConfig
-) -> None:
+def test_a_tree_of_depth_one_with_one_child_is_a_chain_of_one(tiny_llama: CausalLM, tiny_draft: CausalLM) -> None:
     def steps(with_replacement: bool, rule: Rule | None) -> list[tuple[tuple[int, ...], int, int, int]]:
         drafter = DraftModelDrafter(tiny_draft, (1,), with_replacement)
-        return counts(speculate(tiny_llama, drafter, [1, 2], DecodingConfig(14, sampling, rule)).steps)
+        return counts(speculate(tiny_llama, drafter, [1, 2], DecodingConfig(14, SamplingConfig(1.0), rule)).steps)
 
     as_chain = steps(False, TOKEN_REJECTION)
     assert steps(True, RECURSIVE_REJECTION) == steps(False, RECURSIVE_REJECTION) == steps(False, None) == as_chain
+
+
+@pytest.mark.parametrize(("temperature", "rule"), [(0.0, TOKEN_REJECTION), (0.0, typical_acceptance()), (1.0, GREEDY)])
+def test_a_rule_that_does_not_fit_the_temperature_is_refused(temperature: float, rule: Rule) -> None:
+    with pytest.raises(ValueError, match=f"the {rule.name} rule needs .*temperature.*; it is {temperature:g}"):
+        DecodingConfig(9, SamplingConfig(temperature), rule)
 
 
 @pytest.mark.parametrize("rule", [TOKEN_REJECTION, RECURSIVE_REJECTION, typical_acceptance()])

@@ -110,7 +110,13 @@ def test_a_batch_that_micro_batches_do_not_fill_is_refused(content: dict[str, An
 
 
 def test_overrides_replace_and_add_single_values(tmp_path: Path) -> None:
-    overrides = ["training.steps=3", "training.learning_rate=1e-4", "heads.num_heads=2", "name=other", "data.max_rows=5"]
+    overrides = [
+        "training.steps=3",
+        "training.learning_rate=1e-4",
+        "heads.num_heads=2",
+        "name=other",
+        "data.max_rows=5",
+    ]
     recipe = load_recipe(write(tmp_path, MEDUSA), overrides)
     assert isinstance(recipe, MedusaRecipe)
     assert (recipe.training.steps, recipe.training.learning_rate, recipe.heads.num_heads) == (3, 1e-4, 2)
