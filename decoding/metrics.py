@@ -105,6 +105,8 @@ def acceptance(texts: Sequence[Sequence[StepCount]]) -> Acceptance:
         offered = [step for step in steps if step.offered >= position]
         accepted = sum(step.accepted >= position for step in offered)
         reached = sum(step.accepted >= position - 1 for step in offered)
+        if reached == 0:  # no draft came this far: there is nothing to say of this position or of those behind it
+            break
         conditional.append(proportion(accepted, reached))
         unconditional.append(proportion(accepted, len(offered)))
     return Acceptance(

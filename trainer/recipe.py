@@ -167,6 +167,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
         raise ValueError(f"override {wrong[0]!r} has no '=': write section.key=value")
     try:
         merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
+        if missing := sorted(OmegaConf.missing_keys(merged)):
+            raise ValueError(f"{path} leaves {', '.join(missing)} to you: give {missing[0]}=... behind the recipe")
         content = OmegaConf.to_container(merged, resolve=True)
     except (YAMLError, OmegaConfBaseException, TypeError) as error:  # TypeError: a list where a mapping belongs
         raise ValueError(f"{path} is not a readable recipe: {' '.join(str(error).split())}") from error
