@@ -1,0 +1,302 @@
+"""Whole training runs as a user starts them: launched, killed, resumed, distributed, tracked, and then decoded with."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tiny_models import counting_model
+from tiny_training import recipe_content, tiny_tokenizer, write_rows
+
+from decoding.drafters import DraftModelDrafter
+from decoding.generate import DecodingConfig, speculate
+from decoding.loading import load_draft, load_medusa_drafter, load_model, load_tokenizer
+from decoding.target import CausalLM
+
+pytestmark = pytest.mark.system
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = str(ROOT / "scripts" / "train.py")
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
+ONE_PROCESS = [*ACCELERATE, "--config_file", str(ROOT / "recipes" / "accelerate" / "cpu.yaml"), SCRIPT]
+TWO_PROCESSES = [*ACCELERATE, "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+TWO_PROCESSES += ["--dynamo_backend", "no", "--main_process_port", "0", SCRIPT]
+DIRECT = [sys.executable, SCRIPT]
+DEADLINE = 120.0
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target that counts (after a comes b), its tokenizer, and texts such as it writes."""
+    folder = tmp_path_factory.mktemp("workshop")
+    counting_model().save_pretrained(folder / "target")
+    tiny_tokenizer().save_pretrained(folder / "target")
+    letters = [" ".join("abcdefghijkl"[start : start + 9 + start % 2]) for start in range(3)]
+    write_rows(folder / "train.jsonl", [{"text": text} for text in letters * 5])
+    write_rows(folder / "heldout.jsonl", [{"text": "a b c d e f g h"}, {"text": "b c d e f g h i"}])
+    return folder
+
+
+def write_recipe(workshop: Path, kind: str, output: Path, **training: Any) -> str:
+    content = recipe_content(workshop, kind, **{"steps": STEPS, "learning_rate": 3e-2, **training})
+    content |= {"output": str(output), "checkpoint": {"every": 5, "keep": 2}}
+    content["evaluation"] |= {"prompt_tokens": 2}
+    if kind == "medusa":
+        content["heads"] = {"num_heads": 3}
+    path = output.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+def environment(**changes: str | None) -> dict[str, str]:
+    """One thread a process, the CPU only, no network, no keys."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB_", "HF_", "ACCELERATE_"))}
+    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", **changes}
+    return {**env, **{key: value for key, value in settings.items() if value is not None}}
+
+
+def finish(command: list[str], cwd: Path, **changes: str | None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=cwd, env=environment(**changes), capture_output=True, text=True, timeout=DEADLINE, check=False
+    )
+
+
+def run(command: list[str], cwd: Path, **changes: str | None) -> str:
+    """Run to a good end; returns what was said."""
+    done = finish(command, cwd, **changes)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+@contextmanager
+def running(command: list[str], cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run in a process group of its own, of which nothing is left afterwards."""
+    process = subprocess.Popen(
+        command, cwd=cwd, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        kill_group(process)
+        if process.stderr:
+            process.stderr.close()
+
+
+def kill_group(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert process.poll() is None, f"it ended with {process.returncode}: {process.communicate()[1][-3000:]}"
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.002)
+
+
+def metrics(output: Path) -> list[dict[str, Any]]:
+    """The whole lines of a run's metrics so far."""
+    file = output / "metrics.jsonl"
+    if not file.is_file():
+        return []
+    text = file.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def losses(output: Path) -> dict[int, float]:
+    """Each step's loss; a step that was done twice, before a kill and after it, must have had the same."""
+    found: dict[int, float] = {}
+    for line in metrics(output):
+        if "loss" in line:
+            assert found.setdefault(line["step"], line["loss"]) == line["loss"]
+    return found
+
+
+def steps_done(output: Path) -> int:
+    return max((line["step"] for line in metrics(output)), default=0)
+
+
+def checkpoint_steps(output: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (output / "checkpoints").glob("step-*"))
+
+
+def provenance(output: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((output / "final" / "provenance.json").read_text())
+    return content
+
+
+def target_of(workshop: Path) -> CausalLM:
+    return CausalLM(load_model(str(workshop / "target"), torch.float32, torch.device("cpu")))
+
+
+@pytest.fixture(scope="module")
+def medusa_run(workshop: Path) -> Path:
+    """Heads trained without interruption in one process."""
+    output = workshop / "straight"
+    said = run([*ONE_PROCESS, write_recipe(workshop, "medusa", output)], workshop)
+    assert f"finished: {output / 'final'}" in said
+    return output
+
+
+def test_launched_heads_train_load_and_speed_up_decoding(workshop: Path, medusa_run: Path) -> None:
+    assert list(losses(medusa_run)) == list(range(1, STEPS + 1))
+    assert metrics(medusa_run)[-1]["heldout/tokens_per_pass"] > 2
+    target = target_of(workshop)
+    drafter = load_medusa_drafter(medusa_run / "final", target)
+    config = DecodingConfig(max_new_tokens=9)
+    drafted = speculate(target, drafter, [4, 5], config)
+    assert drafted.tokens == speculate(target, None, [4, 5], config).tokens == tuple(range(6, 15))
+    assert len(drafted.steps) < 6  # a prefill and, drafting nothing, eight passes
+    assert provenance(medusa_run)["num_processes"] == 1 and provenance(medusa_run)["steps"] == STEPS
+
+
+def test_a_launched_draft_trains_loads_and_decodes(workshop: Path) -> None:
+    output = workshop / "draft"
+    overrides = ["training.steps=6", "draft.layers=[-1]", "draft.objective=tvd"]
+    run([*ONE_PROCESS, write_recipe(workshop, "draft", output), *overrides], workshop)
+    assert len(losses(output)) == 6 and provenance(output)["recipe"]["draft"]["layers"] == [-1]
+    target = target_of(workshop)
+    draft = load_draft(str(output / "final"), target, load_tokenizer(str(workshop / "target")))
+    assert draft.num_layers == 1
+    config = DecodingConfig(max_new_tokens=9)
+    drafted = speculate(target, DraftModelDrafter(draft, (1, 1, 1)), [4, 5], config)
+    # One layer of the counting model counts as well, so all that it drafts is accepted.
+    assert drafted.tokens == tuple(range(6, 15)) and [step.accepted for step in drafted.steps] == [0, 3, 3]
+
+
+def test_a_run_resumed_after_kill_9_equals_the_one_that_was_never_killed(workshop: Path, medusa_run: Path) -> None:
+    """The kill falls into an evaluation made slow for it, with steps done since the last checkpoint."""
+    output = workshop / "killed"
+    recipe = write_recipe(workshop, "medusa", output)
+    slow = ["evaluation.every=12", "evaluation.max_new_tokens=90", "evaluation.prompts=200"]
+    many = write_rows(workshop / "many.jsonl", [{"text": "a b c d e f g h"}] * 200)
+    overrides = [*slow, f"data.heldout={many}"]
+    with running([*ONE_PROCESS, recipe, *overrides], workshop) as process:
+        wait_until(lambda: steps_done(output) >= 12, process)
+        kill_group(process)
+    assert checkpoint_steps(output)[-1] == 10 and steps_done(output) == 12 and not (output / "final").exists()
+    run([*ONE_PROCESS, recipe, f"data.heldout={many}"], workshop)
+    assert losses(output) == losses(medusa_run)
+    heads, straight = (load_file(folder / "final" / "model.safetensors") for folder in (output, medusa_run))
+    assert all(torch.equal(heads[name], straight[name]) for name in straight)
+    assert [line["step"] for line in metrics(output) if "loss" in line].count(11) == 2  # it was done again
+
+
+def test_a_sigterm_saves_and_exits_143_with_one_line(workshop: Path) -> None:
+    output = workshop / "stopped"
+    recipe = write_recipe(workshop, "medusa", output, steps=100_000)
+    with running([*DIRECT, recipe, "checkpoint.every=100000"], workshop) as process:
+        wait_until(lambda: steps_done(output) >= 3, process)
+        process.terminate()
+        _, said = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 143
+    (step,) = checkpoint_steps(output)
+    announced, last = said.strip().splitlines()[0], said.strip().splitlines()[-1]
+    assert announced.startswith("tiny medusa: medusa for ") and "Traceback" not in said
+    expected = f"stopped at step {step} of 100000; the state is saved: start the same command again to resume"
+    assert last == expected and steps_done(output) == step
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.stepps=3", "unknown key 'training.stepps'; did you mean 'steps'?"),
+        ("target=./nowhere", "there is no folder ./nowhere: give a folder with a model, or a hub id such as ORG/NAME"),
+    ],
+)
+def test_a_bad_recipe_exits_2_with_one_line(workshop: Path, override: str, message: str) -> None:
+    done = finish([*DIRECT, write_recipe(workshop, "medusa", workshop / "bad"), override], workshop)
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and line.endswith(message)
+    assert not (workshop / "bad").exists()
+
+
+def test_two_processes_train_as_one_and_stop_and_resume_together(workshop: Path, medusa_run: Path) -> None:
+    """Eight sequences a step as two by two in each; a SIGTERM in the middle, then on to the end."""
+    output = workshop / "distributed"
+    recipe = write_recipe(workshop, "medusa", output)
+    command = [*TWO_PROCESSES, recipe, "training.micro_batch_size=2"]
+    with running([*command, "evaluation.every=8", "evaluation.max_new_tokens=90"], workshop) as process:
+        wait_until(lambda: steps_done(output) >= 8, process)
+        process.terminate()  # the launcher hands it on to both
+        process.communicate(timeout=DEADLINE)
+    assert process.returncode != 0
+    stopped_at = checkpoint_steps(output)[-1]
+    assert 8 <= stopped_at == steps_done(output) < STEPS and not (output / "final").exists()
+    run(command, workshop)
+    assert provenance(output)["num_processes"] == 2 and provenance(output)["steps"] == STEPS
+    together = losses(output)
+    assert list(together) == list(range(1, STEPS + 1))
+    assert together == pytest.approx(losses(medusa_run), abs=1e-4)
+    assert metrics(output)[-1]["tokens"] == metrics(medusa_run)[-1]["tokens"]
+    assert len([line for line in metrics(output) if "loss" in line]) == STEPS  # one process writes
+
+
+def test_a_batch_that_the_processes_cannot_share_is_refused(workshop: Path) -> None:
+    done = finish([*TWO_PROCESSES, write_recipe(workshop, "medusa", workshop / "uneven")], workshop)
+    assert done.returncode != 0
+    assert "training.batch_size (8) is not a multiple of training.micro_batch_size (8) times 2 processes" in done.stderr
+
+
+@contextmanager
+def trap() -> Iterator[tuple[str, list[bytes]]]:
+    """A server that stands in for the whole network and notes who calls."""
+    calls: list[bytes] = []
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            with connection:
+                connection.settimeout(5)
+                calls.append(connection.recv(200))
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}", calls
+    finally:
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()
+        thread.join(5)
+
+
+def test_wandb_without_a_key_writes_an_offline_run_and_calls_nobody(workshop: Path, tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="the tracker is an optional extra")
+    marker = "s3cret-m4rker-that-must-not-leak"
+    output = tmp_path / "tracked"
+    recipe = write_recipe(workshop, "medusa", output, steps=3)
+    with trap() as (address, calls):
+        proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY"), address)
+        nowhere = {"HF_ENDPOINT": address, "WANDB_BASE_URL": address, "HF_HUB_OFFLINE": None, "NO_PROXY": None}
+        home = {"HOME": str(tmp_path / "home"), "HF_TOKEN": marker}
+        said = run([*DIRECT, recipe, "tracking=wandb"], tmp_path, **proxies, **nowhere, **home)
+        assert calls == []
+        asked = finish([*DIRECT, recipe, "target=org/none"], tmp_path, **proxies, **nowhere, **home)
+        assert asked.returncode == 2 and calls  # the trap does notice who calls
+    (offline,) = tmp_path.glob("**/offline-run-*")
+    (written,) = offline.glob("*.wandb")
+    assert written.stat().st_size > 1000 and b"loss/head_0" in written.read_bytes()
+    assert list(losses(output)) == [1, 2, 3] and marker not in said
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in files if marker.encode() in path.read_bytes()]

@@ -1,0 +1,245 @@
+"""Checkpoints: whole or not there, tied to their recipe, and bit-equal when they come back."""
+
+import errno
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import tiny_model
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import trainer.checkpoint
+from trainer.checkpoint import Checkpoints, Progress, write_folder
+from trainer.optimizer import build_optimizers
+from trainer.recipe import TrainingSection
+
+IDENTITY: dict[str, Any] = {"kind": "medusa", "training": {"steps": 10, "betas": (0.9, 0.95)}, "data": {"train": "a"}}
+FILES = ["optimizer.safetensors", "state.json", "weights.safetensors"]
+
+
+def trained_model(seed: int = 0, steps: int = 3, **changes: Any) -> tuple[nn.Module, list[Optimizer]]:
+    """A tiny Llama after a few steps of Muon and AdamW on random gradients."""
+    model = tiny_model("llama", seed=seed, **changes)
+    optimizers = build_optimizers(model, TrainingSection(steps=10, optimizer="muon"))
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        for optimizer in optimizers:
+            optimizer.step()
+    return model, optimizers
+
+
+def checkpoints(folder: Path, keep: int = 2, identity: dict[str, Any] | None = None) -> Checkpoints:
+    return Checkpoints(folder, keep, identity or IDENTITY)
+
+
+def save_steps(folder: Path, *steps: int, keep: int = 2) -> nn.Module:
+    model, optimizers = trained_model()
+    for step in steps:
+        checkpoints(folder, keep).save(model, optimizers, Progress(step, 100 * step))
+    return model
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def optimizer_tensors(optimizers: list[Optimizer]) -> list[Tensor]:
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    return [value for state in states for index in sorted(state) for _, value in sorted(state[index].items())]
+
+
+def disk_full_after_a_part(monkeypatch: pytest.MonkeyPatch, calls: int = 2) -> None:
+    """The call of that number writes half a file and then finds the disk full."""
+    count = 0
+    whole = trainer.checkpoint.save_file
+
+    def save_file(tensors: dict[str, Tensor], path: Path) -> None:
+        nonlocal count
+        count += 1
+        whole(tensors, path)
+        if count == calls:
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(trainer.checkpoint, "save_file", save_file)
+
+
+def test_weights_optimizers_and_progress_come_back_bit_equal(tmp_path: Path) -> None:
+    model, optimizers = trained_model()
+    checkpoints(tmp_path).save(model, optimizers, Progress(3, 777))
+    other, other_optimizers = trained_model(seed=1, steps=0)
+    assert checkpoints(tmp_path).load_latest(other, other_optimizers) == Progress(3, 777)
+    theirs = other.state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in model.state_dict().items())
+    before, after = optimizer_tensors(optimizers), optimizer_tensors(other_optimizers)
+    assert len(before) == len(after) > 20
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(before, after, strict=True))
+
+
+def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_been_read(tmp_path: Path) -> None:
+    model, optimizers = trained_model()
+    checkpoints(tmp_path).save(model, optimizers, Progress(3, 0))
+    other, other_optimizers = trained_model(seed=1, steps=0)
+    checkpoints(tmp_path).load_latest(other, other_optimizers)
+    for module, both in ((model, optimizers), (other, other_optimizers)):
+        torch.manual_seed(5)
+        for parameter in module.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        for optimizer in both:
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_without_checkpoints_nothing_is_loaded(tmp_path: Path) -> None:
+    model, optimizers = trained_model()
+    assert checkpoints(tmp_path / "none").load_latest(model, optimizers) is None
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2, 4, 6, 8, keep=3)
+    assert names(tmp_path) == ["step-00000004", "step-00000006", "step-00000008"]
+    assert names(tmp_path / "step-00000008") == FILES
+
+
+def test_the_newest_is_loaded_by_number_not_by_spelling(tmp_path: Path) -> None:
+    save_steps(tmp_path, 9, 10, 100)
+    assert checkpoints(tmp_path).load_latest(*trained_model()) == Progress(100, 10_000)
+
+
+def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
+    model, optimizers = trained_model(tie_word_embeddings=True)
+    checkpoints(tmp_path).save(model, optimizers, Progress(1, 0))
+    stored = load_file(tmp_path / "step-00000001" / "weights.safetensors")
+    assert len(stored) == len(model.state_dict()) - 1
+    other, other_optimizers = trained_model(seed=1, tie_word_embeddings=True)
+    checkpoints(tmp_path).load_latest(other, other_optimizers)
+    embedding, lm_head = other.get_input_embeddings().weight, other.get_output_embeddings().weight
+    assert embedding is lm_head and torch.equal(embedding, model.get_input_embeddings().weight)
+
+
+def test_no_file_of_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(path.name for path in files) == FILES
+    for path in files:
+        assert path.suffix in (".json", ".safetensors")
+        assert not path.read_bytes().startswith((b"\x80", b"PK"))
+    json.loads((tmp_path / "step-00000001" / "state.json").read_text())
+
+
+@pytest.mark.parametrize("failing_call", [1, 2], ids=["weights", "optimizer"])
+def test_a_full_disk_leaves_the_last_good_checkpoint_whole_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing_call: int
+) -> None:
+    save_steps(tmp_path, 2, keep=1)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "step-00000002").iterdir()}
+    disk_full_after_a_part(monkeypatch, failing_call)
+    with pytest.raises(OSError) as error:
+        save_steps(tmp_path, 4, keep=1)
+    assert names(tmp_path) == ["step-00000002"]
+    assert {path.name: path.read_bytes() for path in (tmp_path / "step-00000002").iterdir()} == before
+    for part in ("of step 4 could not be written", "No space left", f"{tmp_path}/step-00000002", "make room and start"):
+        assert part in str(error.value)
+    assert checkpoints(tmp_path).load_latest(*trained_model()) == Progress(2, 200)
+
+
+def test_a_full_disk_at_the_first_checkpoint_says_that_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk_full_after_a_part(monkeypatch)
+    with pytest.raises(OSError, match=r"step 2 could not be written .*; there is none before it: make room"):
+        save_steps(tmp_path, 2)
+    assert names(tmp_path) == []
+
+
+def test_what_a_kill_left_half_written_is_ignored_and_then_cleared_away(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2)
+    for step in (3, 4):  # 4 will be written again, 3 never
+        partial = tmp_path / f".step-{step:08d}.partial"
+        partial.mkdir()
+        (partial / "weights.safetensors").write_bytes(b"half")
+    assert checkpoints(tmp_path).load_latest(*trained_model()) == Progress(2, 200)
+    save_steps(tmp_path, 4)
+    assert names(tmp_path) == ["step-00000002", "step-00000004"]
+    assert checkpoints(tmp_path).load_latest(*trained_model()) == Progress(4, 400)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(
+    "damage", [truncate, Path.unlink, lambda path: path.write_bytes(b"")], ids=["cut", "gone", "0"]
+)
+def test_a_damaged_newest_checkpoint_is_passed_over(
+    tmp_path: Path, file: str, damage: Callable[[Path], object]
+) -> None:
+    model = save_steps(tmp_path, 2, 4)
+    damage(tmp_path / "step-00000004" / file)
+    other, optimizers = trained_model(seed=1)
+    assert checkpoints(tmp_path).load_latest(other, optimizers) == Progress(2, 200)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_damaged_newest_checkpoint_does_not_crowd_out_the_good_ones_after_it(tmp_path: Path) -> None:
+    """With one kept, the step-4 folder that cannot be read must not be what is kept."""
+    save_steps(tmp_path, 2, 4, keep=2)
+    truncate(tmp_path / "step-00000004" / "weights.safetensors")
+    save_steps(tmp_path, 3, keep=1)
+    assert names(tmp_path) == ["step-00000003"]
+
+
+def test_if_all_are_damaged_nothing_is_loaded(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2)
+    shutil.rmtree(tmp_path / "step-00000002")
+    (tmp_path / "step-00000002").mkdir()
+    assert checkpoints(tmp_path).load_latest(*trained_model()) is None
+
+
+def test_another_recipe_is_refused_naming_what_differs(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2)
+    other = {**IDENTITY, "training": {"steps": 11, "betas": (0.9, 0.95)}, "kind": "draft"}
+    with pytest.raises(ValueError) as error:
+        checkpoints(tmp_path, identity=other).load_latest(*trained_model())
+    assert f"{tmp_path}/step-00000002 was made by a recipe with another kind, training: " in str(error.value)
+    assert "another output folder, or delete this one" in str(error.value)
+
+
+def test_a_tuple_in_an_identity_equals_the_list_it_is_stored_as(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2)
+    assert checkpoints(tmp_path, identity=dict(IDENTITY)).load_latest(*trained_model()) == Progress(2, 200)
+
+
+def writer(name: str, text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / name).write_text(text)
+
+    return write
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    destination = tmp_path / "final"
+    write_folder(destination, writer("a", "first"))
+
+    def fails(folder: Path) -> None:
+        (folder / "a").write_text("second")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_folder(destination, fails)
+    assert names(tmp_path) == ["final"] and (destination / "a").read_text() == "first"
+
+
+def test_a_folder_that_is_written_again_is_replaced(tmp_path: Path) -> None:
+    destination = tmp_path / "final"
+    write_folder(destination, writer("old", "x"))
+    write_folder(destination, writer("new", "x"))
+    assert names(destination) == ["new"]

@@ -1,0 +1,303 @@
+"""The training loop: exact under resuming, accumulation and uneven masks; stops in good order."""
+
+import math
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from tiny_training import Recorder, ToyObjective, toy_examples, train_toy
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from decoding.target import CausalLM
+from trainer.checkpoint import Progress
+from trainer.data import Example
+from trainer.loop import Interrupted, learning_rate_at
+from trainer.medusa import MedusaObjective
+from trainer.recipe import HeadsSection, TrainingSection
+
+
+def weights(module: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def equal(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+def largest_difference(some: list[Tensor], others: list[Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(some, others, strict=True))
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def medusa() -> MedusaObjective:
+    return MedusaObjective(CausalLM(tiny_model("llama")), HeadsSection(num_heads=3))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("stop_at", [1, 3, 5])
+def test_resuming_equals_never_having_stopped(tmp_path: Path, optimizer: str, stop_at: int) -> None:
+    """Bit by bit, with dropout: the stopped run is continued by new objects that start from other weights."""
+    whole, stopped = Recorder(), Recorder()
+    straight = ToyObjective(dropout=0.3)
+    progress = train_toy(tmp_path / "a", straight, whole, optimizer=optimizer)
+    stopped.actions[stop_at] = interrupt
+    with pytest.raises(Interrupted):
+        train_toy(tmp_path / "b", ToyObjective(dropout=0.3), stopped, optimizer=optimizer)
+    assert list(stopped.figures) == list(range(1, stop_at + 1))
+    stopped.actions.clear()
+    resumed = ToyObjective(dropout=0.3, seed=1)
+    torch.rand(17)  # the state of chance is another one, as in a new process
+    assert train_toy(tmp_path / "b", resumed, stopped, optimizer=optimizer) == progress
+    assert list(stopped.figures) == [1, 2, 3, 4, 5, 6] and stopped.figures == whole.figures
+    assert equal(weights(resumed.module), weights(straight.module))
+
+
+def test_chance_is_another_at_every_step_and_the_seeds(tmp_path: Path) -> None:
+    """The same batch at every step and weights that stand still: only dropout moves the loss."""
+    settings = {"steps": 3, "batch_size": 1, "micro_batch_size": 1, "learning_rate": 1e-30}
+    losses = set()
+    for seed in (0, 1, 0):
+        recorder = Recorder()
+        train_toy(tmp_path / str(len(losses)), ToyObjective(dropout=0.5), recorder, UNEVEN[1:2], seed=seed, **settings)
+        losses |= set(recorder.losses.values())
+    assert len(losses) == 6
+
+
+def test_resuming_medusa_heads_equals_never_having_stopped(tmp_path: Path) -> None:
+    whole, stopped = Recorder(), Recorder()
+    straight, resumed = medusa(), medusa()
+    train_toy(tmp_path / "a", straight, whole)
+    stopped.actions[3] = interrupt
+    with pytest.raises(Interrupted):
+        train_toy(tmp_path / "b", medusa(), stopped)
+    stopped.actions.clear()
+    train_toy(tmp_path / "b", resumed, stopped)
+    assert stopped.figures == whole.figures
+    assert equal(weights(resumed.module), weights(straight.module))
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
+    first = ToyObjective()
+    progress = train_toy(tmp_path, first)
+    again, recorder = ToyObjective(seed=1), Recorder()
+    assert train_toy(tmp_path, again, recorder) == progress and not recorder.figures
+    assert equal(weights(again.module), weights(first.module))
+
+
+@pytest.mark.parametrize("make", [ToyObjective, medusa], ids=["toy", "medusa"])
+def test_accumulating_one_by_one_equals_one_batch_of_eight(
+    tmp_path: Path, make: Callable[[], ToyObjective | MedusaObjective]
+) -> None:
+    runs = {}
+    for micro in (1, 2, 8):
+        objective, recorder = make(), Recorder()
+        train_toy(tmp_path / str(micro), objective, recorder, micro_batch_size=micro)
+        runs[micro] = weights(objective.module), recorder.losses
+    for micro in (1, 2):
+        assert largest_difference(runs[micro][0], runs[8][0]) < 2e-6
+        assert runs[micro][1] == pytest.approx(runs[8][1], rel=1e-5)
+
+
+def descend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain gradient descent, whose step shows the gradient."""
+    monkeypatch.setattr(
+        "trainer.loop.build_optimizers", lambda module, section: [torch.optim.SGD(module.parameters(), lr=0.0)]
+    )
+
+
+UNEVEN = [
+    Example((1, 2), (True, True), 0),
+    Example(tuple(range(12)), (True,) * 12, 0),
+    Example((7, 3, 9, 4), (False, False, False, True), 3),
+    Example((5, 5, 5, 6, 6), (False, True, False, True, False), 0),
+]
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4])
+def test_every_trained_token_of_a_batch_weighs_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, micro: int
+) -> None:
+    """1, 11, 1 and 2 labels: the gradient is that of the mean over all 15, however they are cut into micro batches."""
+    descend(monkeypatch)
+    objective, recorder = ToyObjective(), Recorder()
+    module, before = objective.module, weights(objective.module)
+    losses = []
+    for tokens, trained, _ in UNEVEN:
+        logits = module.lm_head(module.middle(module.norm(module.embedding(torch.tensor(tokens[:-1])))))
+        labelled = torch.tensor(trained[1:])
+        losses.append(F.cross_entropy(logits[labelled], torch.tensor(tokens[1:])[labelled], reduction="none"))
+    mean = torch.cat(losses).mean()
+    assert len(torch.cat(losses)) == 15
+    gradients = torch.autograd.grad(mean, list(module.parameters()))
+    settings = {"steps": 1, "batch_size": 4, "micro_batch_size": micro, "learning_rate": 0.1, "max_grad_norm": 1e6}
+    progress = train_toy(tmp_path, objective, recorder, UNEVEN, **settings)
+    expected = [tensor - 0.1 * gradient for tensor, gradient in zip(before, gradients, strict=True)]
+    assert largest_difference(weights(module), expected) < 1e-7
+    assert recorder.losses[1] == pytest.approx(mean.item(), rel=1e-6) and progress == Progress(1, 15)
+    norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
+    assert recorder.figures[1]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_a_gradient_is_clipped_to_the_norm_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    descend(monkeypatch)
+    objective, recorder = ToyObjective(), Recorder()
+    before = weights(objective.module)
+    train_toy(tmp_path, objective, recorder, steps=1, learning_rate=0.5, max_grad_norm=1e-2)
+    moved = torch.cat([(a - b).flatten() for a, b in zip(weights(objective.module), before, strict=True)])
+    assert recorder.figures[1]["grad_norm"] > 0.1  # as it was before clipping
+    assert moved.norm().item() == pytest.approx(0.5 * 1e-2, rel=1e-3)
+
+
+def test_a_nan_loss_stops_the_run_names_the_step_and_is_not_applied(tmp_path: Path) -> None:
+    objective, recorder = ToyObjective(), Recorder()
+    after_step_3: list[list[Tensor]] = []
+
+    def poison() -> None:
+        after_step_3.append(weights(objective.module))
+        objective.factor = torch.tensor(float("nan"))
+
+    recorder.actions[3] = poison
+    with pytest.raises(
+        ValueError, match=r"the loss is nan at step 4; the last good checkpoint is kept: lower training\."
+    ):
+        train_toy(tmp_path, objective, recorder)
+    assert list(recorder.figures) == [1, 2, 3]
+    assert equal(weights(objective.module), after_step_3[0])
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_the_run_goes_on_from_the_last_good_checkpoint_after_a_nan(tmp_path: Path) -> None:
+    straight, recorder = ToyObjective(), Recorder()
+    train_toy(tmp_path / "a", straight, recorder)
+    objective, stopped = ToyObjective(), Recorder()
+    stopped.actions[5] = lambda: setattr(objective, "factor", torch.tensor(float("inf")))
+    with pytest.raises(ValueError, match="the loss is inf at step 6"):
+        train_toy(tmp_path / "b", objective, stopped)
+    again, resumed = ToyObjective(), Recorder()
+    train_toy(tmp_path / "b", again, resumed)
+    assert list(resumed.figures) == [5, 6]  # the checkpoint is that of step 4
+    assert equal(weights(again.module), weights(straight.module))
+
+
+class _InfiniteSlope(torch.autograd.Function):
+    """The identity, with a gradient of infinity."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient * torch.inf
+
+
+def test_an_infinite_gradient_of_a_finite_loss_stops_the_run_before_it_is_applied(tmp_path: Path) -> None:
+    objective = ToyObjective()
+    objective.module.middle.register_forward_hook(lambda module, args, output: _InfiniteSlope.apply(output))
+    before = weights(objective.module)
+    with pytest.raises(
+        ValueError, match=r"the gradient's norm is (inf|nan) at step 1; the last good checkpoint is kept"
+    ):
+        train_toy(tmp_path, objective, checkpoint_every=1)
+    assert equal(weights(objective.module), before) and not list(tmp_path.iterdir())
+
+
+def test_a_sigterm_is_answered_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
+    objective, recorder = ToyObjective(), Recorder()
+    recorder.actions[3] = interrupt
+    with pytest.raises(Interrupted, match="stopped at step 3 of 6; the state is saved"):
+        train_toy(tmp_path, objective, recorder, checkpoint_every=100)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+    loaded, _ = ToyObjective(seed=1), recorder.actions.clear()
+    train_toy(tmp_path, loaded, recorder, checkpoint_every=100)
+    assert list(recorder.figures) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_sigterm_at_the_last_step_does_not_spoil_the_end(tmp_path: Path) -> None:
+    recorder = Recorder()
+    recorder.actions[6] = interrupt
+    assert train_toy(tmp_path, ToyObjective(), recorder).step == 6
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_signal_handlers_are_as_before_afterwards(tmp_path: Path, number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    during: list[object] = []
+    recorder = Recorder()
+    recorder.actions[1] = lambda: during.append(signal.getsignal(number))
+    recorder.actions[2] = lambda: os.kill(os.getpid(), number)
+    with pytest.raises(Interrupted):
+        train_toy(tmp_path, ToyObjective(), recorder)
+    assert signal.getsignal(number) is before and during[0] is not before
+
+
+def test_a_second_signal_acts_at_once(tmp_path: Path) -> None:
+    """Ctrl-C twice: the first asks for a stop after the step, the second does not wait for it."""
+
+    def twice() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    recorder = Recorder()
+    recorder.actions[2] = twice
+    with pytest.raises(KeyboardInterrupt):
+        train_toy(tmp_path, ToyObjective(), recorder)
+
+
+def test_the_learning_rate_warms_up_and_falls_as_a_cosine() -> None:
+    section = TrainingSection(steps=10, learning_rate=1.0, warmup_fraction=0.2)
+    rates = [learning_rate_at(step, section) for step in range(10)]
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert rates[6] == pytest.approx(0.5)  # half way from step 2 to step 10
+    assert rates[4] == pytest.approx(0.5 + 0.25 * math.sqrt(2))
+    assert rates[9] == pytest.approx(0.5 * (1 + math.cos(math.pi * 7 / 8))) and rates[9] > 0
+
+
+def test_without_warm_up_the_first_step_has_the_full_learning_rate() -> None:
+    assert learning_rate_at(0, TrainingSection(steps=1, learning_rate=0.3, warmup_fraction=0.0)) == 0.3
+    assert learning_rate_at(0, TrainingSection(steps=3, learning_rate=0.3)) == 0.3  # a tenth of three rounds to none
+
+
+def test_the_optimizer_steps_with_the_schedules_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    descend(monkeypatch)
+    recorder = Recorder()
+    train_toy(tmp_path, ToyObjective(), recorder, warmup_fraction=0.5, learning_rate=0.1)
+    section = TrainingSection(steps=6, warmup_fraction=0.5, learning_rate=0.1)
+    expected = [learning_rate_at(step, section) for step in range(6)]
+    assert [figures["learning_rate"] for figures in recorder.figures.values()] == expected
+
+
+def test_evaluations_and_checkpoints_come_when_they_are_due(tmp_path: Path) -> None:
+    """The last step is saved whatever its number; the caller evaluates the end itself."""
+    recorder = Recorder()
+    train_toy(tmp_path, ToyObjective(), recorder, steps=7, checkpoint_every=3, evaluate_every=2)
+    assert recorder.evaluated == [2, 4, 6]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000006", "step-00000007"]
+
+
+def test_tokens_seen_are_counted_on(tmp_path: Path) -> None:
+    """Every batch holds each of the four examples twice: 30 labels a step."""
+    assert train_toy(tmp_path, ToyObjective(), None, UNEVEN, steps=3) == Progress(3, 90)
+
+
+def test_bf16_autocast_trains_close_to_fp32(tmp_path: Path) -> None:
+    exact, mixed = Recorder(), Recorder()
+    train_toy(tmp_path / "a", ToyObjective(), exact)
+    objective = ToyObjective()
+    train_toy(tmp_path / "b", objective, mixed, mixed_precision="bf16")
+    assert mixed.losses == pytest.approx(exact.losses, rel=2e-2) and mixed.losses != exact.losses
+    assert {parameter.dtype for parameter in objective.module.parameters()} == {torch.float32}
+
+
+def test_toy_losses_fall(tmp_path: Path) -> None:
+    recorder = Recorder()
+    train_toy(tmp_path, ToyObjective(), recorder, toy_examples(4), steps=30, learning_rate=3e-2)
+    assert recorder.losses[30] < 0.7 * recorder.losses[1]

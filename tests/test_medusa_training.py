@@ -1,0 +1,235 @@
+"""The Medusa-1 objective: which label belongs to which head, what is trained, and what stays as it was."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import counting_model, full_forward, tiny_model
+from tiny_training import Recorder, toy_examples, train_toy
+from torch.nn import functional as F
+
+from decoding.generate import DecodingConfig, speculate
+from decoding.heads import MedusaHeads
+from decoding.target import CausalLM
+from trainer.data import Batch, Example, collate
+from trainer.losses import linear_cross_entropy
+from trainer.medusa import MedusaObjective, MedusaTraining, rank_accuracies
+from trainer.recipe import HeadsSection
+
+COUNTING = Example(tuple(i % 16 for i in range(20)), (True,) * 20, 0)
+HEADS = HeadsSection(num_heads=3)
+
+
+def knowing_heads(objective: MedusaObjective, steps_ahead: Sequence[int]) -> None:
+    """Make head k say 'the last token plus steps_ahead[k]' on the counting target, with certainty.
+
+    The target's hidden state is 4 at the last token and 0 elsewhere, so 25 times a permutation gives a logit of 100.
+    """
+    with torch.no_grad():
+        for head, ahead in zip(objective.module.heads.heads, steps_ahead, strict=True):
+            head.lm_head.weight.copy_(25 * torch.eye(16).roll(ahead, dims=0))
+
+
+def sums(objective: MedusaObjective, batch: Batch) -> tuple[list[float], list[float]]:
+    losses, hits = objective.module(*objective.inputs(batch))
+    return losses.tolist(), hits.tolist()
+
+
+def test_head_k_predicts_the_token_k_plus_2_after_the_one_it_reads(counting: CausalLM) -> None:
+    """After x stands x+1, which the lm_head predicts; head 0 is right iff it says x+2, head 1 iff x+3, ..."""
+    objective = MedusaObjective(counting, HEADS)
+    batch = collate([COUNTING])
+    knowing_heads(objective, (2, 3, 4))
+    losses, hits = sums(objective, batch)
+    assert losses == pytest.approx([0, 0, 0], abs=1e-4)
+    assert hits == objective.counts(batch).tolist() == [18, 17, 16]
+
+
+@pytest.mark.parametrize("off", [-1, 1])
+def test_heads_off_by_one_are_never_right(counting: CausalLM, off: int) -> None:
+    objective = MedusaObjective(counting, HEADS)
+    knowing_heads(objective, (2 + off, 3 + off, 4 + off))
+    losses, hits = sums(objective, collate([COUNTING]))
+    assert hits == [0, 0, 0]
+    assert losses == pytest.approx([1800, 1700, 1600], rel=1e-4)  # 100 for each label
+
+
+def test_training_and_decoding_mean_the_same_token_by_head_k(counting: CausalLM) -> None:
+    """Heads that are always right in training are always accepted in the real decoding loop."""
+    objective = MedusaObjective(counting, HEADS)
+    knowing_heads(objective, (2, 3, 4))
+    steps = speculate(counting, objective.drafter(), [5], DecodingConfig(max_new_tokens=13)).steps
+    assert [step.accepted for step in steps] == [0, 3, 3, 3]
+    knowing_heads(objective, (3, 4, 5))
+    assert not any(step.accepted for step in speculate(counting, objective.drafter(), [5], DecodingConfig(9)).steps)
+
+
+def test_a_count_is_the_number_of_trained_labels_a_head_has(counting: CausalLM) -> None:
+    objective = MedusaObjective(counting, HEADS)
+    batch = collate(
+        [Example((1, 2, 3, 4, 5, 6), (False, True, True, False, True, True), 1), Example((1, 2), (True,) * 2, 0)]
+    )
+    # Head 0's labels start at token 2, head 1's at token 3, head 2's at token 4.
+    assert objective.counts(batch).tolist() == [3, 2, 2]
+
+
+def test_tokens_that_are_not_trained_are_no_labels(counting: CausalLM) -> None:
+    module = MedusaObjective(counting, HEADS).module
+    hidden = torch.randn(1, 10, 16)
+    tokens = torch.arange(10)[None]
+    trained = torch.tensor([[False] * 6 + [True] * 4])
+    losses = module(hidden, tokens, trained).losses
+    other_prompt = torch.where(trained, tokens, 15)
+    assert torch.equal(module(hidden, other_prompt, trained).losses, losses)
+    for position in range(6, 10):
+        other_answer = tokens.clone()
+        other_answer[0, position] = 15
+        assert (module(hidden, other_answer, trained).losses != losses).all()
+
+
+def test_the_loss_at_the_start_is_the_lm_heads_own_on_shifted_labels() -> None:
+    model = tiny_model("llama")
+    example = Example((3, 1, 4, 1, 5, 9, 2, 6), (False,) * 4 + (True,) * 4, 4)
+    longer = Example(tuple(range(12)), (True,) * 12, 0)
+    objective = MedusaObjective(CausalLM(model), HEADS)
+    losses, _ = sums(objective, collate([example, longer]))
+    for k, loss in enumerate(losses):
+        expected = 0.0
+        for tokens, trained, _ in (example, longer):
+            for t, row in enumerate(full_forward(model, tokens)):
+                label = t + 2 + k
+                if label < len(tokens) and trained[label]:
+                    expected += F.cross_entropy(row[None], torch.tensor([tokens[label]])).item()
+        assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_sequence_too_short_for_a_head_costs_nothing(counting: CausalLM) -> None:
+    objective = MedusaObjective(counting, HEADS)
+    batch = collate([Example((1, 2, 3), (True,) * 3, 0)])
+    assert objective.counts(batch).tolist() == [1, 0, 0]
+    losses = objective.module(*objective.inputs(batch)).losses
+    assert losses[1:].tolist() == [0, 0]
+    losses.sum().backward()
+    assert all(parameter.grad is not None for parameter in objective.module.parameters())
+
+
+def test_head_k_weighs_decay_to_the_power_of_k(counting: CausalLM) -> None:
+    objective = MedusaObjective(counting, HeadsSection(num_heads=4, decay=0.8))
+    assert objective.weights == pytest.approx((1, 0.8, 0.64, 0.512))
+    assert objective.terms == ("head_0", "head_1", "head_2", "head_3")
+
+
+def test_every_part_of_every_head_gets_a_gradient_the_residual_blocks_too() -> None:
+    objective = MedusaObjective(CausalLM(tiny_model("llama")), HeadsSection(num_heads=3, num_layers=2))
+    objective.module(*objective.inputs(collate([COUNTING]))).losses.sum().backward()
+    gradients = {name: parameter.grad for name, parameter in objective.module.named_parameters()}
+    assert len(gradients) == 3 * (2 * 2 + 1)
+    assert all(gradient is not None and gradient.abs().max() > 0 for gradient in gradients.values())
+
+
+def test_the_gradient_is_that_of_the_plain_head() -> None:
+    objective = MedusaObjective(CausalLM(tiny_model("llama")), HeadsSection(num_heads=1))
+    head = objective.module.heads.heads[0]
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    hidden, tokens, trained = objective.inputs(collate([COUNTING]))
+    fused = torch.autograd.grad(objective.module(hidden, tokens, trained).losses[0], list(head.parameters()))
+    loss = F.cross_entropy(head(hidden[0, :-2]), tokens[0, 2:], reduction="sum")
+    for ours, plain in zip(fused, torch.autograd.grad(loss, list(head.parameters())), strict=True):
+        assert torch.allclose(ours, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_training_learns_to_count_and_leaves_the_target_byte_identical(tmp_path: Path) -> None:
+    model = counting_model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    objective = MedusaObjective(CausalLM(model), HEADS)
+    texts = [Example(tuple((start + i) % 16 for i in range(20)), (True,) * 20, 0) for start in range(16)]
+    recorder = Recorder()
+    train_toy(tmp_path, objective, recorder, texts, steps=40, learning_rate=3e-2, checkpoint_every=100)
+    for k in range(3):
+        assert recorder.figures[1][f"top1/head_{k}"] == 0  # the lm_head's x+1 is never right
+        assert recorder.figures[40][f"top1/head_{k}"] == 1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in model.parameters())
+
+
+def test_the_loss_logged_is_the_weighted_sum_of_the_heads_means(tmp_path: Path) -> None:
+    objective = MedusaObjective(CausalLM(tiny_model("llama")), HeadsSection(num_heads=3, decay=0.5))
+    recorder = Recorder()
+    train_toy(tmp_path, objective, recorder, toy_examples(), steps=1)
+    figures = recorder.figures[1]
+    expected = figures["loss/head_0"] + 0.5 * figures["loss/head_1"] + 0.25 * figures["loss/head_2"]
+    assert figures["loss"] == pytest.approx(expected)
+
+
+def test_rank_accuracies_are_counted_on_the_new_tokens_alone(counting: CausalLM) -> None:
+    """Head 0 says x+2, which is right; head 1's second best is right; head 2's best never is."""
+    objective = MedusaObjective(counting, HEADS)
+    knowing_heads(objective, (2, 2, 15))
+    with torch.no_grad():
+        objective.module.heads.heads[1].lm_head.weight.add_(24 * torch.eye(16).roll(3, dims=0))
+    nonsense = (9, 9, 4, 4)
+    text = (*nonsense, *((5 + i) % 16 for i in range(6)))
+    shares = rank_accuracies(counting, objective.module.heads, [(text, len(nonsense))])
+    assert shares[0] == [1, *[0] * 9] and shares[1] == [0, 1, *[0] * 8]
+    assert shares[2][0] == 0
+
+
+def test_rank_accuracies_are_shares_over_all_texts(counting: CausalLM) -> None:
+    """Four labels for head 0 in a text that counts, and as many in one that stands still, where it is wrong."""
+    objective = MedusaObjective(counting, HeadsSection(num_heads=1))
+    knowing_heads(objective, (2,))
+    counts, stands_still = tuple(range(6)), (3,) * 6
+    shares = rank_accuracies(counting, objective.module.heads, [(counts, 1), (stands_still, 1)])
+    assert shares[0][0] == 0.5
+
+
+def test_the_tree_is_chosen_by_the_heads_accuracies(counting: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes by their products: .6, .6*.5 = .3, .6*.2 = .12 (head 1's second), .3*.4 = .12, .1; the best three."""
+    objective = MedusaObjective(counting, HeadsSection(num_heads=3, tree_nodes=3))
+    shares = [[0.6, 0.1], [0.5, 0.15], [0.2, 0.1]]
+    monkeypatch.setattr("trainer.medusa.rank_accuracies", lambda *_: shares)
+    objective.choose_tree([])
+    assert objective.module.heads.config.tree == ((0,), (1,), (0, 0))
+
+
+def test_the_tree_chosen_for_heads_that_are_always_right_is_a_chain(counting: CausalLM) -> None:
+    objective = MedusaObjective(counting, HeadsSection(num_heads=3, tree_nodes=16))
+    knowing_heads(objective, (2, 3, 4))
+    objective.choose_tree([(tuple(range(12)), 2)])
+    assert objective.module.heads.config.tree == ((0,), (0, 0), (0, 0, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_heads_reload_bit_equal_in_the_targets_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    objective = MedusaObjective(CausalLM(tiny_model("llama").to(dtype)), HEADS)
+    with torch.no_grad():
+        for parameter in objective.module.parameters():
+            parameter.normal_()
+    assert {parameter.dtype for parameter in objective.module.parameters()} == {torch.float32}
+    objective.save(tmp_path)
+    loaded = MedusaHeads.from_pretrained(tmp_path).state_dict()
+    trained = objective.module.heads.state_dict()
+    assert loaded.keys() == trained.keys()
+    assert all(torch.equal(loaded[name], trained[name].to(dtype)) for name in trained)
+
+
+def test_evaluating_does_not_touch_what_is_trained(counting: CausalLM) -> None:
+    objective = MedusaObjective(counting, HEADS)
+    objective.module.train()
+    before = [parameter.clone() for parameter in objective.module.parameters()]
+    speculate(counting, objective.drafter(), [5], DecodingConfig(max_new_tokens=6))
+    assert objective.module.training and all(parameter.requires_grad for parameter in objective.module.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, objective.module.parameters(), strict=True))
+
+
+def test_the_modules_loss_is_the_chunked_cross_entropy_head_by_head(counting: CausalLM) -> None:
+    module: MedusaTraining = MedusaObjective(counting, HEADS).module
+    hidden, tokens = torch.randn(1, 6, 16), torch.randint(0, 16, (1, 6))
+    losses, hits = module(hidden, tokens, torch.ones(1, 6, dtype=torch.bool))
+    for k, head in enumerate(module.heads.heads):
+        x = head.blocks[0](hidden[0, : 4 - k])
+        loss, correct = linear_cross_entropy(x, head.lm_head.weight, tokens[0, 2 + k :])
+        assert losses[k] == loss and hits[k] == correct

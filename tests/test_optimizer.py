@@ -1,0 +1,67 @@
+"""Which optimizer steps which parameter."""
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from torch import nn
+
+from trainer.optimizer import build_optimizers
+from trainer.recipe import TrainingSection
+
+MUON = TrainingSection(steps=1, optimizer="muon", learning_rate=0.02, weight_decay=0.1)
+
+
+def stepped_by(module: nn.Module, section: TrainingSection) -> list[set[str]]:
+    """For each optimizer, the names of the parameters it steps."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [
+        {names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]}
+        for optimizer in build_optimizers(module, section)
+    ]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_muon_steps_the_matrices_inside_and_adamw_the_rest(family: str) -> None:
+    model = tiny_model(family)
+    muon, adamw = stepped_by(model, MUON)
+    assert muon.isdisjoint(adamw) and muon | adamw == {name for name, _ in model.named_parameters()}
+    by_name = dict(model.named_parameters())
+    assert all(by_name[name].ndim == 2 for name in muon) and len(muon) >= 8
+    assert {name for name in adamw if by_name[name].ndim == 2} == {
+        "llama": {"model.embed_tokens.weight", "lm_head.weight"},
+        "gpt2": {"transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"},
+    }[family]
+
+
+def test_adamw_alone_steps_everything_with_the_recipes_settings() -> None:
+    section = TrainingSection(steps=1, learning_rate=0.02, weight_decay=0.1, adam_beta2=0.9)
+    (optimizer,) = build_optimizers(tiny_model("llama"), section)
+    (group,) = optimizer.param_groups
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.02, (0.9, 0.9), 0.1)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_frozen_parameters_are_left_out_and_tied_ones_stepped_once(optimizer: str) -> None:
+    model = tiny_model("llama", tie_word_embeddings=True)
+    model.model.layers[0].requires_grad_(False)
+    groups = stepped_by(model, TrainingSection(steps=1, optimizer=optimizer))
+    stepped = [name for group in groups for name in group]
+    assert len(stepped) == len(set(stepped)) and "model.embed_tokens.weight" in stepped
+    assert not any(".layers.0." in name for name in stepped) and any(".layers.1." in name for name in stepped)
+
+
+def test_a_muon_step_has_the_size_of_an_adamw_step() -> None:
+    """One step moves every weight by about the learning rate (rms .2 of it for Muon), so that one rate serves both."""
+    model = tiny_model("llama")
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    section = TrainingSection(steps=1, optimizer="muon", learning_rate=0.01)
+    optimizers = build_optimizers(model, section)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    for optimizer in optimizers:
+        optimizer.step()
+    muon, _ = stepped_by(model, section)
+    for name, parameter in model.named_parameters():
+        moved = (parameter.detach() - before[name]).square().mean().sqrt().item()
+        assert moved == pytest.approx(0.002 if name in muon else 0.01, rel=0.35)

@@ -1,0 +1,121 @@
+"""The best tree for measured heads, against all trees there are."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decoding.plan import best_tree, measure_cost_curve
+from decoding.target import CausalLM
+
+Path = tuple[int, ...]
+
+
+def value(tree: Sequence[Path], accuracies: Sequence[Sequence[float]]) -> float:
+    """How many drafted tokens are accepted on average: each node with the product of the shares along its path."""
+    total = 0.0
+    for path in tree:
+        product = 1.0
+        for depth, rank in enumerate(path):
+            product *= accuracies[depth][rank]
+        total += product
+    return total
+
+
+def all_trees(ranks: Sequence[int], nodes: int) -> set[frozenset[Path]]:
+    """Every prefix-closed set of ``nodes`` paths, where head d offers ``ranks[d]`` ranks."""
+    trees: set[frozenset[Path]] = {frozenset()}
+    for _ in range(nodes):
+        trees = {
+            tree | {(*parent, rank)}
+            for tree in trees
+            for parent in ((), *tree)
+            if len(parent) < len(ranks)
+            for rank in range(ranks[len(parent)])
+            if (*parent, rank) not in tree
+        }
+    return trees
+
+
+def is_prefix_closed(tree: Sequence[Path]) -> bool:
+    return all(len(path) == 1 or path[:-1] in tree for path in tree)
+
+
+def falling(heads: int, ranks: int) -> st.SearchStrategy[list[list[float]]]:
+    head = st.lists(st.floats(0.01, 1.0), min_size=ranks, max_size=ranks)
+    return st.lists(head.map(lambda shares: sorted(shares, reverse=True)), min_size=heads, max_size=heads)
+
+
+def test_all_trees_lists_the_trees_of_two_heads_with_two_ranks() -> None:
+    assert all_trees([2, 2], 2) == {
+        frozenset(t) for t in [{(0,), (1,)}, {(0,), (0, 0)}, {(0,), (0, 1)}, {(1,), (1, 0)}, {(1,), (1, 1)}]
+    }
+
+
+@pytest.mark.parametrize(("heads", "ranks"), [(3, 2), (2, 3)])
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5])
+def test_the_best_tree_accepts_as_much_as_the_best_of_all_trees(heads: int, ranks: int, nodes: int) -> None:
+    trees = all_trees([ranks] * heads, nodes)
+
+    @given(falling(heads, ranks))
+    def check(accuracies: list[list[float]]) -> None:
+        tree = best_tree(accuracies, nodes)
+        assert len(set(tree)) == nodes and is_prefix_closed(tree)
+        most = max(value(tuple(other), accuracies) for other in trees)
+        assert value(tree, accuracies) == pytest.approx(most, abs=1e-12)
+
+    check()
+
+
+def test_the_best_tree_by_hand() -> None:
+    """.6 | .36 (0,0) | .3 (1) | .18 (1,0) | .06 (0,1) | .03 (1,1)."""
+    accuracies = [[0.6, 0.3], [0.6, 0.1]]
+    expected = [(0,), (0, 0), (1,), (1, 0), (0, 1), (1, 1)]
+    for nodes in range(1, 7):
+        assert set(best_tree(accuracies, nodes)) == set(expected[:nodes])
+
+
+def test_paths_come_by_depth_and_then_by_rank() -> None:
+    assert best_tree([[0.6, 0.3], [0.6, 0.1]], 5) == ((0,), (1,), (0, 0), (0, 1), (1, 0))
+
+
+@given(st.lists(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=6), min_size=1, max_size=4), st.integers(1, 30))
+def test_a_tree_is_prefix_closed_without_gaps_in_rank_whatever_the_shares(
+    accuracies: list[list[float]], nodes: int
+) -> None:
+    tree = best_tree(accuracies, nodes)
+    assert 1 <= len(tree) <= nodes and len(set(tree)) == len(tree) and is_prefix_closed(tree)
+    assert all(path[-1] == 0 or (*path[:-1], path[-1] - 1) in tree for path in tree)
+
+
+@given(falling(3, 3))
+def test_a_larger_tree_holds_the_smaller_one(accuracies: list[list[float]]) -> None:
+    trees = [set(best_tree(accuracies, nodes)) for nodes in range(1, 12)]
+    assert all(smaller < larger for smaller, larger in pairwise(trees))
+
+
+def test_a_rank_counted_more_often_than_the_one_before_it_is_capped_by_it() -> None:
+    """A small sample says rank 1 is better than rank 0: both then count .2, and the tree stays without gaps."""
+    assert best_tree([[0.2, 0.5, 0.4], [0.1]], 3) == ((0,), (1,), (2,))
+    assert best_tree([[0.2, 0.5, 0.4], [0.9]], 4) == best_tree([[0.2, 0.2, 0.2], [0.9]], 4)
+
+
+def test_paths_that_are_never_right_are_left_out() -> None:
+    assert best_tree([[0.5, 0.0], [0.5, 0.0]], 10) == ((0,), (0, 0))
+    assert best_tree([[0.0, 0.0]], 10) == ((0,),)  # a tree has at least one node
+
+
+@pytest.mark.parametrize(("accuracies", "nodes"), [([], 3), ([[]], 3), ([[0.5]], 0)])
+def test_a_tree_of_nothing_is_refused(accuracies: list[list[float]], nodes: int) -> None:
+    with pytest.raises(ValueError, match="a tree needs at least one node and one head's accuracies"):
+        best_tree(accuracies, nodes)
+
+
+def test_the_cost_curve_has_a_time_for_every_size_even_in_a_short_context(tiny_llama: CausalLM) -> None:
+    assert tiny_llama.max_positions == 96  # shorter than the usual prefix of 128 tokens
+    curve = measure_cost_curve(tiny_llama, sizes=(1, 4), repeats=1)
+    assert list(curve) == [1, 4] and all(seconds > 0 for seconds in curve.values())
+    assert not torch.is_inference_mode_enabled()

@@ -1,0 +1,146 @@
+"""The embedded default target: where it lives, what it is made of, and that it is built once."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from accelerate.state import AcceleratorState
+from transformers import AutoTokenizer
+
+from decoding.loading import load_model, load_tokenizer
+from trainer import quickstart
+from trainer.recipe import PretrainRecipe
+
+
+@pytest.fixture(scope="module")
+def library() -> list[Path]:
+    """The 48 smallest of the files that the corpus is made of."""
+    files = quickstart._library_files()
+    assert len(files) > 300
+    return sorted(files, key=lambda path: path.stat().st_size)[:48]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: list[Path]) -> Path:
+    """An empty cache, and 48 files of the library instead of all of them."""
+    monkeypatch.setattr(quickstart, "_library_files", lambda: list(library))
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("HEADSTART_QUICKSTART_STEPS", raising=False)
+    return tmp_path / "cache"
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_the_corpus_is_split_by_file_into_disjoint_halves(cache: Path) -> None:
+    corpus = quickstart.build_corpus()
+    train, heldout = rows(corpus / "train.jsonl"), rows(corpus / "heldout.jsonl")
+    assert (len(train), len(heldout)) == (45, 3)  # one file in 16 is held out
+    sources = {row["source"] for row in train}, {row["source"] for row in heldout}
+    assert not sources[0] & sources[1] and len(sources[0] | sources[1]) == 48
+    assert not {row["text"] for row in train} & {row["text"] for row in heldout}
+    assert not any(Path(source).is_absolute() for source in sources[0] | sources[1])
+
+
+def test_the_corpus_is_the_same_every_time(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = quickstart.build_corpus()
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "other"))
+    second = quickstart.build_corpus()
+    assert first.relative_to(cache) == second.relative_to(tmp_path / "other") and first != second
+    files = ["heldout.jsonl", "tokenizer.json", "tokenizer_config.json", "train.jsonl"]
+    assert sorted(path.name for path in first.iterdir()) == files
+    assert all((first / name).read_bytes() == (second / name).read_bytes() for name in files)
+
+
+def test_the_corpus_is_written_once(cache: Path) -> None:
+    corpus = quickstart.build_corpus()
+    before = (corpus / "train.jsonl").stat().st_mtime_ns
+    assert quickstart.build_corpus() == corpus and (corpus / "train.jsonl").stat().st_mtime_ns == before
+
+
+def test_a_corpus_left_half_written_by_a_kill_is_written_again(cache: Path) -> None:
+    partial = quickstart.cache() / ".corpus.partial"
+    partial.mkdir(parents=True)
+    (partial / "train.jsonl").write_text("half")
+    corpus = quickstart.build_corpus()
+    assert len(rows(corpus / "train.jsonl")) == 45 and not partial.exists()
+
+
+def test_the_tokenizer_reads_any_text_back(cache: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(quickstart.build_corpus())
+    text = "def f(x):\n    return 'Zoë → ' + x  # \t\n"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer.eos_token == "<|end|>" and len(tokenizer) <= 2048
+
+
+def test_names_are_resolved_to_the_cache_and_others_left_alone(cache: Path) -> None:
+    assert quickstart.resolve("quickstart") == str(quickstart.folder())
+    assert quickstart.resolve("quickstart/config.json") == str(quickstart.folder() / "config.json")
+    train = quickstart.resolve("quickstart/train.jsonl")
+    assert train == str(quickstart.cache() / "corpus" / "train.jsonl") and Path(train).is_file()
+    for other in ("org/quickstart", "quickstarter", "./quickstart", "data/train.jsonl", "/quickstart/x"):
+        assert quickstart.resolve(other) == other
+
+
+def test_the_cache_is_where_the_environment_says_and_depends_on_the_library(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert quickstart.cache().parent == cache and quickstart.folder().is_relative_to(cache)
+    before = quickstart.cache()
+    fewer = quickstart._library_files()[1:]
+    monkeypatch.setattr(quickstart, "_library_files", lambda: fewer)
+    assert quickstart.cache() != before
+    monkeypatch.delenv("HEADSTART_CACHE")
+    assert not quickstart.cache().is_relative_to(cache) and "headstart" in str(quickstart.cache().parent)
+
+
+def test_a_target_of_other_steps_lives_in_another_folder(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = quickstart.folder()
+    monkeypatch.setenv("HEADSTART_QUICKSTART_STEPS", "2")
+    assert quickstart.steps() == 2 and quickstart.folder() != usual
+    assert quickstart.recipe().training.steps == 2
+
+
+def test_the_recipe_is_valid_and_trains_on_the_corpus(cache: Path) -> None:
+    recipe = quickstart.recipe()
+    assert isinstance(recipe, PretrainRecipe) and recipe.training.steps == 260
+    assert recipe.data.train == quickstart.resolve("quickstart/train.jsonl")
+    assert Path(recipe.output) == quickstart.folder().parent
+
+
+@pytest.mark.parametrize("target", [None, "org/model", "quickstarter"])
+def test_nothing_is_built_for_another_target(cache: Path, target: str | None) -> None:
+    quickstart.ensure_built(target)
+    assert not cache.exists()
+
+
+def test_several_processes_do_not_build_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="the quickstart target is not built yet: train once with one process"):
+        quickstart.ensure_built("quickstart")
+
+
+def test_the_target_is_built_once_and_loads_like_any_other(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the real training, at a size that takes a moment."""
+    monkeypatch.setenv("HEADSTART_QUICKSTART_STEPS", "2")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    usual = quickstart.recipe()
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    content = usual.model_dump()
+    content["model"] |= small
+    content["data"] |= {"max_length": 16, "max_rows": 4}
+    monkeypatch.setattr(quickstart, "recipe", lambda: PretrainRecipe.model_validate(content))
+    AcceleratorState._reset_state(True)
+    assert not quickstart.is_built()
+    quickstart.ensure_built("quickstart")
+    AcceleratorState._reset_state(True)
+    assert quickstart.is_built()
+    model = load_model(quickstart.resolve("quickstart"))
+    tokenizer = load_tokenizer(quickstart.resolve("quickstart"))
+    assert model.config.vocab_size == len(tokenizer) and model.config.tie_word_embeddings
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    monkeypatch.setattr(quickstart, "recipe", lambda: pytest.fail("it was built again"))
+    quickstart.ensure_built("quickstart")
