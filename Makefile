@@ -10,12 +10,12 @@ demo: .venv/.ready
 	HF_HUB_OFFLINE=1 $(BIN)/python scripts/demo.py
 
 # Lint, types, import layers, every test.
-test: lint
-	$(BIN)/python -m pytest
+test: check
+	$(BIN)/python -m pytest -m system
 
 # What a contributor runs before each commit: the same without the tests that launch programs.
 check: lint
-	$(BIN)/python -m pytest -m "not system"
+	$(BIN)/python -m pytest -n 2 -m "not system"
 
 .PHONY: lint
 lint: .venv/.ready

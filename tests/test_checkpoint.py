@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import trainer.checkpoint
-from trainer.checkpoint import Checkpoints, Progress, write_folder
+from trainer.checkpoint import Checkpoints, Progress
+from trainer.folders import write_folder
 from trainer.optimizer import build_optimizers
 from trainer.recipe import TrainingSection
 

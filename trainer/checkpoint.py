@@ -6,9 +6,8 @@ state are functions of the step, so nothing else needs saving.
 """
 
 import json
-import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.folders import write_folder
+
 _STATE, _WEIGHTS, _OPTIMIZER = "state.json", "weights.safetensors", "optimizer.safetensors"
 
 
@@ -28,32 +29,6 @@ class Progress:
 
     step: int
     tokens: int
-
-
-def write_folder(destination: Path, write: Callable[[Path], None]) -> None:
-    """Fill a folder through ``write`` so that it appears whole or not at all; one that was there is replaced."""
-    temporary = destination.with_name(f".{destination.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        write(temporary)
-        for file in temporary.iterdir():
-            _flush_to_disk(file)
-        if destination.exists():
-            shutil.rmtree(destination)
-        os.replace(temporary, destination)
-        _flush_to_disk(destination.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _flush_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class Checkpoints:

@@ -134,7 +134,7 @@ def _progress(console: Console) -> Progress:
 
 def _wide(console: Console) -> Console:
     """Where nobody set a width (a file, a pipe), give the table the room it needs."""
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(file=console.file, width=150)
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(file=console.file, width=172)
 
 
 def run_generate(options: GenerateOptions, console: Console | None = None) -> None:

@@ -17,7 +17,7 @@ import platformdirs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from trainer.checkpoint import write_folder
+from trainer.folders import write_folder
 from trainer.recipe import PretrainRecipe
 
 NAME = "quickstart"

@@ -1,5 +1,6 @@
 """From a recipe to a finished folder: target, data, objective, loop, evaluation, artefact."""
 
+import importlib.util
 import json
 import os
 import time
@@ -18,9 +19,10 @@ from decoding.evaluate import acceptance_on
 from decoding.generate import DecodingConfig, speculate
 from decoding.loading import eos_token_ids, load_model, load_tokenizer, parse_dtype
 from decoding.target import CausalLM
-from trainer.checkpoint import Checkpoints, Progress, write_folder
+from trainer.checkpoint import Checkpoints, Progress
 from trainer.data import Dataset, heldout_prompts, load_dataset
 from trainer.distill import DistillObjective
+from trainer.folders import write_folder
 from trainer.loop import Hooks, train
 from trainer.medusa import MedusaObjective
 from trainer.objective import Objective
@@ -112,6 +114,8 @@ def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
 
 
 def _accelerator(recipe: AnyRecipe) -> Accelerator:
+    if recipe.tracking == "wandb" and importlib.util.find_spec("wandb") is None:
+        raise ValueError("tracking is wandb, which is not installed: pip install wandb, or set tracking=none")
     if recipe.tracking == "wandb" and "WANDB_API_KEY" not in os.environ:
         os.environ.setdefault("WANDB_MODE", "offline")
     return Accelerator(
@@ -187,7 +191,8 @@ class _Log:
         self._last_step: tuple[float, int] | None = None
 
     def __enter__(self) -> "_Log":
-        self._accelerator.init_trackers("headstart", config=self._recipe.model_dump(mode="json"))
+        wandb = {"name": self._recipe.name, "dir": self._recipe.output}
+        self._accelerator.init_trackers("headstart", self._recipe.model_dump(mode="json"), {"wandb": wandb})
         self._bar.start()
         return self
 

@@ -1,14 +1,11 @@
 """Export of what was trained in the formats that servers load, with a model card: `export`, and `hub.push`."""
 
-import shutil
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.export.card import CARD_NAME, Artefact, read_provenance, read_report, render_card
 from trainer.export.hub import push
+from trainer.folders import write_folder
 
 __all__ = ["FORMATS", "ExportSummary", "export", "push"]
 
@@ -48,11 +45,18 @@ def export(
     _check_destination(source, destination, overwrite)
     provenance = read_provenance(source)
     measured = read_report(Path(report)) if report is not None else None
-    with _whole_or_not_at_all(destination) as folder:
-        artefact, compared = _write(source, folder, format)
+    compared: list[str] = []
+
+    def write(folder: Path) -> None:
+        artefact, sentence = _write(source, folder, format)
         (folder / CARD_NAME).write_text(render_card(artefact, provenance, measured), encoding="utf-8")
+        _give_all_files_one_mode(folder)
+        _check_holds_only(destination, {path.name for path in folder.iterdir()})
+        compared.append(sentence)
+
+    write_folder(destination, write)
     files = {path.name: path.stat().st_size for path in sorted(destination.iterdir())}
-    return ExportSummary(format, destination, files, compared)
+    return ExportSummary(format, destination, files, compared[0])
 
 
 def _write(source: Path, folder: Path, format: str) -> tuple[Artefact, str]:
@@ -96,34 +100,10 @@ def _check_destination(source: Path, destination: Path, overwrite: bool) -> None
         raise ValueError(f"the destination {destination} is not empty: give another folder, or overwrite it")
 
 
-@contextmanager
-def _whole_or_not_at_all(destination: Path) -> Iterator[Path]:
-    """A new folder beside the destination, which takes its place if the block ends well and is removed otherwise."""
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    mark = uuid.uuid4().hex[:12]
-    folder = destination.with_name(f".{destination.name}.{mark}.partial")
-    replaced = destination.with_name(f".{destination.name}.{mark}.replaced")
-    folder.mkdir()
-    try:
-        yield folder
-        _give_all_files_one_mode(folder)
-        if destination.is_dir():
-            _check_holds_only(destination, {path.name for path in folder.iterdir()})
-            destination.rename(replaced)
-        try:
-            folder.rename(destination)
-        except OSError:
-            if replaced.is_dir():
-                replaced.rename(destination)
-            raise
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if destination.is_dir():
-            shutil.rmtree(replaced, ignore_errors=True)
-
-
 def _check_holds_only(destination: Path, names: set[str]) -> None:
     """Overwriting replaces files of the same names; anything else there is not an export's, and stays."""
+    if not destination.is_dir():
+        return
     others = sorted(path.name for path in destination.iterdir() if path.name not in names or not path.is_file())
     if others:
         raise ValueError(
