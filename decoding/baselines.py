@@ -1,12 +1,13 @@
 """transformers' own decoding, timed like ours: the peers in every table."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from decoding.generate import DecodingConfig
@@ -53,33 +54,42 @@ def transformers_generate(
     (a length that adapts, a confidence threshold that stops early).
     """
     input_ids = torch.tensor([list(prompt)], device=target.device)
-    options: dict[str, Any] = {}
-    if assistant is not None:
-        options["assistant_model"] = _with_draft_length(assistant, num_assistant_tokens)
+    models = [target.model] if assistant is None else [target.model, assistant.model]
+    options: dict[str, Any] = {} if assistant is None else {"assistant_model": assistant.model}
     torch.manual_seed(config.seed)
     clock = _Clock()
-    begin = time.perf_counter()
-    output = target.model.generate(
-        input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        generation_config=_generation_config(config),
-        streamer=clock,
-        **options,
-    )
-    end = time.perf_counter()
+    with _bare_generation_configs(models, num_assistant_tokens):
+        begin = time.perf_counter()
+        output = target.model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            generation_config=_generation_config(config),
+            streamer=clock,
+            **options,
+        )
+        end = time.perf_counter()
     tokens = tuple(output[0, len(prompt) :].tolist())
     return TimedText(tokens, clock.first_tokens, clock.first_at - begin, end - clock.first_at)
 
 
-def _with_draft_length(assistant: CausalLM, num_assistant_tokens: int | None) -> Any:
-    config = assistant.model.generation_config
-    assert config is not None
-    fixed = num_assistant_tokens is not None
-    # None stands for transformers' own default; the threshold adapts during generation, so it is set anew each time.
-    config.num_assistant_tokens = num_assistant_tokens
-    config.num_assistant_tokens_schedule = "constant" if fixed else None
-    config.assistant_confidence_threshold = 0 if fixed else None
-    return assistant.model
+@contextmanager
+def _bare_generation_configs(models: Sequence[PreTrainedModel], num_assistant_tokens: int | None) -> Iterator[None]:
+    """For a while, no control comes from a model's own generation config: `generate` fills in what we leave unset.
+
+    The draft length is read from the assistant's: fixed to ``num_assistant_tokens``, or `transformers`' own defaults.
+    """
+    kept = [model.generation_config for model in models]
+    for model in models:
+        model.generation_config = GenerationConfig()
+        if num_assistant_tokens is not None:
+            model.generation_config.num_assistant_tokens = num_assistant_tokens
+            model.generation_config.num_assistant_tokens_schedule = "constant"
+            model.generation_config.assistant_confidence_threshold = 0
+    try:
+        yield
+    finally:
+        for model, config in zip(models, kept, strict=True):
+            model.generation_config = config
 
 
 def _generation_config(config: DecodingConfig) -> GenerationConfig:
@@ -91,7 +101,7 @@ def _generation_config(config: DecodingConfig) -> GenerationConfig:
             "temperature": sampling.temperature,
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
-            "min_p": sampling.min_p or None,
+            "min_p": sampling.min_p or None,  # it refuses 0; with a bare config None is none
         }
     return GenerationConfig(
         max_new_tokens=config.max_new_tokens,

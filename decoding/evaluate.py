@@ -5,6 +5,7 @@ all alike; speed-ups are ratios of paired runs. `transformers`' own `generate` i
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ import torch
 from decoding.baselines import transformers_generate
 from decoding.drafters.base import Drafter
 from decoding.drafters.draft_model import DraftModelDrafter
-from decoding.generate import DecodingConfig, speculate
+from decoding.generate import DecodingConfig, check_prompt, speculate
 from decoding.machine import commit, hardware, versions
 from decoding.metrics import StepCount, acceptance, predicted_speedup, ratio_of_sums, spread
 from decoding.plan import measure_cost_curve
@@ -75,7 +76,7 @@ def our_method(target: CausalLM, setting: str, name: str, drafter: Drafter | Non
             decode_tokens=len(generation.tokens) - 1,
             first_seconds=prefill.total_seconds,
             decode_seconds=sum(step.total_seconds for step in steps),
-            counts=tuple(StepCount(len(s.tokens), s.accepted, s.offered, s.drafted) for s in steps),
+            counts=tuple(step.counts for step in steps),
             draft_seconds=sum(step.draft_seconds for step in steps),
             verify_seconds=sum(step.verify_seconds for step in steps),
         )
@@ -128,7 +129,8 @@ def _peers(target: CausalLM, setting: str, drafters: dict[str, Drafter], decodin
     """transformers' generate, and assisted generation with our draft at our depth and at its own defaults."""
     peers = [transformers_method(target, setting, TRANSFORMERS, decoding)]
     for drafter in drafters.values():
-        if isinstance(drafter, DraftModelDrafter):
+        # Assisted generation takes vocabularies of other sizes for other tokenizers: no peer for a padded family.
+        if isinstance(drafter, DraftModelDrafter) and drafter.draft.vocab_size == target.vocab_size:
             name = f"transformers assisted, {drafter.max_depth} tokens"
             peers.append(transformers_method(target, setting, name, decoding, drafter.draft, drafter.max_depth))
             peers.append(
@@ -151,10 +153,14 @@ def evaluate(
     """
     if not prompts:
         raise ValueError("there are no prompts to evaluate on: give at least one")
+    if config.rounds < 1:
+        raise ValueError(f"rounds is {config.rounds}: give at least 1")
+    for prompt in prompts:  # now, not after an hour
+        check_prompt(target, prompt, DecodingConfig(config.max_new_tokens))
     runs: dict[tuple[str, str], list[Run]] = {(method.setting, method.name): [] for method in methods}
     began = time.perf_counter()
     for method in methods:
-        method.decode(prompts[0], config.seed)  # warm-up
+        method.decode(max(prompts, key=len), config.seed)  # warm-up, with what is likeliest not to fit
         on_run()
     for round_index in range(config.rounds):
         for index, prompt in enumerate(prompts):
@@ -164,7 +170,7 @@ def evaluate(
                 runs[method.setting, method.name].append(method.decode(prompt, seed))
                 on_run()
     curve = measure_cost_curve(target)
-    return {
+    report = {
         "hardware": hardware(),
         "versions": versions(),
         "commit": commit(),
@@ -177,6 +183,8 @@ def evaluate(
         "cost_curve_ms": {str(size): 1000 * seconds for size, seconds in curve.items()},
         "rows": [_row(method, runs, curve, target, prompts) for method in methods],
     }
+    plain_values: dict[str, Any] = _without_nan(report)
+    return plain_values
 
 
 def _row(
@@ -194,19 +202,27 @@ def _row(
         "setting": method.setting,
         "method": method.name,
         "label": method.label,
-        "tokens_per_second": ratio_of_sums([(run.decode_tokens, run.decode_seconds) for run in mine])._asdict(),
-        "tokens_per_second_with_prefill": ratio_of_sums(
-            [(len(run.tokens), run.first_seconds + run.decode_seconds) for run in mine]
-        )._asdict(),
+        "tokens_per_second": _tokens_per_second(mine, len(prompts), with_prefill=False),
+        "tokens_per_second_with_prefill": _tokens_per_second(mine, len(prompts), with_prefill=True),
         "speedup": _speedup(mine, plain),
         "speedup_with_prefill": _speedup(mine, plain, with_prefill=True),
         "speedup_over_transformers": _speedup(mine, peer) if peer else None,
     }
     if method.setting == "greedy":
         row["identical_to_plain"] = _compare(mine, plain, target, prompts)
-    if mine[0].counts:
-        row |= _acceptance_figures(method, mine, curve)
+    if any(run.counts for run in mine):
+        # Greedy rounds are copies of one text: more of them say more about time, and nothing about acceptance.
+        texts = mine[: len(prompts)] if method.setting == "greedy" else mine
+        row |= _acceptance_figures(method, texts, curve)
     return row
+
+
+def _tokens_per_second(mine: Sequence[Run], prompts: int, with_prefill: bool) -> dict[str, float]:
+    """Over all runs, with an interval over prompts: the rounds of one prompt are no texts of their own."""
+    tokens = [len(run.tokens) if with_prefill else run.decode_tokens for run in mine]
+    seconds = [run.decode_seconds + (run.first_seconds if with_prefill else 0) for run in mine]
+    pairs = [(float(sum(tokens[prompt::prompts])), sum(seconds[prompt::prompts])) for prompt in range(prompts)]
+    return ratio_of_sums(pairs)._asdict()
 
 
 def _speed(run: Run, with_prefill: bool) -> float:
@@ -262,10 +278,10 @@ def _compare(
         if ours.tokens == theirs.tokens:
             continue
         prompt = prompts[index % len(prompts)]
-        at = next(
-            (i for i, (a, b) in enumerate(zip(ours.tokens, theirs.tokens, strict=False)) if a != b),
-            min(len(ours.tokens), len(theirs.tokens)) - 1,
-        )
+        at = next((i for i, (a, b) in enumerate(zip(ours.tokens, theirs.tokens, strict=False)) if a != b), None)
+        if at is None:  # one ended where the other went on: no near-tie explains that
+            margins.append(math.inf)
+            continue
         text = [*prompt, *theirs.tokens[:at]]
         logits = target.append(torch.tensor(text), target.new_cache(len(text))).logits[0].float()
         margins.append(abs(float(logits[ours.tokens[at]] - logits[theirs.tokens[at]])))
@@ -279,7 +295,7 @@ def acceptance_on(
     texts = []
     for prompt in prompts:
         steps = speculate(target, drafter, prompt, config).steps[1:]
-        texts.append([StepCount(len(s.tokens), s.accepted, s.offered, s.drafted) for s in steps])
+        texts.append([step.counts for step in steps])
     figures = acceptance(texts)
     return {
         "tokens_per_pass": figures.tokens_per_pass.value,
@@ -290,4 +306,13 @@ def acceptance_on(
 def write_report(report: dict[str, Any], path: Path) -> None:
     """Write the report as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=2) + "\n")
+    path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN and no infinity: what could not be measured is null."""
+    if isinstance(value, dict):
+        return {key: _without_nan(held) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(held) for held in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

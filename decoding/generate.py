@@ -10,6 +10,7 @@ from torch import Tensor
 
 from decoding.cache import PreallocatedCache
 from decoding.drafters.base import Drafter
+from decoding.metrics import StepCount
 from decoding.proposal import Proposal
 from decoding.sampling import (
     GeneratorSource,
@@ -68,6 +69,11 @@ class Step(NamedTuple):
     total_seconds: float
     is_prefill: bool = False
 
+    @property
+    def counts(self) -> StepCount:
+        """What the acceptance figures are made of."""
+        return StepCount(len(self.tokens), self.accepted, self.offered, self.drafted)
+
 
 def decode_steps(
     target: CausalLM,
@@ -115,7 +121,7 @@ class _Loop:
         tokenizer: TextDecoder | None,
     ) -> None:
         longest = len(prompt) + config.max_new_tokens
-        _check_prompt(target, prompt, config)
+        check_prompt(target, prompt, config)
         self.target, self.config = target, config
         self.tokens = list(prompt)
         self.prompt_length = len(prompt)
@@ -196,10 +202,11 @@ class _Loop:
     def _synchronize(self) -> None:
         """Make the split of the time true on a GPU, where work is queued."""
         if self.target.device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.target.device)
 
 
-def _check_prompt(target: CausalLM, prompt: Sequence[int], config: DecodingConfig) -> None:
+def check_prompt(target: CausalLM, prompt: Sequence[int], config: DecodingConfig) -> None:
+    """Refuse what cannot be decoded: an empty prompt, tokens the target does not know, more than its context holds."""
     if not prompt:
         raise ValueError("the prompt is empty: give at least one token (a BOS token will do)")
     if unknown := [token for token in prompt if not 0 <= token < target.vocab_size]:

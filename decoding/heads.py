@@ -81,6 +81,15 @@ class MedusaHeads(nn.Module):
         """Heads that start as the target's own lm_head: each Linear a copy of its weight, each block the identity."""
         heads = MedusaHeads(config)
         lm_head: nn.Linear = target.get_output_embeddings()  # type: ignore[operator]  # nn.Module's getattr
+        if getattr(lm_head, "bias", None) is not None or lm_head.weight.shape != (
+            config.vocab_size,
+            config.hidden_size,
+        ):
+            shape = f"{tuple(lm_head.weight.shape)}{' with a bias' if lm_head.bias is not None else ''}"
+            raise ValueError(
+                f"the target's lm_head is {shape} and cannot be copied into heads of {config.vocab_size} tokens and "
+                f"width {config.hidden_size} without one"
+            )
         with torch.no_grad():
             for head in heads.heads:
                 head.lm_head.weight.copy_(lm_head.weight)  # type: ignore[union-attr,operator]  # ModuleList's items

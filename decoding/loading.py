@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from decoding.drafters.base import Drafter
-from decoding.drafters.medusa import MedusaDrafter
 from decoding.heads import FORMAT, MedusaHeads
 from decoding.target import CausalLM
 
@@ -36,7 +35,7 @@ def load_model(
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code
         )
-    except OSError as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"no model could be read from {name!r}: {_first_line(error)}") from error
     return model.to(device or default_device()).eval()  # type: ignore[arg-type,no-any-return]  # transformers' stubs
 
@@ -98,10 +97,6 @@ def load_heads(folder: str | Path, target: CausalLM) -> MedusaHeads:
     heads = MedusaHeads.from_pretrained(folder, dtype=target.dtype, device=target.device)
     heads.check_fits(target.hidden_size, target.vocab_size)
     return heads
-
-
-def load_medusa_drafter(folder: str | Path, target: CausalLM) -> Drafter:
-    return MedusaDrafter(load_heads(folder, target))
 
 
 def load_draft(

@@ -2,8 +2,8 @@
 
 Acceptance means four things in the literature; each has its own name here:
 - tokens per target pass: tokens emitted / target passes, prefill left out, the target's own token included;
-- conditional acceptance at position i (from 1): accepted there / offered there and accepted at i-1;
-- unconditional acceptance at position i: accepted there / offered there;
+- conditional acceptance at position i (from 1): accepted there / accepted at i-1 of a draft that was i deep;
+- unconditional acceptance at position i: accepted there / drafts that were i deep;
 - accepted per drafted: accepted tokens / drafted tree nodes.
 """
 

@@ -28,7 +28,7 @@ def measure_cost_curve(
             begin = time.perf_counter()
             model.verify(tree, cache)
             if model.device.type == "cuda":
-                torch.cuda.synchronize()
+                torch.cuda.synchronize(model.device)
             if repeat >= 2:
                 samples[size].append(time.perf_counter() - begin)
             cache.truncate(prefix)

@@ -26,14 +26,15 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield number, row if isinstance(row, dict) else {"text": row}
 
 
-def encode_prompt(text: str, tokenizer: PreTrainedTokenizerBase, chat: bool) -> tuple[int, ...]:
-    """A user's message in the tokenizer's chat template, or a plain text to continue."""
+def encode_prompt(
+    prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, chat: bool
+) -> tuple[int, ...]:
+    """A user's message, or the messages so far, in the tokenizer's chat template; else a plain text to continue."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if chat and tokenizer.chat_template is not None:
-        encoded: Any = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True
-        )
+        encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
     else:
-        encoded = tokenizer(text)
+        encoded = tokenizer("\n".join(message["content"] for message in messages))
     tokens: list[int] = encoded["input_ids"]
     if not tokens and tokenizer.bos_token_id is not None:
         tokens = [int(tokenizer.bos_token_id)]
@@ -62,18 +63,32 @@ def read_prompts(
         if name is None or name not in row:
             wanted = repr(field) if field else f"any of {', '.join(_FIELDS)}"
             raise ValueError(f"{path}, line {number}: no field {wanted}; the row has {', '.join(sorted(row))}")
-        text = _first_message(row[name], f"{path}, line {number}")
-        tokens = encode_prompt(text, tokenizer, chat and name != "text")
+        where = f"{path}, line {number}"
+        templated = chat and (field is not None or name != "text")  # a text is to be continued, unless asked for
+        tokens = encode_prompt(_before_the_answer(row[name], where), tokenizer, templated)
         prompts.append(tokens[:prompt_tokens] if prompt_tokens else tokens)
     if not prompts:
         raise ValueError(f"{path} holds no prompts: give a .jsonl file with one a line")
     return prompts
 
 
-def _first_message(value: Any, where: str) -> str:
+def _before_the_answer(value: Any, where: str) -> str | list[dict[str, str]]:
+    """A prompt as it stands in a row: a text, the first of several turns, or the messages before the first answer."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        messages = check_messages(value, where)
+        roles = [message["role"] for message in messages]
+        return messages[: roles.index("assistant") if "assistant" in roles else len(messages)]
     first = value[0] if isinstance(value, list) and value else value
-    if isinstance(first, dict):
-        first = first.get("content")
     if not isinstance(first, str):
         raise ValueError(f"{where}: the prompt is {type(first).__name__}, not text")
     return first
+
+
+def check_messages(value: Any, where: str) -> list[dict[str, str]]:
+    """A conversation as chat templates take it: a list of messages, each with a role and a content."""
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{where}: the messages are {value!r:.60}, not a list of messages")
+    for message in value:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise ValueError(f"{where}: a message is {message!r:.60}, without a role and a content that are texts")
+    return value

@@ -46,11 +46,37 @@ def table_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
             _promise(row),
             _estimate(row.get("tokens_per_pass")),
             " ".join(f"{share['value']:.2f}" for share in row.get("conditional_acceptance", [])[:5]) or "–",
-            f"{row['tokens_per_second']['value']:.0f}",
+            f"{row['tokens_per_second']['value'] or 0:.0f}",
             _spread(row["speedup"]),
             _spread(row["speedup_over_transformers"]),
         )
         for row in report["rows"]
+    ]
+
+
+MORE_COLUMNS = (
+    "setting",
+    "method",
+    "speed-up with the prefill",
+    "speed-up predicted from the cost curve",
+    "accepted per drafted",
+    "accepted lengths: passes",
+)
+
+
+def more_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
+    """What the page says beyond the table, a tuple per drafter in the order of `MORE_COLUMNS`."""
+    return [
+        (
+            row["setting"],
+            row["method"],
+            _spread(row["speedup_with_prefill"]),
+            f"{row['predicted_speedup']:.2f}×" if row["predicted_speedup"] is not None else "–",
+            _estimate(row["accepted_per_drafted"]),
+            ", ".join(f"{length}: {count}" for length, count in row["accepted_length_histogram"].items()),
+        )
+        for row in report["rows"]
+        if row.get("conditional_acceptance")
     ]
 
 
@@ -63,11 +89,15 @@ def _promise(row: dict[str, Any]) -> str:
 
 
 def _estimate(figure: dict[str, float] | None) -> str:
-    return f"{figure['value']:.2f} [{figure['low']:.2f}, {figure['high']:.2f}]" if figure else "–"
+    if not figure or figure["value"] is None:
+        return "–"
+    return f"{figure['value']:.2f} [{figure['low']:.2f}, {figure['high']:.2f}]"
 
 
 def _spread(figure: dict[str, float] | None) -> str:
-    return f"{figure['median']:.2f}× [{figure['low_quartile']:.2f}, {figure['high_quartile']:.2f}]" if figure else "–"
+    if not figure or figure["median"] is None:
+        return "–"
+    return f"{figure['median']:.2f}× [{figure['low_quartile']:.2f}, {figure['high_quartile']:.2f}]"
 
 
 def caption(report: dict[str, Any]) -> str:
@@ -82,7 +112,7 @@ def caption(report: dict[str, Any]) -> str:
 
 NOTES = (
     "Tokens per target pass: 95% interval over prompts, prefill left out, the target's own token included. "
-    "Accepted at i: share accepted of those offered there with everything before accepted. "
+    "Accepted at i: share kept of the drafts at least i deep whose first i-1 tokens were kept. "
     "Same: greedy texts identical to plain decoding's (in bf16 near-ties may fall either way). "
     "Speed-up: tokens/s over plain decoding by the same loop on the same prompt, prefill left out; median [quartiles]."
 )
@@ -126,6 +156,8 @@ def write_html(report: dict[str, Any], path: Path) -> None:
         columns=COLUMNS,
         rows=table_rows(report),
         pictures=[(title, _svg(figure)) for title, figure in pictures],
+        more_columns=MORE_COLUMNS,
+        more=more_rows(report),
         greedy=[(row["method"], row["identical_to_plain"]) for row in report["rows"] if "identical_to_plain" in row],
         dtype=report["dtype"],
         versions=report["versions"],
@@ -163,6 +195,8 @@ def speedup_figure(report: dict[str, Any]) -> Figure:
         rows = [row for row in report["rows"] if row["setting"] == setting][::-1]
         for position, row in enumerate(rows):
             figures = row["speedup"]
+            if figures["median"] is None:
+                continue
             low, high = figures["median"] - figures["low_quartile"], figures["high_quartile"] - figures["median"]
             peer = row["method"].startswith("transformers")
             axes.barh(

@@ -121,7 +121,8 @@ class GeneratorSource:
         return self._uniform() < probability
 
     def draw(self, weights: Float[Tensor, " vocab"]) -> int:
-        cumulative = weights.to(torch.float64).cumsum(-1)
+        # On the host: the same tokens on every device, and a sum that never falls from one entry to the next.
+        cumulative = weights.to("cpu", torch.float64).cumsum(-1)
         # right=True finds the first entry strictly above the threshold, which cannot have weight 0.
         threshold = cumulative[-1] * self._uniform()
         return int(torch.searchsorted(cumulative, threshold, right=True))

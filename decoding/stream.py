@@ -1,6 +1,6 @@
 """Token ids to text as they come."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import NamedTuple
 
 from decoding.generate import Step, TextDecoder
@@ -36,12 +36,20 @@ class Detokenizer:
         self._shown = len(self._tokens)
         return text[len(before) :]
 
+    def flush(self) -> str:
+        """What is held back at the end, as far as it can be read."""
+        before = self._tokenizer.decode(self._tokens[self._context : self._shown])
+        text: str = self._tokenizer.decode(self._tokens[self._context :])
+        return text[len(before) :]
 
-def stream_pieces(steps: Iterable[Step], tokenizer: TextDecoder) -> Iterator[Piece]:
-    """The text of each token as soon as its step is done."""
+
+def stream_pieces(steps: Iterable[Step], tokenizer: TextDecoder, hidden: Container[int] = ()) -> Iterator[Piece]:
+    """The text of each token as soon as its step is done; ``hidden`` tokens (the EOS) are not shown."""
     detokenizer = Detokenizer(tokenizer)
     for step in steps:
         for index, token in enumerate(step.tokens):
-            text = detokenizer.push(token)
+            text = "" if token in hidden else detokenizer.push(token)
             if text:
                 yield Piece(text, drafted=index < step.accepted)
+    if rest := detokenizer.flush():
+        yield Piece(rest, drafted=False)

@@ -101,11 +101,6 @@ class TreeShape:
             node = self.parents[node]
         return tuple(reversed(nodes))
 
-    @cached_property
-    def leaf_paths(self) -> tuple[tuple[int, ...], ...]:
-        """Every root-to-leaf path, root left out."""
-        return tuple(self.path(node) for node, children in enumerate(self.children) if not children)
-
     def nodes_up_to(self, depth: int) -> tuple[int, ...]:
         """The nodes no deeper than ``depth``, in order. They form a tree of their own."""
         return tuple(node for node, node_depth in enumerate(self.depths) if node_depth <= depth)

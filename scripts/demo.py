@@ -3,8 +3,10 @@
 HEADSTART_DEMO=short trains and measures less, by the same code, for continuous integration.
 """
 
+import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -14,10 +16,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from decoding.loading import load_model
 from trainer import quickstart
 from trainer.cli import guarded
 from trainer.commands import EvaluateOptions, run_evaluate
 from trainer.export import export
+from trainer.provenance import fingerprint
 
 ROOT = Path(__file__).parent.parent
 OUTPUT = Path("runs/quickstart")
@@ -50,9 +54,27 @@ def build_target() -> None:
     print(f"the target is in {quickstart.folder()}")
 
 
+def discard_stale(recipe: str) -> None:
+    """A run on another target (a new Python, another cache) cannot be resumed, and is in the way."""
+    provenance = Path(artefact(recipe)) / "provenance.json"
+    if provenance.is_file():
+        trained_on = json.loads(provenance.read_text())["target"]["fingerprint"]
+        if trained_on != fingerprint(load_model(str(quickstart.folder()))):
+            print(f"{provenance.parent.parent} was trained on another target: starting over")
+            shutil.rmtree(provenance.parent.parent)
+
+
 def launch(recipe: str, short_override: str) -> None:
     """Train a recipe as a user would: ``accelerate launch`` of the training script."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "recipes/accelerate/cpu.yaml"]
+    discard_stale(recipe)
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--quiet",
+        "--config_file",
+        "recipes/accelerate/cpu.yaml",
+    ]
     command += ["scripts/train.py", f"recipes/quickstart/{recipe}.yaml"]
     if SHORT:
         command += [short_override, f"output={OUTPUT / 'short' / recipe}"]
@@ -73,7 +95,7 @@ def measure() -> None:
             draft=artefact("draft"),
             prompts=f"{quickstart.NAME}/heldout.jsonl",
             prompt_tokens=128,
-            limit=3 if SHORT else 14,
+            limit=3 if SHORT else 10,
             max_new_tokens=24 if SHORT else 96,
             output=OUTPUT,
             title="Quickstart: a 7M-parameter Llama trained on the standard library, on held-out files of it",

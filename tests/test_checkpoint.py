@@ -244,3 +244,18 @@ def test_a_folder_that_is_written_again_is_replaced(tmp_path: Path) -> None:
     write_folder(destination, writer("old", "x"))
     write_folder(destination, writer("new", "x"))
     assert names(destination) == ["new"]
+
+
+def test_a_folder_lost_between_two_renames_is_put_back(tmp_path: Path) -> None:
+    """A kill may fall between moving the old folder aside and giving the new one its name."""
+    aside = tmp_path / ".final.4194304.replaced"  # no process has so high a number
+    aside.mkdir()
+    (aside / "old").write_text("x")
+
+    def fails(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        write_folder(tmp_path / "final", fails)
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+    assert (tmp_path / "final" / "old").read_text() == "x"

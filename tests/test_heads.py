@@ -139,3 +139,10 @@ def test_a_target_of_another_width_or_vocabulary_is_refused() -> None:
 def test_a_tree_deeper_than_there_are_heads_is_refused() -> None:
     with pytest.raises(ValueError, match="the tree is 3 deep but there are 2 heads: shorten its paths"):
         MedusaConfig(16, 16, num_heads=2, tree=((0,), (0, 0), (0, 0, 0)))
+
+
+def test_an_lm_head_with_a_bias_is_refused_for_the_heads_would_lose_it() -> None:
+    model = tiny_model()
+    model.get_output_embeddings().bias = torch.nn.Parameter(torch.ones(16))
+    with pytest.raises(ValueError, match="with a bias and cannot be copied into heads of 16 tokens"):
+        MedusaHeads.for_target(model, MedusaConfig(16, 16))

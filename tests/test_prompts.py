@@ -59,3 +59,23 @@ def test_only_the_first_tokens_of_a_text_are_taken_if_asked(tmp_path: Path) -> N
 def test_a_bad_row_is_named_by_its_line(tmp_path: Path, content: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         read_prompts(written(tmp_path, content), byte_tokenizer(), 5)
+
+
+def test_messages_up_to_the_first_answer_go_through_the_template_whole(tmp_path: Path) -> None:
+    row = (
+        '{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}, '
+        '{"role": "assistant", "content": "a"}, {"role": "user", "content": "v"}]}'
+    )
+    assert read_prompts(written(tmp_path, row), byte_tokenizer(CHAT), 1) == [tuple(b"<s><u>:")]
+
+
+def test_a_text_goes_through_the_template_if_its_field_is_named(tmp_path: Path) -> None:
+    assert read_prompts(written(tmp_path, '{"text": "b"}'), byte_tokenizer(CHAT), 1, field="text") == [tuple(b"<b>:")]
+
+
+@pytest.mark.parametrize(
+    "messages", ["5", "null", "[]", '["x"]', '[{"role": "user"}]', '[{"role": "user", "content": 3}]']
+)
+def test_malformed_messages_are_named_by_their_line(tmp_path: Path, messages: str) -> None:
+    with pytest.raises(ValueError, match="line 1: "):
+        read_prompts(written(tmp_path, '{"messages": ' + messages + "}"), byte_tokenizer(CHAT), 1)

@@ -61,7 +61,7 @@ def test_the_corpus_is_written_once(cache: Path) -> None:
 
 
 def test_a_corpus_left_half_written_by_a_kill_is_written_again(cache: Path) -> None:
-    partial = quickstart.cache() / ".corpus.partial"
+    partial = quickstart.cache() / ".corpus.4194304.partial"  # no process has so high a number
     partial.mkdir(parents=True)
     (partial / "train.jsonl").write_text("half")
     corpus = quickstart.build_corpus()
@@ -105,7 +105,7 @@ def test_a_target_of_other_steps_lives_in_another_folder(cache: Path, monkeypatc
 
 def test_the_recipe_is_valid_and_trains_on_the_corpus(cache: Path) -> None:
     recipe = quickstart.recipe()
-    assert isinstance(recipe, PretrainRecipe) and recipe.training.steps == 260
+    assert isinstance(recipe, PretrainRecipe) and recipe.training.steps == 230
     assert recipe.data.train == quickstart.resolve("quickstart/train.jsonl")
     assert Path(recipe.output) == quickstart.folder().parent
 

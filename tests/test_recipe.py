@@ -191,3 +191,22 @@ def test_every_recipe_in_the_repository_is_valid_once_what_it_leaves_open_is_giv
     for path in recipes:
         given = [f"{key}=given" for key in OmegaConf.missing_keys(OmegaConf.load(path))]
         assert load_recipe(path, given).name
+
+
+def test_a_required_key_that_is_misspelt_is_said_to_be_misspelt_and_not_missing(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "kind: medusa\nname: ???\ntarget: t\noutput: o\ndata: {train: a, heldout: b}\ntraning: {steps: 1}\n"
+    )
+    with pytest.raises(ValueError, match=r"unknown key 'traning'; did you mean 'training'\?"):
+        load_recipe(path)
+
+
+def test_what_a_recipe_leaves_open_is_asked_for_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "kind: medusa\nname: n\ntarget: ???\noutput: ???\ndata: {train: a, heldout: b}\ntraining: {steps: 1}\n"
+    )
+    with pytest.raises(ValueError, match=r"leaves output, target to you: give output=\.\.\. behind the recipe"):
+        load_recipe(path)
+    assert load_recipe(path, ["target=t", "output=o"]).output == "o"

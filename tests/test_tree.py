@@ -14,12 +14,11 @@ from decoding.tree import TokenTree, TreeShape
 SHAPE = TreeShape((-1, 0, 0, 1, 2, 2, 5))
 
 
-def test_a_shape_knows_its_depths_children_and_leaf_paths() -> None:
+def test_a_shape_knows_its_depths_children_and_paths() -> None:
     assert SHAPE.depths == (0, 1, 1, 2, 2, 2, 3)
     assert SHAPE.depth_tensor.tolist() == [0, 1, 1, 2, 2, 2, 3]
     assert SHAPE.max_depth == 3
     assert SHAPE.children == ((1, 2), (3,), (4, 5), (), (), (6,), ())
-    assert SHAPE.leaf_paths == ((1, 3), (2, 4), (2, 5, 6))
     assert SHAPE.path(6) == (2, 5, 6)
     assert SHAPE.path(0) == ()
     assert len(SHAPE) == 7 and not SHAPE.is_chain
@@ -39,7 +38,7 @@ def test_a_node_attends_to_itself_and_its_ancestors_only() -> None:
 
 def test_a_chain_is_a_tree_with_one_branch() -> None:
     chain = TreeShape.chain(3)
-    assert chain.parents == (-1, 0, 1, 2) and chain.is_chain and chain.leaf_paths == ((1, 2, 3),)
+    assert chain.parents == (-1, 0, 1, 2) and chain.is_chain
     assert torch.equal(chain.ancestor_mask, torch.ones(4, 4, dtype=torch.bool).tril())
     assert TreeShape.chain(0).parents == (-1,) and TreeShape.chain(0).is_chain
     assert not TreeShape((-1, 0, 0)).is_chain
@@ -121,6 +120,3 @@ def test_every_property_agrees_with_walking_up_from_each_node(seed: int, size: i
         assert shape.ancestor_mask[node].nonzero().flatten().tolist() == sorted(ancestors)
     assert sorted(child for children in shape.children for child in children) == list(range(1, size))
     assert all(list(children) == sorted(children) for children in shape.children)
-    assert {path[-1] for path in shape.leaf_paths if path} | {0} >= {
-        node for node, children in enumerate(shape.children) if not children
-    }

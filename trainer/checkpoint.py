@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from decoding.machine import commit, versions
 from trainer.folders import write_folder
 
 _STATE, _WEIGHTS, _OPTIMIZER = "state.json", "weights.safetensors", "optimizer.safetensors"
@@ -38,6 +39,7 @@ class Checkpoints:
         self._folder = folder
         self._keep = keep
         self._identity = json.loads(json.dumps(identity))
+        self._made_by = {"commit": commit(), "versions": versions()}
 
     def _all(self) -> list[Path]:
         return sorted(self._folder.glob("step-*"))
@@ -48,13 +50,13 @@ class Checkpoints:
         What a kill left half written goes too, and so do checkpoints of later steps: loading passed them over.
         """
         newest = self._folder / f"step-{progress.step:08d}"
-        for left_behind in self._folder.glob(".step-*.partial"):
+        for left_behind in self._folder.glob(".step-*"):
             shutil.rmtree(left_behind, ignore_errors=True)
 
         def write(folder: Path) -> None:
             save_file(_contiguous(module.state_dict()), folder / _WEIGHTS)
             save_file(_optimizer_tensors(optimizers), folder / _OPTIMIZER)
-            state = {"step": progress.step, "tokens": progress.tokens, "identity": self._identity}
+            state = {"step": progress.step, "tokens": progress.tokens, "identity": self._identity, **self._made_by}
             (folder / _STATE).write_text(json.dumps(state, indent=2))
 
         try:
@@ -78,9 +80,10 @@ class Checkpoints:
                 state = json.loads((folder / _STATE).read_text())
                 weights = load_file(folder / _WEIGHTS)
                 tensors = load_file(folder / _OPTIMIZER)
-            except (OSError, ValueError, SafetensorError):
+                identity, progress = state["identity"], Progress(state["step"], state["tokens"])
+            except (OSError, ValueError, KeyError, SafetensorError):
                 continue
-            changed = sorted(key for key in self._identity if state["identity"].get(key) != self._identity[key])
+            changed = sorted(key for key in self._identity if identity.get(key) != self._identity[key])
             if changed:
                 raise ValueError(
                     f"{folder} was made by a recipe with another {', '.join(changed)}: "
@@ -88,7 +91,7 @@ class Checkpoints:
                 )
             module.load_state_dict(_with_tied(weights, module))
             _load_optimizers(optimizers, tensors)
-            return Progress(state["step"], state["tokens"])
+            return progress
         return None
 
 

@@ -11,13 +11,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from decoding.drafters import Drafter, DraftModelDrafter, PromptLookupDrafter
+from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, PromptLookupDrafter
 from decoding.evaluate import EvaluationConfig, evaluate, standard_methods, write_report
 from decoding.generate import DecodingConfig, Step, decode_steps, speculate
 from decoding.loading import (
     eos_token_ids,
     load_draft,
-    load_medusa_drafter,
+    load_heads,
     load_model,
     load_tokenizer,
     parse_dtype,
@@ -87,7 +87,7 @@ def _load(options: ModelOptions) -> tuple[CausalLM, PreTrainedTokenizerBase, dic
         draft = load_draft(options.draft, target, tokenizer, options.trust_remote_code)
         drafters[f"draft model, {options.draft_tokens} tokens"] = DraftModelDrafter(draft, (1,) * options.draft_tokens)
     if options.heads:
-        medusa = load_medusa_drafter(options.heads, target)
+        medusa = MedusaDrafter(load_heads(options.heads, target))
         drafters[f"medusa, tree of {medusa.max_nodes - 1}"] = medusa
     return target, tokenizer, drafters
 
@@ -164,7 +164,7 @@ def run_generate(options: GenerateOptions, console: Console | None = None) -> No
             steps.append(step)
             yield step
 
-    for piece in stream_pieces(watched(), tokenizer):
+    for piece in stream_pieces(watched(), tokenizer, hidden=config.eos_token_ids):
         console.print(piece.text, end="", style="green" if piece.drafted else None, markup=False, soft_wrap=True)
     console.print()
     plain = None

@@ -7,6 +7,7 @@ processes share a batch.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from decoding.prompts import read_rows
+from decoding.prompts import check_messages, read_rows
 from trainer.recipe import DataSection
 
 
@@ -46,6 +47,8 @@ class Dataset:
     """Examples with where they came from: what provenance records."""
 
     examples: tuple[Example, ...]
+    firsts: tuple[Example, ...]
+    """The first of each row: a long text gives several."""
     path: str
     sha256: str
     rows: int
@@ -55,11 +58,13 @@ class Dataset:
 def load_dataset(path: str, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """Read, template, tokenize and mask every row of a file."""
     examples: list[Example] = []
+    firsts: list[Example] = []
     rows = truncated = 0
     for number, row in read_rows(path):
         if section.max_rows is not None and rows >= section.max_rows:
             break
         rows += 1
+        before = len(examples)
         where = f"{path}, line {number}"
         if _format_of(row, section, where) == "text":
             examples += _text_examples(row, section, tokenizer, where)
@@ -67,15 +72,16 @@ def load_dataset(path: str, section: DataSection, tokenizer: PreTrainedTokenizer
             example = _chat_example(row, section, tokenizer, where)
             if len(example.tokens) > section.max_length:
                 truncated += 1
-                example = Example(
-                    example.tokens[: section.max_length], example.trained[: section.max_length], example.prompt_length
-                )
+                cut = slice(section.max_length)
+                example = example._replace(tokens=example.tokens[cut], trained=example.trained[cut])
             if any(example.trained):  # an answer that starts behind the cut leaves nothing to learn
                 examples.append(example)
+        if len(examples) > before:
+            firsts.append(examples[before])
     if not examples:
         raise ValueError(f"{path} holds nothing to train on: no row is left with a trained token in it")
     digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    return Dataset(tuple(examples), path, digest, rows, truncated)
+    return Dataset(tuple(examples), tuple(firsts), path, digest, rows, truncated)
 
 
 def _format_of(row: dict[str, Any], section: DataSection, where: str) -> str:
@@ -121,7 +127,7 @@ def _text_examples(
 def _chat_example(row: dict[str, Any], section: DataSection, tokenizer: PreTrainedTokenizerBase, where: str) -> Example:
     """A conversation, trained on the assistant's tokens alone."""
     if "messages" in row and section.format != "prompt_answer":
-        messages = row["messages"]
+        messages = check_messages(row["messages"], where)
     else:
         prompt = _text(row, section.prompt_field, where)
         answer = _text(row, section.answer_field, where)
@@ -183,6 +189,7 @@ def batch_indices(step: int, batch_size: int, dataset_size: int, seed: int) -> l
     return chosen
 
 
+@lru_cache(maxsize=2)
 def _epoch_order(epoch: int, size: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     order: list[int] = torch.randperm(size, generator=generator).tolist()

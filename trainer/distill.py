@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter, DraftModelDrafter
 from decoding.loading import check_same_tokenizer, load_model, load_tokenizer
@@ -54,12 +54,20 @@ class DistillObjective:
         tokenizer: PreTrainedTokenizerBase,
         section: DraftSection,
         trust_remote_code: bool = False,
+        longest: int = 0,
     ) -> None:
+        """``longest`` is how many tokens the draft will read at most, in training and in the evaluations."""
         self._target = target
         target.model.requires_grad_(False)
         self._tokenizer = tokenizer
         self._section = section
         draft = _initial_draft(target, tokenizer, section, trust_remote_code)
+        limit = CausalLM(draft).max_positions
+        if limit is not None and limit < longest:
+            raise ValueError(
+                f"draft.init is {section.init!r}, whose context holds {limit} tokens, but would read {longest}: "
+                "lower data.max_length and the evaluation's tokens, or give another draft"
+            )
         self.module: DistillTraining = DistillTraining(draft.train(), section)
 
     def counts(self, batch: Batch) -> Float[Tensor, " terms"]:
@@ -102,14 +110,15 @@ def _initial_draft(
 
 def draft_from_target(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """A model of the target's own architecture that starts as the chosen layers of it, in the order given."""
-    config = copy.deepcopy(target.config)
+    config = copy.deepcopy(target.config.get_text_config(decoder=True))
     total: int = config.num_hidden_layers
     kept = [layer + total if layer < 0 else layer for layer in layers]
     if not kept or min(kept) < 0 or max(kept) >= total:
         raise ValueError(f"draft.layers is {list(layers)} but the target has layers 0 to {total - 1}")
     config.num_hidden_layers = len(kept)
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[layer] for layer in kept]
+    for name, value in config.to_dict().items():
+        if isinstance(value, list) and len(value) == total:  # layer_types, no_rope_layers and the like: one per layer
+            setattr(config, name, [value[layer] for layer in kept])
     draft: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
     state = {}
     source = target.state_dict()
@@ -121,5 +130,9 @@ def draft_from_target(target: PreTrainedModel, layers: Sequence[int]) -> PreTrai
             parts[position] = str(kept[int(parts[position])])
         state[name] = source[".".join(parts)]
     draft.load_state_dict(state)
-    draft.generation_config = copy.deepcopy(target.generation_config)
+    ends = target.generation_config
+    if ends is not None:  # how texts end, and nothing of how the target likes to be sampled
+        draft.generation_config = GenerationConfig(
+            bos_token_id=ends.bos_token_id, eos_token_id=ends.eos_token_id, pad_token_id=ends.pad_token_id
+        )
     return draft

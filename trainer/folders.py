@@ -10,17 +10,15 @@ def write_folder(destination: Path, write: Callable[[Path], None]) -> None:
     """Fill a folder through ``write``, on the disk before it takes its name; one that was there is replaced.
 
     Whatever goes wrong, a full disk or a kill, what was at ``destination`` before is there still, or is put back by
-    the next call.
+    the next call. Several processes may write the same folder: the last one wins.
     """
-    temporary = destination.with_name(f".{destination.name}.partial")
-    replaced = destination.with_name(f".{destination.name}.replaced")
-    if replaced.exists() and not destination.exists():  # a kill between the two renames below
-        replaced.rename(destination)
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
+    replaced = destination.with_name(f".{destination.name}.{os.getpid()}.replaced")
+    _clear_what_a_kill_left(destination)
     try:
         temporary.mkdir(parents=True)
         write(temporary)
-        for path in temporary.rglob("*"):
+        for path in (*temporary.rglob("*"), temporary):
             _flush_to_disk(path)
         if destination.exists():
             destination.rename(replaced)
@@ -35,6 +33,30 @@ def write_folder(destination: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         if destination.exists():
             shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _clear_what_a_kill_left(destination: Path) -> None:
+    """Put back what was about to be replaced, and remove the halves, of processes that run no more."""
+    for left in destination.parent.glob(f".{destination.name}.*.*"):
+        process, kind = left.name.rsplit(".", 2)[1:]
+        if kind not in ("partial", "replaced") or (process.isdigit() and _is_running(int(process))):
+            continue
+        if kind == "replaced" and not destination.exists():
+            left.rename(destination)
+        else:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_running(process: int) -> bool:
+    if process == os.getpid():  # only one of this process's calls is at work on a folder, and that is this one
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
 
 
 def _flush_to_disk(path: Path) -> None:

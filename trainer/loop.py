@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
@@ -99,7 +100,7 @@ def _optimizer_step(
     counts: Tensor = accelerator.reduce(sum(objective.counts(batch) for batch in micro_batches), "sum")
     weights = torch.tensor(objective.weights, device=counts.device)
     scale: Float[Tensor, " terms"] = weights / counts.clamp(min=1)
-    sums = torch.zeros(2, len(objective.terms), dtype=torch.float64, device=counts.device)
+    sums = torch.zeros(2, len(objective.terms), dtype=_widest(counts.device), device=counts.device)
     for index, batch in enumerate(micro_batches):
         last = index == len(micro_batches) - 1
         with contextlib.nullcontext() if last else accelerator.no_sync(module):
@@ -112,8 +113,7 @@ def _optimizer_step(
     loss = float((sums[0] * weights).sum())
     _check_finite("loss", loss, progress)
     norm = float(accelerator.clip_grad_norm_(module.parameters(), section.max_grad_norm))
-    if accelerator.scaler is None:  # fp16's scaler meets such gradients as a matter of course, and skips the step
-        _check_finite("gradient's norm", norm, progress)
+    _check_finite("gradient's norm", norm, progress)
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
@@ -122,6 +122,11 @@ def _optimizer_step(
         figures[f"loss/{term}"] = float(sums[0, position])
         figures[f"{objective.hit_name}/{term}"] = float(sums[1, position])
     return figures, int(counts[0])
+
+
+def _widest(device: torch.device) -> torch.dtype:
+    """Sums over a batch are kept in fp64, which Apple's GPUs do not have."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _check_finite(name: str, value: float, progress: Progress) -> None:
@@ -176,8 +181,12 @@ def _any_process(accelerator: Accelerator, flag: bool) -> bool:
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[Callable[[], bool]]:
-    """Turn SIGTERM and SIGINT into a question; a second one acts as usual."""
+    """Turn SIGTERM and SIGINT into a question; a second one acts as usual.
+
+    ``accelerate launch`` does not hand a SIGTERM on to its only process: there, the launcher's death asks as well.
+    """
     received: list[int] = []
+    parent = os.getppid() if "ACCELERATE_MIXED_PRECISION" in os.environ else None  # which the launcher sets
     previous: dict[int, Any] = {}
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -187,7 +196,7 @@ def _stop_signals() -> Iterator[Callable[[], bool]]:
     for number in (int(signal.SIGTERM), int(signal.SIGINT)):
         previous[number] = signal.signal(number, note)
     try:
-        yield lambda: bool(received)
+        yield lambda: bool(received) or (parent is not None and os.getppid() != parent)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -98,17 +98,17 @@ def chunked_divergence(
     """`divergence` with its fp32 copies made for one chunk at a time, and made again in the backward pass."""
     # A sum over no rows is 0 and yet hangs on the draft, so a batch without a labelled token can be differentiated too.
     total = draft_logits[:0].sum(dtype=torch.promote_types(draft_logits.dtype, torch.float32))
-    for start in range(0, len(draft_logits), chunk):
-        rows = slice(start, start + chunk)
-        total = total + checkpoint(
-            divergence, draft_logits[rows], target_logits[rows], kind, temperature, use_reentrant=False
-        )
+    # split, not slices: the gradients of slices are each as large as the whole.
+    for draft_rows, target_rows in zip(draft_logits.split(chunk), target_logits.split(chunk), strict=True):
+        total = total + checkpoint(divergence, draft_rows, target_rows, kind, temperature, use_reentrant=False)
     return total
 
 
 def acceptance_rate(
-    draft_logits: Float[Tensor, "tokens vocab"], target_logits: Float[Tensor, "tokens vocab"]
+    draft_logits: Float[Tensor, "tokens vocab"], target_logits: Float[Tensor, "tokens vocab"], chunk: int = 1024
 ) -> Float[Tensor, ""]:
     """Sum over tokens of Σ min(p, q): what token rejection would accept at T=1."""
-    p, q = target_logits.float().softmax(-1), draft_logits.float().softmax(-1)
-    return torch.minimum(p, q).sum()
+    total = draft_logits.new_zeros((), dtype=torch.promote_types(draft_logits.dtype, torch.float32))
+    for draft_rows, target_rows in zip(draft_logits.split(chunk), target_logits.split(chunk), strict=True):
+        total += torch.minimum(target_rows.to(total.dtype).softmax(-1), draft_rows.to(total.dtype).softmax(-1)).sum()
+    return total

@@ -1,5 +1,6 @@
 """The language-modelling objective: a small Llama from nothing, for the embedded default target."""
 
+import copy
 from pathlib import Path
 
 import torch
@@ -65,7 +66,8 @@ class PretrainObjective:
         return None
 
     def save(self, folder: Path) -> None:
-        model = self.module.model.to(torch.bfloat16)  # type: ignore[arg-type]  # transformers' stubs
+        model = copy.deepcopy(self.module.model)
+        model.to(torch.bfloat16)  # type: ignore[arg-type]  # transformers' stubs
         model.config.dtype = torch.bfloat16
         model.generation_config = GenerationConfig.from_model_config(model.config)
         model.save_pretrained(folder)

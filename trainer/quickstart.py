@@ -10,10 +10,12 @@ import os
 import random
 import sysconfig
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import platformdirs
+from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -40,7 +42,7 @@ def resolve(name: str) -> str:
 
 def steps() -> int:
     """Training steps of the target; HEADSTART_QUICKSTART_STEPS makes a quicker, worse one for a smoke test."""
-    return int(os.environ.get("HEADSTART_QUICKSTART_STEPS", "260"))
+    return int(os.environ.get("HEADSTART_QUICKSTART_STEPS", "230"))
 
 
 def cache() -> Path:
@@ -92,13 +94,11 @@ def recipe() -> PretrainRecipe:
     return PretrainRecipe.model_validate(content)
 
 
-def _library_files() -> list[Path]:
+@lru_cache(maxsize=1)
+def _library_files() -> tuple[Path, ...]:
     root = Path(sysconfig.get_path("stdlib"))
-    return sorted(
-        path
-        for path in root.rglob("*.py")
-        if not _SKIPPED & set(path.relative_to(root).parts) and 500 < path.stat().st_size < _LONGEST_FILE
-    )
+    paths = (path for path in root.rglob("*.py") if not _SKIPPED & set(path.relative_to(root).parts))
+    return tuple(sorted(path for path in paths if 500 < path.stat().st_size < _LONGEST_FILE))
 
 
 def _texts(files: list[Path]) -> Iterator[tuple[str, str]]:
@@ -111,7 +111,7 @@ def _texts(files: list[Path]) -> Iterator[tuple[str, str]]:
 
 
 def _write_corpus(destination: Path) -> None:
-    files = _library_files()
+    files = list(_library_files())
     random.Random(0).shuffle(files)
     heldout, train = files[::_HELDOUT_SHARE], [file for i, file in enumerate(files) if i % _HELDOUT_SHARE]
     for name, members in (("train", train), ("heldout", heldout)):
@@ -146,3 +146,4 @@ def ensure_built(target: str | None) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("the quickstart target is not built yet: train once with one process, which builds it first")
     run_recipe(recipe())
+    AcceleratorState._reset_state(True)  # what comes next in this process may want another precision

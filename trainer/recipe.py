@@ -43,7 +43,7 @@ class TrainingSection(_Section):
     warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    mixed_precision: Literal["no", "bf16", "fp16"] = "bf16"
+    mixed_precision: Literal["no", "bf16"] = "bf16"
     seed: int = 0
 
     @field_validator("mixed_precision", mode="before")
@@ -167,12 +167,14 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
         raise ValueError(f"override {wrong[0]!r} has no '=': write section.key=value")
     try:
         merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
-        if missing := sorted(OmegaConf.missing_keys(merged)):
-            raise ValueError(f"{path} leaves {', '.join(missing)} to you: give {missing[0]}=... behind the recipe")
+        missing = sorted(OmegaConf.missing_keys(merged))
         content = OmegaConf.to_container(merged, resolve=True)
     except (YAMLError, OmegaConfBaseException, TypeError) as error:  # TypeError: a list where a mapping belongs
         raise ValueError(f"{path} is not a readable recipe: {' '.join(str(error).split())}") from error
-    return parse_recipe(content, str(path))
+    recipe = parse_recipe(content, str(path))  # first, so that a misspelt override is said to be one
+    if missing:
+        raise ValueError(f"{path} leaves {', '.join(missing)} to you: give {missing[0]}=... behind the recipe")
+    return recipe
 
 
 def parse_recipe(content: Any, source: str = "recipe") -> AnyRecipe:
@@ -185,7 +187,8 @@ def parse_recipe(content: Any, source: str = "recipe") -> AnyRecipe:
 
 def _explain(error: ValidationError) -> str:
     """The first mistake, with the value and the nearest valid name."""
-    first = error.errors()[0]
+    # A misspelt key may leave its right name missing too: the misspelling is what to say.
+    first = next((each for each in error.errors() if each["type"] == "extra_forbidden"), error.errors()[0])
     location = [str(part) for part in first["loc"][1:]]  # the first part is the recipe's kind
     name = ".".join(location)
     if first["type"] == "extra_forbidden":

@@ -27,7 +27,7 @@ from trainer.loop import Hooks, train
 from trainer.medusa import MedusaObjective
 from trainer.objective import Objective
 from trainer.pretrain import PretrainObjective
-from trainer.provenance import provenance, write_provenance
+from trainer.provenance import fingerprint, provenance, write_provenance
 from trainer.quickstart import resolve
 from trainer.recipe import AnyRecipe, DraftRecipe, EvaluationSection, MedusaRecipe, PretrainRecipe
 
@@ -41,20 +41,25 @@ class _Evaluator:
         self, target: CausalLM, tokenizer: PreTrainedTokenizerBase, heldout: Dataset, section: EvaluationSection
     ) -> None:
         self.target = target
-        longest = (target.max_positions or 1 << 30) - section.max_new_tokens
-        self.prompts = heldout_prompts(heldout.examples, section.prompts, section.prompt_tokens, longest)
+        self._section = section
+        self.prompts = self._prompts_of(heldout)
         self.config = DecodingConfig(section.max_new_tokens, eos_token_ids=eos_token_ids(target.model, tokenizer))
+
+    def _prompts_of(self, dataset: Dataset) -> list[tuple[int, ...]]:
+        section = self._section
+        longest = (self.target.max_positions or 1 << 30) - section.max_new_tokens
+        return heldout_prompts(dataset.firsts, section.prompts, section.prompt_tokens, longest)
 
     def figures(self, objective: Objective) -> dict[str, float]:
         drafter = objective.drafter()
         assert drafter is not None
         return acceptance_on(self.target, drafter, self.prompts, self.config)
 
-    def greedy_texts(self) -> list[tuple[Sequence[int], int]]:
-        """The target's own answers to the prompts, as (tokens, prompt length)."""
+    def greedy_texts(self, dataset: Dataset) -> list[tuple[Sequence[int], int]]:
+        """The target's own answers to prompts of another set, as (tokens, prompt length)."""
+        prompts = self._prompts_of(dataset)
         return [
-            ((*prompt, *speculate(self.target, None, prompt, self.config).tokens), len(prompt))
-            for prompt in self.prompts
+            ((*prompt, *speculate(self.target, None, prompt, self.config).tokens), len(prompt)) for prompt in prompts
         ]
 
 
@@ -84,15 +89,14 @@ def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
             dataset.examples,
             recipe.training,
             accelerator,
-            Checkpoints(output / "checkpoints", recipe.checkpoint.keep, _identity(recipe)),
+            Checkpoints(output / "checkpoints", recipe.checkpoint.keep, _identity(recipe, target, dataset)),
             recipe.checkpoint.every,
             recipe.evaluation.every,
             Hooks(log.step, evaluate),
         )
         if accelerator.is_main_process:
             if isinstance(objective, MedusaObjective) and evaluator is not None:
-                objective.choose_tree(evaluator.greedy_texts())
-            evaluate(progress)
+                objective.choose_tree(evaluator.greedy_texts(dataset))  # not on what is evaluated
             made_from = provenance(
                 recipe,
                 [dataset, heldout],
@@ -107,6 +111,7 @@ def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
                 write_provenance(folder, made_from)
 
             write_folder(output / FINAL, write)
+            evaluate(progress)
             console.print(f"finished: {output / FINAL}", soft_wrap=True)
     accelerator.wait_for_everyone()
     accelerator.end_training()
@@ -114,13 +119,12 @@ def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
 
 
 def _accelerator(recipe: AnyRecipe) -> Accelerator:
-    if recipe.tracking == "wandb" and importlib.util.find_spec("wandb") is None:
-        raise ValueError("tracking is wandb, which is not installed: pip install wandb, or set tracking=none")
-    if recipe.tracking == "wandb" and "WANDB_API_KEY" not in os.environ:
+    wandb = recipe.tracking == "wandb" and importlib.util.find_spec("wandb") is not None
+    if wandb and "WANDB_API_KEY" not in os.environ:
         os.environ.setdefault("WANDB_MODE", "offline")
     return Accelerator(
         mixed_precision=recipe.training.mixed_precision,
-        log_with="wandb" if recipe.tracking == "wandb" else None,
+        log_with="wandb" if wandb else None,
         project_dir=recipe.output,
     )
 
@@ -144,21 +148,31 @@ def _objective(recipe: AnyRecipe, target: CausalLM | None, tokenizer: PreTrained
     assert target is not None
     if isinstance(recipe, MedusaRecipe):
         return MedusaObjective(target, recipe.heads)
-    return DistillObjective(target, tokenizer, recipe.draft, recipe.trust_remote_code)
+    evaluated = recipe.evaluation.prompt_tokens + recipe.evaluation.max_new_tokens
+    longest = max(recipe.data.max_length, evaluated)
+    return DistillObjective(target, tokenizer, recipe.draft, recipe.trust_remote_code, longest)
 
 
-def _identity(recipe: AnyRecipe) -> dict[str, Any]:
-    """What must be the same for a checkpoint to be resumed: all that changes the result of a step."""
+def _identity(recipe: AnyRecipe, target: CausalLM | None, dataset: Dataset) -> dict[str, Any]:
+    """What must be the same for a checkpoint to be resumed: all that changes the result of a step.
+
+    But for the learning rate and the precision, which are what to change when the loss is no longer finite.
+    """
     content = recipe.model_dump(mode="json")
     for free in ("name", "output", "evaluation", "checkpoint", "tracking"):
         content.pop(free)
-    content["training"].pop("micro_batch_size")
+    for free in ("micro_batch_size", "learning_rate", "mixed_precision"):
+        content["training"].pop(free)
+    content["target weights"] = fingerprint(target.model) if target else None
+    content["training data"] = dataset.sha256
     return content
 
 
 def _announce(console: Console, recipe: AnyRecipe, dataset: Dataset, objective: Objective) -> None:
     trained = sum(parameter.numel() for parameter in objective.module.parameters() if parameter.requires_grad)
     tokens = sum(sum(example.trained) for example in dataset.examples)
+    if recipe.tracking == "wandb" and importlib.util.find_spec("wandb") is None:
+        console.print("wandb is not installed: figures go to metrics.jsonl alone")
     cut = f", {dataset.truncated} cut at data.max_length" if dataset.truncated else ""
     aim = f" for {recipe.target}" if isinstance(recipe, MedusaRecipe | DraftRecipe) else ""
     console.print(

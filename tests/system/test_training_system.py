@@ -17,12 +17,12 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from tiny_models import counting_model
+from tiny_models import counting_model, tiny_model
 from tiny_training import recipe_content, tiny_tokenizer, write_rows
 
-from decoding.drafters import DraftModelDrafter
+from decoding.drafters import DraftModelDrafter, MedusaDrafter
 from decoding.generate import DecodingConfig, speculate
-from decoding.loading import load_draft, load_medusa_drafter, load_model, load_tokenizer
+from decoding.loading import load_draft, load_heads, load_model, load_tokenizer
 from decoding.target import CausalLM
 
 pytestmark = pytest.mark.system
@@ -158,7 +158,7 @@ def test_launched_heads_train_load_and_speed_up_decoding(workshop: Path, medusa_
     assert list(losses(medusa_run)) == list(range(1, STEPS + 1))
     assert metrics(medusa_run)[-1]["heldout/tokens_per_pass"] > 2
     target = target_of(workshop)
-    drafter = load_medusa_drafter(medusa_run / "final", target)
+    drafter = MedusaDrafter(load_heads(medusa_run / "final", target))
     config = DecodingConfig(max_new_tokens=9)
     drafted = speculate(target, drafter, [4, 5], config)
     assert drafted.tokens == speculate(target, None, [4, 5], config).tokens == tuple(range(6, 15))
@@ -300,3 +300,33 @@ def test_wandb_without_a_key_writes_an_offline_run_and_calls_nobody(workshop: Pa
     assert list(losses(output)) == [1, 2, 3] and marker not in said
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in files if marker.encode() in path.read_bytes()]
+
+
+def test_a_sigterm_to_the_accelerate_launcher_stops_the_trainer_too_with_its_state_saved(workshop: Path) -> None:
+    output = workshop / "orphan"
+    command = [*ONE_PROCESS, write_recipe(workshop, "medusa", output), "training.steps=4000", "checkpoint.every=4000"]
+    with running(command, workshop) as process:
+        wait_until(lambda: steps_done(output) >= 3, process)
+        process.terminate()  # the launcher dies of it and does not hand it on
+        process.wait(timeout=DEADLINE)
+        deadline = time.monotonic() + DEADLINE
+        while not checkpoint_steps(output):
+            assert time.monotonic() < deadline, "the trainer went on without its launcher"
+            time.sleep(0.01)
+    assert checkpoint_steps(output)[-1] < 4000
+
+
+def test_a_run_on_another_target_or_other_data_is_not_taken_for_this_one(workshop: Path) -> None:
+    output = workshop / "moved"
+    recipe = write_recipe(workshop, "medusa", output, steps=2)
+    own = workshop / "own.jsonl"
+    own.write_text((workshop / "train.jsonl").read_text())
+    run([*DIRECT, recipe, f"data.train={own}"], workshop)
+    own.write_text((workshop / "heldout.jsonl").read_text())
+    done = finish([*DIRECT, recipe, f"data.train={own}"], workshop)
+    assert done.returncode == 2 and "a recipe with another training data" in done.stderr
+    other = workshop / "other-target"
+    tiny_model(vocab=16).save_pretrained(other)
+    tiny_tokenizer().save_pretrained(other)
+    done = finish([*DIRECT, recipe, f"target={other}"], workshop)
+    assert done.returncode == 2 and "another data, target, target weights" in " ".join(done.stderr.split())
