@@ -22,6 +22,7 @@ from trainer.cli import guarded
 from trainer.commands import EvaluateOptions, run_evaluate
 from trainer.export import export
 from trainer.provenance import fingerprint
+from trainer.train import ensure_built
 
 ROOT = Path(__file__).parent.parent
 OUTPUT = Path("runs/quickstart")
@@ -50,7 +51,7 @@ def main() -> None:
 
 
 def build_target() -> None:
-    quickstart.ensure_built(quickstart.NAME)
+    ensure_built(quickstart.NAME)
     print(f"the target is in {quickstart.folder()}")
 
 

@@ -58,9 +58,8 @@ def run_train(recipe_path: str, overrides: Sequence[str]) -> int:
     """Train a recipe; what both ``headstart train`` and ``scripts/train.py`` call. Returns the exit code."""
 
     def work() -> None:
-        from trainer.quickstart import ensure_built
         from trainer.recipe import load_recipe
-        from trainer.train import run_recipe
+        from trainer.train import ensure_built, run_recipe
 
         recipe = load_recipe(recipe_path, overrides)
         ensure_built(getattr(recipe, "target", None))

@@ -28,7 +28,8 @@ from decoding.sampling import SamplingConfig
 from decoding.stream import stream_pieces
 from decoding.target import CausalLM
 from decoding.verify import typical_acceptance
-from trainer.quickstart import ensure_built, resolve
+from trainer.quickstart import resolve
+from trainer.train import ensure_built
 
 
 @dataclass(frozen=True, kw_only=True)

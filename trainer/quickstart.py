@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
-from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -135,15 +134,3 @@ def _train_tokenizer(files: list[Path]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=_END, eos_token=_END, clean_up_tokenization_spaces=False
     )
-
-
-def ensure_built(target: str | None) -> None:
-    """Build the default target if that is what is asked for and it is not there yet."""
-    if target is None or target.partition("/")[0] != NAME or is_built():
-        return
-    from trainer.train import run_recipe  # imports this module
-
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("the quickstart target is not built yet: train once with one process, which builds it first")
-    run_recipe(recipe())
-    AcceleratorState._reset_state(True)  # what comes next in this process may want another precision

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
@@ -19,6 +20,7 @@ from decoding.evaluate import acceptance_on
 from decoding.generate import DecodingConfig, speculate
 from decoding.loading import eos_token_ids, load_model, load_tokenizer, parse_dtype
 from decoding.target import CausalLM
+from trainer import quickstart
 from trainer.checkpoint import Checkpoints, Progress
 from trainer.data import Dataset, heldout_prompts, load_dataset
 from trainer.distill import DistillObjective
@@ -116,6 +118,16 @@ def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return output / FINAL
+
+
+def ensure_built(target: str | None) -> None:
+    """Train the embedded default target if that is what is asked for and it is not there yet."""
+    if target is None or target.partition("/")[0] != quickstart.NAME or quickstart.is_built():
+        return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("the quickstart target is not built yet: train once with one process, which builds it first")
+    run_recipe(quickstart.recipe())
+    AcceleratorState._reset_state(True)  # what comes next in this process may want another precision
 
 
 def _accelerator(recipe: AnyRecipe) -> Accelerator:
