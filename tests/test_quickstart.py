@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from decoding.loading import load_model, load_tokenizer
 from trainer import quickstart
 from trainer.recipe import PretrainRecipe
+from trainer.train import ensure_built
 
 
 @pytest.fixture(scope="module")
@@ -112,14 +113,14 @@ def test_the_recipe_is_valid_and_trains_on_the_corpus(cache: Path) -> None:
 
 @pytest.mark.parametrize("target", [None, "org/model", "quickstarter"])
 def test_nothing_is_built_for_another_target(cache: Path, target: str | None) -> None:
-    quickstart.ensure_built(target)
+    ensure_built(target)
     assert not cache.exists()
 
 
 def test_several_processes_do_not_build_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="the quickstart target is not built yet: train once with one process"):
-        quickstart.ensure_built("quickstart")
+        ensure_built("quickstart")
 
 
 def test_the_target_is_built_once_and_loads_like_any_other(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +136,7 @@ def test_the_target_is_built_once_and_loads_like_any_other(cache: Path, monkeypa
     monkeypatch.setattr(quickstart, "recipe", lambda: PretrainRecipe.model_validate(content))
     AcceleratorState._reset_state(True)
     assert not quickstart.is_built()
-    quickstart.ensure_built("quickstart")
+    ensure_built("quickstart")
     AcceleratorState._reset_state(True)
     assert quickstart.is_built()
     model = load_model(quickstart.resolve("quickstart"))
@@ -143,4 +144,4 @@ def test_the_target_is_built_once_and_loads_like_any_other(cache: Path, monkeypa
     assert model.config.vocab_size == len(tokenizer) and model.config.tie_word_embeddings
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     monkeypatch.setattr(quickstart, "recipe", lambda: pytest.fail("it was built again"))
-    quickstart.ensure_built("quickstart")
+    ensure_built("quickstart")
