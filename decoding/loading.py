@@ -11,6 +11,9 @@ from transformers.utils import logging
 from decoding.heads import FORMAT, MedusaHeads
 from decoding.target import CausalLM
 
+TOKENIZER_PROBE = "def speculate(prompt):\n    return 'Zoë said: 3 + 4 = 7'  "
+"""A text with what tokenizers differ on: blanks at both ends of lines, digits, an accent."""
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -36,7 +39,7 @@ def load_model(
             name, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code
         )
     except (OSError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"no model could be read from {name!r}: {_first_line(error)}") from error
+        raise ValueError(f"no model could be read from {name!r}: {first_line(error)}") from error
     return model.to(device or default_device()).eval()  # type: ignore[arg-type,no-any-return]  # transformers' stubs
 
 
@@ -45,7 +48,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ValueError(f"no tokenizer could be read from {name!r}: {_first_line(error)}") from error
+        raise ValueError(f"no tokenizer could be read from {name!r}: {first_line(error)}") from error
     return tokenizer
 
 
@@ -63,7 +66,8 @@ def _check_folder(name: str) -> None:
         raise ValueError(f"{name} holds no weights: no .safetensors file is in it (pickled weights are not loaded)")
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says first, or its name where it says nothing: library errors run over many lines."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
@@ -84,8 +88,7 @@ def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedToken
             f"the draft's tokenizer is not the target's: {len(missing)} of the target's {len(target_vocab)} tokens are "
             f"missing and {len(unknown)} are its own; give a draft that was trained with the target's tokenizer"
         )
-    probe = "def speculate(prompt):\n    return 'Zoë said: 3 + 4 = 7'  "
-    if target(probe)["input_ids"] != draft(probe)["input_ids"]:
+    if target(TOKENIZER_PROBE)["input_ids"] != draft(TOKENIZER_PROBE)["input_ids"]:
         raise ValueError(
             "the draft's tokenizer has the target's tokens but splits text in another way; "
             "give a draft that was trained with the target's tokenizer"

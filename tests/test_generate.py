@@ -186,6 +186,11 @@ def test_a_step_counts_what_was_accepted_offered_and_drafted(counting: CausalLM)
     assert [step.is_prefill for step in generation.steps] == [True, False, False, False, False, False]
 
 
+def test_what_stands_behind_a_refused_token_was_offered_all_the_same(counting: CausalLM) -> None:
+    generation = speculate(counting, ScriptedDrafter(((0, 1, 2, 3), (9, 3, 4, 5))), [0], DecodingConfig(10))
+    assert counts(generation.steps)[1] == ((2,), 0, 4, 4)
+
+
 def test_the_drafter_is_given_the_text_and_the_room_that_is_left(counting: CausalLM) -> None:
     drafter = ScriptedDrafter(((0, 1), (2, 3)), ((0,), (9,)))
     speculate(counting, drafter, [15, 0], DecodingConfig(6))

@@ -99,25 +99,25 @@ def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
         if accelerator.is_main_process:
             if isinstance(objective, MedusaObjective) and evaluator is not None:
                 objective.choose_tree(evaluator.greedy_texts(dataset))  # not on what is evaluated
-            made_from = provenance(
-                recipe,
-                [dataset, heldout],
-                target.model if target else None,
-                progress.step,
-                progress.tokens,
-                accelerator.num_processes,
-            )
-
-            def write(folder: Path) -> None:
-                objective.save(folder)
-                write_provenance(folder, made_from)
-
-            write_folder(output / FINAL, write)
+            model = target.model if target else None
+            datasets = (dataset, heldout)
+            made_from = provenance(recipe, datasets, model, progress.step, progress.tokens, accelerator.num_processes)
+            _write_final(output / FINAL, objective, made_from)
             evaluate(progress)
             console.print(f"finished: {output / FINAL}", soft_wrap=True)
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return output / FINAL
+
+
+def _write_final(destination: Path, objective: Objective, made_from: dict[str, Any]) -> None:
+    """The finished artefact with its provenance, whole or not at all."""
+
+    def write(folder: Path) -> None:
+        objective.save(folder)
+        write_provenance(folder, made_from)
+
+    write_folder(destination, write)
 
 
 def ensure_built(target: str | None) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from decoding.loading import TOKENIZER_PROBE, first_line
 from trainer.export.card import Artefact
 from trainer.export.readback import check_bit_equal
 
-_PROBE_TEXT = "def speculate(prompt):\n    return 'Zoë said: 3 + 4 = 7'  "
 _PROBE_LENGTH = 16
 
 
@@ -43,7 +43,7 @@ def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             folder, dtype="auto", use_safetensors=True, local_files_only=True
         )
     except (OSError, ValueError) as error:
-        raise ValueError(f"{folder} holds no causal LM that transformers can read: {_first_line(error)}") from error
+        raise ValueError(f"{folder} holds no causal LM that transformers can read: {first_line(error)}") from error
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -66,14 +66,10 @@ def _check_same_tokenizer(written: PreTrainedTokenizerBase, read: PreTrainedToke
         written.get_vocab() == read.get_vocab()
         and written.chat_template == read.chat_template
         and written.all_special_ids == read.all_special_ids
-        and written(_PROBE_TEXT)["input_ids"] == read(_PROBE_TEXT)["input_ids"]
+        and written(TOKENIZER_PROBE)["input_ids"] == read(TOKENIZER_PROBE)["input_ids"]
     )
     if not same:
         raise ValueError(
             f"{folder} reads back with another tokenizer than was written: it does not survive being saved by this "
             "version of transformers; save it again with the version that made it"
         )
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
