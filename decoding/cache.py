@@ -1,10 +1,13 @@
 """A preallocated key-value cache on transformers' own interface: append a block, keep one path of it, drop the rest.
 
-Nothing is concatenated or recomputed: a step writes its keys and values behind the committed prefix, attention reads
-views of the buffers, and `commit` moves the accepted nodes together (for a chain there is nothing to move).
+Every row of a batch has a length of its own and starts at position 0 of its slot, so the key at index i stands at
+position i of its text. Nothing is concatenated or recomputed: a step writes its keys and values behind each row's
+committed prefix, attention reads views of the buffers, and `commit` moves the accepted nodes together (for a chain
+there is nothing to move).
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,79 +15,129 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
+@dataclass(frozen=True)
+class _Block:
+    """Where the running forward writes: row i of the batch into slot ``slots[i]``, from ``starts[i]`` on."""
+
+    slots: Sequence[int]
+    starts: Sequence[int]
+    positions: Tensor | None
+    """(rows, block), where the rows start at different lengths; None where all start alike."""
+
+    @property
+    def is_prefill(self) -> bool:
+        """All rows are empty: they attend to their own block alone."""
+        return not any(self.starts)
+
+
 class PreallocatedLayer(CacheLayerMixin):
-    """One layer's share of the buffers. ``length`` counts the positions that hold data."""
+    """One layer's share of the buffers."""
 
     is_sliding = False
 
     def __init__(self, owner: "PreallocatedCache") -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers' annotations are partial
         self._owner = owner
-        self.length = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self._owner.allocate(key_states, value_states)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write a block behind what is there; return views of everything. Both (batch, heads, positions, dim)."""
-        start, end = self.length, self.length + key_states.shape[-2]
+        """Write a block behind what each row holds; return all there is to attend to. (batch, heads, positions, dim)"""
+        owner, block = self._owner, self._owner.block
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if end > self._owner.capacity:
-            self._owner.grow(end)
-        assert self.keys is not None and self.values is not None
-        self.keys[:, :, start:end] = key_states
-        self.values[:, :, start:end] = value_states
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        assert self.keys is not None and self.values is not None and block is not None
+        size = key_states.shape[-2]
+        if block.is_prefill:
+            for row, slot in enumerate(block.slots):
+                self.keys[slot, :, :size] = key_states[row]
+                self.values[slot, :, :size] = value_states[row]
+            return key_states, value_states
+        rows = len(block.slots)
+        if block.positions is None:
+            start = block.starts[0]
+            self.keys[:rows, :, start : start + size] = key_states
+            self.values[:rows, :, start : start + size] = value_states
+        else:
+            row_index = owner.row_index[:rows, None]
+            self.keys[row_index, :, block.positions] = key_states.transpose(1, 2)
+            self.values[row_index, :, block.positions] = value_states.transpose(1, 2)
+        end = max(block.starts) + size
+        return self.keys[:rows, :, :end], self.values[:rows, :, :end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self.length
+        """What the model takes for the number of cached positions: the longest row's."""
+        block = self._owner.block
+        return max(block.starts) if block is not None else max(self._owner.lengths)
 
     def get_max_length(self) -> int:
         return -1
 
 
 class PreallocatedCache(Cache):
-    """Keys and values of every layer in two stacked buffers of ``capacity`` positions, allocated at first use.
+    """Keys and values of every layer and row in two stacked buffers, allocated at first use.
 
-    ``capacity`` is a first size, not a limit: a longer text doubles the buffers (one copy, amortised).
+    ``capacity`` is a first size in positions, not a limit: a longer text doubles the buffers (one copy, amortised).
     Sliding-window layers keep all positions here, so that rejected tokens can always be dropped; the window is in
-    the mask.
+    the mask. ``lengths[slot]`` are the positions each row holds; ``text``, which the loop keeps up for caches that
+    serve several calls, are the tokens of row 0 whose keys it holds for certain.
     """
 
-    def __init__(self, num_layers: int, capacity: int) -> None:
+    def __init__(self, num_layers: int, capacity: int, rows: int = 1) -> None:
         self._own_layers = [PreallocatedLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self._own_layers))
+        self.rows = rows
         self.capacity = max(capacity, 1)
-        self._keys: Tensor | None = None  # (layers, batch, heads, capacity, dim)
+        self.lengths = [0] * rows
+        self.block: _Block | None = None
+        self.row_index = torch.arange(rows)
+        self.text: tuple[int, ...] = ()
+        self._keys: Tensor | None = None  # (layers, rows, heads, capacity, dim)
         self._values: Tensor | None = None
 
-    @property
-    def length(self) -> int:
-        """Committed positions (during a forward: positions written by the first layer)."""
-        return self._own_layers[0].length
+    def begin(self, slots: Sequence[int], size: int, device: torch.device) -> None:
+        """Announce a forward that writes ``size`` positions behind each of these rows.
+
+        Rows that hold something must be the first ones, in order: attention reads a slice of the buffers.
+        """
+        starts = [self.lengths[slot] for slot in slots]
+        assert not any(starts) or list(slots) == list(range(len(slots))), f"rows {slots} are not the first ones"
+        if max(starts) + size > self.capacity:
+            self._grow(max(starts) + size)
+        positions = None
+        if len(set(starts)) > 1:
+            positions = torch.tensor(starts, device=device)[:, None] + torch.arange(size, device=device)
+        self.block = _Block(tuple(slots), tuple(starts), positions)
+
+    def end(self, written: Sequence[int]) -> None:
+        """The forward is done; of each row's block, ``written`` positions hold its own tokens, the rest is padding."""
+        assert self.block is not None
+        for slot, count in zip(self.block.slots, written, strict=True):
+            self.lengths[slot] += count
+        self.block = None
 
     def allocate(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate both buffers with the shapes of the first block seen, (batch, heads, positions, dim)."""
-        self._keys = self._new_buffer(key_states, self.capacity)
-        self._values = self._new_buffer(value_states, self.capacity)
+        self._keys, self._values = (self._new_buffer(states, self.capacity) for states in (key_states, value_states))
+        self.row_index = self.row_index.to(key_states.device)
         self._hand_out_views()
 
     def _new_buffer(self, like: Tensor, capacity: int) -> Tensor:
-        batch, heads, _, dim = like.shape[-4:]
+        heads, _, dim = like.shape[-3:]
         # Zeros, not empty: attention reads masked positions too, and 0 * NaN is NaN.
-        return like.new_zeros(len(self._own_layers), batch, heads, capacity, dim)
+        return like.new_zeros(len(self._own_layers), self.rows, heads, capacity, dim)
 
-    def grow(self, needed: int) -> None:
+    def _grow(self, needed: int) -> None:
         """Double the buffers until ``needed`` positions fit, keeping what is in them."""
-        assert self._keys is not None and self._values is not None
         old = self.capacity
         while self.capacity < needed:
             self.capacity *= 2
+        if self._keys is None or self._values is None:
+            return
         for name, buffer in (("_keys", self._keys), ("_values", self._values)):
             larger = self._new_buffer(buffer, self.capacity)
             larger[..., :old, :] = buffer
@@ -98,16 +151,35 @@ class PreallocatedCache(Cache):
             layer.is_initialized = True
 
     @torch.inference_mode()
-    def commit(self, start: int, kept: Sequence[int]) -> None:
-        """Of the block written at ``start``, keep the nodes ``kept`` (increasing), in that order, and drop the rest."""
+    def commit(self, slot: int, start: int, kept: Sequence[int]) -> None:
+        """Of the block a row wrote at ``start``, keep the nodes ``kept`` (increasing), in that order; drop the rest."""
         if self._keys is not None and self._values is not None and list(kept) != list(range(len(kept))):
             index = torch.tensor(kept, device=self._keys.device) + start
-            for buffer in (self._keys, self._values):
+            for buffer in (self._keys[:, slot], self._values[:, slot]):
                 buffer[..., start : start + len(kept), :] = buffer.index_select(-2, index)
-        self.truncate(start + len(kept))
+        self.truncate(slot, start + len(kept))
 
-    def truncate(self, length: int) -> None:
-        """Drop every position from ``length`` on."""
-        assert length <= self.length, f"cannot truncate {self.length} positions to {length}"
-        for layer in self._own_layers:
-            layer.length = length
+    def truncate(self, slot: int, length: int) -> None:
+        """Drop every position of a row from ``length`` on."""
+        assert length <= self.lengths[slot], f"cannot truncate {self.lengths[slot]} positions to {length}"
+        self.lengths[slot] = length
+
+    def rewind(self, prompt: Sequence[int]) -> int:
+        """Keep of row 0 what a new prompt begins with, its last token left out, and say how many positions that is."""
+        common = 0
+        for held, wanted in zip(self.text, prompt[:-1], strict=False):
+            if held != wanted:
+                break
+            common += 1
+        self.truncate(0, common)
+        return common
+
+    @torch.inference_mode()
+    def move(self, slot: int, to: int) -> None:
+        """Let the row in ``slot`` go on in slot ``to``, whose own content is dropped."""
+        length = self.lengths[slot]
+        if slot != to and self._keys is not None and self._values is not None:
+            for buffer in (self._keys, self._values):
+                buffer[:, to, :, :length] = buffer[:, slot, :, :length]
+        self.lengths[slot] = 0
+        self.lengths[to] = length

@@ -12,12 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from decoding.baselines import transformers_generate
 from decoding.drafters.base import Drafter
 from decoding.drafters.draft_model import DraftModelDrafter
-from decoding.generate import DecodingConfig, check_prompt, speculate
+from decoding.generate import DecodingConfig, check_prompt, decode
 from decoding.machine import commit, hardware, versions
 from decoding.metrics import StepCount, acceptance, predicted_speedup, ratio_of_sums, spread
 from decoding.plan import measure_cost_curve
@@ -68,8 +66,8 @@ class EvaluationConfig:
 def our_method(target: CausalLM, setting: str, name: str, drafter: Drafter | None, config: DecodingConfig) -> Method:
     """A drafter, or none, in this project's loop."""
 
-    def decode(prompt: Sequence[int], seed: int) -> Run:
-        generation = speculate(target, drafter, prompt, replace(config, seed=seed))
+    def run(prompt: Sequence[int], seed: int) -> Run:
+        generation = decode(target, drafter, prompt, replace(config, seed=seed))
         prefill, *steps = generation.steps
         return Run(
             tokens=generation.tokens,
@@ -82,7 +80,7 @@ def our_method(target: CausalLM, setting: str, name: str, drafter: Drafter | Non
         )
 
     label = "lossy" if config.rule is not None and not config.rule.lossless else "lossless"
-    return Method(setting, name, label, decode, drafter.max_nodes if drafter else 1)
+    return Method(setting, name, label, run, drafter.max_nodes if drafter else 1)
 
 
 def transformers_method(
@@ -95,11 +93,11 @@ def transformers_method(
 ) -> Method:
     """`transformers`' generate or assisted generation under the same controls."""
 
-    def decode(prompt: Sequence[int], seed: int) -> Run:
+    def run(prompt: Sequence[int], seed: int) -> Run:
         text = transformers_generate(target, prompt, replace(config, seed=seed), assistant, num_assistant_tokens)
         return Run(text.tokens, len(text.tokens) - text.first_tokens, text.first_seconds, text.decode_seconds)
 
-    return Method(setting, name, "lossless", decode)
+    return Method(setting, name, "lossless", run)
 
 
 def standard_methods(target: CausalLM, drafters: dict[str, Drafter], config: EvaluationConfig) -> list[Method]:
@@ -283,7 +281,7 @@ def _compare(
             margins.append(math.inf)
             continue
         text = [*prompt, *theirs.tokens[:at]]
-        logits = target.append(torch.tensor(text), target.new_cache(len(text))).logits[0].float()
+        logits = target.prefill([text], target.new_cache(len(text))).logits[0].float()
         margins.append(abs(float(logits[ours.tokens[at]] - logits[theirs.tokens[at]])))
     return {"identical": len(mine) - len(margins), "of": len(mine), "largest_margin": max(margins, default=0.0)}
 
@@ -294,7 +292,7 @@ def acceptance_on(
     """The quick figures that training watches: the real loop on held-out prompts, no peers, no clock."""
     texts = []
     for prompt in prompts:
-        steps = speculate(target, drafter, prompt, config).steps[1:]
+        steps = decode(target, drafter, prompt, config).steps[1:]
         texts.append([step.counts for step in steps])
     figures = acceptance(texts)
     return {

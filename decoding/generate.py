@@ -1,39 +1,34 @@
-"""THE decoding loop: propose, verify, commit. Every drafter and every rule goes through it, plain decoding too."""
+"""THE decoding loop: propose, verify, commit. Every drafter, rule and batch goes through it, plain decoding too."""
 
-import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from decoding.cache import PreallocatedCache
-from decoding.drafters.base import Drafter
+from decoding.clock import PhaseClock
+from decoding.drafters.base import Drafter, DraftRequest, TextStart
+from decoding.history import History, HistoryRows
 from decoding.metrics import StepCount
+from decoding.policy import PLAIN, Budget, FixedPolicy, Policy
 from decoding.proposal import Proposal
-from decoding.sampling import (
-    GeneratorSource,
-    RandomSource,
-    SamplingConfig,
-    penalised_logits,
-    probabilities,
-    seen_tokens,
-)
+from decoding.sampling import GeneratorSource, SamplingConfig, adjusted_logits, probabilities
+from decoding.stopping import StopCheck, TextDecoder
 from decoding.target import CausalLM
-from decoding.tree import TokenTree
+from decoding.tree import TokenTree, fetch_tokens
 from decoding.verify import GREEDY, Rule, Verdict, lossless_rule
-
-
-class TextDecoder(Protocol):
-    """The part of a tokenizer that stop strings need."""
-
-    def decode(self, token_ids: list[int]) -> Any: ...
 
 
 @dataclass(frozen=True)
 class DecodingConfig:
-    """How to decode. With ``rule`` None the rule is greedy at temperature 0, else the lossless one that fits."""
+    """How to decode. With ``rule`` None the rule is greedy at temperature 0, else the lossless one that fits.
+
+    The text at place i (from 0) of a batch is decoded with the seed ``seed + i``, whatever stands beside it.
+    ``logprobs`` asks for the log-probability of each new token under the target itself, before any sampling control.
+    """
 
     max_new_tokens: int = 128
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -41,6 +36,7 @@ class DecodingConfig:
     eos_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
+    logprobs: bool = False
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -53,11 +49,11 @@ class DecodingConfig:
 
 
 class Step(NamedTuple):
-    """One turn of the loop: one target pass, and what came of it.
+    """One turn of the loop for one text: one target pass, and what came of it.
 
     ``tokens`` are the tokens emitted, of which the first ``accepted`` were drafted and the last, unless the text ended
     first, was written by the target. ``offered`` is the depth that could have been accepted. The first step of a text
-    is its prefill: one token, nothing offered.
+    is its prefill: one token, nothing offered. Seconds are the text's share: those of the pass over its rows.
     """
 
     tokens: tuple[int, ...]
@@ -68,25 +64,12 @@ class Step(NamedTuple):
     verify_seconds: float
     total_seconds: float
     is_prefill: bool = False
+    logprobs: tuple[float, ...] = ()
 
     @property
     def counts(self) -> StepCount:
         """What the acceptance figures are made of."""
         return StepCount(len(self.tokens), self.accepted, self.offered, self.drafted)
-
-
-def decode_steps(
-    target: CausalLM,
-    drafter: Drafter | None,
-    prompt: Sequence[int],
-    config: DecodingConfig,
-    tokenizer: TextDecoder | None = None,
-) -> Iterator[Step]:
-    """Decode ``prompt`` (token ids) step by step, as each target pass is done. Without a drafter: plain decoding."""
-    loop = _Loop(target, drafter, prompt, config, tokenizer)
-    yield loop.prefill()
-    while not loop.finished:
-        yield loop.step()
 
 
 @dataclass(frozen=True)
@@ -96,113 +79,290 @@ class Generation:
     tokens: tuple[int, ...]
     steps: tuple[Step, ...]
 
+    @staticmethod
+    def of(steps: Sequence[Step]) -> "Generation":
+        return Generation(tuple(token for step in steps for token in step.tokens), tuple(steps))
 
-def speculate(
+
+def decode_steps(
     target: CausalLM,
     drafter: Drafter | None,
     prompt: Sequence[int],
     config: DecodingConfig,
     tokenizer: TextDecoder | None = None,
+    policy: Policy | None = None,
+    cache: PreallocatedCache | None = None,
+) -> Iterator[Step]:
+    """Decode one prompt (token ids) step by step, as each target pass is done. Without a drafter: plain decoding.
+
+    A ``cache`` of ``target.new_cache`` that is handed from one call to the next, also after a call that was broken off,
+    spares running again what the prompt shares with the text before.
+    """
+    for _, step in _Batch(target, drafter, [prompt], config, tokenizer, policy, 1, cache).run():
+        yield step
+
+
+def decode(
+    target: CausalLM,
+    drafter: Drafter | None,
+    prompt: Sequence[int],
+    config: DecodingConfig,
+    tokenizer: TextDecoder | None = None,
+    policy: Policy | None = None,
 ) -> Generation:
-    """Decode ``prompt`` to its end."""
-    steps = tuple(decode_steps(target, drafter, prompt, config, tokenizer))
-    return Generation(tuple(token for step in steps for token in step.tokens), steps)
+    """Decode one prompt to its end."""
+    return Generation.of(tuple(decode_steps(target, drafter, prompt, config, tokenizer, policy)))
 
 
-class _Loop:
-    """The state of one text being decoded."""
+def decode_batch_steps(
+    target: CausalLM,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    config: DecodingConfig,
+    batch_size: int,
+    tokenizer: TextDecoder | None = None,
+    policy: Policy | None = None,
+) -> Iterator[tuple[int, Step]]:
+    """Decode prompts, ``batch_size`` at a time: (place of the prompt, from 0; its next step).
+
+    Rows accept different lengths and end at different times; a row that ends makes room for the next prompt.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}: give at least 1")
+    return _Batch(target, drafter, prompts, config, tokenizer, policy, min(batch_size, len(prompts)), None).run()
+
+
+def decode_batch(
+    target: CausalLM,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    config: DecodingConfig,
+    batch_size: int,
+    tokenizer: TextDecoder | None = None,
+    policy: Policy | None = None,
+) -> list[Generation]:
+    """Decode prompts to their ends, in their order."""
+    steps: list[list[Step]] = [[] for _ in prompts]
+    for place, step in decode_batch_steps(target, drafter, prompts, config, batch_size, tokenizer, policy):
+        steps[place].append(step)
+    return [Generation.of(of_one) for of_one in steps]
+
+
+class _Text:
+    """One text being decoded."""
+
+    def __init__(self, place: int, prompt: Sequence[int], config: DecodingConfig, target: CausalLM) -> None:
+        self.place = place
+        self.tokens = list(prompt)
+        self.prompt_length = len(prompt)
+        self.finished = False
+        self.hidden = torch.empty(0)
+        # Two streams of one seed: what is drafted does not shift what the target draws.
+        self.source = GeneratorSource.from_seed(config.seed + place, "verify")
+        self.draft_source = GeneratorSource.from_seed(config.seed + place, "draft")
+        self.history = History(config.sampling, len(prompt), target.vocab_size, target.device)
+
+    def room(self, max_new_tokens: int) -> int:
+        """Tokens it may still grow by."""
+        return self.prompt_length + max_new_tokens - len(self.tokens)
+
+    def emit(self, tokens: tuple[int, ...], max_new_tokens: int, stop: StopCheck) -> tuple[int, ...]:
+        """Append up to the text's end, if the end is among them."""
+        room = self.room(max_new_tokens)
+        kept, ended = stop.cut(self.tokens[self.prompt_length :], tokens[:room])
+        self.tokens += kept
+        self.finished = ended or len(kept) >= room
+        return kept
+
+
+class _Batch:
+    """The rows being decoded, and the prompts that wait for one. Row i of the batch is ``texts[i]``."""
 
     def __init__(
         self,
         target: CausalLM,
         drafter: Drafter | None,
-        prompt: Sequence[int],
+        prompts: Sequence[Sequence[int]],
         config: DecodingConfig,
         tokenizer: TextDecoder | None,
+        policy: Policy | None,
+        rows: int,
+        cache: PreallocatedCache | None,
     ) -> None:
-        longest = len(prompt) + config.max_new_tokens
-        check_prompt(target, prompt, config)
-        self.target, self.config = target, config
-        self.tokens = list(prompt)
-        self.prompt_length = len(prompt)
-        self.finished = False
-        self.source: RandomSource = GeneratorSource(torch.Generator().manual_seed(config.seed))
-        self.session = drafter.open(target, config.sampling, self.source, longest) if drafter else None
-        self.cache: PreallocatedCache = target.new_cache(longest + (drafter.max_nodes if drafter else 1))
-        self.hidden: Tensor = torch.empty(0)
-        self.seen = torch.zeros(target.vocab_size, dtype=torch.bool, device=target.device)
-        self.stop = _StopCheck(config, tokenizer)
+        for prompt in prompts:
+            check_prompt(target, prompt, config)
+        longest = max((len(prompt) for prompt in prompts), default=0) + config.max_new_tokens
+        self.target, self.config, self.drafter = target, config, drafter
+        self.policy: Policy = policy or FixedPolicy()
+        self.stop = StopCheck(config.eos_token_ids, config.stop_strings, tokenizer)
+        self.waiting = deque(_Waiting(place, prompt) for place, prompt in enumerate(prompts))
+        self.texts: list[_Text] = []
+        self.rows = rows
+        self.session = drafter.open(target, config.sampling, rows, longest) if drafter else None
+        self.serves_calls = cache is not None
+        self.cache = (
+            cache if cache is not None else target.new_cache(longest + (drafter.max_nodes if drafter else 1), rows)
+        )
+
+    def run(self) -> Iterator[tuple[int, Step]]:
+        """Until every prompt is decoded."""
+        while self.waiting or self.texts:
+            yield from self._refill()
+            while self.texts and not any(text.finished for text in self.texts):
+                places = [text.place for text in self.texts]
+                yield from zip(places, self._step(), strict=True)
+
+    def _refill(self) -> list[tuple[int, Step]]:
+        """Give the rows of finished texts to waiting prompts; close the gaps where none wait."""
+        free = [row for row, text in enumerate(self.texts) if text.finished]
+        free += range(len(self.texts), self.rows)
+        taken = free[: len(self.waiting)]
+        for row in reversed(free[len(taken) :]):
+            if row < len(self.texts):
+                self._close_gap(row)
+        for row in taken:
+            text = _Text(*self.waiting.popleft(), self.config, self.target)
+            self.texts[row : row + 1] = [text]
+            if self.session:
+                self.session.admit(row, TextStart(text.prompt_length, text.draft_source))
+        return self._prefill(taken) if taken else []
+
+    def _close_gap(self, row: int) -> None:
+        last = len(self.texts) - 1
+        if row != last:
+            self.texts[row] = self.texts[last]
+            self.cache.move(last, row)
+            if self.session:
+                self.session.move(last, row)
+        del self.texts[last]
 
     @torch.inference_mode()
-    def prefill(self) -> Step:
-        """Run the prompt and emit the first token."""
-        begin = time.perf_counter()
-        output = self.target.append(torch.tensor(self.tokens), self.cache)
-        self._synchronize()
-        verified = time.perf_counter()
-        verdict = self._decide(Proposal.root_only(self.tokens[-1], self.target.device), output.logits)
-        self.hidden = output.hidden[-1]
-        emitted = self._emit((verdict.token,))
-        end = time.perf_counter()
-        return Step(emitted, 0, 0, 0, 0.0, verified - begin, end - begin, is_prefill=True)
+    def _prefill(self, rows: Sequence[int]) -> list[tuple[int, Step]]:
+        """Run the prompts of these rows and emit their first tokens."""
+        clock = PhaseClock(self.target.device)
+        prompts = [self.texts[row].tokens for row in rows]
+        reused = self.cache.rewind(prompts[0]) if self.serves_calls else 0
+        if reused:
+            output = self.target.append([prompts[0][reused:]], self.cache)
+        else:
+            for row in rows:
+                self.cache.truncate(row, 0)
+            output = self.target.prefill(prompts, self.cache, rows)
+        clock.mark()
+        texts = [self.texts[row] for row in rows]
+        proposals = [Proposal.root_only(text.tokens[-1], self.target.device) for text in texts]
+        verdicts = self._decide(texts, proposals, output.logits[:, None])
+        (verify_seconds,) = clock.phases()
+        share = 1 / len(rows)
+        steps = []
+        for index, (text, verdict) in enumerate(zip(texts, verdicts, strict=True)):
+            text.hidden = output.hidden[index]
+            self._remember(text.tokens)
+            logprobs = self._logprobs(proposals[index].tree, verdict, output.logits[index, None])
+            emitted = text.emit((verdict.token,), self.config.max_new_tokens, self.stop)
+            seconds = verify_seconds * share, clock.total() * share
+            steps.append((text.place, Step(emitted, 0, 0, 0, 0.0, *seconds, is_prefill=True, logprobs=logprobs)))
+        return steps
 
     @torch.inference_mode()
-    def step(self) -> Step:
-        """Propose, verify, commit."""
-        begin = time.perf_counter()
-        proposal = self._propose()
-        tree = proposal.tree
-        drafted = time.perf_counter()
-        start = self.cache.length
-        output = self.target.verify(tree, self.cache)
-        self._synchronize()
-        verified = time.perf_counter()
-        verdict = self._decide(proposal, output.logits)
-        last = verdict.path[-1] if verdict.path else 0
-        self.hidden = output.hidden[last]
-        self.cache.commit(start, (0, *verdict.path))
-        emitted = self._emit((*(tree.token_list[node] for node in verdict.path), verdict.token))
-        end = time.perf_counter()
-        # What stands behind the end of a text that ends inside the block was neither offered nor accepted.
-        cut = len(emitted) <= len(verdict.path)
-        accepted = len(emitted) if cut else len(verdict.path)
-        offered = len(emitted) if cut else tree.shape.max_depth
-        return Step(emitted, accepted, offered, len(tree) - 1, drafted - begin, verified - drafted, end - begin)
+    def _step(self) -> list[Step]:
+        """Propose, verify, commit: one target pass for all rows."""
+        clock = PhaseClock(self.target.device)
+        texts = self.texts
+        budget = self.policy.choose(self.drafter.budgets, len(texts)) if self.drafter else PLAIN
+        proposals = self._propose(budget)
+        clock.mark()
+        starts = self.cache.lengths[: len(texts)]
+        output = self.target.verify([proposal.tree for proposal in proposals], self.cache)
+        clock.mark()
+        verdicts = self._decide(texts, proposals, output.logits)
+        if self.session and budget != PLAIN:
+            self.session.observe(
+                proposals, [output.logits[row, : len(proposal.tree)] for row, proposal in enumerate(proposals)]
+            )
+        draft_seconds, verify_seconds = clock.phases()
+        steps = [
+            self._commit(row, proposals[row].tree, verdict, starts[row], output.hidden[row], output.logits[row])
+            for row, verdict in enumerate(verdicts)
+        ]
+        total_seconds = clock.total()
+        if self.drafter:
+            counts = [step.counts for step in steps]
+            self.policy.observe(budget, len(texts), counts, draft_seconds, verify_seconds, total_seconds)
+        seconds = (draft_seconds / len(texts), verify_seconds / len(texts), total_seconds / len(texts))
+        return [
+            step._replace(draft_seconds=seconds[0], verify_seconds=seconds[1], total_seconds=seconds[2])
+            for step in steps
+        ]
 
-    def _propose(self) -> Proposal:
-        # The target writes one token itself, so a deeper tree than this could not be emitted whole.
-        room = self.prompt_length + self.config.max_new_tokens - len(self.tokens) - 1
-        if self.session is None or room < 1:
-            return Proposal.root_only(self.tokens[-1], self.target.device)
-        proposal = self.session.propose(self.tokens, self.hidden, room)
-        self._synchronize()
-        return proposal
+    def _propose(self, budget: Budget) -> list[Proposal]:
+        # The target writes one token itself, so a deeper tree than the room less one could not be emitted whole.
+        depths = [min(budget.depth, text.room(self.config.max_new_tokens) - 1) for text in self.texts]
+        if self.session is None or not any(depths):
+            return [Proposal.root_only(text.tokens[-1], self.target.device) for text in self.texts]
+        return self.session.propose(
+            [
+                DraftRequest(text.tokens, text.hidden, depth, budget.nodes)
+                for text, depth in zip(self.texts, depths, strict=True)
+            ]
+        )
 
-    def _decide(self, proposal: Proposal, logits: Tensor) -> Verdict:
+    def _decide(self, texts: Sequence[_Text], proposals: Sequence[Proposal], logits: Tensor) -> list[Verdict]:
+        """A verdict for each row. ``logits``: (rows, nodes, vocab), shorter rows padded."""
         sampling = self.config.sampling
-        seen = self._seen_at_nodes(proposal.tree) if sampling.penalises else None
+        trees = [proposal.tree for proposal in proposals]
+        sizes = [len(tree) for tree in trees]
+        flat = torch.cat([logits[row, :size] for row, size in enumerate(sizes)]) if len(sizes) > 1 else logits[0]
+        history = None
+        if sampling.needs_history:
+            fetch_tokens(trees)
+            history = HistoryRows.cat(
+                [text.history.at(text.tokens, tree) for text, tree in zip(texts, trees, strict=True)]
+            )
         if sampling.greedy:
-            return GREEDY(proposal, penalised_logits(logits, sampling, seen), self.source)
+            best = adjusted_logits(flat, sampling, history).argmax(-1).split(sizes)
+            best_lists = fetch_tokens(trees, best)
+            return [Verdict(*tree.descend(tokens)) for tree, tokens in zip(trees, best_lists, strict=True)]
+        p = probabilities(flat, sampling, history).split(sizes)
+        fetch_tokens(trees)
+        return [self._rule_for(proposal)(proposal, p[row], texts[row].source) for row, proposal in enumerate(proposals)]
+
+    def _rule_for(self, proposal: Proposal) -> Rule:
         # Where nothing is drafted there is no draft to judge, and every rule writes from p.
-        rule = self.config.rule if self.config.rule and len(proposal.tree) > 1 else lossless_rule(proposal)
-        return rule(proposal, probabilities(logits, sampling, seen), self.source)
+        return self.config.rule if self.config.rule and len(proposal.tree) > 1 else lossless_rule(proposal)
 
-    def _seen_at_nodes(self, tree: TokenTree) -> Tensor:
-        self.seen[self.tokens] = True
-        return seen_tokens(self.seen, tree)
+    def _commit(self, row: int, tree: TokenTree, verdict: Verdict, start: int, hidden: Tensor, logits: Tensor) -> Step:
+        """Keep the accepted path's keys, drop the others, and let the text grow."""
+        text = self.texts[row]
+        path = verdict.path
+        text.hidden = hidden[path[-1] if path else 0]
+        self.cache.commit(row, start, (0, *path))
+        tokens = (*(tree.token_list[node] for node in path), verdict.token)
+        self._remember([*text.tokens, *tokens[:-1]])
+        logprobs = self._logprobs(tree, verdict, logits)
+        emitted = text.emit(tokens, self.config.max_new_tokens, self.stop)
+        # What stands behind the end of a text that ends inside the block was neither offered nor accepted.
+        cut = len(emitted) <= len(path)
+        accepted = len(emitted) if cut else len(path)
+        offered = len(emitted) if cut else tree.shape.max_depth
+        return Step(emitted, accepted, offered, len(tree) - 1, 0.0, 0.0, 0.0, logprobs=logprobs[: len(emitted)])
 
-    def _emit(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """Append to the text, up to its end if the end is among them."""
-        room = self.prompt_length + self.config.max_new_tokens - len(self.tokens)
-        kept, ended = self.stop.cut(self.tokens[self.prompt_length :], tokens[:room])
-        self.tokens += kept
-        self.finished = ended or len(kept) >= room
-        return kept
+    def _remember(self, tokens: Sequence[int]) -> None:
+        if self.serves_calls:
+            self.cache.text = tuple(tokens)
 
-    def _synchronize(self) -> None:
-        """Make the split of the time true on a GPU, where work is queued."""
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)
+    def _logprobs(self, tree: TokenTree, verdict: Verdict, logits: Tensor) -> tuple[float, ...]:
+        """Of the tokens of a verdict, under the target's own logits at the node before each."""
+        if not self.config.logprobs:
+            return ()
+        tokens = [*(tree.token_list[node] for node in verdict.path), verdict.token]
+        rows = logits[[0, *verdict.path]].float().log_softmax(-1)
+        return tuple(rows.gather(1, torch.tensor(tokens, device=rows.device)[:, None])[:, 0].tolist())
+
+
+class _Waiting(NamedTuple):
+    place: int
+    prompt: Sequence[int]
 
 
 def check_prompt(target: CausalLM, prompt: Sequence[int], config: DecodingConfig) -> None:
@@ -220,28 +380,3 @@ def check_prompt(target: CausalLM, prompt: Sequence[int], config: DecodingConfig
             f"a prompt of {len(prompt)} tokens and {config.max_new_tokens} new ones make {longest}, but the target's "
             f"context holds {target.max_positions}: shorten the prompt or lower max_new_tokens"
         )
-
-
-class _StopCheck:
-    """Finds where a text ends inside a block of new tokens."""
-
-    def __init__(self, config: DecodingConfig, tokenizer: TextDecoder | None) -> None:
-        if config.stop_strings and tokenizer is None:
-            raise ValueError("stop strings need the tokenizer: pass it along")
-        self._eos = frozenset(config.eos_token_ids)
-        self._strings = config.stop_strings
-        self._tokenizer = tokenizer
-        # A character is at most four byte tokens; a few more for one cut at the front.
-        self._tail = 4 * max((len(string) for string in self._strings), default=0) + 4
-
-    def cut(self, text: list[int], tokens: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
-        """The tokens up to and including the one that ends the text, and whether one does."""
-        for index, token in enumerate(tokens):
-            if token in self._eos or (self._strings and self._holds_stop_string([*text, *tokens[: index + 1]])):
-                return tokens[: index + 1], True
-        return tokens, False
-
-    def _holds_stop_string(self, text: list[int]) -> bool:
-        assert self._tokenizer is not None
-        tail = self._tokenizer.decode(text[-self._tail :])
-        return any(string in tail for string in self._strings)

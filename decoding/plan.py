@@ -20,18 +20,18 @@ def measure_cost_curve(
         prefix = max(1, model.max_positions - max(sizes))
     cache = model.new_cache(longest)
     token = min(10, model.vocab_size - 1)
-    model.append(torch.full((prefix,), token), cache)
+    model.prefill([[token] * prefix], cache)
     samples: dict[int, list[float]] = {size: [] for size in sizes}
     for repeat in range(repeats + 2):  # two rounds of warm-up; sizes take turns, so that drift hits all alike
         for size in sizes:
             tree = TokenTree.chain([token] * size, model.device)
             begin = time.perf_counter()
-            model.verify(tree, cache)
+            model.verify([tree], cache)
             if model.device.type == "cuda":
                 torch.cuda.synchronize(model.device)
             if repeat >= 2:
                 samples[size].append(time.perf_counter() - begin)
-            cache.truncate(prefix)
+            cache.truncate(0, prefix)
     return {size: statistics.median(times) for size, times in samples.items()}
 
 

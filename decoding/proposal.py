@@ -19,6 +19,13 @@ class ProposalKind(Enum):
     """Children drawn from q one after the other, each from what is left of q."""
     DETERMINISTIC = "deterministic"
     """The set of children is a function of the context: top-k, argmax, lookup."""
+    MIXED = "mixed"
+    """Children of several origins in one tree, as where a sampled draft meets a lookup: no one q describes them."""
+
+    @property
+    def has_q(self) -> bool:
+        """Whether such a proposal carries the q its tokens were drawn from."""
+        return self in (ProposalKind.SAMPLED, ProposalKind.SAMPLED_WITHOUT_REPLACEMENT)
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,7 @@ class Proposal:
     """A drafted tree.
 
     ``q`` has a row for each node that has children: the distribution, after every sampling control, that its first
-    child was drawn from (rows after the last such node may be missing). Deterministic proposals carry none.
+    child was drawn from (rows after the last such node may be missing). Deterministic and mixed proposals carry none.
     """
 
     tree: TokenTree
@@ -34,7 +41,7 @@ class Proposal:
     q: Float[Tensor, "parents vocab"] | None = None
 
     def __post_init__(self) -> None:
-        if (self.q is None) != (self.kind is ProposalKind.DETERMINISTIC):
+        if (self.q is None) == self.kind.has_q:
             raise ValueError(f"a {self.kind.value} proposal {'needs' if self.q is None else 'carries no'} q")
 
     @staticmethod

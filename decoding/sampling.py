@@ -1,31 +1,63 @@
 """From logits to probabilities, and from probabilities to tokens: one copy for the target and the draft.
 
-The controls are applied in the order `transformers` applies them: repetition penalty, temperature, top-k, top-p, min-p.
-Probabilities are fp32 (or wider, if the logits are), whatever the dtype of the model.
+The controls are applied in the order `transformers` applies them: penalties, processors, temperature, top-k, top-p,
+min-p, typical-p. Probabilities are fp32 (or wider, if the logits are), whatever the dtype of the model.
 """
 
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
+from torch.nn import functional as F
 
-from decoding.tree import TokenTree
+
+@runtime_checkable
+class LogitsProcessor(Protocol):
+    """Any change to the logits that is a function of the text alone; every one of `transformers` fits.
+
+    It must keep no memory from one call to the next: drafted texts that are never kept are asked about too.
+    """
+
+    def __call__(
+        self, input_ids: Int[Tensor, "rows length"], scores: Float[Tensor, "rows vocab"], /
+    ) -> Float[Tensor, "rows vocab"]:
+        """The new scores of the token after each text; those given may be overwritten."""
+
+
+@dataclass(frozen=True)
+class ForPromptLength:
+    """A processor that has to know how long the prompt is, which differs from text to text: ``build(length)`` makes it.
+
+    ``build`` is called once per group of texts and step: keep it cheap, or cache it.
+    """
+
+    build: Callable[[int], LogitsProcessor]
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Sampling controls, with `transformers`' meanings. Temperature 0 is greedy decoding."""
+    """Sampling controls, with `transformers`' meanings. Temperature 0 is greedy decoding.
+
+    Presence and frequency penalties mean what they mean to OpenAI and vLLM: they are subtracted from the logits of the
+    tokens of the output, once and once per occurrence. The repetition penalty is over the prompt and the output.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    processors: tuple[LogitsProcessor | ForPromptLength, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature is {self.temperature}: give 0 for greedy decoding, or a positive number")
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}: give 0 to switch it off, or a positive number of tokens")
@@ -33,47 +65,135 @@ class SamplingConfig:
             raise ValueError(f"top_p is {self.top_p}: give a share of probability in (0, 1]")
         if not 0 <= self.min_p < 1:
             raise ValueError(f"min_p is {self.min_p}: give a share of the best token's probability in [0, 1)")
-        if self.repetition_penalty <= 0:
+        if not 0 < self.typical_p <= 1:
+            raise ValueError(f"typical_p is {self.typical_p}: give a share of probability in (0, 1]")
+        if not 0 < self.repetition_penalty < float("inf"):
             raise ValueError(f"repetition_penalty is {self.repetition_penalty}: give a positive number, 1 for none")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not abs(getattr(self, name)) < float("inf"):
+                raise ValueError(f"{name} is {getattr(self, name)}: give a number, 0 for none")
+        if not isinstance(self.processors, tuple):
+            raise ValueError(f"processors is a {type(self.processors).__name__}: give a tuple of processors")
+        for processor in self.processors:
+            if not isinstance(processor, ForPromptLength) and not callable(processor):
+                raise ValueError(f"processor {processor!r} cannot be called: give (input_ids, scores) -> scores")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
     @property
-    def penalises(self) -> bool:
-        """Whether the distribution depends on which tokens came before, beyond what the model reads."""
+    def needs_seen(self) -> bool:
         return self.repetition_penalty != 1
 
+    @property
+    def needs_counts(self) -> bool:
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
 
-def seen_tokens(prefix_seen: Bool[Tensor, " vocab"], tree: TokenTree) -> Bool[Tensor, "nodes vocab"]:
-    """For each node, the tokens seen when the token after it is chosen: the prefix and the path, the node included."""
-    seen = prefix_seen.repeat(len(tree), 1)
-    for node, parent in enumerate(tree.shape.parents):
-        if parent >= 0:
-            seen[node] |= seen[parent]
-        seen[node, tree.token_list[node]] = True
-    return seen
+    @property
+    def needs_history(self) -> bool:
+        """Whether the distribution depends on which tokens came before, beyond what the model reads."""
+        return self.needs_seen or self.needs_counts or bool(self.processors)
 
 
-def penalised_logits(
-    logits: Float[Tensor, "rows vocab"], sampling: SamplingConfig, seen: Bool[Tensor, "rows vocab"] | None
+class HistoryRows(NamedTuple):
+    """What the controls have to know of the text before each row's token; None where no control asks. See `History`.
+
+    ``seen`` (rows, vocab) bool: the tokens of prompt and output. ``counts`` (rows, vocab) int32: how often each is in
+    the output. ``texts`` (rows, longest) long: the texts, of which row i's first ``lengths[i]`` entries count.
+    ``prompt_lengths``: how many tokens of each text are its prompt.
+    """
+
+    seen: Tensor | None = None
+    counts: Tensor | None = None
+    texts: Tensor | None = None
+    lengths: tuple[int, ...] = ()
+    prompt_lengths: tuple[int, ...] = ()
+
+    @staticmethod
+    def cat(parts: Sequence["HistoryRows"]) -> "HistoryRows":
+        """The rows of all parts, which come from the same `SamplingConfig`, one part after the other."""
+
+        def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
+            given = [tensor for tensor in tensors if tensor is not None]
+            assert len(given) in (0, len(tensors)), "rows of different sampling controls do not go together"
+            return torch.cat(given) if given else None
+
+        longest = max((part.texts.shape[1] for part in parts if part.texts is not None), default=0)
+        return HistoryRows(
+            joined([part.seen for part in parts]),
+            joined([part.counts for part in parts]),
+            joined([None if part.texts is None else _padded(part.texts, longest) for part in parts]),
+            tuple(length for part in parts for length in part.lengths),
+            tuple(length for part in parts for length in part.prompt_lengths),
+        )
+
+    def groups(self) -> Iterator[tuple[Int[Tensor, " group"], Int[Tensor, "group length"], int]]:
+        """The rows whose texts and prompts are equally long: their indices, their texts, and the prompts' length."""
+        assert self.texts is not None, "processors need the texts"
+        members: dict[tuple[int, int], list[int]] = {}
+        for row, lengths in enumerate(zip(self.lengths, self.prompt_lengths, strict=True)):
+            members.setdefault(lengths, []).append(row)
+        for (length, prompt_length), rows in members.items():
+            index = torch.tensor(rows).to(self.texts.device, non_blocking=True)
+            yield index, self.texts[index, :length], prompt_length
+
+
+def _padded(texts: Int[Tensor, "rows length"], longest: int) -> Int[Tensor, "rows longest"]:
+    return F.pad(texts, (0, longest - texts.shape[1]))
+
+
+def adjusted_logits(
+    logits: Float[Tensor, "rows vocab"], sampling: SamplingConfig, history: HistoryRows | None = None
 ) -> Float[Tensor, "rows vocab"]:
-    """Logits after the penalties, which is what greedy decoding takes its argmax of. ``seen`` as in `seen_tokens`."""
-    if not sampling.penalises:
+    """Logits after penalties and processors, which is what greedy decoding takes its argmax of.
+
+    Untouched, in their own dtype, where nothing needs the history; else in fp32 or wider. The logits given stay as
+    they are.
+    """
+    if not sampling.needs_history:
         return logits
-    assert seen is not None, "a repetition penalty needs the tokens seen"
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    penalty = sampling.repetition_penalty
-    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+    assert history is not None, "penalties and processors need the history"
+    logits = _widened(logits)
+    if sampling.needs_seen:
+        assert history.seen is not None, "a repetition penalty needs the tokens seen"
+        penalty = sampling.repetition_penalty
+        logits = torch.where(history.seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+    if sampling.needs_counts:
+        assert history.counts is not None, "presence and frequency penalties need the counts"
+        logits = logits - sampling.frequency_penalty * history.counts
+        logits = logits - sampling.presence_penalty * (history.counts > 0)
+    return _processed(logits, sampling, history) if sampling.processors else logits
+
+
+def _widened(logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _processed(
+    logits: Float[Tensor, "rows vocab"], sampling: SamplingConfig, history: HistoryRows
+) -> Float[Tensor, "rows vocab"]:
+    processed = torch.empty_like(logits)
+    for rows, texts, prompt_length in history.groups():
+        scores = logits[rows]
+        for entry in sampling.processors:
+            processor = entry.build(prompt_length) if isinstance(entry, ForPromptLength) else entry
+            result = processor(texts, scores)
+            if result.shape != scores.shape:
+                raise ValueError(
+                    f"processor {type(processor).__name__} gave scores of shape {tuple(result.shape)} for "
+                    f"{tuple(scores.shape)}: return one score for each token of each row"
+                )
+            scores = result
+        processed[rows] = scores.to(processed.dtype)
+    return processed
 
 
 def probabilities(
-    logits: Float[Tensor, "rows vocab"], sampling: SamplingConfig, seen: Bool[Tensor, "rows vocab"] | None = None
+    logits: Float[Tensor, "rows vocab"], sampling: SamplingConfig, history: HistoryRows | None = None
 ) -> Float[Tensor, "rows vocab"]:
     """The distribution each row is sampled from, after every control; at temperature 0 all mass is on the argmax."""
-    logits = penalised_logits(logits, sampling, seen)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = _widened(adjusted_logits(logits, sampling, history))
     if sampling.greedy:
         one_hot = torch.zeros_like(logits)
         return one_hot.scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
@@ -86,6 +206,8 @@ def probabilities(
     if sampling.min_p > 0:
         shares = logits.softmax(-1)
         logits = logits.masked_fill(shares < sampling.min_p * shares.amax(-1, keepdim=True), -torch.inf)
+    if sampling.typical_p < 1:
+        logits = _typical(logits, sampling.typical_p)
     return logits.softmax(-1)
 
 
@@ -95,6 +217,52 @@ def _nucleus(logits: Float[Tensor, "rows vocab"], top_p: float) -> Float[Tensor,
     dropped = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
     dropped[..., -1] = False
     return logits.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
+
+
+def _typical(logits: Float[Tensor, "rows vocab"], mass: float) -> Float[Tensor, "rows vocab"]:
+    """Keep the tokens whose surprise is nearest the entropy until their mass reaches ``mass`` (2202.00666, section 4).
+
+    Tokens equally near the last one kept are kept as well.
+    """
+    log_shares = logits.log_softmax(-1)
+    entropy = -(log_shares * log_shares.exp()).nansum(-1, keepdim=True)
+    distance = (-log_shares - entropy).abs()
+    ascending, order = distance.sort(descending=False)
+    short_of_mass = logits.gather(-1, order).softmax(-1).cumsum(-1) < mass
+    last_kept = short_of_mass.sum(-1, keepdim=True).clamp_(max=logits.shape[-1] - 1)
+    return logits.masked_fill(distance > ascending.gather(-1, last_kept), -torch.inf)
+
+
+# --- drawing --------------------------------------------------------------------------------------------------------
+
+
+def inverse_cdf(weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, " rows"]) -> Int[Tensor, " rows"]:
+    """Draw one token per row in proportion to its weights, which need not sum to 1, from uniforms in [0, 1).
+
+    Where the weights are, without waiting for the device; the uniforms may be on the host. Never a token of weight 0;
+    a row that has no weight at all, or NaN, gives ``vocab``, which is no token.
+    """
+    cumulative = _cumulative(weights)
+    thresholds = cumulative[:, -1:] * uniforms.to(cumulative.device, non_blocking=True)[:, None]
+    # right=True finds the first entry strictly above the threshold, which cannot have weight 0.
+    return torch.searchsorted(cumulative, thresholds, right=True).squeeze(1).to(weights.device)
+
+
+def _cumulative(weights: Float[Tensor, "*rows vocab"]) -> Float64[Tensor, "*rows vocab"]:
+    """Sums that never fall from one entry to the next, and rise only where there is weight."""
+    if weights.is_mps:  # which has no float64
+        weights = weights.cpu()
+    own = weights.clone() if weights.dtype == torch.float64 else weights.double()
+    sums = own.cumsum_(-1)
+    # On the host each sum is the one before plus its weight.
+    return sums if weights.is_cpu else _monotone(sums, weights)
+
+
+def _monotone(
+    sums: Float64[Tensor, "*rows vocab"], weights: Float[Tensor, "*rows vocab"]
+) -> Float64[Tensor, "*rows vocab"]:
+    """A parallel sum may differ from its neighbour in the last bits, up or down, where the weight between them is 0."""
+    return torch.where(weights > 0, sums, 0).cummax(-1).values
 
 
 @runtime_checkable
@@ -109,23 +277,31 @@ class RandomSource(Protocol):
 
 
 class GeneratorSource:
-    """Chance from a `torch.Generator` on the host, so that a seed gives the same tokens on every device."""
+    """Chance from a `torch.Generator` on the host, so that a seed gives the same uniforms whatever the device."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
 
-    def _uniform(self) -> float:
+    @staticmethod
+    def from_seed(seed: int, stream: int | str = "") -> "GeneratorSource":
+        """Chance of its own for each stream of a seed, as drafting and verifying need it, the same in every run."""
+        digest = hashlib.sha256(f"{seed} {stream}".encode()).digest()
+        return GeneratorSource(torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True)))
+
+    def uniform(self) -> float:
+        """A number in [0, 1), a multiple of 2^-53."""
         return torch.rand((), generator=self._generator, dtype=torch.float64).item()
 
     def accept(self, probability: float) -> bool:
-        return self._uniform() < probability
+        return self.uniform() < probability
 
     def draw(self, weights: Float[Tensor, " vocab"]) -> int:
-        # On the host: the same tokens on every device, and a sum that never falls from one entry to the next.
-        cumulative = weights.to("cpu", torch.float64).cumsum(-1)
-        # right=True finds the first entry strictly above the threshold, which cannot have weight 0.
-        threshold = cumulative[-1] * self._uniform()
-        return int(torch.searchsorted(cumulative, threshold, right=True))
+        # One row of `inverse_cdf`, written without its second axis: this is called for every drafted token.
+        cumulative = _cumulative(weights)
+        token = int(torch.searchsorted(cumulative, cumulative[-1] * self.uniform(), right=True))
+        if token == len(weights):
+            raise ValueError("no token has any weight: loosen the controls (a processor may forbid every token)")
+        return token
 
 
 def draw_without_replacement(

@@ -3,7 +3,8 @@
 from collections.abc import Container, Iterable, Iterator
 from typing import NamedTuple
 
-from decoding.generate import Step, TextDecoder
+from decoding.generate import Step
+from decoding.stopping import TextDecoder
 
 
 class Piece(NamedTuple):

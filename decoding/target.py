@@ -1,6 +1,6 @@
-"""Any transformers causal language model behind one call: tokens or a tree in, hidden states and logits out."""
+"""Any transformers causal language model behind one call: tokens or trees in, hidden states and logits out."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -9,35 +9,41 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from decoding.attention import copy_free_attention
 from decoding.cache import PreallocatedCache
-from decoding.tree import TokenTree
+from decoding.tree import TokenTree, TreeShape
 
 
 class ModelOutput(NamedTuple):
-    """``hidden``: what the lm_head read, (positions, hidden_size). ``logits``: what it wrote, (positions, vocab)."""
+    """``hidden``: what the lm_head read. ``logits``: what it wrote."""
 
-    hidden: Float[Tensor, "positions hidden"]
-    logits: Float[Tensor, "positions vocab"]
+    hidden: Float[Tensor, "*positions hidden"]
+    logits: Float[Tensor, "*positions vocab"]
 
 
 @contextmanager
-def capture_lm_head_input(model: nn.Module, keep_last: bool = False) -> Iterator[list[Tensor]]:
+def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] | None = None) -> Iterator[list[Tensor]]:
     """Collect what the lm_head reads while the model runs inside this context, whatever the architecture.
 
-    With ``keep_last`` the lm_head itself is given the last position only, so that training on hidden states does not
-    pay for logits nobody reads; the captured tensor is whole: (batch, positions, hidden).
+    The captured tensor is whole, (batch, positions, hidden). With ``select`` the lm_head itself is given only what that
+    returns of it, so that nobody pays for logits that are not read.
     """
     captured: list[Tensor] = []
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         captured.append(args[0])
-        return (args[0][:, -1:], *args[1:]) if keep_last else None
+        return (select(args[0]), *args[1:]) if select else None
 
     handle = model.get_output_embeddings().register_forward_pre_hook(hook)  # type: ignore[operator]  # nn.Module's getattr
     try:
         yield captured
     finally:
         handle.remove()
+
+
+def last_position(hidden: Tensor) -> Tensor:
+    """The last position of each row, (batch, 1, hidden)."""
+    return hidden[:, -1:]
 
 
 def _refuse_unfit(model: PreTrainedModel) -> None:
@@ -68,14 +74,16 @@ def _refuse_unfit(model: PreTrainedModel) -> None:
 
 
 class CausalLM:
-    """A causal language model ready to decode with: batch 1, its own cache type, tree attention.
+    """A causal language model ready to decode with: rows of different lengths, its own cache, tree attention.
 
     Serves for the target and for a draft model alike.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, output_tokens: Int[Tensor, " outputs"] | None = None) -> None:
+        """``output_tokens``: of a draft whose lm_head was trimmed, the token that each of its outputs stands for."""
         _refuse_unfit(model)
         self.model = model.eval()
+        self.output_tokens = None if output_tokens is None else output_tokens.to(model.device)
         text_config = model.config.get_text_config(decoder=True)
         self.num_layers: int = text_config.num_hidden_layers
         self.hidden_size: int = text_config.hidden_size
@@ -96,73 +104,176 @@ class CausalLM:
         dtype: torch.dtype = self.model.dtype
         return dtype
 
-    def new_cache(self, capacity: int) -> PreallocatedCache:
-        return PreallocatedCache(self.num_layers, capacity)
+    def new_cache(self, capacity: int, rows: int = 1) -> PreallocatedCache:
+        return PreallocatedCache(self.num_layers, capacity, rows)
 
     @torch.inference_mode()
-    def append(self, tokens: Int[Tensor, " positions"], cache: PreallocatedCache) -> ModelOutput:
-        """Run ``tokens`` behind what the cache holds, as one causal line; hidden state and logits of the last only."""
-        start = cache.length
-        positions = torch.arange(start, start + len(tokens), device=self.device)
-        mask = None
-        if start and len(tokens) > 1:
-            mask = self._mask(TokenTree.chain(tokens.tolist()), start)
-        return self._run(tokens, positions, cache, mask, last_only=True)
+    def prefill(
+        self, texts: Sequence[Sequence[int]], cache: PreallocatedCache, slots: Sequence[int] | None = None
+    ) -> ModelOutput:
+        """Run whole texts into empty ``slots`` of the cache (by default the first ones).
 
-    @torch.inference_mode()
-    def verify(self, tree: TokenTree, cache: PreallocatedCache, first: int = 0) -> ModelOutput:
-        """Run a tree behind what the cache holds, each node attending to the prefix and its own path.
-
-        The nodes before ``first`` are in the cache already (a tree drafted level by level); only the others run.
+        Returns hidden state and logits of each text's last token, (rows, hidden) and (rows, vocab). Shorter texts are
+        padded on the right, where no token of theirs looks.
         """
-        start = cache.length - first
-        depths = tree.shape.depth_tensor[first:].to(self.device)
-        mask = self._mask(tree, start, first) if len(tree) > 1 else None
-        return self._run(tree.tokens[first:], depths + start, cache, mask, last_only=False)
+        slots = range(len(texts)) if slots is None else slots
+        assert not any(cache.lengths[slot] for slot in slots), "these rows are not empty"
+        lengths = [len(text) for text in texts]
+        longest = max(lengths)
+        tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=self.device)
+        cache.begin(slots, longest, self.device)
+        positions = torch.arange(longest, device=self.device)[None]
+        output = self._run(tokens, positions, cache, None, self._last_of(lengths))
+        cache.end(lengths)
+        return ModelOutput(output.hidden[:, 0], output.logits[:, 0])
+
+    @torch.inference_mode()
+    def append(self, blocks: Sequence[Sequence[int]], cache: PreallocatedCache) -> ModelOutput:
+        """Run a line of tokens behind each row; hidden state and logits of each row's last, (rows, ...)."""
+        if not any(cache.lengths[: len(blocks)]):
+            return self.prefill(blocks, cache)
+        trees = [TokenTree.chain(block, self.device) for block in blocks]
+        output = self._run_trees(trees, cache, [0] * len(trees), self._last_of([len(block) for block in blocks]))
+        return ModelOutput(output.hidden[:, 0], output.logits[:, 0])
+
+    @torch.inference_mode()
+    def step(self, tokens: Int[Tensor, " rows"], cache: PreallocatedCache) -> ModelOutput:
+        """Run one token behind each row; the tokens may still be on their way on the device. (rows, ...)"""
+        trees = [TokenTree(tokens[row : row + 1], TreeShape.chain(0)) for row in range(len(tokens))]
+        output = self._run_trees(trees, cache, [0] * len(trees), None)
+        return ModelOutput(output.hidden[:, 0], output.logits[:, 0])
+
+    @torch.inference_mode()
+    def verify(
+        self, trees: Sequence[TokenTree], cache: PreallocatedCache, first: Sequence[int] | None = None
+    ) -> ModelOutput:
+        """Run a tree behind each row, each node attending to its row's prefix and its own path.
+
+        Of row i the nodes before ``first[i]`` are in the cache already (a tree drafted level by level); only the others
+        run. Returns (rows, nodes, hidden) and (rows, nodes, vocab); rows with fewer nodes than others are padded.
+        """
+        return self._run_trees(trees, cache, first or [0] * len(trees), None)
+
+    def _last_of(self, lengths: Sequence[int]) -> Callable[[Tensor], Tensor]:
+        """Selects each row's last own position, (rows, 1, hidden)."""
+        if len(set(lengths)) == 1:
+            return last_position
+        index = torch.tensor(lengths, device=self.device) - 1
+        rows = torch.arange(len(lengths), device=self.device)
+        return lambda hidden: hidden[rows, index][:, None]
+
+    def _run_trees(
+        self,
+        trees: Sequence[TokenTree],
+        cache: PreallocatedCache,
+        first: Sequence[int],
+        select: Callable[[Tensor], Tensor] | None,
+    ) -> ModelOutput:
+        counts = [len(tree) - skipped for tree, skipped in zip(trees, first, strict=True)]
+        size = max(counts)
+        tokens = self._stack([tree.tokens[skipped:] for tree, skipped in zip(trees, first, strict=True)], size)
+        depths = self._stack(
+            [tree.shape.depth_tensor[skipped:] for tree, skipped in zip(trees, first, strict=True)], size
+        )
+        starts = [cache.lengths[row] - skipped for row, skipped in enumerate(first)]
+        positions = depths + torch.tensor(starts, device=self.device)[:, None]
+        if self.max_positions is not None:  # a row that is done may be padded past the end of the position table
+            positions.clamp_(max=self.max_positions - 1)
+        uniform = len(set(starts)) == 1
+        if uniform and size == 1 and not any(first):
+            masks = None
+        else:
+            masks = self._masks([tree.shape for tree in trees], starts, first, size)
+        cache.begin(range(len(trees)), size, self.device)
+        output = self._run(tokens, positions, cache, masks, select)
+        cache.end(counts)
+        return output
+
+    def _stack(self, parts: Sequence[Tensor], size: int) -> Tensor:
+        """(rows, size) on the model's device, shorter rows padded with zeros."""
+        parts = [part.to(self.device, non_blocking=True) for part in parts]
+        if all(len(part) == size for part in parts):
+            return torch.stack(list(parts))
+        return nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
 
     def _run(
-        self, tokens: Tensor, positions: Tensor, cache: PreallocatedCache, mask: Any, last_only: bool
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: PreallocatedCache,
+        mask: Any,
+        select: Callable[[Tensor], Tensor] | None,
     ) -> ModelOutput:
-        with capture_lm_head_input(self.model) as captured:
+        with capture_lm_head_input(self.model, select) as captured, copy_free_attention(self.model):
             output = self.model(
-                input_ids=tokens.to(self.device)[None],
-                position_ids=positions[None],
-                attention_mask=mask,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1 if last_only else 0,
+                input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
             )
-        return ModelOutput(captured[0][0], output.logits[0])
+        return ModelOutput(captured[0] if select is None else select(captured[0]), output.logits)
 
-    def _mask(self, tree: TokenTree, start: int, first: int = 0) -> Any:
-        """Additive masks (1, 1, queries, start + nodes); boolean 4-D masks are silently wrong under eager attention.
+    def _masks(self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int) -> Any:
+        """Additive masks (rows, 1, queries, keys); boolean 4-D masks are silently wrong under eager attention.
 
         One for all layers, or a dict by layer type for models that mix full and sliding attention.
         """
         if "sliding_attention" in self._layer_types:
             return {
-                "full_attention": self._additive_mask(tree, start, first, None),
-                "sliding_attention": self._additive_mask(tree, start, first, self._window),
+                "full_attention": self._mask(shapes, starts, first, size, None),
+                "sliding_attention": self._mask(shapes, starts, first, size, self._window),
             }
-        return self._additive_mask(tree, start, first, None if self._layer_types else self._window)
+        return self._mask(shapes, starts, first, size, None if self._layer_types else self._window)
 
-    def _additive_mask(self, tree: TokenTree, start: int, first: int, window: int | None) -> Tensor:
-        nodes = len(tree)
+    def _mask(
+        self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int, window: int | None
+    ) -> Tensor:
+        if len(set(starts)) == len(set(first)) == len(set(shapes)) == 1:
+            return self._shared_mask(shapes[0], starts[0], first[0], window)
+        return self._ragged_mask(shapes, starts, first, size, window)
+
+    def _shared_mask(self, shape: TreeShape, start: int, first: int, window: int | None) -> Tensor:
+        """One mask for all rows, (1, 1, queries, keys): every row is as long and has the same tree."""
+        nodes = len(shape)
         mask = torch.zeros(nodes - first, start + nodes, dtype=self.dtype, device=self.device)
-        mask[:, start:] = self._tree_mask(tree)[first:]
-        if window is not None and start + tree.shape.max_depth >= window:
-            depths = tree.shape.depth_tensor.to(self.device)
+        mask[:, start:] = self._tree_mask(shape)[first:]
+        if window is not None and start + shape.max_depth >= window:
+            depths = shape.depth_tensor.to(self.device)
             key_positions = torch.cat([torch.arange(start, device=self.device), depths + start])
             too_far = (depths[first:, None] + start) - key_positions >= window
             mask.masked_fill_(too_far, torch.finfo(self.dtype).min)
         return mask[None, None]
 
-    def _tree_mask(self, tree: TokenTree) -> Tensor:
-        key = tree.shape.parents
+    def _ragged_mask(
+        self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int, window: int | None
+    ) -> Tensor:
+        """A mask for each row. A row's keys are its prefix, then its tree's nodes, then padding nobody looks at."""
+        device, blocked = self.device, torch.finfo(self.dtype).min
+        nodes = max(skipped + size for skipped in first)
+        tree_masks = torch.full((len(shapes), size, nodes), blocked, dtype=self.dtype, device=device)
+        depths = torch.zeros(len(shapes), nodes, dtype=torch.long, device=device)
+        for row, (shape, skipped) in enumerate(zip(shapes, first, strict=True)):
+            tree_masks[row, : len(shape) - skipped, : len(shape)] = self._tree_mask(shape)[skipped:]
+            depths[row, : len(shape)] = shape.depth_tensor.to(device)
+        begin = torch.tensor(starts, device=device)[:, None]
+        width = max(start + skipped for start, skipped in zip(starts, first, strict=True)) + size
+        keys = torch.arange(width, device=device)[None]
+        node = (keys - begin).clamp(0, nodes - 1)
+        behind_prefix = (keys >= begin)[:, None]
+        mask = tree_masks.gather(2, node[:, None].expand(-1, size, -1))
+        mask = torch.where(
+            behind_prefix & (keys < begin + nodes)[:, None], mask, torch.where(behind_prefix, blocked, 0.0)
+        )
+        if window is not None:
+            key_positions = torch.where(keys < begin, keys, begin + depths.gather(1, node))
+            queries = torch.stack([depths[row, skipped : skipped + size] for row, skipped in enumerate(first)]) + begin
+            mask = mask.masked_fill(queries[:, :, None] - key_positions[:, None] >= window, blocked)
+        return mask.to(self.dtype)[:, None]
+
+    def _tree_mask(self, shape: TreeShape) -> Tensor:
+        """What a tree's nodes may not see of one another, (nodes, nodes), additive."""
+        key = shape.parents
         if key not in self._tree_masks:
             if len(self._tree_masks) > 256:  # dynamic trees: keep the memory bounded
                 self._tree_masks.clear()
-            hidden = ~tree.shape.ancestor_mask.to(self.device)
+            hidden = ~shape.ancestor_mask.to(self.device)
             mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
             self._tree_masks[key] = mask.masked_fill_(hidden, torch.finfo(self.dtype).min)
         return self._tree_masks[key]

@@ -84,6 +84,8 @@ class TreeShape:
     @cached_property
     def ancestor_mask(self) -> Bool[Tensor, "nodes nodes"]:
         """``mask[i, j]`` is true where node j is node i or one of its ancestors: what i may attend to."""
+        if self.is_chain:
+            return torch.ones(len(self), len(self), dtype=torch.bool).tril()
         mask = torch.eye(len(self), dtype=torch.bool)
         for node, parent in enumerate(self.parents[1:], start=1):
             mask[node] |= mask[parent]
@@ -153,3 +155,31 @@ class TokenTree:
             path.append(child)
             node = child
         return tuple(path)
+
+    def descend(self, best: Sequence[int]) -> tuple[tuple[int, ...], int]:
+        """Walk from the root to the child that holds ``best[node]`` for as long as there is one.
+
+        Returns the nodes met below the root, and the token of the last one that no child holds.
+        """
+        node, path = 0, []
+        while (child := self.child_with_token(node, best[node])) is not None:
+            path.append(child)
+            node = child
+        return tuple(path), best[node]
+
+
+def fetch_tokens(trees: Sequence[TokenTree], also: Sequence[Tensor] = ()) -> list[list[int]]:
+    """Bring all trees' tokens to the host in one transfer, and with them some tensors of integers, which it returns."""
+    missing = [tree for tree in trees if "token_list" not in tree.__dict__]
+    parts = [*(tree.tokens for tree in missing), *also]
+    if not parts:
+        return []
+    device = also[0].device if also else parts[0].device
+    joined: list[int] = torch.cat([part.to(device) for part in parts]).tolist()
+    lists, begin = [], 0
+    for part in parts:
+        lists.append(joined[begin : begin + len(part)])
+        begin += len(part)
+    for tree, tokens in zip(missing, lists, strict=False):
+        tree.__dict__["token_list"] = tokens
+    return lists[len(missing) :]

@@ -3,9 +3,12 @@
 Each rule is a pure function of a proposal, the target's distribution at every node, and a source of chance.
 p is the target's distribution and q the draft's, both after every sampling control. A *lossless* rule emits tokens
 distributed exactly as p, whatever q is; the tests prove it by enumerating every outcome.
+
+In the formulas ()+ is the positive part, and delta(x) the distribution that is always x.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from decoding.proposal import Proposal, ProposalKind
 from decoding.sampling import RandomSource
+from decoding.tree import TokenTree
 
 
 class Verdict(NamedTuple):
@@ -46,7 +50,7 @@ class Rule:
             fitting = " or ".join(sorted(kind.value for kind in self.kinds))
             raise ValueError(f"the {self.name} rule takes {fitting} proposals, not {proposal.kind.value} ones")
         if self.chains_only and not proposal.tree.shape.is_chain:
-            raise ValueError(f"the {self.name} rule takes chains; use recursive rejection for trees")
+            raise ValueError(f"the {self.name} rule takes chains; for trees use traversal verification")
         return self.decide(proposal, target_probs, source)
 
 
@@ -64,80 +68,12 @@ def greedy(proposal: Proposal, target_scores: Float[Tensor, "nodes vocab"], sour
     return Verdict(tuple(path), best[node])
 
 
-def token_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
-    """Speculative sampling on a chain (Leviathan et al. 2211.17192, Chen et al. 2302.01318).
-
-    A drafted x is kept with probability min(1, p(x)/q(x)); at the first refusal the target writes from the
-    normalised positive part of p - q; when all are kept it writes from p after the last.
-    """
-    q = proposal.q
-    assert q is not None
-    tree = proposal.tree
-    length = len(tree) - 1
-    if length:
-        drafted = tree.tokens[1:, None]
-        q_drafted = q[:length].gather(1, drafted)
-        ratios: list[float] = (p[:length].gather(1, drafted) / q_drafted).squeeze(1).tolist()
-        for position, ratio in enumerate(ratios):
-            assert ratio == ratio, "a drafted token has q = 0: it was not drawn from the q that was recorded"
-            if not source.accept(ratio):
-                residual = _residual(p[position], q[position])
-                # p = q up to rounding leaves no residual; the refusal was rounding too, and p is what to write from.
-                return Verdict(
-                    tuple(range(1, position + 1)), source.draw(p[position] if residual is None else residual)
-                )
-    return Verdict(tuple(range(1, length + 1)), source.draw(p[length]))
-
-
-def recursive_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
-    """Rejection down a sampled tree, with replacement (SpecInfer 2305.09781) or without (RSD 2402.14160, Sequoia).
-
-    At each node the children are tried in draw order against a p that shrinks to its residual after each refusal.
-    With replacement q stays as it is (a duplicate is refused for certain, and still updates p); without, the refused
-    token is taken out of q. When no child is kept the target writes from the last p.
-    """
-    q = proposal.q
-    assert q is not None
-    tree = proposal.tree
-    path: list[int] = []
-    node = 0
-    while tree.shape.children[node]:
-        p_now, q_now = p[node], q[node]
-        accepted = None
-        for child in tree.shape.children[node]:
-            token = tree.token_list[child]
-            q_token = float(q_now[token])
-            assert q_token > 0, "a drafted token has q = 0: it was not drawn from the q that was recorded"
-            residual = None
-            if not source.accept(float(p_now[token]) / q_token):
-                residual = _residual(p_now, q_now)
-            if residual is None:  # kept, or p = q up to rounding, where a refusal has probability 0
-                accepted = child
-                break
-            p_now = residual
-            if proposal.kind is ProposalKind.SAMPLED_WITHOUT_REPLACEMENT:
-                q_now = q_now.clone()
-                q_now[token] = 0
-                q_now = q_now / q_now.sum()
-        if accepted is None:
-            return Verdict(tuple(path), source.draw(p_now))
-        path.append(accepted)
-        node = accepted
-    return Verdict(tuple(path), source.draw(p[node]))
-
-
-def _residual(p: Float[Tensor, " vocab"], q: Float[Tensor, " vocab"]) -> Float[Tensor, " vocab"] | None:
-    """The normalised positive part of p - q; None where it is empty, which means p = q."""
-    positive = (p - q).clamp(min=0)
-    total = positive.sum()
-    return positive / total if bool(total > 0) else None
-
-
-def top_k_children(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
+def sampled_verify(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
     """Follow a token drawn from p for as long as it is a drafted child; write it where it is not.
 
-    The children's set must be a function of the context. Trying each child with its renormalised p, and writing from
-    what is left, has the same joint distribution as this single draw per node; the tests compare the two.
+    Lossless for any draft, however it was made. Each emitted token takes exactly one draw, from p in its context, as
+    in plain decoding: with a seeded source from which the drafter draws nothing, the text is the one that plain
+    decoding writes with that seed. A token drawn from q is kept with probability sum of p q, less than by rejection.
     """
     tree = proposal.tree
     path: list[int] = []
@@ -149,6 +85,189 @@ def top_k_children(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: 
             return Verdict(tuple(path), token)
         path.append(child)
         node = child
+
+
+def top_k_children(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
+    """Try a node's children one by one, in any order, where their set is a function of the context.
+
+    A child x is kept with probability p(x); refused, it is zeroed in p, which is renormalised for the next child (so
+    that a duplicate is never kept). None kept: the target writes from the last p. The verdicts are distributed as
+    those of `sampled_verify`.
+    """
+    tree = proposal.tree
+    path: list[int] = []
+    node = 0
+    while tree.shape.children[node]:
+        p_now, accepted = p[node], None
+        for child in tree.shape.children[node]:
+            token = tree.token_list[child]
+            if source.accept(float(p_now[token])):
+                accepted = child
+                break
+            without_token = p_now.clone()
+            without_token[token] = 0
+            total = without_token.sum()
+            if not bool(total > 0):  # p is delta(x) up to rounding, where a refusal has probability 0
+                accepted = child
+                break
+            p_now = without_token / total
+        if accepted is None:
+            return Verdict(tuple(path), source.draw(p_now))
+        path.append(accepted)
+        node = accepted
+    return Verdict(tuple(path), source.draw(p[node]))
+
+
+def token_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
+    """Speculative sampling on a chain (Leviathan et al. 2211.17192, Chen et al. 2302.01318).
+
+    A drafted x is kept with probability min(1, p(x)/q(x)); at the first refusal the target writes from the
+    normalised positive part of p - q; when all are kept it writes from p after the last.
+    """
+    q = proposal.q
+    assert q is not None
+    for position, ratio in enumerate(_chain_ratios(proposal.tree, p, q)):
+        if not source.accept(ratio):
+            residual = _residual(p[position], q[position])
+            # p = q up to rounding leaves no residual; the refusal was rounding too, and p is what to write from.
+            return Verdict(tuple(range(1, position + 1)), source.draw(p[position] if residual is None else residual))
+    length = len(proposal.tree) - 1
+    return Verdict(tuple(range(1, length + 1)), source.draw(p[length]))
+
+
+def block_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
+    """A chain verified as a whole (Sun et al. 2403.10444): never keeps fewer than token rejection in expectation.
+
+    P(0) = 1 and P(i) = min(1, P(i-1) p(x_i)/q(x_i)). The whole chain of K is kept with probability P(K); a prefix of
+    i < K with S/(S + (1 - P(i))), S being the sum of (P(i) p - q)+ over the tokens after x_i. The longest prefix kept
+    counts, wherever shorter ones failed. The target writes from the normalised (P(i) p - q)+ after it, or from p after
+    the whole chain. A deterministic x is one drawn from delta(x).
+    """
+    tree = proposal.tree
+    length = len(tree) - 1
+    q = proposal.q
+    if q is None:
+        q = torch.zeros_like(p[:length]).scatter_(1, tree.tokens[1:, None], 1.0)
+    reach = [1.0]
+    for ratio in _chain_ratios(tree, p, q):
+        reach.append(min(1.0, reach[-1] * ratio))
+    if length == 0 or (reach[length] > 0 and source.accept(reach[length])):
+        return Verdict(tuple(range(1, length + 1)), source.draw(p[length]))
+    rows = sum(value > 0 for value in reach[:length])  # what follows a token of p = 0 is never kept
+    scale = torch.tensor(reach[:rows], dtype=p.dtype, device=p.device)
+    residuals = (p[:rows] * scale[:, None]).sub_(q[:rows]).clamp_(min=0)
+    masses: list[float] = residuals.sum(-1).tolist()
+    # The tests are independent: going backwards, the first to hold is the longest, and the others need not be made.
+    kept = rows - 1
+    while kept > 0 and not (masses[kept] > 0 and source.accept(masses[kept] / (masses[kept] + (1 - reach[kept])))):
+        kept -= 1
+    # Nothing left at the root is p = q up to rounding, as in token rejection.
+    return Verdict(tuple(range(1, kept + 1)), source.draw(residuals[kept] if masses[kept] > 0 else p[kept]))
+
+
+def _chain_ratios(tree: TokenTree, p: Float[Tensor, "nodes vocab"], q: Float[Tensor, "parents vocab"]) -> list[float]:
+    """p(x)/q(x) of each drafted token of a chain, in one transfer to the host."""
+    drafted = tree.tokens[1:, None]
+    rows = len(drafted)
+    ratios: list[float] = (p[:rows].gather(1, drafted) / q[:rows].gather(1, drafted)).squeeze(1).tolist()
+    assert all(ratio < math.inf for ratio in ratios), _UNDRAWN
+    return ratios
+
+
+def recursive_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
+    """Rejection down a sampled tree, with replacement (SpecInfer 2305.09781) or without (RSD 2402.14160, Sequoia).
+
+    At each node the children are tried in draw order against a p that shrinks to its residual after each refusal.
+    With replacement q stays as it is (a duplicate is refused for certain, and still updates p); without, the refused
+    token is taken out of q. When no child is kept the target writes from the last p.
+    """
+    tree = proposal.tree
+    path: list[int] = []
+    node = 0
+    while tree.shape.children[node]:
+        p_now, accepted = p[node], None
+        for child, q_now in _children_with_q(proposal, node, p[node]):
+            token = tree.token_list[child]
+            ratio = float(p_now[token] / q_now[token])
+            assert ratio < math.inf, _UNDRAWN
+            residual = None if source.accept(ratio) else _residual(p_now, q_now)
+            if residual is None:  # kept, or p = q up to rounding, where a refusal has probability 0
+                accepted = child
+                break
+            p_now = residual
+        if accepted is None:
+            return Verdict(tuple(path), source.draw(p_now))
+        path.append(accepted)
+        node = accepted
+    return Verdict(tuple(path), source.draw(p[node]))
+
+
+def traversal_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
+    """A tree verified as a whole, depth first and leaves first (Weng et al. 2505.12398).
+
+    A is 1 at the root and min(1, A p(x)/q(x)) at its child x. A leaf is kept with its A, and the target writes from p
+    after it. Each child refused turns its parent's p into the normalised (A p - q)+ and A into S/(S + (1 - A)), S being
+    the sum of that positive part; the next child is weighed with these, in draw order. With no child left the parent
+    is kept with its last A, and the target writes from its last p; else the parent is refused in its turn. On a chain
+    this is block verification; a deterministic x is one drawn from delta(x).
+    """
+    tree = proposal.tree
+
+    def visit(node: int, kept: float) -> Verdict | None:
+        """The verdict, if it falls at or below a node whose A is ``kept``; None refuses the node."""
+        # A p in one, which is all that the formulas read of either; a leaf only draws from it, at any scale.
+        mass = p[node] * kept if tree.shape.children[node] else p[node]
+        for child, q_now in _children_with_q(proposal, node, mass):
+            token = tree.token_list[child]
+            ratio = float(mass[token] / q_now[token])
+            assert ratio < math.inf, _UNDRAWN
+            verdict = visit(child, min(1.0, ratio)) if ratio > 0 else None
+            if verdict is not None:
+                return verdict
+            residual = (mass - q_now).clamp_(min=0)
+            left = float(residual.sum())
+            if left == 0:
+                # Nothing is left to write here. At the root this is p = q up to rounding, as in token rejection.
+                kept = 0.0
+                break
+            rest = left + (1 - kept)
+            mass, kept = residual.div_(rest), left / rest
+        if node == 0 or (kept > 0 and source.accept(kept)):
+            return Verdict(tree.shape.path(node), source.draw(mass))
+        return None
+
+    verdict = visit(0, 1.0)
+    assert verdict is not None, "the root is never refused"
+    return verdict
+
+
+def _children_with_q(
+    proposal: Proposal, node: int, like: Float[Tensor, " vocab"]
+) -> Iterator[tuple[int, Float[Tensor, " vocab"]]]:
+    """A node's children in draw order, each with the distribution it was drawn from given those before it."""
+    token_list, drawn = proposal.tree.token_list, None
+    for child in proposal.tree.shape.children[node]:
+        if proposal.q is None:
+            q_now = torch.zeros_like(like)
+            q_now[token_list[child]] = 1
+        elif drawn is None:
+            q_now = proposal.q[node]
+        elif proposal.kind is ProposalKind.SAMPLED_WITHOUT_REPLACEMENT:
+            q_now = q_now.clone()
+            q_now[drawn] = 0
+            q_now = q_now / q_now.sum()
+        drawn = token_list[child]
+        yield child, q_now
+
+
+def _residual(p: Float[Tensor, " vocab"], q: Float[Tensor, " vocab"]) -> Float[Tensor, " vocab"] | None:
+    """The normalised positive part of p - q; None where it is empty, which means p = q."""
+    positive = (p - q).clamp(min=0)
+    total = positive.sum()
+    return positive / total if bool(total > 0) else None
+
+
+_UNDRAWN = "a drafted token has q = 0: it was not drawn from the q that was recorded"
 
 
 def typical_acceptance(epsilon: float = 0.09, delta: float = 0.3) -> Rule:
@@ -178,22 +297,35 @@ def typical_acceptance(epsilon: float = 0.09, delta: float = 0.3) -> Rule:
 
 
 _ANY = frozenset(ProposalKind)
+_DETERMINISTIC = frozenset({ProposalKind.DETERMINISTIC})
+_DRAWN = frozenset({ProposalKind.SAMPLED, ProposalKind.SAMPLED_WITHOUT_REPLACEMENT})
+_CHAIN = frozenset({ProposalKind.SAMPLED})
 
 GREEDY = Rule("greedy", True, _ANY, greedy)
-TOKEN_REJECTION = Rule("token rejection", True, frozenset({ProposalKind.SAMPLED}), token_rejection, chains_only=True)
-RECURSIVE_REJECTION = Rule(
-    "recursive rejection",
-    True,
-    frozenset({ProposalKind.SAMPLED, ProposalKind.SAMPLED_WITHOUT_REPLACEMENT}),
-    recursive_rejection,
-)
-TOP_K_CHILDREN = Rule("top-k children", True, frozenset({ProposalKind.DETERMINISTIC}), top_k_children)
+TOKEN_REJECTION = Rule("token rejection", True, _CHAIN, token_rejection, chains_only=True)
+SAMPLED_VERIFY = Rule("sampled verify", True, _ANY, sampled_verify)
+RECURSIVE_REJECTION = Rule("recursive rejection", True, _DRAWN, recursive_rejection)
+TOP_K_CHILDREN = Rule("top-k children", True, _DETERMINISTIC, top_k_children)
+BLOCK_VERIFICATION = Rule("block verification", True, _CHAIN | _DETERMINISTIC, block_verification, chains_only=True)
+TRAVERSAL_VERIFICATION = Rule("traversal verification", True, _DRAWN | _DETERMINISTIC, traversal_verification)
+
+RULES: dict[str, Rule] = {
+    "greedy": GREEDY,
+    "token": TOKEN_REJECTION,
+    "sampled-verify": SAMPLED_VERIFY,
+    "recursive": RECURSIVE_REJECTION,
+    "top-k": TOP_K_CHILDREN,
+    "block": BLOCK_VERIFICATION,
+    "traversal": TRAVERSAL_VERIFICATION,
+    "typical": typical_acceptance(),
+}
+"""Every rule by the short name it has on the command line; typical acceptance with its published thresholds."""
 
 
 def lossless_rule(proposal: Proposal) -> Rule:
-    """The lossless sampling rule that fits this proposal."""
-    if proposal.kind is ProposalKind.DETERMINISTIC:
-        return TOP_K_CHILDREN
+    """The lossless sampling rule that fits this proposal and keeps the most of it."""
+    if not proposal.kind.has_q:
+        return SAMPLED_VERIFY
     if proposal.kind is ProposalKind.SAMPLED and proposal.tree.shape.is_chain:
-        return TOKEN_REJECTION
-    return RECURSIVE_REJECTION
+        return BLOCK_VERIFICATION
+    return TRAVERSAL_VERIFICATION

@@ -7,8 +7,9 @@ from jaxtyping import install_import_hook
 from tiny_models import counting_model, tiny_model
 
 # Before anything imports them: from here on every jaxtyping annotation in these modules is checked at each call.
-_PURE = ["decoding.tree", "decoding.proposal", "decoding.sampling", "decoding.verify"]
+_PURE = ["decoding.tree", "decoding.proposal", "decoding.sampling", "decoding.history", "decoding.verify"]
 with install_import_hook(_PURE, "shape_checks.check"):
+    import decoding.history
     import decoding.proposal
     import decoding.sampling
     import decoding.tree

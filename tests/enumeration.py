@@ -16,7 +16,8 @@ from decoding.sampling import RandomSource
 from decoding.tree import TokenTree, TreeShape
 from decoding.verify import Verdict
 
-Result = TypeVar("Result", bound=Hashable)
+Result = TypeVar("Result")
+Counted = TypeVar("Counted", bound=Hashable)
 Decide = Callable[[Proposal, Tensor, RandomSource], Verdict]
 Draft = Callable[[RandomSource], Proposal]
 Context = tuple[int, ...]
@@ -71,9 +72,9 @@ def outcomes(program: Callable[[RandomSource], Result]) -> Iterator[tuple[Result
         yield result, source.probability
 
 
-def distribution(program: Callable[[RandomSource], Result]) -> dict[Result, float]:
+def distribution(program: Callable[[RandomSource], Counted]) -> dict[Counted, float]:
     """The probability of each result."""
-    total: dict[Result, float] = defaultdict(float)
+    total: dict[Counted, float] = defaultdict(float)
     for result, probability in outcomes(program):
         total[result] += probability
     return dict(total)
@@ -197,15 +198,50 @@ def deterministic_draft(shape: TreeShape, children_of: Callable[[Context, int], 
     return lambda source: proposal
 
 
+def mixed_draft(shape: TreeShape, q: ContextModel, looked_up: Callable[[Context, int], Sequence[int]]) -> Draft:
+    """Each node's first child drawn from q, the others ``looked_up(context, how many)``: they may repeat the first."""
+
+    def draft(source: RandomSource) -> Proposal:
+        context_of: dict[int, Context] = {0: ()}
+        for node, children in enumerate(shape.children):
+            if children:
+                context = context_of[node]
+                tokens = [source.draw(q(context)), *looked_up(context, len(children) - 1)]
+                context_of |= {child: (*context, token) for child, token in zip(children, tokens, strict=True)}
+        tokens = torch.tensor([ROOT_TOKEN, *(context_of[node][-1] for node in range(1, len(shape)))])
+        return Proposal(TokenTree(tokens, shape), ProposalKind.MIXED)
+
+    return draft
+
+
+def draft_of(kind: ProposalKind, shape: TreeShape, q: ContextModel) -> Draft:
+    """A draft of this kind: drawn from q, or q's best tokens, or some of both."""
+    if kind is ProposalKind.DETERMINISTIC:
+        return deterministic_draft(shape, top_tokens(q))
+    if kind is ProposalKind.MIXED:
+        return mixed_draft(shape, q, top_tokens(q))
+    return sampled_draft(shape, q, kind)
+
+
+def verdicts(draft: Draft, decide: Decide, p: ContextModel) -> Iterator[tuple[Proposal, Verdict, float]]:
+    """Every outcome of drafting and then verifying, with its probability."""
+    for proposal, drafted in outcomes(draft):
+        rows = target_rows(proposal.tree, p)
+        for verdict, chance in outcomes(lambda source, x=proposal, rows=rows: decide(x, rows, source)):
+            yield proposal, verdict, drafted * chance
+
+
 def emitted_distribution(draft: Draft, decide: Decide, p: ContextModel) -> dict[Context, float]:
     """The exact distribution of what one turn of drafting and verifying emits."""
+    total: dict[Context, float] = defaultdict(float)
+    for proposal, verdict, probability in verdicts(draft, decide, p):
+        total[(*(proposal.tree.token_list[node] for node in verdict.path), verdict.token)] += probability
+    return dict(total)
 
-    def program(source: RandomSource) -> Context:
-        proposal = draft(source)
-        verdict = decide(proposal, target_rows(proposal.tree, p), source)
-        return (*(proposal.tree.token_list[node] for node in verdict.path), verdict.token)
 
-    return distribution(program)
+def accepted_length(draft: Draft, decide: Decide, p: ContextModel) -> float:
+    """The expected number of drafted tokens accepted in one turn."""
+    return sum(len(verdict.path) * probability for _, verdict, probability in verdicts(draft, decide, p))
 
 
 def distance_from_target(draft: Draft, decide: Decide, p: ContextModel, length: int) -> float:

@@ -6,31 +6,36 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from decoding.drafters.base import DraftRequest, TextDrafter, TextStart
+from decoding.policy import Budget
 from decoding.proposal import Proposal, ProposalKind
-from decoding.sampling import RandomSource, SamplingConfig
+from decoding.sampling import SamplingConfig
 from decoding.target import CausalLM
 from decoding.tree import TokenTree, TreeShape
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(TextDrafter):
     """Proposes the given trees one after the other, then nothing: (parents without the root's, tokens)."""
 
     name = "scripted"
-    max_depth = 8
-    max_nodes = 16
+    budgets = (Budget(8, 16),)
 
     def __init__(self, *script: tuple[Sequence[int], Sequence[int]]) -> None:
         self._script = script
         self.asked: list[tuple[list[int], int]] = []
         """The text and max_depth of each call."""
 
-    def open(
-        self, target: CausalLM, sampling: SamplingConfig, source: RandomSource, max_length: int
+    def open_text(
+        self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int
     ) -> "ScriptedDrafter":
         self.asked = []
         return self
 
-    def propose(self, tokens: Sequence[int], hidden: Tensor, max_depth: int) -> Proposal:
+    def observe(self, proposal: Proposal, logits: Tensor) -> None:
+        pass
+
+    def propose(self, request: DraftRequest) -> Proposal:
+        tokens, max_depth = request.tokens, request.max_depth
         self.asked.append((list(tokens), max_depth))
         if len(self.asked) > len(self._script):
             return Proposal.root_only(tokens[-1])
@@ -39,7 +44,7 @@ class ScriptedDrafter:
         return Proposal(tree, ProposalKind.DETERMINISTIC)
 
 
-class HostileDrafter:
+class HostileDrafter(TextDrafter):
     """Trees of random shape with wrong tokens, duplicates and, often enough to be accepted, the right ones.
 
     ``text`` is the whole right text, prompt included. Kinds vary too, with a q that was never sampled from: greedy
@@ -47,14 +52,13 @@ class HostileDrafter:
     """
 
     name = "hostile"
-    max_depth = 6
-    max_nodes = 10
+    budgets = (Budget(6, 10),)
 
     def __init__(self, seed: int, text: Sequence[int], vocab: int = 16, chains: bool = False) -> None:
         self._seed, self._text, self._vocab, self._chains = seed, text, vocab, chains
 
-    def open(
-        self, target: CausalLM, sampling: SamplingConfig, source: RandomSource, max_length: int
+    def open_text(
+        self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int
     ) -> "HostileSession":
         return HostileSession(random.Random(self._seed), self._text, self._vocab, self._chains)
 
@@ -63,12 +67,17 @@ class HostileSession:
     def __init__(self, chance: random.Random, text: Sequence[int], vocab: int, chains: bool) -> None:
         self._chance, self._text, self._vocab, self._chains = chance, text, vocab, chains
 
-    def propose(self, tokens: Sequence[int], hidden: Tensor, max_depth: int) -> Proposal:
+    def observe(self, proposal: Proposal, logits: Tensor) -> None:
+        pass
+
+    def propose(self, request: DraftRequest) -> Proposal:
+        tokens, max_depth = request.tokens, request.max_depth
         chance = self._chance
         assert max_depth >= 1, "nothing could be emitted of this draft"
-        max_depth = min(max_depth, HostileDrafter.max_depth)
+        deepest, largest = HostileDrafter.budgets[-1]
+        max_depth = min(max_depth, deepest)
         parents, drafted, depths = [-1], [tokens[-1]], [0]
-        for _ in range(chance.randrange(HostileDrafter.max_nodes)):
+        for _ in range(chance.randrange(largest)):
             if self._chains and depths[-1] == max_depth:
                 break
             open_nodes = [node for node, depth in enumerate(depths) if depth < max_depth]
@@ -80,6 +89,6 @@ class HostileSession:
             drafted.append(chance.choice([right, right, right, drafted[-1], chance.randrange(self._vocab)]))
         tree = TokenTree(torch.tensor(drafted), TreeShape(tuple(parents)))
         kind = chance.choice(list(ProposalKind))
-        if kind is ProposalKind.DETERMINISTIC:
+        if kind in (ProposalKind.DETERMINISTIC, ProposalKind.MIXED):
             return Proposal(tree, kind)
         return Proposal(tree, kind, torch.full((len(tree), self._vocab), 1 / self._vocab))

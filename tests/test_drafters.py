@@ -11,7 +11,7 @@ from tiny_models import full_forward, tiny_model
 
 from decoding.drafters import DraftModelDrafter, MedusaDrafter, PromptLookupDrafter
 from decoding.drafters.draft_model import DraftModelSession
-from decoding.generate import DecodingConfig, speculate
+from decoding.generate import DecodingConfig, decode
 from decoding.heads import MedusaConfig, MedusaHeads
 from decoding.proposal import Proposal, ProposalKind
 from decoding.sampling import GeneratorSource, SamplingConfig, probabilities
@@ -238,10 +238,10 @@ def test_a_draft_of_another_padding_never_proposes_what_either_does_not_know(
 def test_greedy_output_is_plain_greedy_with_a_draft_of_another_padding(tiny_llama: CausalLM, vocab: int) -> None:
     draft = CausalLM(tiny_model("llama", vocab=vocab, seed=2))
     for prompt in ([1, 2], [15, 13, 14], [9]):
-        plain = speculate(tiny_llama, None, prompt, DecodingConfig(16)).tokens
+        plain = decode(tiny_llama, None, prompt, DecodingConfig(16)).tokens
         for branching in ((1, 1), (2, 2)):
             drafter = DraftModelDrafter(draft, branching)
-            assert speculate(tiny_llama, drafter, prompt, DecodingConfig(16)).tokens == plain
+            assert decode(tiny_llama, drafter, prompt, DecodingConfig(16)).tokens == plain
 
 
 # --- Medusa ---------------------------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ def test_a_medusa_tree_is_cut_by_depth_and_never_by_value(counting: CausalLM) ->
 
 def test_heads_that_are_right_are_accepted_whole_through_the_loop(counting: CausalLM) -> None:
     drafter = MedusaDrafter(counting_heads(), [[0], [0, 0], [0, 0, 0]])
-    generation = speculate(counting, drafter, [0], DecodingConfig(13))
+    generation = decode(counting, drafter, [0], DecodingConfig(13))
     assert generation.tokens == tuple(range(1, 14))
     # The prefill writes one, then three times three drafted and one written.
     assert [(step.accepted, len(step.tokens)) for step in generation.steps] == [(0, 1), (3, 4), (3, 4), (3, 4)]
@@ -294,14 +294,14 @@ def test_heads_that_are_right_are_accepted_whole_through_the_loop(counting: Caus
 def test_the_medusa_kind_is_deterministic_at_any_temperature(counting: CausalLM, temperature: float) -> None:
     drafter = MedusaDrafter(counting_heads(), PATHS)
     config = DecodingConfig(12, SamplingConfig(temperature))
-    assert len(speculate(counting, drafter, [0], config).tokens) == 12
+    assert len(decode(counting, drafter, [0], config).tokens) == 12
 
 
 def test_heads_of_another_target_are_refused_before_anything_runs(tiny_llama: CausalLM) -> None:
     for width, vocab in ((8, 16), (16, 8)):
         drafter = MedusaDrafter(MedusaHeads(MedusaConfig(width, vocab)))
         with pytest.raises(ValueError, match="give heads that were trained on this target"):
-            speculate(tiny_llama, drafter, [1], DecodingConfig(4))
+            decode(tiny_llama, drafter, [1], DecodingConfig(4))
 
 
 def test_a_medusa_tree_must_have_a_node_and_no_more_levels_than_heads() -> None:

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from decoding.baselines import transformers_generate
 from decoding.drafters import DraftModelDrafter, PromptLookupDrafter
 from decoding.evaluate import EvaluationConfig, acceptance_on, evaluate, standard_methods, write_report
-from decoding.generate import DecodingConfig, speculate
+from decoding.generate import DecodingConfig, decode
 from decoding.plan import measure_cost_curve
 from decoding.report import COLUMNS, markdown_table, table_rows, terminal_table, write_html
 from decoding.sampling import SamplingConfig
@@ -113,7 +113,7 @@ def test_no_prompts_and_an_unknown_setting_are_refused(tiny_llama: CausalLM) -> 
 
 def test_transformers_is_timed_from_its_first_token(tiny_llama: CausalLM) -> None:
     text = transformers_generate(tiny_llama, (1, 2, 3), DecodingConfig(8))
-    assert text.tokens == speculate(tiny_llama, None, (1, 2, 3), DecodingConfig(8)).tokens
+    assert text.tokens == decode(tiny_llama, None, (1, 2, 3), DecodingConfig(8)).tokens
     assert text.first_tokens == 1 and text.first_seconds > 0 and text.decode_seconds > 0
 
 
@@ -122,7 +122,7 @@ def test_assisted_generation_with_the_target_as_its_own_assistant_gives_the_same
     tiny_llama: CausalLM, tokens: int | None
 ) -> None:
     text = transformers_generate(tiny_llama, (1, 2, 3), DecodingConfig(9), tiny_llama, tokens)
-    assert text.tokens == speculate(tiny_llama, None, (1, 2, 3), DecodingConfig(9)).tokens
+    assert text.tokens == decode(tiny_llama, None, (1, 2, 3), DecodingConfig(9)).tokens
     assert text.first_tokens > 1
 
 
@@ -130,7 +130,7 @@ def test_sampling_controls_reach_transformers(tiny_llama: CausalLM) -> None:
     config = DecodingConfig(20, SamplingConfig(1.0, top_k=1))
     assert (
         transformers_generate(tiny_llama, (1, 2), config).tokens
-        == speculate(tiny_llama, None, (1, 2), DecodingConfig(20)).tokens
+        == decode(tiny_llama, None, (1, 2), DecodingConfig(20)).tokens
     )
 
 
@@ -156,7 +156,7 @@ def test_a_padded_draft_is_measured_without_the_peer_that_cannot_take_it(tiny_ll
 def test_a_text_that_ends_at_once_leaves_valid_json_and_the_other_texts_figures(
     tiny_llama: CausalLM, tmp_path: Path
 ) -> None:
-    first = speculate(tiny_llama, None, PROMPTS[0], DecodingConfig(1)).tokens
+    first = decode(tiny_llama, None, PROMPTS[0], DecodingConfig(1)).tokens
     config = EvaluationConfig(max_new_tokens=6, settings=("greedy",), eos_token_ids=first)
     measured = evaluate(tiny_llama, standard_methods(tiny_llama, {}, config), PROMPTS, config)
     assert measured["rows"][0]["passes"] > 0
@@ -191,7 +191,7 @@ def test_the_peer_takes_no_control_from_the_models_own_generation_config(tiny_ll
         tiny_llama.model.generation_config = GenerationConfig(bad_words_ids=[[t] for t in range(8)], min_p=0.5)
         peculiar = tiny_llama.model.generation_config
         text = transformers_generate(tiny_llama, (1, 2, 3), DecodingConfig(8))
-        assert text.tokens == speculate(tiny_llama, None, (1, 2, 3), DecodingConfig(8)).tokens
+        assert text.tokens == decode(tiny_llama, None, (1, 2, 3), DecodingConfig(8)).tokens
         assert tiny_llama.model.generation_config is peculiar
     finally:
         tiny_llama.model.generation_config = own

@@ -10,7 +10,7 @@ from transformers import Gemma3TextConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from decoding.drafters import DraftModelDrafter
-from decoding.generate import DecodingConfig, speculate
+from decoding.generate import DecodingConfig, decode
 from decoding.sampling import SamplingConfig
 from decoding.target import CausalLM
 
@@ -38,7 +38,7 @@ def test_plain_decoding_is_transformers_generate(family: str, attention: str) ->
     model = model_of(family, attention)
     wanted = transformers_greedy(model, PROMPT, COUNT)
     assert len(wanted) == COUNT > WINDOW
-    assert speculate(CausalLM(model), None, PROMPT, DecodingConfig(COUNT)).tokens == wanted
+    assert decode(CausalLM(model), None, PROMPT, DecodingConfig(COUNT)).tokens == wanted
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -53,11 +53,11 @@ def test_the_texts_of_these_tests_need_their_context(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_speculative_greedy_is_plain_greedy(family: str, chains: bool) -> None:
     target = CausalLM(model_of(family))
-    plain = speculate(target, None, PROMPT, DecodingConfig(COUNT)).tokens
+    plain = decode(target, None, PROMPT, DecodingConfig(COUNT)).tokens
     accepted = 0
     for seed in range(6):
         drafter = HostileDrafter(seed, [*PROMPT, *plain], chains=chains)
-        generation = speculate(target, drafter, PROMPT, DecodingConfig(COUNT))
+        generation = decode(target, drafter, PROMPT, DecodingConfig(COUNT))
         assert generation.tokens == plain
         accepted += sum(step.accepted for step in generation.steps)
     assert accepted > 10, "a hostile drafter nobody believes proves nothing"
@@ -66,17 +66,17 @@ def test_speculative_greedy_is_plain_greedy(family: str, chains: bool) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_draft_of_the_same_family_drafts_chains_and_trees(family: str) -> None:
     target, draft = CausalLM(model_of(family)), CausalLM(tiny_model(family, seed=1))
-    plain = speculate(target, None, PROMPT, DecodingConfig(COUNT)).tokens
+    plain = decode(target, None, PROMPT, DecodingConfig(COUNT)).tokens
     for branching in ((1, 1, 1), (3, 2)):
-        assert speculate(target, DraftModelDrafter(draft, branching), PROMPT, DecodingConfig(COUNT)).tokens == plain
+        assert decode(target, DraftModelDrafter(draft, branching), PROMPT, DecodingConfig(COUNT)).tokens == plain
 
 
 def test_a_repetition_penalty_means_what_it_means_in_transformers() -> None:
     model = model_of("llama")
     wanted = transformers_greedy(model, PROMPT, COUNT, repetition_penalty=1.4)
     config = DecodingConfig(COUNT, SamplingConfig(repetition_penalty=1.4))
-    assert speculate(CausalLM(model), None, PROMPT, config).tokens == wanted
-    assert speculate(CausalLM(model), HostileDrafter(0, [*PROMPT, *wanted]), PROMPT, config).tokens == wanted
+    assert decode(CausalLM(model), None, PROMPT, config).tokens == wanted
+    assert decode(CausalLM(model), HostileDrafter(0, [*PROMPT, *wanted]), PROMPT, config).tokens == wanted
 
 
 def test_sliding_and_full_layers_with_rotary_embeddings_of_their_own() -> None:
@@ -103,4 +103,4 @@ def test_sliding_and_full_layers_with_rotary_embeddings_of_their_own() -> None:
     target = CausalLM(model)
     for chains in (False, True):
         drafter = HostileDrafter(0, [*PROMPT, *wanted], chains=chains)
-        assert speculate(target, drafter, PROMPT, DecodingConfig(COUNT)).tokens == wanted
+        assert decode(target, drafter, PROMPT, DecodingConfig(COUNT)).tokens == wanted

@@ -9,7 +9,7 @@ from tiny_models import counting_model, full_forward, tiny_model
 from tiny_training import Recorder, toy_examples, train_toy
 from torch.nn import functional as F
 
-from decoding.generate import DecodingConfig, speculate
+from decoding.generate import DecodingConfig, decode
 from decoding.heads import MedusaHeads
 from decoding.target import CausalLM
 from trainer.data import Batch, Example, collate
@@ -59,10 +59,10 @@ def test_training_and_decoding_mean_the_same_token_by_head_k(counting: CausalLM)
     """Heads that are always right in training are always accepted in the real decoding loop."""
     objective = MedusaObjective(counting, HEADS)
     knowing_heads(objective, (2, 3, 4))
-    steps = speculate(counting, objective.drafter(), [5], DecodingConfig(max_new_tokens=13)).steps
+    steps = decode(counting, objective.drafter(), [5], DecodingConfig(max_new_tokens=13)).steps
     assert [step.accepted for step in steps] == [0, 3, 3, 3]
     knowing_heads(objective, (3, 4, 5))
-    assert not any(step.accepted for step in speculate(counting, objective.drafter(), [5], DecodingConfig(9)).steps)
+    assert not any(step.accepted for step in decode(counting, objective.drafter(), [5], DecodingConfig(9)).steps)
 
 
 def test_a_count_is_the_number_of_trained_labels_a_head_has(counting: CausalLM) -> None:
@@ -220,7 +220,7 @@ def test_evaluating_does_not_touch_what_is_trained(counting: CausalLM) -> None:
     objective = MedusaObjective(counting, HEADS)
     objective.module.train()
     before = [parameter.clone() for parameter in objective.module.parameters()]
-    speculate(counting, objective.drafter(), [5], DecodingConfig(max_new_tokens=6))
+    decode(counting, objective.drafter(), [5], DecodingConfig(max_new_tokens=6))
     assert objective.module.training and all(parameter.requires_grad for parameter in objective.module.parameters())
     assert all(torch.equal(a, b) for a, b in zip(before, objective.module.parameters(), strict=True))
 

@@ -23,7 +23,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from decoding.target import CausalLM, capture_lm_head_input
+from decoding.target import CausalLM, capture_lm_head_input, last_position
 from decoding.tree import TokenTree, TreeShape
 
 # Longer than the window of the families that have one, on both sides of a branch.
@@ -127,7 +127,7 @@ def test_hidden_is_the_last_hidden_state_after_the_final_norm(tiny_llama: Causal
 
 def test_keeping_the_last_position_only_still_captures_the_whole(tiny_llama: CausalLM) -> None:
     model = tiny_llama.model
-    with torch.inference_mode(), capture_lm_head_input(model, keep_last=True) as captured:
+    with torch.inference_mode(), capture_lm_head_input(model, select=last_position) as captured:
         logits = model(torch.tensor([PREFIX])).logits
     assert captured[0].shape == (1, len(PREFIX), 16) and logits.shape == (1, 1, 16)
     assert not model.get_output_embeddings()._forward_pre_hooks, "the hook is taken off again"

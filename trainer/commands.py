@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, PromptLookupDrafter
 from decoding.evaluate import EvaluationConfig, evaluate, standard_methods, write_report
-from decoding.generate import DecodingConfig, Step, decode_steps, speculate
+from decoding.generate import DecodingConfig, Step, decode_steps, decode
 from decoding.loading import (
     eos_token_ids,
     load_draft,
@@ -157,7 +157,7 @@ def run_generate(options: GenerateOptions, console: Console | None = None) -> No
         seed=options.seed,
     )
     if drafter is not None and options.compare:
-        speculate(target, drafter, prompt, replace(config, max_new_tokens=min(8, config.max_new_tokens)), tokenizer)
+        decode(target, drafter, prompt, replace(config, max_new_tokens=min(8, config.max_new_tokens)), tokenizer)
     steps: list[Step] = []
 
     def watched() -> Iterator[Step]:
@@ -170,7 +170,7 @@ def run_generate(options: GenerateOptions, console: Console | None = None) -> No
     console.print()
     plain = None
     if drafter is not None and options.compare:
-        plain = speculate(target, None, prompt, replace(config, rule=None), tokenizer).steps
+        plain = decode(target, None, prompt, replace(config, rule=None), tokenizer).steps
     console.print(
         _summary(steps, plain, next(iter(drafters), "plain decoding"), options.typical), style="dim", soft_wrap=True
     )

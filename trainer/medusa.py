@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from decoding.drafters import Drafter, MedusaDrafter
 from decoding.heads import MedusaConfig, MedusaHeads
 from decoding.plan import best_tree
-from decoding.target import CausalLM, capture_lm_head_input
+from decoding.target import CausalLM, capture_lm_head_input, last_position
 from trainer.data import Batch
 from trainer.losses import linear_cross_entropy
 from trainer.objective import TermSums
@@ -67,7 +67,7 @@ class MedusaObjective:
         return torch.stack([batch.trained[:, k + 2 :].sum() for k in range(len(self.terms))])
 
     def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        with torch.no_grad(), capture_lm_head_input(self._target.model, keep_last=True) as captured:
+        with torch.no_grad(), capture_lm_head_input(self._target.model, select=last_position) as captured:
             self._target.model(input_ids=batch.tokens, attention_mask=batch.attention_mask, use_cache=False)
         return captured[0], batch.tokens, batch.trained
 
@@ -98,7 +98,7 @@ def rank_accuracies(
     totals = torch.zeros(heads.config.num_heads, 1)
     for tokens, prompt_length in texts:
         ids = torch.tensor([list(tokens)], device=target.device)
-        with capture_lm_head_input(target.model, keep_last=True) as captured:
+        with capture_lm_head_input(target.model, select=last_position) as captured:
             target.model(input_ids=ids, use_cache=False)
         for k, head in enumerate(heads.heads):
             first = max(prompt_length - 1, 0)  # the position whose lm_head wrote the first new token

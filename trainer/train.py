@@ -17,7 +17,7 @@ from rich.progress import Progress as ProgressBar
 from transformers import PreTrainedTokenizerBase
 
 from decoding.evaluate import acceptance_on
-from decoding.generate import DecodingConfig, speculate
+from decoding.generate import DecodingConfig, decode
 from decoding.loading import eos_token_ids, load_model, load_tokenizer, parse_dtype
 from decoding.target import CausalLM
 from trainer import quickstart
@@ -61,7 +61,7 @@ class _Evaluator:
         """The target's own answers to prompts of another set, as (tokens, prompt length)."""
         prompts = self._prompts_of(dataset)
         return [
-            ((*prompt, *speculate(self.target, None, prompt, self.config).tokens), len(prompt)) for prompt in prompts
+            ((*prompt, *decode(self.target, None, prompt, self.config).tokens), len(prompt)) for prompt in prompts
         ]
 
 

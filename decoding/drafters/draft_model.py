@@ -1,178 +1,213 @@
-"""A small causal language model as a drafter: a chain, or a tree drawn level by level."""
+"""A small causal language model as a drafter: a chain, or a tree of fixed shape drawn level by level."""
 
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from decoding.drafters.base import Drafter, DraftRequest, TextStart
+from decoding.drafters.draft_state import DraftState
+from decoding.history import HistoryRows
+from decoding.policy import Budget
 from decoding.proposal import Proposal, ProposalKind
-from decoding.sampling import (
-    RandomSource,
-    SamplingConfig,
-    draw_without_replacement,
-    penalised_logits,
-    probabilities,
-    seen_tokens,
-)
-from decoding.target import CausalLM, ModelOutput
+from decoding.sampling import SamplingConfig, adjusted_logits, draw_without_replacement, inverse_cdf, probabilities
+from decoding.target import CausalLM
 from decoding.tree import TokenTree, TreeShape
 
 
-class DraftModelDrafter:
+class DraftModelDrafter(Drafter):
     """Drafts with a model of the target's own tokenizer.
 
     ``branching[d]`` is how many children each node at depth d gets: ``(1, 1, 1, 1)`` is a chain of four. At
     temperature 0 the children are the draft's best tokens; above it they are drawn from the draft's distribution,
     for trees without replacement unless ``with_replacement``.
+
+    ``stop_below`` ends a chain after a token that the draft itself gave less probability than this. The token is kept:
+    dropping a sampled token for its value would not be lossless, stopping after it is.
     """
 
     name = "draft model"
 
     def __init__(
-        self, draft: CausalLM, branching: Sequence[int] = (1, 1, 1, 1), with_replacement: bool = False
+        self,
+        draft: CausalLM,
+        branching: Sequence[int] = (1, 1, 1, 1),
+        with_replacement: bool = False,
+        stop_below: float = 0.0,
     ) -> None:
         if not branching or min(branching) < 1:
             raise ValueError(f"branching is {list(branching)}: give at least one level, each with at least one child")
+        if not 0 <= stop_below < 1:
+            raise ValueError(f"stop_below is {stop_below}: give a probability in [0, 1), 0 to never stop early")
+        if stop_below and max(branching) > 1:
+            raise ValueError(
+                f"stop_below ends chains, and branching {list(branching)} is a tree: give one or the other"
+            )
         self.draft = draft
         self.branching = tuple(branching)
         self.with_replacement = with_replacement
-        self.max_depth = len(self.branching)
-        widths = [1]
-        for children in self.branching:
-            widths.append(widths[-1] * children)
-        self.max_nodes = sum(widths)
+        self.stop_below = stop_below
+
+    @property
+    def budgets(self) -> tuple[Budget, ...]:
+        level_sizes = accumulate(self.branching, mul)
+        return tuple(Budget(depth, 1 + nodes) for depth, nodes in enumerate(accumulate(level_sizes), start=1))
 
     @property
     def is_chain(self) -> bool:
         return max(self.branching) == 1
 
-    def open(
-        self, target: CausalLM, sampling: SamplingConfig, source: RandomSource, max_length: int
-    ) -> "DraftModelSession":
-        limit = self.draft.max_positions
-        if limit is not None and max_length > limit:
-            raise ValueError(
-                f"the text may grow to {max_length} tokens but the draft's context holds {limit}: "
-                "give a shorter prompt, a lower max_new_tokens, or another draft"
-            )
+    def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "DraftModelSession":
         known = min(target.vocab_size, self.draft.vocab_size)
         if max(self.branching) > known:
             raise ValueError(f"branching is {list(self.branching)} but target and draft share {known} tokens")
-        return DraftModelSession(self, target, sampling, source, max_length)
+        return DraftModelSession(self, DraftState(self.draft, target, sampling, rows, max_length), sampling)
+
+    def depth_within(self, request: DraftRequest) -> int:
+        """The deepest of its own trees that fits a request."""
+        fitting = [b.depth for b in self.budgets if b.depth <= request.max_depth and b.nodes <= request.max_nodes]
+        return max(fitting, default=0)
 
 
 class DraftModelSession:
-    """The draft at work on one text: its cache holds the committed text and, until the next call, the last tree."""
+    """The draft at work on a batch. Each row draws from its own source, and only for what it proposes."""
 
-    def __init__(
-        self,
-        drafter: DraftModelDrafter,
-        target: CausalLM,
-        sampling: SamplingConfig,
-        source: RandomSource,
-        max_length: int,
-    ) -> None:
+    def __init__(self, drafter: DraftModelDrafter, state: DraftState, sampling: SamplingConfig) -> None:
         self._drafter = drafter
-        self._draft = drafter.draft
+        self._state = state
         self._sampling = sampling
-        self._source = source
-        self._vocab_size = target.vocab_size
-        self._seen = None
-        if sampling.penalises:
-            self._seen = torch.zeros(target.vocab_size, dtype=torch.bool, device=drafter.draft.device)
-        self._cache = self._draft.new_cache(max_length + drafter.max_nodes)
-        self._committed = 0  # tokens of the text whose keys are in the cache
-        self._last: TokenTree | None = None  # the last proposal; its first `_fed` nodes' keys follow in the cache
-        self._fed = 0
 
-    def propose(self, tokens: Sequence[int], hidden: Tensor, max_depth: int) -> Proposal:
-        self._keep_accepted(tokens)
-        # A token only the target knows is read as the draft's last: a poorer q, and any q is lossless.
-        fresh = torch.tensor(tokens[self._committed :]).clamp(max=self._draft.vocab_size - 1)
-        if self._seen is not None:
-            self._seen[list(tokens)] = True
-        root = self._draft.append(fresh, self._cache)
-        self._committed = len(tokens)
-        branching = self._drafter.branching[: min(max_depth, self._drafter.max_depth)]
-        if max(branching) == 1:
-            return self._propose_chain(tokens[-1], root, len(branching))
-        return self._propose_tree(tokens[-1], root, branching)
+    def admit(self, slot: int, start: TextStart) -> None:
+        self._state.admit(slot, start)
 
-    def _keep_accepted(self, tokens: Sequence[int]) -> None:
-        """Keep the keys of those nodes of the last tree that became text; drop the others."""
-        if self._last is None:
-            return
-        # Not the last token, even where a lossy rule wrote one it had refused: the next draft starts by running it.
-        path = self._last.follow(tokens[self._committed : -1])
-        kept = [node - 1 for node in path if node <= self._fed]
-        self._cache.commit(self._committed, kept)
-        self._committed += len(kept)
-        self._last, self._fed = None, 0
+    def move(self, slot: int, to: int) -> None:
+        self._state.move(slot, to)
 
-    def _propose_chain(self, root_token: int, root: ModelOutput, length: int) -> Proposal:
-        chain = [root_token]
-        rows: list[Tensor] = []
-        output = root
-        for step in range(length):
+    def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
+        """The texts say all it needs to know."""
+
+    @torch.inference_mode()
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        depths = [self._drafter.depth_within(request) for request in requests]
+        if not any(depths):
+            return [Proposal.root_only(request.tokens[-1], self._state.draft.device) for request in requests]
+        texts = [request.tokens for request in requests]
+        logits = self._state.catch_up(texts)
+        if self._drafter.is_chain:
+            return self._propose_chains(texts, logits, depths)
+        return self._propose_trees(texts, logits, depths)
+
+    def _propose_chains(self, texts: Sequence[Sequence[int]], logits: Tensor, depths: list[int]) -> list[Proposal]:
+        """A token a step for every row; nothing is read back from the device unless a control or a stop needs it."""
+        columns = [torch.tensor([text[-1] for text in texts], device=logits.device)]
+        q_steps: list[Tensor] = []
+        step = 0
+        while step < max(depths):
             if step:
-                output = self._draft.append(torch.tensor(chain[-1:]), self._cache)
-                self._fed = step
-            chain.append(self._choose(output.logits, chain, rows))
-        self._last = TokenTree.chain(chain, self._draft.device)
+                logits = self._state.step(columns[-1])
+            columns.append(self._choose(texts, columns, logits, [depth > step for depth in depths], q_steps))
+            step += 1
+            if self._drafter.stop_below:
+                unsure: list[bool] = self._unsure(logits, columns[-1], q_steps).tolist()
+                depths = [min(depth, step) if low else depth for depth, low in zip(depths, unsure, strict=True)]
+        tokens = torch.stack(columns, dim=1)
+        trees = [TokenTree(tokens[row, : depth + 1], TreeShape.chain(depth)) for row, depth in enumerate(depths)]
+        self._state.remember(trees, [min(depth, step - 1) for depth in depths])
         if self._sampling.greedy:
-            return Proposal(self._last, ProposalKind.DETERMINISTIC)
-        return Proposal(self._last, ProposalKind.SAMPLED, torch.cat(rows))
+            return [Proposal(tree, ProposalKind.DETERMINISTIC) for tree in trees]
+        q = torch.stack(q_steps, dim=1)
+        return [Proposal(tree, ProposalKind.SAMPLED, q[row, : len(tree) - 1]) for row, tree in enumerate(trees)]
 
-    def _choose(self, logits: Tensor, chain: list[int], rows: list[Tensor]) -> int:
-        """The next token of a chain: the argmax, or a draw from q, whose row is appended to ``rows``."""
-        seen = None if self._seen is None else seen_tokens(self._seen, TokenTree.chain(chain))[-1:]
-        logits = self._shared_vocabulary(logits)
+    def _choose(
+        self,
+        texts: Sequence[Sequence[int]],
+        columns: Sequence[Tensor],
+        logits: Tensor,
+        drawing: Sequence[bool],
+        q_steps: list[Tensor],
+    ) -> Tensor:
+        """The next token of each chain, (rows,): the argmax, or a draw from q, which is appended to ``q_steps``."""
+        history = None
+        if self._sampling.needs_history:
+            chains: list[list[int]] = torch.stack(list(columns), dim=1).tolist()
+            last = [len(columns) - 1]
+            history = HistoryRows.cat(
+                [
+                    self._state.history_at(row, texts[row], TokenTree.chain(chain), last)
+                    for row, chain in enumerate(chains)
+                ]
+            )
         if self._sampling.greedy:
-            return int(penalised_logits(logits, self._sampling, seen)[0].argmax())
-        q = probabilities(logits, self._sampling, seen)
-        rows.append(q)
-        return self._source.draw(q[0])
+            return adjusted_logits(logits, self._sampling, history).argmax(-1)
+        q = probabilities(logits, self._sampling, history)
+        q_steps.append(q)
+        # A row that is not drawing any more leaves its source alone: its samples must not depend on its neighbours.
+        uniforms = [self._state.sources[row].uniform() if wanted else 0.5 for row, wanted in enumerate(drawing)]
+        return inverse_cdf(q, torch.tensor(uniforms, dtype=torch.float64, device=q.device))
 
-    def _shared_vocabulary(self, logits: Tensor) -> Tensor:
-        """Logits over the *target's* vocabulary, (rows, vocab).
+    def _unsure(self, logits: Tensor, chosen: Tensor, q_steps: Sequence[Tensor]) -> Tensor:
+        q = logits.float().softmax(-1) if self._sampling.greedy else q_steps[-1]
+        return q.gather(1, chosen[:, None])[:, 0] < self._drafter.stop_below
 
-        Padded vocabularies of one family differ in size: what the target does not know is never proposed, what the
-        draft does not know has q = 0.
-        """
-        missing = self._vocab_size - logits.shape[1]
-        return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, : self._vocab_size]
-
-    def _propose_tree(self, root_token: int, root: ModelOutput, branching: Sequence[int]) -> Proposal:
-        """Draw level by level; all nodes of a level run through the draft in one pass."""
-        parents, tokens, rows = [-1], [root_token], []
-        level = [0]
-        logits = root.logits
-        for depth, count in enumerate(branching):
-            tree = TokenTree(torch.tensor(tokens), TreeShape(tuple(parents)))
+    def _propose_trees(self, texts: Sequence[Sequence[int]], root: Tensor, depths: Sequence[int]) -> list[Proposal]:
+        """Draw level by level; all nodes of a level, of all rows, run through the draft in one pass."""
+        growing = [_GrowingTree(text[-1]) for text in texts]
+        logits = list(root[:, None])
+        run = [0] * len(texts)
+        for depth in range(max(depths)):
             if depth:
-                logits = self._draft.verify(tree, self._cache, first=level[0]).logits
-                self._fed = len(tokens) - 1
-            seen = None if self._seen is None else seen_tokens(self._seen, tree)[level]
-            children, q = self._children(self._shared_vocabulary(logits), seen, count)
-            rows.append(q)
-            level = []
-            for parent, drawn in zip(range(len(tokens) - len(children), len(tokens)), children, strict=True):
-                parents += [parent] * len(drawn)
-                level += drawn
-            level, tokens = list(range(len(tokens), len(tokens) + len(level))), tokens + level
-        self._last = TokenTree(torch.tensor(tokens, device=self._draft.device), TreeShape(tuple(parents)))
+                run = [len(tree.tokens) - 1 for tree in growing]
+                logits = self._state.run_level([t.tree() for t in growing], [t.level.start for t in growing])
+            for row, tree in enumerate(growing):
+                if depth >= depths[row]:
+                    tree.level = range(len(tree.tokens), len(tree.tokens))
+                    continue
+                history = None
+                if self._sampling.needs_history:
+                    history = self._state.history_at(row, texts[row], tree.tree(), tree.level)
+                children, q = self._children(row, logits[row], history, self._drafter.branching[depth])
+                tree.add_level(children, q)
+        trees = [tree.tree(self._state.draft.device) for tree in growing]
+        self._state.remember(trees, run)
         if self._sampling.greedy:
-            return Proposal(self._last, ProposalKind.DETERMINISTIC)
+            return [Proposal(tree, ProposalKind.DETERMINISTIC) for tree in trees]
         kind = ProposalKind.SAMPLED if self._drafter.with_replacement else ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
-        # A level's nodes follow one another, so the rows of q line up with the nodes that have children.
-        return Proposal(self._last, kind, torch.cat(rows))
+        return [
+            Proposal(tree, kind, torch.cat(rows)) if (rows := growing[row].q) else Proposal.root_only(texts[row][-1])
+            for row, tree in enumerate(trees)
+        ]
 
-    def _children(self, logits: Tensor, seen: Tensor | None, count: int) -> tuple[list[list[int]], Tensor]:
-        """Each row's children in draw order, and the distributions they came from."""
+    def _children(
+        self, row: int, logits: Tensor, history: HistoryRows | None, count: int
+    ) -> tuple[list[list[int]], Tensor]:
+        """The children of each node of a level in draw order, and the distributions they came from."""
         if self._sampling.greedy:
-            return penalised_logits(logits, self._sampling, seen).topk(count).indices.tolist(), logits
-        q = probabilities(logits, self._sampling, seen)
+            return adjusted_logits(logits, self._sampling, history).topk(count).indices.tolist(), logits
+        q = probabilities(logits, self._sampling, history)
+        source = self._state.sources[row]
         if self._drafter.with_replacement:
-            return [[self._source.draw(row) for _ in range(count)] for row in q], q
-        return [draw_without_replacement(row, count, self._source).tolist() for row in q], q
+            return [[source.draw(weights) for _ in range(count)] for weights in q], q
+        return [draw_without_replacement(weights, count, source).tolist() for weights in q], q
+
+
+class _GrowingTree:
+    """A tree under construction. A level's nodes follow one another, so the rows of q line up with the nodes."""
+
+    def __init__(self, root: int) -> None:
+        self.tokens = [root]
+        self.parents = [-1]
+        self.level = range(1)
+        self.q: list[Tensor] = []
+
+    def add_level(self, children: Sequence[Sequence[int]], q: Tensor) -> None:
+        begin = len(self.tokens)
+        for parent, drawn in zip(self.level, children, strict=True):
+            self.parents += [parent] * len(drawn)
+            self.tokens += drawn
+        self.level = range(begin, len(self.tokens))
+        self.q.append(q)
+
+    def tree(self, device: torch.device | str = "cpu") -> TokenTree:
+        return TokenTree(torch.tensor(self.tokens, device=device), TreeShape(tuple(self.parents)))

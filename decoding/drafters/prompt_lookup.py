@@ -6,15 +6,18 @@ earlier occurrence continued (`transformers`, with ``prompt_lookup_num_tokens``,
 
 from collections.abc import Sequence
 
+from jaxtyping import Float
 from torch import Tensor
 
+from decoding.drafters.base import DraftRequest, TextDrafter, TextStart, chain_budgets
+from decoding.policy import Budget
 from decoding.proposal import Proposal, ProposalKind
-from decoding.sampling import RandomSource, SamplingConfig
+from decoding.sampling import SamplingConfig
 from decoding.target import CausalLM
 from decoding.tree import TokenTree
 
 
-class PromptLookupDrafter:
+class PromptLookupDrafter(TextDrafter):
     """Drafts a chain of ``num_draft_tokens`` from the prompt and the output so far."""
 
     name = "prompt lookup"
@@ -22,12 +25,15 @@ class PromptLookupDrafter:
     def __init__(self, num_draft_tokens: int = 10, max_ngram: int = 3) -> None:
         if num_draft_tokens < 1 or max_ngram < 1:
             raise ValueError(f"num_draft_tokens ({num_draft_tokens}) and max_ngram ({max_ngram}) are at least 1")
-        self.max_depth = num_draft_tokens
-        self.max_nodes = num_draft_tokens + 1
+        self.num_draft_tokens = num_draft_tokens
         self.max_ngram = max_ngram
 
-    def open(
-        self, target: CausalLM, sampling: SamplingConfig, source: RandomSource, max_length: int
+    @property
+    def budgets(self) -> tuple[Budget, ...]:
+        return chain_budgets(self.num_draft_tokens)
+
+    def open_text(
+        self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int
     ) -> "PromptLookupSession":
         return PromptLookupSession(self, target)
 
@@ -41,10 +47,14 @@ class PromptLookupSession:
         self._end_of: dict[tuple[int, ...], int] = {}
         self._indexed = 0
 
-    def propose(self, tokens: Sequence[int], hidden: Tensor, max_depth: int) -> Proposal:
+    def observe(self, proposal: Proposal, logits: Float[Tensor, "nodes vocab"]) -> None:
+        """The text says all it needs to know."""
+
+    def propose(self, request: DraftRequest) -> Proposal:
+        tokens = request.tokens
         # The suffix itself is left out of the index until there is a token behind it.
         self._index(tokens, up_to=len(tokens) - 1)
-        depth = min(max_depth, self._drafter.max_depth)
+        depth = min(request.max_depth, request.max_nodes - 1, self._drafter.num_draft_tokens)
         for size in range(min(self._drafter.max_ngram, len(tokens)), 0, -1):
             end = self._end_of.get(tuple(tokens[len(tokens) - size :]))
             if end is not None:

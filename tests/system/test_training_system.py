@@ -21,7 +21,7 @@ from tiny_models import counting_model, tiny_model
 from tiny_training import recipe_content, tiny_tokenizer, write_rows
 
 from decoding.drafters import DraftModelDrafter, MedusaDrafter
-from decoding.generate import DecodingConfig, speculate
+from decoding.generate import DecodingConfig, decode
 from decoding.loading import load_draft, load_heads, load_model, load_tokenizer
 from decoding.target import CausalLM
 
@@ -160,8 +160,8 @@ def test_launched_heads_train_load_and_speed_up_decoding(workshop: Path, medusa_
     target = target_of(workshop)
     drafter = MedusaDrafter(load_heads(medusa_run / "final", target))
     config = DecodingConfig(max_new_tokens=9)
-    drafted = speculate(target, drafter, [4, 5], config)
-    assert drafted.tokens == speculate(target, None, [4, 5], config).tokens == tuple(range(6, 15))
+    drafted = decode(target, drafter, [4, 5], config)
+    assert drafted.tokens == decode(target, None, [4, 5], config).tokens == tuple(range(6, 15))
     assert len(drafted.steps) < 6  # a prefill and, drafting nothing, eight passes
     assert provenance(medusa_run)["num_processes"] == 1 and provenance(medusa_run)["steps"] == STEPS
 
@@ -175,7 +175,7 @@ def test_a_launched_draft_trains_loads_and_decodes(workshop: Path) -> None:
     draft = load_draft(str(output / "final"), target, load_tokenizer(str(workshop / "target")))
     assert draft.num_layers == 1
     config = DecodingConfig(max_new_tokens=9)
-    drafted = speculate(target, DraftModelDrafter(draft, (1, 1, 1)), [4, 5], config)
+    drafted = decode(target, DraftModelDrafter(draft, (1, 1, 1)), [4, 5], config)
     # One layer of the counting model counts as well, so all that it drafts is accepted.
     assert drafted.tokens == tuple(range(6, 15)) and [step.accepted for step in drafted.steps] == [0, 3, 3]
 

@@ -1,0 +1,66 @@
+"""Scaled dot-product attention that never copies the cached keys and values.
+
+`transformers`' sdpa repeats the keys and values of grouped-query models for every query head as soon as there is more
+than one query or a mask: a copy of the whole prefix in every layer of every step. Here the query heads of a group stand
+beside each other as queries instead, so that the cache is read where it lies.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+NAME = "headstart"
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of `transformers`' signature; query (batch, heads, queries, dim), key (batch, groups, keys, dim).
+
+    Without a mask (a prefill), and where every head has keys of its own, it is `transformers`' own sdpa.
+    """
+    batch, heads, queries, dim = query.shape
+    groups = key.shape[1]
+    if attention_mask is None or heads == groups or attention_mask.shape[1] != 1 or kwargs.get("position_bias"):
+        attended, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return attended, None
+    shared = heads // groups
+    packed = query.reshape(batch, groups, shared * queries, dim)
+    mask = (
+        attention_mask[:, :, None].expand(-1, -1, shared, -1, -1).reshape(len(attention_mask), 1, shared * queries, -1)
+    )
+    attended = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    return attended.reshape(batch, heads, queries, -1).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, grouped_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+@contextmanager
+def copy_free_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model that attends by sdpa attend by `grouped_attention` while this context lasts; others as they are."""
+    config = model.config
+    if config._attn_implementation != "sdpa":
+        yield
+        return
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = "sdpa"

@@ -1,0 +1,384 @@
+"""How much to draft now: fixed, by transformers' schedule, or by what was measured on this machine; and a guard.
+
+A policy is state owned by the caller: it goes on learning over texts and batches. None changes what a lossless rule
+guarantees. `FixedPolicy` and `HeuristicPolicy` never look at a clock; the choices of `MeasuredPolicy` and `Guarded`
+do depend on it, so two runs of them may draft differently, and a sampled text may come out differently too.
+"""
+
+import math
+from bisect import bisect_right
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+from typing import NamedTuple, Protocol
+
+from decoding.metrics import StepCount
+
+
+class Budget(NamedTuple):
+    """The bounds of one draft: ``depth`` of its deepest token, ``nodes`` of its tree, the root included."""
+
+    depth: int
+    nodes: int
+
+
+PLAIN = Budget(0, 1)
+"""Draft nothing: plain decoding."""
+
+
+class Policy(Protocol):
+    """Chooses before each step of the loop, and is told after it what came of the choice."""
+
+    name: str
+
+    def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
+        """One of the drafter's ``budgets`` (in increasing cost, `PLAIN` not among them), or `PLAIN`."""
+
+    def observe(
+        self,
+        budget: Budget,
+        rows: int,
+        steps: Sequence[StepCount],
+        draft_seconds: float,
+        verify_seconds: float,
+        total_seconds: float,
+    ) -> None:
+        """What a step of ``budget`` brought: one count per row; the seconds are the whole batch's."""
+
+
+class FixedPolicy:
+    """The largest budget within the limits, `PLAIN` if none is. Does not depend on the clock."""
+
+    name = "fixed"
+
+    def __init__(self, depth: int | None = None, nodes: int | None = None) -> None:
+        if (depth is not None and depth < 0) or (nodes is not None and nodes < 1):
+            raise ValueError(f"a depth of {depth} and {nodes} nodes: give a depth from 0 and nodes from 1 (the root)")
+        self._depth = math.inf if depth is None else depth
+        self._nodes = math.inf if nodes is None else nodes
+
+    def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
+        within = [budget for budget in budgets if budget.depth <= self._depth and budget.nodes <= self._nodes]
+        return within[-1] if within else PLAIN
+
+    def observe(self, *step: object, **named: object) -> None:
+        pass
+
+
+class HeuristicPolicy:
+    """transformers' schedule: 2 deeper when all that was drafted was accepted, else 1 less, at least 1.
+
+    In a batch the depth moves by the mean of what its rows ask for. Does not depend on the clock.
+    """
+
+    name = "heuristic"
+
+    def __init__(self, depth: float = 5) -> None:
+        if depth < 1:
+            raise ValueError(f"a depth of {depth} to start from: give at least 1")
+        self._depth = float(depth)
+
+    def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
+        if not budgets:
+            return PLAIN
+        self._depth = min(self._depth, max(1.0, budgets[-1].depth))
+        within = [budget for budget in budgets if budget.depth <= self._depth]
+        return within[-1] if within else budgets[0]
+
+    def observe(
+        self,
+        budget: Budget,
+        rows: int,
+        steps: Sequence[StepCount],
+        draft_seconds: float,
+        verify_seconds: float,
+        total_seconds: float,
+    ) -> None:
+        moves = [2 if step.accepted == step.offered else -1 for step in steps if step.offered > 0]
+        if moves:
+            self._depth = max(1.0, self._depth + sum(moves) / len(moves))
+
+
+class _Acceptance:
+    """Decayed counts of acceptance by position, conditional on the one before; what is not offered is not accepted.
+
+    All chains are one family, since a cut chain is the same chain; each tree shape is a family of its own. A position's
+    prior is what the other families saw there, theirs is the position before, and the first position's is even odds.
+    """
+
+    _MEMORY = 0.96  # what a step leaves of the counts before it: about 25 steps are remembered
+    _PRIOR_WEIGHT = 2.0  # in observations: one imagined success, so a useless drafter costs about one step to find out
+
+    def __init__(self) -> None:
+        # For each family and position: times accepted, times the position before was.
+        self._counts: defaultdict[Budget | None, list[list[float]]] = defaultdict(list)
+        # Tokens drafted, and tokens that the budgets allowed.
+        self._drafted, self._allowed = 1.0, 1.0
+
+    @property
+    def fill(self) -> float:
+        """The share of its budget that the drafter uses: below 1 if it often finds nothing, or stops by itself."""
+        return self._drafted / self._allowed
+
+    def forget(self, kept: float) -> None:
+        """Trust what was seen so far only by the share ``kept``."""
+        for table in self._counts.values():
+            for entry in table:
+                entry[0] *= kept
+                entry[1] *= kept
+        self._drafted *= kept
+        self._allowed *= kept
+
+    def observe(self, budget: Budget, steps: Sequence[StepCount]) -> None:
+        self.forget(self._MEMORY)
+        table = self._counts[self._family(budget)]
+        table += [[0.0, 0.0] for _ in range(budget.depth - len(table))]
+        for step in steps:
+            # Where a text ends inside the draft, nothing is known of the positions behind its end.
+            ended = step.emitted <= step.accepted
+            for position in range(min(step.accepted + (0 if ended else 1), budget.depth)):
+                table[position][0] += position < step.accepted
+                table[position][1] += 1
+        self._drafted += max((step.drafted for step in steps), default=0)
+        self._allowed += budget.nodes - 1
+
+    def expected_tokens(self, budget: Budget) -> float:
+        """Tokens per row and target pass, the target's own included: 1 + Σi Π(j≤i) aj."""
+        family = self._family(budget)
+        others = [table for key, table in self._counts.items() if key != family and table]
+        rate, reached, expected = 0.5, 1.0, 1.0
+        for position, own in zip_longest(range(budget.depth), self._counts[family][: budget.depth]):
+            elsewhere = [table[position] for table in others if position < len(table)]
+            for accepted, trials in [*elsewhere, own or (0.0, 0.0)]:
+                rate = (accepted + self._PRIOR_WEIGHT * rate) / (trials + self._PRIOR_WEIGHT)
+            reached *= rate
+            expected += reached
+        return expected
+
+    @staticmethod
+    def _family(budget: Budget) -> Budget | None:
+        return None if budget.nodes == budget.depth + 1 else budget
+
+
+Points = Sequence[tuple[float, float]]
+
+
+def _interpolate(points: Points, at: float, extrapolate: bool) -> float:
+    """Piecewise linear through ``points``, sorted by x; flat before them; behind them flat, or on as a rising line."""
+    after = bisect_right(points, at, key=lambda point: point[0])
+    if after == 0 or len(points) == 1 or (after == len(points) and not extrapolate):
+        return points[max(after - 1, 0)][1]
+    (left, low), (right, high) = points[min(after, len(points) - 1) - 1 :][:2]
+    slope = (high - low) / (right - left)
+    return low + slope * (at - left) if at <= right else high + max(0.0, slope) * (at - right)
+
+
+class _Costs:
+    """Seconds by rows and size, learned from samples; what was not tried is inferred from what was."""
+
+    _SAMPLES = 9
+
+    def __init__(self, known: Mapping[int, float] | None = None) -> None:
+        self._samples: defaultdict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=self._SAMPLES))
+        self._curves: dict[int, dict[int, float]] = {}
+        self._known = sorted((known or {}).items())
+
+    def add(self, rows: int, size: int, seconds: float) -> None:
+        samples = self._samples[rows, size]
+        samples.append(seconds)
+        if len(samples) < 2:  # it may be a hiccup
+            return
+        # A hiccup only ever adds time, so the lower third is steadier than the median, above all for few samples.
+        typical = sorted(samples)[len(samples) // 3]
+        curve = self._curves.setdefault(rows, {})
+        is_new = size not in curve
+        curve[size] = typical
+        if is_new:
+            self._curves[rows] = dict(sorted(curve.items()))
+
+    def knows(self, rows: int, size: int) -> bool:
+        """Whether this size was measured for these rows, or for some at most twice or at least half as many."""
+        return any(size in self._curves[near] for near in self._near(rows))
+
+    def largest(self, rows: int) -> int:
+        """The largest size measured for these rows or near ones."""
+        return max((max(self._curves[near]) for near in self._near(rows)), default=1)
+
+    def curve(self, rows: int) -> Callable[[float], float]:
+        """Seconds by size. Its shape is borrowed from the nearest other rows, or the known curve, and is corrected
+        where these rows were measured themselves; without a loan it goes on as straight lines."""
+        own = list(self._curves.get(rows, {}).items())
+        shapes = {
+            other: list(curve.items()) for other, curve in self._curves.items() if other != rows and len(curve) > 1
+        }
+        if self._known and 1 not in shapes:
+            shapes[1] = self._known
+        if not shapes:
+            own = own or [(0, 0.0)]
+            return lambda size: _interpolate(own, size, extrapolate=True)
+        shape = shapes[min(shapes, key=lambda other: abs(math.log(other / rows)))]
+        at_own = [(size, seconds, _interpolate(shape, size, extrapolate=True)) for size, seconds in own]
+        factors = [(size, seconds / borrowed) for size, seconds, borrowed in at_own if borrowed > 0] or [(0, 1.0)]
+        return lambda size: _interpolate(shape, size, extrapolate=True) * _interpolate(factors, size, extrapolate=False)
+
+    def _near(self, rows: int) -> list[int]:
+        return [seen for seen in self._curves if rows <= 2 * seen and seen <= 2 * rows]
+
+
+class Guarded:
+    """Another policy, offered only the budgets that pay by the measured costs and acceptance. Depends on the clock.
+
+    Plain decoding is timed first (two steps), then the smallest budget; larger ones come only behind those that pay, at
+    most twice the largest block measured. When nothing pays, it decodes plainly for so long that what the attempt
+    lost becomes a small share of the time, tries the smallest budget again, and waits twice as long after each failure.
+    """
+
+    _FIRST_STEPS = 2  # of plain decoding, then of the smallest budget: one of them may be a hiccup
+    _MARGIN = 1.02  # what speculation must gain over plain decoding
+    _LOSS_SHARE = 0.03  # of the time, that failed attempts may cost while they are frequent
+    _SHORTEST_WAIT = 4  # plain steps
+    _DOUBLINGS = 4
+    _WORST_LOSS = 4.0  # plain steps; a larger one is rather a hiccup
+    _DETOUR_SHARE = 0.01  # of the time, to look again at what is not in use
+    _STALE_STEPS = 24
+
+    def __init__(self, policy: Policy, cost_curve: Mapping[int, float] | None = None) -> None:
+        """``cost_curve``: seconds of a target pass of one row by its nodes, as `plan.measure_cost_curve` gives them."""
+        self.name = f"guarded {policy.name}"
+        self._policy = policy
+        self._acceptance = _Acceptance()
+        self._draft_costs, self._pass_costs = _Costs(), _Costs(cost_curve)
+        self._trials: dict[int, int] = {}  # speculative steps by rows
+        self._waited, self._failures, self._loss = 0, 0, 0.0
+        self._steps, self._last_used = 0, dict[tuple[int, Budget], int]()
+        self._credit, self._price = 0.0, 0.0  # seconds saved up for detours, and the next one's
+
+    def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
+        if not budgets or not self._pass_costs.knows(rows, 1):
+            return PLAIN
+        if self._untried(rows) and self._acceptance.expected_tokens(budgets[0]) > 1.1:
+            return budgets[0]
+        reach = max(budgets[0].nodes, 2 * self._pass_costs.largest(rows))
+        within = [budget for budget in budgets if budget.nodes <= reach]
+        costs = self._costs([PLAIN, *within], rows)
+        rates = {budget: self._acceptance.expected_tokens(budget) / cost for budget, cost in costs.items()}
+        paying = [budget for budget in within if rates[budget] > self._MARGIN * rates[PLAIN]]
+        if paying:
+            choice = self._pick(paying, rates, rows)
+            return self._detour(choice, self._worth_a_look(choice, within), costs, rates, rows)
+        return budgets[0] if self._waited >= self._wait() else PLAIN
+
+    def observe(
+        self,
+        budget: Budget,
+        rows: int,
+        steps: Sequence[StepCount],
+        draft_seconds: float,
+        verify_seconds: float,
+        total_seconds: float,
+    ) -> None:
+        drafted = max((step.drafted for step in steps), default=0)
+        self._draft_costs.add(rows, min(budget.depth, drafted), draft_seconds)
+        self._pass_costs.add(rows, drafted + 1, max(verify_seconds, total_seconds - draft_seconds))
+        if budget.depth == 0:
+            self._waited += 1
+        else:
+            if self._waited >= self._SHORTEST_WAIT:  # a new attempt: what was believed till now may have changed
+                self._failures = self._failures + 1 if self._loss > 0 else 0
+                self._loss = 0.0
+                self._acceptance.forget(0.5)
+            self._waited = 0
+            self._trials[rows] = self._trials.get(rows, 0) + 1
+            self._acceptance.observe(budget, steps)
+        costs = self._costs([PLAIN, budget], rows)
+        if budget.depth > 0:  # by the learned costs, so that no hiccup makes an attempt look dear
+            emitted = sum(step.emitted for step in steps) / max(1, len(steps))
+            self._loss += costs[budget] / costs[PLAIN] - emitted
+        self._steps += 1
+        self._last_used[rows, budget] = self._steps
+        self._credit = min(self._credit - self._price + self._DETOUR_SHARE * costs[budget], self._WORST_LOSS * costs[PLAIN])
+        self._price = 0.0
+        self._policy.observe(budget, rows, steps, draft_seconds, verify_seconds, total_seconds)
+
+    def _pick(self, paying: Sequence[Budget], rates: Mapping[Budget, float], rows: int) -> Budget:
+        return self._policy.choose(paying, rows)
+
+    def _worth_a_look(self, choice: Budget, budgets: Sequence[Budget]) -> list[Budget]:
+        """What to try now and then instead of ``choice``."""
+        return [PLAIN]
+
+    def _untried(self, rows: int) -> bool:
+        return sum(n for seen, n in self._trials.items() if rows <= 2 * seen and seen <= 2 * rows) < self._FIRST_STEPS
+
+    def _costs(self, budgets: Sequence[Budget], rows: int) -> dict[Budget, float]:
+        """Seconds of a step of each budget, above 0."""
+        draft, target_pass, fill = self._draft_costs.curve(rows), self._pass_costs.curve(rows), self._acceptance.fill
+        return {
+            budget: max(
+                draft(budget.depth * fill) * (budget.depth > 0) + target_pass(1 + (budget.nodes - 1) * fill), 1e-12
+            )
+            for budget in budgets
+        }
+
+    def _wait(self) -> float:
+        """Plain steps from an attempt that did not pay to the next."""
+        loss = min(self._loss, self._WORST_LOSS)
+        return max(self._SHORTEST_WAIT, loss / self._LOSS_SHARE) * 2.0 ** min(self._failures, self._DOUBLINGS)
+
+    def _detour(
+        self,
+        choice: Budget,
+        others: Sequence[Budget],
+        costs: Mapping[Budget, float],
+        rates: Mapping[Budget, float],
+        rows: int,
+    ) -> Budget:
+        """``choice``, or, where the time saved up for it suffices, the one of ``others`` longest not in use."""
+        stale = {other: self._steps - self._last_used.get((rows, other), -self._STALE_STEPS) for other in others}
+        other = max(stale, key=lambda budget: stale[budget])
+        price = max(0.0, costs[other] * (1 - rates[other] / rates[choice]))
+        price = min(price, self._WORST_LOSS * costs[PLAIN])
+        if stale[other] < self._STALE_STEPS or price > self._credit:
+            return choice
+        self._price = price
+        return other
+
+
+class MeasuredPolicy(Guarded):
+    """The budget of most tokens per second, by the running acceptance and the costs measured here; guarded.
+
+    Depends on the clock.
+    """
+
+    _GAIN_TO_SWITCH = 1.03  # else it would flap between budgets that are as good as each other
+
+    def __init__(self, cost_curve: Mapping[int, float] | None = None) -> None:
+        super().__init__(FixedPolicy(), cost_curve)
+        self.name = "measured"
+        self._current: dict[int, Budget] = {}
+
+    def _pick(self, paying: Sequence[Budget], rates: Mapping[Budget, float], rows: int) -> Budget:
+        best = max(paying, key=lambda budget: rates[budget])
+        current = self._current.get(rows, best)
+        if current not in paying or rates[best] > self._GAIN_TO_SWITCH * rates[current]:
+            current = best
+        self._current[rows] = current
+        return current
+
+    def _worth_a_look(self, choice: Budget, budgets: Sequence[Budget]) -> list[Budget]:
+        at = budgets.index(choice)
+        return [PLAIN, *budgets[max(0, at - 1) : at], *budgets[at + 1 : at + 2]]
+
+
+_POLICIES: dict[str, Callable[[], Policy]] = {
+    "fixed": FixedPolicy,
+    "heuristic": HeuristicPolicy,
+    "measured": MeasuredPolicy,
+}
+
+
+def named_policy(name: str) -> Policy:
+    """A new policy by its name on the command line."""
+    if name not in _POLICIES:
+        raise ValueError(f"no policy is called {name!r}: choose one of {', '.join(_POLICIES)}")
+    return _POLICIES[name]()

@@ -1,0 +1,39 @@
+"""Where a text ends: an EOS token, a stop string, the last of its new tokens."""
+
+from typing import Any, Protocol
+
+
+class TextDecoder(Protocol):
+    """The part of a tokenizer that stop strings need."""
+
+    def decode(self, token_ids: list[int]) -> Any: ...
+
+
+class StopCheck:
+    """Finds where a text ends inside a block of new tokens."""
+
+    def __init__(
+        self, eos_token_ids: tuple[int, ...], stop_strings: tuple[str, ...], tokenizer: TextDecoder | None
+    ) -> None:
+        if stop_strings and tokenizer is None:
+            raise ValueError("stop strings need the tokenizer: pass it along")
+        self._eos = frozenset(eos_token_ids)
+        self._strings = stop_strings
+        self._tokenizer = tokenizer
+        # A character is at most four byte tokens; a few more for one cut at the front.
+        self._tail = 4 * max((len(string) for string in stop_strings), default=0) + 4
+
+    def cut(self, text: list[int], tokens: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
+        """The tokens up to and including the one that ends the text, and whether one does.
+
+        ``text`` are the new tokens so far; prompts do not end a text.
+        """
+        for index, token in enumerate(tokens):
+            if token in self._eos or (self._strings and self._holds_stop_string([*text, *tokens[: index + 1]])):
+                return tokens[: index + 1], True
+        return tokens, False
+
+    def _holds_stop_string(self, text: list[int]) -> bool:
+        assert self._tokenizer is not None
+        tail = self._tokenizer.decode(text[-self._tail :])
+        return any(string in tail for string in self._strings)

@@ -1,0 +1,137 @@
+"""What the controls know of a text, at every node of any tree, as the text grows, shrinks and changes."""
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decoding import history as history_module
+from decoding.history import History, HistoryRows
+from decoding.sampling import SamplingConfig
+from decoding.tree import TokenTree, TreeShape
+
+VOCAB = 5
+
+
+def nothing(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    return scores
+
+
+EVERYTHING = SamplingConfig(repetition_penalty=1.2, presence_penalty=0.1, processors=(nothing,))
+
+
+def rows_by_hand(
+    tokens: list[int], tree: TokenTree, nodes: list[int], prompt_length: int
+) -> list[tuple[list[int], ...]]:
+    """For each node: which tokens are seen, how often each is in the output, and the text."""
+    rows = []
+    for node in nodes:
+        path = []
+        while node != 0:
+            path.insert(0, int(tree.tokens[node]))
+            node = tree.shape.parents[node]
+        text = tokens + path
+        output = Counter(text[prompt_length:])
+        seen = [int(token in text) for token in range(VOCAB)]
+        rows.append((seen, [output[token] for token in range(VOCAB)], text))
+    return rows
+
+
+def listed(rows: HistoryRows) -> list[tuple[list[int], ...]]:
+    assert rows.seen is not None and rows.counts is not None and rows.texts is not None
+    texts = [rows.texts[row, :length].tolist() for row, length in enumerate(rows.lengths)]
+    return list(zip(rows.seen.int().tolist(), rows.counts.tolist(), texts, strict=True))
+
+
+@st.composite
+def trees(draw: st.DrawFn, root: int) -> tuple[list[int], tuple[int, ...]]:
+    """Tokens and parents of the nodes."""
+    size = draw(st.integers(1, 7))
+    parents = (-1, *(draw(st.integers(0, node - 1)) for node in range(1, size)))
+    return [root, *draw(st.lists(st.integers(0, VOCAB - 1), min_size=size - 1, max_size=size - 1))], parents
+
+
+@given(data=st.data())
+def test_each_node_knows_its_text_whatever_was_asked_before(data: st.DataObject) -> None:
+    prompt_length = data.draw(st.integers(1, 4))
+    history = History(EVERYTHING, prompt_length, VOCAB, "cpu")
+    text = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=prompt_length, max_size=6))
+    for _ in range(data.draw(st.integers(1, 6))):
+        tree_tokens, parents = data.draw(trees(text[-1]))
+        tree = TokenTree(torch.tensor(tree_tokens), TreeShape(parents))
+        nodes = data.draw(st.none() | st.lists(st.integers(0, len(tree) - 1), max_size=4))
+        rows = history.at(data.draw(st.sampled_from([text, tuple(text)])), tree, nodes)
+        asked = list(range(len(tree))) if nodes is None else nodes
+        assert listed(rows) == rows_by_hand(text, tree, asked, prompt_length)
+        assert rows.prompt_lengths == (prompt_length,) * len(asked)
+        # It grows, or goes back to a part of it and on from there, or stays.
+        kept = data.draw(st.just(len(text)) | st.integers(prompt_length, len(text)))
+        text = text[:kept] + data.draw(st.lists(st.integers(0, VOCAB - 1), max_size=3))
+
+
+def test_a_node_has_seen_the_text_and_its_own_path() -> None:
+    # Root 1 -> {2 -> {4}, 3}, behind a prompt that holds 0.
+    tree = TokenTree(torch.tensor([1, 2, 3, 4]), TreeShape((-1, 0, 0, 1)))
+    rows = History(SamplingConfig(repetition_penalty=2.0), 1, VOCAB, "cpu").at([0, 1], tree)
+    assert rows.seen is not None
+    assert rows.seen.int().tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 0, 1, 0], [1, 1, 1, 0, 1]]
+
+
+def test_the_prompt_is_seen_but_not_counted() -> None:
+    rows = History(EVERYTHING, 3, VOCAB, "cpu").at([0, 0, 1, 2], TokenTree.chain([2, 0, 2]))
+    assert listed(rows) == [
+        ([1, 1, 1, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 2]),
+        ([1, 1, 1, 0, 0], [1, 0, 1, 0, 0], [0, 0, 1, 2, 0]),
+        ([1, 1, 1, 0, 0], [1, 0, 2, 0, 0], [0, 0, 1, 2, 0, 2]),
+    ]
+
+
+def test_the_last_token_of_the_prompt_is_the_prompts_also_as_a_root() -> None:
+    rows = History(SamplingConfig(frequency_penalty=1.0), 2, VOCAB, "cpu").at([0, 1], TokenTree.chain([1, 1]))
+    assert rows.counts is not None
+    assert rows.counts.tolist() == [[0, 0, 0, 0, 0], [0, 1, 0, 0, 0]]
+
+
+def test_rows_given_out_stay_as_they_are() -> None:
+    history = History(EVERYTHING, 1, VOCAB, "cpu")
+    first = history.at([0], TokenTree.chain([0]))
+    before = listed(first)
+    history.at([0, 1, 2], TokenTree.chain([2, 3]))
+    assert listed(first) == before
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (SamplingConfig(0.7, top_p=0.9), (False, False, False)),
+        (SamplingConfig(repetition_penalty=0.9), (True, False, False)),
+        (SamplingConfig(presence_penalty=-0.1), (False, True, False)),
+        (SamplingConfig(frequency_penalty=0.1), (False, True, False)),
+        (SamplingConfig(processors=(nothing,)), (False, False, True)),
+        (EVERYTHING, (True, True, True)),
+    ],
+)
+def test_only_what_a_control_asks_for_is_kept(sampling: SamplingConfig, expected: tuple[bool, ...]) -> None:
+    rows = History(sampling, 1, VOCAB, "cpu").at([0, 1], TokenTree.chain([1, 2]))
+    assert tuple(tensor is not None for tensor in rows[:3]) == expected
+    assert (rows.lengths, rows.prompt_lengths) == (((2, 3), (1, 1)) if expected[2] else ((), ()))
+
+
+def test_only_what_is_new_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = []
+    count = history_module._count
+    monkeypatch.setattr(
+        history_module, "_count", lambda counts, index: (counted.append(len(index)), count(counts, index))
+    )
+    history = History(SamplingConfig(frequency_penalty=0.5), 2, VOCAB, "cpu")
+    for text in ([0, 1], [0, 1, 2], [0, 1, 2], [0, 1, 2, 3, 4], [0, 1, 2, 3], [0, 1, 2, 1, 4]):
+        history.at(text, TokenTree.chain(text[-1:]))
+    # The output tokens that are new; the last two texts do not go on from the one before. In between: empty paths.
+    assert [length for length in counted if length] == [1, 2, 2, 3]
+
+
+def test_a_tree_of_another_text_is_our_own_mistake() -> None:
+    with pytest.raises(AssertionError, match="the root of the tree is the last token"):
+        History(EVERYTHING, 1, VOCAB, "cpu").at([0, 1], TokenTree.chain([2]))
