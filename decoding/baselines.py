@@ -72,6 +72,31 @@ def transformers_generate(
     return TimedText(tokens, clock.first_tokens, clock.first_at - begin, end - clock.first_at)
 
 
+def transformers_generate_batch(
+    target: CausalLM, prompts: Sequence[Sequence[int]], config: DecodingConfig
+) -> list[tuple[int, ...]]:
+    """`model.generate` on prompts padded on the left; each one's new tokens, up to and with its EOS."""
+    longest = max(len(prompt) for prompt in prompts)
+    padding = [longest - len(prompt) for prompt in prompts]
+    generation_config = _generation_config(config)
+    pad: int = generation_config.pad_token_id
+    input_ids = torch.tensor(
+        [[pad] * missing + list(prompt) for missing, prompt in zip(padding, prompts, strict=True)], device=target.device
+    )
+    attention_mask = torch.ones_like(input_ids)
+    for row, missing in enumerate(padding):
+        attention_mask[row, :missing] = 0
+    torch.manual_seed(config.seed)
+    with _bare_generation_configs([target.model], None):
+        output = target.model.generate(input_ids, attention_mask=attention_mask, generation_config=generation_config)
+    ends = set(config.eos_token_ids)
+    texts: list[tuple[int, ...]] = []
+    for row in output[:, longest:].tolist():
+        end = next((index + 1 for index, token in enumerate(row) if token in ends), len(row))
+        texts.append(tuple(row[:end]))
+    return texts
+
+
 @contextmanager
 def _bare_generation_configs(models: Sequence[PreTrainedModel], num_assistant_tokens: int | None) -> Iterator[None]:
     """For a while, no control comes from a model's own generation config: `generate` fills in what we leave unset.

@@ -6,6 +6,7 @@ committed prefix, attention reads views of the buffers, and `commit` moves the a
 there is nothing to move).
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+_BUFFERS = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class _Block:
     starts: Sequence[int]
     positions: Tensor | None
     """(rows, block), where the rows start at different lengths; None where all start alike."""
+    keys: int
+    """How many positions of the buffers are attended to."""
 
     @property
     def is_prefill(self) -> bool:
@@ -63,8 +68,7 @@ class PreallocatedLayer(CacheLayerMixin):
             row_index = owner.row_index[:rows, None]
             self.keys[row_index, :, block.positions] = key_states.transpose(1, 2)
             self.values[row_index, :, block.positions] = value_states.transpose(1, 2)
-        end = max(block.starts) + size
-        return self.keys[:rows, :, :end], self.values[:rows, :, :end]
+        return self.keys[:rows, :, : block.keys], self.values[:rows, :, : block.keys]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -94,6 +98,9 @@ class PreallocatedCache(Cache):
         self.capacity = max(capacity, 1)
         self.lengths = [0] * rows
         self.block: _Block | None = None
+        self.buffers = 0
+        """Names the buffers: a graph that was recorded on others is void."""
+        self.lease = 0
         self.row_index = torch.arange(rows)
         self.text: tuple[int, ...] = ()
         self._keys: Tensor | None = None  # (layers, rows, heads, capacity, dim)
@@ -106,19 +113,55 @@ class PreallocatedCache(Cache):
         """
         starts = [self.lengths[slot] for slot in slots]
         assert not any(starts) or list(slots) == list(range(len(slots))), f"rows {slots} are not the first ones"
-        if max(starts) + size > self.capacity:
-            self._grow(max(starts) + size)
+        self.reserve(max(starts) + size)
         positions = None
         if len(set(starts)) > 1:
             positions = torch.tensor(starts, device=device)[:, None] + torch.arange(size, device=device)
-        self.block = _Block(tuple(slots), tuple(starts), positions)
+        self.block = _Block(tuple(slots), tuple(starts), positions, max(starts) + size)
+
+    def begin_static(self, positions: Tensor, keys: int) -> None:
+        """Announce a forward whose rows write at ``positions`` (rows, block) and attend to ``keys`` positions.
+
+        Nothing here depends on how long the rows are: see `decoding.static`.
+        """
+        rows = len(positions)
+        self.block = _Block(range(rows), (keys,) * rows, positions, keys)
 
     def end(self, written: Sequence[int]) -> None:
         """The forward is done; of each row's block, ``written`` positions hold its own tokens, the rest is padding."""
         assert self.block is not None
-        for slot, count in zip(self.block.slots, written, strict=True):
-            self.lengths[slot] += count
+        self.advance(self.block.slots, written)
         self.block = None
+
+    def advance(self, slots: Sequence[int], written: Sequence[int]) -> None:
+        """These rows have grown."""
+        for slot, count in zip(slots, written, strict=True):
+            self.lengths[slot] += count
+
+    def reserve(self, needed: int) -> None:
+        """Make room for ``needed`` positions in each row."""
+        if needed > self.capacity:
+            self._grow(needed)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the buffers are; None before the first block."""
+        return None if self._keys is None else self._keys.device
+
+    def restart(self, capacity: int) -> None:
+        """Drop all texts and serve another generation from the same buffers; the one before may use it no more."""
+        self.lease += 1
+        self.lengths = [0] * self.rows
+        self.block, self.text = None, ()
+        self.reserve(capacity)
+
+    def check(self, lease: int) -> None:
+        """Refuse a generation whose buffers were given to another one since."""
+        if lease != self.lease:
+            raise ValueError(
+                "a model with static shapes decodes one batch at a time, and another generation has begun on it: "
+                "finish or drop the first, or load the model twice"
+            )
 
     def allocate(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate both buffers with the shapes of the first block seen, (batch, heads, positions, dim)."""
@@ -146,6 +189,7 @@ class PreallocatedCache(Cache):
 
     def _hand_out_views(self) -> None:
         assert self._keys is not None and self._values is not None
+        self.buffers = next(_BUFFERS)
         for index, layer in enumerate(self._own_layers):
             layer.keys, layer.values = self._keys[index], self._values[index]
             layer.is_initialized = True

@@ -19,6 +19,7 @@ from decoding.generate import DecodingConfig, check_prompt, decode
 from decoding.machine import commit, hardware, versions
 from decoding.metrics import StepCount, acceptance, predicted_speedup, ratio_of_sums, spread
 from decoding.plan import measure_cost_curve
+from decoding.policy import Policy, named_policy
 from decoding.sampling import SamplingConfig
 from decoding.target import CausalLM
 from decoding.verify import typical_acceptance
@@ -60,14 +61,23 @@ class EvaluationConfig:
     temperature: float = 1.0
     eos_token_ids: tuple[int, ...] = ()
     settings: tuple[str, ...] = ("greedy", "sampling", "typical")
+    policies: tuple[str, ...] = ("fixed",)
+    """Names of `decoding.policy`, each a row for every drafter."""
     seed: int = 0
 
 
-def our_method(target: CausalLM, setting: str, name: str, drafter: Drafter | None, config: DecodingConfig) -> Method:
-    """A drafter, or none, in this project's loop."""
+def our_method(
+    target: CausalLM,
+    setting: str,
+    name: str,
+    drafter: Drafter | None,
+    config: DecodingConfig,
+    policy: Policy | None = None,
+) -> Method:
+    """A drafter, or none, in this project's loop. A policy goes on learning from text to text."""
 
     def run(prompt: Sequence[int], seed: int) -> Run:
-        generation = decode(target, drafter, prompt, replace(config, seed=seed))
+        generation = decode(target, drafter, prompt, replace(config, seed=seed), policy=policy)
         prefill, *steps = generation.steps
         return Run(
             tokens=generation.tokens,
@@ -119,7 +129,10 @@ def standard_methods(target: CausalLM, drafters: dict[str, Drafter], config: Eva
         methods.append(our_method(target, label, PLAIN, None, replace(decoding, rule=None)))
         if setting != "typical":
             methods += _peers(target, label, drafters, decoding)
-        methods += [our_method(target, label, name, drafter, decoding) for name, drafter in drafters.items()]
+        for name, drafter in drafters.items():
+            for policy in config.policies:
+                full_name = name if policy == "fixed" else f"{name}, {policy}"
+                methods.append(our_method(target, label, full_name, drafter, decoding, named_policy(policy)))
     return methods
 
 

@@ -206,9 +206,12 @@ class _Batch:
 
     def run(self) -> Iterator[tuple[int, Step]]:
         """Until every prompt is decoded."""
+        lease = self.cache.lease
         while self.waiting or self.texts:
+            self.cache.check(lease)
             yield from self._refill()
             while self.texts and not any(text.finished for text in self.texts):
+                self.cache.check(lease)
                 places = [text.place for text in self.texts]
                 yield from zip(places, self._step(), strict=True)
 

@@ -21,7 +21,11 @@ class History:
         self._prompt_length = prompt_length
         self._vocab_size = vocab_size
         self._device = torch.device(device)
-        self._start_over()
+        self._tokens: list[int] | None = None
+        """The text read so far, of which the tensors tell; None if they tell of nothing that is whole."""
+        self._seen: Tensor | None = None
+        self._counts: Tensor | None = None
+        self._text: Tensor | None = None
 
     def at(self, tokens: Sequence[int], tree: TokenTree, nodes: Sequence[int] | None = None) -> HistoryRows:
         """One row per node (all of them if None): the history when the token after that node is chosen.
@@ -40,9 +44,21 @@ class History:
         ]
         return self._rows(path_tokens)
 
+    def _follow(self, tokens: list[int]) -> None:
+        text, self._tokens = self._tokens, None  # so an interrupted call leaves it, and the next one starts over
+        known = 0
+        if text is not None:
+            known = len(text)
+            text += tokens[known:]
+        # This reads the whole text, but comparing lists of the same objects takes two nanoseconds per token.
+        if text != tokens:
+            self._start_over()
+            known, text = 0, list(tokens)
+        if len(tokens) > known:
+            self._read(tokens[known:], known)
+        self._tokens = text
+
     def _start_over(self) -> None:
-        self._tokens: list[int] = []
-        self._seen = self._counts = self._text = None
         if self._sampling.needs_seen:
             self._seen = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
         if self._sampling.needs_counts:
@@ -50,14 +66,8 @@ class History:
         if self._sampling.processors:
             self._text = torch.zeros(0, dtype=torch.long, device=self._device)
 
-    def _follow(self, tokens: list[int]) -> None:
-        # The comparison reads the whole text, but a list against a list takes nanoseconds per token.
-        if tokens[: len(self._tokens)] != self._tokens:
-            self._start_over()
-        known = len(self._tokens)
-        fresh = tokens[known:]
-        if not fresh:
-            return
+    def _read(self, fresh: list[int], known: int) -> None:
+        """What follows the first ``known`` tokens of the text."""
         new = self._on_device(fresh)
         if self._seen is not None:
             self._seen.index_fill_(0, new, True)
@@ -65,7 +75,6 @@ class History:
             _count(self._counts, new[max(self._prompt_length - known, 0) :])
         if self._text is not None:
             self._text = torch.cat([self._text, new])
-        self._tokens += fresh
 
     def _rows(self, path_tokens: list[list[int]]) -> HistoryRows:
         """The text followed by each of these paths."""
@@ -87,7 +96,7 @@ class History:
             padded = [token for path in path_tokens for token in path + [0] * (deepest - len(path))]
             paths = self._on_device(padded).view(row_count, deepest)
             texts = torch.cat([self._text.expand(row_count, -1), paths], dim=1)
-            lengths = tuple(len(self._tokens) + len(path) for path in path_tokens)
+            lengths = tuple(len(self._text) + len(path) for path in path_tokens)
         prompt_lengths = (self._prompt_length,) * len(lengths)
         return HistoryRows(seen, counts, texts, lengths, prompt_lengths)
 

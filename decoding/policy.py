@@ -9,7 +9,6 @@ import math
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 from decoding.metrics import StepCount
@@ -106,7 +105,7 @@ class _Acceptance:
     prior is what the other families saw there, theirs is the position before, and the first position's is even odds.
     """
 
-    _MEMORY = 0.96  # what a step leaves of the counts before it: about 25 steps are remembered
+    _MEMORY = 0.97  # what a step leaves of the counts before it: about 33 steps are remembered
     _PRIOR_WEIGHT = 2.0  # in observations: one imagined success, so a useless drafter costs about one step to find out
 
     def __init__(self) -> None:
@@ -114,6 +113,7 @@ class _Acceptance:
         self._counts: defaultdict[Budget | None, list[list[float]]] = defaultdict(list)
         # Tokens drafted, and tokens that the budgets allowed.
         self._drafted, self._allowed = 1.0, 1.0
+        self._expected: dict[Budget | None, list[float]] = {}  # by family and depth, until the counts change
 
     @property
     def fill(self) -> float:
@@ -128,6 +128,7 @@ class _Acceptance:
                 entry[1] *= kept
         self._drafted *= kept
         self._allowed *= kept
+        self._expected.clear()
 
     def observe(self, budget: Budget, steps: Sequence[StepCount]) -> None:
         self.forget(self._MEMORY)
@@ -145,14 +146,21 @@ class _Acceptance:
     def expected_tokens(self, budget: Budget) -> float:
         """Tokens per row and target pass, the target's own included: 1 + Σi Π(j≤i) aj."""
         family = self._family(budget)
-        others = [table for key, table in self._counts.items() if key != family and table]
-        rate, reached, expected = 0.5, 1.0, 1.0
-        for position, own in zip_longest(range(budget.depth), self._counts[family][: budget.depth]):
-            elsewhere = [table[position] for table in others if position < len(table)]
-            for accepted, trials in [*elsewhere, own or (0.0, 0.0)]:
-                rate = (accepted + self._PRIOR_WEIGHT * rate) / (trials + self._PRIOR_WEIGHT)
+        expected = self._expected.get(family, [])
+        if len(expected) <= budget.depth:
+            expected = self._expected[family] = self._expected_by_depth(family, 2 * budget.depth)
+        return expected[budget.depth]
+
+    def _expected_by_depth(self, family: Budget | None, depth: int) -> list[float]:
+        tables = [table for key, table in self._counts.items() if key != family] + [self._counts.get(family, [])]
+        rate, reached, expected = 0.5, 1.0, [1.0]
+        for position in range(depth):
+            for table in tables:
+                if position < len(table):
+                    accepted, trials = table[position]
+                    rate = (accepted + self._PRIOR_WEIGHT * rate) / (trials + self._PRIOR_WEIGHT)
             reached *= rate
-            expected += reached
+            expected.append(expected[-1] + reached)
         return expected
 
     @staticmethod
@@ -165,10 +173,11 @@ Points = Sequence[tuple[float, float]]
 
 def _interpolate(points: Points, at: float, extrapolate: bool) -> float:
     """Piecewise linear through ``points``, sorted by x; flat before them; behind them flat, or on as a rising line."""
-    after = bisect_right(points, at, key=lambda point: point[0])
+    after = bisect_right(points, (at, math.inf))
     if after == 0 or len(points) == 1 or (after == len(points) and not extrapolate):
         return points[max(after - 1, 0)][1]
-    (left, low), (right, high) = points[min(after, len(points) - 1) - 1 :][:2]
+    right_end = min(after, len(points) - 1)
+    (left, low), (right, high) = points[right_end - 1], points[right_end]
     slope = (high - low) / (right - left)
     return low + slope * (at - left) if at <= right else high + max(0.0, slope) * (at - right)
 
@@ -177,6 +186,7 @@ class _Costs:
     """Seconds by rows and size, learned from samples; what was not tried is inferred from what was."""
 
     _SAMPLES = 9
+    _SURPRISE = 1.5  # times what the other sizes let expect: not believed before the third sample
 
     def __init__(self, known: Mapping[int, float] | None = None) -> None:
         self._samples: defaultdict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=self._SAMPLES))
@@ -186,15 +196,16 @@ class _Costs:
     def add(self, rows: int, size: int, seconds: float) -> None:
         samples = self._samples[rows, size]
         samples.append(seconds)
-        if len(samples) < 2:  # it may be a hiccup
-            return
         # A hiccup only ever adds time, so the lower third is steadier than the median, above all for few samples.
-        typical = sorted(samples)[len(samples) // 3]
+        typical = sorted(samples)[(len(samples) - 1) // 3]
         curve = self._curves.setdefault(rows, {})
-        is_new = size not in curve
-        curve[size] = typical
-        if is_new:
-            self._curves[rows] = dict(sorted(curve.items()))
+        others = [point for point in curve.items() if point[0] != size]
+        if len(others) < 2:
+            doubtful = len(samples) < 2
+        else:
+            doubtful = len(samples) < 3 and typical > self._SURPRISE * _interpolate(others, size, extrapolate=True)
+        if not doubtful:
+            self._curves[rows] = dict(sorted([*others, (size, typical)]))
 
     def knows(self, rows: int, size: int) -> bool:
         """Whether this size was measured for these rows, or for some at most twice or at least half as many."""
@@ -202,7 +213,7 @@ class _Costs:
 
     def largest(self, rows: int) -> int:
         """The largest size measured for these rows or near ones."""
-        return max((max(self._curves[near]) for near in self._near(rows)), default=1)
+        return max((size for near in self._near(rows) for size in self._curves[near]), default=1)
 
     def curve(self, rows: int) -> Callable[[float], float]:
         """Seconds by size. Its shape is borrowed from the nearest other rows, or the known curve, and is corrected
@@ -235,9 +246,10 @@ class Guarded:
 
     _FIRST_STEPS = 2  # of plain decoding, then of the smallest budget: one of them may be a hiccup
     _MARGIN = 1.02  # what speculation must gain over plain decoding
-    _LOSS_SHARE = 0.03  # of the time, that failed attempts may cost while they are frequent
+    _LOSS_SHARE = 0.02  # of the time, that failed attempts may cost while they are frequent
     _SHORTEST_WAIT = 4  # plain steps
-    _DOUBLINGS = 4
+    _GROWTH = 2
+    _DOUBLINGS = 2
     _WORST_LOSS = 4.0  # plain steps; a larger one is rather a hiccup
     _DETOUR_SHARE = 0.01  # of the time, to look again at what is not in use
     _STALE_STEPS = 24
@@ -258,7 +270,7 @@ class Guarded:
             return PLAIN
         if self._untried(rows) and self._acceptance.expected_tokens(budgets[0]) > 1.1:
             return budgets[0]
-        reach = max(budgets[0].nodes, 2 * self._pass_costs.largest(rows))
+        reach = max(budgets[0].nodes, self._GROWTH * self._pass_costs.largest(rows))
         within = [budget for budget in budgets if budget.nodes <= reach]
         costs = self._costs([PLAIN, *within], rows)
         rates = {budget: self._acceptance.expected_tokens(budget) / cost for budget, cost in costs.items()}
@@ -296,7 +308,9 @@ class Guarded:
             self._loss += costs[budget] / costs[PLAIN] - emitted
         self._steps += 1
         self._last_used[rows, budget] = self._steps
-        self._credit = min(self._credit - self._price + self._DETOUR_SHARE * costs[budget], self._WORST_LOSS * costs[PLAIN])
+        self._credit = min(
+            self._credit - self._price + self._DETOUR_SHARE * costs[budget], self._WORST_LOSS * costs[PLAIN]
+        )
         self._price = 0.0
         self._policy.observe(budget, rows, steps, draft_seconds, verify_seconds, total_seconds)
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from decoding.attention import copy_free_attention
 from decoding.cache import PreallocatedCache
+from decoding.static import StaticSteps
 from decoding.tree import TokenTree, TreeShape
 
 
@@ -79,8 +80,17 @@ class CausalLM:
     Serves for the target and for a draft model alike.
     """
 
-    def __init__(self, model: PreTrainedModel, output_tokens: Int[Tensor, " outputs"] | None = None) -> None:
-        """``output_tokens``: of a draft whose lm_head was trimmed, the token that each of its outputs stands for."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        output_tokens: Int[Tensor, " outputs"] | None = None,
+        static: str | None = None,
+    ) -> None:
+        """``output_tokens``: of a draft whose lm_head was trimmed, the token that each of its outputs stands for.
+
+        ``static``: run steps in fixed shapes, ``graphs`` as CUDA graphs, ``compile`` through `torch.compile` as well,
+        ``eager`` as they are (to see that they are right). Such a model decodes one batch at a time.
+        """
         _refuse_unfit(model)
         self.model = model.eval()
         self.output_tokens = None if output_tokens is None else output_tokens.to(model.device)
@@ -93,6 +103,10 @@ class CausalLM:
         window = getattr(text_config, "sliding_window", None)
         self._window: int | None = window if getattr(text_config, "use_sliding_window", True) else None
         self._tree_masks: dict[Any, Tensor] = {}
+        self._static: StaticSteps | None = None
+        self._static_cache: PreallocatedCache | None = None
+        if static is not None:
+            self._static = StaticSteps(self._forward, self._windows(), self.max_positions, self.dtype, static)
 
     @property
     def device(self) -> torch.device:
@@ -105,7 +119,13 @@ class CausalLM:
         return dtype
 
     def new_cache(self, capacity: int, rows: int = 1) -> PreallocatedCache:
-        return PreallocatedCache(self.num_layers, capacity, rows)
+        """Room for ``rows`` texts of about ``capacity`` positions."""
+        if self._static is None:
+            return PreallocatedCache(self.num_layers, capacity, rows)
+        if self._static_cache is None or self._static_cache.rows < rows:
+            self._static_cache = PreallocatedCache(self.num_layers, capacity, rows)
+        self._static_cache.restart(capacity)
+        return self._static_cache
 
     @torch.inference_mode()
     def prefill(
@@ -169,6 +189,9 @@ class CausalLM:
         first: Sequence[int],
         select: Callable[[Tensor], Tensor] | None,
     ) -> ModelOutput:
+        if self._static is not None and not any(first) and self._static.fits(trees):
+            output = ModelOutput(*self._static.run(trees, cache))
+            return output if select is None else ModelOutput(select(output.hidden), select(output.logits))
         counts = [len(tree) - skipped for tree, skipped in zip(trees, first, strict=True)]
         size = max(counts)
         tokens = self._stack([tree.tokens[skipped:] for tree, skipped in zip(trees, first, strict=True)], size)
@@ -181,7 +204,7 @@ class CausalLM:
             positions.clamp_(max=self.max_positions - 1)
         uniform = len(set(starts)) == 1
         if uniform and size == 1 and not any(first):
-            masks = None
+            masks = None  # one token behind each row: `transformers` builds what its layers need
         else:
             masks = self._masks([tree.shape for tree in trees], starts, first, size)
         cache.begin(range(len(trees)), size, self.device)
@@ -210,17 +233,23 @@ class CausalLM:
             )
         return ModelOutput(captured[0] if select is None else select(captured[0]), output.logits)
 
+    def _forward(self, tokens: Tensor, positions: Tensor, cache: PreallocatedCache, mask: Any) -> tuple[Tensor, Tensor]:
+        output = self._run(tokens, positions, cache, mask, None)
+        return output.hidden, output.logits
+
+    def _windows(self) -> dict[str, int | None]:
+        """The masks its layers need: the window of each type of layer."""
+        if "sliding_attention" in self._layer_types:
+            return {"full_attention": None, "sliding_attention": self._window}
+        return {"full_attention": None if self._layer_types else self._window}
+
     def _masks(self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int) -> Any:
         """Additive masks (rows, 1, queries, keys); boolean 4-D masks are silently wrong under eager attention.
 
         One for all layers, or a dict by layer type for models that mix full and sliding attention.
         """
-        if "sliding_attention" in self._layer_types:
-            return {
-                "full_attention": self._mask(shapes, starts, first, size, None),
-                "sliding_attention": self._mask(shapes, starts, first, size, self._window),
-            }
-        return self._mask(shapes, starts, first, size, None if self._layer_types else self._window)
+        masks = {kind: self._mask(shapes, starts, first, size, window) for kind, window in self._windows().items()}
+        return masks if len(masks) > 1 else masks["full_attention"]
 
     def _mask(
         self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int, window: int | None

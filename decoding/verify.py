@@ -73,7 +73,7 @@ def sampled_verify(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: 
 
     Lossless for any draft, however it was made. Each emitted token takes exactly one draw, from p in its context, as
     in plain decoding: with a seeded source from which the drafter draws nothing, the text is the one that plain
-    decoding writes with that seed. A token drawn from q is kept with probability sum of p q, less than by rejection.
+    decoding writes with that seed. A token drawn from q is kept with probability sum of p q, rejection's at most.
     """
     tree = proposal.tree
     path: list[int] = []
@@ -85,37 +85,6 @@ def sampled_verify(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: 
             return Verdict(tuple(path), token)
         path.append(child)
         node = child
-
-
-def top_k_children(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
-    """Try a node's children one by one, in any order, where their set is a function of the context.
-
-    A child x is kept with probability p(x); refused, it is zeroed in p, which is renormalised for the next child (so
-    that a duplicate is never kept). None kept: the target writes from the last p. The verdicts are distributed as
-    those of `sampled_verify`.
-    """
-    tree = proposal.tree
-    path: list[int] = []
-    node = 0
-    while tree.shape.children[node]:
-        p_now, accepted = p[node], None
-        for child in tree.shape.children[node]:
-            token = tree.token_list[child]
-            if source.accept(float(p_now[token])):
-                accepted = child
-                break
-            without_token = p_now.clone()
-            without_token[token] = 0
-            total = without_token.sum()
-            if not bool(total > 0):  # p is delta(x) up to rounding, where a refusal has probability 0
-                accepted = child
-                break
-            p_now = without_token / total
-        if accepted is None:
-            return Verdict(tuple(path), source.draw(p_now))
-        path.append(accepted)
-        node = accepted
-    return Verdict(tuple(path), source.draw(p[node]))
 
 
 def token_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
@@ -200,6 +169,16 @@ def recursive_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], sou
         path.append(accepted)
         node = accepted
     return Verdict(tuple(path), source.draw(p[node]))
+
+
+def top_k_children(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
+    """The children's set is a function of the context, as in the trees of Medusa (2401.10774) and EAGLE (2401.15077).
+
+    They are tried one by one, in any order: x is kept with probability p(x); refused, it is zeroed in p, which is
+    renormalised for the next (so that a duplicate is never kept). None kept: the target writes from the last p. This
+    is recursive rejection with q = delta(x), and its verdicts are distributed as those of `sampled_verify`.
+    """
+    return recursive_rejection(proposal, p, source)
 
 
 def traversal_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
@@ -323,7 +302,11 @@ RULES: dict[str, Rule] = {
 
 
 def lossless_rule(proposal: Proposal) -> Rule:
-    """The lossless sampling rule that fits this proposal and keeps the most of it."""
+    """The lossless sampling rule for this proposal where no other is asked for.
+
+    Block and traversal verification keep the most of a sampled draft. Of a deterministic one all rules keep the same
+    in expectation, and `sampled_verify` gives the text of plain decoding with the same seed.
+    """
     if not proposal.kind.has_q:
         return SAMPLED_VERIFY
     if proposal.kind is ProposalKind.SAMPLED and proposal.tree.shape.is_chain:

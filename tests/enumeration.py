@@ -6,15 +6,18 @@ option of each choice after the script's end, and notes the options not taken as
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Literal, TypeVar
+from contextlib import contextmanager
+from functools import cache
+from typing import Literal, NamedTuple, TypeVar
 
+import jaxtyping
 import torch
 from torch import Tensor
 
 from decoding.proposal import Proposal, ProposalKind
 from decoding.sampling import RandomSource
 from decoding.tree import TokenTree, TreeShape
-from decoding.verify import Verdict
+from decoding.verify import RULES, Verdict
 
 Result = TypeVar("Result")
 Counted = TypeVar("Counted", bound=Hashable)
@@ -223,32 +226,56 @@ def draft_of(kind: ProposalKind, shape: TreeShape, q: ContextModel) -> Draft:
     return sampled_draft(shape, q, kind)
 
 
-def verdicts(draft: Draft, decide: Decide, p: ContextModel) -> Iterator[tuple[Proposal, Verdict, float]]:
-    """Every outcome of drafting and then verifying, with its probability."""
-    for proposal, drafted in outcomes(draft):
-        rows = target_rows(proposal.tree, p)
-        for verdict, chance in outcomes(lambda source, x=proposal, rows=rows: decide(x, rows, source)):
-            yield proposal, verdict, drafted * chance
+@contextmanager
+def shapes_unchecked() -> Iterator[None]:
+    """Switch the shape checks off: over thousands of outcomes they would take twenty times as long as the rule."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", before)
 
 
-def emitted_distribution(draft: Draft, decide: Decide, p: ContextModel) -> dict[Context, float]:
-    """The exact distribution of what one turn of drafting and verifying emits."""
-    total: dict[Context, float] = defaultdict(float)
+def verdicts(draft: Draft, decide: Decide, p: ContextModel) -> list[tuple[Proposal, Verdict, float]]:
+    """Every outcome of drafting and then verifying, with its probability. Shapes are checked in the first."""
+    first = draft(EnumeratingSource())
+    decide(first, target_rows(first.tree, p), EnumeratingSource())
+    found: list[tuple[Proposal, Verdict, float]] = []
+    with shapes_unchecked():
+        for proposal, drafted in outcomes(draft):
+            rows = target_rows(proposal.tree, p)
+            verified = outcomes(lambda source, x=proposal, rows=rows: decide(x, rows, source))
+            found += [(proposal, verdict, drafted * chance) for verdict, chance in verified]
+    return found
+
+
+class Enumerated(NamedTuple):
+    """All outcomes of one turn, in two figures.
+
+    ``distance``: the largest difference of any sequence's probability from the target's own.
+    ``accepted_length``: the expected number of drafted tokens accepted.
+    """
+
+    distance: float
+    accepted_length: float
+
+
+def enumerate_turn(draft: Draft, decide: Decide, p: ContextModel, length: int) -> Enumerated:
+    """One turn of drafting and verifying, its text completed by p to ``length`` tokens to be compared."""
+    emitted: dict[Context, float] = defaultdict(float)
+    accepted = 0.0
     for proposal, verdict, probability in verdicts(draft, decide, p):
-        total[(*(proposal.tree.token_list[node] for node in verdict.path), verdict.token)] += probability
-    return dict(total)
-
-
-def accepted_length(draft: Draft, decide: Decide, p: ContextModel) -> float:
-    """The expected number of drafted tokens accepted in one turn."""
-    return sum(len(verdict.path) * probability for _, verdict, probability in verdicts(draft, decide, p))
+        emitted[(*(proposal.tree.token_list[node] for node in verdict.path), verdict.token)] += probability
+        accepted += len(verdict.path) * probability
+    completed, wanted = p.completed(emitted, length), p.joint(length)
+    distance = max(abs(completed.get(sequence, 0.0) - probability) for sequence, probability in wanted.items())
+    return Enumerated(distance, accepted)
 
 
 def distance_from_target(draft: Draft, decide: Decide, p: ContextModel, length: int) -> float:
     """The largest difference of any sequence's probability from p's own, over sequences of ``length`` tokens."""
-    emitted = p.completed(emitted_distribution(draft, decide, p), length)
-    wanted = p.joint(length)
-    return max(abs(emitted.get(sequence, 0.0) - probability) for sequence, probability in wanted.items())
+    return enumerate_turn(draft, decide, p, length).distance
 
 
 MODELS: dict[str, tuple[RowKind, RowKind]] = {
@@ -258,6 +285,9 @@ MODELS: dict[str, tuple[RowKind, RowKind]] = {
     "one-hot draft": ("dense", "one-hot"),
     "mixed": ("mixed", "mixed"),
 }
+
+
+ALL_MODELS = [*MODELS, "p = q"]
 
 
 def model_pair(name: str, vocab: int, depth: int, seed: int) -> tuple[ContextModel, ContextModel]:
@@ -275,3 +305,21 @@ def model_pair(name: str, vocab: int, depth: int, seed: int) -> tuple[ContextMod
 
 def top_tokens(q: ContextModel) -> Callable[[tuple[int, ...], int], list[int]]:
     return lambda context, count: q(context).topk(count).indices.tolist()
+
+
+CHAINS = {"chain of 2": (-1, 0, 1), "chain of 3": (-1, 0, 1, 2)}
+# Parents of each node. The second numbers its nodes depth first, so that siblings do not stand together.
+TREES = {
+    "two children": (-1, 0, 0),
+    "depth first": (-1, 0, 1, 0, 3),
+    "one long branch": (-1, 0, 0, 2, 3),
+    "three children, one grown": (-1, 0, 0, 0, 1),
+}
+SHAPES = {name: TreeShape(parents) for name, parents in (CHAINS | TREES).items()}
+
+
+@cache
+def enumerated(rule: str, kind: ProposalKind, shape: str, models: str, seed: int) -> Enumerated:
+    """All outcomes of a rule on one draft, enumerated once for every test that asks."""
+    p, q = model_pair(models, 3, SHAPES[shape].max_depth, seed)
+    return enumerate_turn(draft_of(kind, SHAPES[shape], q), RULES[rule], p, SHAPES[shape].max_depth + 1)

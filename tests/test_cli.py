@@ -1,15 +1,24 @@
 """The command line: what it prints, its exit codes, its one-line errors."""
 
 import json
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
+from typer.main import get_command
 from typer.testing import CliRunner
 
+from decoding.generate import DecodingConfig, Step
 from decoding.heads import MedusaConfig, MedusaHeads
+from decoding.sampling import SamplingConfig
+from decoding.verify import SAMPLED_VERIFY
+from trainer import commands
 from trainer.cli import BAD_INPUT, app
+from trainer.options import EvaluateOptions, GenerateOptions
 
 CLI = CliRunner()
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -56,10 +65,49 @@ def test_generate_writes_the_same_greedy_text_with_and_without_a_draft(models: P
 
 def test_typical_acceptance_is_called_lossy(models: Path) -> None:
     _, output = run(
-        "generate", "--target", str(models / "target"), "--lookup", "--typical", "--temperature", "1", "--prompt", "ab",
-        "--max-new-tokens", "8",
+        "generate", "--target", str(models / "target"), "--lookup", "--rule", "typical", "--temperature", "1",
+        "--prompt", "ab", "--max-new-tokens", "8",
     )  # fmt: skip
     assert "prompt lookup (lossy)" in output
+
+
+def test_a_draft_tree_takes_the_place_of_the_chain(models: Path) -> None:
+    _, output = run(
+        "generate", "--target", str(models / "target"), "--draft", str(models / "draft"), "--draft-tree", "3,2,7",
+        "--prompt", "ab", "--max-new-tokens", "8", "--policy", "heuristic",
+    )  # fmt: skip
+    assert "draft model, tree of 6 (lossless)" in output
+
+
+def test_every_option_reaches_the_decoder(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[DecodingConfig, str]] = []
+    decode_steps = commands.decode_steps
+
+    def spy(*arguments: Any) -> Iterator[Step]:
+        calls.append((arguments[3], arguments[5].name))
+        return decode_steps(*arguments)
+
+    monkeypatch.setattr(commands, "decode_steps", spy)
+    run(
+        "generate", "--target", str(models / "target"), "--lookup", "--prompt", "ab", "--no-compare", "--policy",
+        "measured", "--rule", "sampled-verify", "--max-new-tokens", "5", "--temperature", "0.7", "--top-k", "9",
+        "--top-p", "0.8", "--min-p", "0.1", "--typical-p", "0.9", "--repetition-penalty", "1.2",
+        "--presence-penalty", "0.3", "--frequency-penalty", "0.4", "--stop", "a", "--stop", "b", "--seed", "3",
+    )  # fmt: skip
+    sampling = SamplingConfig(0.7, 9, 0.8, 0.1, 0.9, 1.2, 0.3, 0.4)
+    assert calls == [(DecodingConfig(5, sampling, SAMPLED_VERIFY, (0,), ("a", "b"), seed=3), "measured")]
+
+
+@pytest.mark.parametrize("options", [EvaluateOptions, GenerateOptions])
+def test_defaults_and_help_of_the_options_stand_in_one_place(options: type) -> None:
+    name = options.__name__.removesuffix("Options").lower()
+    command = get_command(app).commands[name]  # type: ignore[attr-defined]  # a group's
+    shown = {option.name: (option.default, option.required) for option in command.params if option.name != "help"}
+    assert shown.keys() == {field.name for field in fields(options)}
+    for field in fields(options):
+        required = field.default is MISSING
+        assert shown[field.name] == (None if required else field.default, required)
+    assert all(option.help for option in command.params)
 
 
 def test_evaluate_writes_the_report_and_prints_the_table(
@@ -69,11 +117,15 @@ def test_evaluate_writes_the_report_and_prints_the_table(
     code, output = run(
         "evaluate", "--target", str(models / "target"), "--draft", str(models / "draft"), "--heads",
         str(models / "heads"), "--prompts", str(models / "prompts.jsonl"), "--limit", "2", "--max-new-tokens", "6",
-        "--dtype", "fp32", "--output", str(tmp_path),
+        "--dtype", "fp32", "--output", str(tmp_path), "--settings", "greedy,sampling", "--policies", "fixed,heuristic",
+        "--title", "Two prompts", "--draft-tree", "2,2,5",
     )  # fmt: skip
     assert code == 0
     report = json.loads((tmp_path / "report.json").read_text())
-    assert {row["method"] for row in report["rows"]} >= {"plain", "prompt lookup", "medusa, tree of 9"}
+    names = {row["method"] for row in report["rows"]}
+    assert names >= {"plain", "prompt lookup", "medusa, tree of 9", "draft model, 4 tokens", "draft model, tree of 4"}
+    assert "prompt lookup, heuristic" in names and report["title"] == "Two prompts"
+    assert {row["setting"] for row in report["rows"]} == {"greedy", "T=1"}
     assert (tmp_path / "report.html").stat().st_size > 10_000
     assert "transformers generate" in output and "lossless, 2/2 same" in output
 
@@ -94,6 +146,26 @@ ERRORS = {
     "a negative temperature": (
         ["generate", "--target", "TARGET", "--prompt", "a", "--temperature", "-1"],
         "temperature is -1.0: give 0 for greedy decoding, or a positive number",
+    ),
+    "a rule that is none": (
+        ["generate", "--target", "TARGET", "--prompt", "a", "--rule", "strict"],
+        "no rule is called 'strict': choose one of greedy, token",
+    ),
+    "a rule for sampling only": (
+        ["generate", "--target", "TARGET", "--prompt", "a", "--rule", "block"],
+        "the block verification rule needs a temperature above 0",
+    ),
+    "a policy that is none": (
+        ["generate", "--target", "TARGET", "--prompt", "a", "--policy", "bold"],
+        "no policy is called 'bold': choose one of fixed, heuristic, measured",
+    ),
+    "a draft tree of two numbers": (
+        ["generate", "--target", "TARGET", "--draft", "TARGET", "--draft-tree", "3,2", "--prompt", "a"],
+        "--draft-tree is '3,2': give depth,width,nodes",
+    ),
+    "a draft tree without a draft": (
+        ["generate", "--target", "TARGET", "--draft-tree", "3,2,7", "--prompt", "a"],
+        "give one with --draft",
     ),
     "a recipe that is not there": (["train", "nowhere.yaml"], "there is no recipe nowhere.yaml"),
     "an export of nothing": (["export", "nowhere", "out", "--format", "vllm"], "nowhere"),

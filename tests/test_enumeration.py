@@ -2,12 +2,24 @@
 
 import pytest
 import torch
-from enumeration import ContextModel, EnumeratingSource, distance_from_target, distribution, outcomes, sampled_draft
+from enumeration import (
+    ContextModel,
+    EnumeratingSource,
+    distance_from_target,
+    distribution,
+    enumerate_turn,
+    mixed_draft,
+    outcomes,
+    sampled_draft,
+    shapes_unchecked,
+    verdicts,
+)
+from jaxtyping import TypeCheckError
 
 from decoding.proposal import Proposal, ProposalKind
 from decoding.sampling import RandomSource
 from decoding.tree import TreeShape
-from decoding.verify import Verdict
+from decoding.verify import SAMPLED_VERIFY, TOKEN_REJECTION, Verdict
 
 
 def test_two_coins_have_four_outcomes() -> None:
@@ -76,3 +88,35 @@ def test_the_distance_is_that_of_the_emitted_text_from_the_target() -> None:
         return Verdict((), 1)
 
     assert distance_from_target(draft, always_one, p, length=1) == 0.25
+
+
+def test_the_outcomes_of_a_turn_sum_to_one_and_give_the_expected_accepted_length() -> None:
+    # q always drafts 0, which p keeps in a quarter of cases.
+    p = ContextModel({(): torch.tensor([0.25, 0.75], dtype=torch.float64), (0,): torch.tensor([0.5, 0.5]).double()})
+    q = ContextModel({(): torch.tensor([1.0, 0.0], dtype=torch.float64)})
+    draft = sampled_draft(TreeShape.chain(1), q, ProposalKind.SAMPLED)
+    found = verdicts(draft, TOKEN_REJECTION, p)
+    assert sorted((verdict.path, verdict.token, chance) for _, verdict, chance in found) == [
+        ((), 1, 0.75),
+        ((1,), 0, 0.125),
+        ((1,), 1, 0.125),
+    ]
+
+
+def test_a_mixed_draft_may_look_up_what_it_has_drawn() -> None:
+    row = torch.tensor([0.25, 0.75], dtype=torch.float64)
+    p = ContextModel({(): row, (0,): row, (1,): row})
+    draft = mixed_draft(TreeShape((-1, 0, 0)), p, lambda context, count: [1] * count)
+    drafted = distribution(lambda source: tuple(draft(source).tree.token_list[1:]))
+    assert drafted == {(0, 1): 0.25, (1, 1): 0.75}
+    # Of 0 and 1 one is always drawn; of 1 and 1 in three quarters of cases.
+    assert enumerate_turn(draft, SAMPLED_VERIFY, p, length=2).accepted_length == 0.25 + 0.75 * 0.75
+
+
+def test_shapes_are_checked_unless_an_enumeration_is_under_way() -> None:
+    proposal = Proposal.root_only(0)
+    row = torch.tensor([1.0, 0.0])
+    with shapes_unchecked(), pytest.raises(IndexError):
+        SAMPLED_VERIFY(proposal, row[:0], EnumeratingSource())
+    with pytest.raises(TypeCheckError):
+        SAMPLED_VERIFY(proposal, row[:0], EnumeratingSource())

@@ -132,6 +132,20 @@ def test_only_what_is_new_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None
     assert [length for length in counted if length] == [1, 2, 2, 3]
 
 
+@pytest.mark.parametrize("interrupted", [[0, 1, 2], [0, 2, 2]], ids=["growing", "starting over"])
+def test_an_interrupted_call_leaves_nothing_half_read(interrupted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(counts: torch.Tensor, index: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    history = History(EVERYTHING, 1, VOCAB, "cpu")
+    history.at([0, 1], TokenTree.chain([1]))
+    with monkeypatch.context() as patch:
+        patch.setattr(history_module, "_count", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            history.at(interrupted, TokenTree.chain([2]))
+    assert listed(history.at([0, 1, 3], TokenTree.chain([3]))) == [([1, 1, 0, 1, 0], [0, 1, 0, 1, 0], [0, 1, 3])]
+
+
 def test_a_tree_of_another_text_is_our_own_mistake() -> None:
     with pytest.raises(AssertionError, match="the root of the tree is the last token"):
         History(EVERYTHING, 1, VOCAB, "cpu").at([0, 1], TokenTree.chain([2]))

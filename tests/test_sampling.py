@@ -1,11 +1,10 @@
-"""From logits to probabilities to tokens, beside transformers' own processors."""
+"""From logits to probabilities, beside transformers' own processors."""
 
 import itertools
 from typing import Any
 
 import pytest
 import torch
-from enumeration import distribution
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
@@ -22,14 +21,9 @@ from transformers import (
 
 from decoding.sampling import (
     ForPromptLength,
-    GeneratorSource,
     HistoryRows,
-    RandomSource,
     SamplingConfig,
-    _monotone,
     adjusted_logits,
-    draw_without_replacement,
-    inverse_cdf,
     probabilities,
 )
 
@@ -338,177 +332,3 @@ def test_processors_that_are_none_are_refused(processors: Any, message: str) -> 
 def test_a_config_can_be_a_key() -> None:
     processors = (NoRepeatNGramLogitsProcessor(2),)
     assert len({SamplingConfig(processors=processors), SamplingConfig(processors=processors), SamplingConfig()}) == 2
-
-
-# --- drawing --------------------------------------------------------------------------------------------------------
-
-
-class FixedUniform(GeneratorSource):
-    """A source whose uniform is always the same."""
-
-    def __init__(self, uniform: float) -> None:
-        super().__init__(torch.Generator())
-        self._fixed = uniform
-
-    def uniform(self) -> float:
-        return self._fixed
-
-
-JUST_BELOW_ONE = 1 - 2**-53
-FIRST_OF_SEED_0 = 0.3035332959245841
-
-
-@pytest.mark.parametrize("uniform", [0.0, 2**-53, 0.25, 0.5, 0.75, JUST_BELOW_ONE])
-@pytest.mark.parametrize(
-    "weights",
-    [[0, 1, 0, 3, 0], [0, 0, 1e-30, 0], [0, 0.1, 0.2, 0], [1, 0], [0, 1e30, 0, 1e-30, 0], [-0.0, 1, -0.0, 1, -0.0]],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_draw_never_returns_an_index_of_weight_zero(weights: list[float], uniform: float, dtype: torch.dtype) -> None:
-    tensor = torch.tensor(weights, dtype=dtype)
-    drawn = FixedUniform(uniform).draw(tensor)
-    assert weights[drawn] > 0
-    assert tensor.tolist() == torch.tensor(weights, dtype=dtype).tolist(), "the weights given must stay as they are"
-    assert inverse_cdf(tensor[None], torch.tensor([uniform], dtype=torch.float64)).tolist() == [drawn]
-
-
-def test_the_extremes_of_the_uniform_give_the_first_and_the_last_index() -> None:
-    weights = torch.tensor([0.0, 1.0, 2.0, 1.0, 0.0])
-    assert FixedUniform(0.0).draw(weights) == 1
-    assert FixedUniform(JUST_BELOW_ONE).draw(weights) == 3
-    # Weights 1, 2, 1: the second begins at a quarter, which is included.
-    assert [FixedUniform(u).draw(weights) for u in (0.2499, 0.25, 0.7499, 0.75)] == [1, 2, 2, 3]
-
-
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    rows=st.integers(1, 5),
-    size=st.integers(1, 50),
-    uniforms=st.lists(st.floats(0, JUST_BELOW_ONE), min_size=5, max_size=5),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-)
-def test_drawing_many_rows_is_drawing_each_and_never_a_weight_of_zero(
-    seed: int, rows: int, size: int, uniforms: list[float], dtype: torch.dtype
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    weights = torch.rand(rows, size, generator=generator, dtype=dtype).pow(8)
-    weights *= torch.rand(rows, size, generator=generator) < 0.4
-    weights[:, int(torch.randint(size, (), generator=generator))] = 1e-6
-    tokens = inverse_cdf(weights, torch.tensor(uniforms[:rows], dtype=torch.float64)).tolist()
-    assert tokens == [FixedUniform(uniform).draw(row) for uniform, row in zip(uniforms, weights, strict=False)]
-    assert all(weights[row, token] > 0 for row, token in enumerate(tokens))
-
-
-def test_each_token_is_drawn_from_exactly_its_share_of_the_uniforms() -> None:
-    # Sixteenths are exact: 3, 0, 5, 8 of 16. Each threshold belongs to the token that begins there.
-    weights = torch.tensor([[3.0, 0.0, 5.0, 8.0]]).expand(32, 4)
-    uniforms = torch.arange(32, dtype=torch.float64) / 32
-    assert inverse_cdf(weights, uniforms).tolist() == [0] * 6 + [2] * 10 + [3] * 16
-    just_below = torch.tensor([3 / 16, 8 / 16]).double().nextafter(torch.zeros(2).double())
-    assert inverse_cdf(weights[:2], just_below).tolist() == [0, 2]
-
-
-def test_the_sums_of_a_large_vocabulary_never_fall() -> None:
-    weights = torch.rand(3, 200_000).pow(20)
-    sums = weights.double().cumsum(-1)
-    assert bool((sums.diff(dim=-1) >= 0).all())
-    assert torch.equal(_monotone(sums, weights), sums)
-
-
-def test_sums_that_fall_or_rise_where_there_is_no_weight_are_put_right() -> None:
-    # As a parallel sum may have them: in the last bits, where the weight is 0.
-    up, down = 0.5 + 2**-53, 0.5 - 2**-54
-    weights = torch.tensor([0.0, 0.5, 0.0, 0.0, 0.5, 0.0])
-    sums = torch.tensor([2.0**-60, 0.5, up, down, 1.0, 1 + 2**-52], dtype=torch.float64)
-    assert _monotone(sums, weights).tolist() == [0, 0.5, 0.5, 0.5, 1, 1]
-
-
-def test_a_row_without_weight_gives_no_token() -> None:
-    weights = torch.tensor([[0.0, 0.0], [torch.nan, torch.nan], [0.0, 1.0]])
-    assert inverse_cdf(weights, torch.zeros(3, dtype=torch.float64)).tolist() == [2, 2, 1]
-
-
-@pytest.mark.parametrize("weight", [0.0, torch.nan])
-def test_a_single_draw_without_weight_is_refused(weight: float) -> None:
-    with pytest.raises(ValueError, match="no token has any weight: loosen the controls"):
-        FixedUniform(0.5).draw(torch.full((3,), weight))
-
-
-def test_accept_is_strict_and_bounded() -> None:
-    assert not FixedUniform(0.0).accept(0.0)
-    assert not FixedUniform(0.25).accept(0.25)
-    assert FixedUniform(0.25).accept(0.2500001)
-    assert FixedUniform(JUST_BELOW_ONE).accept(1.0)
-
-
-def test_a_generator_draws_in_proportion() -> None:
-    # 4,000 draws; chi-square with 2 degrees of freedom is above 27.6 with probability 1e-6.
-    source = GeneratorSource(torch.Generator().manual_seed(0))
-    counts = torch.zeros(4)
-    for _ in range(4000):
-        counts[source.draw(torch.tensor([1.0, 0.0, 2.0, 5.0]))] += 1
-    expected = torch.tensor([500.0, 1000.0, 2500.0])
-    assert counts[1] == 0
-    assert float(((counts[[0, 2, 3]] - expected) ** 2 / expected).sum()) < 27.6
-
-
-def test_a_generator_accepts_in_proportion() -> None:
-    # 4,000 trials at 0.3: five standard deviations are 5 * sqrt(4000 * 0.3 * 0.7) = 145; beyond with 6e-7.
-    source = GeneratorSource(torch.Generator().manual_seed(0))
-    assert abs(sum(source.accept(0.3) for _ in range(4000)) - 1200) < 145
-
-
-def test_a_seed_gives_the_same_choices() -> None:
-    def choices(seed: int) -> list[int]:
-        source = GeneratorSource(torch.Generator().manual_seed(seed))
-        return [source.draw(torch.ones(100)) for _ in range(10)]
-
-    assert choices(3) == choices(3) != choices(4)
-
-
-def test_a_seed_has_independent_streams_that_are_the_same_in_every_run() -> None:
-    def uniforms(seed: int, stream: int | str) -> list[float]:
-        source = GeneratorSource.from_seed(seed, stream)
-        return [source.uniform() for _ in range(3)]
-
-    assert uniforms(0, "draft") == uniforms(0, "draft")
-    keys = [(seed, stream) for seed in (-1, 0, 1, 2**32, 2**64) for stream in ("", "draft", "verify", 0, 1, -1)]
-    assert len({uniforms(*key)[0] for key in keys}) == len(keys) == 30
-    # Whatever the machine: texts are reproduced from their seed.
-    assert uniforms(0, "draft")[0] == pytest.approx(FIRST_OF_SEED_0)
-
-
-def test_uniforms_are_in_proportion_across_streams() -> None:
-    # The first number of 4,000 streams; chi-square with 7 degrees of freedom is above 42.7 with probability 4e-7.
-    counts = torch.zeros(8)
-    for stream in range(4000):
-        counts[int(8 * GeneratorSource.from_seed(3, stream).uniform())] += 1
-    assert float(((counts - 500) ** 2 / 500).sum()) < 42.7
-
-
-# --- without replacement --------------------------------------------------------------------------------------------
-
-
-def drawn_in_order(weights: list[float], count: int) -> dict[tuple[int, ...], float]:
-    def program(source: RandomSource) -> tuple[int, ...]:
-        tensor = torch.tensor(weights, dtype=torch.float64)
-        drawn = tuple(draw_without_replacement(tensor, count, source).tolist())
-        assert tensor.tolist() == weights, "the weights given must stay as they are"
-        return drawn
-
-    return distribution(program)
-
-
-def test_drawing_without_replacement_draws_each_from_what_is_left() -> None:
-    weights = [0.5, 0.25, 0.25, 0.0]
-    expected = {
-        (first, second): weights[first] * weights[second] / (1 - weights[first])
-        for first, second in itertools.permutations(range(3), 2)
-    }
-    assert drawn_in_order(weights, 2) == pytest.approx(expected, abs=1e-15)
-    assert expected[0, 1] == 0.25 and expected[1, 0] == pytest.approx(1 / 6)
-
-
-def test_drawing_more_than_the_mass_holds_gives_fewer() -> None:
-    assert drawn_in_order([0.0, 0.75, 0.25], 3) == pytest.approx({(1, 2): 0.75, (2, 1): 0.25})
-    assert drawn_in_order([0.0, 0.0], 2) == {(): 1.0}

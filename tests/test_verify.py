@@ -1,34 +1,33 @@
 """Every lossless rule, proved by enumerating each outcome of drafting and verifying."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from enumeration import (
+    ALL_MODELS,
+    CHAINS,
     LOSSLESS,
     LOSSY,
-    MODELS,
     ROOT_TOKEN,
+    SHAPES,
+    TREES,
     Context,
     ContextModel,
     Draft,
     EnumeratingSource,
-    accepted_length,
-    contexts,
     deterministic_draft,
     distance_from_target,
     distribution,
     draft_of,
+    enumerated,
     model_pair,
     outcomes,
     sampled_draft,
-    target_rows,
     top_tokens,
 )
 from torch import Tensor
 
 from decoding.proposal import Proposal, ProposalKind
-from decoding.sampling import GeneratorSource, RandomSource
+from decoding.sampling import RandomSource
 from decoding.tree import TokenTree, TreeShape
 from decoding.verify import (
     BLOCK_VERIFICATION,
@@ -50,18 +49,6 @@ WITHOUT = ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
 DETERMINISTIC = ProposalKind.DETERMINISTIC
 MIXED = ProposalKind.MIXED
 
-CHAINS = {"chain of 2": (-1, 0, 1), "chain of 3": (-1, 0, 1, 2)}
-# Parents of each node. The second numbers its nodes depth first, so that siblings do not stand together.
-TREES = {
-    "two children": (-1, 0, 0),
-    "depth first": (-1, 0, 1, 0, 3),
-    "one long branch": (-1, 0, 0, 2, 3),
-    "three children, one grown": (-1, 0, 0, 0, 1),
-    "both grown, unevenly": (-1, 0, 0, 1, 1, 2),
-}
-SHAPES = {name: TreeShape(parents) for name, parents in (CHAINS | TREES).items()}
-ALL_MODELS = [*MODELS, "p = q"]
-
 # The promise of each rule: the kinds it is lossless for, and whether it takes trees.
 FITS = {
     "token": ({WITH}, False),
@@ -72,7 +59,7 @@ FITS = {
     "sampled-verify": ({WITH, WITHOUT, DETERMINISTIC, MIXED}, True),
 }
 CASES = [
-    pytest.param(RULES[name], kind, shape, id=f"{name}, {kind.value}, {shape}")
+    pytest.param(name, kind, shape, id=f"{name}, {kind.value}, {shape}")
     for name, (kinds, takes_trees) in FITS.items()
     for kind in sorted(kinds, key=lambda kind: kind.value)
     for shape in (SHAPES if takes_trees else CHAINS)
@@ -84,20 +71,16 @@ CASES = [
 
 @pytest.mark.parametrize("models", ALL_MODELS)
 @pytest.mark.parametrize(("rule", "kind", "shape"), CASES)
-def test_a_lossless_rule_emits_the_targets_distribution(
-    rule: Rule, kind: ProposalKind, shape: str, models: str
-) -> None:
-    tree = SHAPES[shape]
-    for seed in range(3):
-        p, q = model_pair(models, 3, tree.max_depth, seed)
-        assert distance_from_target(draft_of(kind, tree, q), rule, p, tree.max_depth + 1) < LOSSLESS
+def test_a_lossless_rule_emits_the_targets_distribution(rule: str, kind: ProposalKind, shape: str, models: str) -> None:
+    for seed in range(2 if len(SHAPES[shape]) < 4 else 1):
+        assert enumerated(rule, kind, shape, models, seed).distance < LOSSLESS
 
 
 @pytest.mark.parametrize("models", ["dense", "zeros"])
 @pytest.mark.parametrize("kind", [WITH, WITHOUT, DETERMINISTIC, MIXED])
 def test_the_default_rule_is_lossless_with_more_tokens_and_children(kind: ProposalKind, models: str) -> None:
     for parents in [(-1, 0), (-1, 0, 0, 0)]:
-        p, q = model_pair(models, 5, 1, seed=0)
+        p, q = model_pair(models, 4, 1, seed=0)
         assert distance_from_target(draft_of(kind, TreeShape(parents), q), default_rule, p, 2) < LOSSLESS
 
 
@@ -116,10 +99,10 @@ def test_duplicate_siblings_do_no_harm(rule: Rule, tokens: list[int]) -> None:
 
 @pytest.mark.parametrize("rule", [TOP_K_CHILDREN, TRAVERSAL_VERIFICATION])
 def test_the_children_of_a_context_may_stand_in_any_order(rule: Rule) -> None:
-    p, q = model_pair("dense", 3, 2, seed=1)
+    p, _ = model_pair("dense", 3, 2, seed=1)
     for rotation in range(3):
         draft = deterministic_draft(
-            SHAPES["both grown, unevenly"],
+            TreeShape((-1, 0, 0, 1, 1, 2)),
             lambda context, count, first=rotation: [(first + sum(context) + rank) % 3 for rank in range(count)],
         )
         assert distance_from_target(draft, rule, p, 3) < LOSSLESS
@@ -201,190 +184,6 @@ def test_greedy_follows_the_tree_to_its_leaf_and_writes_one_more() -> None:
     proposal = Proposal(TokenTree(torch.tensor([9, 4, 5, 6]), TreeShape((-1, 0, 0, 2))), DETERMINISTIC)
     scores = torch.eye(10)[[5, 0, 6, 7]]
     assert GREEDY(proposal, scores, EnumeratingSource()) == Verdict((2, 3), 7)
-
-
-# --- how much is accepted --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("models", ALL_MODELS)
-def test_one_token_is_accepted_with_the_probability_each_rule_promises(models: str) -> None:
-    for seed in range(5):
-        p, q = model_pair(models, 4, 1, seed)
-        drawn = sampled_draft(TreeShape.chain(1), q, WITH)
-        overlap = float(torch.minimum(p(()), q(())).sum())
-        for rule in (TOKEN_REJECTION, BLOCK_VERIFICATION, RECURSIVE_REJECTION, TRAVERSAL_VERIFICATION):
-            assert accepted_length(drawn, rule, p) == pytest.approx(overlap, abs=LOSSLESS)
-        assert accepted_length(drawn, SAMPLED_VERIFY, p) == pytest.approx(float(p(()) @ q(())), abs=LOSSLESS)
-        best_two = deterministic_draft(TreeShape((-1, 0, 0)), top_tokens(q))
-        of_set = float(p(())[top_tokens(q)((), 2)].sum())
-        for rule in (SAMPLED_VERIFY, TOP_K_CHILDREN, TRAVERSAL_VERIFICATION):
-            assert accepted_length(best_two, rule, p) == pytest.approx(of_set, abs=LOSSLESS)
-
-
-def test_the_block_papers_own_example() -> None:
-    # p = (1/3, 2/3) and q = (2/3, 1/3) in every context: token rejection keeps 2/3 + (2/3)**2 = 10/9 of two tokens.
-    every = [(), (0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)]
-    p = ContextModel({context: torch.tensor([1.0, 2.0], dtype=torch.float64) / 3 for context in every})
-    q = ContextModel({context: torch.tensor([2.0, 1.0], dtype=torch.float64) / 3 for context in every})
-    draft = sampled_draft(TreeShape.chain(2), q, WITH)
-    assert accepted_length(draft, TOKEN_REJECTION, p) == pytest.approx(10 / 9)
-    assert accepted_length(draft, BLOCK_VERIFICATION, p) == pytest.approx(11 / 9)
-
-
-# Of each pair the second keeps at least as many in expectation, on every model, and on some more.
-@pytest.mark.parametrize(
-    ("fewer", "more"),
-    [
-        (("token", WITH), ("block", WITH)),
-        (("recursive", WITH), ("traversal", WITH)),
-        (("recursive", WITHOUT), ("traversal", WITHOUT)),
-        (("recursive", WITH), ("recursive", WITHOUT)),
-        (("traversal", WITH), ("traversal", WITHOUT)),
-    ],
-)
-def test_one_rule_keeps_at_least_as_many_as_another(
-    fewer: tuple[str, ProposalKind], more: tuple[str, ProposalKind]
-) -> None:
-    gains = length_differences(fewer, more, CHAINS if fewer[0] == "token" else TREES)
-    assert min(gains) > -LOSSLESS and max(gains) > 0.01
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "shapes"),
-    [
-        ("block", "top-k", CHAINS),
-        ("traversal", "top-k", CHAINS | TREES),
-        ("sampled-verify", "top-k", CHAINS | TREES),
-    ],
-)
-def test_for_deterministic_drafts_the_rules_keep_the_same_number(
-    one: str, other: str, shapes: dict[str, tuple[int, ...]]
-) -> None:
-    differences = length_differences((one, DETERMINISTIC), (other, DETERMINISTIC), shapes)
-    assert max(map(abs, differences)) < LOSSLESS
-
-
-def length_differences(
-    one: tuple[str, ProposalKind], other: tuple[str, ProposalKind], shapes: dict[str, tuple[int, ...]]
-) -> list[float]:
-    """Expected accepted length of the other rule and kind less that of the one, by shape and models."""
-    differences = []
-    for parents in shapes.values():
-        shape = TreeShape(parents)
-        for models in ALL_MODELS:
-            p, q = model_pair(models, 3, shape.max_depth, seed=0)
-            lengths = [accepted_length(draft_of(kind, shape, q), RULES[name], p) for name, kind in (one, other)]
-            differences.append(lengths[1] - lengths[0])
-    return differences
-
-
-# --- the rules beside one another -----------------------------------------------------------------------------------
-
-
-def test_token_rejection_by_hand() -> None:
-    # q always drafts 0, p gives it 1/4: kept in a quarter of cases, else 1 or 2 in proportion 2 : 1.
-    p = torch.tensor([[0.25, 0.5, 0.25], [0.0, 0.0, 1.0]], dtype=torch.float64)
-    proposal = Proposal(TokenTree.chain([0, 0]), WITH, torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64))
-    verdicts = distribution(lambda source: TOKEN_REJECTION(proposal, p, source))
-    assert verdicts == pytest.approx({Verdict((1,), 2): 0.25, Verdict((), 1): 0.5, Verdict((), 2): 0.25})
-
-
-def block_forwards(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
-    """Block verification as its paper writes it: every position tested, the last to hold counts."""
-    tokens, q = proposal.tree.token_list, proposal.q
-    assert q is not None
-    length, reach, kept, weights = len(tokens) - 1, 1.0, 0, (p[0] - q[0]).clamp(min=0)
-    for position in range(1, length + 1):
-        reach = min(1.0, reach * float(p[position - 1, tokens[position]] / q[position - 1, tokens[position]]))
-        whole = position == length
-        residual = p[position] if whole else (reach * p[position] - q[position]).clamp(min=0)
-        left = float(residual.sum())
-        share = reach if whole else 0.0 if left == 0 else left / (left + (1 - reach))
-        if source.accept(share):
-            kept, weights = position, residual
-    return Verdict(tuple(range(1, kept + 1)), source.draw(weights if bool(weights.any()) else p[kept]))
-
-
-def every_chain(q: ContextModel, length: int, kind: ProposalKind = WITH) -> list[Proposal]:
-    """Every chain that q can draft."""
-    return [proposal for proposal, _ in outcomes(sampled_draft(TreeShape.chain(length), q, kind))]
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "kind"),
-    [
-        (RECURSIVE_REJECTION, TOKEN_REJECTION, WITH),
-        (TRAVERSAL_VERIFICATION, BLOCK_VERIFICATION, WITH),
-        (BLOCK_VERIFICATION, block_forwards, WITH),
-    ],
-)
-@pytest.mark.parametrize("models", ALL_MODELS)
-def test_on_a_chain_two_rules_agree_outcome_by_outcome(one: Rule, other: Rule, kind: ProposalKind, models: str) -> None:
-    p, q = model_pair(models, 3, 3, seed=0)
-    for proposal in every_chain(q, 3, kind):
-        rows = target_rows(proposal.tree, p)
-        verdicts = [distribution(lambda source, rule=rule: rule(proposal, rows, source)) for rule in (one, other)]
-        assert positive(verdicts[0]) == pytest.approx(positive(verdicts[1]), abs=LOSSLESS)
-
-
-def positive(verdicts: dict[Verdict, float]) -> dict[Verdict, float]:
-    """Without what only rounding makes possible."""
-    return {verdict: chance for verdict, chance in verdicts.items() if chance > LOSSLESS}
-
-
-@pytest.mark.parametrize("kind", [WITH, WITHOUT, DETERMINISTIC])
-def test_on_a_chain_traversal_and_block_verification_make_the_same_of_the_same_uniforms(kind: ProposalKind) -> None:
-    # Without replacement a chain is drawn as with it, so its label alone differs.
-    seen = set()
-    for seed in range(60):
-        p, q = model_pair("dense" if seed % 2 else "zeros", 4, 4, seed)
-        drafted = draft_of(kind, TreeShape.chain(4), q)(source_of(seed))
-        as_block = Proposal(drafted.tree, WITH, drafted.q) if kind is WITHOUT else drafted
-        rows = target_rows(drafted.tree, p)
-        verdict = BLOCK_VERIFICATION(as_block, rows, source_of(seed))
-        assert TRAVERSAL_VERIFICATION(drafted, rows, source_of(seed)) == verdict
-        seen.add(len(verdict.path))
-    assert len(seen) >= 3
-
-
-def source_of(seed: int) -> GeneratorSource:
-    return GeneratorSource(torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("order", ["best first", "worst first"])
-def test_trying_each_child_in_turn_has_the_verdicts_of_one_draw_per_node(order: str) -> None:
-    shape = TreeShape((-1, 0, 0, 1, 1, 2, 3))
-    for seed in range(8):
-        p, q = model_pair("dense" if seed % 2 else "zeros", 4, 3, seed)
-        best = top_tokens(q)
-        draft = deterministic_draft(
-            shape, best if order == "best first" else lambda context, count, best=best: best(context, count)[::-1]
-        )
-        proposal = draft(EnumeratingSource())
-        rows = target_rows(proposal.tree, p)
-        in_turn, drawn = (
-            distribution(lambda source, rule=rule, x=proposal, t=rows: rule(x, t, source))
-            for rule in (TOP_K_CHILDREN, SAMPLED_VERIFY)
-        )
-        assert in_turn == pytest.approx(drawn, abs=LOSSLESS)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_sampled_verify_writes_the_text_of_plain_decoding_with_the_same_seed(shape: str) -> None:
-    p, q = model_pair("dense", 4, 9, seed=0)
-    plain = source_of(7)
-    wanted: Context = ()
-    while len(wanted) < 6:
-        wanted = (*wanted, plain.draw(p(wanted)))
-    source = source_of(7)
-    text: Context = ()
-    while len(text) < 6:
-        draft = deterministic_draft(SHAPES[shape], lambda context, count, text=text: top_tokens(q)(text, count))
-        tree = draft(source).tree
-        rows = torch.stack([p((*text, *context)) for context in contexts(tree)])
-        verdict = SAMPLED_VERIFY(Proposal(tree, MIXED), rows, source)
-        text = (*text, *(tree.token_list[node] for node in verdict.path), verdict.token)
-    assert text[:6] == wanted
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
@@ -508,5 +307,5 @@ def test_typical_acceptance_always_writes_a_token_of_the_target() -> None:
     # Nothing drafted is likely enough: the root stays, and the target writes from p after it.
     rows = torch.tensor([[0.0, 0.25, 0.75], [1.0, 0.0, 0.0]], dtype=torch.float64)
     proposal = Proposal(TokenTree.chain([0, 0]), DETERMINISTIC)
-    verdicts = distribution(lambda source: typical_acceptance()(proposal, rows, source))
-    assert verdicts == {Verdict((), 1): 0.25, Verdict((), 2): 0.75}
+    found = distribution(lambda source: typical_acceptance()(proposal, rows, source))
+    assert found == {Verdict((), 1): 0.25, Verdict((), 2): 0.75}

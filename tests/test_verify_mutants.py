@@ -1,6 +1,14 @@
-"""Published mistakes in acceptance rules: the enumeration that proves the rules must catch each of them."""
+"""Mistakes in acceptance rules, published ones among them: the enumeration that proves the rules must catch each.
 
+Most are one edit of the rules' own source, so that what fails is the rule as it stands with one thing wrong.
+"""
+
+import ast
 import math
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,96 +17,298 @@ from enumeration import (
     LOSSY,
     ContextModel,
     Decide,
+    Draft,
     contexts,
     deterministic_draft,
     distance_from_target,
+    draft_of,
     model_pair,
     sampled_draft,
     top_tokens,
 )
 from torch import Tensor
 
+import decoding.verify
 from decoding.proposal import Proposal, ProposalKind
 from decoding.sampling import GeneratorSource, RandomSource
 from decoding.tree import TokenTree, TreeShape
-from decoding.verify import RECURSIVE_REJECTION, TOKEN_REJECTION, Verdict, token_rejection
+from decoding.verify import RULES, Verdict
 
 WITH = ProposalKind.SAMPLED
 WITHOUT = ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
+DETERMINISTIC = ProposalKind.DETERMINISTIC
+
+CHAIN = (-1, 0, 1)
+PAIR = (-1, 0, 0)
+TREE = (-1, 0, 1, 0, 3)
 
 
-def swapped(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
-    """p and q exchanged."""
-    assert proposal.q is not None
-    rows = len(proposal.q)
-    return token_rejection(Proposal(proposal.tree, WITH, p[:rows]), torch.cat([proposal.q, p[rows:]]), source)
+class Mutant(NamedTuple):
+    """A rule whose source has ``was`` replaced by ``becomes`` in one function, and the drafts that show it."""
+
+    rule: str
+    function: str
+    was: str
+    becomes: str
+    kind: ProposalKind
+    parents: tuple[int, ...]
+    models: str = "dense"
 
 
-def without_residual(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
-    """After a refusal the target writes from p."""
-    assert proposal.q is not None
-    for node, token in enumerate(proposal.tree.token_list[1:], start=1):
-        if not source.accept(float(p[node - 1, token] / proposal.q[node - 1, token])):
-            return Verdict(tuple(range(1, node)), source.draw(p[node - 1]))
-    return Verdict(tuple(range(1, len(proposal.tree))), source.draw(p[-1]))
+MUTANTS = {
+    # On chains.
+    "token: p and q swapped in the ratio": Mutant(
+        "token", "_chain_ratios", "p[:rows].gather(1, drafted) / q[:rows]", "q[:rows].gather(1, drafted) / p[:rows]",
+        WITH, CHAIN,
+    ),
+    "token: p and q swapped in the residual": Mutant("token", "_residual", "(p - q)", "(q - p)", WITH, CHAIN),
+    "token: no residual": Mutant(
+        "token", "token_rejection", "p[position] if residual is None else residual", "p[position]", WITH, CHAIN
+    ),
+    "token: a residual not cut at 0": Mutant(
+        "token", "_residual", "(p - q).clamp(min=0)", "(p - q).abs()", WITH, CHAIN
+    ),
+    "block: p and q swapped in the ratio": Mutant(
+        "block", "_chain_ratios", "p[:rows].gather(1, drafted) / q[:rows]", "q[:rows].gather(1, drafted) / p[:rows]",
+        WITH, CHAIN,
+    ),
+    "block: no residual": Mutant(
+        "block", "block_verification", "residuals[kept] if masses[kept] > 0 else p[kept]", "p[kept]", WITH, CHAIN
+    ),
+    "block: the residual of p, not of P p": Mutant(
+        "block", "block_verification", "p[:rows] * scale[:, None]", "p[:rows].clone()", WITH, CHAIN
+    ),
+    "block: P not cut at 1": Mutant(
+        "block", "block_verification", "min(1.0, reach[-1] * ratio)", "reach[-1] * ratio", WITH, CHAIN
+    ),
+    "block: P not carried on": Mutant(
+        "block", "block_verification", "min(1.0, reach[-1] * ratio)", "min(1.0, ratio)", WITH, CHAIN
+    ),
+    "block: the whole kept with its last token's own ratio": Mutant(
+        "block", "block_verification", "source.accept(reach[length])", "source.accept(ratio)", WITH, CHAIN
+    ),
+    "block: the whole kept wherever it is possible": Mutant(
+        "block", "block_verification", " and source.accept(reach[length])", "", WITH, CHAIN
+    ),
+    "block: a prefix kept with S": Mutant(
+        "block", "block_verification", "masses[kept] / (masses[kept] + (1 - reach[kept]))", "masses[kept]", WITH, CHAIN
+    ),
+    "block: a prefix kept with P": Mutant(
+        "block", "block_verification", "masses[kept] / (masses[kept] + (1 - reach[kept]))", "reach[kept]", WITH, CHAIN
+    ),
+    "block: only the whole or nothing": Mutant(
+        "block", "block_verification", "kept = rows - 1", "kept = 0", WITH, CHAIN
+    ),
+    "block: a refused deterministic token not zeroed": Mutant(
+        "block", "block_verification", ".sub_(q[:rows])", "", DETERMINISTIC, CHAIN
+    ),
+    # On trees.
+    "recursive: p and q swapped in the ratio": Mutant(
+        "recursive", "recursive_rejection", "p_now[token] / q_now[token]", "q_now[token] / p_now[token]", WITH, CHAIN
+    ),
+    "recursive: p and q swapped in the residual": Mutant("recursive", "_residual", "(p - q)", "(q - p)", WITHOUT, TREE),
+    "recursive: no residual": Mutant("recursive", "recursive_rejection", "p_now = residual", "pass", WITHOUT, TREE),
+    "recursive: the residual for the children only": Mutant(
+        "recursive", "recursive_rejection", "source.draw(p_now)", "source.draw(p[node])", WITH, TREE
+    ),
+    "recursive: the residual not normalised": Mutant(
+        "recursive", "_residual", "positive / total", "positive", WITHOUT, PAIR
+    ),
+    "recursive: q not shrunk": Mutant("recursive", "_children_with_q", "q_now[drawn] = 0", "pass", WITHOUT, PAIR),
+    "recursive: q not normalised": Mutant(
+        "recursive", "_children_with_q", "q_now / q_now.sum()", "q_now", WITHOUT, PAIR
+    ),
+    "recursive: q shrunk where it was not": Mutant(
+        "recursive", "_children_with_q", "proposal.kind is ProposalKind.SAMPLED_WITHOUT_REPLACEMENT",
+        "token_list[child] != drawn", WITH, PAIR,
+    ),
+    "top-k: not renormalised": Mutant("top-k", "_residual", "positive / total", "positive", DETERMINISTIC, PAIR),
+    "top-k: a refused child not zeroed": Mutant(
+        "top-k", "_residual", "(p - q).clamp(min=0)", "p", DETERMINISTIC, PAIR
+    ),
+    "traversal: p and q swapped in the ratio": Mutant(
+        "traversal", "traversal_verification", "mass[token] / q_now[token]", "q_now[token] / mass[token]", WITH, CHAIN
+    ),
+    "traversal: p and q swapped in the residual": Mutant(
+        "traversal", "traversal_verification", "(mass - q_now)", "(q_now - mass)", WITH, CHAIN
+    ),
+    "traversal: no residual": Mutant(
+        "traversal", "traversal_verification", "source.draw(mass)", "source.draw(p[node])", WITH, TREE
+    ),
+    "traversal: the parent not updated": Mutant(
+        "traversal", "traversal_verification", "mass, kept = residual.div_(rest), left / rest", "pass", WITH, TREE
+    ),
+    "traversal: p updated, but not A": Mutant(
+        "traversal", "traversal_verification", "mass, kept = residual.div_(rest), left / rest",
+        "mass = residual * (kept / left)", WITH, TREE,
+    ),
+    "traversal: A updated, but not p": Mutant(
+        "traversal", "traversal_verification", "mass, kept = residual.div_(rest), left / rest",
+        "mass, kept = mass * (left / rest / kept), left / rest", WITH, TREE,
+    ),
+    "traversal: S for S/(S + (1 - A))": Mutant(
+        "traversal", "traversal_verification", "left + (1 - kept)", "1.0", WITH, TREE
+    ),
+    "traversal: the residual of p, not of A p": Mutant(
+        "traversal", "traversal_verification", "(mass - q_now)", "(mass / kept - q_now)", WITH, TREE
+    ),
+    "traversal: a child weighed without its parent": Mutant(
+        "traversal", "traversal_verification", "mass[token] / q_now[token]", "mass[token] / kept / q_now[token]",
+        WITH, TREE,
+    ),
+    "traversal: A not cut at 1": Mutant(
+        "traversal", "traversal_verification", "min(1.0, ratio)", "ratio", WITH, TREE
+    ),
+    "traversal: q updated before p and A": Mutant(
+        "traversal", "traversal_verification", "(mass - q_now)",
+        "(mass - q_now.index_fill(0, torch.tensor(token), 0) / (1 - q_now[token]))", WITHOUT, PAIR,
+    ),
+    "traversal: q not shrunk": Mutant("traversal", "_children_with_q", "q_now[drawn] = 0", "pass", WITHOUT, PAIR),
+    "traversal: a node with nothing left keeps its A": Mutant(
+        "traversal", "traversal_verification", "kept = 0.0", "pass", WITHOUT, TREE, "zeros"
+    ),
+    "traversal: siblings' branches in reverse": Mutant(
+        "traversal", "_children_with_q", "in proposal.tree.shape.children[node]",
+        "in reversed(proposal.tree.shape.children[node])", WITHOUT, PAIR,
+    ),
+    # One token or one draw per context.
+    "greedy: the root's token at a miss": Mutant(
+        "greedy", "greedy", "Verdict(tuple(path), best[node])", "Verdict(tuple(path), best[0])", WITH, TREE,
+        "one-hot target",
+    ),
+    "greedy: the last child in place of the one that fits": Mutant(
+        "greedy", "greedy", "proposal.tree.child_with_token(node, best[node])",
+        "(proposal.tree.shape.children[node] or (None,))[-1]", WITH, PAIR, "one-hot target",
+    ),
+    "sampled verify: a second draw at a miss": Mutant(
+        "sampled-verify", "sampled_verify", "Verdict(tuple(path), token)", "Verdict(tuple(path), source.draw(p[node]))",
+        WITH, PAIR,
+    ),
+    "sampled verify: from the parent's p": Mutant(
+        "sampled-verify", "sampled_verify", "source.draw(p[node])", "source.draw(p[max(node - 1, 0)])", WITH, CHAIN
+    ),
+}  # fmt: skip
+
+SORTED = "sorted(proposal.tree.shape.children[node], key=lambda x: -float(proposal.q[node, token_list[x]]))"
+MUTANTS |= {
+    f"{rule}: siblings sorted by q, {kind.value}": Mutant(
+        rule, "_children_with_q", "proposal.tree.shape.children[node]", SORTED, kind, PAIR
+    )
+    for rule in ("recursive", "traversal")
+    for kind in (WITH, WITHOUT)
+}
 
 
-def softmax_q(q: ContextModel) -> Decide:
-    """A draft that took the argmax, scored as if it had been sampled from the softmax."""
+def mutated(mutant: Mutant) -> Decide:
+    """The rule of a copy of `decoding.verify` in which one place of one function reads differently."""
+    source = Path(str(decoding.verify.__file__)).read_text()
+    functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+    function = ast.get_source_segment(source, functions[mutant.function])
+    assert function is not None and function.count(mutant.was) == 1, f"{mutant.function} has changed: see its mutants"
+    copy = {"__name__": "decoding.verify"}
+    exec(source.replace(function, function.replace(mutant.was, mutant.becomes)), copy)
+    rules: dict[str, Decide] = copy["RULES"]  # type: ignore[assignment]
+    return rules[mutant.rule]
+
+
+@cache
+def distance(decide: Decide, kind: ProposalKind, parents: tuple[int, ...], models: str) -> float:
+    """From the target, on one pair of models, which are such that every mutant shows."""
+    shape = TreeShape(parents)
+    p, q = model_pair(models, 3, shape.max_depth, seed=3)
+    return distance_from_target(draft_of(kind, shape, q), decide, p, shape.max_depth + 1)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_enumeration_catches_a_rule_with_one_thing_wrong(name: str) -> None:
+    mutant = MUTANTS[name]
+    drafts = (mutant.kind, mutant.parents, mutant.models)
+    assert distance(RULES[mutant.rule], *drafts) < LOSSLESS
+    assert distance(mutated(mutant), *drafts) > LOSSY
+
+
+def test_every_lossless_rule_has_mutants() -> None:
+    assert {mutant.rule for mutant in MUTANTS.values()} == {name for name, rule in RULES.items() if rule.lossless}
+
+
+# --- mistakes that are more than an edit ----------------------------------------------------------------------------
+
+
+def stopping_at_the_first_failure(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
+    """Block verification tested forwards, up to the first prefix that fails."""
+    tokens, q = proposal.tree.token_list, proposal.q
+    assert q is not None
+    kept, reach, residual = 0, 1.0, (p[0] - q[0]).clamp(min=0)
+    for position in range(1, len(tokens)):
+        reach = min(1.0, reach * float(p[position - 1, tokens[position]] / q[position - 1, tokens[position]]))
+        whole = position == len(tokens) - 1
+        after = p[position] if whole else (reach * p[position] - q[position]).clamp(min=0)
+        left = float(after.sum())
+        if not source.accept(reach if whole else left / (left + (1 - reach))):
+            break
+        kept, residual = position, after
+    return Verdict(tuple(range(1, kept + 1)), source.draw(residual))
+
+
+def a_draw_per_child(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
+    """Sampled verification that draws anew for each child of a shared node."""
+    tree, path, node = proposal.tree, [], 0
+    while True:
+        drawn = [source.draw(p[node]) for _ in tree.shape.children[node]] or [source.draw(p[node])]
+        kept = [x for x, token in zip(tree.shape.children[node], drawn, strict=False) if tree.token_list[x] == token]
+        if not kept:
+            return Verdict(tuple(path), drawn[-1])
+        node = kept[0]
+        path.append(node)
+
+
+def duplicates_skipped(rule: str) -> Decide:
+    """With replacement, a duplicate left out instead of being refused."""
 
     def decide(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
-        rows = torch.stack([q(context) for context in contexts(proposal.tree)[:-1]])
-        return TOKEN_REJECTION(Proposal(proposal.tree, WITH, rows), p, source)
+        tokens = list(dict.fromkeys(proposal.tree.token_list[1:]))
+        tree = TokenTree(torch.tensor([proposal.tree.token_list[0], *tokens]), TreeShape((-1, *(0 for _ in tokens))))
+        return RULES[rule](Proposal(tree, proposal.kind, proposal.q), p, source)
 
     return decide
 
 
-@pytest.mark.parametrize("mutant", [swapped, without_residual])
-def test_the_enumeration_catches_a_broken_token_rejection(mutant: Decide) -> None:
-    p, q = model_pair("dense", 3, 2, seed=0)
-    assert distance_from_target(sampled_draft(TreeShape.chain(2), q, WITH), mutant, p, 3) > LOSSY
-
-
-def test_the_enumeration_catches_a_softmax_q_for_a_deterministic_draft() -> None:
-    p, q = model_pair("dense", 3, 2, seed=0)
-    draft = deterministic_draft(TreeShape.chain(2), top_tokens(q))
-    assert distance_from_target(draft, softmax_q(q), p, 3) > LOSSY
-
-
-def children_sorted(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
-    """The root's children in order of their q instead of the order in which they were drawn."""
-    assert proposal.q is not None
-    drawn = proposal.tree.token_list[1:]
-    likely_first = sorted(drawn, key=lambda token: -float(proposal.q[0, token]))  # type: ignore[index]
-    tree = TokenTree(torch.tensor([proposal.tree.token_list[0], *likely_first]), proposal.tree.shape)
-    return RECURSIVE_REJECTION(Proposal(tree, proposal.kind, proposal.q), p, source)
-
-
-def relabelled(kind: ProposalKind) -> Decide:
-    """A tree drawn one way, verified as if drawn the other: q shrinks where it should not, or the reverse."""
-    return lambda proposal, p, source: RECURSIVE_REJECTION(Proposal(proposal.tree, kind, proposal.q), p, source)
-
-
-def duplicates_skipped(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
-    """With replacement, a duplicate left out instead of being refused."""
-    tokens = list(dict.fromkeys(proposal.tree.token_list[1:]))
-    tree = TokenTree(torch.tensor([proposal.tree.token_list[0], *tokens]), TreeShape((-1, *(0 for _ in tokens))))
-    return RECURSIVE_REJECTION(Proposal(tree, proposal.kind, proposal.q), p, source)
-
-
 @pytest.mark.parametrize(
-    ("mutant", "drawn"),
+    ("mutant", "kind", "parents"),
     [
-        (children_sorted, WITHOUT),
-        (children_sorted, WITH),
-        (relabelled(WITH), WITHOUT),
-        (duplicates_skipped, WITH),
+        (stopping_at_the_first_failure, WITH, CHAIN),
+        (a_draw_per_child, WITHOUT, PAIR),
+        (a_draw_per_child, DETERMINISTIC, TREE),
+        (duplicates_skipped("recursive"), WITH, PAIR),
+        (duplicates_skipped("traversal"), WITH, PAIR),
     ],
-    ids=["sorted without replacement", "sorted with replacement", "q not shrunk", "duplicates skipped"],
 )
-def test_the_enumeration_catches_a_broken_recursive_rejection(mutant: Decide, drawn: ProposalKind) -> None:
-    p, q = model_pair("dense", 3, 1, seed=3)
-    assert distance_from_target(sampled_draft(TreeShape((-1, 0, 0)), q, drawn), mutant, p, 2) > LOSSY
+def test_the_enumeration_catches_a_rule_that_is_built_wrong(
+    mutant: Decide, kind: ProposalKind, parents: tuple[int, ...]
+) -> None:
+    assert distance(mutant, kind, parents, "dense") > LOSSY
+
+
+def test_a_draw_per_child_is_caught_at_duplicates() -> None:
+    p, _ = model_pair("dense", 3, 2, seed=0)
+    draft = deterministic_draft(TreeShape((-1, 0, 0, 1, 2)), lambda context, count: [1] * count)
+    assert distance_from_target(draft, RULES["sampled-verify"], p, 3) < LOSSLESS
+    assert distance_from_target(draft, a_draw_per_child, p, 3) > LOSSY
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "recursive", "traversal"])
+def test_the_enumeration_catches_a_softmax_q_for_a_deterministic_draft(rule: str) -> None:
+    """A draft that took the argmax, scored as if it had been sampled from the softmax."""
+    p, q = model_pair("dense", 3, 2, seed=0)
+
+    def decide(proposal: Proposal, rows: Tensor, source: RandomSource) -> Verdict:
+        softmax = torch.stack([q(context) for context in contexts(proposal.tree)[:-1]])
+        return RULES[rule](Proposal(proposal.tree, WITH, softmax), rows, source)
+
+    assert distance_from_target(deterministic_draft(TreeShape(CHAIN), top_tokens(q)), decide, p, 3) > LOSSY
+
+
+# --- uniforms of zero -----------------------------------------------------------------------------------------------
 
 
 class CoarseSource:
@@ -113,23 +323,45 @@ class CoarseSource:
         return uniform < probability if self._strict else uniform <= probability
 
 
+def drawn_from(row: Tensor) -> Draft:
+    return sampled_draft(TreeShape.chain(1), ContextModel({(): row}), WITH)
+
+
+def always_zero(row: Tensor) -> Draft:
+    return deterministic_draft(TreeShape.chain(1), lambda context, count: [0] * count)
+
+
+# Block and traversal verification do not ask at all where the probability is 0, so that no source can mislead them.
+@pytest.mark.parametrize(
+    ("rule", "draft", "asks"),
+    [
+        ("token", drawn_from, True),
+        ("recursive", drawn_from, True),
+        ("top-k", always_zero, True),
+        ("block", drawn_from, False),
+        ("block", always_zero, False),
+        ("traversal", drawn_from, False),
+        ("traversal", always_zero, False),
+    ],
+)
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_uniform_of_zero_must_not_accept_a_token_of_probability_zero(strict: bool) -> None:
+def test_a_uniform_of_zero_must_not_accept_a_token_of_probability_zero(
+    rule: str, draft: Callable[[Tensor], Draft], asks: bool, strict: bool
+) -> None:
     # Ratios p/q: 0, 2 and 1; in quarters, so that the strict test on a grid of quarters is exact.
     row = torch.tensor([0.0, 0.5, 0.5], dtype=torch.float64)
     p = ContextModel({(): row, (0,): row, (1,): row, (2,): row})
-    q = ContextModel({(): torch.tensor([0.25, 0.25, 0.5], dtype=torch.float64)})
 
     def decide(proposal: Proposal, rows: Tensor, source: RandomSource) -> Verdict:
-        return TOKEN_REJECTION(proposal, rows, CoarseSource(source, strict))
+        return RULES[rule](proposal, rows, CoarseSource(source, strict))
 
-    error = distance_from_target(sampled_draft(TreeShape.chain(1), q, WITH), decide, p, 2)
-    assert error < LOSSLESS if strict else error > LOSSY
+    error = distance_from_target(draft(torch.tensor([0.25, 0.25, 0.5], dtype=torch.float64)), decide, p, 2)
+    assert error > LOSSY if asks and not strict else error < LOSSLESS
 
 
 def test_the_generators_own_uniform_of_zero_refuses_probability_zero() -> None:
     class Zero(GeneratorSource):
-        def _uniform(self) -> float:
+        def uniform(self) -> float:
             return 0.0
 
     source = Zero(torch.Generator())

@@ -4,11 +4,16 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import wraps
+from inspect import signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
+
+from trainer.options import EvaluateOptions, GenerateOptions
 
 _ERRORS = Console(stderr=True, highlight=False)
 INTERRUPTED = 143  # 128 + SIGTERM, as shells report it
@@ -21,13 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Target = Annotated[str, typer.Option(help="Hub id or folder of the target; 'quickstart' is the embedded default.")]
-Heads = Annotated[str | None, typer.Option(help="Folder of Medusa heads trained on the target.")]
-Draft = Annotated[str | None, typer.Option(help="Hub id or folder of a draft model with the target's tokenizer.")]
-DraftTokens = Annotated[int, typer.Option(help="Tokens the draft model proposes at a time.")]
-Dtype = Annotated[str, typer.Option(help="bf16, fp16 or fp32. On a CPU with AVX512-BF16 or AMX, bf16 is the fast one.")]
-MaxNewTokens = Annotated[int, typer.Option(help="Longest continuation, in tokens.")]
-TrustRemoteCode = Annotated[bool, typer.Option(help="Run code that comes with a hub model.")]
+Options = TypeVar("Options")
 
 
 def guarded(work: Callable[[], None], debug: bool = False) -> int:
@@ -87,100 +86,36 @@ def train(
     raise typer.Exit(run_train(recipe, overrides or ()))
 
 
+def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+    """Makes a command's options of a dataclass: its fields with their types, their defaults and their help."""
+
+    def decorate(work: Callable[[Options], None]) -> Callable[..., None]:
+        @wraps(work)
+        def command(**values: Any) -> None:
+            raise typer.Exit(guarded(lambda: work(options(**values)), _debug()))
+
+        command.__signature__ = signature(options)  # type: ignore[attr-defined]  # what typer reads
+        return command
+
+    return decorate
+
+
 @app.command()
-def evaluate(
-    target: Target,
-    prompts: Annotated[str, typer.Option(help=".jsonl file with a prompt a line.")],
-    output: Annotated[Path, typer.Option(help="Folder for report.json and report.html.")],
-    heads: Heads = None,
-    draft: Draft = None,
-    draft_tokens: DraftTokens = 4,
-    prompt_field: Annotated[str | None, typer.Option(help="Field of the prompt; found by name if not given.")] = None,
-    prompt_tokens: Annotated[int | None, typer.Option(help="Take only the first tokens of each text.")] = None,
-    limit: Annotated[int, typer.Option(help="How many prompts.")] = 20,
-    max_new_tokens: MaxNewTokens = 96,
-    temperature: Annotated[float, typer.Option(help="Of the sampling settings.")] = 1.0,
-    settings: Annotated[str, typer.Option(help="Any of greedy, sampling, typical.")] = "greedy,sampling,typical",
-    rounds: Annotated[int, typer.Option(help="How often each prompt is decoded by each method.")] = 1,
-    dtype: Dtype = "bf16",
-    trust_remote_code: TrustRemoteCode = False,
-) -> None:
+@takes(EvaluateOptions)
+def evaluate(options: EvaluateOptions) -> None:
     """Measure heads, a draft and prompt lookup beside plain decoding and transformers, in one run."""
+    from trainer.commands import run_evaluate
 
-    def work() -> None:
-        from trainer.commands import EvaluateOptions, run_evaluate
-
-        run_evaluate(
-            EvaluateOptions(
-                target=target,
-                heads=heads,
-                draft=draft,
-                draft_tokens=draft_tokens,
-                dtype=dtype,
-                trust_remote_code=trust_remote_code,
-                prompts=prompts,
-                prompt_field=prompt_field,
-                prompt_tokens=prompt_tokens,
-                limit=limit,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                settings=tuple(settings.split(",")),
-                rounds=rounds,
-                output=output,
-            )
-        )
-
-    raise typer.Exit(guarded(work, _debug()))
+    run_evaluate(options)
 
 
 @app.command()
-def generate(
-    target: Target,
-    prompt: Annotated[str, typer.Option(help="What to answer or to continue; '-' reads it from standard input.")],
-    heads: Heads = None,
-    draft: Draft = None,
-    draft_tokens: DraftTokens = 4,
-    lookup: Annotated[bool, typer.Option(help="Draft by prompt lookup.")] = False,
-    max_new_tokens: MaxNewTokens = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1 switches it off.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Top-k sampling; 0 switches it off.")] = 0,
-    typical: Annotated[bool, typer.Option(help="Typical acceptance: faster, but lossy.")] = False,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given several times.")] = None,
-    seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
-    chat: Annotated[bool, typer.Option(help="Use the tokenizer's chat template, if it has one.")] = True,
-    compare: Annotated[bool, typer.Option(help="Decode again plainly, for the speed-up.")] = True,
-    dtype: Dtype = "bf16",
-    trust_remote_code: TrustRemoteCode = False,
-) -> None:
+@takes(GenerateOptions)
+def generate(options: GenerateOptions) -> None:
     """Stream a text: accepted draft tokens in green, the target's own in white; then what speculation gained."""
+    from trainer.commands import run_generate
 
-    def work() -> None:
-        from trainer.commands import GenerateOptions, run_generate
-
-        run_generate(
-            GenerateOptions(
-                target=target,
-                heads=heads,
-                draft=draft,
-                draft_tokens=draft_tokens,
-                dtype=dtype,
-                trust_remote_code=trust_remote_code,
-                prompt=sys.stdin.read() if prompt == "-" else prompt,
-                lookup=lookup,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                typical=typical,
-                stop=tuple(stop or ()),
-                seed=seed,
-                chat=chat,
-                compare=compare,
-            )
-        )
-
-    raise typer.Exit(guarded(work, _debug()))
+    run_generate(replace(options, prompt=sys.stdin.read()) if options.prompt == "-" else options)
 
 
 @app.command()

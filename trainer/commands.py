@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, PromptLookupDrafter
+from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.evaluate import EvaluationConfig, evaluate, standard_methods, write_report
-from decoding.generate import DecodingConfig, Step, decode_steps, decode
+from decoding.generate import DecodingConfig, Step, decode, decode_steps
 from decoding.loading import (
     eos_token_ids,
     load_draft,
@@ -22,63 +23,22 @@ from decoding.loading import (
     load_tokenizer,
     parse_dtype,
 )
+from decoding.policy import named_policy
 from decoding.prompts import encode_prompt, read_prompts
 from decoding.report import terminal_table, write_html
 from decoding.sampling import SamplingConfig
+from decoding.speculate import named_rule
 from decoding.stream import stream_pieces
 from decoding.target import CausalLM
-from decoding.verify import typical_acceptance
+from trainer.options import EvaluateOptions, GenerateOptions, ModelOptions
 from trainer.quickstart import resolve
 from trainer.train import ensure_built
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """Which models to decode with."""
-
-    target: str
-    heads: str | None = None
-    draft: str | None = None
-    draft_tokens: int = 4
-    dtype: str = "bf16"
-    trust_remote_code: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(ModelOptions):
-    """`headstart evaluate`."""
-
-    prompts: str
-    output: Path
-    prompt_field: str | None = None
-    prompt_tokens: int | None = None
-    limit: int = 20
-    max_new_tokens: int = 96
-    temperature: float = 1.0
-    settings: tuple[str, ...] = ("greedy", "sampling", "typical")
-    rounds: int = 1
-    title: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateOptions(ModelOptions):
-    """`headstart generate`."""
-
-    prompt: str
-    lookup: bool = False
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    typical: bool = False
-    stop: tuple[str, ...] = ()
-    seed: int = 0
-    chat: bool = True
-    compare: bool = True
-
-
-def _load(options: ModelOptions) -> tuple[CausalLM, PreTrainedTokenizerBase, dict[str, Drafter]]:
-    """The target, its tokenizer, and the drafters that were asked for, by name."""
+def _load(options: ModelOptions, chains: bool = True) -> tuple[CausalLM, PreTrainedTokenizerBase, dict[str, Drafter]]:
+    """The target, its tokenizer, and the drafters that were asked for, by name; ``chains``: those of a draft too."""
+    if options.draft_tree and not options.draft:
+        raise ValueError("--draft-tree says how a draft model drafts: give one with --draft")
     ensure_built(options.target)
     name = resolve(options.target)
     target = CausalLM(load_model(name, parse_dtype(options.dtype), trust_remote_code=options.trust_remote_code))
@@ -86,11 +46,24 @@ def _load(options: ModelOptions) -> tuple[CausalLM, PreTrainedTokenizerBase, dic
     drafters: dict[str, Drafter] = {}
     if options.draft:
         draft = load_draft(options.draft, target, tokenizer, options.trust_remote_code)
-        drafters[f"draft model, {options.draft_tokens} tokens"] = DraftModelDrafter(draft, (1,) * options.draft_tokens)
+        if chains:
+            chain = DraftModelDrafter(draft, (1,) * options.draft_tokens)
+            drafters[f"draft model, {options.draft_tokens} tokens"] = chain
+        if options.draft_tree:
+            tree = DraftTreeDrafter(draft, *_tree_bounds(options.draft_tree))
+            drafters[f"draft model, tree of {tree.max_nodes - 1}"] = tree
     if options.heads:
         medusa = MedusaDrafter(load_heads(options.heads, target))
         drafters[f"medusa, tree of {medusa.max_nodes - 1}"] = medusa
     return target, tokenizer, drafters
+
+
+def _tree_bounds(text: str) -> tuple[int, int, int]:
+    try:
+        depth, width, nodes = (int(number) for number in text.split(","))
+    except ValueError:
+        raise ValueError(f"--draft-tree is {text!r}: give depth,width,nodes, such as 5,4,24") from None
+    return depth, width, nodes
 
 
 def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> dict[str, Any]:
@@ -107,7 +80,8 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
         rounds=options.rounds,
         temperature=options.temperature,
         eos_token_ids=eos_token_ids(target.model, tokenizer),
-        settings=options.settings,
+        settings=tuple(options.settings.split(",")),
+        policies=tuple(options.policies.split(",")),
     )
     methods = standard_methods(target, drafters, config)
     total = len(methods) * (len(prompts) * config.rounds + 1)
@@ -141,27 +115,22 @@ def _wide(console: Console) -> Console:
 def run_generate(options: GenerateOptions, console: Console | None = None) -> None:
     """Stream the text in two colours and say what speculation gained."""
     console = console or Console(highlight=False)
-    target, tokenizer, drafters = _load(options)
+    target, tokenizer, drafters = _load(options, chains=not options.draft_tree)
     if options.lookup:
         drafters["prompt lookup"] = PromptLookupDrafter()
     if len(drafters) > 1:
         raise ValueError(f"{' and '.join(drafters)} were asked for: give one of --heads, --draft and --lookup")
     drafter = next(iter(drafters.values()), None)
     prompt = encode_prompt(options.prompt, tokenizer, options.chat)
-    config = DecodingConfig(
-        max_new_tokens=options.max_new_tokens,
-        sampling=SamplingConfig(options.temperature, options.top_k, options.top_p),
-        rule=typical_acceptance() if options.typical else None,
-        eos_token_ids=eos_token_ids(target.model, tokenizer),
-        stop_strings=options.stop,
-        seed=options.seed,
-    )
+    config = _decoding_config(options, eos_token_ids(target.model, tokenizer))
+    policy = named_policy(options.policy)
     if drafter is not None and options.compare:
-        decode(target, drafter, prompt, replace(config, max_new_tokens=min(8, config.max_new_tokens)), tokenizer)
+        warm_up = replace(config, max_new_tokens=min(8, config.max_new_tokens))
+        decode(target, drafter, prompt, warm_up, tokenizer, policy)
     steps: list[Step] = []
 
     def watched() -> Iterator[Step]:
-        for step in decode_steps(target, drafter, prompt, config, tokenizer):
+        for step in decode_steps(target, drafter, prompt, config, tokenizer, policy):
             steps.append(step)
             yield step
 
@@ -171,12 +140,32 @@ def run_generate(options: GenerateOptions, console: Console | None = None) -> No
     plain = None
     if drafter is not None and options.compare:
         plain = decode(target, None, prompt, replace(config, rule=None), tokenizer).steps
-    console.print(
-        _summary(steps, plain, next(iter(drafters), "plain decoding"), options.typical), style="dim", soft_wrap=True
+    name, label = next(iter(drafters), "plain decoding"), config.rule.label if config.rule else "lossless"
+    console.print(_summary(steps, plain, f"{name} ({label})"), style="dim", soft_wrap=True)
+
+
+def _decoding_config(options: GenerateOptions, eos: tuple[int, ...]) -> DecodingConfig:
+    sampling = SamplingConfig(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        typical_p=options.typical_p,
+        repetition_penalty=options.repetition_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+    )
+    return DecodingConfig(
+        max_new_tokens=options.max_new_tokens,
+        sampling=sampling,
+        rule=named_rule(options.rule) if options.rule else None,
+        eos_token_ids=eos,
+        stop_strings=tuple(options.stop or ()),
+        seed=options.seed,
     )
 
 
-def _summary(steps: list[Step], plain: tuple[Step, ...] | None, name: str, typical: bool) -> str:
+def _summary(steps: list[Step], plain: tuple[Step, ...] | None, name: str) -> str:
     """One line: tokens per target pass, tokens/s, speed-up."""
     passes = steps[1:]
     emitted = sum(len(step.tokens) for step in passes)
@@ -185,7 +174,7 @@ def _summary(steps: list[Step], plain: tuple[Step, ...] | None, name: str, typic
     accepted = sum(step.accepted for step in passes)
     speed = emitted / sum(step.total_seconds for step in passes)
     line = (
-        f"{name} ({'lossy' if typical else 'lossless'}): {emitted / len(passes):.2f} tokens per target pass "
+        f"{name}: {emitted / len(passes):.2f} tokens per target pass "
         f"({accepted} of {emitted} tokens drafted), {speed:.0f} tokens/s"
     )
     if plain is not None and len(plain) > 1:

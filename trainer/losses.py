@@ -23,7 +23,7 @@ def linear_cross_entropy(
     """Sum of cross entropies of ``softmax(hidden @ weight.T)`` at ``labels``, and how many argmaxes are right.
 
     Gradients of a chunk are formed while its logits exist, so that at most ``chunk`` rows of logits are ever held and
-    nothing is computed twice. Products run in autocast's dtype, the softmax in fp32.
+    nothing is computed twice. Products run in autocast's dtype, the softmax in fp32. A frozen weight gets no gradient.
     """
     loss, correct = _LinearCrossEntropy.apply(hidden, weight, labels, chunk)  # type: ignore[no-untyped-call]  # torch's
     return loss, correct
@@ -40,7 +40,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss = torch.zeros((), dtype=wide, device=hidden.device)
             correct = torch.zeros((), dtype=torch.long, device=hidden.device)
             hidden_gradient = torch.empty_like(hidden)
-            weight_gradient = torch.zeros_like(weight, dtype=wide)
+            weight_gradient = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
             for start in range(0, len(labels), chunk):
                 rows = slice(start, start + chunk)
                 logits = (compute_hidden[rows] @ compute_weight.T).to(wide)
@@ -51,16 +51,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 gradient.scatter_add_(1, labels[rows, None], -torch.ones_like(log_total))
                 gradient = gradient.to(dtype)
                 hidden_gradient[rows] = (gradient @ compute_weight).to(hidden.dtype)
-                weight_gradient += gradient.T @ compute_hidden[rows]
-        ctx.save_for_backward(hidden_gradient, weight_gradient.to(weight.dtype))
+                if weight_gradient is not None:
+                    weight_gradient += gradient.T @ compute_hidden[rows]
+        ctx.save_for_backward(hidden_gradient, None if weight_gradient is None else weight_gradient.to(weight.dtype))
         ctx.mark_non_differentiable(correct)
         return loss, correct
 
     @staticmethod
-    def backward(ctx: Any, loss_gradient: Tensor, _: Any) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, loss_gradient: Tensor, _: Any) -> tuple[Tensor, Tensor | None, None, None]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
-        scale = loss_gradient.to(hidden_gradient.dtype)
-        return hidden_gradient * scale, weight_gradient * loss_gradient.to(weight_gradient.dtype), None, None
+        if weight_gradient is not None:
+            weight_gradient = weight_gradient * loss_gradient.to(weight_gradient.dtype)
+        return hidden_gradient * loss_gradient.to(hidden_gradient.dtype), weight_gradient, None, None
 
 
 def divergence(

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from decoding.drafters import Drafter, MedusaDrafter
-from decoding.heads import MedusaConfig, MedusaHeads
+from decoding.heads import MedusaConfig, MedusaHead, MedusaHeads
 from decoding.plan import best_tree
 from decoding.target import CausalLM, capture_lm_head_input, last_position
 from trainer.data import Batch
@@ -33,15 +33,20 @@ class MedusaTraining(nn.Module):
         hidden: Float[Tensor, "batch positions hidden"],
         tokens: Int[Tensor, "batch positions"],
         trained: Int[Tensor, "batch positions"],
+        lm_head: Float[Tensor, "vocab hidden"] | None = None,
     ) -> TermSums:
+        """``lm_head`` is the target's, which heads without one of their own share."""
         losses, hits = [], []
-        for k, head in enumerate(self.heads.heads):
+        heads: Sequence[MedusaHead] = self.heads.heads  # type: ignore[assignment]  # ModuleList's items
+        for k, head in enumerate(heads):
             ahead = k + 2  # head k at position t predicts token t+2+k
             labelled = trained[:, ahead:]
-            x = hidden[:, :-ahead][labelled].to(head.lm_head.weight.dtype)  # type: ignore[union-attr,arg-type]  # ModuleList's items
-            for block in head.blocks:  # type: ignore[union-attr]
+            x = hidden[:, :-ahead][labelled].to(head.blocks[0].linear.weight.dtype)  # type: ignore[union-attr,arg-type]
+            for block in head.blocks:
                 x = block(x)
-            loss, correct = linear_cross_entropy(x, head.lm_head.weight, tokens[:, ahead:][labelled])  # type: ignore[union-attr,arg-type]
+            weight = lm_head if head.lm_head is None else head.lm_head.weight
+            assert weight is not None, "heads without an lm_head are given the target's"
+            loss, correct = linear_cross_entropy(x, weight, tokens[:, ahead:][labelled])
             losses.append(loss)
             hits.append(correct)
         return TermSums(torch.stack(losses), torch.stack(hits))
@@ -55,8 +60,15 @@ class MedusaObjective:
     def __init__(self, target: CausalLM, section: HeadsSection) -> None:
         self._target = target
         target.model.requires_grad_(False)
-        config = MedusaConfig(target.hidden_size, target.vocab_size, section.num_heads, section.num_layers, tree=())
-        config = replace(config, tree=tuple((0,) * depth for depth in range(1, section.num_heads + 1)))
+        chain = tuple((0,) * depth for depth in range(1, section.num_heads + 1))
+        config = MedusaConfig(
+            target.hidden_size,
+            target.vocab_size,
+            section.num_heads,
+            section.num_layers,
+            tree=chain,
+            shared_lm_head=section.shared_lm_head,
+        )
         heads = MedusaHeads.for_target(target.model, config).float().to(target.device)
         self.module: MedusaTraining = MedusaTraining(heads)
         self.terms = tuple(f"head_{k}" for k in range(section.num_heads))
@@ -69,7 +81,10 @@ class MedusaObjective:
     def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         with torch.no_grad(), capture_lm_head_input(self._target.model, select=last_position) as captured:
             self._target.model(input_ids=batch.tokens, attention_mask=batch.attention_mask, use_cache=False)
-        return captured[0], batch.tokens, batch.trained
+        if not self.module.heads.config.shared_lm_head:
+            return captured[0], batch.tokens, batch.trained
+        lm_head: nn.Linear = self._target.model.get_output_embeddings()
+        return captured[0], batch.tokens, batch.trained, lm_head.weight
 
     def _heads_for_decoding(self) -> MedusaHeads:
         return copy.deepcopy(self.module.heads).to(self._target.dtype)
@@ -105,7 +120,8 @@ def rank_accuracies(
             labels = ids[0, first + k + 2 :]
             if not len(labels):
                 continue
-            best = head(captured[0][0, first : first + len(labels)]).topk(min(_RANKS, heads.config.vocab_size)).indices
+            logits = head(captured[0][0, first : first + len(labels)], target.model.get_output_embeddings())
+            best = logits.topk(min(_RANKS, heads.config.vocab_size)).indices
             counts[k, : best.shape[1]] += (best == labels[:, None]).sum(0).cpu()
             totals[k] += len(labels)
     shares: list[list[float]] = (counts / totals.clamp(min=1)).tolist()

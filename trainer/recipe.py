@@ -106,6 +106,8 @@ class HeadsSection(_Section):
     decay: Annotated[float, Field(gt=0, le=1)] = 0.8
     tree_nodes: Annotated[int, Field(ge=1)] = 16
     """Drafted nodes of the tree chosen at the end from the heads' measured accuracies."""
+    shared_lm_head: bool = False
+    """Heads of residual blocks alone, which write through the target's own lm_head: far smaller."""
 
 
 class MedusaRecipe(_SpeculatorRecipe):

@@ -1,36 +1,52 @@
-"""Prompt lookup: the text itself is the draft. What followed the same few tokens before is proposed again.
+"""Prompt lookup (Saxena 2023): the text itself is the draft. What followed the same few tokens before is proposed again.
 
-The longest suffix of the text, of at most ``max_ngram`` tokens, that occurs earlier is looked up, and its most recent
+The longest suffix of the text, of at most ``max_ngram`` tokens, that occurs earlier is looked up, and its latest
 earlier occurrence continued (`transformers`, with ``prompt_lookup_num_tokens``, continues the first one).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from jaxtyping import Float
 from torch import Tensor
 
-from decoding.drafters.base import DraftRequest, TextDrafter, TextStart, chain_budgets
+from decoding.drafters.base import DraftRequest, TextDrafter, TextStart
+from decoding.drafters.token_trie import TokenTrie
 from decoding.policy import Budget
 from decoding.proposal import Proposal, ProposalKind
 from decoding.sampling import SamplingConfig
 from decoding.target import CausalLM
-from decoding.tree import TokenTree
 
 
 class PromptLookupDrafter(TextDrafter):
-    """Drafts a chain of ``num_draft_tokens`` from the prompt and the output so far."""
+    """Drafts up to ``num_branches`` continuations of ``num_draft_tokens`` from the prompt and the output so far.
+
+    The first continues the latest occurrence of the longest suffix; the others that differ follow, later occurrences
+    before earlier ones and longer suffixes before shorter ones, and share what they begin with. A continuation that
+    reaches the end of the text goes on with itself, so a text that repeats itself is drafted in full.
+
+    No suffix of fewer than ``min_ngram`` tokens is looked up.
+    """
 
     name = "prompt lookup"
 
-    def __init__(self, num_draft_tokens: int = 10, max_ngram: int = 3) -> None:
-        if num_draft_tokens < 1 or max_ngram < 1:
-            raise ValueError(f"num_draft_tokens ({num_draft_tokens}) and max_ngram ({max_ngram}) are at least 1")
+    def __init__(
+        self, num_draft_tokens: int = 10, max_ngram: int = 3, min_ngram: int = 1, num_branches: int = 1
+    ) -> None:
+        if num_draft_tokens < 1 or num_branches < 1:
+            raise ValueError(
+                f"num_draft_tokens is {num_draft_tokens} and num_branches {num_branches}: give at least 1 of each"
+            )
+        if not 1 <= min_ngram <= max_ngram:
+            raise ValueError(f"n-grams of {min_ngram} to {max_ngram} tokens: give 1 <= min_ngram <= max_ngram")
         self.num_draft_tokens = num_draft_tokens
         self.max_ngram = max_ngram
+        self.min_ngram = min_ngram
+        self.num_branches = num_branches
 
     @property
     def budgets(self) -> tuple[Budget, ...]:
-        return chain_budgets(self.num_draft_tokens)
+        return tuple(Budget(depth, 1 + depth * self.num_branches) for depth in range(1, self.num_draft_tokens + 1))
 
     def open_text(
         self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int
@@ -39,31 +55,61 @@ class PromptLookupDrafter(TextDrafter):
 
 
 class PromptLookupSession:
-    """Keeps, for every n-gram, where its last occurrence ended: each token is indexed once."""
+    """Keeps, for every n-gram, where it occurred: each token is indexed once, when there is a token behind it.
+
+    The text need not be a continuation of the one before: what was taken back is forgotten.
+    """
+
+    _LOOKS = 4  # occurrences of an n-gram looked at for each branch: the latest often continue alike
 
     def __init__(self, drafter: PromptLookupDrafter, target: CausalLM) -> None:
         self._drafter = drafter
         self._device = target.device
-        self._end_of: dict[tuple[int, ...], int] = {}
-        self._indexed = 0
+        self._indexed: list[int] = []
+        self._ends: dict[tuple[int, ...], list[int]] = {}
 
     def observe(self, proposal: Proposal, logits: Float[Tensor, "nodes vocab"]) -> None:
         """The text says all it needs to know."""
 
     def propose(self, request: DraftRequest) -> Proposal:
         tokens = request.tokens
-        # The suffix itself is left out of the index until there is a token behind it.
-        self._index(tokens, up_to=len(tokens) - 1)
-        depth = min(request.max_depth, request.max_nodes - 1, self._drafter.num_draft_tokens)
-        for size in range(min(self._drafter.max_ngram, len(tokens)), 0, -1):
-            end = self._end_of.get(tuple(tokens[len(tokens) - size :]))
-            if end is not None:
-                continuation = list(tokens[end : end + depth])
-                return Proposal(TokenTree.chain([tokens[-1], *continuation], self._device), ProposalKind.DETERMINISTIC)
-        return Proposal.root_only(tokens[-1], self._device)
+        # The suffix itself has no token behind it, so it is not in the index: every match is an earlier one.
+        self._follow(tokens[:-1])
+        depth = min(request.max_depth, self._drafter.num_draft_tokens)
+        trie = TokenTrie(tokens[-1])
+        branches = 0
+        for end in self._matches(tokens):
+            nodes = len(trie)
+            trie.add(_continuation(tokens, end, depth), request.max_nodes)
+            branches += len(trie) > nodes
+            if branches == self._drafter.num_branches:
+                break
+        return Proposal(trie.tree(self._device), ProposalKind.DETERMINISTIC)
 
-    def _index(self, tokens: Sequence[int], up_to: int) -> None:
-        for end in range(self._indexed + 1, up_to + 1):
-            for size in range(1, min(self._drafter.max_ngram, end) + 1):
-                self._end_of[tuple(tokens[end - size : end])] = end
-        self._indexed = max(self._indexed, up_to)
+    def _matches(self, tokens: Sequence[int]) -> Iterator[int]:
+        """Where earlier occurrences of the text's suffixes end: longest first, of each the latest first."""
+        for size in range(min(self._drafter.max_ngram, len(tokens)), self._drafter.min_ngram - 1, -1):
+            ends = self._ends.get(tuple(tokens[len(tokens) - size :]), ())
+            yield from islice(reversed(ends), self._LOOKS * self._drafter.num_branches)
+
+    def _follow(self, tokens: Sequence[int]) -> None:
+        """Bring the index from the text it knows to this one, a token at a time."""
+        while list(tokens[: len(self._indexed)]) != self._indexed:
+            for ngram in self._ngrams_at_end():
+                self._ends[ngram].pop()
+            self._indexed.pop()
+        for token in tokens[len(self._indexed) :]:
+            self._indexed.append(token)
+            for ngram in self._ngrams_at_end():
+                self._ends.setdefault(ngram, []).append(len(self._indexed))
+
+    def _ngrams_at_end(self) -> list[tuple[int, ...]]:
+        known = len(self._indexed)
+        sizes = range(self._drafter.min_ngram, min(self._drafter.max_ngram, known) + 1)
+        return [tuple(self._indexed[known - size :]) for size in sizes]
+
+
+def _continuation(tokens: Sequence[int], end: int, count: int) -> list[int]:
+    """``count`` tokens from ``end`` on; behind the text's last they begin again, as the text did."""
+    period = len(tokens) - end
+    return [tokens[end + place % period] for place in range(count)]

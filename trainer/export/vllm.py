@@ -49,6 +49,11 @@ def write(source: Path, folder: Path) -> tuple[Artefact, str]:
     Returns what the card says about them, and a sentence on what was compared.
     """
     heads = read_trained_heads(source)
+    if heads.config.shared_lm_head:
+        raise ValueError(
+            f"the heads in {source} share the target's lm_head, a copy of which vLLM wants in their file: "
+            "give format headstart, or train heads with heads.shared_lm_head=false"
+        )
     names, state = vllm_names(heads.config), heads.state_dict()
     (folder / CONFIG_NAME).write_text(json.dumps(vllm_config(heads.config), indent=2) + "\n")
     tensors = {names[name]: tensor.detach().cpu().contiguous() for name, tensor in state.items()}

@@ -1,0 +1,284 @@
+"""Decoding speed against `transformers` in one run: a trained target, and the same function at a larger target's cost.
+
+Everything is a ratio of runs that took turns in one process. The widened target computes exactly what the small one
+does (`decoding.widen`), so its acceptance is the small one's: figures of it say "widened".
+
+    python benchmarks/decoding.py --target FOLDER --draft FOLDER --heads FOLDER --prompts FILE.jsonl --output FILE.json
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import DynamicCache
+
+from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter, MedusaDrafter, PromptLookupDrafter
+from decoding.drafters.base import DraftRequest, TextDrafter, TextSession, TextStart, chain_budgets
+from decoding.evaluate import (
+    EvaluationConfig,
+    Method,
+    evaluate,
+    our_method,
+    standard_methods,
+)
+from decoding.generate import DecodingConfig
+from decoding.heads import MedusaHeads
+from decoding.loading import eos_token_ids, load_draft, load_heads, load_model, load_tokenizer, parse_dtype
+from decoding.machine import commit, hardware, versions
+from decoding.plan import measure_cost_curve
+from decoding.policy import Budget, MeasuredPolicy
+from decoding.prompts import read_prompts
+from decoding.proposal import Proposal, ProposalKind
+from decoding.report import markdown_table
+from decoding.sampling import SamplingConfig
+from decoding.target import CausalLM
+from decoding.throughput import measure_throughput
+from decoding.tree import TokenTree
+from decoding.widen import widened_heads, widened_to
+
+BEST = ", measured"
+
+
+class WrongDrafter(TextDrafter):
+    """Drafts at length what is never right: what a guard is for."""
+
+    name = "wrong tokens"
+
+    @property
+    def budgets(self) -> tuple[Budget, ...]:
+        return chain_budgets(8)
+
+    def open_text(self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int) -> TextSession:
+        return self
+
+    def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
+        pass
+
+    def propose(self, request: DraftRequest) -> Proposal:
+        depth = min(request.max_depth, request.max_nodes - 1)
+        return Proposal(TokenTree.chain([request.tokens[-1], *[7] * depth]), ProposalKind.DETERMINISTIC)
+
+
+def drafters_for(draft: CausalLM | None, heads: MedusaHeads | None) -> dict[str, Drafter]:
+    """Every drafter there is something for."""
+    drafters: dict[str, Drafter] = {}
+    if draft is not None:
+        drafters["draft model, 4 tokens"] = DraftModelDrafter(draft, (1,) * 4)
+        drafters["draft tree"] = DraftTreeDrafter(draft, depth=6, width=3, nodes=16)
+    if heads is not None:
+        drafters[f"medusa, tree of {len(heads.config.tree)}"] = MedusaDrafter(heads)
+        drafters["medusa, dynamic tree"] = MedusaDrafter(heads, dynamic_nodes=16)
+    drafters["prompt lookup"] = PromptLookupDrafter()
+    return drafters
+
+
+def methods_for(
+    target: CausalLM, draft: CausalLM | None, heads: MedusaHeads | None, config: EvaluationConfig
+) -> list[Method]:
+    """Plain, the peers and every drafter; the draft as deep as pays; and what a useless drafter costs."""
+    methods = standard_methods(target, drafters_for(draft, heads), config)
+    for setting, temperature in (("greedy", 0.0), (f"T={config.temperature:g}", config.temperature)):
+        decoding = DecodingConfig(
+            config.max_new_tokens, SamplingConfig(temperature), eos_token_ids=config.eos_token_ids
+        )
+        if draft is not None:
+            name = f"draft model, up to 8{BEST}"
+            deep = DraftModelDrafter(draft, (1,) * 8)
+            methods.append(our_method(target, setting, name, deep, decoding, MeasuredPolicy()))
+            name = f"draft tree{BEST}"
+            tree = DraftTreeDrafter(draft, depth=8, width=4, nodes=32)
+            methods.append(our_method(target, setting, name, tree, decoding, MeasuredPolicy()))
+        if heads is not None:
+            name = f"medusa, dynamic tree{BEST}"
+            medusa = MedusaDrafter(heads, dynamic_nodes=32)
+            methods.append(our_method(target, setting, name, medusa, decoding, MeasuredPolicy()))
+        methods.append(our_method(target, setting, "wrong tokens, guarded", WrongDrafter(), decoding, MeasuredPolicy()))
+    return methods
+
+
+def context_curve(target: CausalLM, lengths: Sequence[int], repeats: int) -> list[dict[str, float]]:
+    """Milliseconds of a step behind a text of each length: one token, a tree of 8, and `transformers`' own cache."""
+    limit, config = target.max_positions, target.model.config
+    # Rotary positions go on past the trained length: the text means nothing there, the time is the same.
+    target.max_positions = None
+    curve = []
+    for length in lengths:
+        ours = measure_cost_curve(target, (1, 8), prefix=length, repeats=repeats)
+        curve.append(
+            {
+                "context": length,
+                "one_token_ms": 1000 * ours[1],
+                "eight_tokens_ms": 1000 * ours[8],
+                "transformers_ms": 1000 * _transformers_step(target, length, repeats),
+            }
+        )
+    target.max_positions = limit
+    assert target.model.config is config
+    return curve
+
+
+@torch.inference_mode()
+def _transformers_step(target: CausalLM, length: int, repeats: int) -> float:
+    cache = DynamicCache()
+    target.model(input_ids=torch.full((1, length), 10, device=target.device), past_key_values=cache, logits_to_keep=1)
+    token = torch.tensor([[10]], device=target.device)
+    samples = []
+    for _ in range(repeats + 2):
+        begin = time.perf_counter()
+        target.model(input_ids=token, past_key_values=cache)
+        samples.append(time.perf_counter() - begin)
+    return statistics.median(samples[2:])
+
+
+def goals(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """What was wanted of each figure, and what came out."""
+    found: list[dict[str, Any]] = []
+
+    def add(goal: str, wanted: float, measured: float | None, at_most: bool = False) -> None:
+        met = measured is not None and (measured <= wanted if at_most else measured >= wanted)
+        found.append({"goal": goal, "wanted": wanted, "measured": measured, "at_most": at_most, "met": met})
+
+    for name, part in report["targets"].items():
+        rows = {(row["setting"], row["method"]): row for row in part["speed"]["rows"]}
+
+        def speed(method: str, setting: str = "greedy", rows: dict[Any, Any] = rows) -> float | None:
+            row = rows.get((setting, method))
+            return row["tokens_per_second"]["value"] if row else None
+
+        def ratio(method: str, peer: str, setting: str = "greedy") -> float | None:
+            a, b = speed(method, setting), speed(peer, setting)  # called at once
+            return a / b if a and b else None
+
+        def best(contains: str, setting: str, lossless: bool = True, rows: dict[Any, Any] = rows) -> str:
+            fitting = [key for key in rows if key[0] == setting and contains in key[1] and "transformers" not in key[1]]
+            return max(fitting, key=lambda key: rows[key]["tokens_per_second"]["value"], default=("", ""))[1]
+
+        add(f"{name}: plain over transformers generate", 1.0, ratio("plain", "transformers generate"))
+        same = ratio("draft model, 4 tokens", "transformers assisted, 4 tokens")
+        add(f"{name}: draft over assisted generation, same draft and depth", 1.1, same)
+        defaults = ratio(best("draft", "greedy"), "transformers assisted, its defaults")
+        add(f"{name}: best draft policy over assisted generation's defaults", 1.5, defaults)
+        if part["widened"]:
+            for setting, wanted in (("greedy", 2.0), ("T=1", 1.5)):
+                chosen = max(
+                    (best("draft", setting), best("medusa", setting)), key=lambda m, s=setting: speed(m, s) or 0
+                )
+                add(f"{name}: best of draft and Medusa over plain, {setting}", wanted, ratio(chosen, "plain", setting))
+        split = [row["time_split"]["overhead"] for row in rows.values() if row.get("time_split")]
+        limit = 0.04 if part["widened"] else 0.15
+        add(f"{name}: time in neither model's forward, median of methods", limit, statistics.median(split), True)
+        add(f"{name}: time in neither model's forward, worst method", limit, max(split), True)
+        add(f"{name}: a useless drafter over plain", 0.95, ratio("wrong tokens, guarded", "plain"))
+        for row in part["batches"]:
+            if row["batch_size"] == 8 and part["widened"] and row["method"].startswith("draft model, 4 tokens"):
+                measured = row["speedup_over_transformers"]["median"]
+                add(f"{name}: batch 8, {row['method']} over transformers", 1.3, measured)
+    return found
+
+
+def measure(
+    target: CausalLM,
+    draft: CausalLM | None,
+    heads: MedusaHeads | None,
+    prompts: Sequence[Sequence[int]],
+    eos: tuple[int, ...],
+    short: bool,
+    widened: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """All figures of one target."""
+    config = EvaluationConfig(
+        max_new_tokens=24 if short else 96,
+        rounds=1 if short else 2,
+        eos_token_ids=eos,
+        settings=("greedy", "sampling"),
+    )
+    methods = methods_for(target, draft, heads, config)
+    speed = evaluate(target, methods, prompts, config)
+    decoding = DecodingConfig(config.max_new_tokens, eos_token_ids=eos)
+    batched = {name: drafter for name, drafter in drafters_for(draft, heads).items() if "tree" not in name}
+    batches = measure_throughput(
+        target, batched, prompts, decoding, (2,) if short else (1, 8), rounds=1 if short else 3
+    )
+    lengths = (128, 256) if short else (128, 256, 512, 1024, 2048, 4096, 8192)
+    return {
+        "widened": widened,
+        "speed": speed,
+        "batches": batches,
+        "context": context_curve(target, lengths, 5 if short else 15),
+    }
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """The figures as tables."""
+    for name, part in report["targets"].items():
+        console.print(f"\n{name}\n\n{markdown_table(part['speed'])}\n", markup=False, highlight=False, soft_wrap=True)
+        table = Table("batch", "method", "tokens/s", "over plain", "over transformers", "same as plain", title=name)
+        for row in part["batches"]:
+            same = row["identical_to_plain"]
+            table.add_row(
+                str(row["batch_size"]),
+                row["method"],
+                f"{row['tokens_per_second']['median']:.0f}",
+                f"{row['speedup']['median']:.2f}×",
+                f"{row['speedup_over_transformers']['median']:.2f}×",
+                f"{same['identical']}/{same['of']}",
+            )
+        console.print(table)
+        table = Table("context", "one token, ms", "eight tokens, ms", "transformers, ms", title=name)
+        for row in part["context"]:
+            table.add_row(*(f"{row[key]:.4g}" for key in row))
+        console.print(table)
+    table = Table("goal", "wanted", "measured", "met")
+    for goal in report["goals"]:
+        bound = f"{'≤' if goal['at_most'] else '≥'} {goal['wanted']:g}"
+        measured = "–" if goal["measured"] is None else f"{goal['measured']:.3f}"
+        table.add_row(goal["goal"], bound, measured, "yes" if goal["met"] else "no")
+    console.print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="folder or hub id of the target")
+    parser.add_argument("--draft", help="folder of a draft of it")
+    parser.add_argument("--heads", help="folder of Medusa heads on it")
+    parser.add_argument("--prompts", required=True, help=".jsonl file")
+    parser.add_argument("--prompt-field")
+    parser.add_argument("--limit", type=int, default=12, help="prompts to decode")
+    parser.add_argument("--widen", type=float, default=150e6, help="parameters to widen to; 0 for not at all")
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--output", type=Path, required=True, help="JSON to write")
+    parser.add_argument("--short", action="store_true", help="a run of a minute, to see that everything works")
+    options = parser.parse_args(arguments)
+
+    model = load_model(options.target, parse_dtype(options.dtype))
+    tokenizer = load_tokenizer(options.target)
+    target = CausalLM(model)
+    draft = load_draft(options.draft, target, tokenizer) if options.draft else None
+    heads = load_heads(options.heads, target) if options.heads else None
+    prompts = read_prompts(options.prompts, tokenizer, 2 if options.short else options.limit, options.prompt_field)
+    eos = eos_token_ids(model, tokenizer)
+    console = Console(width=150)
+    report: dict[str, Any] = {"hardware": hardware(), "versions": versions(), "commit": commit(), "targets": {}}
+    name = Path(options.target).name
+    report["targets"][name] = measure(target, draft, heads, prompts, eos, options.short, None)
+    if options.widen:
+        wide, stand_in = widened_to(model, int(options.widen))
+        wide_heads = widened_heads(heads, stand_in["width"]) if heads else None
+        wide_name = f"{name}, widened to {stand_in['parameters'] / 1e6:.0f}M"
+        report["targets"][wide_name] = measure(CausalLM(wide), draft, wide_heads, prompts, eos, options.short, stand_in)
+    report["goals"] = goals(report)
+    show(report, console)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    console.print(f"written: {options.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""A draft model that grows its tree where it is surest: other texts, other trees (EAGLE-2, 2406.16858, section 4)."""
+
+import heapq
+import math
+from collections.abc import Sequence
+from itertools import islice
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from decoding.drafters.base import Drafter, DraftRequest, TextStart
+from decoding.drafters.draft_state import DraftState
+from decoding.history import HistoryRows
+from decoding.policy import Budget
+from decoding.proposal import Proposal, ProposalKind
+from decoding.sampling import SamplingConfig, adjusted_logits, probabilities
+from decoding.target import CausalLM
+from decoding.tree import TokenTree, TreeShape
+
+
+class DraftTreeDrafter(Drafter):
+    """Drafts the ``nodes`` likeliest nodes (the root included) of what a beam of the draft model comes across.
+
+    A node's score is the draft's probability of its whole path. Each level runs the best ``width`` nodes of the level
+    before, each of which gets its best ``width`` tokens as children; of all children of all levels the best are
+    kept. The tree is a function of the text, so proposals are deterministic whatever the temperature; above 0 the
+    probabilities are those after every sampling control.
+    """
+
+    name = "draft tree"
+
+    def __init__(self, draft: CausalLM, depth: int = 5, width: int = 4, nodes: int = 24) -> None:
+        if depth < 1 or width < 1:
+            raise ValueError(f"depth ({depth}) and width ({width}) are at least 1")
+        if nodes <= depth:
+            raise ValueError(f"nodes is {nodes}, the root included: a tree {depth} deep has at least {depth + 1}")
+        self.draft = draft
+        self.depth = depth
+        self.width = width
+        self.nodes = min(nodes, 1 + width + (depth - 1) * width**2)
+
+    @property
+    def budgets(self) -> tuple[Budget, ...]:
+        return tree_budgets(self.depth, self.nodes)
+
+    def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "DraftTreeSession":
+        known = min(target.vocab_size, self.draft.vocab_size)
+        if self.width > known:
+            raise ValueError(f"width is {self.width} but target and draft share {known} tokens")
+        return DraftTreeSession(self, DraftState(self.draft, target, sampling, rows, max_length), sampling)
+
+    def bounds_within(self, request: DraftRequest) -> Budget:
+        """The largest tree that may be drafted for a request."""
+        nodes = max(1, min(self.nodes, request.max_nodes))
+        return Budget(min(self.depth, request.max_depth, nodes - 1), nodes)
+
+
+def tree_budgets(depth: int, nodes: int) -> tuple[Budget, ...]:
+    """Of a drafter whose trees fit any bounds up to these: depth and size grow together."""
+    return tuple(Budget(level, 1 + max(level, (nodes - 1) * level // depth)) for level in range(1, depth + 1))
+
+
+class DraftTreeSession:
+    """The draft at work on a batch: a pass, and a transfer to the host, for each level of all trees together."""
+
+    def __init__(self, drafter: DraftTreeDrafter, state: DraftState, sampling: SamplingConfig) -> None:
+        self._drafter = drafter
+        self._state = state
+        self._sampling = sampling
+
+    def admit(self, slot: int, start: TextStart) -> None:
+        self._state.admit(slot, start)
+
+    def move(self, slot: int, to: int) -> None:
+        self._state.move(slot, to)
+
+    def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
+        """The texts say all it needs to know."""
+
+    @torch.inference_mode()
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        device = self._state.draft.device
+        beams = [
+            _Beam(request.tokens[-1], self._drafter.bounds_within(request), self._drafter.width) for request in requests
+        ]
+        if not any(beam.level for beam in beams):
+            return [Proposal.root_only(request.tokens[-1], device) for request in requests]
+        texts = [request.tokens for request in requests]
+        logits = list(self._state.catch_up(texts)[:, None])
+        while True:
+            children = iter(self._children(texts, beams, logits))
+            for beam in beams:
+                beam.grow(list(islice(children, len(beam.level))))
+            if not any(beam.level for beam in beams):
+                break
+            logits = self._state.run_level([beam.run_tree() for beam in beams], [beam.ran for beam in beams])
+        run_trees = [beam.run_tree() for beam in beams]
+        self._state.remember(run_trees, [len(tree) - 1 for tree in run_trees])
+        return [Proposal(beam.best_tree(device), ProposalKind.DETERMINISTIC) for beam in beams]
+
+    def _children(
+        self, texts: Sequence[Sequence[int]], beams: Sequence["_Beam"], logits: Sequence[Float[Tensor, "level vocab"]]
+    ) -> list[list[tuple[int, float]]]:
+        """Token and log-probability of the best children of each node that has just run, row after row, best first."""
+        history = None
+        if self._sampling.needs_history:
+            history = HistoryRows.cat(
+                [
+                    self._state.history_at(row, texts[row], beam.run_tree(), range(beam.ran, len(beam.run)))
+                    for row, beam in enumerate(beams)
+                ]
+            )
+        flat = torch.cat([row[: len(beam.level)] for row, beam in zip(logits, beams, strict=True)])
+        if self._sampling.greedy:
+            flat = adjusted_logits(flat, self._sampling, history).float()
+            best, tokens = flat.topk(self._drafter.width)
+            scores = best - flat.logsumexp(-1, keepdim=True)
+        else:
+            best, tokens = probabilities(flat, self._sampling, history).float().topk(self._drafter.width)
+            scores = best.log()
+        # fp32 holds every id below 2^24, so that both come to the host together.
+        token_lists, score_lists = torch.stack([tokens.float(), scores]).tolist()
+        return [
+            [(int(token), score) for token, score in zip(*node, strict=True) if score > -math.inf]
+            for node in zip(token_lists, score_lists, strict=True)
+        ]
+
+
+class _Beam:
+    """A row's tree in the making: all nodes met so far, and those of them that run through the draft."""
+
+    def __init__(self, root: int, bounds: Budget, width: int) -> None:
+        self._bounds, self._width = bounds, width
+        self._tokens, self._parents, self._scores = [root], [-1], [0.0]
+        self._depth = 0
+        self.run = [0]
+        """In the order in which their keys lie in the draft's cache."""
+        self.level = [0] if bounds.depth > 0 else []
+        """The last of ``run``: those that run now."""
+
+    @property
+    def ran(self) -> int:
+        """How many nodes of the run tree are in the cache already."""
+        return len(self.run) - len(self.level)
+
+    def grow(self, children: Sequence[Sequence[tuple[int, float]]]) -> None:
+        """Give each node of the level its children, and choose those that run next."""
+        begin = len(self._tokens)
+        for parent, of_parent in zip(self.level, children, strict=True):
+            for token, log_probability in of_parent:
+                self._tokens.append(token)
+                self._parents.append(parent)
+                self._scores.append(self._scores[parent] + min(log_probability, 0.0))
+        self._depth += 1
+        # Scores fall along a path: what is not among the best already cannot have a child that will be.
+        fresh = [node for node in self._best() if node >= begin] if self._depth < self._bounds.depth else []
+        self.level = fresh[: self._width]
+        self.run += self.level
+
+    def _best(self) -> list[int]:
+        """The nodes that would be drafted now, best first; of equals the one met first, so parents before children."""
+        return heapq.nlargest(self._bounds.nodes - 1, range(1, len(self._tokens)), key=self._scores.__getitem__)
+
+    def run_tree(self) -> TokenTree:
+        """The nodes that ran or run now."""
+        return self._tree_of(self.run)
+
+    def best_tree(self, device: torch.device) -> TokenTree:
+        """The tree to propose."""
+        return self._tree_of([0, *sorted(self._best())], device)
+
+    def _tree_of(self, nodes: Sequence[int], device: torch.device | str = "cpu") -> TokenTree:
+        place = {node: index for index, node in enumerate(nodes)}
+        shape = TreeShape(tuple(place.get(self._parents[node], -1) for node in nodes))
+        tokens = [self._tokens[node] for node in nodes]
+        tree = TokenTree(torch.tensor(tokens, device=device), shape)
+        tree.__dict__["token_list"] = tokens
+        return tree

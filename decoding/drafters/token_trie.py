@@ -1,0 +1,49 @@
+"""A token tree that grows path by path, for drafters that put several continuations into one tree."""
+
+from collections.abc import Sequence
+
+import torch
+
+from decoding.tree import TokenTree, TreeShape
+
+
+class TokenTrie:
+    """Paths below one root token; what two paths begin with in common is run, and counted, once."""
+
+    def __init__(self, root: int) -> None:
+        self._tokens = [root]
+        self._parents = [-1]
+        self._child: dict[tuple[int, int], int] = {}
+
+    def __len__(self) -> int:
+        """Nodes, the root included."""
+        return len(self._tokens)
+
+    def add(self, path: Sequence[int], max_nodes: int | None = None) -> int:
+        """Add the path from below the root, or as much of it as ``max_nodes`` allow; its last node."""
+        node = 0
+        for token in path:
+            child = self._child.get((node, token))
+            if child is None:
+                if max_nodes is not None and len(self) >= max_nodes:
+                    break
+                child = self.grow(node, token)
+            node = child
+        return node
+
+    def grow(self, parent: int, token: int) -> int:
+        """The new last child of a node, which may hold the token of one of its sisters."""
+        child = len(self._tokens)
+        self._tokens.append(token)
+        self._parents.append(parent)
+        self._child.setdefault((parent, token), child)
+        return child
+
+    def tree(self, device: torch.device | str = "cpu") -> TokenTree:
+        """The tree so far, its nodes in the order they were added."""
+        shape = TreeShape(tuple(self._parents))
+        if shape.is_chain:
+            return TokenTree.chain(self._tokens, device)
+        tree = TokenTree(torch.tensor(self._tokens, device=device), shape)
+        tree.__dict__["token_list"] = list(self._tokens)  # known here, so nobody need fetch it from the device
+        return tree

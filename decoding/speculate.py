@@ -1,0 +1,194 @@
+"""Speculative decoding of a batch in one call: tensors or lists of prompts in, padded sequences out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from decoding import loading
+from decoding.drafters import Drafter
+from decoding.generate import DecodingConfig, Generation, Step, decode_batch_steps
+from decoding.metrics import Acceptance, acceptance
+from decoding.policy import Policy, named_policy
+from decoding.sampling import SamplingConfig
+from decoding.stopping import TextDecoder
+from decoding.target import CausalLM
+from decoding.verify import RULES, Rule
+
+
+@dataclass(frozen=True, eq=False)
+class SpeculativeOutput:
+    """Decoded texts.
+
+    ``sequences`` are the prompts as they were given, their padding on the left included, followed by the new tokens;
+    texts that ended earlier are padded on the right. ``logprobs``, if asked for, are those of the new tokens under the
+    target itself, before any sampling control, and 0 behind a text's end. ``generations`` hold every step.
+    """
+
+    sequences: Int[Tensor, "batch length"]
+    generations: tuple[Generation, ...]
+    logprobs: Float[Tensor, "batch new"] | None = None
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """What speculation brought, over all texts, prefills left out."""
+        return acceptance(
+            [[step.counts for step in generation.steps if not step.is_prefill] for generation in self.generations]
+        )
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens per target pass; 1 is plain decoding, NaN says that nothing came after the prefill."""
+        return self.acceptance.tokens_per_pass.value
+
+
+def speculate(
+    target: CausalLM | PreTrainedModel,
+    drafter: Drafter | None,
+    input_ids: Tensor | Sequence[Sequence[int]],
+    attention_mask: Tensor | None = None,
+    *,
+    max_new_tokens: int = DecodingConfig.max_new_tokens,
+    sampling: SamplingConfig | None = None,
+    rule: Rule | str | None = None,
+    policy: Policy | str | None = None,
+    batch_size: int | None = None,
+    seed: int = DecodingConfig.seed,
+    eos_token_ids: Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    stop_strings: Sequence[str] = (),
+    tokenizer: TextDecoder | None = None,
+    logprobs: bool = False,
+    **controls: Any,
+) -> SpeculativeOutput:
+    """Decode prompts with a drafter (None: plainly), ``batch_size`` at a time (None: all at once).
+
+    ``input_ids``: (batch, length), shorter prompts padded on the left as ``attention_mask`` tells, or, without a mask,
+    as the ``pad_token_id`` given here tells; or a list of prompts of any lengths. The sampling controls are a
+    `SamplingConfig`, or its fields by name (``temperature=0.7``); by default decoding is greedy. ``rule`` may be named
+    as in `RULES` and ``policy`` as on the command line. Texts end at ``eos_token_ids``, by default those of the
+    model's generation config, or at ``stop_strings``, which need the ``tokenizer``. The text of prompt i is decoded
+    with the seed ``seed + i``, whatever stands beside it.
+    """
+    if sampling is not None and controls:
+        raise ValueError(f"both sampling and {', '.join(controls)} are given: give one or the other")
+    target = target if isinstance(target, CausalLM) else CausalLM(target)
+    config = DecodingConfig(
+        max_new_tokens=max_new_tokens,
+        sampling=sampling or SamplingConfig(**controls),
+        rule=named_rule(rule) if isinstance(rule, str) else rule,
+        eos_token_ids=loading.eos_token_ids(target.model) if eos_token_ids is None else tuple(eos_token_ids),
+        stop_strings=tuple(stop_strings),
+        seed=seed,
+        logprobs=logprobs,
+    )
+    padding = padding_token(target.model.generation_config, pad_token_id, config.eos_token_ids)
+    if isinstance(input_ids, Tensor):
+        if attention_mask is None and pad_token_id is not None:
+            attention_mask = input_ids.ne(pad_token_id).cumsum(1).bool()
+        prompts = Prompts.of_tensor(input_ids, attention_mask)
+    else:
+        prompts = Prompts.of_lists(input_ids, padding, target.device)
+    named = named_policy(policy) if isinstance(policy, str) else policy
+    return decode_prompts(target, drafter, prompts, config, named, batch_size, padding, tokenizer)
+
+
+def named_rule(name: str) -> Rule:
+    """An acceptance rule by its short name."""
+    if name not in RULES:
+        raise ValueError(f"no rule is called {name!r}: choose one of {', '.join(RULES)}")
+    return RULES[name]
+
+
+class Prompts(NamedTuple):
+    """``rows``: the tokens of each prompt. ``padded``: what was given, (batch, width)."""
+
+    rows: list[list[int]]
+    padded: Tensor
+
+    @property
+    def width(self) -> int:
+        return self.padded.shape[1]
+
+    @staticmethod
+    def of_tensor(input_ids: Tensor, mask: Tensor | None) -> "Prompts":
+        """What the mask hides is dropped, which is what it means to the model."""
+        if input_ids.dim() != 2 or 0 in input_ids.shape:
+            raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}: give (batch, length), at least one token")
+        if mask is None:
+            return Prompts(input_ids.tolist(), input_ids)
+        if mask.shape != input_ids.shape:
+            raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(input_ids.shape)}")
+        kept = mask.bool().to(input_ids.device)
+        if not bool(kept[:, -1].all()):
+            raise ValueError("a prompt ends in padding: pad on the left (padding_side='left' of the tokenizer)")
+        return Prompts([row[keep].tolist() for row, keep in zip(input_ids, kept, strict=True)], input_ids)
+
+    @staticmethod
+    def of_lists(prompts: Sequence[Sequence[int]], padding: int | None, device: torch.device) -> "Prompts":
+        if not prompts:
+            raise ValueError("there are no prompts: give at least one")
+        if padding is None and len({len(prompt) for prompt in prompts}) > 1:
+            raise ValueError("prompts of different lengths are padded in the result: give pad_token_id")
+        rows = [list(prompt) for prompt in prompts]
+        tensors = [torch.tensor(row, dtype=torch.long, device=device) for row in rows]
+        padded = pad_sequence(tensors, batch_first=True, padding_value=padding or 0, padding_side="left")
+        return Prompts(rows, padded)
+
+    def repeated(self, count: int) -> "Prompts":
+        """Each prompt ``count`` times, one after the other."""
+        return Prompts([row for row in self.rows for _ in range(count)], self.padded.repeat_interleave(count, 0))
+
+
+def decode_prompts(
+    target: CausalLM,
+    drafter: Drafter | None,
+    prompts: Prompts,
+    config: DecodingConfig,
+    policy: Policy | None,
+    batch_size: int | None,
+    padding: int | None,
+    tokenizer: TextDecoder | None,
+    streamer: BaseStreamer | None = None,
+) -> SpeculativeOutput:
+    """Decode, tell the streamer of one text, and lay the texts side by side, padded with ``padding``."""
+    rows = prompts.rows
+    if padding is None and config.stop_strings and len(rows) > 1:
+        raise ValueError("texts that end at stop strings are padded in the result: give pad_token_id")
+    if streamer is not None:
+        streamer.put(prompts.padded.cpu())
+    steps: list[list[Step]] = [[] for _ in rows]
+    batch_size = len(rows) if batch_size is None else batch_size
+    for place, step in decode_batch_steps(target, drafter, rows, config, batch_size, tokenizer, policy):
+        steps[place].append(step)
+        if streamer is not None:
+            for token in step.tokens:  # `generate` puts one token at a time
+                streamer.put(torch.tensor([token]))
+    if streamer is not None:
+        streamer.end()
+    generations = tuple(Generation.of(of_one) for of_one in steps)
+    device = prompts.padded.device
+    new = [torch.tensor(generation.tokens, dtype=torch.long, device=device) for generation in generations]
+    new_padded = pad_sequence(new, batch_first=True, padding_value=padding or 0)
+    return SpeculativeOutput(
+        torch.cat([prompts.padded, new_padded.to(prompts.padded.dtype)], dim=1),
+        generations,
+        _logprobs(generations, device) if config.logprobs else None,
+    )
+
+
+def _logprobs(generations: Sequence[Generation], device: torch.device) -> Float[Tensor, "batch new"]:
+    values = [[value for step in generation.steps for value in step.logprobs] for generation in generations]
+    return pad_sequence([torch.tensor(row, device=device) for row in values], batch_first=True)
+
+
+def padding_token(config: GenerationConfig | None, given: int | None, eos: Sequence[int]) -> int | None:
+    """What texts are padded with: the token given, else the config's, else the first that ends texts."""
+    configured = None if config is None else config.pad_token_id
+    return next((token for token in (given, configured, *eos[:1]) if token is not None), None)

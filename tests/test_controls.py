@@ -1,0 +1,275 @@
+"""Controls by transformers: every one beside `generate` itself, step by step, in its own order."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    NoRepeatNGramLogitsProcessor,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+)
+
+from decoding import controls
+from decoding.controls import bad_words_processor, logit_bias_processor, sampling_from_generation_config
+from decoding.history import History
+from decoding.sampling import HistoryRows, SamplingConfig, adjusted_logits, probabilities
+from decoding.tree import TokenTree
+
+PROMPT = [1, 5, 5, 9, 2, 5]
+VOCAB = 16
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    model = tiny_model("llama")
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    return model
+
+
+def assert_same_as_generate(
+    model: PreTrainedModel, config: GenerationConfig, processors: tuple[Any, ...] = ()
+) -> SamplingConfig:
+    """Compares the scores of every step of `generate` with ours for the same logits and text."""
+    input_ids = torch.tensor([PROMPT])
+    output = model.generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        generation_config=config,
+        logits_processor=LogitsProcessorList(processors),
+        output_scores=True,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    sampling = sampling_from_generation_config(config, processors)
+    history = History(sampling, len(PROMPT), VOCAB, "cpu")
+    text = output.sequences[0].tolist()
+    changed = False
+    for length, logits, scores in zip(range(len(PROMPT), len(text)), output.logits, output.scores, strict=True):
+        rows = history.at(text[:length], TokenTree.chain(text[length - 1 : length]))
+        changed |= not torch.equal(logits, scores)
+        if sampling.greedy:
+            assert torch.equal(adjusted_logits(logits, sampling, rows).float(), scores)
+        else:
+            ours, theirs = probabilities(logits, sampling, rows), scores.softmax(-1)
+            assert torch.equal(ours > 0, theirs > 0)
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+    assert changed, "a control that changes nothing proves nothing"
+    return sampling
+
+
+FREE_ORDER: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.7},
+    {"sequence_bias": [[[7], 3.0], [[5, 4], -4.5], [[2, 5, 11], 9.0]]},
+    {"sequence_bias": [[[7], 3.0]], "repetition_penalty": 0.6},
+    {"no_repeat_ngram_size": 2},
+    {"bad_words_ids": [[4], [5, 6], [3]], "eos_token_id": 3},
+    {"min_length": len(PROMPT) + 3, "eos_token_id": [3, 8]},
+    {"min_new_tokens": 3, "eos_token_id": [3, 8]},
+    {"suppress_tokens": [1, 2, 3]},
+    {"begin_suppress_tokens": [4, 6]},
+    {"exponential_decay_length_penalty": (2, 1.5), "eos_token_id": 3},
+    {"bad_words_ids": [[4]], "remove_invalid_values": True},
+    {
+        "sequence_bias": [[[7], 3.0], [[5, 4], -4.5]],
+        "repetition_penalty": 1.4,
+        "no_repeat_ngram_size": 3,
+        "bad_words_ids": [[4], [5, 6]],
+        "min_new_tokens": 4,
+        "exponential_decay_length_penalty": (1, 1.2),
+        "suppress_tokens": [0],
+        "begin_suppress_tokens": [9],
+        "eos_token_id": 3,
+    },
+]
+WARPERS: list[dict[str, Any]] = [
+    {"temperature": 0.6},
+    {"top_k": 4},
+    {"top_p": 0.7, "top_k": 0},
+    {"min_p": 0.1},
+    {"typical_p": 0.6},
+    {"temperature": 1.4, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.8},
+]
+
+
+@pytest.mark.parametrize("settings", FREE_ORDER, ids=lambda settings: "+".join(settings))
+def test_greedy_scores_are_those_of_generate(model: PreTrainedModel, settings: dict[str, Any]) -> None:
+    config = GenerationConfig(max_new_tokens=8, pad_token_id=0, do_sample=False, **settings)
+    assert assert_same_as_generate(model, config).greedy
+
+
+@pytest.mark.parametrize("controls", FREE_ORDER, ids=lambda settings: "+".join(settings))
+def test_sampling_distributions_are_those_of_generate(model: PreTrainedModel, controls: dict[str, Any]) -> None:
+    config = GenerationConfig(
+        max_new_tokens=8, pad_token_id=0, do_sample=True, temperature=1.4, top_p=0.95, typical_p=0.9, **controls
+    )
+    assert_same_as_generate(model, config)
+
+
+@pytest.mark.parametrize("settings", WARPERS, ids=lambda settings: "+".join(settings))
+def test_the_cuts_of_the_tail_are_those_of_generate(model: PreTrainedModel, settings: dict[str, Any]) -> None:
+    config = GenerationConfig(max_new_tokens=8, pad_token_id=0, do_sample=True, **settings)
+    sampling = assert_same_as_generate(model, config)
+    assert not sampling.needs_history
+
+
+def test_the_callers_processors_come_after_those_of_the_config_and_before_the_temperature(
+    model: PreTrainedModel,
+) -> None:
+    config = GenerationConfig(
+        max_new_tokens=6, pad_token_id=0, do_sample=True, temperature=0.5, bad_words_ids=[[4]], repetition_penalty=1.5
+    )
+
+    def lift_bad_words(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.clamp(min=-3) + 0.5 * input_ids[:, -1:]
+
+    assert_same_as_generate(model, config, (lift_bad_words, TemperatureLogitsWarper(2.0)))
+
+
+def test_the_callers_processor_takes_the_place_of_one_of_its_type(model: PreTrainedModel) -> None:
+    config = GenerationConfig(
+        max_new_tokens=6, pad_token_id=0, repetition_penalty=1.5, no_repeat_ngram_size=3, suppress_tokens=[2]
+    )
+    given = (RepetitionPenaltyLogitsProcessor(0.5), NoRepeatNGramLogitsProcessor(1))
+    sampling = assert_same_as_generate(model, config, given)
+    assert [type(processor).__name__ for processor in sampling.processors] == [
+        "RepetitionPenaltyLogitsProcessor",
+        "NoRepeatNGramLogitsProcessor",
+        "SuppressTokensLogitsProcessor",
+    ]
+    assert sampling.processors[:2] == given and sampling.repetition_penalty == 1
+
+
+def test_plain_controls_become_our_own() -> None:
+    config = GenerationConfig(do_sample=True, temperature=0.7, top_k=20, top_p=0.8, min_p=0.1, repetition_penalty=1.1)
+    assert sampling_from_generation_config(config) == SamplingConfig(0.7, 20, 0.8, 0.1, 1.0, 1.1)
+
+
+def test_what_is_unset_is_what_generate_takes_it_for() -> None:
+    assert sampling_from_generation_config(GenerationConfig()) == SamplingConfig()
+    assert sampling_from_generation_config(GenerationConfig(do_sample=True)) == SamplingConfig(1.0, top_k=50)
+    # As in many a published config: sampling controls where nothing is sampled.
+    assert sampling_from_generation_config(GenerationConfig(temperature=0.6, top_p=0.9)) == SamplingConfig()
+
+
+def test_every_setting_transformers_has_is_known() -> None:
+    known = controls._KNOWN | controls._REFUSED.keys() | controls._REFUSED_IF_SAMPLING.keys()
+    settings = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    assert len(settings) > 60
+    assert settings <= known
+
+
+REFUSED: dict[str, Any] = {
+    "num_beams": 4,
+    "num_beam_groups": 2,
+    "diversity_penalty": 0.5,
+    "constraints": ["a"],
+    "force_words_ids": [[1]],
+    "penalty_alpha": 0.6,
+    "dola_layers": "low",
+    "guidance_scale": 1.5,
+    "watermarking_config": {"bias": 2.0},
+    "encoder_repetition_penalty": 1.2,
+    "encoder_no_repeat_ngram_size": 2,
+    "forced_bos_token_id": 1,
+    "forced_eos_token_id": 1,
+    "token_healing": True,
+    "num_return_sequences": 2,
+    "prompt_lookup_num_tokens": 4,
+    "assistant_early_exit": 2,
+    "assistant_ensemble_weight": 0.5,
+    "speculation_type": "dflash",
+    "use_mtp": True,
+    "top_h": 0.5,
+    "epsilon_cutoff": 1e-3,
+    "eta_cutoff": 1e-3,
+}
+
+
+def with_setting(name: str, value: object, do_sample: bool) -> GenerationConfig:
+    config = GenerationConfig(do_sample=do_sample)
+    setattr(config, name, value)  # past its own validation
+    return config
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_had_here_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} is .* not supported: .*; unset it$"):
+        sampling_from_generation_config(with_setting(name, REFUSED[name], do_sample=True))
+
+
+def test_every_refusal_is_tested_and_none_at_the_value_that_switches_it_off() -> None:
+    refused = controls._REFUSED | controls._REFUSED_IF_SAMPLING
+    assert refused.keys() == REFUSED.keys()
+    for name, (neutral, _) in refused.items():
+        sampling_from_generation_config(with_setting(name, neutral, do_sample=True))
+
+
+@pytest.mark.parametrize("name", ["top_h", "epsilon_cutoff", "eta_cutoff"])
+def test_a_cut_of_the_tail_does_not_matter_to_greedy_decoding(name: str) -> None:
+    assert sampling_from_generation_config(with_setting(name, 0.5, do_sample=False)) == SamplingConfig()
+
+
+def test_a_setting_of_a_later_transformers_is_refused_and_a_stranger_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert sampling_from_generation_config(GenerationConfig(chat_format="chatml")) == SamplingConfig()
+    monkeypatch.setattr(controls, "_KNOWN", controls._KNOWN - {"max_time"})
+    with pytest.raises(ValueError, match=r"max_time is 2.5, which is not supported: unset it"):
+        sampling_from_generation_config(GenerationConfig(max_time=2.5))
+
+
+@pytest.mark.parametrize("name", ["min_length", "min_new_tokens", "exponential_decay_length_penalty"])
+def test_what_holds_back_the_end_of_a_text_needs_to_know_it(name: str) -> None:
+    value = (1, 1.5) if name.startswith("exponential") else 5
+    with pytest.raises(ValueError, match=f"{name} is .* but eos_token_id is not set: set it"):
+        sampling_from_generation_config(with_setting(name, value, do_sample=False))
+
+
+def test_temperature_zero_is_greedy_decoding_under_its_own_name() -> None:
+    with pytest.raises(ValueError, match="set do_sample=False for greedy decoding"):
+        sampling_from_generation_config(with_setting("temperature", 0.0, do_sample=True))
+
+
+def test_min_new_tokens_counts_from_the_end_of_each_prompt() -> None:
+    sampling = sampling_from_generation_config(GenerationConfig(min_new_tokens=2, eos_token_id=1))
+    # Both texts have four tokens: one new after a prompt of three, two after a prompt of two.
+    parts = [History(sampling, prompt, 3, "cpu").at([0, 2, 2, 2], TokenTree.chain([2])) for prompt in (3, 2)]
+    adjusted = adjusted_logits(torch.zeros(2, 3), sampling, HistoryRows.cat(parts))
+    assert adjusted.tolist() == [[0, -torch.inf, 0], [0, 0, 0]]
+
+
+def text_rows(text: list[int], processor: Any) -> tuple[SamplingConfig, HistoryRows]:
+    sampling = SamplingConfig(processors=(processor,))
+    return sampling, History(sampling, 1, VOCAB, "cpu").at(text, TokenTree.chain(text[-1:]))
+
+
+def forbidden(text: list[int], processor: Any) -> list[int]:
+    adjusted = adjusted_logits(torch.zeros(1, VOCAB), *text_rows(text, processor))
+    return torch.isneginf(adjusted[0]).nonzero().flatten().tolist()
+
+
+def test_bad_words_are_forbidden_where_they_would_be_completed() -> None:
+    processor = bad_words_processor([[3], (4, 5), [6, 7, 8]])
+    assert forbidden([0], processor) == [3]
+    assert forbidden([0, 4], processor) == [3, 5]
+    assert forbidden([0, 6, 7], processor) == [3, 8]
+
+
+def test_an_eos_token_alone_is_no_bad_word() -> None:
+    assert forbidden([0, 1], bad_words_processor([[2], [3], [1, 2]], eos_token_ids=[2])) == [2, 3]
+    with pytest.raises(ValueError, match=r"the bad words are \[\[2\]\]: give at least one"):
+        bad_words_processor([[2]], eos_token_ids=[2])
+    with pytest.raises(ValueError, match="each with at least one token"):
+        bad_words_processor([[2], []])
+
+
+def test_a_bias_is_added_to_the_logits_of_its_token() -> None:
+    adjusted = adjusted_logits(torch.ones(1, VOCAB), *text_rows([0], logit_bias_processor({3: 2, 5: -100.0})))
+    assert adjusted[0].tolist() == [1, 1, 1, 3, 1, -99, *[1] * 10]
+    with pytest.raises(ValueError, match="no token has a bias"):
+        logit_bias_processor({})

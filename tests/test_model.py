@@ -1,0 +1,502 @@
+"""`speculate`, and `HeadstartModel.generate` beside transformers' own on the same inputs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scripted_drafters import HostileDrafter
+from tiny_models import full_forward, tiny_model
+from tiny_tokenizer import byte_tokenizer
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, TextIteratorStreamer, TextStreamer
+from transformers.generation.streamers import BaseStreamer
+
+from decoding import model as model_module
+from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, PromptLookupDrafter
+from decoding.drafters.draft_tree import DraftTreeDrafter
+from decoding.generate import DecodingConfig, decode
+from decoding.heads import MedusaConfig, MedusaHeads
+from decoding.model import HeadstartModel, SpeculativeOutput, speculate
+from decoding.policy import FixedPolicy, MeasuredPolicy
+from decoding.sampling import SamplingConfig
+from decoding.target import CausalLM
+from decoding.verify import SAMPLED_VERIFY
+
+PAD, EOS = 0, 3
+PROMPTS = [[1, 5, 5, 9, 2, 5], [7, 2], [11, 4, 6, 11]]
+PADDED = torch.tensor([[PAD] * (6 - len(prompt)) + prompt for prompt in PROMPTS])
+MASK = torch.tensor([[0] * (6 - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
+ONE = torch.tensor(PROMPTS[:1])
+
+
+@pytest.fixture(scope="module")
+def target() -> CausalLM:
+    model = tiny_model("llama")
+    model.generation_config = GenerationConfig(pad_token_id=PAD, eos_token_id=EOS)
+    return CausalLM(model)
+
+
+@pytest.fixture(scope="module")
+def drafters(target: CausalLM) -> dict[str, Drafter | None]:
+    return {
+        "plain": None,
+        "draft": DraftModelDrafter(CausalLM(tiny_model("llama", seed=1))),
+        "target as its own draft": DraftModelDrafter(target),
+        "heads": MedusaDrafter(MedusaHeads.for_target(target.model, MedusaConfig(16, 16))),
+        "lookup": PromptLookupDrafter(),
+        "hostile": HostileDrafter(0, PROMPTS[0]),
+    }
+
+
+def generated(model: PreTrainedModel, *inputs: Tensor, **options: Any) -> Tensor:
+    sequences: Tensor = model.generate(*inputs, **options)
+    return sequences
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "the defaults of the model": {},
+    "a list of EOS tokens": {"eos_token_id": [EOS, 8]},
+    "one EOS token of a tensor": {"eos_token_id": torch.tensor(8)},
+    "no EOS token": {"eos_token_id": None},
+    "another pad token": {"pad_token_id": 15},
+    "no pad token": {"pad_token_id": None, "eos_token_id": [8, 11]},
+    "max_length": {"max_length": 18, "max_new_tokens": None},
+    "min_length": {"min_length": 12, "eos_token_id": [EOS, 8]},
+    "min_length without EOS": {"min_length": 12, "eos_token_id": None},
+    "min_new_tokens over min_length": {"min_new_tokens": 4, "min_length": 30, "eos_token_id": [EOS, 8]},
+    "a repetition penalty": {"repetition_penalty": 1.6},
+    "bad words": {"bad_words_ids": [[4], [5, 6], [12, 1]]},
+    "biased sequences": {"sequence_bias": [[[7], 3.0], [[5, 4], -9.0]], "repetition_penalty": 1.3},
+    "suppressed tokens": {"suppress_tokens": [1, 9], "begin_suppress_tokens": [4, 6, 12]},
+    "an end that comes nearer": {"exponential_decay_length_penalty": (3, 1.4)},
+    "sampling controls of a greedy call": {"temperature": 0.3, "top_p": 0.9},
+    "neutral values": {"num_beams": 1, "num_return_sequences": 1, "use_cache": True, "stopping_criteria": []},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_greedy_batch_is_that_of_generate(
+    target: CausalLM, drafters: dict[str, Drafter | None], options: dict[str, Any]
+) -> None:
+    options = {"max_new_tokens": 14, **options}
+    expected = generated(target.model, PADDED, attention_mask=MASK, **options)
+    for name in ("draft", "hostile"):
+        ours = HeadstartModel(target, drafters[name]).generate(PADDED, attention_mask=MASK, **options)
+        assert isinstance(ours, Tensor) and ours.dtype == expected.dtype
+        assert ours.tolist() == expected.tolist(), name
+
+
+@pytest.mark.parametrize("options", [*OPTIONS.values(), {"no_repeat_ngram_size": 2}], ids=[*OPTIONS, "no n-gram twice"])
+def test_a_greedy_text_is_that_of_generate(
+    target: CausalLM, drafters: dict[str, Drafter | None], options: dict[str, Any]
+) -> None:
+    options = {"max_new_tokens": 14, **options}
+    ours = HeadstartModel(target, drafters["lookup"]).generate(input_ids=ONE, **options)
+    assert ours.tolist() == generated(target.model, ONE, **options).tolist()
+
+
+def test_the_texts_above_end_at_different_places(target: CausalLM) -> None:
+    sequences = generated(target.model, PADDED, attention_mask=MASK, max_new_tokens=14, eos_token_id=[EOS, 8])
+    lengths = [(row[6:] != PAD).sum().item() for row in sequences]
+    assert len(set(lengths)) > 1, lengths
+
+
+def test_a_generation_config_and_processors_are_read_as_by_generate(target: CausalLM) -> None:
+    def lift(input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores + 2.0 * (torch.arange(16) == (input_ids[:, -1:] + 1) % 16)
+
+    config = GenerationConfig(max_new_tokens=9, repetition_penalty=1.2)
+    options = {"attention_mask": MASK, "generation_config": config, "logits_processor": [lift]}
+    ours = HeadstartModel(target, PromptLookupDrafter()).generate(PADDED, **options)
+    assert ours.tolist() == generated(target.model, PADDED, **options).tolist()
+    assert ours.shape[1] <= 6 + 9
+    assert config.eos_token_id is None, "the caller's config is not written to"
+
+
+def test_without_a_mask_padding_is_found_as_generate_finds_it(target: CausalLM) -> None:
+    model = HeadstartModel(target, None)
+    for pad in (PAD, EOS, 15):
+        padded = torch.where(MASK.bool(), PADDED, pad)
+        expected = generated(target.model, padded, pad_token_id=pad, max_new_tokens=6)
+        assert model.generate(padded, pad_token_id=pad, max_new_tokens=6).tolist() == expected.tolist()
+
+
+def test_a_mask_may_have_holes(target: CausalLM) -> None:
+    mask = torch.tensor([[1, 0, 1, 0, 0, 1]])
+    expected = generated(target.model, ONE, attention_mask=mask, max_new_tokens=8)
+    ours = HeadstartModel(target, PromptLookupDrafter()).generate(ONE, attention_mask=mask, max_new_tokens=8)
+    assert ours.tolist() == expected.tolist()
+
+
+def test_without_a_prompt_it_begins_with_bos(target: CausalLM) -> None:
+    expected = generated(target.model, bos_token_id=9, max_new_tokens=8)
+    model = HeadstartModel(target, PromptLookupDrafter())
+    assert model.generate(bos_token_id=9, max_new_tokens=8).tolist() == expected.tolist()
+    with pytest.raises(ValueError, match="neither input_ids nor a bos_token_id"):
+        model.generate(max_new_tokens=8)
+
+
+def test_without_a_length_it_writes_twenty_tokens_and_says_so(target: CausalLM) -> None:
+    with pytest.warns(UserWarning, match="max_new_tokens is not set: 20 tokens"):
+        ours = HeadstartModel(target, None).generate(ONE, eos_token_id=None)
+    with pytest.warns(UserWarning, match="default `max_length`"):
+        expected = generated(target.model, ONE, eos_token_id=None)
+    assert ours.tolist() == expected.tolist() and ours.shape == (1, 26)
+    longest = torch.tensor([PROMPTS[0] * 15])  # 90 of the 96 positions
+    with pytest.warns(UserWarning, match="max_new_tokens is not set"):
+        assert HeadstartModel(target, None).generate(longest, eos_token_id=None).shape == (1, 96)
+
+
+@pytest.fixture(scope="module")
+def reader() -> CausalLM:
+    """A target for texts of bytes."""
+    model = tiny_model("llama", vocab=128, seed=3)
+    model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=0)
+    return CausalLM(model)
+
+
+def test_stop_strings_end_texts_where_generate_ends_them(reader: CausalLM) -> None:
+    tokenizer = byte_tokenizer()
+    prompts = torch.tensor([list(b"def f"), list(b"class"), list(b"print")])
+    free = generated(reader.model, prompts, max_new_tokens=24)
+    stop_strings = [tokenizer.decode(free[row, at : at + length]) for row, at, length in [(0, 9, 2), (1, 15, 3)]]
+    options = {"max_new_tokens": 24, "stop_strings": stop_strings, "tokenizer": tokenizer}
+    expected = generated(reader.model, prompts, **options)
+    assert (expected[0, 11:] == 0).all() and (expected[1, 18:] == 0).all() and expected.shape == free.shape
+    ours = HeadstartModel(reader, DraftModelDrafter(reader)).generate(prompts, **options)
+    assert ours.tolist() == expected.tolist()
+    one = HeadstartModel(reader, None).generate(prompts[:1], **{**options, "stop_strings": stop_strings[0]})
+    assert one.tolist() == expected[:1, :11].tolist()
+
+
+class Recorder(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.values: list[Tensor] = []
+        self.ended = 0
+
+    def put(self, value: Tensor) -> None:
+        self.values.append(value)
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def test_a_streamer_is_given_what_generate_gives_it(reader: CausalLM, capsys: pytest.CaptureFixture[str]) -> None:
+    ids = torch.tensor([list(b"import os")])
+    model = HeadstartModel(reader, DraftModelDrafter(reader))
+    ours, theirs = Recorder(), Recorder()
+    sequences = model.generate(ids, max_new_tokens=9, streamer=ours)
+    generated(reader.model, ids, max_new_tokens=9, streamer=theirs)
+    assert [(value.shape, value.tolist()) for value in ours.values] == [
+        (value.shape, value.tolist()) for value in theirs.values
+    ]
+    assert ours.ended == 1
+    tokenizer = byte_tokenizer()
+    model.generate(ids, max_new_tokens=9, streamer=TextStreamer(tokenizer))
+    printed = capsys.readouterr().out
+    generated(reader.model, ids, max_new_tokens=9, streamer=TextStreamer(tokenizer))
+    assert capsys.readouterr().out == printed
+    pieces = TextIteratorStreamer(tokenizer, skip_prompt=True)
+    model.generate(ids, max_new_tokens=9, streamer=pieces)
+    assert "".join(pieces) == tokenizer.decode(sequences[0, 9:])
+    with pytest.raises(ValueError, match="a streamer takes one text, not 2"):
+        model.generate(ids.repeat(2, 1), max_new_tokens=9, streamer=ours)
+
+
+def captured_config(monkeypatch: pytest.MonkeyPatch, target: CausalLM, **options: Any) -> DecodingConfig:
+    """The `DecodingConfig` that a call of `generate` comes down to."""
+    configs = []
+
+    def spy(*arguments: Any) -> SpeculativeOutput:
+        configs.append(arguments[3])
+        return SpeculativeOutput(ONE, ())
+
+    monkeypatch.setattr(model_module, "decode_prompts", spy)
+    HeadstartModel(target, None).generate(ONE, **options)
+    (config,) = configs
+    assert isinstance(config, DecodingConfig)
+    return config
+
+
+SAMPLED: list[tuple[dict[str, Any], SamplingConfig]] = [
+    ({"do_sample": True}, SamplingConfig(1.0, top_k=50)),
+    ({"do_sample": True, "top_k": 0}, SamplingConfig(1.0)),
+    ({"do_sample": True, "top_k": None}, SamplingConfig(1.0, top_k=50)),
+    ({"temperature": 0.7}, SamplingConfig()),
+    (
+        {"do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.05, "typical_p": 0.9},
+        SamplingConfig(0.7, 5, 0.9, 0.05, 0.9),
+    ),
+    ({"do_sample": True, "repetition_penalty": 1.2}, SamplingConfig(1.0, 50, repetition_penalty=1.2)),
+]
+
+
+@pytest.mark.parametrize(("options", "expected"), SAMPLED, ids=str)
+def test_sampling_controls_are_those_generate_would_apply(
+    monkeypatch: pytest.MonkeyPatch, target: CausalLM, options: dict[str, Any], expected: SamplingConfig
+) -> None:
+    assert captured_config(monkeypatch, target, max_new_tokens=3, **options).sampling == expected
+
+
+def test_the_models_own_config_gives_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=0.6, top_p=0.95, max_length=40, eos_token_id=[5]
+    )
+    config = captured_config(monkeypatch, CausalLM(model), top_p=0.8)
+    assert config.sampling == SamplingConfig(0.6, 50, 0.8)
+    assert config.max_new_tokens == 34 and config.eos_token_ids == (5,)
+    assert captured_config(monkeypatch, CausalLM(model), do_sample=False).sampling == SamplingConfig()
+
+
+def test_the_global_generator_repeats_a_sampled_text_and_a_seed_goes_before_it(
+    target: CausalLM, drafters: dict[str, Drafter | None]
+) -> None:
+    model = HeadstartModel(target, drafters["draft"])
+
+    def sample(**options: Any) -> list[list[int]]:
+        sequences: list[list[int]] = model.generate(
+            PADDED,
+            attention_mask=MASK,
+            do_sample=True,
+            temperature=3.0,
+            max_new_tokens=12,
+            eos_token_id=None,
+            **options,
+        ).tolist()
+        return sequences
+
+    torch.manual_seed(5)
+    first, second = sample(), sample()
+    torch.manual_seed(5)
+    assert sample() == first and sample() == second and first != second
+    assert sample(seed=7) == sample(seed=7) != first
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    model.generate(ONE, max_new_tokens=4)
+    assert torch.equal(torch.get_rng_state(), state), "greedy decoding draws nothing"
+
+
+def test_several_texts_of_a_prompt_are_rows_of_their_own(target: CausalLM) -> None:
+    options: dict[str, Any] = {"do_sample": True, "temperature": 3.0, "max_new_tokens": 10, "num_return_sequences": 3}
+    sequences = HeadstartModel(target, PromptLookupDrafter()).generate(PADDED, attention_mask=MASK, **options)
+    assert isinstance(sequences, Tensor)
+    assert sequences[:, :6].tolist() == PADDED.repeat_interleave(3, 0).tolist()
+    assert len({tuple(row) for row in sequences.tolist()}) == 9
+
+
+def test_a_dict_holds_the_sequences_and_what_speculation_brought(target: CausalLM) -> None:
+    model = HeadstartModel(target, DraftModelDrafter(target))
+    options: dict[str, Any] = {"max_new_tokens": 11, "eos_token_id": None}
+    output = model.generate(ONE, return_dict_in_generate=True, **options)
+    assert isinstance(output, SpeculativeOutput)
+    assert output.sequences.tolist() == generated(target.model, ONE, **options).tolist()
+    # One token of the prefill, then two passes of four drafted tokens, all of them right, and the target's own.
+    assert output.tokens_per_pass == output.acceptance.tokens_per_pass.value == 5
+    assert [len(step.tokens) for step in output.generations[0].steps] == [1, 5, 5]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "beams": ({"num_beams": 4}, "num_beams is 4, which is not supported: beam search"),
+    "scores": ({"output_scores": True}, "output_scores is True.*logprobs=True"),
+    "a time limit": ({"max_time": 2.0}, "max_time is 2.0.*bound the text by max_new_tokens"),
+    "criteria": ({"stopping_criteria": [object()]}, "stopping_criteria is given.*eos_token_id, stop_strings"),
+    "an assistant": ({"assistant_model": object()}, "assistant_model is given.*give the draft to HeadstartModel"),
+    "lookup by option": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens is 3.*choose the drafter here"),
+    "embeddings": ({"inputs_embeds": torch.zeros(1, 2, 16)}, "inputs_embeds is given.*give input_ids"),
+    "a misspelt name": ({"max_new_token": 4, "temprature": None}, "no option max_new_token: is the name misspelt"),
+    "ids twice": ({"inputs": ONE}, "both inputs and input_ids"),
+    "too short a max_length": ({"max_new_tokens": None, "max_length": 6}, "6 tokens long and max_length is 6"),
+    "several greedy texts": ({"num_return_sequences": 2}, "num_return_sequences"),
+    "a mask of another shape": ({"attention_mask": MASK}, r"attention_mask has shape \(3, 6\), input_ids \(1, 6\)"),
+    "padding on the right": ({"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0]])}, "pad on the left"),
+    "stop strings without a tokenizer": ({"stop_strings": "a"}, "stop strings need the tokenizer"),
+    "a rule that is none": ({"rule": "strict"}, "no rule is called 'strict': choose one of greedy, token"),
+    "a rule for sampling": ({"rule": "typical"}, "the typical acceptance rule needs a temperature above 0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_supported_is_refused_by_name(target: CausalLM, case: str) -> None:
+    options, complaint = REFUSED[case]
+    with pytest.raises(ValueError, match=complaint):
+        HeadstartModel(target, None).generate(input_ids=ONE, **{"max_new_tokens": 8, **options})
+
+
+def test_texts_that_need_padding_need_a_token_for_it(reader: CausalLM) -> None:
+    ids = torch.tensor([list(b"ab"), list(b"cd")])
+    options: dict[str, Any] = {"max_new_tokens": 4, "eos_token_id": None, "pad_token_id": None}
+    model = HeadstartModel(reader, None)
+    assert model.generate(ids, **options).shape == (2, 6)
+    with pytest.raises(ValueError, match="stop strings are padded in the result: give pad_token_id"):
+        model.generate(ids, stop_strings="x", tokenizer=byte_tokenizer(), **options)
+
+
+# --- speculate ------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_may_be_a_padded_tensor_or_a_list(target: CausalLM, drafters: dict[str, Drafter | None]) -> None:
+    expected = generated(target.model, PADDED, attention_mask=MASK, max_new_tokens=12).tolist()
+    for drafter in drafters.values():
+        options: dict[str, Any] = {"max_new_tokens": 12}
+        for output in (
+            speculate(target, drafter, PADDED, MASK, **options),
+            speculate(target, drafter, PADDED, pad_token_id=PAD, batch_size=1, **options),
+            speculate(target.model, drafter, PROMPTS, policy="heuristic", batch_size=2, **options),
+        ):
+            assert output.sequences.tolist() == expected
+
+
+def test_a_pad_token_inside_a_prompt_stays(target: CausalLM) -> None:
+    output = speculate(target, None, torch.tensor([[PAD, PAD, 4, PAD, 5]]), pad_token_id=PAD, max_new_tokens=5)
+    config = DecodingConfig(max_new_tokens=5, eos_token_ids=(EOS,))
+    assert output.generations[0].tokens == decode(target, None, [4, PAD, 5], config).tokens
+
+
+def test_a_sampled_text_depends_on_its_seed_and_not_on_its_neighbours(target: CausalLM) -> None:
+    controls: dict[str, Any] = {"temperature": 2.0, "top_p": 0.9, "repetition_penalty": 1.2}
+    drafter = DraftModelDrafter(target)
+    output = speculate(target, drafter, PROMPTS, seed=4, max_new_tokens=10, batch_size=2, **controls)
+    again = speculate(target, drafter, PADDED, MASK, seed=4, max_new_tokens=10, sampling=SamplingConfig(**controls))
+    assert output.sequences.tolist() == again.sequences.tolist()
+    for place, prompt in enumerate(PROMPTS):
+        config = DecodingConfig(10, SamplingConfig(**controls), eos_token_ids=(EOS,), seed=4 + place)
+        assert output.generations[place].tokens == decode(target, drafter, prompt, config).tokens
+
+
+def test_a_rule_is_given_or_named(target: CausalLM) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.5, "eos_token_ids": ()}
+    drafter = PromptLookupDrafter()
+    named = speculate(target, drafter, PROMPTS, rule="sampled-verify", **options)
+    given = speculate(target, drafter, PROMPTS, rule=SAMPLED_VERIFY, policy=FixedPolicy(depth=2), **options)
+    # Nothing is drawn but by this rule, once a token: the text is plain decoding's.
+    plain = speculate(target, None, PROMPTS, **options)
+    assert named.sequences.tolist() == given.sequences.tolist() == plain.sequences.tolist()
+    with pytest.raises(ValueError, match="the token rejection rule takes sampled proposals"):
+        speculate(target, drafter, [[1, 2, 1, 2, 1]], rule="token", **options)
+
+
+def test_log_probabilities_are_the_targets_own(target: CausalLM) -> None:
+    output = speculate(
+        target, DraftModelDrafter(target), PADDED, MASK, max_new_tokens=14, eos_token_ids=(EOS, 8), logprobs=True,
+        repetition_penalty=1.3,
+    )  # fmt: skip
+    assert output.logprobs is not None and output.logprobs.shape == output.sequences[:, 6:].shape
+    lengths = [len(generation.tokens) for generation in output.generations]
+    assert min(lengths) < max(lengths)
+    for prompt, generation, row in zip(PROMPTS, output.generations, output.logprobs, strict=True):
+        new = len(generation.tokens)
+        log_probabilities = full_forward(target.model, [*prompt, *generation.tokens]).log_softmax(-1)
+        expected = log_probabilities[len(prompt) - 1 : -1].gather(1, torch.tensor(generation.tokens)[:, None])[:, 0]
+        torch.testing.assert_close(row[:new], expected, atol=1e-5, rtol=1e-5)
+        assert row[new:].tolist() == [0.0] * (len(row) - new)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no prompts": ({"input_ids": []}, "there are no prompts"),
+    "an empty prompt": ({"input_ids": [[1], []]}, "the prompt is empty"),
+    "one dimension": ({"input_ids": torch.tensor([1, 2])}, r"shape \(2,\): give \(batch, length\)"),
+    "controls twice": ({"sampling": SamplingConfig(), "top_k": 3}, "both sampling and top_k are given"),
+    "no rows": ({"batch_size": 0}, "batch_size is 0"),
+    "an unknown policy": ({"policy": "bold"}, "no policy is called 'bold'"),
+    "an unknown token": ({"input_ids": [[16]]}, "the prompt holds token 16"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input_is_refused(target: CausalLM, case: str) -> None:
+    options, complaint = WRONG[case]
+    with pytest.raises(ValueError, match=complaint):
+        speculate(target, None, **{"input_ids": PROMPTS, "max_new_tokens": 4, **options})
+
+
+def test_lists_of_different_lengths_need_a_pad_token() -> None:
+    target = CausalLM(tiny_model("llama"))
+    assert speculate(target, None, [[1, 2], [3, 4]], max_new_tokens=2).sequences.shape == (2, 4)
+    with pytest.raises(ValueError, match="prompts of different lengths are padded in the result: give pad_token_id"):
+        speculate(target, None, [[1], [3, 4]], max_new_tokens=2)
+    assert speculate(target, None, [[1], [3, 4]], max_new_tokens=2, pad_token_id=9).sequences[0, 0] == 9
+
+
+# --- from_pretrained ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, reader: CausalLM) -> Path:
+    """A target, a draft, a draft of another tokenizer, and heads, on disk."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, tokenizer in (
+        ("target", byte_tokenizer()),
+        ("draft", byte_tokenizer()),
+        ("stranger", byte_tokenizer(shift=1)),
+    ):
+        reader.model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    MedusaHeads.for_target(reader.model, MedusaConfig(16, 128)).save_pretrained(folder / "heads")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("speculator", "kind", "options", "depth"),
+    [
+        ("draft", DraftModelDrafter, {"branching": (1, 1)}, 2),
+        ("draft", DraftTreeDrafter, {"depth": 3, "nodes": 9}, 3),
+        ("heads", MedusaDrafter, {"tree": [[0], [0, 0]]}, 2),
+        ("prompt-lookup", PromptLookupDrafter, {"num_draft_tokens": 6}, 6),
+        (None, type(None), {}, 0),
+    ],
+)
+def test_a_speculator_is_known_by_what_it_is(
+    folder: Path, reader: CausalLM, speculator: str | None, kind: type, options: dict[str, Any], depth: int
+) -> None:
+    name = str(folder / speculator) if speculator in ("draft", "heads") else speculator
+    model = HeadstartModel.from_pretrained(str(folder / "target"), name, dtype=torch.float32, device="cpu", **options)
+    assert type(model.drafter) is kind
+    assert (model.drafter.max_depth if model.drafter else 0) == depth
+    ids = torch.tensor([list(b"ab ab a")])
+    expected = generated(reader.model, ids, max_new_tokens=8)
+    assert model.generate(ids, max_new_tokens=8).tolist() == expected.tolist()
+
+
+def test_heads_on_the_hub_are_known_by_their_config(
+    folder: Path, reader: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def download(name: str, file: str) -> str:
+        asked.append((name, file))
+        if name == "org/nothing":
+            raise FileNotFoundError(name)
+        return str(folder / name.split("/")[1] / file)
+
+    monkeypatch.setattr(model_module, "hf_hub_download", download)
+    monkeypatch.setattr(model_module, "snapshot_download", lambda name, allow_patterns: str(folder / "heads"))
+    monkeypatch.setattr(model_module, "load_draft", lambda name, target, *_: target)
+    kinds = [
+        type(HeadstartModel.from_pretrained(reader.model, f"org/{name}").drafter)
+        for name in ("heads", "draft", "nothing")
+    ]
+    assert kinds == [MedusaDrafter, DraftModelDrafter, DraftModelDrafter]
+    assert asked == [("org/heads", "config.json"), ("org/draft", "config.json"), ("org/nothing", "config.json")]
+
+
+def test_a_draft_of_another_tokenizer_is_refused_where_the_targets_is_known(folder: Path, reader: CausalLM) -> None:
+    complaint = "the draft's tokenizer is not the target's"
+    with pytest.raises(ValueError, match=complaint):
+        HeadstartModel.from_pretrained(str(folder / "target"), str(folder / "stranger"), device="cpu")
+    with pytest.raises(ValueError, match=complaint):
+        HeadstartModel.from_pretrained(reader.model, str(folder / "stranger"), tokenizer=byte_tokenizer())
+
+
+def test_a_policy_is_named_or_given_and_options_need_a_speculator(reader: CausalLM) -> None:
+    assert HeadstartModel.from_pretrained(reader.model).policy.name == "fixed"
+    policy = MeasuredPolicy()
+    assert HeadstartModel.from_pretrained(reader.model, "prompt-lookup", policy=policy).policy is policy
+    assert HeadstartModel(reader, None, "measured").policy.name == "measured"
+    with pytest.raises(ValueError, match="branching say how to draft, but there is no speculator"):
+        HeadstartModel.from_pretrained(reader.model, branching=(1, 1))
+    with pytest.raises(ValueError, match=r"there is no folder \./nowhere"):
+        HeadstartModel.from_pretrained(reader.model, "./nowhere")

@@ -1,0 +1,77 @@
+"""The options of the commands that decode: name, type, default and help of each stand here and nowhere else.
+
+Kept apart from what the commands do, so that ``--help`` need not wait for PyTorch.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which models to decode with."""
+
+    target: Annotated[str, Option(help="Hub id or folder of the target; 'quickstart' is the embedded default.")]
+    heads: Annotated[str | None, Option(help="Folder of Medusa heads trained on the target.")] = None
+    draft: Annotated[str | None, Option(help="Hub id or folder of a draft model with the target's tokenizer.")] = None
+    draft_tokens: Annotated[int, Option(help="Tokens the draft model proposes at a time.")] = 4
+    draft_tree: Annotated[
+        str | None,
+        Option(
+            help="depth,width,nodes of trees that the draft model grows where it is surest, such as 5,4,24: generate "
+            "drafts them instead of chains, evaluate measures both."
+        ),
+    ] = None
+    dtype: Annotated[
+        str, Option(help="bf16, fp16 or fp32. On a CPU with AVX512-BF16 or AMX, bf16 is the fast one.")
+    ] = "bf16"
+    trust_remote_code: Annotated[bool, Option(help="Run code that comes with a hub model.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(ModelOptions):
+    """`headstart evaluate`."""
+
+    prompts: Annotated[str, Option(help=".jsonl file with a prompt a line.")]
+    output: Annotated[Path, Option(help="Folder for report.json and report.html.")]
+    prompt_field: Annotated[str | None, Option(help="Field of the prompt; found by name if not given.")] = None
+    prompt_tokens: Annotated[int | None, Option(help="Take only the first tokens of each text.")] = None
+    limit: Annotated[int, Option(help="How many prompts.")] = 20
+    max_new_tokens: Annotated[int, Option(help="Longest continuation, in tokens.")] = 96
+    temperature: Annotated[float, Option(help="Of the sampling settings.")] = 1.0
+    settings: Annotated[str, Option(help="Any of greedy, sampling, typical.")] = "greedy,sampling,typical"
+    policies: Annotated[str, Option(help="How much to draft at a time: any of fixed, heuristic, measured.")] = "fixed"
+    rounds: Annotated[int, Option(help="How often each prompt is decoded by each method.")] = 1
+    title: Annotated[str | None, Option(help="Of the report; the target's and the prompts' names if not given.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(ModelOptions):
+    """`headstart generate`."""
+
+    prompt: Annotated[str, Option(help="What to answer or to continue; '-' reads it from standard input.")]
+    lookup: Annotated[bool, Option(help="Draft by prompt lookup.")] = False
+    policy: Annotated[str, Option(help="How much to draft at a time: fixed, heuristic or measured.")] = "fixed"
+    rule: Annotated[
+        str | None,
+        Option(
+            help="Acceptance rule: token, block, recursive, traversal, top-k, sampled-verify, or typical, which is "
+            "lossy. By default the lossless one that keeps the most."
+        ),
+    ] = None
+    max_new_tokens: Annotated[int, Option(help="Longest continuation, in tokens.")] = 128
+    temperature: Annotated[float, Option(help="0 is greedy.")] = 0.0
+    top_k: Annotated[int, Option(help="Top-k sampling; 0 switches it off.")] = 0
+    top_p: Annotated[float, Option(help="Nucleus sampling; 1 switches it off.")] = 1.0
+    min_p: Annotated[float, Option(help="Least share of the best token's probability; 0 switches it off.")] = 0.0
+    typical_p: Annotated[float, Option(help="Typical sampling; 1 switches it off.")] = 1.0
+    repetition_penalty: Annotated[float, Option(help="Over prompt and output; 1 switches it off.")] = 1.0
+    presence_penalty: Annotated[float, Option(help="Off the logits of tokens in the output, once.")] = 0.0
+    frequency_penalty: Annotated[float, Option(help="Off the logits of tokens in the output, each time.")] = 0.0
+    stop: Annotated[list[str] | None, Option(help="Stop string; may be given several times.")] = None
+    seed: Annotated[int, Option(help="Same seed, same text.")] = 0
+    chat: Annotated[bool, Option(help="Use the tokenizer's chat template, if it has one.")] = True
+    compare: Annotated[bool, Option(help="Decode again plainly, for the speed-up.")] = True
