@@ -30,11 +30,13 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Attention of `transformers`' signature; query (batch, heads, queries, dim), key (batch, groups, keys, dim).
 
-    Without a mask (a prefill), and where every head has keys of its own, it is `transformers`' own sdpa.
+    Without a mask (a prefill), where every head has keys of its own, and where more than a mask is asked for, it is
+    `transformers`' own sdpa (which refuses what it does not know).
     """
     batch, heads, queries, dim = query.shape
     groups = key.shape[1]
-    if attention_mask is None or heads == groups or attention_mask.shape[1] != 1 or kwargs.get("position_bias"):
+    plain = not any(kwargs.get(name) is not None for name in ("position_bias", "softcap"))
+    if attention_mask is None or heads == groups or attention_mask.shape[1] != 1 or not plain:
         attended, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -54,9 +56,13 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 @contextmanager
 def copy_free_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model that attends by sdpa attend by `grouped_attention` while this context lasts; others as they are."""
+    """Let a model that attends by sdpa attend by `grouped_attention` while this context lasts; others as they are.
+
+    Those are the models that do not look their attention up in `transformers`' interface (Falcon among them): under a
+    name that they do not know they would attend eagerly, by masks that are not for that.
+    """
     config = model.config
-    if config._attn_implementation != "sdpa":
+    if config._attn_implementation != "sdpa" or not model._supports_attention_backend:
         yield
         return
     config._attn_implementation = NAME

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from decoding.generate import DecodingConfig
+from decoding.sampling import ForPromptLength, SamplingConfig
 from decoding.target import CausalLM
 
 
@@ -64,6 +65,7 @@ def transformers_generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
             generation_config=_generation_config(config),
+            logits_processor=_processors(config.sampling),
             streamer=clock,
             **options,
         )
@@ -117,6 +119,15 @@ def _bare_generation_configs(models: Sequence[PreTrainedModel], num_assistant_to
             model.generation_config = config
 
 
+def _processors(sampling: SamplingConfig) -> LogitsProcessorList:
+    if sampling.needs_counts or any(isinstance(processor, ForPromptLength) for processor in sampling.processors):
+        raise ValueError(
+            "transformers' generate has no presence or frequency penalty and no processors by prompt length: "
+            "compare with it without them"
+        )
+    return LogitsProcessorList(sampling.processors)
+
+
 def _generation_config(config: DecodingConfig) -> GenerationConfig:
     sampling = config.sampling
     controls: dict[str, Any] = {"do_sample": False}
@@ -127,6 +138,7 @@ def _generation_config(config: DecodingConfig) -> GenerationConfig:
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
             "min_p": sampling.min_p or None,  # it refuses 0; with a bare config None is none
+            "typical_p": sampling.typical_p,
         }
     return GenerationConfig(
         max_new_tokens=config.max_new_tokens,

@@ -216,6 +216,7 @@ class PreallocatedCache(Cache):
                 break
             common += 1
         self.truncate(0, common)
+        self.text = self.text[:common]
         return common
 
     @torch.inference_mode()

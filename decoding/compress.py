@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from decoding.target import CausalLM
 
@@ -54,9 +54,9 @@ def most_frequent_tokens(texts: Iterable[Sequence[int]], count: int, always: Seq
 
 
 def trimmed_vocabulary(model: PreTrainedModel, token_ids: Iterable[int]) -> CausalLM:
-    """A draft that writes these tokens alone: a copy of the model with the other rows of its lm_head cut off.
+    """A draft that writes these tokens alone: the model with the other rows of its lm_head cut off.
 
-    It still reads every token. The model given stays as it is.
+    It still reads every token. The model given stays as it is, and shares its other weights with the draft.
     """
     tokens = sorted(token_ids)
     lm_head = model.get_output_embeddings()
@@ -68,8 +68,8 @@ def trimmed_vocabulary(model: PreTrainedModel, token_ids: Iterable[int]) -> Caus
     cut.weight = nn.Parameter(lm_head.weight.detach()[index], requires_grad=False)
     if lm_head.bias is not None:
         cut.bias = nn.Parameter(lm_head.bias.detach()[index], requires_grad=False)
-    # What was tied to the embedding, which has to stay whole, is shared with the copy and not copied.
-    trimmed = copy.deepcopy(model, {id(lm_head): cut})
+    shared: dict[int, object] = {id(parameter): parameter for parameter in model.parameters()}
+    trimmed = copy.deepcopy(model, shared | {id(lm_head): cut})
     trimmed.config.tie_word_embeddings = False
     trimmed.config.get_text_config(decoder=True).tie_word_embeddings = False
     return CausalLM(trimmed, output_tokens=index)
@@ -93,8 +93,7 @@ def read_output_tokens(model: PreTrainedModel, name: str) -> tuple[int, ...] | N
     if file_name is None:
         return None
     try:
-        path = cached_file(name, file_name)
-        tokens = json.loads(Path(path).read_text())
+        tokens = json.loads(Path(str(cached_file(name, file_name))).read_text())
     except (OSError, TypeError, ValueError) as error:
         raise ValueError(f"{name} is to be trimmed by {file_name!r}, which cannot be read: {error}") from error
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):

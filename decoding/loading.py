@@ -8,6 +8,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from decoding.compress import read_output_tokens, trimmed_vocabulary
 from decoding.heads import FORMAT, MedusaHeads
 from decoding.target import CausalLM
 
@@ -103,13 +104,36 @@ def load_heads(folder: str | Path, target: CausalLM) -> MedusaHeads:
 
 
 def load_draft(
-    name: str, target: CausalLM, tokenizer: PreTrainedTokenizerBase | None, trust_remote_code: bool = False
+    name: str,
+    target: CausalLM,
+    tokenizer: PreTrainedTokenizerBase | None,
+    trust_remote_code: bool = False,
+    other_tokenizer: bool = False,
 ) -> CausalLM:
-    """A draft model in the target's dtype, on its device; its tokenizer is checked against the target's if given."""
+    """A draft model in the target's dtype, on its device; its tokenizer is checked against the target's if given.
+
+    ``other_tokenizer`` says that it may be another, as `OtherTokenizerDrafter` takes it. A folder that
+    `compress.write_output_tokens` wrote to gives a draft with a trimmed vocabulary.
+    """
     draft = load_model(name, target.dtype, target.device, trust_remote_code)
-    if tokenizer is not None:
-        check_same_tokenizer(tokenizer, load_tokenizer(name, trust_remote_code))
-    return CausalLM(draft)
+    if tokenizer is not None and not other_tokenizer:
+        own_tokenizer = load_tokenizer(name, trust_remote_code)
+        try:
+            check_same_tokenizer(tokenizer, own_tokenizer)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}, or load this one with other_tokenizer=True for an OtherTokenizerDrafter, which is clearly "
+                "slower"
+            ) from error
+    output_tokens = read_output_tokens(draft, name)
+    if output_tokens is None:
+        return CausalLM(draft)
+    if not other_tokenizer and (beyond := max(output_tokens)) >= target.vocab_size:
+        raise ValueError(
+            f"{name} is trimmed to tokens up to {beyond}, but the target knows 0 to {target.vocab_size - 1}: "
+            "trim it to tokens of the target"
+        )
+    return trimmed_vocabulary(draft, output_tokens)
 
 
 def is_heads_folder(folder: str | Path) -> bool:

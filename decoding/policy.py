@@ -41,6 +41,7 @@ class Policy(Protocol):
         draft_seconds: float,
         verify_seconds: float,
         total_seconds: float,
+        /,
     ) -> None:
         """What a step of ``budget`` brought: one count per row; the seconds are the whole batch's."""
 
@@ -60,7 +61,7 @@ class FixedPolicy:
         within = [budget for budget in budgets if budget.depth <= self._depth and budget.nodes <= self._nodes]
         return within[-1] if within else PLAIN
 
-    def observe(self, *step: object, **named: object) -> None:
+    def observe(self, *step: object) -> None:
         pass
 
 
@@ -72,27 +73,19 @@ class HeuristicPolicy:
 
     name = "heuristic"
 
-    def __init__(self, depth: float = 5) -> None:
+    def __init__(self, depth: int = 5) -> None:
         if depth < 1:
             raise ValueError(f"a depth of {depth} to start from: give at least 1")
-        self._depth = float(depth)
+        self._depth: float = depth
 
     def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
         if not budgets:
             return PLAIN
-        self._depth = min(self._depth, max(1.0, budgets[-1].depth))
+        self._depth = min(self._depth, max(budget.depth for budget in budgets))
         within = [budget for budget in budgets if budget.depth <= self._depth]
         return within[-1] if within else budgets[0]
 
-    def observe(
-        self,
-        budget: Budget,
-        rows: int,
-        steps: Sequence[StepCount],
-        draft_seconds: float,
-        verify_seconds: float,
-        total_seconds: float,
-    ) -> None:
+    def observe(self, budget: Budget, rows: int, steps: Sequence[StepCount], *seconds: float) -> None:
         moves = [2 if step.accepted == step.offered else -1 for step in steps if step.offered > 0]
         if moves:
             self._depth = max(1.0, self._depth + sum(moves) / len(moves))
@@ -106,7 +99,7 @@ class _Acceptance:
     """
 
     _MEMORY = 0.97  # what a step leaves of the counts before it: about 33 steps are remembered
-    _PRIOR_WEIGHT = 2.0  # in observations: one imagined success, so a useless drafter costs about one step to find out
+    _PRIOR_WEIGHT = 1.5  # in observations: less than one imagined success, so that a useless drafter is found out soon
 
     def __init__(self) -> None:
         # For each family and position: times accepted, times the position before was.
@@ -182,16 +175,24 @@ def _interpolate(points: Points, at: float, extrapolate: bool) -> float:
     return low + slope * (at - left) if at <= right else high + max(0.0, slope) * (at - right)
 
 
-class _Costs:
-    """Seconds by rows and size, learned from samples; what was not tried is inferred from what was."""
+def _alike(rows: int, other: int) -> bool:
+    return rows <= 2 * other and other <= 2 * rows
 
-    _SAMPLES = 9
+
+class _Costs:
+    """Seconds by rows and size, learned from samples; what was not tried is inferred from what was.
+
+    ``known``: a curve of one row to start from. Costs of ``for_slope`` sizes show how they go on behind the largest.
+    """
+
+    _SAMPLES = 15
     _SURPRISE = 1.5  # times what the other sizes let expect: not believed before the third sample
 
-    def __init__(self, known: Mapping[int, float] | None = None) -> None:
+    def __init__(self, for_slope: int, known: Mapping[int, float] | None = None) -> None:
+        self._for_slope = for_slope
         self._samples: defaultdict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=self._SAMPLES))
-        self._curves: dict[int, dict[int, float]] = {}
-        self._known = sorted((known or {}).items())
+        self._curves: dict[int, dict[int, float]] = {}  # by rows and size, sizes sorted
+        self._known = dict(sorted((known or {}).items()))
 
     def add(self, rows: int, size: int, seconds: float) -> None:
         samples = self._samples[rows, size]
@@ -209,31 +210,34 @@ class _Costs:
 
     def knows(self, rows: int, size: int) -> bool:
         """Whether this size was measured for these rows, or for some at most twice or at least half as many."""
-        return any(size in self._curves[near] for near in self._near(rows))
+        return any(size in curve for other, curve in self._curves.items() if _alike(rows, other))
 
     def largest(self, rows: int) -> int:
-        """The largest size measured for these rows or near ones."""
-        return max((size for near in self._near(rows) for size in self._curves[near]), default=1)
+        """The largest size measured for these rows, or for some at most twice or at least half as many."""
+        return max((max(curve, default=1) for other, curve in self._curves.items() if _alike(rows, other)), default=1)
 
     def curve(self, rows: int) -> Callable[[float], float]:
-        """Seconds by size. Its shape is borrowed from the nearest other rows, or the known curve, and is corrected
-        where these rows were measured themselves; without a loan it goes on as straight lines."""
+        """Seconds by size: through what was measured with these rows, in the shape of the nearest curve there is."""
         own = list(self._curves.get(rows, {}).items())
-        shapes = {
-            other: list(curve.items()) for other, curve in self._curves.items() if other != rows and len(curve) > 1
-        }
-        if self._known and 1 not in shapes:
-            shapes[1] = self._known
-        if not shapes:
-            own = own or [(0, 0.0)]
-            return lambda size: _interpolate(own, size, extrapolate=True)
-        shape = shapes[min(shapes, key=lambda other: abs(math.log(other / rows)))]
-        at_own = [(size, seconds, _interpolate(shape, size, extrapolate=True)) for size, seconds in own]
-        factors = [(size, seconds / borrowed) for size, seconds, borrowed in at_own if borrowed > 0] or [(0, 1.0)]
-        return lambda size: _interpolate(shape, size, extrapolate=True) * _interpolate(factors, size, extrapolate=False)
+        shape = self._shape(rows)
+        if not shape:
+            return lambda size: self._at(own, size) if own else 0.0
+        factors = [(size, seconds / self._at(shape, size)) for size, seconds in own if self._at(shape, size) > 0]
+        return lambda size: self._at(shape, size) * (_interpolate(factors, size, extrapolate=False) if factors else 1)
 
-    def _near(self, rows: int) -> list[int]:
-        return [seen for seen in self._curves if rows <= 2 * seen and seen <= 2 * rows]
+    def _shape(self, rows: int) -> Points:
+        """The curve of the nearest other rows; one that lacks a size for its slope is as good as one e times farther."""
+        shapes = {other: curve for other, curve in self._curves.items() if other != rows and curve}
+        if self._known:
+            shapes.setdefault(1, self._known)
+
+        def badness(other: int) -> float:
+            return abs(math.log(other / rows)) + max(0, self._for_slope - len(shapes[other]))
+
+        return list(shapes[min(shapes, key=badness)].items()) if shapes else []
+
+    def _at(self, points: Points, size: float) -> float:
+        return _interpolate(points, size, extrapolate=len(points) >= self._for_slope)
 
 
 class Guarded:
@@ -244,13 +248,14 @@ class Guarded:
     lost becomes a small share of the time, tries the smallest budget again, and waits twice as long after each failure.
     """
 
-    _FIRST_STEPS = 2  # of plain decoding, then of the smallest budget: one of them may be a hiccup
-    _MARGIN = 1.02  # what speculation must gain over plain decoding
+    _FIRST_TRIALS = 2  # of the smallest budget: one of them may be a hiccup
+    _MARGIN = 1.03  # what speculation must gain over plain decoding
+    _DEAREST_PLAIN = 1.25  # times the cheapest other step: if it looks dearer than that, its timing met hiccups
+    _GROWTH = 2  # times the largest block measured: the largest tried next
     _LOSS_SHARE = 0.02  # of the time, that failed attempts may cost while they are frequent
+    _WORST_LOSS = 4.0  # plain steps; what looks larger is rather a hiccup
     _SHORTEST_WAIT = 4  # plain steps
-    _GROWTH = 2
-    _DOUBLINGS = 2
-    _WORST_LOSS = 4.0  # plain steps; a larger one is rather a hiccup
+    _DOUBLINGS = 2  # of the wait, at most
     _DETOUR_SHARE = 0.01  # of the time, to look again at what is not in use
     _STALE_STEPS = 24
 
@@ -259,7 +264,8 @@ class Guarded:
         self.name = f"guarded {policy.name}"
         self._policy = policy
         self._acceptance = _Acceptance()
-        self._draft_costs, self._pass_costs = _Costs(), _Costs(cost_curve)
+        # The step from one node to two is often a jump that does not go on, so a pass's slope takes three sizes.
+        self._draft_costs, self._pass_costs = _Costs(for_slope=2), _Costs(3, cost_curve)
         self._trials: dict[int, int] = {}  # speculative steps by rows
         self._waited, self._failures, self._loss = 0, 0, 0.0
         self._steps, self._last_used = 0, dict[tuple[int, Budget], int]()
@@ -268,51 +274,45 @@ class Guarded:
     def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
         if not budgets or not self._pass_costs.knows(rows, 1):
             return PLAIN
-        if self._untried(rows) and self._acceptance.expected_tokens(budgets[0]) > 1.1:
+        tried = sum(trials for other, trials in self._trials.items() if _alike(rows, other))
+        if tried < self._FIRST_TRIALS and self._acceptance.expected_tokens(budgets[0]) > 1.1:
             return budgets[0]
         reach = max(budgets[0].nodes, self._GROWTH * self._pass_costs.largest(rows))
         within = [budget for budget in budgets if budget.nodes <= reach]
-        costs = self._costs([PLAIN, *within], rows)
+        costs = self._costs(within, rows)
         rates = {budget: self._acceptance.expected_tokens(budget) / cost for budget, cost in costs.items()}
         paying = [budget for budget in within if rates[budget] > self._MARGIN * rates[PLAIN]]
         if paying:
             choice = self._pick(paying, rates, rows)
-            return self._detour(choice, self._worth_a_look(choice, within), costs, rates, rows)
+            return self._detour(choice, self._worth_a_look(choice, within), rates, rows)
         return budgets[0] if self._waited >= self._wait() else PLAIN
 
-    def observe(
-        self,
-        budget: Budget,
-        rows: int,
-        steps: Sequence[StepCount],
-        draft_seconds: float,
-        verify_seconds: float,
-        total_seconds: float,
-    ) -> None:
+    def observe(self, budget: Budget, rows: int, steps: Sequence[StepCount], *seconds: float) -> None:
+        draft_seconds, verify_seconds, total_seconds = seconds
         drafted = max((step.drafted for step in steps), default=0)
         self._draft_costs.add(rows, min(budget.depth, drafted), draft_seconds)
         self._pass_costs.add(rows, drafted + 1, max(verify_seconds, total_seconds - draft_seconds))
-        if budget.depth == 0:
-            self._waited += 1
+        if budget.depth > 0:
+            self._learn(budget, rows, steps)
         else:
-            if self._waited >= self._SHORTEST_WAIT:  # a new attempt: what was believed till now may have changed
-                self._failures = self._failures + 1 if self._loss > 0 else 0
-                self._loss = 0.0
-                self._acceptance.forget(0.5)
-            self._waited = 0
-            self._trials[rows] = self._trials.get(rows, 0) + 1
-            self._acceptance.observe(budget, steps)
-        costs = self._costs([PLAIN, budget], rows)
+            self._waited += 1
+        costs = self._costs([budget], rows)
         if budget.depth > 0:  # by the learned costs, so that no hiccup makes an attempt look dear
-            emitted = sum(step.emitted for step in steps) / max(1, len(steps))
-            self._loss += costs[budget] / costs[PLAIN] - emitted
+            self._loss += costs[budget] / costs[PLAIN] - sum(step.emitted for step in steps) / max(1, len(steps))
         self._steps += 1
         self._last_used[rows, budget] = self._steps
-        self._credit = min(
-            self._credit - self._price + self._DETOUR_SHARE * costs[budget], self._WORST_LOSS * costs[PLAIN]
-        )
-        self._price = 0.0
+        earned = self._credit - self._price + self._DETOUR_SHARE * costs[budget]
+        self._credit, self._price = min(earned, self._WORST_LOSS * costs[PLAIN]), 0.0
         self._policy.observe(budget, rows, steps, draft_seconds, verify_seconds, total_seconds)
+
+    def _learn(self, budget: Budget, rows: int, steps: Sequence[StepCount]) -> None:
+        if self._waited >= self._SHORTEST_WAIT:  # a new attempt: what was believed till now may have changed
+            self._failures = self._failures + 1 if self._loss > 0 else 0
+            self._loss = 0.0
+            self._acceptance.forget(0.5)
+        self._waited = 0
+        self._trials[rows] = self._trials.get(rows, 0) + 1
+        self._acceptance.observe(budget, steps)
 
     def _pick(self, paying: Sequence[Budget], rates: Mapping[Budget, float], rows: int) -> Budget:
         return self._policy.choose(paying, rows)
@@ -321,38 +321,27 @@ class Guarded:
         """What to try now and then instead of ``choice``."""
         return [PLAIN]
 
-    def _untried(self, rows: int) -> bool:
-        return sum(n for seen, n in self._trials.items() if rows <= 2 * seen and seen <= 2 * rows) < self._FIRST_STEPS
-
     def _costs(self, budgets: Sequence[Budget], rows: int) -> dict[Budget, float]:
-        """Seconds of a step of each budget, above 0."""
+        """Seconds of a plain step and of one of each budget, above 0."""
         draft, target_pass, fill = self._draft_costs.curve(rows), self._pass_costs.curve(rows), self._acceptance.fill
-        return {
-            budget: max(
-                draft(budget.depth * fill) * (budget.depth > 0) + target_pass(1 + (budget.nodes - 1) * fill), 1e-12
-            )
-            for budget in budgets
-        }
+        costs = {PLAIN: max(target_pass(1), 1e-12)}
+        for depth, nodes in budgets:
+            costs[Budget(depth, nodes)] = max(draft(depth * fill) + target_pass(1 + (nodes - 1) * fill), 1e-12)
+        costs[PLAIN] = min(costs[PLAIN], self._DEAREST_PLAIN * min(costs.values()))
+        return costs
 
     def _wait(self) -> float:
         """Plain steps from an attempt that did not pay to the next."""
         loss = min(self._loss, self._WORST_LOSS)
         return max(self._SHORTEST_WAIT, loss / self._LOSS_SHARE) * 2.0 ** min(self._failures, self._DOUBLINGS)
 
-    def _detour(
-        self,
-        choice: Budget,
-        others: Sequence[Budget],
-        costs: Mapping[Budget, float],
-        rates: Mapping[Budget, float],
-        rows: int,
-    ) -> Budget:
-        """``choice``, or, where the time saved up for it suffices, the one of ``others`` longest not in use."""
-        stale = {other: self._steps - self._last_used.get((rows, other), -self._STALE_STEPS) for other in others}
-        other = max(stale, key=lambda budget: stale[budget])
-        price = max(0.0, costs[other] * (1 - rates[other] / rates[choice]))
-        price = min(price, self._WORST_LOSS * costs[PLAIN])
-        if stale[other] < self._STALE_STEPS or price > self._credit:
+    def _detour(self, choice: Budget, others: Sequence[Budget], rates: Mapping[Budget, float], rows: int) -> Budget:
+        """``choice``, or, where the seconds saved up for it suffice, the one of ``others`` longest not in use."""
+        unused = {other: self._steps - self._last_used.get((rows, other), -self._STALE_STEPS) for other in others}
+        other = max(others, key=lambda budget: unused[budget])
+        price = self._acceptance.expected_tokens(other) * (1 / rates[other] - 1 / rates[choice])
+        price = min(max(0.0, price), self._WORST_LOSS / rates[PLAIN])
+        if unused[other] < self._STALE_STEPS or price > self._credit:
             return choice
         self._price = price
         return other

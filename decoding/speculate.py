@@ -177,7 +177,7 @@ def decode_prompts(
     new = [torch.tensor(generation.tokens, dtype=torch.long, device=device) for generation in generations]
     new_padded = pad_sequence(new, batch_first=True, padding_value=padding or 0)
     return SpeculativeOutput(
-        torch.cat([prompts.padded, new_padded.to(prompts.padded.dtype)], dim=1),
+        torch.cat([prompts.padded, new_padded], dim=1),
         generations,
         _logprobs(generations, device) if config.logprobs else None,
     )

@@ -1,18 +1,25 @@
 """Any transformers causal language model behind one call: tokens or trees in, hidden states and logits out."""
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from decoding.attention import copy_free_attention
 from decoding.cache import PreallocatedCache
-from decoding.static import StaticSteps
+from decoding.static import StaticSteps, nodes_at
 from decoding.tree import TokenTree, TreeShape
+
+_MOST_STORED = 256
+_LARGEST_STORED = 256
+"""Masks of trees that are kept, and nodes of the largest: a block of text that is appended is larger, and never seen
+again."""
 
 
 class ModelOutput(NamedTuple):
@@ -65,13 +72,30 @@ def _refuse_unfit(model: PreTrainedModel) -> None:
             f"{kind} has {' and '.join(other)} layers, which do not take a tree's mask: "
             "give a model with full or sliding attention only"
         )
-    if kind in ("bloom", "mpt") or getattr(text_config, "alibi", False):
+    alibi = kind in ("bloom", "mpt") or getattr(text_config, "alibi", False)
+    if alibi or "position_ids" not in inspect.signature(type(model).forward).parameters:
         raise ValueError(
-            f"{kind} places tokens by their order (ALiBi), so a tree's branches cannot stand side by side: "
+            f"{kind} places tokens by their order{' (ALiBi)' * alibi}, so a tree's branches cannot stand side by side: "
             "give a model that takes position ids"
         )
+    # The GPT-NeoX family has this entry too, and does not read it.
+    if getattr(text_config, "is_decoder", None) is False and not kind.startswith("gpt_neox"):
+        raise ValueError(f"{kind} reads texts in both directions: give a causal LM, or set is_decoder in its config")
     if model.get_output_embeddings() is None:
         raise ValueError(f"{type(model).__name__} has no lm_head: load the model with AutoModelForCausalLM")
+
+
+def _max_positions(text_config: PreTrainedConfig) -> int | None:
+    """How long a text may become.
+
+    Where longrope has other frequencies for long texts than for short ones, no longer than the short ones reach: all
+    keys in the cache, of every row, would be void as soon as one row grows beyond.
+    """
+    longest: int | None = getattr(text_config, "max_position_embeddings", None)
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    by_layer = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
+    limits = [part["original_max_position_embeddings"] for part in by_layer if part.get("rope_type") == "longrope"]
+    return min([*limits, *([] if longest is None else [longest])], default=None)
 
 
 class CausalLM:
@@ -96,17 +120,18 @@ class CausalLM:
         self.output_tokens = None if output_tokens is None else output_tokens.to(model.device)
         text_config = model.config.get_text_config(decoder=True)
         self.num_layers: int = text_config.num_hidden_layers
-        self.hidden_size: int = text_config.hidden_size
+        # What the lm_head reads; some models (the smallest OPT) are wider inside.
+        self.hidden_size: int = getattr(model.get_output_embeddings(), "in_features", text_config.hidden_size)
         self.vocab_size: int = text_config.vocab_size
-        self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
+        self.max_positions = _max_positions(text_config)
         self._layer_types: tuple[str, ...] = tuple(getattr(text_config, "layer_types", None) or ())
         window = getattr(text_config, "sliding_window", None)
         self._window: int | None = window if getattr(text_config, "use_sliding_window", True) else None
-        self._tree_masks: dict[Any, Tensor] = {}
+        self._tree_masks: dict[TreeShape, Tensor] = {}
         self._static: StaticSteps | None = None
         self._static_cache: PreallocatedCache | None = None
         if static is not None:
-            self._static = StaticSteps(self._forward, self._windows(), self.max_positions, self.dtype, static)
+            self._static = StaticSteps(model, self._forward, self._windows(), self.max_positions, self.dtype, static)
 
     @property
     def device(self) -> torch.device:
@@ -122,6 +147,7 @@ class CausalLM:
         """Room for ``rows`` texts of about ``capacity`` positions."""
         if self._static is None:
             return PreallocatedCache(self.num_layers, capacity, rows)
+        capacity = self._static.capacity(capacity)
         if self._static_cache is None or self._static_cache.rows < rows:
             self._static_cache = PreallocatedCache(self.num_layers, capacity, rows)
         self._static_cache.restart(capacity)
@@ -143,7 +169,7 @@ class CausalLM:
         tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=self.device)
         cache.begin(slots, longest, self.device)
         positions = torch.arange(longest, device=self.device)[None]
-        output = self._run(tokens, positions, cache, None, self._last_of(lengths))
+        output = self._run(self.model, tokens, positions, cache, None, self._last_of(lengths))
         cache.end(lengths)
         return ModelOutput(output.hidden[:, 0], output.logits[:, 0])
 
@@ -152,15 +178,21 @@ class CausalLM:
         """Run a line of tokens behind each row; hidden state and logits of each row's last, (rows, ...)."""
         if not any(cache.lengths[: len(blocks)]):
             return self.prefill(blocks, cache)
-        trees = [TokenTree.chain(block, self.device) for block in blocks]
-        output = self._run_trees(trees, cache, [0] * len(trees), self._last_of([len(block) for block in blocks]))
+        trees = [TokenTree.chain(block) for block in blocks]
+        if self._static is not None and self._static.fits(trees):
+            output = ModelOutput(*self._static.run(trees, cache, last_only=True))
+        else:
+            output = self._run_trees(trees, cache, [0] * len(trees), self._last_of([len(block) for block in blocks]))
         return ModelOutput(output.hidden[:, 0], output.logits[:, 0])
 
     @torch.inference_mode()
     def step(self, tokens: Int[Tensor, " rows"], cache: PreallocatedCache) -> ModelOutput:
         """Run one token behind each row; the tokens may still be on their way on the device. (rows, ...)"""
-        trees = [TokenTree(tokens[row : row + 1], TreeShape.chain(0)) for row in range(len(tokens))]
-        output = self._run_trees(trees, cache, [0] * len(trees), None)
+        if self._static is not None:
+            output = ModelOutput(*self._static.step(tokens, cache))
+        else:
+            trees = [TokenTree(tokens[row : row + 1], TreeShape.chain(0)) for row in range(len(tokens))]
+            output = self._run_trees(trees, cache, [0] * len(trees), None)
         return ModelOutput(output.hidden[:, 0], output.logits[:, 0])
 
     @torch.inference_mode()
@@ -172,6 +204,8 @@ class CausalLM:
         Of row i the nodes before ``first[i]`` are in the cache already (a tree drafted level by level); only the others
         run. Returns (rows, nodes, hidden) and (rows, nodes, vocab); rows with fewer nodes than others are padded.
         """
+        if self._static is not None and self._static.fits(trees):
+            return ModelOutput(*self._static.run(trees, cache, first))
         return self._run_trees(trees, cache, first or [0] * len(trees), None)
 
     def _last_of(self, lengths: Sequence[int]) -> Callable[[Tensor], Tensor]:
@@ -189,9 +223,6 @@ class CausalLM:
         first: Sequence[int],
         select: Callable[[Tensor], Tensor] | None,
     ) -> ModelOutput:
-        if self._static is not None and not any(first) and self._static.fits(trees):
-            output = ModelOutput(*self._static.run(trees, cache))
-            return output if select is None else ModelOutput(select(output.hidden), select(output.logits))
         counts = [len(tree) - skipped for tree, skipped in zip(trees, first, strict=True)]
         size = max(counts)
         tokens = self._stack([tree.tokens[skipped:] for tree, skipped in zip(trees, first, strict=True)], size)
@@ -208,7 +239,7 @@ class CausalLM:
         else:
             masks = self._masks([tree.shape for tree in trees], starts, first, size)
         cache.begin(range(len(trees)), size, self.device)
-        output = self._run(tokens, positions, cache, masks, select)
+        output = self._run(self.model, tokens, positions, cache, masks, select)
         cache.end(counts)
         return output
 
@@ -221,6 +252,7 @@ class CausalLM:
 
     def _run(
         self,
+        model: Callable[..., Any],
         tokens: Tensor,
         positions: Tensor,
         cache: PreallocatedCache,
@@ -228,13 +260,23 @@ class CausalLM:
         select: Callable[[Tensor], Tensor] | None,
     ) -> ModelOutput:
         with capture_lm_head_input(self.model, select) as captured, copy_free_attention(self.model):
-            output = self.model(
+            output = model(
                 input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
             )
         return ModelOutput(captured[0] if select is None else select(captured[0]), output.logits)
 
-    def _forward(self, tokens: Tensor, positions: Tensor, cache: PreallocatedCache, mask: Any) -> tuple[Tensor, Tensor]:
-        output = self._run(tokens, positions, cache, mask, None)
+    def _forward(
+        self,
+        model: Callable[..., Any],
+        tokens: Tensor,
+        positions: Tensor,
+        cache: PreallocatedCache,
+        mask: Any,
+        last: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """A step for `decoding.static`: ``model`` is our own or a compiled one, ``last`` selects a node of each row."""
+        select = None if last is None else partial(nodes_at, last)
+        output = self._run(model, tokens, positions, cache, mask, select)
         return output.hidden, output.logits
 
     def _windows(self) -> dict[str, int | None]:
@@ -298,11 +340,15 @@ class CausalLM:
 
     def _tree_mask(self, shape: TreeShape) -> Tensor:
         """What a tree's nodes may not see of one another, (nodes, nodes), additive."""
-        key = shape.parents
-        if key not in self._tree_masks:
-            if len(self._tree_masks) > 256:  # dynamic trees: keep the memory bounded
+        if shape in self._tree_masks:
+            return self._tree_masks[shape]
+        mask = torch.full((len(shape),) * 2, torch.finfo(self.dtype).min, dtype=self.dtype, device=self.device)
+        if shape.is_chain:
+            mask.triu_(1)
+        else:
+            mask.masked_fill_(shape.ancestor_mask.to(self.device), 0)
+        if len(shape) <= _LARGEST_STORED:
+            if len(self._tree_masks) >= _MOST_STORED:  # dynamic trees: keep the memory bounded
                 self._tree_masks.clear()
-            hidden = ~shape.ancestor_mask.to(self.device)
-            mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
-            self._tree_masks[key] = mask.masked_fill_(hidden, torch.finfo(self.dtype).min)
-        return self._tree_masks[key]
+            self._tree_masks[shape] = mask
+        return mask

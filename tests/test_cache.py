@@ -1,12 +1,14 @@
-"""The preallocated cache: after any tree and any acceptance, it is the cache of the accepted text."""
+"""The preallocated cache: after any trees and any acceptances, each row of it is the cache of that row's text alone."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import full_forward
+from torch import Tensor
 
 from decoding.cache import PreallocatedCache
 from decoding.target import CausalLM
@@ -15,131 +17,331 @@ from decoding.tree import TokenTree, TreeShape
 PREFIX = [3, 1, 4, 1, 5]
 # Root 9 -> {2, 6}, 2 -> {5}, 6 -> {3, 5}, the second 5 -> {8}
 TREE = TokenTree(torch.tensor([9, 2, 6, 5, 3, 5, 8]), TreeShape((-1, 0, 0, 1, 2, 2, 5)))
+RAGGED = [[3, 1, 4, 1, 5, 9, 2, 6], [5], [3, 5, 8, 9]]
 FLOAT = {"rtol": 0.0, "atol": 1e-5}
+CPU = torch.device("cpu")
 
 
-def filled(model: CausalLM, tokens: list[int], capacity: int = 64) -> PreallocatedCache:
-    cache = model.new_cache(capacity)
-    model.append(torch.tensor(tokens), cache)
+def filled(model: CausalLM, *texts: list[int], capacity: int = 64) -> PreallocatedCache:
+    cache = model.new_cache(capacity, len(texts))
+    model.prefill(texts, cache)
     return cache
 
 
-def contents(cache: PreallocatedCache) -> torch.Tensor:
-    """Keys and values of every layer, up to the length: (2, layers, heads, length, dim)."""
-    layers = [(layer.keys[0, :, : cache.length], layer.values[0, :, : cache.length]) for layer in cache.layers]
+def contents(cache: PreallocatedCache, slot: int = 0) -> Tensor:
+    """Keys and values of every layer of a row, up to its length: (2, layers, heads, length, dim)."""
+    end = cache.lengths[slot]
+    layers = [(layer.keys[slot, :, :end], layer.values[slot, :, :end]) for layer in cache.layers]
     return torch.stack([torch.stack(list(kind)) for kind in zip(*layers, strict=True)])
 
 
-def assert_same_content(cache: PreallocatedCache, expected: torch.Tensor) -> None:
+def assert_same_content(kept: Tensor, expected: Tensor) -> None:
     """Equal to 1e-6 of the largest entry: what fp32 leaves when blocks of other sizes are multiplied."""
-    torch.testing.assert_close(contents(cache), expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
+    torch.testing.assert_close(kept, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
+
+
+def assert_holds(model: CausalLM, cache: PreallocatedCache, *texts: Sequence[int]) -> None:
+    """Row i of the cache is the cache that a model has which has run text i alone."""
+    for slot, text in enumerate(texts):
+        assert cache.lengths[slot] == len(text)
+        assert_same_content(contents(cache, slot), contents(filled(model, list(text))))
 
 
 def buffers(cache: PreallocatedCache) -> list[int]:
     return [tensor.data_ptr() for layer in cache.layers for tensor in (layer.keys, layer.values)]
 
 
+def numbers(*values: int) -> Tensor:
+    """A block of one head and one dimension whose positions hold these numbers."""
+    return torch.tensor(values, dtype=torch.float32).view(1, 1, -1, 1)
+
+
+def write(cache: PreallocatedCache, rows: Sequence[Tensor], slots: Sequence[int], written: Sequence[int]) -> Tensor:
+    """One forward's writes into layer 0; the keys it may attend to, (rows, keys)."""
+    block = torch.cat(list(rows))
+    cache.begin(slots, block.shape[-2], CPU)
+    keys, values = cache.update(block, -block, 0)
+    assert torch.equal(values, -keys)
+    cache.end(written)
+    return keys[:, 0, :, 0]
+
+
+def held(cache: PreallocatedCache, slot: int = 0) -> list[int]:
+    return [int(value) for value in contents(cache, slot)[0, 0, 0, :, 0]]
+
+
+def random_tree(chance: random.Random, most_nodes: int = 7) -> TokenTree:
+    parents = (-1, *(chance.randrange(node) for node in range(1, chance.randint(1, most_nodes))))
+    return TokenTree(torch.tensor([chance.randrange(16) for _ in parents]), TreeShape(parents))
+
+
+# --- acceptance ------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("path", [(), (1,), (2,), (1, 3), (2, 5), (2, 5, 6)])
 def test_a_rejected_branch_leaves_no_trace_in_the_cache(tiny_llama: CausalLM, path: tuple[int, ...]) -> None:
     cache = filled(tiny_llama, PREFIX)
-    tiny_llama.verify(TREE, cache)
-    assert cache.length == len(PREFIX) + len(TREE)
-    cache.commit(len(PREFIX), (0, *path))
+    tiny_llama.verify([TREE], cache)
+    assert cache.lengths == [len(PREFIX) + len(TREE)]
+    cache.commit(0, len(PREFIX), (0, *path))
     text = [*PREFIX, *(TREE.token_list[node] for node in (0, *path))]
-    fresh = filled(tiny_llama, text)
-    assert cache.length == fresh.length == len(text)
-    assert_same_content(cache, contents(fresh))
+    assert_holds(tiny_llama, cache, text)
+    logits = tiny_llama.append([[7]], cache).logits[0]
+    torch.testing.assert_close(logits, full_forward(tiny_llama.model, [*text, 7])[-1], **FLOAT)
 
 
-@pytest.mark.parametrize("path", [(), (1,), (2, 5, 6)])
-def test_the_next_logits_are_those_of_the_accepted_text_alone(tiny_llama: CausalLM, path: tuple[int, ...]) -> None:
-    cache = filled(tiny_llama, PREFIX)
-    tiny_llama.verify(TREE, cache)
-    cache.commit(len(PREFIX), (0, *path))
-    text = [*PREFIX, *(TREE.token_list[node] for node in (0, *path)), 7]
-    logits = tiny_llama.append(torch.tensor([7]), cache).logits[-1]
-    torch.testing.assert_close(logits, full_forward(tiny_llama.model, text)[-1], **FLOAT)
+def test_rows_that_accept_different_paths_leave_no_trace_in_one_another(tiny_llama: CausalLM) -> None:
+    cache = filled(tiny_llama, *RAGGED)
+    tiny_llama.verify([TREE] * 3, cache)
+    paths = [(0, 2, 5, 6), (0,), (0, 1)]
+    for slot, path in enumerate(paths):
+        cache.commit(slot, len(RAGGED[slot]), path)
+    texts = [[*text, *(TREE.token_list[node] for node in path)] for text, path in zip(RAGGED, paths, strict=True)]
+    assert_holds(tiny_llama, cache, *texts)
 
 
-@given(seed=st.integers(0, 2**32 - 1), steps=st.integers(1, 5), capacity=st.integers(1, 40))
-def test_many_trees_and_random_acceptances_later_it_is_still_the_cache_of_the_text(
-    tiny_llama: CausalLM, seed: int, steps: int, capacity: int
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 4), steps=st.integers(1, 4), capacity=st.integers(1, 40))
+def test_many_trees_and_random_acceptances_later_each_row_is_still_the_cache_of_its_text(
+    tiny_llama: CausalLM, seed: int, rows: int, steps: int, capacity: int
 ) -> None:
     chance = random.Random(seed)
-    text = [chance.randrange(16) for _ in range(chance.randint(1, 4))]
-    cache = filled(tiny_llama, text, capacity)
+    texts = [[chance.randrange(16) for _ in range(chance.randint(1, 9))] for _ in range(rows)]
+    cache = filled(tiny_llama, *texts, capacity=capacity)
     for _ in range(steps):
-        parents = (-1, *(chance.randrange(node) for node in range(1, chance.randint(1, 7))))
-        tree = TokenTree(torch.tensor([chance.randrange(16) for _ in parents]), TreeShape(parents))
-        tiny_llama.verify(tree, cache)
-        path = (0, *tree.shape.path(chance.randrange(len(tree))))
-        cache.commit(len(text), path)
-        text += [tree.token_list[node] for node in path]
-    assert_same_content(cache, contents(filled(tiny_llama, text)))
+        trees = [random_tree(chance) for _ in texts]
+        tiny_llama.verify(trees, cache)
+        for slot, (text, tree) in enumerate(zip(texts, trees, strict=True)):
+            path = (0, *tree.shape.path(chance.randrange(len(tree))))
+            cache.commit(slot, len(text), path)
+            text += [tree.token_list[node] for node in path]
+    assert_holds(tiny_llama, cache, *texts)
 
 
-def test_commit_moves_the_kept_nodes_together_in_their_order() -> None:
-    cache = PreallocatedCache(num_layers=1, capacity=8)
-    # One head, one dimension: position i holds the number i.
-    block = torch.arange(6.0).view(1, 1, 6, 1)
-    cache.update(block, -block, 0)
-    cache.commit(2, (0, 1, 3))
-    assert contents(cache)[:, 0, 0, :, 0].tolist() == [[0, 1, 2, 3, 5], [0, -1, -2, -3, -5]]
+def test_commit_moves_the_kept_nodes_of_one_row_together_in_their_order() -> None:
+    cache = PreallocatedCache(num_layers=1, capacity=8, rows=2)
+    write(cache, [numbers(0, 1, 2, 3, 4, 5), numbers(10, 11, 12, 13, 14, 15)], [0, 1], [6, 6])
+    cache.commit(0, 2, (0, 1, 3))
+    assert held(cache, 0) == [0, 1, 2, 3, 5] and held(cache, 1) == [10, 11, 12, 13, 14, 15]
 
 
 def test_commit_copies_nothing_of_the_prefix(tiny_llama: CausalLM) -> None:
     cache = filled(tiny_llama, PREFIX)
-    tiny_llama.verify(TREE, cache)
+    tiny_llama.verify([TREE], cache)
     before, prefix = buffers(cache), contents(cache)[..., : len(PREFIX), :].clone()
-    cache.commit(len(PREFIX), (0, 2, 5))
+    cache.commit(0, len(PREFIX), (0, 2, 5))
     assert buffers(cache) == before
     assert torch.equal(contents(cache)[..., : len(PREFIX), :], prefix)
 
 
+def test_committing_a_chain_moves_nothing_at_all() -> None:
+    cache = PreallocatedCache(num_layers=1, capacity=8)
+    write(cache, [numbers(0, 1, 2, 3, 4, 5)], [0], [6])
+    cache.commit(0, 1, (0, 1, 2))
+    assert cache.layers[0].keys[0, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 5, 0, 0], "what is refused is only out of sight"
+    assert held(cache) == [0, 1, 2, 3]
+
+
+def test_committing_into_a_cache_that_never_ran_is_allowed() -> None:
+    cache = PreallocatedCache(num_layers=2, capacity=4)
+    cache.commit(0, 0, ())
+    assert cache.lengths == [0]
+
+
+# --- one forward: begin, update, end ---------------------------------------------------------------------------------
+
+
+def test_a_block_is_written_behind_each_row_and_padding_is_not_counted() -> None:
+    cache = PreallocatedCache(num_layers=1, capacity=8, rows=2)
+    write(cache, [numbers(1, 2, 3), numbers(7, 0, 0)], [0, 1], [3, 1])
+    assert cache.lengths == [3, 1]
+    keys = write(cache, [numbers(4, 5), numbers(8, 9)], [0, 1], [2, 2])
+    assert cache.lengths == [5, 3] and held(cache, 0) == [1, 2, 3, 4, 5] and held(cache, 1) == [7, 8, 9]
+    # The shorter row's slice is as long as the longer's; what stands behind its own five is for the mask to hide.
+    assert keys[0].tolist() == [1, 2, 3, 4, 5] and keys[1].tolist()[:3] == [7, 8, 9]
+
+
+def test_padding_is_overwritten_by_what_the_row_writes_next() -> None:
+    cache = PreallocatedCache(num_layers=1, capacity=8, rows=2)
+    write(cache, [numbers(1, 2, 3), numbers(7, 99, 99)], [0, 1], [3, 1])
+    write(cache, [numbers(4, 5), numbers(8, 9)], [0, 1], [1, 2])
+    assert held(cache, 1) == [7, 8, 9]
+
+
+def test_a_prefill_attends_to_its_own_block_and_touches_no_other_row() -> None:
+    cache = PreallocatedCache(num_layers=1, capacity=8, rows=3)
+    write(cache, [numbers(1, 2), numbers(3, 4), numbers(5, 6)], [0, 1, 2], [2, 2, 2])
+    cache.truncate(1, 0)
+    assert write(cache, [numbers(7, 8, 9)], [1], [3]).tolist() == [[7, 8, 9]]
+    assert [held(cache, slot) for slot in range(3)] == [[1, 2], [7, 8, 9], [5, 6]]
+
+
+def test_slots_may_be_filled_in_any_order() -> None:
+    cache = PreallocatedCache(num_layers=1, capacity=8, rows=3)
+    write(cache, [numbers(1, 2), numbers(3, 0)], [2, 0], [2, 1])
+    assert [held(cache, slot) for slot in range(3)] == [[3], [], [1, 2]]
+
+
+def test_rows_that_hold_something_must_be_the_first_ones() -> None:
+    cache = PreallocatedCache(num_layers=1, capacity=8, rows=3)
+    write(cache, [numbers(1)] * 3, [0, 1, 2], [1, 1, 1])
+    for slots in ([1], [1, 0], [0, 2]):
+        with pytest.raises(AssertionError, match="are not the first ones"):
+            cache.begin(slots, 1, CPU)
+
+
+def test_a_forward_over_the_first_rows_leaves_the_others_alone() -> None:
+    cache = PreallocatedCache(num_layers=1, capacity=8, rows=3)
+    write(cache, [numbers(1), numbers(2), numbers(3)], [0, 1, 2], [1, 1, 1])
+    assert write(cache, [numbers(4), numbers(5)], [0, 1], [1, 1]).tolist() == [[1, 4], [2, 5]]
+    assert cache.lengths == [2, 2, 1] and held(cache, 2) == [3]
+
+
+def test_while_a_forward_runs_the_model_is_told_the_longest_row(tiny_llama: CausalLM) -> None:
+    cache = filled(tiny_llama, *RAGGED)
+    assert cache.get_seq_length() == 8
+    cache.begin([0, 1], 3, CPU)
+    assert cache.get_seq_length() == 8 and cache.get_mask_sizes(3, 0) == (11, 0)
+    cache.end([0, 0])
+    cache.truncate(0, 0)
+    cache.begin([0], 5, CPU)
+    assert cache.get_seq_length() == 0, "a prefill, whatever the other rows hold"
+
+
 def test_an_update_returns_views_of_the_buffers() -> None:
-    cache = PreallocatedCache(num_layers=2, capacity=8)
-    block = torch.randn(1, 2, 3, 4)
-    keys, values = cache.update(block, 2 * block, 1)
-    assert keys.shape == (1, 2, 3, 4) and torch.equal(keys, block) and torch.equal(values, 2 * block)
-    assert keys.data_ptr() == cache.layers[1].keys.data_ptr()
-    keys_later, _ = cache.update(block, block, 1)
-    assert keys_later.shape[-2] == 6 and keys_later.data_ptr() == keys.data_ptr()
+    cache = PreallocatedCache(num_layers=2, capacity=8, rows=2)
+    block = torch.randn(2, 2, 3, 4)
+    for written in (3, 6):
+        cache.begin([0, 1], 3, CPU)
+        for layer in (0, 1):
+            keys, values = cache.update(block, 2 * block, layer)
+        assert torch.equal(keys[:, :, -3:], block) and torch.equal(values[:, :, -3:], 2 * block)
+        cache.end([3, 3])
+        assert cache.lengths == [written, written] and keys.shape == (2, 2, written, 4)
+    assert keys.data_ptr() == cache.layers[1].keys.data_ptr(), "a slice, not a copy"
+    assert values.data_ptr() == cache.layers[1].values.data_ptr()
+
+
+def test_keys_and_values_may_differ_in_width() -> None:
+    cache = PreallocatedCache(num_layers=1, capacity=2)
+    for _ in range(3):
+        cache.begin([0], 1, CPU)
+        keys, values = cache.update(torch.ones(1, 2, 1, 6), torch.ones(1, 2, 1, 4), 0)
+        cache.end([1])
+    assert keys.shape == (1, 2, 3, 6) and values.shape == (1, 2, 3, 4)
+
+
+# --- growth ----------------------------------------------------------------------------------------------------------
 
 
 def test_growing_keeps_the_content(tiny_llama: CausalLM) -> None:
     small, large = filled(tiny_llama, PREFIX, capacity=5), filled(tiny_llama, PREFIX, capacity=64)
     before = contents(small).clone()
     for cache in (small, large):
-        tiny_llama.verify(TREE, cache)
+        tiny_llama.verify([TREE], cache)
     assert small.capacity == 20, "5 doubled until 12 positions fit"
     assert torch.equal(contents(small)[..., : len(PREFIX), :], before)
     assert torch.equal(contents(small), contents(large))
 
 
+def test_growing_keeps_every_row_of_its_own_length(tiny_llama: CausalLM) -> None:
+    cache = filled(tiny_llama, *RAGGED, capacity=8)
+    before = [contents(cache, slot).clone() for slot in range(3)]
+    tiny_llama.verify([TREE] * 3, cache)
+    assert cache.capacity == 16, "the longest row wants 15"
+    for slot, text in enumerate(RAGGED):
+        assert torch.equal(contents(cache, slot)[..., : len(text), :], before[slot])
+
+
+def test_the_longest_row_alone_decides_when_the_buffers_grow() -> None:
+    cache = PreallocatedCache(num_layers=1, capacity=4, rows=2)
+    write(cache, [numbers(1, 2, 3, 4), numbers(5, 0, 0, 0)], [0, 1], [4, 1])
+    assert cache.capacity == 4
+    write(cache, [numbers(6), numbers(7)], [0, 1], [1, 1])
+    assert cache.capacity == 8 and held(cache, 0) == [1, 2, 3, 4, 6] and held(cache, 1) == [5, 7]
+
+
 def test_a_cache_of_capacity_zero_grows_from_one() -> None:
     cache = PreallocatedCache(num_layers=1, capacity=0)
-    block = torch.arange(3.0).view(1, 1, 3, 1)
     for _ in range(2):
-        cache.update(block, block, 0)
-    assert cache.capacity == 8 and contents(cache)[0, 0, 0, :, 0].tolist() == [0, 1, 2, 0, 1, 2]
+        write(cache, [numbers(0, 1, 2)], [0], [3])
+    assert cache.capacity == 8 and held(cache) == [0, 1, 2, 0, 1, 2]
 
 
-def test_truncation_drops_the_end_and_nothing_else(tiny_llama: CausalLM) -> None:
-    cache = filled(tiny_llama, PREFIX)
-    before = contents(cache).clone()
-    cache.truncate(2)
-    assert cache.length == 2 and cache.get_seq_length() == 2
-    assert torch.equal(contents(cache), before[..., :2, :])
-    tiny_llama.append(torch.tensor(PREFIX[2:]), cache)
-    assert_same_content(cache, before)
+def test_what_has_not_been_written_is_zero_for_attention_reads_it() -> None:
+    cache = PreallocatedCache(num_layers=1, capacity=2)
+    write(cache, [numbers(1, 2, 3)], [0], [3])
+    assert cache.layers[0].keys[0, 0, :, 0].tolist() == [1, 2, 3, 0] and cache.layers[0].values.isfinite().all()
+
+
+# --- dropping, reusing, moving ---------------------------------------------------------------------------------------
+
+
+def test_truncation_drops_the_end_of_one_row_and_nothing_else(tiny_llama: CausalLM) -> None:
+    cache = filled(tiny_llama, *RAGGED)
+    before = contents(cache, 0).clone()
+    cache.truncate(0, 2)
+    assert cache.lengths == [2, 1, 4] and torch.equal(contents(cache, 0), before[..., :2, :])
+    tiny_llama.append([RAGGED[0][2:], [8], [8]], cache)
+    assert_holds(tiny_llama, cache, RAGGED[0], [*RAGGED[1], 8], [*RAGGED[2], 8])
 
 
 def test_truncating_to_more_than_there_is_is_our_own_bug(tiny_llama: CausalLM) -> None:
     with pytest.raises(AssertionError, match="cannot truncate 5 positions to 6"):
-        filled(tiny_llama, PREFIX).truncate(6)
+        filled(tiny_llama, PREFIX).truncate(0, 6)
 
 
-def test_committing_into_a_cache_that_never_ran_is_allowed() -> None:
-    cache = PreallocatedCache(num_layers=2, capacity=4)
-    cache.commit(0, ())
-    assert cache.length == 0
+@pytest.mark.parametrize(
+    ("prompt", "kept"),
+    [
+        ([3, 1, 4, 1, 5, 9], 5),
+        ([3, 1, 4, 1, 5], 4),  # the last token is run again: its logits are wanted
+        ([3, 1, 4], 2),
+        ([3, 1, 9, 1, 5, 9], 2),
+        ([9, 1, 4], 0),
+        ([3], 0),
+    ],
+)
+def test_a_new_prompt_keeps_what_it_begins_with(tiny_llama: CausalLM, prompt: list[int], kept: int) -> None:
+    cache = filled(tiny_llama, PREFIX)
+    cache.text = tuple(PREFIX)
+    assert cache.rewind(prompt) == kept
+    assert cache.lengths == [kept] and cache.text == tuple(PREFIX[:kept])
+    tiny_llama.append([prompt[kept:]], cache)
+    assert_holds(tiny_llama, cache, prompt)
+
+
+def test_what_was_rewound_is_not_promised_any_more(tiny_llama: CausalLM) -> None:
+    """Else a call that breaks off behind its rewind would leave a text whose keys are gone."""
+    cache = filled(tiny_llama, PREFIX)
+    cache.text = tuple(PREFIX)
+    assert cache.rewind([3, 1, 9]) == 2
+    assert cache.rewind([*PREFIX, 9]) == 2
+
+
+def test_a_cache_that_is_new_has_nothing_to_reuse(tiny_llama: CausalLM) -> None:
+    assert tiny_llama.new_cache(8).rewind(PREFIX) == 0
+
+
+def test_a_row_that_moves_goes_on_in_its_new_slot(tiny_llama: CausalLM) -> None:
+    cache = filled(tiny_llama, *RAGGED)
+    moved = contents(cache, 2).clone()
+    cache.move(2, 0)
+    assert cache.lengths == [4, 1, 0] and torch.equal(contents(cache, 0), moved)
+    tiny_llama.verify([TREE, TREE], cache)
+    cache.commit(0, 4, (0, 2, 4))
+    cache.commit(1, 1, (0, 1))
+    assert_holds(tiny_llama, cache, [*RAGGED[2], 9, 6, 3], [*RAGGED[1], 9, 2])
+
+
+def test_moving_a_row_onto_itself_keeps_it(tiny_llama: CausalLM) -> None:
+    cache = filled(tiny_llama, PREFIX)
+    cache.move(0, 0)
+    assert_holds(tiny_llama, cache, PREFIX)
+
+
+def test_a_longer_row_that_left_leaves_no_trace_in_the_slot_of_a_shorter_one(tiny_llama: CausalLM) -> None:
+    cache = filled(tiny_llama, *RAGGED)
+    cache.move(1, 0)  # one token where there were eight
+    logits = tiny_llama.append([[7]], cache).logits[0]
+    torch.testing.assert_close(logits, full_forward(tiny_llama.model, [*RAGGED[1], 7])[-1], **FLOAT)

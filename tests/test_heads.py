@@ -1,17 +1,24 @@
 """Medusa heads: how they start, and what is saved and refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_model
+from tiny_models import counting_model, tiny_model
+from tiny_training import Recorder, toy_examples, train_toy
 
 from decoding.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads
 from decoding.target import CausalLM
+from trainer.data import Example
+from trainer.export import export
+from trainer.medusa import MedusaObjective, rank_accuracies
+from trainer.recipe import HeadsSection, parse_recipe
 
 CONFIG = MedusaConfig(hidden_size=16, vocab_size=16, num_heads=3, tree=((0,), (1,), (0, 0), (0, 0, 2)))
+SHARED = replace(CONFIG, shared_lm_head=True)
 
 
 def random_heads(config: MedusaConfig = CONFIG) -> MedusaHeads:
@@ -24,7 +31,7 @@ def random_heads(config: MedusaConfig = CONFIG) -> MedusaHeads:
 
 def test_heads_start_as_the_targets_lm_head(tiny_llama: CausalLM) -> None:
     heads = MedusaHeads.for_target(tiny_llama.model, CONFIG)
-    output = tiny_llama.append(torch.tensor([1, 2, 3]), tiny_llama.new_cache(8))
+    output = tiny_llama.append([[1, 2, 3]], tiny_llama.new_cache(8))
     with torch.inference_mode():
         logits = heads(output.hidden)
     assert logits.shape == (3, 1, 16)
@@ -146,3 +153,105 @@ def test_an_lm_head_with_a_bias_is_refused_for_the_heads_would_lose_it() -> None
     model.get_output_embeddings().bias = torch.nn.Parameter(torch.ones(16))
     with pytest.raises(ValueError, match="with a bias and cannot be copied into heads of 16 tokens"):
         MedusaHeads.for_target(model, MedusaConfig(16, 16))
+
+
+# --- heads that share the target's lm_head --------------------------------------------------------------------------
+
+
+def test_shared_heads_start_as_the_targets_lm_head_and_hold_none(tiny_llama: CausalLM) -> None:
+    heads = MedusaHeads.for_target(tiny_llama.model, SHARED)
+    assert [name for name in heads.state_dict() if "lm_head" in name] == []
+    output = tiny_llama.append([[1, 2, 3]], tiny_llama.new_cache(8))
+    with torch.inference_mode():
+        for logits in heads(output.hidden, tiny_llama.model.get_output_embeddings()):
+            assert torch.equal(logits, output.logits)
+
+
+def test_shared_heads_are_saved_without_an_lm_head_and_read_back_bit_equal(tmp_path: Path) -> None:
+    heads = random_heads(SHARED).bfloat16()
+    heads.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / WEIGHTS_NAME)
+    assert len(stored) == 3 * 2 and not any("lm_head" in name for name in stored)
+    read = MedusaHeads.from_pretrained(tmp_path)
+    assert read.config == SHARED
+    assert all(torch.equal(tensor, stored[name].to(tensor.dtype)) for name, tensor in read.state_dict().items())
+
+
+def test_a_config_from_before_lm_heads_could_be_shared_means_heads_of_their_own(tmp_path: Path) -> None:
+    random_heads().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / CONFIG_NAME).read_text())
+    del config["shared_lm_head"]
+    (tmp_path / CONFIG_NAME).write_text(json.dumps(config))
+    assert MedusaHeads.from_pretrained(tmp_path).config == CONFIG
+
+
+@pytest.mark.parametrize(("written", "read"), [(CONFIG, True), (SHARED, False)], ids=["own as shared", "shared as own"])
+def test_weights_of_the_other_layout_are_refused(tmp_path: Path, written: MedusaConfig, read: bool) -> None:
+    random_heads(written).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / CONFIG_NAME).read_text())
+    (tmp_path / CONFIG_NAME).write_text(json.dumps({**config, "shared_lm_head": read}))
+    with pytest.raises(ValueError, match=r"(?s)does not fit its config.*lm_head"):
+        MedusaHeads.from_pretrained(tmp_path)
+
+
+def test_an_lm_head_with_a_bias_is_not_shared_either() -> None:
+    model = tiny_model()
+    model.get_output_embeddings().bias = torch.nn.Parameter(torch.ones(16))
+    with pytest.raises(ValueError, match="nor shared by them"):
+        MedusaHeads.for_target(model, MedusaConfig(16, 16, shared_lm_head=True))
+
+
+def test_two_steps_of_training_change_the_blocks_alone(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    objective = MedusaObjective(CausalLM(model), HeadsSection(num_heads=3, shared_lm_head=True))
+    train_toy(tmp_path / "checkpoints", objective, examples=toy_examples(), steps=2)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    trained = dict(objective.module.heads.named_parameters())
+    assert len(trained) == 3 * 2 and all(parameter.abs().max() > 0 for parameter in trained.values())
+    objective.save(tmp_path / "final")
+    stored = load_file(tmp_path / "final" / WEIGHTS_NAME)
+    assert stored.keys() == trained.keys() and not any("lm_head" in name for name in stored)
+    assert MedusaHeads.from_pretrained(tmp_path / "final").config.shared_lm_head
+
+
+def test_a_shared_and_a_copied_lm_head_train_their_blocks_alike() -> None:
+    """At the start both write the same logits, so a block's first gradient is the same."""
+    gradients = []
+    for shared in (False, True):
+        objective = MedusaObjective(CausalLM(tiny_model("llama")), HeadsSection(num_heads=2, shared_lm_head=shared))
+        batch = torch.arange(12)[None], torch.ones(1, 12, dtype=torch.bool)
+        lm_head = (objective._target.model.get_output_embeddings().weight,) if shared else ()
+        objective.module(torch.ones(1, 12, 16).cumsum(1), *batch, *lm_head).losses.sum().backward()
+        gradients.append([head.blocks[0].linear.weight.grad for head in objective.module.heads.heads])
+    for own, with_shared in zip(*gradients, strict=True):
+        assert own.abs().max() > 0 and torch.equal(own, with_shared)
+
+
+def test_training_learns_through_a_shared_lm_head(tmp_path: Path) -> None:
+    model = CausalLM(counting_model())
+    objective = MedusaObjective(model, HeadsSection(num_heads=2, shared_lm_head=True))
+    texts = [Example(tuple((start + i) % 16 for i in range(20)), (True,) * 20, 0) for start in range(16)]
+    recorder = Recorder()
+    train_toy(tmp_path, objective, recorder, texts, steps=60, learning_rate=3e-2, checkpoint_every=100)
+    assert [recorder.figures[step]["top1/head_0"] for step in (1, 60)] == [0, 1]
+    shares = rank_accuracies(model, objective.module.heads, [(tuple(range(10)), 2)])
+    assert shares[0][0] == shares[1][0] == 1
+
+
+def test_the_recipe_asks_for_a_shared_lm_head() -> None:
+    content = {"kind": "medusa", "name": "x", "output": "x", "target": "x", "data": {"train": "x", "heldout": "x"}}
+    content |= {"training": {"steps": 1}, "heads": {"shared_lm_head": True}}
+    recipe = parse_recipe(content)
+    assert recipe.kind == "medusa" and recipe.heads.shared_lm_head
+    assert not HeadsSection().shared_lm_head
+
+
+def test_shared_heads_are_exported_in_our_format_and_refused_by_vllms(tmp_path: Path) -> None:
+    random_heads(SHARED).bfloat16().save_pretrained(tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "out", "headstart")
+    assert MedusaHeads.from_pretrained(tmp_path / "out").config == SHARED
+    with pytest.raises(ValueError, match=r"share the target's lm_head.*give format headstart, or train heads with"):
+        export(tmp_path / "run", tmp_path / "vllm", "vllm")
+    assert not (tmp_path / "vllm").exists()

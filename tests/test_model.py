@@ -124,9 +124,9 @@ def test_without_a_mask_padding_is_found_as_generate_finds_it(target: CausalLM) 
 
 def test_a_mask_may_have_holes(target: CausalLM) -> None:
     mask = torch.tensor([[1, 0, 1, 0, 0, 1]])
-    expected = generated(target.model, ONE, attention_mask=mask, max_new_tokens=8)
-    ours = HeadstartModel(target, PromptLookupDrafter()).generate(ONE, attention_mask=mask, max_new_tokens=8)
-    assert ours.tolist() == expected.tolist()
+    expected = generated(target.model, ONE.int(), attention_mask=mask, max_new_tokens=8)
+    ours = HeadstartModel(target, PromptLookupDrafter()).generate(ONE.int(), attention_mask=mask, max_new_tokens=8)
+    assert ours.tolist() == expected.tolist() and ours.dtype == expected.dtype
 
 
 def test_without_a_prompt_it_begins_with_bos(target: CausalLM) -> None:
@@ -286,6 +286,9 @@ def test_several_texts_of_a_prompt_are_rows_of_their_own(target: CausalLM) -> No
     assert isinstance(sequences, Tensor)
     assert sequences[:, :6].tolist() == PADDED.repeat_interleave(3, 0).tolist()
     assert len({tuple(row) for row in sequences.tolist()}) == 9
+    surest = HeadstartModel(target, None).generate(PADDED, attention_mask=MASK, **{**options, "top_k": 1})
+    greedy = generated(target.model, PADDED, attention_mask=MASK, max_new_tokens=10)
+    assert surest.tolist() == greedy.repeat_interleave(3, 0).tolist()
 
 
 def test_a_dict_holds_the_sequences_and_what_speculation_brought(target: CausalLM) -> None:

@@ -7,14 +7,22 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    FalconConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    OPTConfig,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 WINDOW = 5
@@ -54,14 +62,76 @@ FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
     "qwen3": lambda **kw: Qwen3Config(**{**_SIZE, "num_key_value_heads": 1, "head_dim": 8, **kw}),
     "gpt2": lambda **kw: GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=96, **kw),
     "gpt-neox": lambda **kw: GPTNeoXConfig(**{**_SIZE, **kw}),
+    # Two of four experts per token: which ones must not depend on the rows beside it.
+    "qwen3-moe": lambda **kw: Qwen3MoeConfig(
+        **{
+            **_SIZE,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            **kw,
+        }
+    ),
+    # Softcapping, which only its eager attention does; the softcap is low enough to bend these large weights' scores.
+    "gemma2": lambda **kw: Gemma2Config(
+        **{
+            **_SIZE,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 5.0,
+            "layer_types": ["sliding_attention", "full_attention"],
+            **kw,
+        }
+    ),
+    # Rotary embeddings of its own for each type of layer.
+    "gemma3": lambda **kw: Gemma3TextConfig(
+        **{
+            **_SIZE,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            **kw,
+        }
+    ),
+    "phi3": lambda **kw: Phi3Config(**{**_SIZE, "num_key_value_heads": 1, "sliding_window": WINDOW, **kw}),
+    # Learned positions, and an lm_head narrower than the model.
+    "opt": lambda **kw: OPTConfig(**{**_SIZE, "ffn_dim": 24, "word_embed_proj_dim": 12, **kw}),
+    # One key for all heads, and an attention of its own, which `transformers` does not let anybody replace.
+    "falcon": lambda **kw: FalconConfig(**{**_SIZE, "ffn_hidden_size": 24, "multi_query": True, "alibi": False, **kw}),
+    "olmo2": lambda **kw: Olmo2Config(**{**_SIZE, "num_key_value_heads": 1, **kw}),
+    # Scales everything: embeddings, residuals, scores and logits.
+    "granite": lambda **kw: GraniteConfig(
+        **{
+            **_SIZE,
+            "num_key_value_heads": 1,
+            "embedding_multiplier": 2.0,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.35,
+            "logits_scaling": 8.0,
+            **kw,
+        }
+    ),
 }
+
+ATTENTIONS = [(family, attention) for family in FAMILIES for attention in ("eager", "sdpa")]
+ATTENTIONS.remove(("gemma2", "sdpa"))
+"""Every family with every attention it has."""
+
+# Where the first weights write one token for ever, or the same text whatever the prompt: better ones.
+_FIRST_SEED = {"qwen3-moe": 18, "gemma2": 20, "gemma3": 1, "phi3": 1, "falcon": 2, "olmo2": 21}
 
 
 def tiny_model(
-    family: str = "llama", vocab: int = 16, seed: int = 0, attention: str = "sdpa", **changes: Any
+    family: str = "llama", vocab: int = 16, seed: int = 0, attention: str | None = None, **changes: Any
 ) -> PreTrainedModel:
     """A model of the family with random weights, fp32; the same for the same arguments."""
-    torch.manual_seed(seed)
+    torch.manual_seed(seed + _FIRST_SEED.get(family, 0))
     config = FAMILIES[family](vocab_size=vocab, **{**_COMMON, **changes})
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     return model.eval()

@@ -22,8 +22,8 @@ class PromptLookupDrafter(TextDrafter):
     """Drafts up to ``num_branches`` continuations of ``num_draft_tokens`` from the prompt and the output so far.
 
     The first continues the latest occurrence of the longest suffix; the others that differ follow, later occurrences
-    before earlier ones and longer suffixes before shorter ones, and share what they begin with. A continuation that
-    reaches the end of the text goes on with itself, so a text that repeats itself is drafted in full.
+    before earlier ones and longer suffixes before shorter ones, and share what they begin with. A continuation ends
+    where the text does, unless the occurrence touches the suffix: such a text goes round, and so does its continuation.
 
     No suffix of fewer than ``min_ngram`` tokens is looked up.
     """
@@ -78,19 +78,20 @@ class PromptLookupSession:
         depth = min(request.max_depth, self._drafter.num_draft_tokens)
         trie = TokenTrie(tokens[-1])
         branches = 0
-        for end in self._matches(tokens):
+        for end, size in self._matches(tokens):
             nodes = len(trie)
-            trie.add(_continuation(tokens, end, depth), request.max_nodes)
+            trie.add(_continuation(tokens, end, size, depth), request.max_nodes)
             branches += len(trie) > nodes
             if branches == self._drafter.num_branches:
                 break
         return Proposal(trie.tree(self._device), ProposalKind.DETERMINISTIC)
 
-    def _matches(self, tokens: Sequence[int]) -> Iterator[int]:
-        """Where earlier occurrences of the text's suffixes end: longest first, of each the latest first."""
+    def _matches(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Where earlier occurrences of the text's suffixes end, and their sizes: longest first, then the latest."""
         for size in range(min(self._drafter.max_ngram, len(tokens)), self._drafter.min_ngram - 1, -1):
             ends = self._ends.get(tuple(tokens[len(tokens) - size :]), ())
-            yield from islice(reversed(ends), self._LOOKS * self._drafter.num_branches)
+            for end in islice(reversed(ends), self._LOOKS * self._drafter.num_branches):
+                yield end, size
 
     def _follow(self, tokens: Sequence[int]) -> None:
         """Bring the index from the text it knows to this one, a token at a time."""
@@ -109,7 +110,8 @@ class PromptLookupSession:
         return [tuple(self._indexed[known - size :]) for size in sizes]
 
 
-def _continuation(tokens: Sequence[int], end: int, count: int) -> list[int]:
-    """``count`` tokens from ``end`` on; behind the text's last they begin again, as the text did."""
+def _continuation(tokens: Sequence[int], end: int, size: int, count: int) -> list[int]:
+    """Up to ``count`` tokens from ``end`` on, where the text's last ``size`` tokens occurred before."""
     period = len(tokens) - end
-    return [tokens[end + place % period] for place in range(count)]
+    length = count if period <= size else min(count, period)
+    return [tokens[end + place % period] for place in range(length)]

@@ -23,16 +23,18 @@ class TokenTrie:
         """Add the path from below the root, or as much of it as ``max_nodes`` allow; its last node."""
         node = 0
         for token in path:
-            child = self._child.get((node, token))
-            if child is None:
-                if max_nodes is not None and len(self) >= max_nodes:
-                    break
-                child = self.grow(node, token)
-            node = child
+            if len(self) == max_nodes and (node, token) not in self._child:
+                break
+            node = self.child(node, token)
         return node
 
+    def child(self, parent: int, token: int) -> int:
+        """The first child of a node that holds a token, grown if there is none."""
+        known = self._child.get((parent, token))
+        return self.grow(parent, token) if known is None else known
+
     def grow(self, parent: int, token: int) -> int:
-        """The new last child of a node, which may hold the token of one of its sisters."""
+        """A new last child, also where a sister of it holds the same token."""
         child = len(self._tokens)
         self._tokens.append(token)
         self._parents.append(parent)

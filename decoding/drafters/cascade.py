@@ -1,0 +1,161 @@
+"""A cascade: the draft model's own drafting is speculated by a cheaper drafter, so a chain takes fewer draft passes.
+
+Two-stage speculation (Spector and Re 2308.04623; Chen et al. 2312.11462): the inner drafter proposes a tree to the draft
+model, which verifies it in one pass, and again behind what it kept, until the chain is as long as it should be.
+
+Each token of the chain is drawn from the draft's own q in its context, whether the inner drafter guessed it or not:
+that is the sampled-verify rule with the draft in the target's place. So the chain is distributed, and q recorded, as if
+the draft had written it alone; each token takes one draw, so with the same chance it is the very same chain.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from decoding.drafters.base import DraftRequest, TextDrafter, TextSession, TextStart, chain_budgets
+from decoding.drafters.draft_state import DraftState
+from decoding.policy import Budget
+from decoding.proposal import Proposal, ProposalKind
+from decoding.sampling import GeneratorSource, SamplingConfig, adjusted_logits, probabilities
+from decoding.target import CausalLM
+from decoding.tree import TokenTree, TreeShape
+from decoding.verify import Verdict, sampled_verify
+
+
+class CascadeDrafter(TextDrafter):
+    """Drafts a chain of ``num_draft_tokens`` with a model of the target's own tokenizer, helped by ``inner``.
+
+    ``inner`` is best a drafter that costs next to nothing, as prompt lookup. Every text has a cache of its own for the
+    draft, and the texts of a batch are drafted one after the other.
+    """
+
+    name = "cascade"
+
+    def __init__(self, draft: CausalLM, inner: TextDrafter, num_draft_tokens: int = 8) -> None:
+        if num_draft_tokens < 1:
+            raise ValueError(f"num_draft_tokens is {num_draft_tokens}: give at least 1")
+        if not isinstance(inner, TextDrafter):
+            raise ValueError(
+                f"the inner {inner.name} drafts for batches: give one that takes text by text, as a lookup"
+            )
+        self.draft = draft
+        self.inner = inner
+        self.num_draft_tokens = num_draft_tokens
+
+    @property
+    def budgets(self) -> tuple[Budget, ...]:
+        return chain_budgets(self.num_draft_tokens)
+
+    def open_text(
+        self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int
+    ) -> "CascadeSession":
+        state = DraftState(self.draft, target, sampling, rows=1, max_length=max_length)
+        state.admit(0, start)
+        inner = self.inner.open_text(self.draft, sampling, start, max_length)
+        return CascadeSession(self, state, inner, sampling, start.source)
+
+
+class CascadeSession:
+    """The draft's cache holds the keys of ``_held``, which is the text and, behind it, what was drafted last."""
+
+    def __init__(
+        self,
+        drafter: CascadeDrafter,
+        state: DraftState,
+        inner: TextSession,
+        sampling: SamplingConfig,
+        source: GeneratorSource,
+    ) -> None:
+        self._drafter = drafter
+        self._state = state
+        self._inner = inner
+        self._sampling = sampling
+        self._source = source
+        self._lease = state.cache.lease
+        self._held: list[int] = []
+
+    def observe(self, proposal: Proposal, logits: Float[Tensor, "nodes vocab"]) -> None:
+        """The text says all it needs to know."""
+
+    @torch.inference_mode()
+    def propose(self, request: DraftRequest) -> Proposal:
+        device = self._drafter.draft.device
+        depth = min(request.max_depth, request.max_nodes - 1, self._drafter.num_draft_tokens)
+        if depth < 1:
+            return Proposal.root_only(request.tokens[-1], device)
+        self._state.cache.check(self._lease)
+        self._drop_refused(request.tokens)
+        text, q_rows = list(request.tokens), list[Tensor]()
+        while missing := len(request.tokens) + depth - len(text):
+            guess = self._guess(text, missing - 1)
+            logits = self._run(text, guess.tree)
+            verdict, q = self._judge(request.tokens, text[len(request.tokens) :], guess, logits)
+            self._keep(text, guess.tree, verdict.path)
+            self._inner.observe(guess, logits)
+            text += [*(guess.tree.token_list[node] for node in verdict.path), verdict.token]
+            q_rows += q
+        tree = TokenTree.chain(text[len(request.tokens) - 1 :], device)
+        if self._sampling.greedy:
+            return Proposal(tree, ProposalKind.DETERMINISTIC)
+        return Proposal(tree, ProposalKind.SAMPLED, torch.cat(q_rows))
+
+    def _guess(self, text: Sequence[int], room: int) -> Proposal:
+        """What the inner drafter proposes behind the chain so far; the draft writes one token itself."""
+        if room < 1:
+            return Proposal.root_only(text[-1], self._drafter.draft.device)
+        # There is no hidden state: the draft did not write the text's last token, and it may not fit the inner drafter.
+        return self._inner.propose(DraftRequest(text, torch.empty(0), room, self._drafter.inner.max_nodes))
+
+    def _drop_refused(self, tokens: Sequence[int]) -> None:
+        """Keep the keys of what became text, its last token left out: that one is run again as the root."""
+        del self._held[len(tokens) - 1 :]
+        while list(tokens[: len(self._held)]) != self._held:
+            self._held.pop()
+        self._state.cache.truncate(0, len(self._held))
+
+    def _run(self, text: Sequence[int], tree: TokenTree) -> Float[Tensor, "nodes vocab"]:
+        """Run what the cache lacks of the text, and the tree behind it, in one pass; logits at the tree's nodes."""
+        draft, cache = self._drafter.draft, self._state.cache
+        lacking = list(text[len(self._held) : -1])
+        if not self._held and lacking:  # the prompt: a prefill spares it a tree's mask
+            draft.prefill([self._known(lacking)], cache)
+            self._held, lacking = lacking, []
+        block = _behind(lacking, tree)
+        known = TokenTree(torch.tensor(self._known(block.token_list), device=draft.device), block.shape)
+        return self._state.over_target_vocabulary(draft.verify([known], cache).logits[0, len(lacking) :])
+
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        # A token only the target knows is read as the draft's last, as in every draft.
+        return [min(token, self._drafter.draft.vocab_size - 1) for token in tokens]
+
+    def _judge(
+        self, tokens: Sequence[int], chain: Sequence[int], guess: Proposal, logits: Float[Tensor, "nodes vocab"]
+    ) -> tuple[Verdict, list[Float[Tensor, "emitted vocab"]]]:
+        """Which guesses the draft would have written, its own next token, and the q of each of them."""
+        history = None
+        if self._sampling.needs_history:
+            whole = _behind([tokens[-1], *chain][:-1], guess.tree)
+            history = self._state.history_at(0, tokens, whole, range(len(chain), len(whole)))
+        if self._sampling.greedy:
+            best: list[int] = adjusted_logits(logits, self._sampling, history).argmax(-1).tolist()
+            return Verdict(*guess.tree.descend(best)), []
+        q = probabilities(logits, self._sampling, history)
+        verdict = sampled_verify(guess, q, self._source)
+        return verdict, [q[[0, *verdict.path]]]
+
+    def _keep(self, text: Sequence[int], tree: TokenTree, path: Sequence[int]) -> None:
+        """Of the block just run, keep the keys of the text and of the path below the root."""
+        start = len(self._held)
+        lacking = len(text) - 1 - start
+        self._state.cache.commit(0, start, [*range(lacking), *(lacking + node for node in (0, *path))])
+        self._held = [*text, *(tree.token_list[node] for node in path)]
+
+
+def _behind(line: Sequence[int], tree: TokenTree) -> TokenTree:
+    """The tree with a line of tokens before its root."""
+    parents = (*range(-1, len(line)), *(parent + len(line) for parent in tree.shape.parents[1:]))
+    whole = TokenTree(torch.tensor([*line, *tree.token_list]), TreeShape(parents))
+    whole.__dict__["token_list"] = [*line, *tree.token_list]
+    return whole

@@ -1,0 +1,127 @@
+"""Two drafters in one tree: a lookup costs next to nothing, so its branches stand beside what a model drafts."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import Tensor
+
+from decoding.drafters.base import Drafter, DraftRequest, DraftSession, TextStart
+from decoding.drafters.token_trie import TokenTrie
+from decoding.policy import Budget
+from decoding.proposal import Proposal, ProposalKind
+from decoding.sampling import SamplingConfig
+from decoding.target import CausalLM
+from decoding.tree import TokenTree, fetch_tokens
+
+
+class HybridDrafter(Drafter):
+    """Grafts the branches of ``lookup`` onto the tree of ``first``; a token that both draft at a node is one child.
+
+    ``lookup`` is any drafter, best a deterministic one such as prompt lookup. Its k-th budget is paired with the first
+    drafter's k-th, and the shorter list's last with the rest of the longer, so that each has nodes of its own: neither
+    takes what the other may need. A request smaller than every pair goes to ``first`` alone.
+
+    Where both have drafted, the proposal is deterministic if both are, else it is mixed and carries no q: the children
+    of a node then come from no one distribution. Where only one has, its proposal stands as it is.
+    """
+
+    name = "hybrid"
+
+    def __init__(self, first: Drafter, lookup: Drafter) -> None:
+        if first is lookup:
+            raise ValueError(f"both drafters of the hybrid are the same {first.name}: give two")
+        self.first = first
+        self.lookup = lookup
+        self.name = f"{first.name} with {lookup.name}"
+
+    @property
+    def budgets(self) -> tuple[Budget, ...]:
+        return tuple(
+            Budget(max(first.depth, lookup.depth), first.nodes + lookup.nodes - 1) for first, lookup in self._pairs()
+        )
+
+    def split(self, max_nodes: int) -> tuple[int, int]:
+        """The bounds of either tree, both roots included, of a tree of so many nodes."""
+        fitting = [first.nodes for first, lookup in self._pairs() if first.nodes + lookup.nodes - 1 <= max_nodes]
+        first_nodes = fitting[-1] if fitting else max_nodes
+        return first_nodes, max_nodes - first_nodes + 1
+
+    def _pairs(self) -> list[tuple[Budget, Budget]]:
+        first, lookup = self.first.budgets, self.lookup.budgets
+        longer = max(len(first), len(lookup))
+        return [(first[min(k, len(first) - 1)], lookup[min(k, len(lookup) - 1)]) for k in range(longer)]
+
+    def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "HybridSession":
+        sessions = [drafter.open(target, sampling, rows, max_length) for drafter in (self.first, self.lookup)]
+        return HybridSession(self, sessions)
+
+
+class Grafted(NamedTuple):
+    """A proposal, the two it was made of, and where in its tree the nodes of either are."""
+
+    proposal: Proposal
+    parts: tuple[Proposal, Proposal]
+    nodes: tuple[list[int], list[int]]
+
+
+class HybridSession:
+    """Both drafters' sessions. Each follows the texts by itself, so it does not matter whose branch was accepted."""
+
+    def __init__(self, drafter: HybridDrafter, sessions: Sequence[DraftSession]) -> None:
+        self._drafter = drafter
+        self._sessions = sessions
+        self._last: list[Grafted] = []
+
+    def admit(self, slot: int, start: TextStart) -> None:
+        for session in self._sessions:
+            session.admit(slot, start)
+
+    def move(self, slot: int, to: int) -> None:
+        for session in self._sessions:
+            session.move(slot, to)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        # Neither is told what the other drafted, which would be chance that a rule for the other's kind does not expect.
+        splits = [self._drafter.split(request.max_nodes) for request in requests]
+        parts = [
+            session.propose(
+                [replace(request, max_nodes=split[of]) for request, split in zip(requests, splits, strict=True)]
+            )
+            for of, session in enumerate(self._sessions)
+        ]
+        fetch_tokens([proposal.tree for proposals in parts for proposal in proposals])
+        self._last = [graft(first, lookup) for first, lookup in zip(*parts, strict=True)]
+        return [grafted.proposal for grafted in self._last]
+
+    def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
+        if [id(proposal) for proposal in proposals] != [id(grafted.proposal) for grafted in self._last]:
+            return  # rows that had no room for a draft were not asked about one
+        for of, session in enumerate(self._sessions):
+            session.observe(
+                [grafted.parts[of] for grafted in self._last],
+                [row[grafted.nodes[of]] for row, grafted in zip(logits, self._last, strict=True)],
+            )
+
+
+def graft(first: Proposal, lookup: Proposal) -> Grafted:
+    """The first tree with its nodes as they are, and behind them those nodes of the second that it does not hold."""
+    if len(first.tree) == 1 or len(lookup.tree) == 1:
+        whole, root = (first, [0]) if len(lookup.tree) == 1 else (lookup, [0])
+        every = list(range(len(whole.tree)))
+        return Grafted(whole, (first, lookup), (every, root) if whole is first else (root, every))
+    # Also where the second adds nothing: whether it does depends on what was drawn, and a q that is kept for some
+    # drawn tokens and dropped for others is no longer what they were drawn from.
+    deterministic = first.kind is lookup.kind is ProposalKind.DETERMINISTIC
+    kind = ProposalKind.DETERMINISTIC if deterministic else ProposalKind.MIXED
+    trie = TokenTrie(first.tree.token_list[0])
+    own = [0, *(trie.grow(parent, token) for parent, token in _below_root(first.tree))]
+    grafted = [0]
+    for parent, token in _below_root(lookup.tree):
+        grafted.append(trie.child(grafted[parent], token))
+    return Grafted(Proposal(trie.tree(first.tree.tokens.device), kind), (first, lookup), (own, grafted))
+
+
+def _below_root(tree: TokenTree) -> list[tuple[int, int]]:
+    """Parent and token of every node but the root."""
+    return list(zip(tree.shape.parents[1:], tree.token_list[1:], strict=True))

@@ -1,0 +1,160 @@
+"""A draft model with a tokenizer of its own: target and draft understand each other by text.
+
+Universal assisted generation of `transformers` (``assistant_tokenizer``). The text is read again by the draft's
+tokenizer at every step, and what the draft writes by the target's: slower than a draft of the same tokenizer.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from decoding.drafters.base import DraftRequest, TextDrafter, TextStart, chain_budgets
+from decoding.policy import Budget
+from decoding.proposal import Proposal, ProposalKind
+from decoding.sampling import SamplingConfig
+from decoding.target import CausalLM
+from decoding.tree import TokenTree
+
+_LOOKBEHIND = 10
+"""Tokens before the new ones that are translated with them, so that they are split as they would be in the text."""
+_HALF = "\ufffd"
+"""What a decoder writes for bytes that are no whole character yet."""
+
+
+class OtherTokenizerDrafter(TextDrafter):
+    """Drafts a chain: the draft's greedy continuation of the text, ``num_draft_tokens`` of its own tokens long.
+
+    The chain is a function of the text, so it is deterministic whatever the temperature.
+    """
+
+    name = "draft model with another tokenizer"
+
+    def __init__(
+        self,
+        draft: CausalLM,
+        draft_tokenizer: PreTrainedTokenizerBase,
+        target_tokenizer: PreTrainedTokenizerBase,
+        num_draft_tokens: int = 5,
+    ) -> None:
+        if num_draft_tokens < 1:
+            raise ValueError(f"num_draft_tokens is {num_draft_tokens}: give at least 1")
+        largest = max(draft_tokenizer.get_vocab().values())
+        if largest >= draft.vocab_size:
+            raise ValueError(
+                f"the draft's tokenizer writes tokens up to {largest} but the draft knows 0 to {draft.vocab_size - 1}: "
+                "give the tokenizer that belongs to the draft"
+            )
+        self.draft = draft
+        self.draft_tokenizer = draft_tokenizer
+        self.target_tokenizer = target_tokenizer
+        self.num_draft_tokens = num_draft_tokens
+        self.special_tokens = frozenset(draft_tokenizer.all_special_ids)
+        """Of the draft: what it writes behind one of these is no continuation."""
+        self.prefix = _prefix(draft_tokenizer)
+        """What the draft's tokenizer puts before any text, such as a BOS token."""
+        known = draft_tokenizer.get_vocab()
+        specials = zip(target_tokenizer.all_special_tokens, target_tokenizer.all_special_ids, strict=True)
+        self.unreadable = frozenset(token for text, token in specials if text not in known)
+        """Special tokens of the target that the draft would take for ordinary text."""
+
+    @property
+    def budgets(self) -> tuple[Budget, ...]:
+        return chain_budgets(self.num_draft_tokens)
+
+    def open_text(
+        self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int
+    ) -> "OtherTokenizerSession":
+        return OtherTokenizerSession(self, target, max_length)
+
+
+class OtherTokenizerSession:
+    """The draft's cache, which holds the keys of ``held``, tokens of its own."""
+
+    def __init__(self, drafter: OtherTokenizerDrafter, target: CausalLM, max_length: int) -> None:
+        self._drafter = drafter
+        self._draft = drafter.draft
+        self._target = target
+        self._cache = drafter.draft.new_cache(max_length)
+        self._held: list[int] = []
+
+    def observe(self, proposal: Proposal, logits: Float[Tensor, "nodes vocab"]) -> None:
+        """The text says all it needs to know."""
+
+    @torch.inference_mode()
+    def propose(self, request: DraftRequest) -> Proposal:
+        depth = min(request.max_depth, request.max_nodes - 1, self._drafter.num_draft_tokens)
+        own = self._own_tokens(request.tokens)
+        room = len(own) if self._draft.max_positions is None else self._draft.max_positions - len(own)
+        if depth < 1 or not own or room < self._drafter.num_draft_tokens:
+            return Proposal.root_only(request.tokens[-1], self._target.device)
+        written = self._continue(own)
+        drafted = self._translate(request.tokens, own, written)[:depth]
+        return Proposal(
+            TokenTree.chain([request.tokens[-1], *drafted], self._target.device), ProposalKind.DETERMINISTIC
+        )
+
+    def _own_tokens(self, tokens: Sequence[int]) -> list[int]:
+        """The text in the draft's tokens; none where it ends within a character."""
+        bos = self._drafter.target_tokenizer.bos_token_id
+        readable = [token for token in tokens[tokens[0] == bos :] if token not in self._drafter.unreadable]
+        text = _decode(self._drafter.target_tokenizer, readable)
+        if not text or text.endswith(_HALF):
+            return []
+        return [*self._drafter.prefix, *_encode(self._drafter.draft_tokenizer, text)]
+
+    def _continue(self, own: list[int]) -> list[int]:
+        """Greedy, up to the end of a text; what the cache holds of the tokens is not run again."""
+        common = 0
+        for held, wanted in zip(self._held, own[:-1], strict=False):
+            if held != wanted:
+                break
+            common += 1
+        self._cache.truncate(0, common)
+        columns = [self._best(self._draft.append([own[common:]], self._cache).logits)]
+        for _ in range(self._drafter.num_draft_tokens - 1):
+            columns.append(self._best(self._draft.step(columns[-1], self._cache).logits))
+        written: list[int] = torch.cat(columns).tolist()
+        self._held = [*own, *written[:-1]]
+        ends = [place for place, token in enumerate(written) if token in self._drafter.special_tokens]
+        return written[: ends[0]] if ends else written
+
+    def _best(self, logits: Float[Tensor, "1 vocab"]) -> Tensor:
+        best = logits.argmax(-1)
+        return best if self._draft.output_tokens is None else self._draft.output_tokens[best]
+
+    def _translate(self, tokens: Sequence[int], own: Sequence[int], written: Sequence[int]) -> list[int]:
+        """What the draft wrote behind the text, in the target's tokens."""
+        before = _decode(self._drafter.draft_tokenizer, own[-_LOOKBEHIND:])
+        after = _decode(self._drafter.draft_tokenizer, [*own[-_LOOKBEHIND:], *written])
+        if not after.startswith(before):
+            return []
+        new = after[len(before) :].rstrip(_HALF)
+        if not new:
+            return []
+        tokenizer = self._drafter.target_tokenizer
+        known = _decode(tokenizer, tokens[-_LOOKBEHIND:])
+        whole = _encode(tokenizer, known + new)
+        # Where the tokens of the known text end among those of the whole, if one does not reach over its end.
+        behind = (end for end in range(1, len(whole)) if _decode(tokenizer, whole[:end]) == known)
+        end = next(behind, None)
+        translated = whole[end:] if end is not None else _encode(tokenizer, new)
+        unknown = (place for place, token in enumerate(translated) if token >= self._target.vocab_size)
+        return translated[: next(unknown, len(translated))]
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokens
+
+
+def _prefix(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    bare, framed = _encode(tokenizer, "a"), list(tokenizer("a")["input_ids"])
+    starts = (start for start in range(len(framed)) if framed[start : start + len(bare)] == bare)
+    return tuple(framed[: next(starts, 0)])

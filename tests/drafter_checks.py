@@ -1,0 +1,119 @@
+"""What every drafter must keep, whatever it drafts: checks that the drafters' own tests call with theirs."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from tiny_models import naive_greedy
+
+from decoding.drafters import Drafter, DraftSession
+from decoding.drafters.base import DraftRequest, TextStart
+from decoding.generate import DecodingConfig, decode, decode_batch
+from decoding.proposal import Proposal
+from decoding.sampling import GeneratorSource, SamplingConfig
+from decoding.target import CausalLM
+from decoding.tree import TokenTree
+from decoding.verify import SAMPLED_VERIFY
+
+NO_HIDDEN = torch.empty(0)
+PROMPTS = ([1, 2, 3, 1, 2], [5], [7, 7, 0, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8], [4, 4])
+ROOM = 200
+
+
+def request(tokens: Sequence[int], depth: int = 99, nodes: int = 999) -> DraftRequest:
+    return DraftRequest(list(tokens), NO_HIDDEN, depth, nodes)
+
+
+def opened(
+    drafter: Drafter,
+    target: CausalLM,
+    sampling: SamplingConfig | None = None,
+    prompt_length: int = 1,
+    seed: int = 0,
+    rows: int = 1,
+) -> DraftSession:
+    """A session whose rows all have a text."""
+    session = drafter.open(target, sampling or SamplingConfig(), rows, ROOM)
+    for slot in range(rows):
+        session.admit(slot, TextStart(prompt_length, GeneratorSource.from_seed(seed + slot)))
+    return session
+
+
+def paths(tree: TokenTree) -> set[tuple[int, ...]]:
+    """The tree as the set of its paths of tokens from below the root."""
+    return {tuple(tree.token_list[at] for at in tree.shape.path(node)) for node in range(1, len(tree))}
+
+
+def every_start(path: Sequence[int]) -> set[tuple[int, ...]]:
+    """A path and all paths that it begins with."""
+    return {tuple(path[:length]) for length in range(1, len(path) + 1)}
+
+
+def accept_some(proposal: Proposal, chance: random.Random, vocab: int = 16) -> list[int]:
+    """Some path of a tree and a token behind it, as a rule might emit; under a lossy rule also one that was refused."""
+    tree = proposal.tree
+    node = chance.randrange(len(tree))
+    refused = [tree.token_list[child] for child in tree.shape.children[node]]
+    path = [tree.token_list[ancestor] for ancestor in tree.shape.path(node)]
+    return [*path, chance.choice([*refused, chance.randrange(vocab)])]
+
+
+def check_bounds(
+    drafter: Drafter, target: CausalLM, sampling: SamplingConfig, seed: int, siblings_differ: bool = True
+) -> None:
+    """Random texts, bounds and logits: each tree has the right root, and is no deeper and no larger than asked for."""
+    chance = random.Random(seed)
+    session = opened(drafter, target, sampling, seed=seed)
+    text = [chance.randrange(16) for _ in range(chance.randint(1, 12))]
+    for _ in range(6):
+        depth, nodes = chance.choice([0, 1, 2, 3, 5, 99]), chance.choice([1, 2, 3, 5, 9, 17, 40, 999])
+        (proposal,) = session.propose([request(text, depth, nodes)])
+        tree = proposal.tree
+        assert tree.token_list[0] == text[-1]
+        assert tree.shape.max_depth <= min(depth, drafter.max_depth)
+        assert len(tree) <= min(nodes, drafter.max_nodes)
+        if siblings_differ:
+            assert len(paths(tree)) == len(tree) - 1
+        if proposal.q is not None:
+            assert len(proposal.q) >= len({*tree.shape.parents[1:]}) and proposal.q.shape[1] == target.vocab_size
+        if chance.random() < 0.8:
+            session.observe([proposal], [torch.randn(len(tree), target.vocab_size)])
+        text += accept_some(proposal, chance)
+
+
+def check_budgets(drafter: Drafter) -> None:
+    """Budgets grow, and none is smaller than what it says of its depth."""
+    budgets = drafter.budgets
+    assert all(before.nodes < after.nodes for before, after in zip(budgets, budgets[1:], strict=False))
+    assert all(before.depth <= after.depth for before, after in zip(budgets, budgets[1:], strict=False))
+    assert all(1 <= budget.depth < budget.nodes for budget in budgets)
+
+
+def check_greedy(target: CausalLM, drafter: Drafter, count: int = 24) -> None:
+    """The output is plain greedy decoding, in batches of any size, also where texts end inside a block."""
+    plain = [naive_greedy(target.model, prompt, count) for prompt in PROMPTS]
+    for batch_size in (1, 2, 5):
+        texts = decode_batch(target, drafter, PROMPTS, DecodingConfig(count), batch_size)
+        assert [text.tokens for text in texts] == plain
+    for place in (3, 6, 11):
+        eos = tuple({text[place] for text in plain})
+        ended = [text[: next(at for at, token in enumerate(text) if token in eos) + 1] for text in plain]
+        texts = decode_batch(target, drafter, PROMPTS, DecodingConfig(count, eos_token_ids=eos), 3)
+        assert [text.tokens for text in texts] == ended
+
+
+def check_penalised_greedy(target: CausalLM, drafter: Drafter, penalty: float = 1.4) -> None:
+    sampling = SamplingConfig(repetition_penalty=penalty)
+    for prompt in PROMPTS:
+        text = decode(target, drafter, prompt, DecodingConfig(16, sampling))
+        assert text.tokens == naive_greedy(target.model, prompt, 16, penalty)
+
+
+def check_text_of_the_seed(target: CausalLM, drafter: Drafter) -> None:
+    """Sampled verify draws once per token, and drafting draws from a stream of its own: the text is plain decoding's."""
+    for sampling in (SamplingConfig(1.0), SamplingConfig(1.2, top_p=0.9, repetition_penalty=1.3)):
+        config = DecodingConfig(20, sampling, SAMPLED_VERIFY, seed=7)
+        drafted = decode_batch(target, drafter, PROMPTS, config, 3)
+        plain = decode_batch(target, None, PROMPTS, replace(config, rule=None), 3)
+        assert [text.tokens for text in drafted] == [text.tokens for text in plain]

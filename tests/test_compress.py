@@ -1,0 +1,288 @@
+"""Smaller drafts: a trimmed vocabulary and int8 weights change what is drafted, never what the target says."""
+
+import importlib.util
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_generate_sampling import FALSE_ALARM, LENGTH, PROMPT, exact_probabilities, p_value, small_llama
+from tiny_models import full_forward, naive_greedy, tiny_model
+
+from decoding.compress import (
+    OUTPUT_TOKENS_KEY,
+    OUTPUT_TOKENS_NAME,
+    most_frequent_tokens,
+    quantised,
+    trimmed_vocabulary,
+    write_output_tokens,
+)
+from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter
+from decoding.generate import DecodingConfig, decode, decode_batch
+from decoding.loading import load_draft
+from decoding.sampling import SamplingConfig
+from decoding.target import CausalLM
+from decoding.verify import SAMPLED_VERIFY
+
+KEPT = (1, 2, 5, 8, 9, 13)
+PROMPTS = ([1, 2, 3], [5], [7, 7, 0, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1])
+TORCHAO = importlib.util.find_spec("torchao") is not None
+
+
+# --- which tokens --------------------------------------------------------------------------------------------------
+
+
+def test_the_commonest_tokens_by_hand() -> None:
+    texts = [[7, 7, 7, 3], [3, 9, 9, 5], [2]]  # 7: three times; 3 and 9: twice; 2 and 5: once
+    assert most_frequent_tokens(texts, 1) == (7,)
+    assert most_frequent_tokens(texts, 2) == (3, 7), "of 3 and 9 the lower"
+    assert most_frequent_tokens(texts, 4) == (2, 3, 7, 9)
+    assert most_frequent_tokens(texts, 3, always=(0, 5)) == (0, 5, 7)
+    assert most_frequent_tokens(texts, 99, always=(0,)) == (0, 2, 3, 5, 7, 9), "there are no more"
+    assert most_frequent_tokens([], 2, always=(4,)) == (4,)
+
+
+@given(
+    texts=st.lists(st.lists(st.integers(0, 9), max_size=8), max_size=5),
+    always=st.lists(st.integers(0, 9), max_size=3),
+    more=st.integers(1, 6),
+)
+def test_no_token_left_out_is_commoner_than_one_kept(texts: list[list[int]], always: list[int], more: int) -> None:
+    seen = Counter(token for text in texts for token in text)
+    if not seen and not always:
+        return
+    kept = most_frequent_tokens(iter(texts), len(always) + more, always)
+    assert set(always) <= set(kept) and kept == tuple(sorted(set(kept))) and len(kept) <= len(always) + more
+    chosen, left_out = set(kept) - set(always), set(seen) - set(kept)
+    assert not left_out or (len(kept) == len(always) + more or len(set(always)) < len(always))
+    assert all(seen[kept_token] >= seen[other] for kept_token in chosen for other in left_out)
+
+
+def test_a_count_that_makes_no_sense_is_refused() -> None:
+    for count, always in ((0, ()), (1, (3, 4))):
+        with pytest.raises(ValueError, match=f"count is {count}: give at least 1, and room for the {len(always)}"):
+            most_frequent_tokens([[1]], count, always)
+    with pytest.raises(ValueError, match="the texts are empty"):
+        most_frequent_tokens([[], []], 3)
+
+
+# --- a trimmed lm_head ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_logits_kept_are_the_models_own(family: str, tied: bool) -> None:
+    model = tiny_model(family, tie_word_embeddings=tied)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    whole = full_forward(model, [3, 15, 4])
+    trimmed = trimmed_vocabulary(model, reversed(KEPT))
+    assert trimmed.output_tokens is not None and tuple(trimmed.output_tokens.tolist()) == KEPT
+    assert torch.equal(full_forward(trimmed.model, [3, 15, 4]), whole[:, list(KEPT)])
+    assert trimmed.vocab_size == 16, "it still reads every token"
+    assert torch.equal(full_forward(model, [3, 15, 4]), whole), "the model given stays as it is"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_other_weights_are_shared_and_not_copied() -> None:
+    model = tiny_model()
+    trimmed = trimmed_vocabulary(model, KEPT).model
+    assert trimmed.get_input_embeddings().weight is model.get_input_embeddings().weight
+    assert trimmed.get_output_embeddings().weight.shape == (6, 16)
+
+
+def test_a_bias_is_trimmed_with_its_weights() -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.get_output_embeddings().bias = torch.nn.Parameter(torch.randn(16))
+    trimmed = trimmed_vocabulary(model, KEPT)
+    expected = full_forward(model, [3, 4])[:, list(KEPT)]
+    torch.testing.assert_close(full_forward(trimmed.model, [3, 4]), expected)
+
+
+def drafters(draft: CausalLM) -> list[Drafter]:
+    return [DraftModelDrafter(draft, (1, 1, 1)), DraftModelDrafter(draft, (3, 2)), DraftTreeDrafter(draft, 3, 3, 12)]
+
+
+def test_greedy_output_is_plain_greedy_with_a_trimmed_draft_alone_and_in_batches(tiny_llama: CausalLM) -> None:
+    plain = [naive_greedy(tiny_llama.model, prompt, 12) for prompt in PROMPTS]
+    for draft in (trimmed_vocabulary(tiny_model(seed=1), KEPT), trimmed_vocabulary(tiny_llama.model, KEPT)):
+        for drafter in drafters(draft):
+            for batch_size in (1, 3):
+                batch = decode_batch(tiny_llama, drafter, PROMPTS, DecodingConfig(12), batch_size)
+                assert [generation.tokens for generation in batch] == plain
+
+
+def test_a_trimmed_copy_of_the_target_is_right_about_the_tokens_it_has(tiny_llama: CausalLM) -> None:
+    plain = naive_greedy(tiny_llama.model, [1, 2, 3], 12)
+    draft = trimmed_vocabulary(tiny_llama.model, set(plain))
+    steps = decode(tiny_llama, DraftModelDrafter(draft, (1, 1, 1)), [1, 2, 3], DecodingConfig(12)).steps
+    assert sum(step.accepted for step in steps) > 5 and all(step.accepted == step.offered for step in steps)
+
+
+def test_sampled_verify_writes_what_plain_decoding_writes_with_the_same_seed(tiny_llama: CausalLM) -> None:
+    drafter = DraftTreeDrafter(trimmed_vocabulary(tiny_llama.model, KEPT), 3, 3, 12)
+    config = DecodingConfig(12, SamplingConfig(1.0), SAMPLED_VERIFY, seed=3)
+    plain = [generation.tokens for generation in decode_batch(tiny_llama, None, PROMPTS, config, 1)]
+    for batch_size in (1, 3):
+        batch = decode_batch(tiny_llama, drafter, PROMPTS, config, batch_size)
+        assert [generation.tokens for generation in batch] == plain
+
+
+@pytest.mark.parametrize("branching", [(1, 1), (2, 2)])
+def test_sampled_texts_have_the_targets_distribution_though_the_draft_lacks_tokens(branching: tuple[int, ...]) -> None:
+    """Chi-square of 400 texts with fixed seeds; were they not, it would fail by chance once in 10**6."""
+    target, sampling = small_llama(5), SamplingConfig(1.0)
+    drafter = DraftModelDrafter(trimmed_vocabulary(small_llama(3).model, (0, 2, 3)), branching)
+    generations = decode_batch(target, drafter, [PROMPT] * 400, DecodingConfig(LENGTH, sampling), batch_size=40)
+    counts = Counter(generation.tokens for generation in generations)
+    assert any(1 in tokens for tokens in counts), "the target writes what the draft cannot"
+    assert p_value(counts, exact_probabilities(target, sampling)) > FALSE_ALARM
+    assert sum(step.accepted for generation in generations for step in generation.steps) > 40
+
+
+@pytest.mark.parametrize(
+    ("tokens", "complaint"),
+    [
+        ((), "no tokens are given to trim the vocabulary to"),
+        ((1, 2, 1), "token 1 is given twice"),
+        ((1, 16), "token 16 is to be kept but the draft knows 0 to 15"),
+        ((-1, 3), "token -1 is to be kept"),
+    ],
+)
+def test_a_vocabulary_that_makes_no_sense_is_refused(tmp_path: Path, tokens: tuple[int, ...], complaint: str) -> None:
+    model = tiny_model()
+    with pytest.raises(ValueError, match=complaint):
+        trimmed_vocabulary(model, tokens)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=complaint):
+        write_output_tokens(tmp_path, tokens)
+    assert not (tmp_path / OUTPUT_TOKENS_NAME).exists()
+
+
+# --- a trimmed draft's folder --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_folder_with_output_tokens_is_read_as_a_trimmed_draft(
+    tmp_path: Path, tiny_llama: CausalLM, tied: bool
+) -> None:
+    model = tiny_model(seed=1, tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    write_output_tokens(tmp_path, KEPT)
+    draft = load_draft(str(tmp_path), tiny_llama, None)
+    assert draft.output_tokens is not None and tuple(draft.output_tokens.tolist()) == KEPT
+    assert torch.equal(full_forward(draft.model, [3, 4]), full_forward(model, [3, 4])[:, list(KEPT)])
+
+
+def test_to_transformers_the_folder_is_the_whole_draft(tmp_path: Path) -> None:
+    model = tiny_model(seed=1)
+    model.save_pretrained(tmp_path)
+    write_output_tokens(tmp_path, KEPT)
+    read, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.equal(full_forward(read, [3, 4]), full_forward(model, [3, 4]))
+
+
+def test_an_export_keeps_the_output_tokens(tmp_path: Path, tiny_llama: CausalLM) -> None:
+    from tiny_training import tiny_tokenizer
+
+    from trainer.export import export
+
+    tiny_model(seed=1).save_pretrained(tmp_path / "run")
+    tiny_tokenizer().save_pretrained(tmp_path / "run")
+    write_output_tokens(tmp_path / "run", KEPT)
+    export(tmp_path / "run", tmp_path / "out", "draft")
+    draft = load_draft(str(tmp_path / "out"), tiny_llama, None)
+    assert draft.output_tokens is not None and tuple(draft.output_tokens.tolist()) == KEPT
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "is to be trimmed by 'output_tokens.json', which cannot be read"),
+        ("[1, 2", "which cannot be read"),
+        ('{"1": 2}', "is no list of token ids"),
+        ("[1, true]", "is no list of token ids"),
+        ("[]", "no tokens are given"),
+        ("[3, 99]", "token 99 is to be kept but the draft knows 0 to 15"),
+    ],
+)
+def test_a_list_that_is_none_is_refused(
+    tmp_path: Path, tiny_llama: CausalLM, content: str | None, complaint: str
+) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    write_output_tokens(tmp_path, KEPT)
+    if content is None:
+        (tmp_path / OUTPUT_TOKENS_NAME).unlink()
+    else:
+        (tmp_path / OUTPUT_TOKENS_NAME).write_text(content)
+    with pytest.raises(ValueError, match=complaint):
+        load_draft(str(tmp_path), tiny_llama, None)
+
+
+def test_tokens_that_the_target_does_not_know_are_refused(tmp_path: Path, tiny_llama: CausalLM) -> None:
+    tiny_model(vocab=20).save_pretrained(tmp_path)
+    write_output_tokens(tmp_path, (3, 18))
+    with pytest.raises(ValueError, match="is trimmed to tokens up to 18, but the target knows 0 to 15"):
+        load_draft(str(tmp_path), tiny_llama, None)
+
+
+def test_a_folder_without_a_model_has_nothing_to_trim(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no model: config\.json is missing"):
+        write_output_tokens(tmp_path, KEPT)
+
+
+def test_the_config_names_the_file_and_keeps_everything_else(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    before = json.loads((tmp_path / "config.json").read_text())
+    write_output_tokens(tmp_path, KEPT)
+    assert json.loads((tmp_path / "config.json").read_text()) == {**before, OUTPUT_TOKENS_KEY: OUTPUT_TOKENS_NAME}
+    assert json.loads((tmp_path / OUTPUT_TOKENS_NAME).read_text()) == list(KEPT)
+
+
+# --- int8 ----------------------------------------------------------------------------------------------------------
+
+
+def test_without_torchao_the_extra_that_brings_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(ValueError, match=r"int8 weights need torchao: pip install 'headstart\[quantise\]'"):
+        quantised(tiny_model())
+
+
+@pytest.mark.skipif(not TORCHAO, reason="torchao is not installed")
+def test_int8_weights_are_near_the_models_own_and_smaller() -> None:
+    model = tiny_model(seed=1, tie_word_embeddings=True)
+    before = full_forward(model, [1, 2, 3])
+    assert quantised(model) is model
+    after = full_forward(model, [1, 2, 3])
+    assert 0 < (after - before).abs().max() < 0.05 * before.abs().max()
+    assert model.get_output_embeddings().weight.element_size() == 4, "torchao's tensors look like those they replace"
+    assert type(model.get_input_embeddings().weight) is torch.nn.Parameter, "tied embeddings stay as they are"
+
+
+@pytest.mark.skipif(not TORCHAO, reason="torchao is not installed")
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_greedy_output_is_plain_greedy_with_an_int8_draft_alone_and_in_batches(
+    tiny_llama: CausalLM, trimmed: bool
+) -> None:
+    model = tiny_model(seed=1)
+    draft = trimmed_vocabulary(model, KEPT) if trimmed else CausalLM(model)
+    quantised(draft.model)
+    plain = [naive_greedy(tiny_llama.model, prompt, 12) for prompt in PROMPTS]
+    for drafter in drafters(draft):
+        for batch_size in (1, 3):
+            batch = decode_batch(tiny_llama, drafter, PROMPTS, DecodingConfig(12), batch_size)
+            assert [generation.tokens for generation in batch] == plain
+
+
+@pytest.mark.skipif(not TORCHAO, reason="torchao is not installed")
+def test_an_int8_lm_head_is_trimmed_before_it_is_rounded_and_not_after() -> None:
+    model = tiny_model()
+    trimmed = trimmed_vocabulary(model, KEPT)
+    quantised(trimmed.model)
+    assert type(model.get_output_embeddings().weight) is torch.nn.Parameter, "the model given stays as it is"
+    assert full_forward(trimmed.model, [1]).shape == (1, 6)

@@ -1,0 +1,293 @@
+"""Trees that grow where the draft is surest: against all trees there are, in batches, and through the whole loop."""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_generate_sampling import FALSE_ALARM, LENGTH, PROMPT, exact_probabilities, p_value, small_llama
+from tiny_models import full_forward, naive_greedy, tiny_model
+
+from decoding.drafters import DraftTreeDrafter
+from decoding.drafters.base import DraftRequest, TextStart
+from decoding.drafters.draft_tree import DraftTreeSession, tree_budgets
+from decoding.generate import DecodingConfig, decode, decode_batch
+from decoding.proposal import Proposal, ProposalKind
+from decoding.sampling import GeneratorSource, HistoryRows, SamplingConfig, probabilities
+from decoding.target import CausalLM
+from decoding.verify import SAMPLED_VERIFY, TOP_K_CHILDREN, TRAVERSAL_VERIFICATION
+
+NO_HIDDEN = torch.empty(0)
+PENALISED = SamplingConfig(0.9, top_p=0.9, repetition_penalty=1.4)
+PROMPTS = ([1, 2, 3], [5], [7, 7, 0, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1])
+TOKENS = st.integers(0, 15)
+
+
+def opened(drafter: DraftTreeDrafter, target: CausalLM, sampling: SamplingConfig, rows: int = 1) -> DraftTreeSession:
+    session = drafter.open(target, sampling, rows, 80)
+    for slot in range(rows):
+        session.admit(slot, TextStart(1, GeneratorSource.from_seed(slot)))
+    return session
+
+
+def propose(session: DraftTreeSession, *texts: Sequence[int], depth: int = 99, nodes: int = 99) -> list[Proposal]:
+    return session.propose([DraftRequest(text, NO_HIDDEN, depth, nodes) for text in texts])
+
+
+def paths(proposal: Proposal) -> set[tuple[int, ...]]:
+    """The tree as the set of its paths of tokens."""
+    tree = proposal.tree
+    return {tuple(tree.token_list[at] for at in tree.shape.path(node)) for node in range(1, len(tree))}
+
+
+def naive_scores(draft: CausalLM, text: Sequence[int], sampling: SamplingConfig) -> dict[int, float]:
+    """Log-probability of every next token, by one plain forward over the whole text."""
+    logits = full_forward(draft.model, text)[-1:]
+    if sampling.greedy:
+        return dict(enumerate(logits[0].log_softmax(-1).tolist()))
+    seen = torch.zeros(1, logits.shape[1], dtype=torch.bool)
+    seen[0, list(text)] = True
+    return dict(enumerate(probabilities(logits, sampling, HistoryRows(seen=seen))[0].log().tolist()))
+
+
+def naive_tree(
+    draft: CausalLM, text: Sequence[int], sampling: SamplingConfig, depth: int, width: int, nodes: int
+) -> set[tuple[int, ...]]:
+    """The beam without a cache and without leaving anything out, then the best of all it met."""
+    met: dict[tuple[int, ...], float] = {}
+    beam: dict[tuple[int, ...], float] = {(): 0.0}
+    for _ in range(depth):
+        level: dict[tuple[int, ...], float] = {}
+        for path, score in beam.items():
+            scores = naive_scores(draft, [*text, *path], sampling)
+            for token in sorted(scores, key=scores.__getitem__, reverse=True)[:width]:
+                if scores[token] > -math.inf:
+                    level[*path, token] = score + scores[token]
+        met |= level
+        beam = dict(sorted(level.items(), key=lambda entry: -entry[1])[:width])
+    return set(sorted(met, key=met.__getitem__, reverse=True)[: nodes - 1])
+
+
+# --- what is drafted -----------------------------------------------------------------------------------------------
+
+
+@given(
+    text=st.lists(TOKENS, min_size=1, max_size=5),
+    depth=st.integers(1, 4),
+    width=st.integers(1, 5),
+    more=st.integers(1, 20),
+    sampling=st.sampled_from([SamplingConfig(), SamplingConfig(0.7), PENALISED]),
+)
+def test_the_tree_is_the_best_of_all_that_the_beam_meets(
+    tiny_draft: CausalLM,
+    tiny_llama: CausalLM,
+    text: list[int],
+    depth: int,
+    width: int,
+    more: int,
+    sampling: SamplingConfig,
+) -> None:
+    drafter = DraftTreeDrafter(tiny_draft, depth, width, depth + more)
+    (proposal,) = propose(opened(drafter, tiny_llama, sampling), text)
+    assert paths(proposal) == naive_tree(tiny_draft, text, sampling, depth, width, drafter.nodes)
+    assert len(proposal.tree) - 1 == len(paths(proposal)), "no path is drafted twice"
+    assert proposal.kind is ProposalKind.DETERMINISTIC and proposal.q is None
+    assert proposal.tree.token_list == proposal.tree.tokens.tolist()
+
+
+@pytest.mark.parametrize("nodes", [4, 9, 17])
+def test_a_beam_as_wide_as_the_vocabulary_and_the_tree_finds_the_best_of_all_trees(
+    tiny_draft: CausalLM, tiny_llama: CausalLM, nodes: int
+) -> None:
+    """The likeliest of all 16 + 256 + 4,096 paths, which are a tree, since a product falls along a path."""
+    text, scores = [1, 2, 1], {(): 0.0}
+    for length in (1, 2, 3):
+        for before in itertools.product(range(16), repeat=length - 1):
+            following = naive_scores(tiny_draft, [*text, *before], SamplingConfig())
+            scores |= {(*before, token): scores[before] + following[token] for token in following}
+    best = sorted(scores, key=scores.__getitem__, reverse=True)[:nodes]
+    assert best[0] == () and max(map(len, best)) > 1
+    (proposal,) = propose(opened(DraftTreeDrafter(tiny_draft, 3, 16, nodes), tiny_llama, SamplingConfig()), text)
+    assert paths(proposal) == set(best[1:])
+
+
+def test_siblings_stand_best_first_and_parents_before_children(tiny_draft: CausalLM, tiny_llama: CausalLM) -> None:
+    (proposal,) = propose(opened(DraftTreeDrafter(tiny_draft, 3, 4, 16), tiny_llama, SamplingConfig()), [1, 2])
+    tree = proposal.tree
+    for node, children in enumerate(tree.shape.children):
+        scores = naive_scores(
+            tiny_draft, [1, 2, *(tree.token_list[at] for at in tree.shape.path(node))], SamplingConfig()
+        )
+        values = [scores[tree.token_list[child]] for child in children]
+        assert values == sorted(values, reverse=True)
+
+
+def test_tokens_that_the_controls_forbid_are_not_drafted(tiny_draft: CausalLM, tiny_llama: CausalLM) -> None:
+    sampling = SamplingConfig(1.0, top_k=2)
+    (proposal,) = propose(opened(DraftTreeDrafter(tiny_draft, 3, 4, 40), tiny_llama, sampling), [1, 2])
+    assert len(proposal.tree) > 6 and max(map(len, proposal.tree.shape.children)) == 2
+
+
+@pytest.mark.parametrize("vocab", [12, 20])
+def test_what_either_model_does_not_know_is_not_drafted(tiny_llama: CausalLM, vocab: int) -> None:
+    draft = CausalLM(tiny_model("llama", vocab=vocab, seed=2))
+    (proposal,) = propose(opened(DraftTreeDrafter(draft, 2, 12, 60), tiny_llama, SamplingConfig()), [1, 15])
+    assert max(proposal.tree.token_list[1:]) < min(vocab, 16)
+
+
+@given(depth=st.integers(0, 6), nodes=st.integers(1, 30))
+def test_a_request_bounds_depth_and_nodes(tiny_draft: CausalLM, tiny_llama: CausalLM, depth: int, nodes: int) -> None:
+    drafter = DraftTreeDrafter(tiny_draft, 4, 3, 20)
+    (proposal,) = propose(opened(drafter, tiny_llama, SamplingConfig()), [3, 1, 4], depth=depth, nodes=nodes)
+    assert proposal.tree.shape.max_depth <= min(depth, 4) and len(proposal.tree) <= min(nodes, 20)
+    if depth and nodes > 1:
+        wanted = naive_tree(tiny_draft, [3, 1, 4], SamplingConfig(), min(depth, 4), 3, min(nodes, 20))
+        assert paths(proposal) == wanted
+    else:
+        assert len(proposal.tree) == 1
+
+
+def test_budgets_grow_in_depth_and_nodes_to_what_was_asked_for(tiny_draft: CausalLM) -> None:
+    drafter = DraftTreeDrafter(tiny_draft, depth=4, width=3, nodes=21)
+    assert drafter.budgets == ((1, 6), (2, 11), (3, 16), (4, 21)) == tree_budgets(4, 21)
+    assert (drafter.max_depth, drafter.max_nodes) == (4, 21)
+    assert DraftTreeDrafter(tiny_draft, 2, 2, 99).max_nodes == 1 + 2 + 4, "there are no more candidates"
+    assert tree_budgets(3, 4) == ((1, 2), (2, 3), (3, 4))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "complaint"),
+    [
+        ((0, 2, 9), r"depth \(0\)"),
+        ((2, 0, 9), r"width \(0\)"),
+        ((4, 2, 4), "nodes is 4.* a tree 4 deep has at least 5"),
+    ],
+)
+def test_sizes_that_make_no_tree_are_refused(tiny_draft: CausalLM, sizes: tuple[int, int, int], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        DraftTreeDrafter(tiny_draft, *sizes)
+
+
+def test_more_children_than_there_are_tokens_are_refused(tiny_draft: CausalLM, tiny_llama: CausalLM) -> None:
+    with pytest.raises(ValueError, match="width is 17 but target and draft share 16 tokens"):
+        DraftTreeDrafter(tiny_draft, 2, 17, 40).open(tiny_llama, SamplingConfig(), 1, 40)
+
+
+# --- how it is drafted ---------------------------------------------------------------------------------------------
+
+
+def test_a_level_of_all_rows_is_one_pass_and_what_cannot_be_kept_is_not_run(
+    tiny_draft: CausalLM, tiny_llama: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[list[int]] = []
+    verify = CausalLM.verify
+
+    def counted(self: CausalLM, trees, cache, first):  # type: ignore[no-untyped-def]
+        sizes.append([len(tree) - skipped for tree, skipped in zip(trees, first, strict=True)])
+        return verify(self, trees, cache, first)
+
+    monkeypatch.setattr(CausalLM, "verify", counted)
+    session = opened(DraftTreeDrafter(tiny_draft, 4, 3, 20), tiny_llama, SamplingConfig(), rows=3)
+    propose(session, [1, 2, 3], [4], [5, 6])
+    assert len(sizes) <= 3 and all(size <= 3 for level in sizes for size in level)
+    # Of a tree of one drafted node only that node can have children, and they only push it out.
+    sizes.clear()
+    propose(session, [1, 2, 3, 4], [4, 9], [5, 6, 1], nodes=3)
+    assert all(size <= 2 for level in sizes for size in level)
+
+
+@given(seed=st.integers(0, 2**32 - 1), sampling=st.sampled_from([SamplingConfig(), PENALISED]))
+def test_a_session_of_several_rows_drafts_what_a_fresh_one_drafts_for_each(
+    tiny_draft: CausalLM, tiny_llama: CausalLM, seed: int, sampling: SamplingConfig
+) -> None:
+    """Texts of their own lengths that accept any path, get any token, and end in any order."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def chance(below: int) -> int:
+        return int(torch.randint(below, (), generator=generator))
+
+    drafter = DraftTreeDrafter(tiny_draft, 3, 3, 12)
+    session = opened(drafter, tiny_llama, sampling, rows=3)
+    texts = [[chance(16) for _ in range(1 + chance(6))] for _ in range(3)]
+    for _ in range(3):
+        bounds = [(chance(4), 1 + chance(12)) for _ in texts]
+        proposals = session.propose(
+            [DraftRequest(text, NO_HIDDEN, *bound) for text, bound in zip(texts, bounds, strict=True)]
+        )
+        for text, (depth, nodes), proposal in zip(texts, bounds, proposals, strict=True):
+            (alone,) = propose(opened(drafter, tiny_llama, sampling), text, depth=depth, nodes=nodes)
+            assert alone.tree.token_list == proposal.tree.token_list and alone.tree.shape == proposal.tree.shape
+            node = chance(len(proposal.tree))
+            text += [proposal.tree.token_list[at] for at in proposal.tree.shape.path(node)]
+            text.append(chance(16))
+        if len(texts) > 1 and chance(3) == 0:
+            session.move(len(texts) - 1, 0)
+            texts = [texts[-1], *texts[1:-1]]
+
+
+def test_the_keys_of_accepted_nodes_are_kept(tiny_draft: CausalLM, tiny_llama: CausalLM) -> None:
+    session = opened(DraftTreeDrafter(tiny_draft, 3, 3, 12), tiny_llama, SamplingConfig())
+    (proposal,) = propose(session, [1, 2])
+    deepest = max(range(len(proposal.tree)), key=proposal.tree.shape.depths.__getitem__)
+    path = [proposal.tree.token_list[at] for at in proposal.tree.shape.path(deepest)]
+    assert len(path) == 3
+    kept: list[int] = []
+    session._state.draft.model.register_forward_pre_hook(
+        lambda module, args, named: kept.append(named["input_ids"].shape[1]), with_kwargs=True
+    )
+    propose(session, [1, 2, *path, 7], depth=1)
+    assert kept == [2], "of three accepted two had run; the last, and the token the target wrote, are run now"
+
+
+# --- through the loop ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "penalty"), [((3, 3, 12), 1.0), ((3, 3, 12), 1.5), ((1, 4, 5), 1.0), ((5, 1, 6), 1.0), ((4, 2, 9), 1.5)]
+)
+def test_greedy_output_is_plain_greedy_alone_and_in_batches(
+    tiny_llama: CausalLM, tiny_draft: CausalLM, sizes: tuple[int, int, int], penalty: float
+) -> None:
+    drafter = DraftTreeDrafter(tiny_draft, *sizes)
+    config = DecodingConfig(14, SamplingConfig(repetition_penalty=penalty))
+    plain = [naive_greedy(tiny_llama.model, prompt, 14, penalty) for prompt in PROMPTS]
+    assert [decode(tiny_llama, drafter, prompt, config).tokens for prompt in PROMPTS] == plain
+    for batch_size in (2, 4):
+        batch = decode_batch(tiny_llama, drafter, PROMPTS, config, batch_size)
+        assert [generation.tokens for generation in batch] == plain
+
+
+def test_of_a_draft_that_is_the_target_the_best_child_is_always_accepted(tiny_llama: CausalLM) -> None:
+    steps = decode(tiny_llama, DraftTreeDrafter(tiny_llama, 3, 3, 12), [1, 2, 3], DecodingConfig(20)).steps
+    assert sum(step.accepted for step in steps) > 10
+    assert all(step.accepted >= 1 for step in steps if step.offered)
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(1.0), PENALISED])
+def test_sampled_verify_writes_what_plain_decoding_writes_with_the_same_seed(
+    tiny_llama: CausalLM, sampling: SamplingConfig
+) -> None:
+    drafter = DraftTreeDrafter(tiny_llama, 3, 3, 12)
+    config = DecodingConfig(14, sampling, SAMPLED_VERIFY, seed=3)
+    plain = [generation.tokens for generation in decode_batch(tiny_llama, None, PROMPTS, config, 1)]
+    for batch_size in (1, 3):
+        batch = decode_batch(tiny_llama, drafter, PROMPTS, config, batch_size)
+        assert [generation.tokens for generation in batch] == plain
+        assert sum(step.accepted for generation in batch for step in generation.steps) > 8
+
+
+@pytest.mark.parametrize("rule", [None, TOP_K_CHILDREN, TRAVERSAL_VERIFICATION])
+def test_sampled_texts_have_the_targets_distribution(rule) -> None:  # type: ignore[no-untyped-def]
+    """Chi-square of 400 texts with fixed seeds; were they not, it would fail by chance once in 10**6."""
+    target, sampling = small_llama(5), SamplingConfig(1.0)
+    drafter = DraftTreeDrafter(small_llama(3), 2, 2, 6)
+    config = DecodingConfig(LENGTH, sampling, rule)
+    generations = decode_batch(target, drafter, [PROMPT] * 400, config, batch_size=40)
+    counts = Counter(generation.tokens for generation in generations)
+    assert p_value(counts, exact_probabilities(target, sampling)) > FALSE_ALARM
+    accepted = sum(step.accepted for generation in generations for step in generation.steps)
+    assert accepted > 40, "a draft that is never accepted proves little"

@@ -1,0 +1,279 @@
+"""Two drafters in one tree: what is grafted, what kind it is, and that both sessions keep up."""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+from drafter_checks import (
+    accept_some,
+    check_bounds,
+    check_budgets,
+    check_greedy,
+    check_penalised_greedy,
+    check_text_of_the_seed,
+    opened,
+    paths,
+    request,
+)
+from enumeration import LOSSLESS, LOSSY, SHAPES, Draft, distance_from_target, model_pair, sampled_draft
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_drafters import ScriptedDrafter
+from test_generate_sampling import FALSE_ALARM, LENGTH, PROMPT, exact_probabilities, p_value, small_llama
+from torch import Tensor
+
+from decoding.drafters import Drafter, DraftModelDrafter, HybridDrafter, LookaheadDrafter, PromptLookupDrafter
+from decoding.drafters.hybrid import graft
+from decoding.generate import DecodingConfig, decode, decode_batch
+from decoding.policy import Budget
+from decoding.proposal import Proposal, ProposalKind
+from decoding.sampling import RandomSource, SamplingConfig
+from decoding.target import CausalLM
+from decoding.tree import TokenTree, TreeShape
+from decoding.verify import Verdict, lossless_rule
+
+SAMPLED = SamplingConfig(1.0)
+ROOT = 9
+
+
+def tree_of(parents: Sequence[int], tokens: Sequence[int]) -> TokenTree:
+    return TokenTree(torch.tensor([ROOT, *tokens]), TreeShape((-1, *parents)))
+
+
+def deterministic(parents: Sequence[int], tokens: Sequence[int]) -> Proposal:
+    return Proposal(tree_of(parents, tokens), ProposalKind.DETERMINISTIC)
+
+
+def sampled(parents: Sequence[int], tokens: Sequence[int]) -> Proposal:
+    return Proposal(tree_of(parents, tokens), ProposalKind.SAMPLED, torch.full((len(tokens), 16), 1 / 16))
+
+
+# --- grafting -------------------------------------------------------------------------------------------------------
+
+
+def test_what_both_draft_is_one_node_and_the_rest_stands_behind_the_first_tree() -> None:
+    first = deterministic((0, 0, 1), (5, 6, 7))
+    lookup = deterministic((0, 1, 2, 0, 4), (6, 8, 2, 5, 7))
+    grafted = graft(first, lookup)
+    tree = grafted.proposal.tree
+    assert tree.token_list == [ROOT, 5, 6, 7, 8, 2]
+    assert tree.shape.parents == (-1, 0, 0, 1, 2, 4)
+    assert paths(tree) == paths(first.tree) | paths(lookup.tree)
+    assert grafted.nodes == ([0, 1, 2, 3], [0, 2, 4, 5, 1, 3])
+    assert grafted.proposal.kind is ProposalKind.DETERMINISTIC
+
+
+def test_duplicates_drawn_with_replacement_stay_and_the_graft_goes_on_behind_the_first_of_them() -> None:
+    grafted = graft(sampled((0, 0, 1), (5, 5, 3)), deterministic((0, 1), (5, 4)))
+    tree = grafted.proposal.tree
+    assert (tree.token_list, tree.shape.parents) == ([ROOT, 5, 5, 3, 4], (-1, 0, 0, 1, 1))
+    assert grafted.proposal.kind is ProposalKind.MIXED and grafted.proposal.q is None
+
+
+def test_a_proposal_that_stands_alone_stays_as_it_is() -> None:
+    nothing = Proposal.root_only(ROOT)
+    drawn, looked_up = sampled((0, 1), (5, 6)), deterministic((0,), (4,))
+    assert graft(drawn, nothing).proposal is drawn
+    assert graft(nothing, looked_up).proposal is looked_up
+    assert graft(nothing, looked_up).nodes == ([0], [0, 1])
+    assert len(graft(nothing, nothing).proposal.tree) == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "lookup", "kind"),
+    [
+        (deterministic((0,), (5,)), deterministic((0,), (6,)), ProposalKind.DETERMINISTIC),
+        (sampled((0,), (5,)), deterministic((0,), (6,)), ProposalKind.MIXED),
+        (sampled((0,), (5,)), deterministic((0,), (5,)), ProposalKind.MIXED),
+        (deterministic((0,), (5,)), sampled((0,), (6,)), ProposalKind.MIXED),
+        (sampled((0,), (5,)), sampled((0,), (6,)), ProposalKind.MIXED),
+    ],
+)
+def test_the_graft_is_deterministic_only_if_both_are(first: Proposal, lookup: Proposal, kind: ProposalKind) -> None:
+    assert graft(first, lookup).proposal.kind is kind
+
+
+# --- losslessness, exactly ------------------------------------------------------------------------------------------
+
+
+def looked_up_beside(draft: Draft, tokens: Sequence[int]) -> Draft:
+    """A drawn proposal with a looked-up chain grafted on."""
+    lookup = Proposal(TokenTree.chain([0, *tokens]), ProposalKind.DETERMINISTIC)
+    return lambda source: graft(draft(source), lookup).proposal
+
+
+def by_its_rule(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
+    return lossless_rule(proposal)(proposal, p, source)
+
+
+@pytest.mark.parametrize("models", ["dense", "zeros", "mixed"])
+@pytest.mark.parametrize("shape", ["chain of 2", "two children", "one long branch"])
+@pytest.mark.parametrize("kind", [ProposalKind.SAMPLED, ProposalKind.SAMPLED_WITHOUT_REPLACEMENT])
+def test_a_looked_up_branch_beside_drawn_ones_is_lossless(models: str, shape: str, kind: ProposalKind) -> None:
+    for seed in range(3):
+        p, q = model_pair(models, 3, 3, seed)
+        draft = looked_up_beside(sampled_draft(SHAPES[shape], q, kind), (1, 2))
+        assert distance_from_target(draft, by_its_rule, p, 4) < LOSSLESS
+
+
+def test_q_must_not_be_kept_where_the_lookup_happens_to_add_nothing() -> None:
+    p, q = model_pair("dense", 3, 2, 0)
+    drawn = sampled_draft(SHAPES["chain of 2"], q, ProposalKind.SAMPLED)
+
+    def mutant(source: RandomSource) -> Proposal:
+        first = drawn(source)
+        grafted = graft(first, Proposal(TokenTree.chain([0, 1]), ProposalKind.DETERMINISTIC)).proposal
+        return first if len(grafted.tree) == len(first.tree) else grafted
+
+    assert distance_from_target(mutant, by_its_rule, p, 3) > LOSSY
+
+
+# --- budgets --------------------------------------------------------------------------------------------------------
+
+
+def test_each_drafter_has_the_nodes_of_its_own_budget(tiny_draft: CausalLM) -> None:
+    drafter = HybridDrafter(DraftModelDrafter(tiny_draft, (2, 1)), PromptLookupDrafter(3))
+    # (1, 3) (2, 5) beside (1, 2) (2, 3) (3, 4)
+    assert drafter.budgets == (Budget(1, 4), Budget(2, 7), Budget(3, 8))
+    assert [drafter.split(nodes) for nodes in (8, 7, 4, 3, 1)] == [(5, 4), (5, 3), (3, 2), (3, 1), (1, 1)]
+    check_budgets(drafter)
+    check_budgets(HybridDrafter(PromptLookupDrafter(), DraftModelDrafter(tiny_draft, (3, 2, 1))))
+
+
+def hybrids(draft: CausalLM) -> dict[str, Drafter]:
+    return {
+        "tree and lookup": HybridDrafter(DraftModelDrafter(draft, (2, 1, 1)), PromptLookupDrafter(4, num_branches=2)),
+        "chain and lookahead": HybridDrafter(DraftModelDrafter(draft, (1, 1, 1)), LookaheadDrafter(3, 3, 3)),
+        "replacement and lookup": HybridDrafter(DraftModelDrafter(draft, (2, 2), True), PromptLookupDrafter(4)),
+        "lookahead and lookup": HybridDrafter(LookaheadDrafter(3, 3, 3), PromptLookupDrafter(5)),
+    }
+
+
+NAMES = list(hybrids(small_llama(3)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SAMPLED])
+@given(seed=st.integers(0, 2**32 - 1))
+def test_a_tree_stays_within_its_bounds(
+    tiny_llama: CausalLM, tiny_draft: CausalLM, name: str, sampling: SamplingConfig, seed: int
+) -> None:
+    check_bounds(hybrids(tiny_draft)[name], tiny_llama, sampling, seed, siblings_differ="replacement" not in name)
+
+
+# --- sessions -------------------------------------------------------------------------------------------------------
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+def test_a_session_after_any_acceptances_is_a_fresh_session(
+    tiny_llama: CausalLM, tiny_draft: CausalLM, seed: int
+) -> None:
+    drafter = HybridDrafter(DraftModelDrafter(tiny_draft, (2, 1, 1)), PromptLookupDrafter(4, num_branches=2))
+    chance = random.Random(seed)
+    session = opened(drafter, tiny_llama, rows=2)
+    texts = [[chance.randrange(4) for _ in range(chance.randint(1, 6))] for _ in range(2)]
+    for _ in range(5):
+        proposals = session.propose([request(text) for text in texts])
+        fresh = opened(drafter, tiny_llama, rows=2).propose([request(text) for text in texts])
+        for proposal, expected in zip(proposals, fresh, strict=True):
+            assert proposal.tree.token_list == expected.tree.token_list
+            assert proposal.tree.shape == expected.tree.shape
+        # Any path: the draft's own, a looked-up one, or one that begins as the one and ends as the other.
+        texts = [[*text, *accept_some(drafted, chance)] for text, drafted in zip(texts, proposals, strict=True)]
+
+
+class Listening(ScriptedDrafter):
+    """Keeps what it is told."""
+
+    def __init__(self, *script: tuple[Sequence[int], Sequence[int]]) -> None:
+        super().__init__(*script)
+        self.heard: list[tuple[Proposal, Tensor]] = []
+
+    def observe(self, proposal: Proposal, logits: Tensor) -> None:
+        self.heard.append((proposal, logits))
+
+
+def test_each_session_is_told_what_the_target_said_at_its_own_nodes(tiny_llama: CausalLM) -> None:
+    first, lookup = Listening(((0, 0), (5, 6))), Listening(((0, 1), (6, 8)))
+    session = opened(HybridDrafter(first, lookup), tiny_llama)
+    (proposal,) = session.propose([request([ROOT])])
+    assert proposal.tree.token_list == [ROOT, 5, 6, 8]
+    session.observe([proposal], [torch.arange(4.0)[:, None].expand(4, 16)])
+    for listener, tokens, nodes in ((first, [ROOT, 5, 6], [0, 1, 2]), (lookup, [ROOT, 6, 8], [0, 2, 3])):
+        ((own, logits),) = listener.heard
+        assert own.tree.token_list == tokens and logits[:, 0].tolist() == nodes
+
+
+def test_logits_of_trees_it_did_not_draft_reach_nobody(tiny_llama: CausalLM) -> None:
+    first, lookup = Listening(((0,), (5,))), Listening(((0,), (6,)))
+    session = opened(HybridDrafter(first, lookup), tiny_llama)
+    session.propose([request([ROOT])])
+    session.observe([Proposal.root_only(ROOT)], [torch.zeros(1, 16)])
+    assert not first.heard and not lookup.heard
+
+
+def test_where_the_lookup_finds_nothing_a_drawn_chain_keeps_its_q(tiny_llama: CausalLM, tiny_draft: CausalLM) -> None:
+    drafter = HybridDrafter(DraftModelDrafter(tiny_draft, (1, 1)), PromptLookupDrafter(2))
+    session = opened(drafter, tiny_llama, SAMPLED)
+    (proposal,) = session.propose([request([1, 2, 3])])
+    assert proposal.kind is ProposalKind.SAMPLED and proposal.q is not None
+    (proposal,) = session.propose([request([1, 2, 3, 1])])
+    assert proposal.kind is ProposalKind.MIXED
+
+
+def test_it_accepts_what_either_would(counting: CausalLM, tiny_draft: CausalLM) -> None:
+    # The draft knows nothing of counting, the lookup finds it from the second round on.
+    lookup = PromptLookupDrafter(3)
+    hybrid = HybridDrafter(DraftModelDrafter(tiny_draft, (1, 1)), lookup)
+    alone = decode(counting, lookup, [0], DecodingConfig(40)).steps
+    together = decode(counting, hybrid, [0], DecodingConfig(40)).steps
+    assert len(together) <= len(alone) < 30
+    counted = decode(counting, HybridDrafter(DraftModelDrafter(counting, (1, 1)), lookup), [0], DecodingConfig(40))
+    assert all(step.accepted >= 2 for step in counted.steps[1:-1])
+
+
+# --- the loop -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_output_is_plain_greedy(tiny_llama: CausalLM, tiny_draft: CausalLM, name: str) -> None:
+    check_greedy(tiny_llama, hybrids(tiny_draft)[name])
+    check_penalised_greedy(tiny_llama, hybrids(tiny_draft)[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_text_of_a_seed_is_plain_decodings(tiny_llama: CausalLM, tiny_draft: CausalLM, name: str) -> None:
+    check_text_of_the_seed(tiny_llama, hybrids(tiny_draft)[name])
+
+
+def test_a_text_does_not_depend_on_its_neighbours(tiny_llama: CausalLM, tiny_draft: CausalLM) -> None:
+    drafter = hybrids(tiny_draft)["tree and lookup"]
+    prompts = [[1, 2, 1, 2], [5], [7, 0, 7], [3, 3]]
+    config = DecodingConfig(16, SAMPLED, seed=3)
+    texts = decode_batch(tiny_llama, drafter, prompts, config, 3)
+    for place, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        alone = decode(tiny_llama, drafter, prompt, DecodingConfig(16, SAMPLED, seed=3 + place))
+        assert text.tokens == alone.tokens
+
+
+@pytest.mark.parametrize("min_ngram", [1, 2])
+def test_the_loop_writes_the_targets_distribution(min_ngram: int) -> None:
+    # Pairs occur twice less often than tokens: with min_ngram 2 drawn chains and mixed trees alternate in a text.
+    target = small_llama(5)
+    drafter = HybridDrafter(DraftModelDrafter(small_llama(3), (1, 1)), PromptLookupDrafter(2, 2, min_ngram))
+    counts: Counter[tuple[int, ...]] = Counter()
+    accepted = 0
+    for seed in range(400):
+        generation = decode(target, drafter, PROMPT, DecodingConfig(LENGTH, SAMPLED, seed=seed))
+        counts[generation.tokens] += 1
+        accepted += sum(step.accepted for step in generation.steps)
+    assert p_value(counts, exact_probabilities(target, SAMPLED)) > FALSE_ALARM
+    assert accepted > 40, "a draft that is never accepted proves little"
+
+
+def test_one_drafter_twice_is_refused() -> None:
+    lookup = PromptLookupDrafter()
+    with pytest.raises(ValueError, match="both drafters of the hybrid are the same prompt lookup: give two"):
+        HybridDrafter(lookup, lookup)

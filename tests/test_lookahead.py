@@ -1,0 +1,223 @@
+"""Lookahead decoding: its window and pool beside a naive Jacobi iteration, and the loop with it."""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from drafter_checks import (
+    accept_some,
+    check_bounds,
+    check_budgets,
+    check_greedy,
+    check_penalised_greedy,
+    check_text_of_the_seed,
+    every_start,
+    opened,
+    paths,
+    request,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from test_generate_sampling import FALSE_ALARM, LENGTH, PROMPT, exact_probabilities, p_value, small_llama
+from tiny_models import full_forward
+
+from decoding.drafters import LookaheadDrafter
+from decoding.generate import DecodingConfig, decode
+from decoding.policy import Budget
+from decoding.proposal import Proposal, ProposalKind
+from decoding.sampling import SamplingConfig
+from decoding.target import CausalLM
+from decoding.verify import SAMPLED_VERIFY, TRAVERSAL_VERIFICATION, Rule
+
+
+def target_logits(target: CausalLM, text: Sequence[int], proposal: Proposal) -> torch.Tensor:
+    """What the target says at every node, each path run by itself as a plain text."""
+    tree = proposal.tree
+    texts = [[*text, *(tree.token_list[at] for at in tree.shape.path(node))] for node in range(len(tree))]
+    return torch.stack([full_forward(target.model, whole)[-1] for whole in texts])
+
+
+class NaiveLookahead:
+    """The window as a table, a plain forward for each of its columns, and a pool that is a list searched through."""
+
+    def __init__(self, target: CausalLM, prompt: list[int], window: int, ngram: int, guesses: int) -> None:
+        self._target, self._ngram, self._guesses = target, ngram, guesses
+        self._levels = [[prompt[(level + i) % len(prompt)] for i in range(window)] for level in range(ngram - 1)]
+        self._seen: list[tuple[int, ...]] = []
+
+    def read(self, text: list[int], since: int) -> None:
+        for end in range(max(since + 1, self._ngram), len(text) + 1):
+            self._remember(text[end - self._ngram : end])
+
+    def tree(self, root: int) -> set[tuple[int, ...]]:
+        guesses = [ngram[1:] for ngram in reversed(self._seen) if ngram[0] == root][: self._guesses]
+        columns = [
+            [*self._levels[0][1 : i + 1], *(level[i] for level in self._levels[1:])]
+            for i in range(len(self._levels[0]))
+        ]
+        return {start for path in (*guesses, *columns) for start in every_start(path)}
+
+    def jacobi_step(self, text: list[int]) -> None:
+        """Every column at once goes on by one token, all read from the window as it was."""
+        self._levels[0][0] = text[-1]
+        said = []
+        for i in range(len(self._levels[0])):
+            before = [*text[:-1], *self._levels[0][: i + 1], *(level[i] for level in self._levels[1:])]
+            said.append(int(full_forward(self._target.model, before)[-1].argmax()))
+        for i, token in enumerate(said):
+            self._remember([*(level[i] for level in self._levels), token])
+        self._levels = [*self._levels[1:], said]
+
+    def _remember(self, ngram: Sequence[int]) -> None:
+        if tuple(ngram) in self._seen:
+            self._seen.remove(tuple(ngram))
+        self._seen.append(tuple(ngram))
+
+
+@pytest.mark.parametrize(("window", "ngram", "guesses"), [(4, 4, 2), (1, 3, 1), (5, 2, 3), (3, 5, 9)])
+@pytest.mark.parametrize("text_ngrams", [True, False])
+def test_window_and_pool_are_those_of_a_naive_jacobi_iteration_step_by_step(
+    tiny_llama: CausalLM, window: int, ngram: int, guesses: int, text_ngrams: bool
+) -> None:
+    chance = random.Random(window)
+    prompt = [3, 1, 4, 1, 5]
+    session = opened(LookaheadDrafter(window, ngram, guesses, text_ngrams), tiny_llama, prompt_length=len(prompt))
+    naive = NaiveLookahead(tiny_llama, prompt, window, ngram, guesses)
+    text, read = [*prompt, 9], 0
+    for _ in range(10):
+        (proposal,) = session.propose([request(text)])
+        if text_ngrams:
+            naive.read(text, read)
+            read = len(text)
+        assert paths(proposal.tree) == naive.tree(text[-1])
+        assert proposal.kind is ProposalKind.DETERMINISTIC and proposal.tree.token_list[0] == text[-1]
+        session.observe([proposal], [target_logits(tiny_llama, text, proposal)])
+        naive.jacobi_step(text)
+        text += accept_some(proposal, chance)
+
+
+def test_the_pool_of_a_target_that_counts_fills_with_counting(counting: CausalLM) -> None:
+    session = opened(LookaheadDrafter(6, 4, 5, text_ngrams=False), counting, prompt_length=4)
+    text = [0, 7, 0, 7, 8]
+    for _ in range(5):
+        (proposal,) = session.propose([request(text)])
+        logits = target_logits(counting, text, proposal)
+        session.observe([proposal], [logits])
+        text.append(int(logits[0].argmax()))
+    # The window began as 0s and 7s. A column's three levels are filled after three steps, so that the third closes
+    # 0 1 2 3 and 7 8 9 10, the fourth 1 2 3 4 and 8 9 10 11, the fifth 2 3 4 5 and 9 10 11 12.
+    for first in (0, 1, 2, 7, 8, 9):
+        (proposal,) = session.propose([request([*text, first])])
+        assert tuple(range(first + 1, first + 4)) in paths(proposal.tree)
+    (proposal,) = session.propose([request([*text, 4])])
+    assert (5,) not in paths(proposal.tree), "no n-gram begins with 4 yet"
+
+
+def test_whole_ngrams_are_accepted_once_the_pool_knows_the_text(counting: CausalLM) -> None:
+    for text_ngrams in (True, False):
+        generation = decode(counting, LookaheadDrafter(6, 4, 5, text_ngrams), [0, 7, 0, 7], DecodingConfig(64))
+        assert [step.accepted for step in generation.steps[-5:-1]] == [3, 3, 3, 3]
+        assert len(generation.steps) < 64 / 2.5
+
+
+def test_text_that_repeats_itself_is_accepted_from_the_text_alone(tiny_llama: CausalLM) -> None:
+    repeating = [2, 9, 4, 11] * 4
+    session = opened(LookaheadDrafter(1, 4, 3), tiny_llama, prompt_length=16)
+    assert (4, 11, 2) in paths(session.propose([request([*repeating, 2, 9])])[0].tree)
+    silent = opened(LookaheadDrafter(1, 4, 3, text_ngrams=False), tiny_llama, prompt_length=16)
+    assert (4, 11, 2) not in paths(silent.propose([request([*repeating, 2, 9])])[0].tree)
+
+
+def test_the_window_runs_beside_the_guesses_and_shares_nodes_with_them(tiny_llama: CausalLM) -> None:
+    # Five tokens of prompt as the first window: all columns read on in the same text, so they are one line.
+    session = opened(LookaheadDrafter(3, 4, 2), tiny_llama, prompt_length=5)
+    (proposal,) = session.propose([request([1, 2, 3, 4, 5, 9])])
+    assert proposal.tree.token_list == [9, 2, 3, 4, 5]
+    assert proposal.tree.shape.is_chain
+
+
+@given(seed=st.integers(0, 2**32 - 1), sizes=st.sampled_from([(4, 4, 3), (1, 2, 1), (6, 3, 4), (2, 5, 7)]))
+def test_a_tree_stays_within_its_bounds(tiny_llama: CausalLM, seed: int, sizes: tuple[int, int, int]) -> None:
+    check_bounds(LookaheadDrafter(*sizes), tiny_llama, SamplingConfig(), seed)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+def test_no_budget_is_smaller_than_what_it_lets_through(tiny_llama: CausalLM, seed: int) -> None:
+    drafter = LookaheadDrafter(4, 4, 6)
+    chance = random.Random(seed)
+    session = opened(drafter, tiny_llama, prompt_length=3)
+    text = [chance.randrange(16) for _ in range(4)]
+    for _ in range(8):
+        budget = chance.choice(drafter.budgets)
+        (proposal,) = session.propose([request(text, budget.depth, budget.nodes)])
+        assert proposal.tree.shape.max_depth <= budget.depth and len(proposal.tree) <= budget.nodes
+        session.observe([proposal], [torch.randn(len(proposal.tree), 16)])
+        text += accept_some(proposal, chance)
+
+
+def test_budgets_count_columns_and_their_share_of_the_guesses() -> None:
+    # One column of N = 4: two nodes behind the root, and 2 of 6 guesses of 3 nodes each.
+    assert LookaheadDrafter(3, 4, 6).budgets == (Budget(3, 9), Budget(3, 18), Budget(4, 27))
+    for sizes in ((15, 5, 15), (1, 2, 1), (7, 2, 3), (2, 6, 9)):
+        check_budgets(LookaheadDrafter(*sizes))
+
+
+def test_where_the_text_has_little_room_only_guesses_are_run_and_they_are_cut(tiny_llama: CausalLM) -> None:
+    session = opened(LookaheadDrafter(3, 5, 2), tiny_llama, prompt_length=4)
+    text = [6, 1, 2, 3, 4, 5, 8, 6]
+    (proposal,) = session.propose([request(text, depth=2)])
+    assert paths(proposal.tree) == {(1,), (1, 2)}, "a window of depth 3 at least does not fit"
+
+
+def test_logits_of_a_tree_it_did_not_draft_are_not_read(tiny_llama: CausalLM) -> None:
+    session = opened(LookaheadDrafter(3, 3, 2), tiny_llama, prompt_length=2)
+    (proposal,) = session.propose([request([1, 2, 3])])
+    session.observe([Proposal.root_only(3)], [torch.zeros(1, 16)])
+    assert paths(session.propose([request([1, 2, 3])])[0].tree) == paths(proposal.tree)
+
+
+def test_greedy_output_is_plain_greedy(tiny_llama: CausalLM, counting: CausalLM) -> None:
+    for sizes in ((4, 4, 3), (1, 2, 1), (3, 2, 2)):
+        check_greedy(tiny_llama, LookaheadDrafter(*sizes))
+    check_greedy(counting, LookaheadDrafter(5, 4, 4))
+    check_penalised_greedy(tiny_llama, LookaheadDrafter(4, 3, 3))
+
+
+def test_drafted_tokens_are_accepted_and_refused(tiny_llama: CausalLM) -> None:
+    steps = decode(tiny_llama, LookaheadDrafter(4, 4, 4), [1, 2, 3], DecodingConfig(60)).steps
+    assert 0 < sum(step.accepted for step in steps) < sum(step.drafted for step in steps)
+
+
+def test_the_text_of_a_seed_is_plain_decodings(tiny_llama: CausalLM) -> None:
+    check_text_of_the_seed(tiny_llama, LookaheadDrafter(4, 3, 3))
+
+
+@pytest.mark.parametrize("rule", [SAMPLED_VERIFY, TRAVERSAL_VERIFICATION])
+def test_the_loop_writes_the_targets_distribution(rule: Rule) -> None:
+    target = small_llama(5)
+    counts: Counter[tuple[int, ...]] = Counter()
+    accepted = 0
+    for seed in range(400):
+        generation = decode(
+            target, LookaheadDrafter(2, 3, 2), PROMPT, DecodingConfig(LENGTH, SamplingConfig(1.0), rule, seed=seed)
+        )
+        counts[generation.tokens] += 1
+        accepted += sum(step.accepted for step in generation.steps)
+    assert p_value(counts, exact_probabilities(target, SamplingConfig(1.0))) > FALSE_ALARM
+    assert accepted > 40, "a draft that is never accepted proves little"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"window": 0}, "window is 0 and guesses 15: give at least 1 of each"),
+        ({"guesses": 0}, "window is 15 and guesses 0: give at least 1 of each"),
+        ({"ngram": 1}, "ngram is 1: give at least 2"),
+    ],
+)
+def test_settings_that_draft_nothing_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LookaheadDrafter(**settings)

@@ -1,0 +1,258 @@
+"""Medusa heads as a drafter: trees of a fixed shape or chosen at each step, heads with an lm_head or without one."""
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_generate_sampling import FALSE_ALARM, LENGTH, PROMPT, exact_probabilities, p_value, small_llama
+from tiny_models import naive_greedy
+from torch import nn
+
+from decoding.drafters import MedusaDrafter
+from decoding.drafters.base import DraftRequest
+from decoding.generate import DecodingConfig, decode, decode_batch
+from decoding.heads import MedusaConfig, MedusaHeads, StackedHeads
+from decoding.proposal import Proposal, ProposalKind
+from decoding.sampling import SamplingConfig
+from decoding.target import CausalLM
+from decoding.verify import SAMPLED_VERIFY
+
+PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0))
+PROMPTS = ([1, 2, 3], [5], [7, 7, 0, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1])
+BOTH_LAYOUTS = pytest.mark.parametrize("shared", [False, True], ids=["own lm_heads", "shared lm_head"])
+
+
+def random_heads(shared: bool, layers: int = 2, vocab: int = 16, width: int = 16, count: int = 3) -> MedusaHeads:
+    heads = MedusaHeads(MedusaConfig(width, vocab, count, layers, tree=((0,),), shared_lm_head=shared))
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+    return heads
+
+
+def trained_heads(target: CausalLM, shared: bool, count: int = 3) -> MedusaHeads:
+    """Heads that say what the target's lm_head says: right now and then."""
+    config = MedusaConfig(target.hidden_size, target.vocab_size, count, tree=((0,),), shared_lm_head=shared)
+    return MedusaHeads.for_target(target.model, config)
+
+
+def propose(
+    drafter: MedusaDrafter, target: CausalLM, hidden: torch.Tensor, bounds: Sequence[tuple[int, int]] = ()
+) -> list[Proposal]:
+    """One row per hidden state; row i's text ends with token i."""
+    session = drafter.open(target, SamplingConfig(), len(hidden), 40)
+    every = bounds or [(99, 99)] * len(hidden)
+    return session.propose([DraftRequest([7, row], hidden[row], *bound) for row, bound in enumerate(every)])
+
+
+def paths(proposal: Proposal) -> set[tuple[int, ...]]:
+    tree = proposal.tree
+    return {tuple(tree.token_list[at] for at in tree.shape.path(node)) for node in range(1, len(tree))}
+
+
+def reference_logits(heads: MedusaHeads, target: CausalLM, hidden: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return heads(hidden, target.model.get_output_embeddings())
+
+
+# --- heads in one go -----------------------------------------------------------------------------------------------
+
+
+@BOTH_LAYOUTS
+@pytest.mark.parametrize("count", [1, 3])
+def test_stacked_heads_are_the_heads_one_by_one(tiny_llama: CausalLM, shared: bool, count: int) -> None:
+    heads, hidden = random_heads(shared), torch.randn(5, 16)
+    expected = reference_logits(heads, tiny_llama, hidden)
+    with torch.inference_mode():
+        stacked = StackedHeads(heads)(hidden, count, tiny_llama.model.get_output_embeddings())
+    torch.testing.assert_close(stacked, expected[:count], rtol=1e-5, atol=1e-5)
+
+
+@BOTH_LAYOUTS
+def test_stacking_holds_no_weight_twice_and_leaves_the_heads_usable(
+    tmp_path: Path, tiny_llama: CausalLM, shared: bool
+) -> None:
+    heads, hidden = random_heads(shared), torch.randn(2, 16)
+    before, state = reference_logits(heads, tiny_llama, hidden), {k: v.clone() for k, v in heads.state_dict().items()}
+    stacked = StackedHeads(heads)
+    for layer, (weight, _) in enumerate(stacked._layers):
+        for k, head in enumerate(heads.heads):
+            assert head.blocks[layer].linear.weight.data_ptr() == weight[k].data_ptr()
+    assert torch.equal(reference_logits(heads, tiny_llama, hidden), before)
+    heads.save_pretrained(tmp_path)
+    read = MedusaHeads.from_pretrained(tmp_path)
+    assert read.config == heads.config
+    assert all(torch.equal(tensor, state[name]) for name, tensor in read.state_dict().items())
+    heads.heads[0].blocks[0].linear.weight.sum().backward()
+    assert heads.heads[0].blocks[0].linear.weight.grad is not None
+
+
+@BOTH_LAYOUTS
+@pytest.mark.parametrize("dynamic", [None, 6])
+def test_the_heads_run_at_one_position_of_each_row_and_no_deeper_than_the_room(
+    tiny_llama: CausalLM, shared: bool, dynamic: int | None
+) -> None:
+    heads = random_heads(shared)
+    drafter = MedusaDrafter(heads, None if dynamic else [[0], [0, 0], [0, 0, 0]], dynamic)
+    counted: list[int] = []
+    lm_heads = [tiny_llama.model.get_output_embeddings()] if shared else [head.lm_head for head in heads.heads]
+    hooks = [
+        lm_head.register_forward_hook(lambda module, args, out: counted.append(out.shape[:-1].numel()))
+        for lm_head in lm_heads
+    ]
+    try:
+        propose(drafter, tiny_llama, torch.randn(4, 16))
+        assert counted == ([3 * 4] if shared else [4, 4, 4]), "one product for a shared lm_head, and no prefix"
+        counted.clear()
+        propose(drafter, tiny_llama, torch.randn(4, 16), [(1, 99), (2, 99), (0, 99), (1, 99)])
+        assert counted == ([2 * 4] if shared else [4, 4])
+        if not shared:  # a shared one counts the target's own passes too
+            counted.clear()
+            decode(tiny_llama, drafter, [1] * 20, DecodingConfig(6))
+            assert set(counted) == {1}, "the heads do not run over the prompt"
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# --- trees of a fixed shape ----------------------------------------------------------------------------------------
+
+
+@BOTH_LAYOUTS
+def test_a_static_tree_holds_the_heads_best_tokens_by_rank(tiny_llama: CausalLM, shared: bool) -> None:
+    heads, hidden = random_heads(shared), torch.randn(3, 16)
+    best = reference_logits(heads, tiny_llama, hidden).topk(3).indices.tolist()
+    for row, proposal in enumerate(propose(MedusaDrafter(heads, PATHS), tiny_llama, hidden)):
+        wanted = {tuple(best[depth][row][rank] for depth, rank in enumerate(path)) for path in PATHS}
+        assert paths(proposal) == wanted and proposal.tree.token_list[0] == row
+        assert proposal.kind is ProposalKind.DETERMINISTIC and proposal.q is None
+
+
+def test_static_budgets_are_the_tree_to_every_depth_its_chain_and_its_narrower_cuts() -> None:
+    drafter = MedusaDrafter(random_heads(False), PATHS)
+    # (0) | the chain (0) (0,0) | depth 1: (0) (1) (2) | ranks 0 and 1: (0) (1) (0,0) (0,1) (0,1,0) | depth 2 | all
+    assert drafter.budgets == ((1, 2), (2, 3), (1, 4), (3, 6), (2, 7), (3, 8))
+    assert (drafter.max_depth, drafter.max_nodes) == (3, 8)
+    published = [path for length in (1, 2, 3) for path in itertools.product(range(5), repeat=length)]
+    budgets = MedusaDrafter(random_heads(False), published).budgets
+    assert budgets == ((1, 2), (2, 3), (3, 4), (1, 6), (3, 15), (2, 31), (3, 85), (3, 156))
+
+
+def test_every_static_budget_gives_a_tree_of_just_that_size_that_holds_better_ranks_first(
+    tiny_llama: CausalLM,
+) -> None:
+    drafter, hidden = MedusaDrafter(random_heads(False), PATHS), torch.randn(1, 16)
+    (whole,) = propose(drafter, tiny_llama, hidden)
+    for budget in drafter.budgets:
+        (proposal,) = propose(drafter, tiny_llama, hidden, [budget])
+        assert (proposal.tree.shape.max_depth, len(proposal.tree)) == budget
+        assert paths(proposal) <= paths(whole)
+
+
+@given(depth=st.integers(0, 5), nodes=st.integers(1, 12), dynamic=st.sampled_from([None, 2, 7]))
+def test_a_request_bounds_depth_and_nodes(tiny_llama: CausalLM, depth: int, nodes: int, dynamic: int | None) -> None:
+    drafter = MedusaDrafter(random_heads(True), None if dynamic else PATHS, dynamic)
+    (proposal,) = propose(drafter, tiny_llama, torch.randn(1, 16), [(depth, nodes)])
+    assert proposal.tree.shape.max_depth <= depth and len(proposal.tree) <= min(nodes, drafter.max_nodes)
+    assert len(proposal.tree) > 1 or depth == 0 or nodes == 1
+
+
+# --- trees chosen at each step -------------------------------------------------------------------------------------
+
+
+@BOTH_LAYOUTS
+@pytest.mark.parametrize("nodes", [2, 5, 12, 30])
+def test_a_dynamic_tree_is_the_best_of_all_trees_at_this_position(
+    tiny_llama: CausalLM, shared: bool, nodes: int
+) -> None:
+    """The paths with the largest products of probabilities, of all 16 + 256 + 4,096; another tree in every row."""
+    heads, hidden = random_heads(shared), torch.randn(4, 16)
+    shares = reference_logits(heads, tiny_llama, hidden).softmax(-1)
+    proposals = propose(MedusaDrafter(heads, dynamic_nodes=nodes), tiny_llama, hidden)
+    for row, proposal in enumerate(proposals):
+        products: dict[tuple[int, ...], float] = {(): 1.0}
+        for length in (1, 2, 3):
+            for path in itertools.product(range(16), repeat=length):
+                products[path] = products[path[:-1]] * float(shares[length - 1, row, path[-1]])
+        best = sorted(products, key=products.__getitem__, reverse=True)[:nodes]
+        assert paths(proposal) == set(best[1:])
+        assert proposal.kind is ProposalKind.DETERMINISTIC and proposal.q is None
+        assert proposal.tree.token_list == proposal.tree.tokens.tolist()
+    assert nodes < 5 or len({proposal.tree.shape for proposal in proposals}) > 1
+
+
+def test_dynamic_budgets_grow_in_depth_and_nodes() -> None:
+    assert MedusaDrafter(random_heads(True), dynamic_nodes=13).budgets == ((1, 5), (2, 9), (3, 13))
+    assert MedusaDrafter(random_heads(True), dynamic_nodes=3).budgets == ((1, 2), (2, 3)), "no deeper than its nodes"
+
+
+def test_settings_that_contradict_are_refused() -> None:
+    with pytest.raises(ValueError, match="tree and dynamic_nodes are both given"):
+        MedusaDrafter(random_heads(False), PATHS, 5)
+    with pytest.raises(ValueError, match=r"dynamic_nodes is 1, the root included: give at least 2"):
+        MedusaDrafter(random_heads(False), dynamic_nodes=1)
+    with pytest.raises(ValueError, match="the tree asks for rank 16 but the heads know 16 tokens"):
+        MedusaDrafter(random_heads(False), [[16]])
+
+
+# --- through the loop ----------------------------------------------------------------------------------------------
+
+
+@BOTH_LAYOUTS
+@pytest.mark.parametrize("dynamic", [None, 9])
+def test_greedy_output_is_plain_greedy_alone_and_in_batches(
+    tiny_llama: CausalLM, shared: bool, dynamic: int | None
+) -> None:
+    drafter = MedusaDrafter(trained_heads(tiny_llama, shared), None if dynamic else PATHS, dynamic)
+    config = DecodingConfig(14)
+    plain = [naive_greedy(tiny_llama.model, prompt, 14) for prompt in PROMPTS]
+    alone = [decode(tiny_llama, drafter, prompt, config) for prompt in PROMPTS]
+    assert [generation.tokens for generation in alone] == plain
+    assert sum(step.accepted for generation in alone for step in generation.steps) > 0
+    for batch_size in (2, 3):
+        batch = decode_batch(tiny_llama, drafter, PROMPTS, config, batch_size)
+        assert [generation.tokens for generation in batch] == plain
+
+
+@pytest.mark.parametrize("dynamic", [None, 9])
+def test_sampled_verify_writes_what_plain_decoding_writes_with_the_same_seed(
+    tiny_llama: CausalLM, dynamic: int | None
+) -> None:
+    drafter = MedusaDrafter(trained_heads(tiny_llama, True), None if dynamic else PATHS, dynamic)
+    config = DecodingConfig(14, SamplingConfig(1.0, top_p=0.95), SAMPLED_VERIFY, seed=3)
+    plain = [generation.tokens for generation in decode_batch(tiny_llama, None, PROMPTS, config, 1)]
+    for batch_size in (1, 3):
+        batch = decode_batch(tiny_llama, drafter, PROMPTS, config, batch_size)
+        assert [generation.tokens for generation in batch] == plain
+
+
+@pytest.mark.parametrize("dynamic", [None, 5])
+def test_sampled_texts_have_the_targets_distribution_with_a_shared_lm_head(dynamic: int | None) -> None:
+    """Chi-square of 400 texts with fixed seeds; were they not, it would fail by chance once in 10**6."""
+    target, sampling = small_llama(5), SamplingConfig(1.0)
+    heads = trained_heads(target, shared=True, count=2)
+    drafter = MedusaDrafter(heads, None if dynamic else [[0], [1], [0, 0], [0, 1], [1, 0]], dynamic)
+    generations = decode_batch(target, drafter, [PROMPT] * 400, DecodingConfig(LENGTH, sampling), batch_size=40)
+    counts = Counter(generation.tokens for generation in generations)
+    assert p_value(counts, exact_probabilities(target, sampling)) > FALSE_ALARM
+    assert sum(step.accepted for generation in generations for step in generation.steps) > 40
+
+
+def test_a_shared_lm_head_is_the_targets_own_also_in_another_dtype(tiny_llama: CausalLM) -> None:
+    heads = random_heads(True).bfloat16()
+    (proposal,) = propose(MedusaDrafter(heads, [[0]]), tiny_llama, torch.randn(1, 16))
+    assert len(proposal.tree) == 2
+
+
+def test_heads_that_share_an_lm_head_say_so_when_none_is_given() -> None:
+    heads = random_heads(True)
+    assert not any(isinstance(module, nn.Linear) and module.out_features != 16 for module in heads.modules())
+    for run in (lambda: heads(torch.zeros(1, 16)), lambda: StackedHeads(heads)(torch.zeros(1, 16), 1)):
+        with pytest.raises(ValueError, match="these heads share the target's lm_head: give it"):
+            run()
