@@ -6,13 +6,18 @@ does (`decoding.widen`), so its acceptance is the small one's: figures of it say
     python benchmarks/decoding.py --target FOLDER --draft FOLDER --heads FOLDER --prompts FILE.jsonl --output FILE.json
 """
 
+# ruff: noqa: E402  # the path comes first: see below
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+# This script has the package's name: with its own folder in the path it would import itself.
+sys.path = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
 
 import torch
 from rich.console import Console

@@ -54,6 +54,11 @@ class PreallocatedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None and block is not None
         size = key_states.shape[-2]
+        if key_states.shape[1::2] != self.keys.shape[1::2] or value_states.shape[1::2] != self.values.shape[1::2]:
+            raise ValueError(
+                "the layers of this model differ in how many keys they have or how wide these are (heads and widths of "
+                f"{list(self.keys.shape[1::2])} and {list(key_states.shape[1::2])}): give a model whose layers are alike"
+            )
         if block.is_prefill:
             for row, slot in enumerate(block.slots):
                 self.keys[slot, :, :size] = key_states[row]

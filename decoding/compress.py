@@ -1,6 +1,6 @@
 """Smaller drafts: int8 weights, and an lm_head that writes frequent tokens only. Neither changes what the target says.
 
-A draft of fewer tokens is q = 0 for the others, which a lossless rule allows for (FR-Spec, 2502.14856, section 3).
+A draft of fewer tokens is q = 0 for the others, which a lossless rule allows for (FR-Spec, 2502.14856).
 """
 
 import copy
@@ -24,7 +24,8 @@ OUTPUT_TOKENS_NAME = "output_tokens.json"
 def quantised(model: PreTrainedModel) -> PreTrainedModel:
     """The model with the weights of its linear layers rounded to int8, row by row; in place.
 
-    Products are still made in the model's dtype. Needs torchao.
+    Products are still made in the model's dtype, for which the weights are widened again at every call: without
+    `torch.compile` (``static="compile"`` of `CausalLM`) the model is smaller, but slower. Needs torchao.
     """
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -92,10 +93,12 @@ def read_output_tokens(model: PreTrainedModel, name: str) -> tuple[int, ...] | N
     file_name = getattr(model.config, OUTPUT_TOKENS_KEY, None)
     if file_name is None:
         return None
+    if file_name != OUTPUT_TOKENS_NAME:
+        raise ValueError(f"{name} is to be trimmed by {file_name!r}: only {OUTPUT_TOKENS_NAME} beside it is read")
     try:
         tokens = json.loads(Path(str(cached_file(name, file_name))).read_text())
-    except (OSError, TypeError, ValueError) as error:
-        raise ValueError(f"{name} is to be trimmed by {file_name!r}, which cannot be read: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name} is to be trimmed by its {file_name}, which cannot be read: {error}") from error
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise ValueError(f"{file_name} of {name} is no list of token ids: write it with write_output_tokens")
     _check_tokens(tokens, model.config.get_text_config(decoder=True).vocab_size)

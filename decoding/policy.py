@@ -1,6 +1,7 @@
 """How much to draft now: fixed, by transformers' schedule, or by what was measured on this machine; and a guard.
 
-A policy is state owned by the caller: it goes on learning over texts and batches. None changes what a lossless rule
+A policy is state owned by the caller, one for each pair of target and drafter: it goes on learning over texts and
+batches. None changes what a lossless rule
 guarantees. `FixedPolicy` and `HeuristicPolicy` never look at a clock; the choices of `MeasuredPolicy` and `Guarded`
 do depend on it, so two runs of them may draft differently, and a sampled text may come out differently too.
 """
@@ -98,7 +99,7 @@ class _Acceptance:
     prior is what the other families saw there, theirs is the position before, and the first position's is even odds.
     """
 
-    _MEMORY = 0.97  # what a step leaves of the counts before it: about 33 steps are remembered
+    _MEMORY = 0.96  # what a step leaves of the counts before it: about 25 steps are remembered
     _PRIOR_WEIGHT = 1.5  # in observations: less than one imagined success, so that a useless drafter is found out soon
 
     def __init__(self) -> None:
@@ -106,7 +107,7 @@ class _Acceptance:
         self._counts: defaultdict[Budget | None, list[list[float]]] = defaultdict(list)
         # Tokens drafted, and tokens that the budgets allowed.
         self._drafted, self._allowed = 1.0, 1.0
-        self._expected: dict[Budget | None, list[float]] = {}  # by family and depth, until the counts change
+        self._expected: defaultdict[Budget | None, list[float]] = defaultdict(list)  # by depth, until the counts change
 
     @property
     def fill(self) -> float:
@@ -139,10 +140,9 @@ class _Acceptance:
     def expected_tokens(self, budget: Budget) -> float:
         """Tokens per row and target pass, the target's own included: 1 + Σi Π(j≤i) aj."""
         family = self._family(budget)
-        expected = self._expected.get(family, [])
-        if len(expected) <= budget.depth:
-            expected = self._expected[family] = self._expected_by_depth(family, 2 * budget.depth)
-        return expected[budget.depth]
+        if len(self._expected[family]) <= budget.depth:
+            self._expected[family] = self._expected_by_depth(family, 2 * budget.depth)
+        return self._expected[family][budget.depth]
 
     def _expected_by_depth(self, family: Budget | None, depth: int) -> list[float]:
         tables = [table for key, table in self._counts.items() if key != family] + [self._counts.get(family, [])]
@@ -176,6 +176,7 @@ def _interpolate(points: Points, at: float, extrapolate: bool) -> float:
 
 
 def _alike(rows: int, other: int) -> bool:
+    """Within a factor of two: what was measured for one number of rows will do for the other."""
     return rows <= 2 * other and other <= 2 * rows
 
 
@@ -208,13 +209,9 @@ class _Costs:
         if not doubtful:
             self._curves[rows] = dict(sorted([*others, (size, typical)]))
 
-    def knows(self, rows: int, size: int) -> bool:
-        """Whether this size was measured for these rows, or for some at most twice or at least half as many."""
-        return any(size in curve for other, curve in self._curves.items() if _alike(rows, other))
-
-    def largest(self, rows: int) -> int:
-        """The largest size measured for these rows, or for some at most twice or at least half as many."""
-        return max((max(curve, default=1) for other, curve in self._curves.items() if _alike(rows, other)), default=1)
+    def sizes(self, rows: int) -> set[int]:
+        """Those measured for these rows, or for some alike in number."""
+        return {size for other, curve in self._curves.items() if _alike(rows, other) for size in curve}
 
     def curve(self, rows: int) -> Callable[[float], float]:
         """Seconds by size: through what was measured with these rows, in the shape of the nearest curve there is."""
@@ -226,15 +223,13 @@ class _Costs:
         return lambda size: self._at(shape, size) * (_interpolate(factors, size, extrapolate=False) if factors else 1)
 
     def _shape(self, rows: int) -> Points:
-        """The curve of the nearest other rows; one that lacks a size for its slope is as good as one e times farther."""
+        """The curve of the nearest other rows; one that lacks a size for its slope counts as e times farther."""
         shapes = {other: curve for other, curve in self._curves.items() if other != rows and curve}
         if self._known:
             shapes.setdefault(1, self._known)
-
-        def badness(other: int) -> float:
-            return abs(math.log(other / rows)) + max(0, self._for_slope - len(shapes[other]))
-
-        return list(shapes[min(shapes, key=badness)].items()) if shapes else []
+        lacking = {other: max(0, self._for_slope - len(curve)) for other, curve in shapes.items()}
+        nearest = min(shapes, key=lambda other: abs(math.log(other / rows)) + lacking[other], default=rows)
+        return list(shapes.get(nearest, {}).items())
 
     def _at(self, points: Points, size: float) -> float:
         return _interpolate(points, size, extrapolate=len(points) >= self._for_slope)
@@ -245,7 +240,7 @@ class Guarded:
 
     Plain decoding is timed first (two steps), then the smallest budget; larger ones come only behind those that pay, at
     most twice the largest block measured. When nothing pays, it decodes plainly for so long that what the attempt
-    lost becomes a small share of the time, tries the smallest budget again, and waits twice as long after each failure.
+    lost becomes a small share of the time, and tries the smallest budget again; the wait doubles twice at most.
     """
 
     _FIRST_TRIALS = 2  # of the smallest budget: one of them may be a hiccup
@@ -257,7 +252,8 @@ class Guarded:
     _SHORTEST_WAIT = 4  # plain steps
     _DOUBLINGS = 2  # of the wait, at most
     _DETOUR_SHARE = 0.01  # of the time, to look again at what is not in use
-    _STALE_STEPS = 24
+    _STALE_STEPS = 24  # not in use for so long, something is worth a look: plain decoding,
+    _looks_around = False  # and the budgets beside the choice
 
     def __init__(self, policy: Policy, cost_curve: Mapping[int, float] | None = None) -> None:
         """``cost_curve``: seconds of a target pass of one row by its nodes, as `plan.measure_cost_curve` gives them."""
@@ -272,19 +268,20 @@ class Guarded:
         self._credit, self._price = 0.0, 0.0  # seconds saved up for detours, and the next one's
 
     def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
-        if not budgets or not self._pass_costs.knows(rows, 1):
+        measured = self._pass_costs.sizes(rows)
+        if not budgets or 1 not in measured:
             return PLAIN
         tried = sum(trials for other, trials in self._trials.items() if _alike(rows, other))
         if tried < self._FIRST_TRIALS and self._acceptance.expected_tokens(budgets[0]) > 1.1:
             return budgets[0]
-        reach = max(budgets[0].nodes, self._GROWTH * self._pass_costs.largest(rows))
+        reach = max(budgets[0].nodes, self._GROWTH * max(measured))
         within = [budget for budget in budgets if budget.nodes <= reach]
         costs = self._costs(within, rows)
         rates = {budget: self._acceptance.expected_tokens(budget) / cost for budget, cost in costs.items()}
         paying = [budget for budget in within if rates[budget] > self._MARGIN * rates[PLAIN]]
         if paying:
             choice = self._pick(paying, rates, rows)
-            return self._detour(choice, self._worth_a_look(choice, within), rates, rows)
+            return self._detour(choice, within, rates, rows)
         return budgets[0] if self._waited >= self._wait() else PLAIN
 
     def observe(self, budget: Budget, rows: int, steps: Sequence[StepCount], *seconds: float) -> None:
@@ -317,10 +314,6 @@ class Guarded:
     def _pick(self, paying: Sequence[Budget], rates: Mapping[Budget, float], rows: int) -> Budget:
         return self._policy.choose(paying, rows)
 
-    def _worth_a_look(self, choice: Budget, budgets: Sequence[Budget]) -> list[Budget]:
-        """What to try now and then instead of ``choice``."""
-        return [PLAIN]
-
     def _costs(self, budgets: Sequence[Budget], rows: int) -> dict[Budget, float]:
         """Seconds of a plain step and of one of each budget, above 0."""
         draft, target_pass, fill = self._draft_costs.curve(rows), self._pass_costs.curve(rows), self._acceptance.fill
@@ -335,8 +328,12 @@ class Guarded:
         loss = min(self._loss, self._WORST_LOSS)
         return max(self._SHORTEST_WAIT, loss / self._LOSS_SHARE) * 2.0 ** min(self._failures, self._DOUBLINGS)
 
-    def _detour(self, choice: Budget, others: Sequence[Budget], rates: Mapping[Budget, float], rows: int) -> Budget:
-        """``choice``, or, where the seconds saved up for it suffice, the one of ``others`` longest not in use."""
+    def _detour(self, choice: Budget, budgets: Sequence[Budget], rates: Mapping[Budget, float], rows: int) -> Budget:
+        """``choice``, or, if the seconds saved up for it suffice, what was longest not in use of those to look at."""
+        others = [PLAIN]
+        if self._looks_around:
+            at = budgets.index(choice)
+            others += [*budgets[max(0, at - 1) : at], *budgets[at + 1 : at + 2]]
         unused = {other: self._steps - self._last_used.get((rows, other), -self._STALE_STEPS) for other in others}
         other = max(others, key=lambda budget: unused[budget])
         price = self._acceptance.expected_tokens(other) * (1 / rates[other] - 1 / rates[choice])
@@ -353,6 +350,7 @@ class MeasuredPolicy(Guarded):
     Depends on the clock.
     """
 
+    _looks_around = True
     _GAIN_TO_SWITCH = 1.03  # else it would flap between budgets that are as good as each other
 
     def __init__(self, cost_curve: Mapping[int, float] | None = None) -> None:
@@ -368,12 +366,8 @@ class MeasuredPolicy(Guarded):
         self._current[rows] = current
         return current
 
-    def _worth_a_look(self, choice: Budget, budgets: Sequence[Budget]) -> list[Budget]:
-        at = budgets.index(choice)
-        return [PLAIN, *budgets[max(0, at - 1) : at], *budgets[at + 1 : at + 2]]
 
-
-_POLICIES: dict[str, Callable[[], Policy]] = {
+_POLICIES: Mapping[str, Callable[[], Policy]] = {
     "fixed": FixedPolicy,
     "heuristic": HeuristicPolicy,
     "measured": MeasuredPolicy,

@@ -72,12 +72,15 @@ def _refuse_unfit(model: PreTrainedModel) -> None:
             f"{kind} has {' and '.join(other)} layers, which do not take a tree's mask: "
             "give a model with full or sliding attention only"
         )
+    accepted = inspect.signature(type(model).forward).parameters
     alibi = kind in ("bloom", "mpt") or getattr(text_config, "alibi", False)
-    if alibi or "position_ids" not in inspect.signature(type(model).forward).parameters:
+    if alibi or "position_ids" not in accepted:
         raise ValueError(
             f"{kind} places tokens by their order{' (ALiBi)' * alibi}, so a tree's branches cannot stand side by side: "
             "give a model that takes position ids"
         )
+    if "past_key_values" not in accepted:
+        raise ValueError(f"{kind} keeps no key-value cache: give a model that does")
     # The GPT-NeoX family has this entry too, and does not read it.
     if getattr(text_config, "is_decoder", None) is False and not kind.startswith("gpt_neox"):
         raise ValueError(f"{kind} reads texts in both directions: give a causal LM, or set is_decoder in its config")

@@ -18,7 +18,7 @@ from decoding.verify import SAMPLED_VERIFY
 
 NO_HIDDEN = torch.empty(0)
 PROMPTS = ([1, 2, 3, 1, 2], [5], [7, 7, 0, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8], [4, 4])
-ROOM = 200
+ROOM = 96
 
 
 def request(tokens: Sequence[int], depth: int = 99, nodes: int = 999) -> DraftRequest:

@@ -1,4 +1,4 @@
-"""Drafters for the tests: one that reads from a script, and one that drafts to break the loop."""
+"""Drafters for the tests: one that reads from a script, and one that drafts to break the loop. And a policy like it."""
 
 import random
 from collections.abc import Sequence
@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from decoding.drafters.base import DraftRequest, TextDrafter, TextStart
-from decoding.policy import Budget
+from decoding.metrics import StepCount
+from decoding.policy import PLAIN, Budget
 from decoding.proposal import Proposal, ProposalKind
 from decoding.sampling import SamplingConfig
 from decoding.target import CausalLM
@@ -47,48 +48,86 @@ class ScriptedDrafter(TextDrafter):
 class HostileDrafter(TextDrafter):
     """Trees of random shape with wrong tokens, duplicates and, often enough to be accepted, the right ones.
 
-    ``text`` is the whole right text, prompt included. Kinds vary too, with a q that was never sampled from: greedy
-    decoding must not look at it.
+    ``text`` is the whole right text, prompt included; of the rows of a batch, ``others`` are those of the others. What
+    is drafted depends on the seed, the text so far and the bounds, and on nothing else. Kinds vary too, with a q that
+    was never sampled from: greedy decoding and sampled verify must not look at it.
     """
 
     name = "hostile"
-    budgets = (Budget(6, 10),)
+    budgets = (Budget(1, 3), Budget(3, 6), Budget(6, 10))
 
-    def __init__(self, seed: int, text: Sequence[int], vocab: int = 16, chains: bool = False) -> None:
-        self._seed, self._text, self._vocab, self._chains = seed, text, vocab, chains
+    def __init__(
+        self,
+        seed: int,
+        text: Sequence[int],
+        vocab: int = 16,
+        chains: bool = False,
+        others: Sequence[Sequence[int]] = (),
+    ) -> None:
+        self._seed, self._vocab, self._chains = seed, vocab, chains
+        self._texts = [list(right) for right in (text, *others)]
 
     def open_text(
         self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int
     ) -> "HostileSession":
-        return HostileSession(random.Random(self._seed), self._text, self._vocab, self._chains)
+        return HostileSession(self._seed, self._texts, self._vocab, self._chains)
 
 
 class HostileSession:
-    def __init__(self, chance: random.Random, text: Sequence[int], vocab: int, chains: bool) -> None:
-        self._chance, self._text, self._vocab, self._chains = chance, text, vocab, chains
+    def __init__(self, seed: int, texts: Sequence[list[int]], vocab: int, chains: bool) -> None:
+        self._seed, self._texts, self._vocab, self._chains = seed, texts, vocab, chains
 
     def observe(self, proposal: Proposal, logits: Tensor) -> None:
-        pass
+        assert logits.shape == (len(proposal.tree), self._vocab), "the logits of its own nodes, without padding"
 
     def propose(self, request: DraftRequest) -> Proposal:
-        tokens, max_depth = request.tokens, request.max_depth
-        chance = self._chance
-        assert max_depth >= 1, "nothing could be emitted of this draft"
+        tokens = list(request.tokens)
+        assert request.max_depth >= 1, "nothing could be emitted of this draft"
+        chance = random.Random(f"{self._seed} {tokens}")
+        rightly = next((text for text in self._texts if text[: len(tokens)] == tokens), [])
         deepest, largest = HostileDrafter.budgets[-1]
-        max_depth = min(max_depth, deepest)
+        max_depth, max_nodes = min(request.max_depth, deepest), min(request.max_nodes, largest)
         parents, drafted, depths = [-1], [tokens[-1]], [0]
-        for _ in range(chance.randrange(largest)):
+        for _ in range(chance.randrange(max_nodes)):
             if self._chains and depths[-1] == max_depth:
                 break
             open_nodes = [node for node, depth in enumerate(depths) if depth < max_depth]
             parent = depths.index(max(depths)) if self._chains else chance.choice(open_nodes)
             place = len(tokens) + depths[parent]
-            right = self._text[place] if place < len(self._text) else chance.randrange(self._vocab)
+            right = rightly[place] if place < len(rightly) else chance.randrange(self._vocab)
             parents.append(parent)
             depths.append(depths[parent] + 1)
             drafted.append(chance.choice([right, right, right, drafted[-1], chance.randrange(self._vocab)]))
         tree = TokenTree(torch.tensor(drafted), TreeShape(tuple(parents)))
         kind = chance.choice(list(ProposalKind))
-        if kind in (ProposalKind.DETERMINISTIC, ProposalKind.MIXED):
+        if not kind.has_q:
             return Proposal(tree, kind)
         return Proposal(tree, kind, torch.full((len(tree), self._vocab), 1 / self._vocab))
+
+
+class RandomPolicy:
+    """Any budget of the drafter, or none, at each step."""
+
+    name = "random"
+
+    def __init__(self, seed: int) -> None:
+        self._chance = random.Random(seed)
+        self.chosen: list[Budget] = []
+        self.seen: list[tuple[Budget, int, list[StepCount]]] = []
+        """What came of each choice: the budget, the rows, and a count for each row."""
+
+    def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
+        self.chosen.append(self._chance.choice([PLAIN, *budgets]))
+        return self.chosen[-1]
+
+    def observe(
+        self,
+        budget: Budget,
+        rows: int,
+        steps: Sequence[StepCount],
+        draft_seconds: float,
+        verify_seconds: float,
+        total_seconds: float,
+    ) -> None:
+        assert len(steps) == rows and 0 <= draft_seconds + verify_seconds <= total_seconds
+        self.seen.append((budget, rows, list(steps)))

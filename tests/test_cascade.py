@@ -15,7 +15,7 @@ from drafter_checks import (
     opened,
     request,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_drafters import HostileDrafter
 from test_generate_sampling import FALSE_ALARM, LENGTH, PROMPT, exact_probabilities, p_value, small_llama
@@ -53,9 +53,8 @@ def passes_of(draft: CausalLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return passes
 
 
-@pytest.mark.parametrize("inner", list(INNER))
-@pytest.mark.parametrize("sampling", CONTROLS)
-@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=80)
+@given(inner=st.sampled_from(list(INNER)), sampling=st.sampled_from(CONTROLS), seed=st.integers(0, 2**32 - 1))
 def test_the_chain_and_its_q_are_the_draft_models_own(
     tiny_llama: CausalLM, tiny_draft: CausalLM, inner: str, sampling: SamplingConfig, seed: int
 ) -> None:

@@ -81,7 +81,7 @@ def test_the_logits_kept_are_the_models_own(family: str, tied: bool) -> None:
     whole = full_forward(model, [3, 15, 4])
     trimmed = trimmed_vocabulary(model, reversed(KEPT))
     assert trimmed.output_tokens is not None and tuple(trimmed.output_tokens.tolist()) == KEPT
-    assert torch.equal(full_forward(trimmed.model, [3, 15, 4]), whole[:, list(KEPT)])
+    torch.testing.assert_close(full_forward(trimmed.model, [3, 15, 4]), whole[:, list(KEPT)])
     assert trimmed.vocab_size == 16, "it still reads every token"
     assert torch.equal(full_forward(model, [3, 15, 4]), whole), "the model given stays as it is"
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -175,7 +175,7 @@ def test_a_folder_with_output_tokens_is_read_as_a_trimmed_draft(
     write_output_tokens(tmp_path, KEPT)
     draft = load_draft(str(tmp_path), tiny_llama, None)
     assert draft.output_tokens is not None and tuple(draft.output_tokens.tolist()) == KEPT
-    assert torch.equal(full_forward(draft.model, [3, 4]), full_forward(model, [3, 4])[:, list(KEPT)])
+    torch.testing.assert_close(full_forward(draft.model, [3, 4]), full_forward(model, [3, 4])[:, list(KEPT)])
 
 
 def test_to_transformers_the_folder_is_the_whole_draft(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_an_export_keeps_the_output_tokens(tmp_path: Path, tiny_llama: CausalLM)
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (None, "is to be trimmed by 'output_tokens.json', which cannot be read"),
+        (None, "is to be trimmed by its output_tokens.json, which cannot be read"),
         ("[1, 2", "which cannot be read"),
         ('{"1": 2}', "is no list of token ids"),
         ("[1, true]", "is no list of token ids"),
@@ -222,6 +222,16 @@ def test_a_list_that_is_none_is_refused(
         (tmp_path / OUTPUT_TOKENS_NAME).write_text(content)
     with pytest.raises(ValueError, match=complaint):
         load_draft(str(tmp_path), tiny_llama, None)
+
+
+def test_no_other_file_than_the_one_beside_the_config_is_read(tmp_path: Path, tiny_llama: CausalLM) -> None:
+    tiny_model().save_pretrained(tmp_path / "draft")
+    write_output_tokens(tmp_path / "draft", KEPT)
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    (tmp_path / "draft" / "config.json").write_text(json.dumps({**config, OUTPUT_TOKENS_KEY: "../elsewhere.json"}))
+    (tmp_path / "elsewhere.json").write_text("[1, 2]")
+    with pytest.raises(ValueError, match=r"only output_tokens\.json beside it is read"):
+        load_draft(str(tmp_path / "draft"), tiny_llama, None)
 
 
 def test_tokens_that_the_target_does_not_know_are_refused(tmp_path: Path, tiny_llama: CausalLM) -> None:

@@ -18,7 +18,7 @@ from drafter_checks import (
     request,
 )
 from enumeration import LOSSLESS, LOSSY, SHAPES, Draft, distance_from_target, model_pair, sampled_draft
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_drafters import ScriptedDrafter
 from test_generate_sampling import FALSE_ALARM, LENGTH, PROMPT, exact_probabilities, p_value, small_llama
@@ -154,9 +154,10 @@ def hybrids(draft: CausalLM) -> dict[str, Drafter]:
 NAMES = list(hybrids(small_llama(3)))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("sampling", [SamplingConfig(), SAMPLED])
-@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=60)
+@given(
+    name=st.sampled_from(NAMES), sampling=st.sampled_from([SamplingConfig(), SAMPLED]), seed=st.integers(0, 2**32 - 1)
+)
 def test_a_tree_stays_within_its_bounds(
     tiny_llama: CausalLM, tiny_draft: CausalLM, name: str, sampling: SamplingConfig, seed: int
 ) -> None:
@@ -258,11 +259,10 @@ def test_a_text_does_not_depend_on_its_neighbours(tiny_llama: CausalLM, tiny_dra
         assert text.tokens == alone.tokens
 
 
-@pytest.mark.parametrize("min_ngram", [1, 2])
-def test_the_loop_writes_the_targets_distribution(min_ngram: int) -> None:
-    # Pairs occur twice less often than tokens: with min_ngram 2 drawn chains and mixed trees alternate in a text.
+def test_the_loop_writes_the_targets_distribution() -> None:
+    # Not every pair of tokens occurred before: chains with their q and mixed trees alternate in a text.
     target = small_llama(5)
-    drafter = HybridDrafter(DraftModelDrafter(small_llama(3), (1, 1)), PromptLookupDrafter(2, 2, min_ngram))
+    drafter = HybridDrafter(DraftModelDrafter(small_llama(3), (1, 1)), PromptLookupDrafter(2, 2, min_ngram=2))
     counts: Counter[tuple[int, ...]] = Counter()
     accepted = 0
     for seed in range(400):

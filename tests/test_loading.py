@@ -70,6 +70,21 @@ def test_a_tokenizer_that_lacks_many_tokens_is_refused_with_the_count() -> None:
         check_same_tokenizer(byte_tokenizer(), byte_tokenizer(size=40))
 
 
+def test_a_draft_of_another_tokenizer_is_loaded_only_where_that_is_asked_for(tmp_path: Path) -> None:
+    target, folder = CausalLM(tiny_model(vocab=128)), str(saved(tmp_path / "draft"))
+    remedy = r"with other_tokenizer=True for an OtherTokenizerDrafter, which is clearly slower$"
+    with pytest.raises(ValueError, match=rf"is 0 in the draft and 1 in the target; .*{remedy}"):
+        load_draft(folder, target, byte_tokenizer(shift=1))
+    assert load_draft(folder, target, byte_tokenizer(shift=1), other_tokenizer=True).vocab_size == 128
+
+
+def test_a_draft_without_a_tokenizer_is_not_said_to_have_another(tmp_path: Path) -> None:
+    tiny_model(vocab=128).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no tokenizer could be read") as error:
+        load_draft(str(tmp_path), CausalLM(tiny_model(vocab=128)), byte_tokenizer())
+    assert "other_tokenizer" not in str(error.value)
+
+
 def test_heads_of_another_width_or_vocabulary_are_refused(tmp_path: Path, tiny_llama: CausalLM) -> None:
     for name, sizes, complaint in (
         ("wide", (32, 16), "hidden states of size 32 but the target's have size 16"),

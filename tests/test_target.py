@@ -172,7 +172,9 @@ def test_each_row_runs_its_tree_in_parts_of_its_own(seed: int, lengths: list[int
     cache = filled(model, texts)
     # The first nodes of a tree are a tree; each row has run as many as it likes.
     first = [chance.randint(1, len(tree) - 1) for tree in trees]
-    parts = [TokenTree(tree.tokens[:count], tree.shape.keep(range(count))) for tree, count in zip(trees, first, strict=True)]
+    parts = [
+        TokenTree(tree.tokens[:count], tree.shape.keep(range(count))) for tree, count in zip(trees, first, strict=True)
+    ]
     assert_every_node_is_its_path_alone(family, texts, parts, model.verify(parts, cache).logits)
     logits = model.verify(trees, cache, first).logits
     for row, (text, tree, skipped) in enumerate(zip(texts, trees, first, strict=True)):
@@ -281,7 +283,7 @@ def test_trees_of_one_shape_share_a_mask_and_the_store_stays_bounded(tiny_llama:
 
 
 def test_the_mask_of_a_long_block_is_not_stored(tiny_llama: CausalLM) -> None:
-    """A turn of a conversation that is appended to a cache is one block: its mask is that large, and never seen again."""
+    """A turn of a conversation that is appended to a cache is one block, and its mask as large as that squared."""
     model = CausalLM(tiny_llama.model)
     for length in (1000, 2000):
         mask = model._tree_mask(TreeShape.chain(length))

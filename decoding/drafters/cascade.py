@@ -88,7 +88,7 @@ class CascadeSession:
         self._state.cache.check(self._lease)
         self._drop_refused(request.tokens)
         text, q_rows = list(request.tokens), list[Tensor]()
-        while missing := len(request.tokens) + depth - len(text):
+        while (missing := len(request.tokens) + depth - len(text)) > 0:
             guess = self._guess(text, missing - 1)
             logits = self._run(text, guess.tree)
             verdict, q = self._judge(request.tokens, text[len(request.tokens) :], guess, logits)

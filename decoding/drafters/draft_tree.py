@@ -38,17 +38,23 @@ class DraftTreeDrafter(Drafter):
         self.draft = draft
         self.depth = depth
         self.width = width
-        self.nodes = min(nodes, 1 + width + (depth - 1) * width**2)
+        self.nodes = min(nodes, self._met(depth))
 
     @property
     def budgets(self) -> tuple[Budget, ...]:
-        return tree_budgets(self.depth, self.nodes)
+        return tuple(
+            Budget(depth, min(nodes, self._met(depth))) for depth, nodes in tree_budgets(self.depth, self.nodes)
+        )
 
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "DraftTreeSession":
         known = min(target.vocab_size, self.draft.vocab_size)
         if self.width > known:
             raise ValueError(f"width is {self.width} but target and draft share {known} tokens")
         return DraftTreeSession(self, DraftState(self.draft, target, sampling, rows, max_length), sampling)
+
+    def _met(self, depth: int) -> int:
+        """How many nodes the beam comes across up to a depth, the root included."""
+        return 1 + self.width + (depth - 1) * self.width**2
 
     def bounds_within(self, request: DraftRequest) -> Budget:
         """The largest tree that may be drafted for a request."""

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from decoding.compress import read_output_tokens, write_output_tokens
 from decoding.loading import TOKENIZER_PROBE, first_line
 from trainer.export.card import Artefact
 from trainer.export.readback import check_bit_equal
@@ -20,6 +21,8 @@ def write(source: Path, folder: Path) -> tuple[Artefact, str]:
     model, tokenizer = _load(source)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if (output_tokens := read_output_tokens(model, str(source))) is not None:
+        write_output_tokens(folder, output_tokens)
     read_model, read_tokenizer = _load(folder)
     check_bit_equal(model.state_dict(), read_model.state_dict(), folder)
     check_bit_equal({"logits": _probe_logits(model)}, {"logits": _probe_logits(read_model)}, folder)

@@ -1,0 +1,206 @@
+"""What only a GPU can show: graphs that replay what they recorded, copies nobody waits for, memory that stays."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from transformers import PreTrainedModel
+
+from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter
+from decoding.drafters.draft_tree import DraftTreeDrafter
+from decoding.evaluate import EvaluationConfig, evaluate, standard_methods
+from decoding.generate import DecodingConfig, decode_batch, decode_batch_steps
+from decoding.heads import MedusaConfig, MedusaHeads
+from decoding.sampling import SamplingConfig
+from decoding.target import CausalLM
+from decoding.tree import TokenTree, TreeShape
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+PROMPTS = ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7], [9], [3, 2, 3, 8, 4, 6])
+FAMILIES = ("llama", "mistral", "qwen2-mixed", "gpt2")
+GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(temperature=1.0)
+NAMES = ("plain", "chain", "tree", "draft tree", "medusa", "dynamic medusa")
+
+
+def model_on(device: str, family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    model: PreTrainedModel = tiny_model(family, seed=seed).to(device, dtype)  # type: ignore[arg-type]  # its stubs
+    return model
+
+
+def heads_on(device: str, dtype: torch.dtype = torch.float32) -> MedusaHeads:
+    torch.manual_seed(5)
+    heads = MedusaHeads(MedusaConfig(16, 16, num_heads=2, tree=((0,), (1,), (0, 0), (0, 1))))
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter)
+    return heads.to(device, dtype)
+
+
+def drafter_on(
+    device: str, name: str, static: str | None, family: str = "llama", dtype: torch.dtype = torch.float32
+) -> Drafter | None:
+    if name == "plain":
+        return None
+    if "medusa" in name:
+        return MedusaDrafter(heads_on(device, dtype), dynamic_nodes=6 if "dynamic" in name else None)
+    draft = CausalLM(model_on(device, family, seed=1, dtype=dtype), static=static)
+    if name == "draft tree":
+        return DraftTreeDrafter(draft, depth=3, width=2, nodes=7)
+    return DraftModelDrafter(draft, (1, 1, 1) if name == "chain" else (2, 2))
+
+
+def texts_of(
+    target: CausalLM, drafter: Drafter | None, sampling: SamplingConfig = GREEDY, batch_size: int = 3
+) -> list[tuple[int, ...]]:
+    config = DecodingConfig(12, sampling)
+    return [text.tokens for text in decode_batch(target, drafter, PROMPTS, config, batch_size)]
+
+
+@contextmanager
+def host_syncs() -> Iterator[list[str]]:
+    """What made the host wait for the GPU while this context lasted."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            found += [f"{w.filename}:{w.lineno}" for w in caught if "synchronizing CUDA operation" in str(w.message)]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "T=1"])
+@pytest.mark.parametrize("name", NAMES)
+def test_in_fp32_the_gpu_writes_the_texts_of_the_cpu(name: str, sampling: SamplingConfig) -> None:
+    """With and without graphs, sampled ones too: chance comes from the host's generators."""
+    expected = texts_of(CausalLM(model_on("cpu")), drafter_on("cpu", name, None), sampling)
+    for static in (None, "eager", "graphs"):
+        target = CausalLM(model_on("cuda"), static=static)
+        assert texts_of(target, drafter_on("cuda", name, static), sampling) == expected, static
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graphs_decode_every_family_also_the_second_time(family: str) -> None:
+    expected = texts_of(CausalLM(model_on("cpu", family)), None)
+    target, drafter = CausalLM(model_on("cuda", family), static="graphs"), drafter_on("cuda", "chain", "graphs", family)
+    for batch_size in (3, 1, 5, 3):  # 5 rows need larger buffers, which void the graphs
+        assert texts_of(target, drafter, GREEDY, batch_size) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_in_half_precision_texts_part_only_at_near_ties(name: str, dtype: torch.dtype) -> None:
+    plain = CausalLM(model_on("cuda", dtype=dtype))
+    expected = texts_of(plain, None)
+    target = CausalLM(model_on("cuda", dtype=dtype), static="graphs")
+    for prompt, ours, theirs in zip(
+        PROMPTS, texts_of(target, drafter_on("cuda", name, "graphs", dtype=dtype)), expected, strict=True
+    ):
+        at = next((index for index, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
+        if at is None:
+            continue
+        text = [*prompt, *theirs[:at]]
+        logits = plain.prefill([text], plain.new_cache(len(text))).logits[0].float()
+        rounding = 8 * torch.finfo(dtype).eps * float(logits.abs().max())
+        assert abs(float(logits[ours[at]] - logits[theirs[at]])) <= rounding
+
+
+def test_in_half_precision_nothing_that_is_not_finite_stays_in_the_cache() -> None:
+    model = CausalLM(model_on("cuda", dtype=torch.float16), static="graphs")
+    cache = model.new_cache(40, 8)
+    model.prefill([[1] * 9, [2], [3, 4]], cache)
+    shape = TreeShape((-1, 0, 0, 1, 1, 2))
+    trees = [TokenTree(torch.arange(6, device="cuda"), shape), TokenTree.chain([1, 2]), TokenTree.chain([1])]
+    assert bool(model.verify(trees, cache).logits.isfinite().all())
+    assert all(bool(layer.keys.isfinite().all()) and bool(layer.values.isfinite().all()) for layer in cache.layers)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("name", ["plain", "chain"])
+def test_a_greedy_step_waits_for_the_gpu_once(name: str, batch_size: int) -> None:
+    target, drafter = CausalLM(model_on("cuda"), static="graphs"), drafter_on("cuda", name, "graphs")
+    prompts, config = [PROMPTS[0]] * batch_size, DecodingConfig(24)
+    for _ in range(2):  # every graph is recorded in the first run
+        steps = decode_batch_steps(target, drafter, prompts, config, batch_size)
+        emitted = [next(steps) for _ in range(batch_size)]
+        assert all(step.is_prefill for _, step in emitted)
+        with host_syncs() as syncs:
+            passes = sum(1 for _ in steps) // batch_size
+    assert passes >= 5
+    assert len(syncs) <= passes, "\n".join(sorted(set(syncs)))
+
+
+def test_steps_queued_behind_a_busy_gpu_read_their_own_inputs() -> None:
+    """The host is far ahead: what it copies for a step must not overwrite what is on its way for an earlier one."""
+    tokens = [(7 * step) % 16 for step in range(60)]
+    outputs = []
+    for static in (None, "graphs"):
+        model = CausalLM(model_on("cuda"), static=static)
+        for attempt in range(2):  # the second replays
+            cache = model.new_cache(90)
+            model.prefill([[3, 1, 4]], cache)
+            if attempt:
+                busy = torch.randn(4096, 4096, device="cuda")
+                for _ in range(20):
+                    busy = busy @ busy.clamp(-1e-3, 1e-3)
+            logits = [model.verify([TokenTree.chain([token])], cache).logits.clone() for token in tokens]
+        outputs.append(torch.stack(logits))
+    assert torch.allclose(outputs[0][:, 0, 0], outputs[1][:, 0, 0], atol=1e-4)
+
+
+def test_graphs_of_one_pool_leave_each_others_results_alone_until_the_next_step() -> None:
+    model = CausalLM(model_on("cuda"), static="graphs")
+    other = CausalLM(model_on("cuda"))
+    ours, theirs = model.new_cache(90), other.new_cache(90)
+    for decoder, cache in ((model, ours), (other, theirs)):
+        decoder.prefill([[3, 1, 4]], cache)
+    chance = torch.Generator().manual_seed(0)
+    for size in [1, 4, 1, 2, 8, 4, 1, 8, 2, 1] * 3:  # recorded in one order, replayed in others
+        chain = torch.randint(16, (size,), generator=chance).tolist()
+        mine, other_logits = (
+            decoder.verify([TokenTree.chain(chain)], cache).logits
+            for decoder, cache in ((model, ours), (other, theirs))
+        )
+        assert torch.allclose(mine, other_logits, atol=1e-4)
+        for cache in (ours, theirs):
+            cache.truncate(0, 3)
+
+
+def memory_after(runs: int, work: Sequence[object], run: object) -> list[int]:
+    assert callable(run)
+    held = []
+    for _ in range(runs):
+        for each in work:
+            run(each)
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated())
+    return held
+
+
+def test_decoding_again_and_again_keeps_no_memory() -> None:
+    target = CausalLM(model_on("cuda"), static="graphs")
+    drafters = [drafter_on("cuda", name, "graphs") for name in NAMES]
+    held = memory_after(5, drafters, lambda drafter: texts_of(target, drafter))
+    assert all(after <= before for before, after in pairwise(held[1:])), held
+
+
+def test_evaluating_again_and_again_keeps_no_memory() -> None:
+    target = CausalLM(model_on("cuda"))
+    config = EvaluationConfig(max_new_tokens=8)
+    chain = drafter_on("cuda", "chain", None)
+    assert chain is not None
+    methods = standard_methods(target, {"chain": chain}, config)
+    held = memory_after(4, [None], lambda _: evaluate(target, methods, PROMPTS[:2], config))
+    assert all(after <= before for before, after in pairwise(held[1:])), held
+
+
+def test_compiled_steps_write_the_texts_of_the_cpu() -> None:
+    expected = texts_of(CausalLM(model_on("cpu")), drafter_on("cpu", "chain", None), batch_size=1)
+    target, drafter = CausalLM(model_on("cuda"), static="compile"), drafter_on("cuda", "chain", "compile")
+    for _ in range(2):
+        assert texts_of(target, drafter, batch_size=1) == expected

@@ -1,0 +1,187 @@
+"""Attention without copies: the numbers of `transformers`' own, read where the cache lies."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from decoding.attention import NAME, copy_free_attention, grouped_attention
+from decoding.cache import PreallocatedCache
+from decoding.target import CausalLM
+from decoding.tree import TokenTree, TreeShape
+
+TEXTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5]]
+TREE = TokenTree(torch.tensor([9, 2, 6, 5, 3, 5, 8]), TreeShape((-1, 0, 0, 1, 2, 2, 5)))
+FLOAT = {"rtol": 0.0, "atol": 1e-5}
+BLOCKED = torch.finfo(torch.float32).min
+
+
+class Grouped(nn.Module):
+    """What attention functions read of the layer that calls them."""
+
+    is_causal = True
+
+    def __init__(self, shared: int) -> None:
+        super().__init__()
+        self.num_key_value_groups = shared
+
+
+def random_inputs(heads: int, groups: int, queries: int, keys: int, rows: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(rows, heads, queries, 8), torch.randn(rows, groups, keys, 8), torch.randn(rows, groups, keys, 8)
+
+
+def random_mask(rows: int, queries: int, keys: int) -> Tensor:
+    """Additive; every query sees the first key at least."""
+    hidden = torch.rand(rows, 1, queries, keys) < 0.5
+    hidden[..., 0] = False
+    return torch.zeros(rows, 1, queries, keys).masked_fill(hidden, BLOCKED)
+
+
+@pytest.mark.parametrize("mask_rows", [1, 2])
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 4), (4, 2), (6, 2), (4, 1)])
+def test_grouped_attention_is_sdpa_and_eager_attention(heads: int, groups: int, queries: int, mask_rows: int) -> None:
+    query, key, value = random_inputs(heads, groups, queries, 9)
+    mask = random_mask(mask_rows, queries, 9)
+    layer = Grouped(heads // groups)
+    ours, _ = grouped_attention(layer, query, key, value, mask, scaling=0.3)
+    sdpa, _ = sdpa_attention_forward(layer, query, key, value, mask, scaling=0.3)
+    eager, _ = eager_attention_forward(layer, query, key, value, mask, scaling=0.3)
+    assert ours.shape == sdpa.shape == (2, queries, heads, 8)
+    torch.testing.assert_close(ours, sdpa, **FLOAT)
+    torch.testing.assert_close(ours, eager, **FLOAT)
+
+
+def test_keys_and_values_of_different_widths() -> None:
+    query, key, _ = random_inputs(4, 2, 3, 5)
+    value, mask = torch.randn(2, 2, 5, 6), random_mask(2, 3, 5)
+    ours, _ = grouped_attention(Grouped(2), query, key, value, mask)
+    wanted, _ = sdpa_attention_forward(Grouped(2), query, key, value, mask)
+    assert ours.shape == (2, 3, 4, 6)
+    torch.testing.assert_close(ours, wanted, **FLOAT)
+
+
+def test_each_head_may_have_a_mask_of_its_own() -> None:
+    query, key, value = random_inputs(4, 2, 3, 5)
+    mask = torch.zeros(2, 4, 3, 5).masked_fill(torch.rand(2, 4, 3, 5) < 0.3, -5.0)
+    ours, _ = grouped_attention(Grouped(2), query, key, value, mask)
+    wanted, _ = sdpa_attention_forward(Grouped(2), query, key, value, mask)
+    torch.testing.assert_close(ours, wanted, **FLOAT)
+
+
+def test_a_prefill_is_causal() -> None:
+    query, key, value = random_inputs(4, 2, 5, 5)
+    ours, _ = grouped_attention(Grouped(2), query, key, value, None)
+    causal = torch.full((1, 1, 5, 5), BLOCKED).triu(1)
+    torch.testing.assert_close(ours, grouped_attention(Grouped(2), query, key, value, causal)[0], **FLOAT)
+
+
+def test_a_bias_on_positions_is_added() -> None:
+    query, key, value = random_inputs(4, 2, 3, 5)
+    mask, bias = random_mask(2, 3, 5), torch.randn(2, 4, 3, 5)
+    ours, _ = grouped_attention(Grouped(2), query, key, value, mask, position_bias=bias)
+    wanted, _ = sdpa_attention_forward(Grouped(2), query, key, value, mask, position_bias=bias)
+    torch.testing.assert_close(ours, wanted, **FLOAT)
+
+
+def test_softcapping_which_sdpa_cannot_do_is_refused_and_not_forgotten() -> None:
+    query, key, value = random_inputs(4, 2, 3, 5)
+    with pytest.raises(ValueError, match="does not support `softcap`"):
+        grouped_attention(Grouped(2), query, key, value, random_mask(2, 3, 5), softcap=5.0)
+
+
+# --- no copy ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def sdpa_calls() -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """The keys and values of every call of torch's scaled dot-product attention."""
+    calls: list[tuple[Tensor, Tensor]] = []
+    original = F.scaled_dot_product_attention
+
+    def spy(query: Tensor, key: Tensor, value: Tensor, **options: object) -> Tensor:
+        calls.append((key, value))
+        return original(query, key, value, **options)  # type: ignore[arg-type]  # handed through
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", spy)
+        yield calls
+
+
+def filled(model: CausalLM) -> PreallocatedCache:
+    cache = model.new_cache(64, 2)
+    model.prefill(TEXTS, cache)
+    return cache
+
+
+GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2-mixed", "gemma3", "gpt2", "falcon"])
+@pytest.mark.parametrize("trees", [[TREE, TREE], [TREE, TokenTree.chain([1, 2])], [TokenTree.chain([1])] * 2])
+def test_what_attention_reads_is_the_cache_itself(family: str, trees: list[TokenTree]) -> None:
+    model = CausalLM(tiny_model(family, **(GROUPED if family not in ("gpt2", "falcon") else {})))
+    cache = filled(model)
+    with sdpa_calls() as calls:
+        model.verify(trees, cache)
+    assert len(calls) == 2, "two layers"
+    for layer, (key, value) in zip(cache.layers, calls, strict=True):
+        assert key.data_ptr() == layer.keys.data_ptr() and value.data_ptr() == layer.values.data_ptr()
+        assert key.stride() == layer.keys.stride() and key.shape[1] == layer.keys.shape[1], "nor is it repeated"
+
+
+def test_transformers_own_sdpa_would_copy() -> None:
+    """Else the test above would show nothing."""
+    model = CausalLM(tiny_model("llama", **GROUPED))
+    cache = filled(model)
+    mask = torch.zeros(2, 1, 3, 10)
+    cache.begin([0, 1], 3, torch.device("cpu"))
+    with torch.inference_mode(), sdpa_calls() as calls:
+        model.model(input_ids=torch.ones(2, 3, dtype=torch.long), attention_mask=mask, past_key_values=cache)
+    assert calls[0][0].shape[1] == 4 and calls[0][0].data_ptr() != cache.layers[0].keys.data_ptr()
+
+
+# --- the model's own setting -----------------------------------------------------------------------------------------
+
+
+def implementations_during(model: PreTrainedModel) -> list[str]:
+    """The attention that the model's config names, before, in and after the context."""
+    names = [model.config._attn_implementation]
+    with copy_free_attention(model):
+        names.append(model.config._attn_implementation)
+    return [*names, model.config._attn_implementation]
+
+
+def test_only_sdpa_is_replaced_and_only_for_a_while() -> None:
+    assert implementations_during(tiny_model("llama", attention="sdpa")) == ["sdpa", NAME, "sdpa"]
+    assert implementations_during(tiny_model("llama", attention="eager")) == ["eager"] * 3
+
+
+def test_a_model_that_does_not_look_its_attention_up_keeps_it() -> None:
+    """Falcon would take any name but sdpa for eager attention, and add the boolean mask of a prefill to its scores."""
+    assert implementations_during(tiny_model("falcon", attention="sdpa")) == ["sdpa"] * 3
+
+
+def test_the_models_own_attention_is_back_after_a_forward_that_failed() -> None:
+    model = CausalLM(tiny_model("llama"))
+    with pytest.raises(IndexError):
+        model.prefill([[99]], model.new_cache(8))
+    assert model.model.config._attn_implementation == "sdpa"
+    with pytest.raises(KeyboardInterrupt), copy_free_attention(model.model):
+        raise KeyboardInterrupt
+    assert model.model.config._attn_implementation == "sdpa"
+
+
+def test_two_models_of_one_config_may_run_inside_one_another() -> None:
+    """A draft that shares the target's config (the target itself, say) must not find the name already changed."""
+    model = tiny_model("llama")
+    with copy_free_attention(model), copy_free_attention(model):
+        assert model.config._attn_implementation == NAME
+    assert model.config._attn_implementation == "sdpa"

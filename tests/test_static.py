@@ -1,0 +1,265 @@
+"""Steps of fixed shapes decode what steps of any shape decode, and nothing is left over from one step to the next."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from scripted_drafters import HostileDrafter
+from tiny_models import FAMILIES, tiny_model
+
+from decoding.cache import PreallocatedCache
+from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter
+from decoding.drafters.draft_tree import DraftTreeDrafter
+from decoding.generate import DecodingConfig, decode, decode_batch, decode_batch_steps, decode_steps
+from decoding.heads import MedusaConfig, MedusaHeads
+from decoding.sampling import SamplingConfig
+from decoding.static import Size, StaticInputs, StaticSteps, _Layout, key_bucket, node_bucket
+from decoding.target import CausalLM, ModelOutput
+from decoding.tree import TokenTree, TreeShape
+
+PROMPTS = ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7], [9])
+"""Of other lengths, so that rows are ragged; more than the batches have rows, so that rows are refilled."""
+TREE = TreeShape((-1, 0, 0, 1, 1, 2))
+THESE = sorted({"llama", "mistral", "qwen2-mixed", "gpt2", "opt", "gemma2", "gemma3"} & FAMILIES.keys())
+GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(temperature=1.0)
+
+
+def steps_of(model: CausalLM) -> StaticSteps:
+    assert model._static is not None
+    return model._static
+
+
+def drafters(family: str, static: str | None, hidden_size: int = 16) -> dict[str, Drafter | None]:
+    """One of every way to draft; those with a model of their own run it with static shapes too."""
+
+    def draft() -> CausalLM:
+        return CausalLM(tiny_model(family, seed=1), static=static)
+
+    torch.manual_seed(5)
+    heads = MedusaHeads(MedusaConfig(hidden_size, 16, num_heads=2, tree=((0,), (1,), (0, 0), (0, 1))))
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter)
+    return {
+        "plain": None,
+        "chain": DraftModelDrafter(draft(), (1, 1, 1)),
+        "tree": DraftModelDrafter(draft(), (2, 2)),
+        "draft tree": DraftTreeDrafter(draft(), depth=3, width=2, nodes=7),
+        "medusa": MedusaDrafter(heads),
+    }
+
+
+def decoded(
+    model: CausalLM, drafter: Drafter | None, sampling: SamplingConfig, batch_size: int = 3
+) -> list[tuple[int, ...]]:
+    config = DecodingConfig(8, sampling)
+    return [text.tokens for text in decode_batch(model, drafter, PROMPTS, config, batch_size)]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "T=1"])
+@pytest.mark.parametrize("family", THESE)
+def test_static_steps_decode_the_texts_of_dynamic_ones(family: str, sampling: SamplingConfig) -> None:
+    dynamic, static = CausalLM(tiny_model(family)), CausalLM(tiny_model(family), static="eager")
+    dynamic_drafters, static_drafters = (drafters(family, mode, dynamic.hidden_size) for mode in (None, "eager"))
+    for (name, drafter), other in zip(dynamic_drafters.items(), static_drafters.values(), strict=True):
+        assert decoded(static, other, sampling) == decoded(dynamic, drafter, sampling), name
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_static_shapes_survive_hostile_trees_in_batches_of_any_size(batch_size: int) -> None:
+    plain = CausalLM(tiny_model("qwen2-mixed"))
+    static = CausalLM(tiny_model("qwen2-mixed"), static="eager")
+    texts = decoded(plain, None, GREEDY)
+    for seed in range(4):
+        hostile = HostileDrafter(seed, [*PROMPTS[0], *texts[0]])
+        assert decoded(static, hostile, GREEDY, batch_size) == texts
+
+
+def rows_of(output: ModelOutput, sizes: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(output.hidden[row, :size], output.logits[row, :size]) for row, size in enumerate(sizes)]
+
+
+def close(ours: ModelOutput, theirs: ModelOutput, sizes: Sequence[int]) -> bool:
+    pairs = zip(rows_of(ours, sizes), rows_of(theirs, sizes), strict=True)
+    return all(torch.allclose(a, b, atol=1e-5) for mine, other in pairs for a, b in zip(mine, other, strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "qwen2-mixed"])
+def test_a_tree_run_level_by_level_has_the_logits_of_one_run_at_once(family: str) -> None:
+    texts, tokens = [[3, 1, 4, 1, 5, 9, 2], [6, 5]], [torch.arange(6), torch.arange(4, 10)]
+    trees = [TokenTree(own, TREE) for own in tokens]
+    whole = CausalLM(tiny_model(family))
+    cache = whole.new_cache(32, 2)
+    whole.prefill(texts, cache)
+    expected = whole.verify(trees, cache)
+    static = CausalLM(tiny_model(family), static="eager")
+    cache = static.new_cache(32, 2)
+    static.prefill(texts, cache)
+    for first, end in ((0, 1), (1, 3), (3, 6)):
+        level = [TokenTree(own[:end], TREE.keep(range(end))) for own in tokens]
+        output = static.verify(level, cache, [first, first])
+        mine = ModelOutput(expected.hidden[:, first:end], expected.logits[:, first:end])
+        assert close(output, mine, [end - first] * 2)
+    assert cache.lengths == [13, 8]
+
+
+@pytest.mark.parametrize("static", [None, "eager"])
+def test_append_gives_the_last_node_of_each_row(static: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = CausalLM(tiny_model("llama"), static=static)
+    cache = model.new_cache(32, 2)
+    model.prefill([[3, 1], [4, 1, 5]], cache)
+    seen: list[int] = []
+    model.model.get_output_embeddings().register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
+    output = model.append([[9, 2, 6], [5]], cache)
+    assert output.logits.shape == (2, 16) and seen == [1]  # the lm_head wrote for no other node
+    whole = CausalLM(tiny_model("llama"))
+    expected = whole.prefill([[3, 1, 9, 2, 6], [4, 1, 5, 5]], whole.new_cache(32, 2))
+    assert torch.allclose(output.logits, expected.logits, atol=1e-5)
+    assert torch.allclose(output.hidden, expected.hidden, atol=1e-5)
+    assert cache.lengths == [5, 4]
+
+
+def test_tokens_on_the_device_are_run_without_the_host_seeing_them() -> None:
+    model = CausalLM(tiny_model("llama"), static="eager")
+    cache = model.new_cache(32, 2)
+    model.prefill([[3, 1], [4, 1, 5]], cache)
+    trees = [TokenTree(torch.tensor([9, 2, 6]), TreeShape.chain(2)), TokenTree(torch.tensor([5]), TreeShape.chain(0))]
+    output = model.verify(trees, cache)
+    assert not any("token_list" in tree.__dict__ for tree in trees)
+    whole = CausalLM(tiny_model("llama"))
+    cache = whole.new_cache(32, 2)
+    whole.prefill([[3, 1], [4, 1, 5]], cache)
+    assert close(output, whole.verify(trees, cache), [3, 1])
+
+
+def test_a_text_that_fills_its_cache_neither_grows_it_nor_meets_a_new_bucket_at_each_step() -> None:
+    model = CausalLM(tiny_model("llama"), static="eager")
+    drafter = DraftModelDrafter(CausalLM(tiny_model("llama", seed=1), static="eager"), (1,) * 4)
+    prompt = [3, 1, 4, 1, 5]
+    decode(model, drafter, prompt, DecodingConfig(4))
+    buffers = model.new_cache(8).buffers
+    decode(model, drafter, prompt, DecodingConfig(91))
+    assert model.new_cache(8).buffers == buffers
+    # Trees of 5 to 1 nodes at the end: 8, 4, 2 and 1.
+    assert {size[:2] for size in steps_of(model)._steps} <= {(1, 8), (1, 4), (1, 2), (1, 1)}
+
+
+def test_larger_buffers_void_what_was_recorded_on_the_old_ones() -> None:
+    model, plain = CausalLM(tiny_model("llama"), static="eager"), CausalLM(tiny_model("llama"))
+    before = decode(model, None, [3, 1], DecodingConfig(4))
+    assert len(steps_of(model)._steps) == 1
+    cache = model.new_cache(8)
+    held = cache.buffers
+    model.prefill([[3, 1]], cache)
+    cache.reserve(cache.capacity + 1)
+    assert cache.buffers != held
+    model.append([[4]], cache)
+    assert list(steps_of(model)._steps) == [Size(1, 1, 1, 256, False)] and steps_of(model)._buffers == cache.buffers
+    after = decode(model, None, [3, 1], DecodingConfig(4))
+    assert after.tokens == before.tokens == decode(plain, None, [3, 1], DecodingConfig(4)).tokens
+
+
+def test_two_generations_at_once_on_one_static_model_are_refused() -> None:
+    model = CausalLM(tiny_model("llama"), static="eager")
+    first = decode_steps(model, None, [3, 1], DecodingConfig(8))
+    next(first), next(first)
+    assert decode(model, None, [4], DecodingConfig(2)).tokens
+    with pytest.raises(ValueError, match="decodes one batch at a time, and another generation has begun on it"):
+        next(first)
+
+
+def test_one_generation_after_the_other_shares_the_buffers() -> None:
+    model = CausalLM(tiny_model("llama"), static="eager")
+    large = list(decode_batch_steps(model, None, PROMPTS, DecodingConfig(4), 4))
+    buffers = model.new_cache(4, 1).buffers
+    assert [step for _, step in large] and decode(model, None, [3, 1], DecodingConfig(4)).tokens
+    assert model.new_cache(4, 4).buffers == buffers
+    assert isinstance(model.new_cache(4, 5), PreallocatedCache) and model.new_cache(4, 1).buffers != buffers
+
+
+def test_every_node_and_every_row_of_padding_sees_a_key() -> None:
+    """Else its softmax is over nothing, which may be NaN, and NaN in the cache outlives every mask."""
+    model = CausalLM(tiny_model("mistral"), static="eager")
+    cache = model.new_cache(40, 8)
+    model.prefill([[1] * 9, [2], [3, 4]], cache)
+    masks = []
+    steps = steps_of(model)
+    of_step = steps._mask
+    steps._mask = lambda *arguments: masks.append(of_step(*arguments)) or masks[-1]  # type: ignore[method-assign]
+    trees = [TokenTree(torch.arange(6), TREE), TokenTree.chain([1, 2]), TokenTree.chain([1])]
+    model.verify(trees, cache)
+    (mask,) = masks
+    assert mask.shape == (4, 1, 8, 256)
+    assert bool((mask == 0).any(-1).all())
+
+
+def test_in_half_precision_no_step_leaves_nan_behind() -> None:
+    model = CausalLM(tiny_model("llama").half(), static="eager")
+    cache = model.new_cache(40, 8)
+    model.prefill([[1] * 9, [2], [3, 4]], cache)
+    output = model.verify([TokenTree(torch.arange(6), TREE), TokenTree.chain([1, 2]), TokenTree.chain([1])], cache)
+    assert bool(output.logits.isfinite().all())
+    assert all(bool(layer.keys.isfinite().all()) and bool(layer.values.isfinite().all()) for layer in cache.layers)
+
+
+def test_a_layout_is_copied_once_for_as_long_as_the_trees_stay() -> None:
+    inputs = StaticInputs(Size(2, 8, 8, 256, False), torch.device("cpu"))
+    layout = _Layout((TREE, TreeShape.chain(1)), (0, 0))
+    inputs.fill(layout, [7, 9], [[1, 2, 3, 4, 5, 6], [7, 8]])
+    assert inputs.tokens.tolist() == [[1, 2, 3, 4, 5, 6, 0, 0], [7, 8, 0, 0, 0, 0, 0, 0]]
+    assert inputs.starts.tolist() == [7, 9] and inputs.last.tolist() == [5, 1]
+    assert inputs.depths.tolist() == [[0, 1, 1, 2, 2, 2, 0, 0], [0, 1, 0, 0, 0, 0, 0, 0]]
+    assert torch.equal(~inputs.hidden_from[0, :6, :6], TREE.ancestor_mask)
+    assert bool(inputs.hidden_from[0, :6, 6:].all()) and bool(inputs.hidden_from[1, :2, 2:].all())
+    inputs.depths.fill_(-1)  # to see whether it is written again
+    inputs.fill(_Layout((TREE, TreeShape.chain(1)), (0, 0)), [13, 11], torch.tensor([[6, 5, 4, 3, 2, 1], [9] * 6]))
+    assert inputs.depths.unique().tolist() == [-1]
+    assert inputs.tokens[:, :6].tolist() == [[6, 5, 4, 3, 2, 1], [9] * 6] and inputs.starts.tolist() == [13, 11]
+    inputs.fill(_Layout((TREE,), (3,)), [2], [[4, 5, 6]])
+    assert inputs.depths.tolist() == [[2, 2, 2, 0, 0, 0, 0, 0], [0] * 8]
+    assert inputs.key_depths[0].tolist() == [0, 1, 1, 2, 2, 2, 0, 0]
+    assert inputs.firsts.tolist() == [3, 0] and inputs.starts.tolist() == [2, 0]
+    assert torch.equal(~inputs.hidden_from[0, :3, :6], TREE.ancestor_mask[3:])
+
+
+@pytest.mark.parametrize(
+    ("rows", "nodes", "bucket"),
+    [(1, 1, 1), (1, 5, 8), (1, 33, 64), (8, 5, 8), (16, 5, 5), (32, 2, 2), (32, 3, 3), (32, 7, 8), (32, 64, 64)],
+)
+def test_nodes_are_rounded_up_generously_where_they_cost_nothing(rows: int, nodes: int, bucket: int) -> None:
+    assert node_bucket(rows, nodes) == bucket
+
+
+@pytest.mark.parametrize(
+    ("keys", "bucket"), [(1, 256), (256, 256), (257, 512), (2000, 2048), (2049, 2304), (4095, 4096), (4097, 4608)]
+)
+def test_keys_are_rounded_up_to_256_or_an_eighth(keys: int, bucket: int) -> None:
+    assert key_bucket(keys) == bucket
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match="static mode is 'fast': give one of eager, graphs, compile"):
+        CausalLM(tiny_model("llama"), static="fast")
+
+
+def test_graphs_run_as_they_are_where_there_is_no_gpu() -> None:
+    model, plain = CausalLM(tiny_model("llama"), static="graphs"), CausalLM(tiny_model("llama"))
+    assert decoded(model, None, GREEDY) == decoded(plain, None, GREEDY)
+
+
+@pytest.mark.system
+def test_compiled_steps_decode_the_texts_of_dynamic_ones() -> None:
+    """Target and draft are compiled; the hidden state that Medusa reads comes out of the compiled function too."""
+    prompts, config = PROMPTS[:2], DecodingConfig(10, SAMPLED)
+    drafts = [CausalLM(tiny_model("llama", seed=1, num_hidden_layers=1), static=mode) for mode in (None, "compile")]
+    dynamic, static = (CausalLM(tiny_model("llama", num_hidden_layers=1), static=mode) for mode in (None, "compile"))
+    heads = drafters("llama", None)["medusa"]
+    for theirs, ours in ((heads, heads), *[[DraftModelDrafter(draft, (1, 1, 1)) for draft in drafts]]):
+        expected = [text.tokens for text in decode_batch(dynamic, theirs, prompts, config, 1)]
+        assert [text.tokens for text in decode_batch(static, ours, prompts, config, 1)] == expected
+    cache, other = static.new_cache(32), dynamic.new_cache(32)
+    for model, own in ((static, cache), (dynamic, other)):
+        model.prefill([[3, 1, 4]], own)
+    for block in ([[5, 9, 2]], [[6, 5]]):  # both pad to buckets of their own
+        ours, theirs = static.append(block, cache), dynamic.append(block, other)
+        assert torch.allclose(ours.logits, theirs.logits, atol=1e-5)
+        assert torch.allclose(ours.hidden, theirs.hidden, atol=1e-5)
