@@ -65,8 +65,8 @@ def copy_free_attention(model: PreTrainedModel) -> Iterator[None]:
     if config._attn_implementation != "sdpa" or not model._supports_attention_backend:
         yield
         return
-    config._attn_implementation = NAME
     try:
+        config._attn_implementation = NAME
         yield
     finally:
         config._attn_implementation = "sdpa"

@@ -56,8 +56,8 @@ class PreallocatedLayer(CacheLayerMixin):
         size = key_states.shape[-2]
         if key_states.shape[1::2] != self.keys.shape[1::2] or value_states.shape[1::2] != self.values.shape[1::2]:
             raise ValueError(
-                "the layers of this model differ in how many keys they have or how wide these are (heads and widths of "
-                f"{list(self.keys.shape[1::2])} and {list(key_states.shape[1::2])}): give a model whose layers are alike"
+                "the layers of this model differ in how many keys they have or how wide these are (heads and widths "
+                f"{list(self.keys.shape[1::2])} and {list(key_states.shape[1::2])}): give one whose layers are alike"
             )
         if block.is_prefill:
             for row, slot in enumerate(block.slots):
@@ -110,6 +110,8 @@ class PreallocatedCache(Cache):
         self.text: tuple[int, ...] = ()
         self._keys: Tensor | None = None  # (layers, rows, heads, capacity, dim)
         self._values: Tensor | None = None
+        self._handed_out: Tensor | None = None
+        """The keys whose views the layers have: an interrupt may come between the buffers and the views."""
 
     def begin(self, slots: Sequence[int], size: int, device: torch.device) -> None:
         """Announce a forward that writes ``size`` positions behind each of these rows.
@@ -147,6 +149,8 @@ class PreallocatedCache(Cache):
         """Make room for ``needed`` positions in each row."""
         if needed > self.capacity:
             self._grow(needed)
+        elif self._handed_out is not self._keys:
+            self._hand_out_views()
 
     @property
     def device(self) -> torch.device | None:
@@ -160,18 +164,23 @@ class PreallocatedCache(Cache):
         self.block, self.text = None, ()
         self.reserve(capacity)
 
+    def take(self) -> int:
+        """A generation begins, and the one before may use these buffers no more. Returns what `check` asks for."""
+        self.lease += 1
+        return self.lease
+
     def check(self, lease: int) -> None:
         """Refuse a generation whose buffers were given to another one since."""
         if lease != self.lease:
             raise ValueError(
-                "a model with static shapes decodes one batch at a time, and another generation has begun on it: "
-                "finish or drop the first, or load the model twice"
+                "a cache that is handed on, as a model with static shapes, decodes one batch at a time, and another "
+                "generation has begun on it: finish or drop the first, or give each its own"
             )
 
     def allocate(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate both buffers with the shapes of the first block seen, (batch, heads, positions, dim)."""
-        self._keys, self._values = (self._new_buffer(states, self.capacity) for states in (key_states, value_states))
-        self.row_index = self.row_index.to(key_states.device)
+        keys, values = (self._new_buffer(states, self.capacity) for states in (key_states, value_states))
+        self._keys, self._values = keys, values
         self._hand_out_views()
 
     def _new_buffer(self, like: Tensor, capacity: int) -> Tensor:
@@ -180,24 +189,29 @@ class PreallocatedCache(Cache):
         return like.new_zeros(len(self._own_layers), self.rows, heads, capacity, dim)
 
     def _grow(self, needed: int) -> None:
-        """Double the buffers until ``needed`` positions fit, keeping what is in them."""
-        old = self.capacity
-        while self.capacity < needed:
-            self.capacity *= 2
-        if self._keys is None or self._values is None:
-            return
-        for name, buffer in (("_keys", self._keys), ("_values", self._values)):
-            larger = self._new_buffer(buffer, self.capacity)
-            larger[..., :old, :] = buffer
-            setattr(self, name, larger)
-        self._hand_out_views()
+        """Double the buffers until ``needed`` positions fit, keeping what is in them.
+
+        The new capacity comes last: what breaks off before (too little memory, say) leaves the old one.
+        """
+        old = capacity = self.capacity
+        while capacity < needed:
+            capacity *= 2
+        if self._keys is not None and self._values is not None:
+            keys, values = (self._new_buffer(buffer, capacity) for buffer in (self._keys, self._values))
+            keys[..., :old, :] = self._keys[..., :old, :]
+            values[..., :old, :] = self._values[..., :old, :]
+            self._keys, self._values = keys, values
+            self._hand_out_views()
+        self.capacity = capacity
 
     def _hand_out_views(self) -> None:
         assert self._keys is not None and self._values is not None
         self.buffers = next(_BUFFERS)
+        self.row_index = self.row_index.to(self._keys.device)
         for index, layer in enumerate(self._own_layers):
             layer.keys, layer.values = self._keys[index], self._values[index]
             layer.is_initialized = True
+        self._handed_out = self._keys
 
     @torch.inference_mode()
     def commit(self, slot: int, start: int, kept: Sequence[int]) -> None:
@@ -220,8 +234,8 @@ class PreallocatedCache(Cache):
             if held != wanted:
                 break
             common += 1
-        self.truncate(0, common)
         self.text = self.text[:common]
+        self.truncate(0, common)
         return common
 
     @torch.inference_mode()

@@ -96,7 +96,7 @@ def decode_steps(
     """Decode one prompt (token ids) step by step, as each target pass is done. Without a drafter: plain decoding.
 
     A ``cache`` of ``target.new_cache`` that is handed from one call to the next, also after a call that was broken off,
-    spares running again what the prompt shares with the text before.
+    spares running again what the prompt shares with the text before. The call before can then not be gone on with.
     """
     for _, step in _Batch(target, drafter, [prompt], config, tokenizer, policy, 1, cache).run():
         yield step
@@ -206,7 +206,7 @@ class _Batch:
 
     def run(self) -> Iterator[tuple[int, Step]]:
         """Until every prompt is decoded."""
-        lease = self.cache.lease
+        lease = self.cache.take()
         while self.waiting or self.texts:
             self.cache.check(lease)
             yield from self._refill()

@@ -42,11 +42,13 @@ def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] |
         captured.append(args[0])
         return (select(args[0]), *args[1:]) if select else None
 
-    handle = model.get_output_embeddings().register_forward_pre_hook(hook)  # type: ignore[operator]  # nn.Module's getattr
-    try:
+    handle = None
+    try:  # from here on, for an interrupt that left the hook on would spoil every later forward
+        handle = model.get_output_embeddings().register_forward_pre_hook(hook)  # type: ignore[operator]  # nn.Module's getattr
         yield captured
     finally:
-        handle.remove()
+        if handle is not None:
+            handle.remove()
 
 
 def last_position(hidden: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from tiny_models import naive_greedy
@@ -85,8 +86,7 @@ def check_bounds(
 def check_budgets(drafter: Drafter) -> None:
     """Budgets grow, and none is smaller than what it says of its depth."""
     budgets = drafter.budgets
-    assert all(before.nodes < after.nodes for before, after in zip(budgets, budgets[1:], strict=False))
-    assert all(before.depth <= after.depth for before, after in zip(budgets, budgets[1:], strict=False))
+    assert all(before.nodes < after.nodes and before.depth <= after.depth for before, after in pairwise(budgets))
     assert all(1 <= budget.depth < budget.nodes for budget in budgets)
 
 
@@ -111,7 +111,7 @@ def check_penalised_greedy(target: CausalLM, drafter: Drafter, penalty: float = 
 
 
 def check_text_of_the_seed(target: CausalLM, drafter: Drafter) -> None:
-    """Sampled verify draws once per token, and drafting draws from a stream of its own: the text is plain decoding's."""
+    """Sampled verify draws once per token, drafting from a stream of its own: the text is plain decoding's."""
     for sampling in (SamplingConfig(1.0), SamplingConfig(1.2, top_p=0.9, repetition_penalty=1.3)):
         config = DecodingConfig(20, sampling, SAMPLED_VERIFY, seed=7)
         drafted = decode_batch(target, drafter, PROMPTS, config, 3)

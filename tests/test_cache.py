@@ -261,6 +261,32 @@ def test_the_longest_row_alone_decides_when_the_buffers_grow() -> None:
     assert cache.capacity == 8 and held(cache, 0) == [1, 2, 3, 4, 6] and held(cache, 1) == [5, 7]
 
 
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_growth_that_fails_for_lack_of_memory_leaves_the_cache_as_it_was(
+    tiny_llama: CausalLM, monkeypatch: pytest.MonkeyPatch, fails_at: int
+) -> None:
+    cache = filled(tiny_llama, PREFIX, capacity=8)
+    allocate, left = cache._new_buffer, fails_at
+
+    def fail(like: Tensor, capacity: int) -> Tensor:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise MemoryError
+        return allocate(like, capacity)
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(cache, "_new_buffer", fail)
+        tiny_llama.verify([TREE], cache)
+    assert cache.capacity == 8
+    assert_holds(tiny_llama, cache, PREFIX)
+    tiny_llama.append([[9, 2]], cache)
+    tiny_llama.verify([TREE], cache)
+    assert cache.capacity == 16
+    cache.commit(0, 7, (0,))
+    assert_holds(tiny_llama, cache, [*PREFIX, 9, 2, 9])
+
+
 def test_a_cache_of_capacity_zero_grows_from_one() -> None:
     cache = PreallocatedCache(num_layers=1, capacity=0)
     for _ in range(2):

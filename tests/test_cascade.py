@@ -71,6 +71,7 @@ def test_the_chain_and_its_q_are_the_draft_models_own(
             assert own.q is not None
             torch.testing.assert_close(own.q, expected.q, rtol=0, atol=1e-5)
         text += accept_some(own, chance)
+        text += [chance.randrange(16) for _ in range(chance.choice([0, 3]))]  # steps in which it was not asked
 
 
 @pytest.mark.parametrize("sampling", [SAMPLED, PENALISED])
@@ -135,9 +136,7 @@ def test_keys_of_what_was_accepted_are_not_run_again(
 
 
 @given(seed=st.integers(0, 2**32 - 1), inner=st.sampled_from(["lookup", "branches", "lookahead"]))
-def test_a_chain_stays_within_its_bounds(
-    tiny_llama: CausalLM, tiny_draft: CausalLM, seed: int, inner: str
-) -> None:
+def test_a_chain_stays_within_its_bounds(tiny_llama: CausalLM, tiny_draft: CausalLM, seed: int, inner: str) -> None:
     for sampling in (SamplingConfig(), PENALISED):
         check_bounds(CascadeDrafter(tiny_draft, INNER[inner], 6), tiny_llama, sampling, seed)
 
@@ -223,6 +222,15 @@ def test_a_chain_of_nothing_is_refused(tiny_draft: CausalLM) -> None:
 def test_an_inner_drafter_of_batches_is_refused(tiny_draft: CausalLM) -> None:
     with pytest.raises(ValueError, match="the inner draft model drafts for batches: give one that takes text by text"):
         CascadeDrafter(tiny_draft, DraftModelDrafter(tiny_draft))  # type: ignore[arg-type]  # what is tested
+
+
+def test_a_draft_with_static_shapes_serves_one_text_at_a_time(tiny_llama: CausalLM) -> None:
+    drafter = CascadeDrafter(CausalLM(tiny_model("llama", seed=1), static="eager"), INNER["lookup"], 3)
+    for prompt in ([1, 2, 1], [5]):
+        text = decode(tiny_llama, drafter, prompt, DecodingConfig(12))
+        assert text.tokens == naive_greedy(tiny_llama.model, prompt, 12)
+    with pytest.raises(ValueError, match="decodes one batch at a time, and another generation has begun on it"):
+        decode_batch(tiny_llama, drafter, [[1, 2, 1], [5]], DecodingConfig(12), 2)
 
 
 def test_a_text_longer_than_the_drafts_context_is_refused(tiny_llama: CausalLM) -> None:

@@ -183,6 +183,7 @@ def test_a_session_after_any_acceptances_is_a_fresh_session(
             assert proposal.tree.shape == expected.tree.shape
         # Any path: the draft's own, a looked-up one, or one that begins as the one and ends as the other.
         texts = [[*text, *accept_some(drafted, chance)] for text, drafted in zip(texts, proposals, strict=True)]
+        texts[0] += [chance.randrange(4) for _ in range(chance.choice([0, 3]))]  # steps in which it was not asked
 
 
 class Listening(ScriptedDrafter):

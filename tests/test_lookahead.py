@@ -172,6 +172,14 @@ def test_where_the_text_has_little_room_only_guesses_are_run_and_they_are_cut(ti
     assert paths(proposal.tree) == {(1,), (1, 2)}, "a window of depth 3 at least does not fit"
 
 
+def test_the_latest_guess_gets_the_nodes_where_they_are_few(tiny_llama: CausalLM) -> None:
+    session = opened(LookaheadDrafter(1, 3, 2), tiny_llama, prompt_length=2)
+    text = [6, 1, 2, 6, 3, 4, 6, 5, 7, 6]
+    for nodes, wanted in ((3, {(5,), (5, 7)}), (5, {(5,), (5, 7), (3,), (3, 4)})):
+        (proposal,) = session.propose([request(text, depth=2, nodes=nodes)])
+        assert paths(proposal.tree) == wanted, "6 1 2 is no more in a pool of two for each first token"
+
+
 def test_logits_of_a_tree_it_did_not_draft_are_not_read(tiny_llama: CausalLM) -> None:
     session = opened(LookaheadDrafter(3, 3, 2), tiny_llama, prompt_length=2)
     (proposal,) = session.propose([request([1, 2, 3])])

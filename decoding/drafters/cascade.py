@@ -1,7 +1,7 @@
 """A cascade: the draft model's own drafting is speculated by a cheaper drafter, so a chain takes fewer draft passes.
 
-Two-stage speculation (Spector and Re 2308.04623; Chen et al. 2312.11462): the inner drafter proposes a tree to the draft
-model, which verifies it in one pass, and again behind what it kept, until the chain is as long as it should be.
+Staged speculation (Spector and Re 2308.04623; Chen et al. 2312.11462): the inner drafter proposes a tree to the
+draft model, which verifies it in one pass, and again behind what it kept, until the chain is as long as it should be.
 
 Each token of the chain is drawn from the draft's own q in its context, whether the inner drafter guessed it or not:
 that is the sampled-verify rule with the draft in the target's place. So the chain is distributed, and q recorded, as if
@@ -28,7 +28,7 @@ class CascadeDrafter(TextDrafter):
     """Drafts a chain of ``num_draft_tokens`` with a model of the target's own tokenizer, helped by ``inner``.
 
     ``inner`` is best a drafter that costs next to nothing, as prompt lookup. Every text has a cache of its own for the
-    draft, and the texts of a batch are drafted one after the other.
+    draft, and the texts of a batch are drafted one after the other: a draft with static shapes has only one to give.
     """
 
     name = "cascade"

@@ -82,7 +82,7 @@ class HybridSession:
             session.move(slot, to)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        # Neither is told what the other drafted, which would be chance that a rule for the other's kind does not expect.
+        # Neither is told what the other drafted: that may be chance, which a rule for its own kind would not expect.
         splits = [self._drafter.split(request.max_nodes) for request in requests]
         parts = [
             session.propose(

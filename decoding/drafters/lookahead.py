@@ -9,9 +9,10 @@ Each target pass also says what follows every column's last level. That closes a
 pool; the levels move down by one, and the new tokens become the last level (a Jacobi step for each position at once).
 The n-grams in the pool that begin with the text's last token are the tree's other branches: the guesses.
 
-What is drafted depends on the text and on logits of earlier passes, never on chance of this step. So a proposal is
-deterministic, and a rule for such is lossless at any temperature: given all that came before, the tree is fixed, and
-each token is drawn from the target's distribution whatever the tree holds. It only was guessed by argmax.
+The tree depends on the text and on the logits of earlier passes, never on chance that this step's verification uses. So
+it is deterministic, and at any temperature a rule for such proposals is lossless: given all that came before, the tree
+is fixed, and each token is drawn from the target's distribution in its context. That the guesses are the target's
+argmax, and unmoved by sampling controls, only says how often they are right.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Prompt lookup (Saxena 2023): the text itself is the draft. What followed the same few tokens before is proposed again.
+"""Prompt lookup (Saxena 2023): the text itself is the draft; what followed the same few tokens before is drafted again.
 
 The longest suffix of the text, of at most ``max_ngram`` tokens, that occurs earlier is looked up, and its latest
 earlier occurrence continued (`transformers`, with ``prompt_lookup_num_tokens``, continues the first one).

@@ -1,0 +1,562 @@
+"""Many texts at once, and one text after another on one cache: each is what it is alone."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from scripted_drafters import HostileDrafter, RandomPolicy, ScriptedDrafter
+from test_generate import Letters, shortest_with
+from tiny_models import FAMILIES, full_forward, naive_greedy, tiny_model
+from torch import Tensor
+
+from decoding.cache import PreallocatedCache
+from decoding.drafters import (
+    CascadeDrafter,
+    Drafter,
+    DraftModelDrafter,
+    DraftTreeDrafter,
+    HybridDrafter,
+    LookaheadDrafter,
+    MedusaDrafter,
+    PromptLookupDrafter,
+)
+from decoding.drafters.base import DraftRequest
+from decoding.generate import DecodingConfig, Generation, Step, decode, decode_batch, decode_batch_steps, decode_steps
+from decoding.heads import MedusaConfig, MedusaHeads
+from decoding.policy import PLAIN, Budget, FixedPolicy
+from decoding.proposal import Proposal, ProposalKind
+from decoding.sampling import RandomSource, SamplingConfig
+from decoding.target import CausalLM
+from decoding.verify import SAMPLED_VERIFY, Rule, Verdict
+
+# From one token to 40, more than any batch here has rows but the largest.
+PROMPTS = ([3, 1, 4, 1, 5], [7], [2, 7, 1, 8] * 10, [6, 6], [9, 8, 7, 6, 5, 4, 3, 2, 1], [0], [5, 5, 5, 5])
+COUNT = 14
+SAMPLED = SamplingConfig(1.0, top_p=0.95)
+EVERY_CONTROL = SamplingConfig(
+    1.2, top_k=9, top_p=0.95, min_p=0.01, repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.1
+)
+
+
+@cache
+def llama(seed: int = 0) -> CausalLM:
+    return CausalLM(tiny_model("llama", seed=seed))
+
+
+@cache
+def plain(place: int) -> tuple[int, ...]:
+    return naive_greedy(llama().model, PROMPTS[place], COUNT)
+
+
+def plain_texts() -> list[tuple[int, ...]]:
+    return [plain(place) for place in range(len(PROMPTS))]
+
+
+def hostile(seed: int = 0, chains: bool = False, texts: Sequence[tuple[int, ...]] = ()) -> HostileDrafter:
+    """A drafter that knows the right text of every prompt, and makes little of it."""
+    right = [[*prompt, *text] for prompt, text in zip(PROMPTS, texts or plain_texts(), strict=True)]
+    return HostileDrafter(seed, right[0], chains=chains, others=right[1:])
+
+
+def medusa_heads() -> MedusaHeads:
+    heads = MedusaHeads.for_target(llama().model, MedusaConfig(16, 16, 3, tree=((0,),)))
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape)
+    return heads
+
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "chain": lambda: DraftModelDrafter(llama(1), (1, 1, 1)),
+    "chain that stops": lambda: DraftModelDrafter(llama(1), (1, 1, 1, 1), stop_below=0.3),
+    "tree": lambda: DraftModelDrafter(llama(1), (2, 2)),
+    "tree with replacement": lambda: DraftModelDrafter(llama(1), (2, 2), with_replacement=True),
+    "the target itself": lambda: DraftModelDrafter(llama(0), (1, 1, 1)),
+    "draft tree": lambda: DraftTreeDrafter(llama(1), depth=3, width=2, nodes=7),
+    "medusa": lambda: MedusaDrafter(medusa_heads(), [[0], [1], [0, 0], [1, 0], [0, 0, 0]]),
+    "medusa, another tree each step": lambda: MedusaDrafter(medusa_heads(), dynamic_nodes=6),
+    "prompt lookup": lambda: PromptLookupDrafter(4, num_branches=2),
+    "lookahead": lambda: LookaheadDrafter(window=3, ngram=3, guesses=3),
+    "cascade": lambda: CascadeDrafter(llama(1), PromptLookupDrafter(3), 4),
+    "hybrid": lambda: HybridDrafter(DraftModelDrafter(llama(1), (1, 1)), PromptLookupDrafter(3)),
+}
+
+
+def decoded(
+    drafter: Drafter | None,
+    config: DecodingConfig,
+    batch_size: int,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    target: CausalLM | None = None,
+) -> list[tuple[int, ...]]:
+    return [text.tokens for text in decode_batch(target or llama(), drafter, prompts, config, batch_size)]
+
+
+def alone(
+    drafter: Drafter | None,
+    config: DecodingConfig,
+    prompts: Sequence[Sequence[int]],
+    target: CausalLM | None = None,
+) -> list[tuple[int, ...]]:
+    """Each prompt by itself, with the seed that its place gives it."""
+    return [
+        decode(target or llama(), drafter, prompt, replace(config, seed=config.seed + place)).tokens
+        for place, prompt in enumerate(prompts)
+    ]
+
+
+# --- a row is what it is alone ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 8, 20])
+@pytest.mark.parametrize("name", ["plain", "hostile trees", "hostile chains"])
+def test_every_row_is_plain_greedy(name: str, batch_size: int) -> None:
+    drafter = None if name == "plain" else hostile(batch_size, chains=name == "hostile chains")
+    assert decoded(drafter, DecodingConfig(COUNT), batch_size) == plain_texts()
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_row_is_sampled_as_it_is_alone_whatever_stands_beside_it(name: str) -> None:
+    """With the rule that fits the drafter: tokens are accepted by chance, and what is drafted is chance as well."""
+    drafter, config = DRAFTERS[name](), DecodingConfig(8, EVERY_CONTROL, seed=5)
+    wanted = alone(drafter, config, PROMPTS[:5])
+    assert len(set(wanted)) == 5
+    assert decoded(drafter, config, 3, PROMPTS[:5]) == wanted
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_samples_each_row_as_it_is_alone(family: str) -> None:
+    target, drafter = CausalLM(tiny_model(family)), DraftModelDrafter(llama(1), (2, 2))
+    config = DecodingConfig(10, SAMPLED, seed=1)
+    assert decoded(drafter, config, 3, PROMPTS[:3], target) == alone(drafter, config, PROMPTS[:3], target)
+
+
+def test_a_rows_samples_do_not_depend_on_which_texts_its_neighbours_are() -> None:
+    drafter, config = DRAFTERS["chain"](), DecodingConfig(COUNT, SAMPLED)
+    texts = []
+    for others in ([[1], [2]], [[4] * 30, [9, 8]]):
+        texts.append(decoded(drafter, config, 3, [others[0], [3, 1, 4], others[1]])[1])
+    assert texts[0] == texts[1]
+
+
+def test_the_place_in_the_batch_is_the_seed() -> None:
+    config = DecodingConfig(COUNT, SAMPLED, seed=10)
+    same = decoded(None, config, 4, [[3, 1, 4]] * 4)
+    assert len(set(same)) == 4
+    for place, text in enumerate(same):
+        assert decode(llama(), None, [3, 1, 4], DecodingConfig(COUNT, SAMPLED, seed=10 + place)).tokens == text
+
+
+# --- rows end at different times -------------------------------------------------------------------------------------
+
+
+def until(text: Sequence[int], eos: Sequence[int]) -> tuple[int, ...]:
+    ends = [place for place, token in enumerate(text) if token in eos]
+    return tuple(text[: ends[0] + 1] if ends else text)
+
+
+@pytest.mark.parametrize("batch_size", [2, 3, 8])
+def test_each_row_ends_at_its_own_end_of_text(batch_size: int) -> None:
+    for eos in ((plain(0)[3], plain(1)[6]), (plain(2)[1],), tuple(text[0] for text in plain_texts())):
+        wanted = [until(text, eos) for text in plain_texts()]
+        assert len({len(text) for text in wanted}) > 1 or len(wanted[0]) == 1
+        config = DecodingConfig(COUNT, eos_token_ids=eos)
+        assert decoded(hostile(batch_size), config, batch_size) == wanted
+
+
+def test_each_row_ends_at_its_own_stop_string() -> None:
+    written = [Letters().decode(text) for text in plain_texts()]
+    strings = (written[0][4:6], written[3][2:5])
+    wanted = [shortest_with(text, strings) for text in plain_texts()]
+    assert len({len(text) for text in wanted}) > 2
+    for batch_size in (2, 8):
+        texts = decode_batch(
+            llama(), hostile(), PROMPTS, DecodingConfig(COUNT, stop_strings=strings), batch_size, Letters()
+        )
+        assert [text.tokens for text in texts] == wanted
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_texts_of_very_few_tokens(count: int) -> None:
+    for name in ("chain", "tree", "lookahead"):
+        texts = decoded(DRAFTERS[name](), DecodingConfig(count), 3)
+        assert texts == [text[:count] for text in plain_texts()]
+
+
+def countdown(*lengths: int) -> list[list[int]]:
+    """Prompts for the counting target: with 15 as the end of text, their outputs are so many tokens long."""
+    return [[15 - length] for length in lengths]
+
+
+def test_a_row_that_ends_makes_room_for_the_next_prompt_in_its_own_place(counting: CausalLM) -> None:
+    config = DecodingConfig(14, eos_token_ids=(15,))
+    steps = decode_batch_steps(counting, None, countdown(1, 3, 2, 1, 2), config, batch_size=2)
+    order = [(place, step.tokens[0], step.is_prefill) for place, step in steps]
+    assert order == [
+        (0, 15, True),  # the first prompt ends with its first token
+        (1, 13, True),
+        (2, 14, True),  # so the third takes its row, before the second goes on
+        (2, 15, False),
+        (1, 14, False),
+        (3, 15, True),  # in the first row again, and again at its end at once
+        (4, 14, True),
+        (4, 15, False),
+        (1, 15, False),
+    ]
+
+
+def test_where_no_prompt_waits_the_last_row_closes_the_gap(counting: CausalLM) -> None:
+    config = DecodingConfig(14, eos_token_ids=(15,))
+    steps = decode_batch_steps(counting, None, countdown(2, 5, 3, 4), config, batch_size=4)
+    passes: list[list[int]] = []
+    seen: dict[int, int] = defaultdict(int)
+    for place, _ in steps:
+        if not passes or place in passes[-1]:
+            passes.append([])
+        passes[-1].append(place)
+        seen[place] += 1
+    # Row 0 ends in the second pass, and the last, 3, takes its place; then 2 ends, the last; then 3; then 1.
+    assert passes == [[0, 1, 2, 3], [0, 1, 2, 3], [3, 1, 2], [3, 1], [1]]
+    assert seen == {0: 2, 1: 5, 2: 3, 3: 4}
+
+
+@pytest.mark.parametrize("name", ["chain", "tree", "lookahead", "medusa"])
+def test_drafters_follow_rows_that_move_and_rows_that_are_refilled(counting: CausalLM, name: str) -> None:
+    prompts = countdown(2, 9, 3, 7, 1, 12, 1, 5, 4)
+    config = DecodingConfig(14, eos_token_ids=(15,))
+    for batch_size in (2, 3, 4, 9):
+        texts = decode_batch(counting, DRAFTERS[name](), prompts, config, batch_size)
+        assert [text.tokens for text in texts] == [tuple(range(prompt[0] + 1, 16)) for prompt in prompts]
+
+
+def test_no_prompts_are_no_texts() -> None:
+    assert decode_batch(llama(), DRAFTERS["chain"](), [], DecodingConfig(4), 3) == []
+
+
+def test_a_prompt_that_cannot_be_decoded_is_refused_before_any_is() -> None:
+    with pytest.raises(ValueError, match="the prompt holds token 16"):
+        decode_batch_steps(llama(), None, [[1], [16]], DecodingConfig(4), 2)
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        decode_batch_steps(llama(), None, [[1], []], DecodingConfig(4), 2)
+    with pytest.raises(ValueError, match="batch_size is 0: give at least 1"):
+        decode_batch_steps(llama(), None, [[1]], DecodingConfig(4), 0)
+
+
+# --- what a step says ------------------------------------------------------------------------------------------------
+
+
+def batches_of(steps: Sequence[tuple[int, Step]]) -> Iterator[list[Step]]:
+    """The steps of one target pass together: the rows of a pass have the same share of its seconds."""
+    passes: dict[tuple[float, bool], list[Step]] = defaultdict(list)
+    for _, step in steps:
+        passes[step.total_seconds, step.is_prefill].append(step)
+    yield from passes.values()
+
+
+def test_the_seconds_of_a_pass_are_shared_by_its_rows() -> None:
+    recorded: list[tuple[int, tuple[float, ...]]] = []
+
+    class Recorder(RandomPolicy):
+        def observe(self, budget: Budget, rows: int, steps: object, *seconds: float) -> None:
+            recorded.append((rows, seconds))
+
+    policy = Recorder(0)
+    steps = list(decode_batch_steps(llama(), hostile(), PROMPTS, DecodingConfig(COUNT), 3, policy=policy))
+    shares = [of_pass for of_pass in batches_of(steps) if not of_pass[0].is_prefill]
+    assert [len(of_pass) for of_pass in shares] == [rows for rows, _ in recorded]
+    for of_pass, (rows, seconds) in zip(shares, recorded, strict=True):
+        for step in of_pass:
+            own = (step.draft_seconds, step.verify_seconds, step.total_seconds)
+            assert own == pytest.approx([whole / rows for whole in seconds])
+            assert own[0] > 0 or step.drafted == 0
+            assert own[0] + own[1] <= own[2]
+
+
+def test_a_policy_sees_what_each_row_did() -> None:
+    policy = RandomPolicy(1)
+    steps = list(decode_batch_steps(llama(), hostile(), PROMPTS, DecodingConfig(COUNT), 3, policy=policy))
+    counted = [step.counts for _, step in steps if not step.is_prefill]
+    assert [count for _, _, counts in policy.seen for count in counts] == counted
+    for budget, rows, counts in policy.seen:
+        assert 1 <= rows <= 3
+        assert all(count.drafted < budget.nodes and count.offered <= budget.depth for count in counts)
+    assert {budget for budget, _, _ in policy.seen} == {PLAIN, *hostile().budgets}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_greedy_rows_stay_plain_greedy_where_a_policy_drafts_now_and_then(name: str) -> None:
+    texts = decode_batch(llama(), DRAFTERS[name](), PROMPTS, DecodingConfig(COUNT), 3, policy=RandomPolicy(0))
+    assert [text.tokens for text in texts] == plain_texts()
+
+
+def test_a_draft_model_that_was_not_asked_for_long_drafts_as_if_it_had_been() -> None:
+    """The target drafts for itself, so every offer is accepted, if its cache has kept up."""
+
+    class OnceInAWhile(FixedPolicy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turn = 0
+
+        def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
+            self.turn += 1
+            return budgets[-1] if self.turn % 4 == 0 else PLAIN
+
+    for sampling in (SamplingConfig(), SAMPLED):
+        config = DecodingConfig(30, sampling)
+        texts = decode_batch(llama(), DRAFTERS["the target itself"](), PROMPTS, config, 3, policy=OnceInAWhile())
+        counts = [step.counts for text in texts for step in text.steps]
+        assert sum(count.offered for count in counts) > 50
+        assert all(count.accepted == count.offered for count in counts)
+
+
+def logprobs_alone(prompt: Sequence[int], text: Generation) -> Tensor:
+    whole = [*prompt, *text.tokens]
+    rows = full_forward(llama().model, whole)[len(prompt) - 1 : -1].log_softmax(-1)
+    return rows.gather(1, torch.tensor(text.tokens)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(), EVERY_CONTROL], ids=["greedy", "every control"])
+@pytest.mark.parametrize("name", ["hostile", "chain"])
+def test_logprobs_are_those_of_the_target_itself_before_any_control(name: str, sampling: SamplingConfig) -> None:
+    rule = None if sampling.greedy else SAMPLED_VERIFY
+    eos = (plain(0)[5],)
+    config = DecodingConfig(COUNT, sampling, rule, eos_token_ids=eos, logprobs=True)
+    drafter = hostile() if name == "hostile" else DRAFTERS[name]()
+    texts = decode_batch(llama(), drafter, PROMPTS, config, 3)
+    assert any(text.tokens[-1] in eos and len(text.tokens) < COUNT for text in texts)
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        assert [len(step.logprobs) for step in text.steps] == [len(step.tokens) for step in text.steps]
+        given = torch.tensor([value for step in text.steps for value in step.logprobs])
+        torch.testing.assert_close(given, logprobs_alone(prompt, text), rtol=0, atol=1e-5)
+
+
+def test_nobody_pays_for_logprobs_that_were_not_asked_for() -> None:
+    assert all(step.logprobs == () for step in decode(llama(), hostile(), PROMPTS[0], DecodingConfig(6)).steps)
+
+
+# --- one text after another on one cache -----------------------------------------------------------------------------
+
+
+@contextmanager
+def positions_run(target: CausalLM) -> Iterator[list[int]]:
+    """How many positions each forward of the target runs."""
+    run: list[int] = []
+    handle = target.model.get_input_embeddings().register_forward_pre_hook(
+        lambda module, args: run.append(args[0].shape[1])
+    )
+    try:
+        yield run
+    finally:
+        handle.remove()
+
+
+@cache
+def greedy_of(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+    return naive_greedy(llama().model, prompt, count)
+
+
+def greedy_text(prompt: Sequence[int], count: int = 8) -> tuple[int, ...]:
+    return greedy_of(tuple(prompt), count)
+
+
+@pytest.mark.parametrize("name", ["plain", "hostile", "tree"])
+def test_each_turn_of_a_conversation_runs_only_what_is_new(name: str) -> None:
+    kept, prompt, fresh = llama().new_cache(4), [3, 1, 4, 1, 5], 5
+    for said in ([9, 2], [6], [5, 3, 5, 8, 9, 7]):
+        wanted = greedy_text(prompt)
+        drafter = {
+            "plain": None,
+            "hostile": HostileDrafter(len(prompt), [*prompt, *wanted]),
+            "tree": DRAFTERS["tree"](),
+        }[name]
+        with positions_run(llama()) as run:
+            steps = list(decode_steps(llama(), drafter, prompt, DecodingConfig(8), cache=kept))
+        assert Generation.of(steps).tokens == wanted
+        assert run[0] == fresh
+        prompt, fresh = [*prompt, *wanted, *said], 1 + len(said)  # the turn's last token was written, but never run
+
+
+def test_a_turn_that_ends_inside_a_block_keeps_what_is_text(counting: CausalLM) -> None:
+    kept = counting.new_cache(8)
+    config = DecodingConfig(10, eos_token_ids=(4,))
+    drafter = ScriptedDrafter(((0, 1, 2, 3, 4), (2, 3, 4, 5, 6)))
+    assert Generation.of(list(decode_steps(counting, drafter, [0], config, cache=kept))).tokens == (1, 2, 3, 4)
+    with positions_run(counting) as run:
+        steps = list(decode_steps(counting, None, [0, 1, 2, 3, 4, 9, 9], DecodingConfig(3), cache=kept))
+    assert Generation.of(steps).tokens == (10, 11, 12)
+    assert run[0] == 2, "0 to 4 were run, as drafts"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "run_again"),
+    [
+        ([3, 1, 4, 1, 5], 1),  # the same again: its last token, for the logits
+        ([3, 1, 4, 1], 1),  # its beginning
+        ([3, 1, 9, 1, 5], 3),  # edited in the middle
+        ([8, 1, 4, 1, 5], 5),  # from the first token on
+    ],
+)
+def test_of_another_prompt_what_it_begins_with_is_not_run_again(prompt: list[int], run_again: int) -> None:
+    kept = llama().new_cache(64)
+    list(decode_steps(llama(), None, [3, 1, 4, 1, 5], DecodingConfig(8), cache=kept))
+    with positions_run(llama()) as run:
+        steps = list(decode_steps(llama(), None, prompt, DecodingConfig(8), cache=kept))
+    assert Generation.of(steps).tokens == greedy_text(prompt) and run[0] == run_again
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2-mixed", "gemma2", "gpt2"])
+def test_a_cache_is_reused_past_a_sliding_window_and_with_learned_positions(family: str) -> None:
+    target = CausalLM(tiny_model(family))
+    kept, prompt = target.new_cache(4), [3, 1, 4, 1, 5]
+    for _ in range(3):
+        wanted = naive_greedy(target.model, prompt, 8)
+        steps = list(decode_steps(target, HostileDrafter(0, [*prompt, *wanted]), prompt, DecodingConfig(8), cache=kept))
+        assert Generation.of(steps).tokens == wanted
+        prompt = [*prompt, *wanted[:5], 2, 7]
+
+
+def test_a_sampled_conversation_is_the_same_with_and_without_a_kept_cache() -> None:
+    kept, prompt = llama().new_cache(4), [3, 1, 4]
+    for seed in range(4):
+        config = DecodingConfig(9, EVERY_CONTROL, seed=seed)
+        steps = list(decode_steps(llama(), DRAFTERS["chain"](), prompt, config, cache=kept))
+        text = Generation.of(steps).tokens
+        assert text == decode(llama(), DRAFTERS["chain"](), prompt, config).tokens
+        prompt = [*prompt, *text, 7]
+
+
+def test_a_stream_whose_cache_was_given_to_another_is_not_gone_on_with() -> None:
+    kept = llama().new_cache(64)
+    first = decode_steps(llama(), None, [3, 1, 4], DecodingConfig(8), cache=kept)
+    next(first), next(first)
+    second = list(decode_steps(llama(), None, [3, 1, 5], DecodingConfig(8), cache=kept))
+    assert Generation.of(second).tokens == greedy_text([3, 1, 5])
+    with pytest.raises(ValueError, match="another generation has begun on it: finish or drop the first"):
+        next(first)
+
+
+# --- and after one that was broken off -------------------------------------------------------------------------------
+
+
+class BreakingDrafter(Drafter):
+    """A draft tree that raises when it is asked for the n-th time."""
+
+    name = "breaking"
+    budgets = DraftModelDrafter(llama(1), (2, 2)).budgets
+
+    def __init__(self, fails_at: int) -> None:
+        self._inner = DRAFTERS["tree"]()
+        self._left = fails_at
+
+    def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "BreakingDrafter":
+        self._session = self._inner.open(target, sampling, rows, max_length)
+        self.admit, self.move, self.observe = self._session.admit, self._session.move, self._session.observe
+        return self
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        self._left -= 1
+        if self._left < 0:
+            raise RuntimeError("broken off while drafting")
+        return self._session.propose(requests)
+
+
+def breaking_rule(fails_at: int) -> Rule:
+    asked = 0
+
+    def decide(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
+        nonlocal asked
+        asked += 1
+        if asked > fails_at:
+            raise RuntimeError("broken off in the rule")
+        return SAMPLED_VERIFY.decide(proposal, p, source)
+
+    return Rule("breaking", True, frozenset(ProposalKind), decide)
+
+
+@contextmanager
+def interrupted_forward(target: CausalLM, fails_at: int) -> Iterator[None]:
+    """Ctrl-C in the n-th forward, when its first layer has written into the cache and its second has not."""
+    left = fails_at
+
+    def interrupt(*call: object) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+
+    handle = target.model.model.layers[1].register_forward_pre_hook(interrupt)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+FIRST = [3, 1, 4, 1, 5, 9, 2]
+LATER = ([3, 1, 4, 1, 5, 9, 2, 6], [3, 1, 4, 1, 8], FIRST)
+
+
+def assert_usable(kept: PreallocatedCache, prompt: Sequence[int]) -> None:
+    for drafter in (hostile(), None):
+        steps = list(decode_steps(llama(), drafter, prompt, DecodingConfig(6), cache=kept))
+        assert Generation.of(steps).tokens == greedy_text(prompt, 6)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 4])
+def test_a_stream_that_is_closed_leaves_its_cache_usable(steps: int) -> None:
+    for prompt in LATER:
+        kept = llama().new_cache(4)
+        stream = decode_steps(llama(), DRAFTERS["tree"](), FIRST, DecodingConfig(12), cache=kept)
+        for _ in range(steps):
+            next(stream)
+        stream.close()  # type: ignore[attr-defined]  # it is a generator
+        assert_usable(kept, prompt)
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 3])
+def test_a_drafter_that_raises_leaves_the_cache_usable(fails_at: int) -> None:
+    for prompt in LATER:
+        kept = llama().new_cache(4)
+        with pytest.raises(RuntimeError, match="while drafting"):
+            list(decode_steps(llama(), BreakingDrafter(fails_at), FIRST, DecodingConfig(12), cache=kept))
+        assert_usable(kept, prompt)
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 3])
+def test_a_rule_that_raises_leaves_the_cache_usable(fails_at: int) -> None:
+    for prompt in LATER:
+        kept = llama().new_cache(4)
+        config = DecodingConfig(12, SAMPLED, breaking_rule(fails_at))
+        with pytest.raises(RuntimeError, match="in the rule"):
+            list(decode_steps(llama(), hostile(), FIRST, config, cache=kept))
+        assert_usable(kept, prompt)
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 2, 4])
+def test_an_interrupt_in_the_middle_of_a_forward_leaves_the_cache_usable(fails_at: int) -> None:
+    for prompt in LATER:
+        kept = llama().new_cache(4)
+        with pytest.raises(KeyboardInterrupt), interrupted_forward(llama(), fails_at):
+            list(decode_steps(llama(), DRAFTERS["medusa"](), FIRST, DecodingConfig(12), cache=kept))
+        assert_usable(kept, prompt)
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 2])
+def test_an_interrupted_second_turn_does_not_promise_the_keys_of_the_first(fails_at: int) -> None:
+    """It shares two tokens with the first, which was longer; the third turn shares more with the first again."""
+    for prompt in LATER:
+        kept = llama().new_cache(4)
+        list(decode_steps(llama(), None, FIRST, DecodingConfig(8), cache=kept))
+        with pytest.raises(KeyboardInterrupt), interrupted_forward(llama(), fails_at):
+            list(decode_steps(llama(), hostile(), [3, 1, 7, 7, 7, 7], DecodingConfig(8), cache=kept))
+        assert_usable(kept, prompt)
+
+
+def test_a_batch_that_breaks_off_leaves_target_and_drafter_usable() -> None:
+    drafter = DRAFTERS["tree"]()
+    with pytest.raises(KeyboardInterrupt), interrupted_forward(llama(), 3):
+        decode_batch(llama(), drafter, PROMPTS, DecodingConfig(COUNT), 3)
+    assert decoded(drafter, DecodingConfig(COUNT), 3) == plain_texts()

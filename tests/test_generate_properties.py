@@ -1,0 +1,253 @@
+"""Whatever the prompts, drafts, ends, batches and policies: greedy is plain greedy, and a seed is its text."""
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_drafters import HostileDrafter, RandomPolicy
+from test_generate import Letters, shortest_with
+from tiny_models import naive_greedy, tiny_model
+
+import decoding
+from decoding.cache import PreallocatedCache
+from decoding.drafters import Drafter, DraftModelDrafter, PromptLookupDrafter
+from decoding.generate import DecodingConfig, Generation, decode, decode_batch, decode_steps
+from decoding.policy import Policy
+from decoding.sampling import SamplingConfig
+from decoding.target import CausalLM
+from decoding.verify import SAMPLED_VERIFY
+
+SEEDS = st.integers(0, 2**32 - 1)
+TOKENS = st.integers(0, 15)
+PROMPTS = st.lists(st.lists(TOKENS, min_size=1, max_size=12), min_size=1, max_size=5)
+FAMILIES = st.sampled_from(["llama", "mistral", "qwen2-mixed", "gpt2", "qwen3-moe", "gemma2"])
+COUNT = 12
+
+
+@cache
+def causal_lm(family: str, seed: int = 0) -> CausalLM:
+    return CausalLM(tiny_model(family, seed=seed))
+
+
+@cache
+def plain_greedy(family: str, prompt: tuple[int, ...], penalty: float = 1.0) -> tuple[int, ...]:
+    return naive_greedy(causal_lm(family).model, prompt, COUNT, penalty)
+
+
+def hostile(seed: int, prompts: Sequence[list[int]], texts: Sequence[tuple[int, ...]], chains: bool) -> HostileDrafter:
+    right = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
+    return HostileDrafter(seed, right[0], chains=chains, others=right[1:])
+
+
+def policy_of(seed: int | None) -> Policy | None:
+    return None if seed is None else RandomPolicy(seed)
+
+
+# --- greedy ----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(
+    family=FAMILIES,
+    prompts=PROMPTS,
+    seed=SEEDS,
+    chains=st.booleans(),
+    batch_size=st.integers(1, 6),
+    count=st.integers(1, COUNT),
+    eos=st.lists(TOKENS, max_size=2),
+    strings=st.lists(st.text(alphabet="abcdé€ .xyz", min_size=1, max_size=2), max_size=2),
+    policy_seed=st.none() | SEEDS,
+    penalty=st.sampled_from([1.0, 1.0, 1.4]),
+)
+def test_greedy_rows_are_plain_greedy_up_to_their_ends(
+    family: str,
+    prompts: list[list[int]],
+    seed: int,
+    chains: bool,
+    batch_size: int,
+    count: int,
+    eos: list[int],
+    strings: list[str],
+    policy_seed: int | None,
+    penalty: float,
+) -> None:
+    texts = [plain_greedy(family, tuple(prompt), penalty) for prompt in prompts]
+    config = DecodingConfig(
+        count,
+        SamplingConfig(repetition_penalty=penalty),
+        eos_token_ids=tuple(eos),
+        stop_strings=tuple(strings),
+    )
+    generations = decode_batch(
+        causal_lm(family),
+        hostile(seed, prompts, texts, chains),
+        prompts,
+        config,
+        batch_size,
+        Letters(),
+        policy_of(policy_seed),
+    )
+    for text, generation in zip(texts, generations, strict=True):
+        ends = [place + 1 for place, token in enumerate(text) if token in eos]
+        wanted = shortest_with(text, strings)[: min([count, *ends])]
+        assert generation.tokens == wanted
+        assert sum(len(step.tokens) for step in generation.steps) == len(wanted)
+        assert all(step.accepted <= step.offered <= step.drafted for step in generation.steps)
+
+
+# --- a seed is its text ----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(
+    family=FAMILIES,
+    prompts=PROMPTS,
+    seed=SEEDS,
+    drafter_of=st.sampled_from(["hostile trees", "hostile chains", "chain", "tree", "lookup"]),
+    batch_size=st.integers(1, 6),
+    eos=st.lists(TOKENS, max_size=2),
+    policy_seed=st.none() | SEEDS,
+    sampling=st.builds(
+        SamplingConfig,
+        temperature=st.sampled_from([0.3, 1.0, 2.0]),
+        top_k=st.sampled_from([0, 5]),
+        top_p=st.sampled_from([1.0, 0.8]),
+        min_p=st.sampled_from([0.0, 0.05]),
+        repetition_penalty=st.sampled_from([1.0, 1.3]),
+        frequency_penalty=st.sampled_from([0.0, 0.5]),
+    ),
+)
+def test_sampled_verify_writes_what_plain_decoding_writes_with_the_same_seed(
+    family: str,
+    prompts: list[list[int]],
+    seed: int,
+    drafter_of: str,
+    batch_size: int,
+    eos: list[int],
+    policy_seed: int | None,
+    sampling: SamplingConfig,
+) -> None:
+    """Whatever is drafted, in batches of any size, drafted now and then or always."""
+    target = causal_lm(family)
+    texts = [
+        decode(
+            target, None, prompt, DecodingConfig(COUNT, sampling, eos_token_ids=tuple(eos), seed=seed + place)
+        ).tokens
+        for place, prompt in enumerate(prompts)
+    ]
+    drafters: dict[str, Drafter] = {
+        "hostile trees": hostile(seed, prompts, texts, chains=False),
+        "hostile chains": hostile(seed, prompts, texts, chains=True),
+        "chain": DraftModelDrafter(causal_lm(family, 1), (1, 1, 1)),
+        "tree": DraftModelDrafter(causal_lm(family, 1), (2, 2)),
+        "lookup": PromptLookupDrafter(4, num_branches=2),
+    }
+    config = DecodingConfig(COUNT, sampling, SAMPLED_VERIFY, eos_token_ids=tuple(eos), seed=seed)
+    generations = decode_batch(target, drafters[drafter_of], prompts, config, batch_size, policy=policy_of(policy_seed))
+    assert [generation.tokens for generation in generations] == texts
+
+
+# --- one cache for a conversation that goes anywhere -----------------------------------------------------------------
+
+
+@settings(max_examples=20)
+@given(family=st.sampled_from(["llama", "mistral"]), seed=SEEDS, turns=st.integers(2, 5), capacity=st.integers(1, 30))
+def test_a_cache_serves_any_prompts_after_calls_that_ended_anywhere(
+    family: str, seed: int, turns: int, capacity: int
+) -> None:
+    chance = random.Random(seed)
+    target = causal_lm(family)
+    kept, text = target.new_cache(capacity), [chance.randrange(16) for _ in range(chance.randint(1, 8))]
+    for _ in range(turns):
+        # Some beginning of all that was said, and something new behind it.
+        text = text[: chance.randint(0, len(text))][:40]
+        prompt = [*text, *(chance.randrange(16) for _ in range(chance.randint(1, 5)))]
+        wanted = plain_greedy(family, tuple(prompt))
+        drafter = HostileDrafter(seed, [*prompt, *wanted]) if chance.random() < 0.7 else None
+        stream = decode_steps(target, drafter, prompt, DecodingConfig(COUNT), cache=kept)
+        given_up_after = chance.choice([0, 1, 2, 3, 99])
+        steps = []
+        for step in stream:
+            steps.append(step)
+            if len(steps) == given_up_after:
+                break
+        stream.close()  # type: ignore[attr-defined]  # it is a generator
+        written = Generation.of(steps).tokens
+        assert written == wanted[: len(written)]
+        assert given_up_after != 99 or written == wanted
+        text = [*prompt, *written]
+
+
+_PACKAGE = str(Path(decoding.__file__).parent)
+
+
+@contextmanager
+def interrupt_at(line: int) -> Iterator[list[int]]:
+    """Ctrl-C before the n-th line of the package that runs in here. Gives the count of lines run so far."""
+    run = [0]
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(_PACKAGE):
+            return None
+        if event == "line":
+            run[0] += 1
+            if run[0] == line:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield run
+    finally:
+        sys.settrace(before)
+
+
+def conversation(kept: PreallocatedCache, prompt: list[int]) -> tuple[int, ...]:
+    drafter = HostileDrafter(3, [*prompt, *plain_greedy("llama", tuple(prompt))])
+    return Generation.of(
+        list(decode_steps(causal_lm("llama"), drafter, prompt, DecodingConfig(COUNT), cache=kept))
+    ).tokens
+
+
+FIRST, SECOND, THIRD = [3, 1, 4, 1, 5, 9, 2, 6], [3, 1, 4, 1, 7, 7], [3, 1, 4, 1, 5, 9, 2, 8]
+
+
+def check_interrupts(lines: Sequence[int]) -> int:
+    """Interrupt the second of three turns there; the third, which continues the first, must be right. Lines in all."""
+    for line in (*lines, -1):
+        kept = causal_lm("llama").new_cache(4)
+        conversation(kept, FIRST)
+        with interrupt_at(line) as run:
+            try:
+                conversation(kept, SECOND)
+            except KeyboardInterrupt:
+                assert run[0] == line
+            else:
+                assert line == -1
+        for prompt in (THIRD, SECOND):
+            assert conversation(kept, prompt) == plain_greedy("llama", tuple(prompt))
+    return run[0]
+
+
+def test_an_interrupt_at_any_line_leaves_the_cache_usable() -> None:
+    total = check_interrupts([])
+    assert total > 500
+    check_interrupts(range(7, total, total // 20))
+
+
+def test_an_interrupt_at_any_line_of_the_very_first_call_leaves_the_cache_usable() -> None:
+    """Its buffers may be there in part."""
+    for line in range(1, 400, 23):
+        kept = causal_lm("llama").new_cache(4)
+        with pytest.raises(KeyboardInterrupt), interrupt_at(line):
+            conversation(kept, FIRST)
+        assert conversation(kept, THIRD) == plain_greedy("llama", tuple(THIRD))
