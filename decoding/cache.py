@@ -123,7 +123,8 @@ class PreallocatedCache(Cache):
         self.reserve(max(starts) + size)
         positions = None
         if len(set(starts)) > 1:
-            positions = torch.tensor(starts, device=device)[:, None] + torch.arange(size, device=device)
+            begin = torch.tensor(starts).to(device, non_blocking=True)
+            positions = begin[:, None] + torch.arange(size, device=device)
         self.block = _Block(tuple(slots), tuple(starts), positions, max(starts) + size)
 
     def begin_static(self, positions: Tensor, keys: int) -> None:
@@ -217,7 +218,7 @@ class PreallocatedCache(Cache):
     def commit(self, slot: int, start: int, kept: Sequence[int]) -> None:
         """Of the block a row wrote at ``start``, keep the nodes ``kept`` (increasing), in that order; drop the rest."""
         if self._keys is not None and self._values is not None and list(kept) != list(range(len(kept))):
-            index = torch.tensor(kept, device=self._keys.device) + start
+            index = torch.tensor(kept).to(self._keys.device, non_blocking=True) + start
             for buffer in (self._keys[:, slot], self._values[:, slot]):
                 buffer[..., start : start + len(kept), :] = buffer.index_select(-2, index)
         self.truncate(slot, start + len(kept))

@@ -235,7 +235,7 @@ class CausalLM:
             [tree.shape.depth_tensor[skipped:] for tree, skipped in zip(trees, first, strict=True)], size
         )
         starts = [cache.lengths[row] - skipped for row, skipped in enumerate(first)]
-        positions = depths + torch.tensor(starts, device=self.device)[:, None]
+        positions = depths + torch.tensor(starts).to(self.device, non_blocking=True)[:, None]
         if self.max_positions is not None:  # a row that is done may be padded past the end of the position table
             positions.clamp_(max=self.max_positions - 1)
         uniform = len(set(starts)) == 1
@@ -328,7 +328,7 @@ class CausalLM:
         for row, (shape, skipped) in enumerate(zip(shapes, first, strict=True)):
             tree_masks[row, : len(shape) - skipped, : len(shape)] = self._tree_mask(shape)[skipped:]
             depths[row, : len(shape)] = shape.depth_tensor.to(device)
-        begin = torch.tensor(starts, device=device)[:, None]
+        begin = torch.tensor(starts).to(device, non_blocking=True)[:, None]
         width = max(start + skipped for start, skipped in zip(starts, first, strict=True)) + size
         keys = torch.arange(width, device=device)[None]
         node = (keys - begin).clamp(0, nodes - 1)

@@ -124,7 +124,8 @@ class TokenTree:
     @staticmethod
     def chain(tokens: Sequence[int], device: torch.device | str = "cpu") -> "TokenTree":
         """A chain of tokens, the root first."""
-        tree = TokenTree(torch.tensor(tokens, device=device), TreeShape.chain(len(tokens) - 1))
+        on_device = torch.tensor(tokens).to(device, non_blocking=True)  # without waiting for what is queued there
+        tree = TokenTree(on_device, TreeShape.chain(len(tokens) - 1))
         tree.__dict__["token_list"] = list(tokens)
         return tree
 

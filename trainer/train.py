@@ -60,9 +60,7 @@ class _Evaluator:
     def greedy_texts(self, dataset: Dataset) -> list[tuple[Sequence[int], int]]:
         """The target's own answers to prompts of another set, as (tokens, prompt length)."""
         prompts = self._prompts_of(dataset)
-        return [
-            ((*prompt, *decode(self.target, None, prompt, self.config).tokens), len(prompt)) for prompt in prompts
-        ]
+        return [((*prompt, *decode(self.target, None, prompt, self.config).tokens), len(prompt)) for prompt in prompts]
 
 
 def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:

@@ -101,7 +101,7 @@ class DraftModelSession:
 
     def _propose_chains(self, texts: Sequence[Sequence[int]], logits: Tensor, depths: list[int]) -> list[Proposal]:
         """A token a step for every row; nothing is read back from the device unless a control or a stop needs it."""
-        columns = [torch.tensor([text[-1] for text in texts], device=logits.device)]
+        columns = [torch.tensor([text[-1] for text in texts]).to(logits.device, non_blocking=True)]
         q_steps: list[Tensor] = []
         step = 0
         while step < max(depths):
@@ -145,7 +145,7 @@ class DraftModelSession:
         q_steps.append(q)
         # A row that is not drawing any more leaves its source alone: its samples must not depend on its neighbours.
         uniforms = [self._state.sources[row].uniform() if wanted else 0.5 for row, wanted in enumerate(drawing)]
-        return inverse_cdf(q, torch.tensor(uniforms, dtype=torch.float64, device=q.device))
+        return inverse_cdf(q, torch.tensor(uniforms, dtype=torch.float64).to(q.device, non_blocking=True))
 
     def _unsure(self, logits: Tensor, chosen: Tensor, q_steps: Sequence[Tensor]) -> Tensor:
         q = logits.float().softmax(-1) if self._sampling.greedy else q_steps[-1]

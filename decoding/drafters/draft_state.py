@@ -27,6 +27,7 @@ class DraftState:
         self._vocab_size = target.vocab_size
         self._sampling = sampling
         self.cache = draft.new_cache(max_length, rows)
+        self._lease = self.cache.take()
         self.sources: dict[int, GeneratorSource] = {}
         self._histories: dict[int, History] = {}
         self._committed = [0] * rows
@@ -51,6 +52,7 @@ class DraftState:
 
     def catch_up(self, texts: Sequence[Sequence[int]]) -> Float[Tensor, "rows vocab"]:
         """Run what is new of each text; logits after its last token, over the target's vocabulary."""
+        self.cache.check(self._lease)
         for slot, text in enumerate(texts):
             self._keep_accepted(slot, text)
         # A row that has just begun, or was not asked for long, would make every other row as wide as itself.

@@ -142,7 +142,7 @@ class _StaticTree:
         proposals = []
         for row, request in enumerate(requests):
             shape, heads, ranks = self._cuts(request.max_depth, request.max_nodes)
-            root = torch.tensor([request.tokens[-1]], device=best.device)
+            root = torch.tensor([request.tokens[-1]]).to(best.device, non_blocking=True)
             tree = TokenTree(torch.cat([root, best[heads, row, ranks]]), shape)
             proposals.append(Proposal(tree, ProposalKind.DETERMINISTIC))
         return proposals
