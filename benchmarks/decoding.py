@@ -153,17 +153,18 @@ def goals(report: dict[str, Any]) -> list[dict[str, Any]]:
     for name, part in report["targets"].items():
         rows = {(row["setting"], row["method"]): row for row in part["speed"]["rows"]}
 
-        def speed(method: str, setting: str = "greedy", rows: dict[Any, Any] = rows) -> float | None:
+        def gain(method: str, setting: str = "greedy", rows: dict[Any, Any] = rows) -> float | None:
+            """The median of paired runs over plain decoding: a moment in which the machine was busy moves it little."""
             row = rows.get((setting, method))
-            return row["tokens_per_second"]["value"] if row else None
+            return row["speedup"]["median"] if row else None
 
         def ratio(method: str, peer: str, setting: str = "greedy") -> float | None:
-            a, b = speed(method, setting), speed(peer, setting)  # called at once
+            a, b = gain(method, setting), gain(peer, setting)
             return a / b if a and b else None
 
-        def best(contains: str, setting: str, lossless: bool = True, rows: dict[Any, Any] = rows) -> str:
+        def best(contains: str, setting: str, rows: dict[Any, Any] = rows) -> str:
             fitting = [key for key in rows if key[0] == setting and contains in key[1] and "transformers" not in key[1]]
-            return max(fitting, key=lambda key: rows[key]["tokens_per_second"]["value"], default=("", ""))[1]
+            return max(fitting, key=lambda key: rows[key]["speedup"]["median"], default=("", ""))[1]
 
         add(f"{name}: plain over transformers generate", 1.0, ratio("plain", "transformers generate"))
         same = ratio("draft model, 4 tokens", "transformers assisted, 4 tokens")
@@ -173,7 +174,8 @@ def goals(report: dict[str, Any]) -> list[dict[str, Any]]:
         if part["widened"]:
             for setting, wanted in (("greedy", 2.0), ("T=1", 1.5)):
                 chosen = max(
-                    (best("draft", setting), best("medusa", setting)), key=lambda m, s=setting: speed(m, s) or 0
+                    (best("draft", setting), best("medusa", setting)),
+                    key=lambda method, at=setting: gain(method, at) or 0,
                 )
                 add(f"{name}: best of draft and Medusa over plain, {setting}", wanted, ratio(chosen, "plain", setting))
         split = [row["time_split"]["overhead"] for row in rows.values() if row.get("time_split")]
@@ -194,13 +196,14 @@ def measure(
     heads: MedusaHeads | None,
     prompts: Sequence[Sequence[int]],
     eos: tuple[int, ...],
-    short: bool,
+    options: argparse.Namespace,
     widened: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """All figures of one target."""
+    short: bool = options.short
     config = EvaluationConfig(
-        max_new_tokens=24 if short else 96,
-        rounds=1 if short else 2,
+        max_new_tokens=16 if short else options.max_new_tokens,
+        rounds=1 if short else options.rounds,
         eos_token_ids=eos,
         settings=("greedy", "sampling"),
     )
@@ -208,9 +211,7 @@ def measure(
     speed = evaluate(target, methods, prompts, config)
     decoding = DecodingConfig(config.max_new_tokens, eos_token_ids=eos)
     batched = {name: drafter for name, drafter in drafters_for(draft, heads).items() if "tree" not in name}
-    batches = measure_throughput(
-        target, batched, prompts, decoding, (2,) if short else (1, 8), rounds=1 if short else 3
-    )
+    batches = measure_throughput(target, batched, prompts, decoding, (2,) if short else (8,), rounds=1 if short else 2)
     lengths = (128, 256) if short else (128, 256, 512, 1024, 2048, 4096, 8192)
     return {
         "widened": widened,
@@ -256,6 +257,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", required=True, help=".jsonl file")
     parser.add_argument("--prompt-field")
     parser.add_argument("--limit", type=int, default=12, help="prompts to decode")
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=2, help="how often each method decodes each prompt")
     parser.add_argument("--widen", type=float, default=150e6, help="parameters to widen to; 0 for not at all")
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--output", type=Path, required=True, help="JSON to write")
@@ -272,12 +275,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(width=150)
     report: dict[str, Any] = {"hardware": hardware(), "versions": versions(), "commit": commit(), "targets": {}}
     name = Path(options.target).name
-    report["targets"][name] = measure(target, draft, heads, prompts, eos, options.short, None)
+    report["targets"][name] = measure(target, draft, heads, prompts, eos, options, None)
     if options.widen:
         wide, stand_in = widened_to(model, int(options.widen))
         wide_heads = widened_heads(heads, stand_in["width"]) if heads else None
         wide_name = f"{name}, widened to {stand_in['parameters'] / 1e6:.0f}M"
-        report["targets"][wide_name] = measure(CausalLM(wide), draft, wide_heads, prompts, eos, options.short, stand_in)
+        report["targets"][wide_name] = measure(CausalLM(wide), draft, wide_heads, prompts, eos, options, stand_in)
     report["goals"] = goals(report)
     show(report, console)
     options.output.parent.mkdir(parents=True, exist_ok=True)

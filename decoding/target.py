@@ -83,8 +83,9 @@ def _refuse_unfit(model: PreTrainedModel) -> None:
         )
     if "past_key_values" not in accepted:
         raise ValueError(f"{kind} keeps no key-value cache: give a model that does")
-    # The GPT-NeoX family has this entry too, and does not read it.
-    if getattr(text_config, "is_decoder", None) is False and not kind.startswith("gpt_neox"):
+    # Old config files hold this entry for any model, and the GPT-NeoX family declares it, but does not read it.
+    declared = hasattr(type(text_config), "is_decoder") and not kind.startswith("gpt_neox")
+    if declared and not text_config.is_decoder:
         raise ValueError(f"{kind} reads texts in both directions: give a causal LM, or set is_decoder in its config")
     if model.get_output_embeddings() is None:
         raise ValueError(f"{type(model).__name__} has no lm_head: load the model with AutoModelForCausalLM")

