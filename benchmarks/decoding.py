@@ -24,7 +24,14 @@ from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache
 
-from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter, MedusaDrafter, PromptLookupDrafter
+from decoding.drafters import (
+    Drafter,
+    DraftModelDrafter,
+    DraftTreeDrafter,
+    HybridDrafter,
+    MedusaDrafter,
+    PromptLookupDrafter,
+)
 from decoding.drafters.base import DraftRequest, TextDrafter, TextSession, TextStart, chain_budgets
 from decoding.evaluate import (
     EvaluationConfig,
@@ -77,6 +84,7 @@ def drafters_for(draft: CausalLM | None, heads: MedusaHeads | None) -> dict[str,
     if draft is not None:
         drafters["draft model, 4 tokens"] = DraftModelDrafter(draft, (1,) * 4)
         drafters["draft tree"] = DraftTreeDrafter(draft, depth=6, width=3, nodes=16)
+        drafters["draft and lookup"] = HybridDrafter(DraftModelDrafter(draft, (1,) * 4), PromptLookupDrafter(8))
     if heads is not None:
         drafters[f"medusa, tree of {len(heads.config.tree)}"] = MedusaDrafter(heads)
         drafters["medusa, dynamic tree"] = MedusaDrafter(heads, dynamic_nodes=16)
