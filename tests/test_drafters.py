@@ -351,6 +351,17 @@ def test_a_row_that_moves_keeps_its_text_its_tree_and_its_chance(
     assert_same(moved, one(lone, longer))
 
 
+def test_a_row_that_moves_before_it_was_drafted_for_leaves_no_tree_of_the_other_text_behind(
+    tiny_draft: CausalLM, tiny_llama: CausalLM
+) -> None:
+    session = open_session(tiny_draft, tiny_llama, (1, 1, 1), rows=2)
+    left, _ = session.propose([request([1, 2, 3]), request([6, 7])])
+    session.admit(1, TextStart(1, GeneratorSource.from_seed(5)))
+    session.move(1, 0)
+    text = [*drafted(left)[:2], 5]  # which begins as the other's draft went on
+    assert_same(one(session, text), one(open_session(tiny_draft, tiny_llama, (1, 1, 1)), text))
+
+
 def positions_run(model: CausalLM) -> list[tuple[int, int]]:
     """A list that grows by (rows, positions) with every forward of the model."""
     shapes: list[tuple[int, int]] = []
