@@ -90,7 +90,12 @@ def transformers_generate_batch(
         attention_mask[row, :missing] = 0
     torch.manual_seed(config.seed)
     with _bare_generation_configs([target.model], None):
-        output = target.model.generate(input_ids, attention_mask=attention_mask, generation_config=generation_config)
+        output = target.model.generate(
+            input_ids,
+            attention_mask=attention_mask,
+            generation_config=generation_config,
+            logits_processor=_processors(config.sampling),
+        )
     ends = set(config.eos_token_ids)
     texts: list[tuple[int, ...]] = []
     for row in output[:, longest:].tolist():

@@ -240,7 +240,7 @@ class CausalLM:
         if self.max_positions is not None:  # a row that is done may be padded past the end of the position table
             positions.clamp_(max=self.max_positions - 1)
         uniform = len(set(starts)) == 1
-        if uniform and size == 1 and not any(first):
+        if uniform and size == 1 and not any(first) and not any(self._windows().values()):
             masks = None  # one token behind each row: `transformers` builds what its layers need
         else:
             masks = self._masks([tree.shape for tree in trees], starts, first, size)
