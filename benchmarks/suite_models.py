@@ -16,7 +16,8 @@ from decoding.loading import load_draft, load_heads, load_model, load_tokenizer
 from decoding.prompts import read_prompts
 from decoding.target import CausalLM
 from decoding.widen import widened, widened_heads, widened_to
-from trainer.data import Example, load_dataset
+from trainer.batch import Example
+from trainer.data import load_dataset
 from trainer.recipe import DataSection
 
 DRAFT_TOKENS = 4

@@ -11,18 +11,20 @@ from suite_models import Stage
 from torch import Tensor
 
 from decoding.target import CausalLM
-from trainer.data import Batch, Example, collate
+from trainer.batch import Batch, Example, collate
 from trainer.distill import DistillObjective
+from trainer.hidden import OnlineTarget
 from trainer.medusa import MedusaObjective
 from trainer.objective import Objective
 from trainer.optimizer import build_optimizers
 from trainer.recipe import DraftSection, HeadsSection, TrainingSection
 
 
-def objective_for(kind: str, stage: Stage, longest: int) -> Objective:
+def objective_for(kind: str, stage: Stage, longest: int, steps: int) -> Objective:
     """Medusa heads, or a draft made of the target's first layer."""
     if kind == "medusa":
-        return MedusaObjective(CausalLM(stage.model), HeadsSection(num_heads=4))
+        target = CausalLM(stage.model)
+        return MedusaObjective(OnlineTarget(target), HeadsSection(num_heads=4), steps, target.dtype)
     # The tokenizer is only written beside what is saved, and nothing is.
     no_tokenizer: Any = None
     return DistillObjective(CausalLM(stage.model), no_tokenizer, DraftSection(layers=(0,)), longest=longest)
@@ -36,7 +38,7 @@ def measure_training(
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    objective = objective_for(kind, stage, max(len(example.tokens) for example in examples))
+    objective = objective_for(kind, stage, max(len(example.tokens) for example in examples), steps)
     device = stage.model.device
     section = TrainingSection(steps=steps, batch_size=batch_size, micro_batch_size=batch_size)
     optimizers = build_optimizers(objective.module, section)
@@ -48,7 +50,7 @@ def measure_training(
         tokens = int(batch.attention_mask.sum())
         synchronize()
         begin = time.perf_counter()
-        losses.append(_train_step(objective, batch, optimizers, section))
+        losses.append(_train_step(objective, batch, step, optimizers, section))
         synchronize()
         samples.append((tokens, time.perf_counter() - begin))
         if len(samples) >= 4 and time.perf_counter() - began > seconds:
@@ -69,12 +71,16 @@ def measure_training(
 
 
 def _train_step(
-    objective: Objective, batch: Batch, optimizers: Sequence[torch.optim.Optimizer], section: TrainingSection
+    objective: Objective,
+    batch: Batch,
+    step: int,
+    optimizers: Sequence[torch.optim.Optimizer],
+    section: TrainingSection,
 ) -> float:
     """What `trainer.loop` does in a step of one process, without accelerate; the loss before the step."""
     counts: Tensor = objective.counts(batch)
-    weights = torch.tensor(objective.weights, device=counts.device)
-    inputs = objective.inputs(batch)
+    weights = torch.tensor(objective.weights(step), device=counts.device)
+    inputs = objective.inputs(batch, step)
     with torch.autocast(counts.device.type, torch.bfloat16):
         losses, _ = objective.module(*inputs)
     loss = (losses * weights / counts.clamp(min=1)).sum()

@@ -57,9 +57,8 @@ def transformers_generate(
     input_ids = torch.tensor([list(prompt)], device=target.device)
     models = [target.model] if assistant is None else [target.model, assistant.model]
     options: dict[str, Any] = {} if assistant is None else {"assistant_model": assistant.model}
-    torch.manual_seed(config.seed)
     clock = _Clock()
-    with _bare_generation_configs(models, num_assistant_tokens):
+    with _seeded(target, config), _bare_generation_configs(models, num_assistant_tokens):
         begin = time.perf_counter()
         output = target.model.generate(
             input_ids,
@@ -88,8 +87,7 @@ def transformers_generate_batch(
     attention_mask = torch.ones_like(input_ids)
     for row, missing in enumerate(padding):
         attention_mask[row, :missing] = 0
-    torch.manual_seed(config.seed)
-    with _bare_generation_configs([target.model], None):
+    with _seeded(target, config), _bare_generation_configs([target.model], None):
         output = target.model.generate(
             input_ids,
             attention_mask=attention_mask,
@@ -102,6 +100,14 @@ def transformers_generate_batch(
         end = next((index + 1 for index, token in enumerate(row) if token in ends), len(row))
         texts.append(tuple(row[:end]))
     return texts
+
+
+@contextmanager
+def _seeded(target: CausalLM, config: DecodingConfig) -> Iterator[None]:
+    """`generate` draws from torch's global generators: seed them for a while, and leave them as they were."""
+    with torch.random.fork_rng([target.device] if target.device.type == "cuda" else []):
+        torch.manual_seed(config.seed)
+        yield
 
 
 @contextmanager

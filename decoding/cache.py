@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from decoding.tree import common_length
+
 _BUFFERS = itertools.count(1)
 
 
@@ -230,11 +232,7 @@ class PreallocatedCache(Cache):
 
     def rewind(self, prompt: Sequence[int]) -> int:
         """Keep of row 0 what a new prompt begins with, its last token left out, and say how many positions that is."""
-        common = 0
-        for held, wanted in zip(self.text, prompt[:-1], strict=False):
-            if held != wanted:
-                break
-            common += 1
+        common = common_length(self.text, prompt[:-1])
         self.text = self.text[:common]
         self.truncate(0, common)
         return common

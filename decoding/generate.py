@@ -11,11 +11,11 @@ from torch import Tensor
 from decoding.cache import PreallocatedCache
 from decoding.clock import PhaseClock
 from decoding.drafters.base import Drafter, DraftRequest, TextStart
-from decoding.history import History, HistoryRows
+from decoding.history import History
 from decoding.metrics import StepCount
 from decoding.policy import PLAIN, Budget, FixedPolicy, Policy
 from decoding.proposal import Proposal
-from decoding.sampling import GeneratorSource, SamplingConfig, adjusted_logits, probabilities
+from decoding.sampling import GeneratorSource, HistoryRows, SamplingConfig, adjusted_logits, probabilities
 from decoding.stopping import StopCheck, TextDecoder
 from decoding.target import CausalLM
 from decoding.tree import TokenTree, fetch_tokens
@@ -47,13 +47,19 @@ class DecodingConfig:
         if "" in self.stop_strings:
             raise ValueError("a stop string is empty: give at least one character")
 
+    @property
+    def label(self) -> str:
+        """Whether the texts are distributed as the target's own: lossless, or lossy."""
+        return "lossless" if self.rule is None else self.rule.label
+
 
 class Step(NamedTuple):
     """One turn of the loop for one text: one target pass, and what came of it.
 
     ``tokens`` are the tokens emitted, of which the first ``accepted`` were drafted and the last, unless the text ended
-    first, was written by the target. ``offered`` is the depth that could have been accepted. The first step of a text
-    is its prefill: one token, nothing offered. Seconds are the text's share: those of the pass over its rows.
+    first, was written by the target. ``offered`` is the depth that could have been accepted, and ``room`` the depth
+    that the text could still hold. The first step of a text is its prefill: one token, nothing offered. Seconds are the
+    text's share: those of the pass over its rows.
     """
 
     tokens: tuple[int, ...]
@@ -63,13 +69,14 @@ class Step(NamedTuple):
     draft_seconds: float
     verify_seconds: float
     total_seconds: float
+    room: int = 0
     is_prefill: bool = False
     logprobs: tuple[float, ...] = ()
 
     @property
     def counts(self) -> StepCount:
         """What the acceptance figures are made of."""
-        return StepCount(len(self.tokens), self.accepted, self.offered, self.drafted)
+        return StepCount(len(self.tokens), self.accepted, self.offered, self.drafted, self.room)
 
 
 @dataclass(frozen=True)
@@ -98,8 +105,9 @@ def decode_steps(
     A ``cache`` of ``target.new_cache`` that is handed from one call to the next, also after a call that was broken off,
     spares running again what the prompt shares with the text before. The call before can then not be gone on with.
     """
-    for _, step in _Batch(target, drafter, [prompt], config, tokenizer, policy, 1, cache).run():
-        yield step
+    # What does not fit is refused here, not when the first step is asked for.
+    batch = _Batch(target, drafter, [prompt], config, tokenizer, policy, 1, cache)
+    return (step for _, step in batch.run())
 
 
 def decode(
@@ -191,11 +199,13 @@ class _Batch:
     ) -> None:
         for prompt in prompts:
             check_prompt(target, prompt, config)
+        if drafter and config.rule:
+            config.rule.check(drafter.kinds(config.sampling), drafter.chains_only)
         longest = max((len(prompt) for prompt in prompts), default=0) + config.max_new_tokens
         self.target, self.config, self.drafter = target, config, drafter
         self.policy: Policy = policy or FixedPolicy()
         self.stop = StopCheck(config.eos_token_ids, config.stop_strings, tokenizer)
-        self.waiting = deque(_Waiting(place, prompt) for place, prompt in enumerate(prompts))
+        self.waiting = deque(enumerate(prompts))
         self.texts: list[_Text] = []
         self.rows = rows
         self.session = drafter.open(target, config.sampling, rows, longest) if drafter else None
@@ -272,7 +282,7 @@ class _Batch:
         """Propose, verify, commit: one target pass for all rows."""
         clock = PhaseClock(self.target.device)
         texts = self.texts
-        budget = self.policy.choose(self.drafter.budgets, len(texts)) if self.drafter else PLAIN
+        budget = self._budget()
         proposals = self._propose(budget)
         clock.mark()
         starts = self.cache.lengths[: len(texts)]
@@ -298,9 +308,18 @@ class _Batch:
             for step in steps
         ]
 
+    def _budget(self) -> Budget:
+        """What the policy chooses, which is not asked where no text has room for a draft."""
+        if self.drafter is None or not any(map(self._draft_room, self.texts)):
+            return PLAIN
+        return self.policy.choose(self.drafter.budgets, len(self.texts))
+
+    def _draft_room(self, text: _Text) -> int:
+        """The deepest draft that could be emitted whole: the target writes one token itself."""
+        return text.room(self.config.max_new_tokens) - 1
+
     def _propose(self, budget: Budget) -> list[Proposal]:
-        # The target writes one token itself, so a deeper tree than the room less one could not be emitted whole.
-        depths = [min(budget.depth, text.room(self.config.max_new_tokens) - 1) for text in self.texts]
+        depths = [min(budget.depth, self._draft_room(text)) for text in self.texts]
         if self.session is None or not any(depths):
             return [Proposal.root_only(text.tokens[-1], self.target.device) for text in self.texts]
         return self.session.propose(
@@ -315,7 +334,8 @@ class _Batch:
         sampling = self.config.sampling
         trees = [proposal.tree for proposal in proposals]
         sizes = [len(tree) for tree in trees]
-        flat = torch.cat([logits[row, :size] for row, size in enumerate(sizes)]) if len(sizes) > 1 else logits[0]
+        equal = set(sizes) == {logits.shape[1]}
+        flat = logits.flatten(0, 1) if equal else torch.cat([logits[row, :size] for row, size in enumerate(sizes)])
         history = None
         if sampling.needs_history:
             fetch_tokens(trees)
@@ -337,7 +357,7 @@ class _Batch:
     def _commit(self, row: int, tree: TokenTree, verdict: Verdict, start: int, hidden: Tensor, logits: Tensor) -> Step:
         """Keep the accepted path's keys, drop the others, and let the text grow."""
         text = self.texts[row]
-        path = verdict.path
+        path, room = verdict.path, self._draft_room(text)
         text.hidden = hidden[path[-1] if path else 0]
         self.cache.commit(row, start, (0, *path))
         tokens = (*(tree.token_list[node] for node in path), verdict.token)
@@ -348,7 +368,7 @@ class _Batch:
         cut = len(emitted) <= len(path)
         accepted = len(emitted) if cut else len(path)
         offered = len(emitted) if cut else tree.shape.max_depth
-        return Step(emitted, accepted, offered, len(tree) - 1, 0.0, 0.0, 0.0, logprobs=logprobs[: len(emitted)])
+        return Step(emitted, accepted, offered, len(tree) - 1, 0.0, 0.0, 0.0, room, logprobs=logprobs[: len(emitted)])
 
     def _remember(self, tokens: Sequence[int]) -> None:
         if self.serves_calls:
@@ -361,11 +381,6 @@ class _Batch:
         tokens = [*(tree.token_list[node] for node in verdict.path), verdict.token]
         rows = logits[[0, *verdict.path]].float().log_softmax(-1)
         return tuple(rows.gather(1, torch.tensor(tokens, device=rows.device)[:, None])[:, 0].tolist())
-
-
-class _Waiting(NamedTuple):
-    place: int
-    prompt: Sequence[int]
 
 
 def check_prompt(target: CausalLM, prompt: Sequence[int], config: DecodingConfig) -> None:

@@ -8,8 +8,6 @@ from torch import Tensor
 from decoding.sampling import HistoryRows, SamplingConfig
 from decoding.tree import TokenTree
 
-__all__ = ["History", "HistoryRows"]
-
 
 class History:
     """The history of one text, kept up as it grows. Free of cost where no control needs it."""

@@ -30,18 +30,28 @@ def default_device() -> torch.device:
 
 
 def load_model(
-    name: str, dtype: torch.dtype = torch.bfloat16, device: torch.device | None = None, trust_remote_code: bool = False
+    name: str,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | None = None,
+    trust_remote_code: bool = False,
+    device_map: str | None = None,
 ) -> PreTrainedModel:
-    """A causal LM from a folder or a hub id, from safetensors only."""
+    """A causal LM from a folder or a hub id, from safetensors only.
+
+    ``device_map="auto"`` spreads it over all devices there are, by accelerate, instead of moving it to one.
+    """
     _check_folder(name)
     logging.disable_progress_bar()  # of the weights' reading: over before it is drawn
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code
+            name, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, device_map=device_map
         )
     except (OSError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"no model could be read from {name!r}: {first_line(error)}") from error
-    return model.to(device or default_device()).eval()  # type: ignore[arg-type,no-any-return]  # transformers' stubs
+    if device_map is None:
+        model.to(device or default_device())  # type: ignore[arg-type]  # transformers' stubs
+    model.eval()
+    return model
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

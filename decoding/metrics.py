@@ -8,6 +8,7 @@ Acceptance means four things in the literature; each has its own name here:
 """
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ class StepCount(NamedTuple):
     accepted: int
     offered: int
     drafted: int
+    room: int = sys.maxsize
 
 
 class Estimate(NamedTuple):

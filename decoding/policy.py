@@ -93,7 +93,8 @@ class HeuristicPolicy:
 
 
 class _Acceptance:
-    """Decayed counts of acceptance by position, conditional on the one before; what is not offered is not accepted.
+    """Decayed counts of acceptance by position, conditional on the one before; what is not offered is not accepted,
+    unless the text had no room for it: of such positions nothing is known.
 
     All chains are one family, since a cut chain is the same chain; each tree shape is a family of its own. A position's
     prior is what the other families saw there, theirs is the position before, and the first position's is even odds.
@@ -131,11 +132,12 @@ class _Acceptance:
         for step in steps:
             # Where a text ends inside the draft, nothing is known of the positions behind its end.
             ended = step.emitted <= step.accepted
-            for position in range(min(step.accepted + (0 if ended else 1), budget.depth)):
+            for position in range(min(step.accepted + (0 if ended else 1), budget.depth, step.room)):
                 table[position][0] += position < step.accepted
                 table[position][1] += 1
-        self._drafted += max((step.drafted for step in steps), default=0)
-        self._allowed += budget.nodes - 1
+        if _has_room(budget, steps):
+            self._drafted += max(step.drafted for step in steps)
+            self._allowed += budget.nodes - 1
 
     def expected_tokens(self, budget: Budget) -> float:
         """Tokens per row and target pass, the target's own included: 1 + Σi Π(j≤i) aj."""
@@ -159,6 +161,11 @@ class _Acceptance:
     @staticmethod
     def _family(budget: Budget) -> Budget | None:
         return None if budget.nodes == budget.depth + 1 else budget
+
+
+def _has_room(budget: Budget, steps: Sequence[StepCount]) -> bool:
+    """Whether any row could have taken a draft as deep as the budget."""
+    return any(step.room >= budget.depth for step in steps)
 
 
 Points = Sequence[tuple[float, float]]
@@ -294,7 +301,8 @@ class Guarded:
         else:
             self._waited += 1
         costs = self._costs([budget], rows)
-        if budget.depth > 0:  # by the learned costs, so that no hiccup makes an attempt look dear
+        if budget.depth > 0 and _has_room(budget, steps):
+            # By the learned costs, so that no hiccup makes an attempt look dear.
             self._loss += costs[budget] / costs[PLAIN] - sum(step.emitted for step in steps) / max(1, len(steps))
         self._steps += 1
         self._last_used[rows, budget] = self._steps

@@ -12,18 +12,36 @@ _FIELDS = ("prompt", "question", "instruction", "turns", "messages", "text")
 
 def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The JSON objects of a .jsonl file with their line numbers (from 1); a bare string is ``{"text": string}``."""
+    for number, line in read_lines(path):
+        yield number, parse_row(line, f"{path}, line {number}")
+
+
+def read_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a .jsonl file that are not blank, with their numbers (from 1)."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"there is no data file {path}: give a .jsonl file")
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno})") from error
-            yield number, row if isinstance(row, dict) else {"text": row}
+            if line.strip():
+                yield number, line
+
+
+def parse_row(line: bytes, where: str) -> dict[str, Any]:
+    """One line of a .jsonl file; ``where`` names it in errors."""
+    try:
+        row = json.loads(line)
+        if b"\\u" in line:  # an escape may be half of a character, which no tokenizer takes
+            json.dumps(row, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise ValueError(f"{where}: not UTF-8 text ({error.reason})") from error
+    if isinstance(row, str):
+        return {"text": row}
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: the row is {type(row).__name__}, not an object with fields: write one a line")
+    return row
 
 
 def encode_prompt(
@@ -59,17 +77,23 @@ def read_prompts(
     for number, row in read_rows(path):
         if len(prompts) == limit:
             break
-        name = field or next((name for name in _FIELDS if name in row), None)
-        if name is None or name not in row:
-            wanted = repr(field) if field else f"any of {', '.join(_FIELDS)}"
-            raise ValueError(f"{path}, line {number}: no field {wanted}; the row has {', '.join(sorted(row))}")
         where = f"{path}, line {number}"
+        name, value = prompt_of(row, field, where)
         templated = chat and (field is not None or name != "text")  # a text is to be continued, unless asked for
-        tokens = encode_prompt(_before_the_answer(row[name], where), tokenizer, templated)
+        tokens = encode_prompt(_before_the_answer(value, where), tokenizer, templated)
         prompts.append(tokens[:prompt_tokens] if prompt_tokens else tokens)
     if not prompts:
         raise ValueError(f"{path} holds no prompts: give a .jsonl file with one a line")
     return prompts
+
+
+def prompt_of(row: dict[str, Any], field: str | None, where: str) -> tuple[str, Any]:
+    """The field that holds a row's prompt, and what it holds: the one named, else the first that is a known one."""
+    name = field or next((name for name in _FIELDS if name in row), None)
+    if name is None or name not in row:
+        wanted = repr(field) if field else f"any of {', '.join(_FIELDS)}"
+        raise ValueError(f"{where}: no field {wanted}; the row has {', '.join(sorted(row))}")
+    return name, row[name]
 
 
 def _before_the_answer(value: Any, where: str) -> str | list[dict[str, str]]:

@@ -211,10 +211,35 @@ def probabilities(
     return logits.softmax(-1)
 
 
+_NUCLEUS_CANDIDATES = 512
+"""The best tokens, which hold the nucleus unless the distribution is very flat."""
+
+
 def _nucleus(logits: Float[Tensor, "rows vocab"], top_p: float) -> Float[Tensor, "rows vocab"]:
-    """Keep the smallest set of most probable tokens whose mass reaches ``top_p`` (always at least one)."""
+    """Keep the smallest set of most probable tokens whose mass reaches ``top_p`` (always at least one).
+
+    On the host a sort of a large vocabulary costs more than all else: there only the best tokens are sorted in the rows
+    where they hold that mass, as they do after a top-k and nearly always without.
+    """
+    if not logits.is_cpu or logits.shape[-1] <= _NUCLEUS_CANDIDATES:
+        return _without_tail(logits, 0.0, top_p)
+    # In the order of the vocabulary, so that equals fall as in a sort of all.
+    best = logits.topk(_NUCLEUS_CANDIDATES).indices.sort().values
+    candidates = logits.gather(-1, best)
+    others = 1 - (candidates.logsumexp(-1, keepdim=True) - logits.logsumexp(-1, keepdim=True)).exp()
+    kept = torch.full_like(logits, -torch.inf).scatter_(-1, best, _without_tail(candidates, others, top_p))
+    flat = (others > 1 - top_p).squeeze(-1)
+    if bool(flat.any()):
+        kept[flat] = _without_tail(logits[flat], 0.0, top_p)
+    return kept
+
+
+def _without_tail(
+    logits: Float[Tensor, "rows vocab"], others: float | Float[Tensor, "rows 1"], top_p: float
+) -> Float[Tensor, "rows vocab"]:
+    """Drop the least probable tokens while their mass, with the share ``others`` of tokens not here, leaves top_p."""
     ascending, order = logits.sort(descending=False)
-    dropped = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
+    dropped = others + (1 - others) * ascending.softmax(-1).cumsum(-1) <= 1 - top_p
     dropped[..., -1] = False
     return logits.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
 

@@ -28,11 +28,13 @@ class SpeculativeOutput:
 
     ``sequences`` are the prompts as they were given, their padding on the left included, followed by the new tokens;
     texts that ended earlier are padded on the right. ``logprobs``, if asked for, are those of the new tokens under the
-    target itself, before any sampling control, and 0 behind a text's end. ``generations`` hold every step.
+    target itself, before any sampling control, and 0 behind a text's end. ``generations`` hold every step. ``label`` is
+    the promise of the rule they were decoded by: lossless, or lossy.
     """
 
     sequences: Int[Tensor, "batch length"]
     generations: tuple[Generation, ...]
+    label: str
     logprobs: Float[Tensor, "batch new"] | None = None
 
     @property
@@ -70,11 +72,12 @@ def speculate(
     """Decode prompts with a drafter (None: plainly), ``batch_size`` at a time (None: all at once).
 
     ``input_ids``: (batch, length), shorter prompts padded on the left as ``attention_mask`` tells, or, without a mask,
-    as the ``pad_token_id`` given here tells; or a list of prompts of any lengths. The sampling controls are a
-    `SamplingConfig`, or its fields by name (``temperature=0.7``); by default decoding is greedy. ``rule`` may be named
-    as in `RULES` and ``policy`` as on the command line. Texts end at ``eos_token_ids``, by default those of the
-    model's generation config, or at ``stop_strings``, which need the ``tokenizer``. The text of prompt i is decoded
-    with the seed ``seed + i``, whatever stands beside it.
+    as the ``pad_token_id`` given here tells, unless that is a BOS or EOS token with which a prompt may begin; or a list
+    of prompts of any lengths. The sampling controls are a `SamplingConfig`, or its fields by name
+    (``temperature=0.7``); by default decoding is greedy. ``rule`` may be named as in `RULES` and ``policy`` as on the
+    command line. Texts end at ``eos_token_ids``, by default those of the model's generation config, or at
+    ``stop_strings``, which need the ``tokenizer``. The text of prompt i is decoded with the seed ``seed + i``, whatever
+    stands beside it.
     """
     if sampling is not None and controls:
         raise ValueError(f"both sampling and {', '.join(controls)} are given: give one or the other")
@@ -91,12 +94,23 @@ def speculate(
     padding = padding_token(target.model.generation_config, pad_token_id, config.eos_token_ids)
     if isinstance(input_ids, Tensor):
         if attention_mask is None and pad_token_id is not None:
-            attention_mask = input_ids.ne(pad_token_id).cumsum(1).bool()
+            attention_mask = _mask_of_padding(input_ids, pad_token_id, target.model, config.eos_token_ids)
         prompts = Prompts.of_tensor(input_ids, attention_mask)
     else:
         prompts = Prompts.of_lists(input_ids, padding, target.device)
     named = named_policy(policy) if isinstance(policy, str) else policy
     return decode_prompts(target, drafter, prompts, config, named, batch_size, padding, tokenizer)
+
+
+def _mask_of_padding(input_ids: Tensor, padding: int, model: PreTrainedModel, eos: Sequence[int]) -> Tensor:
+    """Leading padding tokens are hidden, unless they may be a text's own beginning: then only the caller can say."""
+    bos = model.generation_config.bos_token_id if model.generation_config else None
+    if padding in (*eos, bos) and bool((input_ids[:, :1] == padding).any()):
+        raise ValueError(
+            f"a prompt begins with the pad token {padding}, which is also a BOS or EOS token and may belong to it: "
+            "give the attention_mask"
+        )
+    return input_ids.ne(padding).cumsum(1).bool()
 
 
 def named_rule(name: str) -> Rule:
@@ -179,6 +193,7 @@ def decode_prompts(
     return SpeculativeOutput(
         torch.cat([prompts.padded, new_padded], dim=1),
         generations,
+        config.label,
         _logprobs(generations, device) if config.logprobs else None,
     )
 

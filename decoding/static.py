@@ -209,11 +209,11 @@ class StaticSteps:
         row, (rows, 1, ...). The results are overwritten by the next step of this model.
         """
         layout = _Layout(tuple(tree.shape for tree in trees), tuple(first or [0] * len(trees)))
-        if all("token_list" in tree.__dict__ for tree in trees):
+        if all(tree.on_host for tree in trees):
             lists = [tree.token_list[skipped:] for tree, skipped in zip(trees, layout.firsts, strict=True)]
             return self._run(layout, lists, cache, last_only)
         # Not fetched: a draft's tokens are verified without the host having seen them.
-        device = next(tree.tokens.device for tree in trees if "token_list" not in tree.__dict__)
+        device = next(tree.tokens.device for tree in trees if not tree.on_host)
         parts = [
             tree.tokens[skipped:].to(device, non_blocking=True)
             for tree, skipped in zip(trees, layout.firsts, strict=True)

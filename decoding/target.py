@@ -87,8 +87,23 @@ def _refuse_unfit(model: PreTrainedModel) -> None:
     declared = hasattr(type(text_config), "is_decoder") and not kind.startswith("gpt_neox")
     if declared and not text_config.is_decoder:
         raise ValueError(f"{kind} reads texts in both directions: give a causal LM, or set is_decoder in its config")
+    attention = text_config._attn_implementation
+    if attention not in (None, "eager", "sdpa"):
+        raise ValueError(
+            f"the model attends by {attention!r}, which does not take a tree's mask: "
+            "load it with attn_implementation='sdpa' or 'eager'"
+        )
     if model.get_output_embeddings() is None:
         raise ValueError(f"{type(model).__name__} has no lm_head: load the model with AutoModelForCausalLM")
+
+
+def _layer_types(text_config: PreTrainedConfig) -> tuple[str, ...]:
+    """The type of each layer, where the architecture has several: then it takes a mask for each type.
+
+    Others (Mistral) carry what their config file says of types along, but give every layer the same mask.
+    """
+    declared = hasattr(type(text_config), "layer_types")
+    return tuple(getattr(text_config, "layer_types", None) or ()) if declared else ()
 
 
 def _max_positions(text_config: PreTrainedConfig) -> int | None:
@@ -130,7 +145,7 @@ class CausalLM:
         self.hidden_size: int = getattr(model.get_output_embeddings(), "in_features", text_config.hidden_size)
         self.vocab_size: int = text_config.vocab_size
         self.max_positions = _max_positions(text_config)
-        self._layer_types: tuple[str, ...] = tuple(getattr(text_config, "layer_types", None) or ())
+        self._layer_types = _layer_types(text_config)
         window = getattr(text_config, "sliding_window", None)
         self._window: int | None = window if getattr(text_config, "use_sliding_window", True) else None
         self._tree_masks: dict[TreeShape, Tensor] = {}
@@ -138,6 +153,11 @@ class CausalLM:
         self._static_cache: PreallocatedCache | None = None
         if static is not None:
             self._static = StaticSteps(model, self._forward, self._windows(), self.max_positions, self.dtype, static)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether its steps have fixed shapes, so that all texts it serves at a time share one cache."""
+        return self._static is not None
 
     @property
     def device(self) -> torch.device:

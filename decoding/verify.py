@@ -8,7 +8,7 @@ In the formulas ()+ is the positive part, and delta(x) the distribution that is 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,12 +45,16 @@ class Rule:
     def label(self) -> str:
         return "lossless" if self.lossless else "lossy"
 
-    def __call__(self, proposal: Proposal, target_probs: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
-        if proposal.kind not in self.kinds:
+    def check(self, kinds: Collection[ProposalKind], are_chains: bool) -> None:
+        """Refuse proposals of these kinds, or trees, if the rule was not derived for them."""
+        if unfit := sorted(kind.value for kind in kinds if kind not in self.kinds):
             fitting = " or ".join(sorted(kind.value for kind in self.kinds))
-            raise ValueError(f"the {self.name} rule takes {fitting} proposals, not {proposal.kind.value} ones")
-        if self.chains_only and not proposal.tree.shape.is_chain:
+            raise ValueError(f"the {self.name} rule takes {fitting} proposals, not {' or '.join(unfit)} ones")
+        if self.chains_only and not are_chains:
             raise ValueError(f"the {self.name} rule takes chains; for trees use traversal verification")
+
+    def __call__(self, proposal: Proposal, target_probs: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
+        self.check((proposal.kind,), proposal.tree.shape.is_chain)
         return self.decide(proposal, target_probs, source)
 
 
@@ -60,12 +64,7 @@ def greedy(proposal: Proposal, target_scores: Float[Tensor, "nodes vocab"], sour
     ``target_scores`` may be logits or probabilities: only their order matters.
     """
     best: list[int] = target_scores.argmax(-1).tolist()
-    path: list[int] = []
-    node = 0
-    while (child := proposal.tree.child_with_token(node, best[node])) is not None:
-        path.append(child)
-        node = child
-    return Verdict(tuple(path), best[node])
+    return Verdict(*proposal.tree.descend(best))
 
 
 def sampled_verify(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:

@@ -67,6 +67,9 @@ class HostileDrafter(TextDrafter):
         self._seed, self._vocab, self._chains = seed, vocab, chains
         self._texts = [list(right) for right in (text, *others)]
 
+    def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
+        return frozenset(ProposalKind)
+
     def open_text(
         self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int
     ) -> "HostileSession":

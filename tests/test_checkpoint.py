@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import trainer.checkpoint
-from trainer.checkpoint import Checkpoints, Progress
+from trainer.checkpoint import Checkpoints, Progress, Saved
 from trainer.folders import write_folder
 from trainer.optimizer import build_optimizers
 from trainer.recipe import TrainingSection
+from trainer.state import gather_moments, gather_weights, load_moments, load_weights
 
 IDENTITY: dict[str, Any] = {"kind": "medusa", "training": {"steps": 10, "betas": (0.9, 0.95)}, "data": {"train": "a"}}
 FILES = ["optimizer.safetensors", "state.json", "weights.safetensors"]
@@ -40,10 +41,23 @@ def checkpoints(folder: Path, keep: int = 2, identity: dict[str, Any] | None = N
     return Checkpoints(folder, keep, identity or IDENTITY)
 
 
+def save(to: Checkpoints, model: nn.Module, optimizers: list[Optimizer], progress: Progress) -> None:
+    to.save(Saved(progress, gather_weights(model), gather_moments(model, optimizers)))
+
+
+def load(source: Checkpoints, model: nn.Module, optimizers: list[Optimizer]) -> Progress | None:
+    saved = source.latest()
+    if saved is None:
+        return None
+    load_weights(model, saved.weights)
+    load_moments(model, optimizers, saved.moments)
+    return saved.progress
+
+
 def save_steps(folder: Path, *steps: int, keep: int = 2) -> nn.Module:
     model, optimizers = trained_model()
     for step in steps:
-        checkpoints(folder, keep).save(model, optimizers, Progress(step, 100 * step))
+        save(checkpoints(folder, keep), model, optimizers, Progress(step, 100 * step))
     return model
 
 
@@ -74,9 +88,9 @@ def disk_full_after_a_part(monkeypatch: pytest.MonkeyPatch, calls: int = 2) -> N
 
 def test_weights_optimizers_and_progress_come_back_bit_equal(tmp_path: Path) -> None:
     model, optimizers = trained_model()
-    checkpoints(tmp_path).save(model, optimizers, Progress(3, 777))
+    save(checkpoints(tmp_path), model, optimizers, Progress(3, 777))
     other, other_optimizers = trained_model(seed=1, steps=0)
-    assert checkpoints(tmp_path).load_latest(other, other_optimizers) == Progress(3, 777)
+    assert load(checkpoints(tmp_path), other, other_optimizers) == Progress(3, 777)
     theirs = other.state_dict()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in model.state_dict().items())
     before, after = optimizer_tensors(optimizers), optimizer_tensors(other_optimizers)
@@ -86,9 +100,9 @@ def test_weights_optimizers_and_progress_come_back_bit_equal(tmp_path: Path) -> 
 
 def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_been_read(tmp_path: Path) -> None:
     model, optimizers = trained_model()
-    checkpoints(tmp_path).save(model, optimizers, Progress(3, 0))
+    save(checkpoints(tmp_path), model, optimizers, Progress(3, 0))
     other, other_optimizers = trained_model(seed=1, steps=0)
-    checkpoints(tmp_path).load_latest(other, other_optimizers)
+    load(checkpoints(tmp_path), other, other_optimizers)
     for module, both in ((model, optimizers), (other, other_optimizers)):
         torch.manual_seed(5)
         for parameter in module.parameters():
@@ -100,7 +114,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_been_read(tmp_path:
 
 def test_without_checkpoints_nothing_is_loaded(tmp_path: Path) -> None:
     model, optimizers = trained_model()
-    assert checkpoints(tmp_path / "none").load_latest(model, optimizers) is None
+    assert load(checkpoints(tmp_path / "none"), model, optimizers) is None
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
@@ -111,18 +125,53 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 
 def test_the_newest_is_loaded_by_number_not_by_spelling(tmp_path: Path) -> None:
     save_steps(tmp_path, 9, 10, 100)
-    assert checkpoints(tmp_path).load_latest(*trained_model()) == Progress(100, 10_000)
+    assert load(checkpoints(tmp_path), *trained_model()) == Progress(100, 10_000)
 
 
 def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
     model, optimizers = trained_model(tie_word_embeddings=True)
-    checkpoints(tmp_path).save(model, optimizers, Progress(1, 0))
+    save(checkpoints(tmp_path), model, optimizers, Progress(1, 0))
     stored = load_file(tmp_path / "step-00000001" / "weights.safetensors")
-    assert len(stored) == len(model.state_dict()) - 1
+    assert stored.keys() == {name for name, _ in model.named_parameters()} and "lm_head.weight" not in stored
     other, other_optimizers = trained_model(seed=1, tie_word_embeddings=True)
-    checkpoints(tmp_path).load_latest(other, other_optimizers)
+    load(checkpoints(tmp_path), other, other_optimizers)
     embedding, lm_head = other.get_input_embeddings().weight, other.get_output_embeddings().weight
     assert embedding is lm_head and torch.equal(embedding, model.get_input_embeddings().weight)
+
+
+def test_only_what_is_trained_is_stored_and_the_buffers_with_it(tmp_path: Path) -> None:
+    module = nn.ModuleDict({"frozen": nn.Linear(3, 3), "norm": nn.BatchNorm1d(3)})
+    module["frozen"].requires_grad_(False)
+    weights = gather_weights(module)
+    assert weights.keys() == {f"norm.{name}" for name in module["norm"].state_dict()} and len(weights) == 5
+    other = nn.ModuleDict({"frozen": nn.Linear(3, 3), "norm": nn.BatchNorm1d(3)})
+    other["frozen"].requires_grad_(False)
+    module["norm"](torch.randn(4, 3))  # what was gathered does not follow
+    assert int(weights["norm.num_batches_tracked"]) == 0
+    other["norm"](torch.randn(4, 3))
+    load_weights(other, weights)
+    assert torch.equal(other["norm"].running_mean, torch.zeros(3)) and int(other["norm"].num_batches_tracked) == 0
+
+
+def test_the_optimizers_state_goes_by_the_parameters_names(tmp_path: Path) -> None:
+    """Another order of the same parameters, and another split between optimizers, is no other state."""
+    model, optimizers = trained_model()
+    moments = gather_moments(model, optimizers)
+    assert {key.rpartition(" ")[0] for key in moments} == {name for name, _ in model.named_parameters()}
+    adamw = build_optimizers(model, TrainingSection(steps=10))
+    adamw[0].param_groups[0]["params"].reverse()
+    load_moments(model, adamw, moments)
+    assert gather_moments(model, adamw).keys() == moments.keys()
+    name = "model.embed_tokens.weight"
+    state = adamw[0].state[dict(model.named_parameters())[name]]
+    assert torch.equal(state["exp_avg"], moments[f"{name} exp_avg"]) and float(state["step"]) == 3
+
+
+def test_weights_of_another_module_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"the checkpoint is of another module: 2 tensors .* such as bias; give the"):
+        load_weights(
+            nn.Linear(3, 3, bias=False), {"weight": torch.zeros(3, 3), "bias": torch.zeros(3), "more": torch.zeros(1)}
+        )
 
 
 def test_no_file_of_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
@@ -148,7 +197,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_whole_and_says_so(
     assert {path.name: path.read_bytes() for path in (tmp_path / "step-00000002").iterdir()} == before
     for part in ("of step 4 could not be written", "No space left", f"{tmp_path}/step-00000002", "make room and start"):
         assert part in str(error.value)
-    assert checkpoints(tmp_path).load_latest(*trained_model()) == Progress(2, 200)
+    assert load(checkpoints(tmp_path), *trained_model()) == Progress(2, 200)
 
 
 def test_a_full_disk_at_the_first_checkpoint_says_that_there_is_none(
@@ -166,10 +215,10 @@ def test_what_a_kill_left_half_written_is_ignored_and_then_cleared_away(tmp_path
         partial = tmp_path / f".step-{step:08d}.partial"
         partial.mkdir()
         (partial / "weights.safetensors").write_bytes(b"half")
-    assert checkpoints(tmp_path).load_latest(*trained_model()) == Progress(2, 200)
+    assert load(checkpoints(tmp_path), *trained_model()) == Progress(2, 200)
     save_steps(tmp_path, 4)
     assert names(tmp_path) == ["step-00000002", "step-00000004"]
-    assert checkpoints(tmp_path).load_latest(*trained_model()) == Progress(4, 400)
+    assert load(checkpoints(tmp_path), *trained_model()) == Progress(4, 400)
 
 
 def truncate(path: Path) -> None:
@@ -186,7 +235,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
     model = save_steps(tmp_path, 2, 4)
     damage(tmp_path / "step-00000004" / file)
     other, optimizers = trained_model(seed=1)
-    assert checkpoints(tmp_path).load_latest(other, optimizers) == Progress(2, 200)
+    assert load(checkpoints(tmp_path), other, optimizers) == Progress(2, 200)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
@@ -202,21 +251,21 @@ def test_if_all_are_damaged_nothing_is_loaded(tmp_path: Path) -> None:
     save_steps(tmp_path, 2)
     shutil.rmtree(tmp_path / "step-00000002")
     (tmp_path / "step-00000002").mkdir()
-    assert checkpoints(tmp_path).load_latest(*trained_model()) is None
+    assert load(checkpoints(tmp_path), *trained_model()) is None
 
 
 def test_another_recipe_is_refused_naming_what_differs(tmp_path: Path) -> None:
     save_steps(tmp_path, 2)
     other = {**IDENTITY, "training": {"steps": 11, "betas": (0.9, 0.95)}, "kind": "draft"}
     with pytest.raises(ValueError) as error:
-        checkpoints(tmp_path, identity=other).load_latest(*trained_model())
+        load(checkpoints(tmp_path, identity=other), *trained_model())
     assert f"{tmp_path}/step-00000002 was made by a recipe with another kind, training: " in str(error.value)
     assert "another output folder, or delete this one" in str(error.value)
 
 
 def test_a_tuple_in_an_identity_equals_the_list_it_is_stored_as(tmp_path: Path) -> None:
     save_steps(tmp_path, 2)
-    assert checkpoints(tmp_path, identity=dict(IDENTITY)).load_latest(*trained_model()) == Progress(2, 200)
+    assert load(checkpoints(tmp_path, identity=dict(IDENTITY)), *trained_model()) == Progress(2, 200)
 
 
 def writer(name: str, text: str) -> Callable[[Path], None]:

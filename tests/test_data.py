@@ -1,15 +1,15 @@
-"""Rows to sequences: what is trained on, what is refused, and in which order it is seen."""
+"""Rows to sequences: what is trained on, what is refused, and what is counted."""
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tiny_training import CHAT_TEMPLATE, tiny_tokenizer, write_rows
 
-from trainer.data import Example, batch_indices, collate, heldout_prompts, load_dataset
+from trainer.batch import Example, collate
+from trainer.data import Dataset, heldout_prompts, load_dataset
 from trainer.recipe import DataSection
+from trainer.rows import Source, open_source
 
 
 def section(**changes: Any) -> DataSection:
@@ -17,8 +17,12 @@ def section(**changes: Any) -> DataSection:
 
 
 def load(tmp_path: Path, rows: list[Any], template: str | None = None, **changes: Any) -> tuple[Example, ...]:
+    return load_all(tmp_path, rows, template, **changes).examples
+
+
+def load_all(tmp_path: Path, rows: list[Any], template: str | None = None, **changes: Any) -> Dataset:
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    return load_dataset(path, section(**changes), tiny_tokenizer(template)).examples
+    return load_dataset(path, section(**changes), tiny_tokenizer(template))
 
 
 def chat(*contents: str) -> dict[str, Any]:
@@ -45,10 +49,11 @@ def test_without_a_chat_template_the_answer_and_the_end_of_text_are_trained(tmp_
     assert example == Example((4, 5, 6, 7, 1), (False, False, True, True, True), 2)
 
 
-def test_a_template_without_generation_marks_is_refused_naming_the_line(tmp_path: Path) -> None:
-    unmarked = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+def test_a_template_that_marks_nothing_is_refused_naming_the_line(tmp_path: Path) -> None:
+    empty = "{% if messages | length > 9 %}{% generation %}{% endgeneration %}{% endif %}"
+    empty += CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     with pytest.raises(ValueError, match=r"rows\.jsonl, line 1: the chat template marks none of the 5 tokens .*put {%"):
-        load(tmp_path, [chat("a", "b")], unmarked)
+        load(tmp_path, [chat("a", "b")], empty)
 
 
 def test_a_template_that_marks_everything_is_refused_naming_the_line(tmp_path: Path) -> None:
@@ -59,12 +64,12 @@ def test_a_template_that_marks_everything_is_refused_naming_the_line(tmp_path: P
 
 def test_the_line_named_is_that_of_the_wrong_row(tmp_path: Path) -> None:
     rows = [chat("a", "b"), chat("a", "b"), chat("a")]
-    with pytest.raises(ValueError, match=r"line 3: the chat template marks none of the 2 tokens"):
+    with pytest.raises(ValueError, match="line 3: the conversation has no answer of the assistant's"):
         load(tmp_path, rows, CHAT_TEMPLATE)
 
 
 def test_messages_without_a_chat_template_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"line 1: the tokenizer has no chat template, which 'messages' need"):
+    with pytest.raises(ValueError, match="line 1: the tokenizer has no chat template, which 'messages' rows need"):
         load(tmp_path, [chat("a", "b")])
 
 
@@ -97,7 +102,11 @@ def test_a_bare_string_is_a_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "changes", "message"),
     [
-        ({"body": "x", "id": 1}, {}, r"line 2: the row has the fields \['body', 'id'\] but training needs 'messages'"),
+        (
+            {"body": "x", "id": 1},
+            {},
+            r"line 2: the row has the fields \['body', 'id'\] but training needs 'messages', 'conv",
+        ),
         ({"prompt": "a"}, {}, r"line 2: the row has the fields \['prompt'\] but .* 'prompt' with 'answer', or 'text'"),
         ({"prompt": "a"}, {"format": "prompt_answer"}, r"line 2: the row has no field 'answer' \(it has \['prompt'\]"),
         ({"x": 1}, {"format": "text"}, r"line 2: the row has no field 'text' \(it has \['x'\]"),
@@ -125,14 +134,18 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load_dataset(str(tmp_path / "none.jsonl"), section(), tiny_tokenizer())
 
 
-def test_a_long_answer_is_cut_and_counted_and_one_wholly_behind_the_cut_is_dropped(tmp_path: Path) -> None:
+def test_a_long_answer_is_cut_and_counted_and_one_wholly_behind_the_cut_is_left_out(tmp_path: Path) -> None:
     short = {"prompt": "a", "answer": "b c"}
-    cut = {"prompt": "a b c d", "answer": "e f g h i j"}  # 4 + 6 + <eos>, cut to 8
+    long = {"prompt": "a b c d", "answer": "e f g h i j"}  # 4 + 6 + <eos>, cut to 8
     behind = {"prompt": "a b c d e f g h", "answer": "i"}
-    path = write_rows(tmp_path / "rows.jsonl", [short, cut, behind])
-    dataset = load_dataset(path, section(max_length=8), tiny_tokenizer())
-    assert (dataset.rows, dataset.truncated, len(dataset.examples)) == (3, 2, 2)
+    dataset = load_all(tmp_path, [short, long, behind], max_length=8)
+    assert (dataset.rows, dataset.truncated, dataset.skipped, len(dataset.examples)) == (3, 1, 1, 2)
     assert dataset.examples[1] == Example((4, 5, 6, 7, 8, 9, 10, 11), (False,) * 4 + (True,) * 4, 4)
+
+
+def test_a_text_too_short_is_left_out_and_counted(tmp_path: Path) -> None:
+    dataset = load_all(tmp_path, ["a b c d e f g", "a b c d e f g h"])
+    assert (dataset.rows, dataset.skipped, len(dataset.examples)) == (2, 1, 1)
 
 
 def test_a_file_in_which_nothing_is_left_to_train_is_refused(tmp_path: Path) -> None:
@@ -157,36 +170,86 @@ def test_a_dataset_says_what_it_was_read_from(tmp_path: Path) -> None:
     assert load_dataset(path, section(), tiny_tokenizer()).sha256 != dataset.sha256
 
 
-def test_padding_is_neither_seen_nor_trained() -> None:
-    batch = collate([Example((5, 6, 7), (False, True, True), 1), Example((8,), (True,), 0)])
-    assert batch.tokens.tolist() == [[5, 6, 7], [8, 0, 0]]
-    assert batch.attention_mask.tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert batch.trained.tolist() == [[False, True, True], [True, False, False]]
+def test_every_format_is_found_and_counted(tmp_path: Path) -> None:
+    sharegpt = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    rows = [chat("a", "b"), sharegpt, {"prompt": "a", "answer": "b"}, "a b c d e f g h", sharegpt]
+    dataset = load_all(tmp_path, rows, CHAT_TEMPLATE)
+    assert dataset.formats == {"messages": 1, "sharegpt": 2, "prompt_answer": 1, "text": 1}
+    assert dataset.mask_sources == {"the template's generation marks": 4, "the whole text": 1}
+    assert len({example.tokens for example in dataset.examples}) == 2  # one conversation in four, and the text
 
 
-@pytest.mark.parametrize(("batch_size", "size"), [(4, 10), (3, 3), (1, 5), (8, 3)])
-def test_every_epoch_visits_every_example_once(batch_size: int, size: int) -> None:
-    epochs = batch_size  # so many epochs are a whole number of steps: size * batch_size / batch_size
-    visited = [i for step in range(size) for i in batch_indices(step, batch_size, size, seed=3)]
-    for epoch in range(epochs):
-        assert Counter(visited[epoch * size : (epoch + 1) * size]) == Counter(range(size))
+def test_a_data_set_is_described_in_one_sentence_with_every_count(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "answer": "b c"}, {"prompt": "a b c d", "answer": "e f g h i j"}]
+    rows += [{"prompt": "a b c d e f g h", "answer": "i"}, {"other": 1}]
+    dataset = load_all(tmp_path, rows, max_length=8, bad_rows="skip")
+    assert dataset.describe() == (
+        "4 rows (3 prompt_answer), 2 sequences, 7 of 12 tokens trained, 1 cut at 8 tokens, "
+        "1 left out with nothing to train in 8 tokens, 1 bad rows skipped"
+    )
+    assert load_all(tmp_path, rows[:1], max_length=8).describe() == (
+        "1 rows (1 prompt_answer), 1 sequences, 3 of 4 tokens trained"
+    )
 
 
-@pytest.mark.parametrize("size", [5, 7, 24])
-def test_the_order_does_not_depend_on_how_it_is_cut_into_steps(size: int) -> None:
-    whole = batch_indices(0, 24, size, seed=1)
-    for batch_size in (1, 2, 3, 4, 6, 8, 12):
-        cut = [i for step in range(24 // batch_size) for i in batch_indices(step, batch_size, size, seed=1)]
-        assert cut == whole
+def test_a_prompt_is_never_a_label(tmp_path: Path) -> None:
+    """A published trainer never applied its mask, and so trained on the prompts."""
+    dataset = load_all(tmp_path, [chat("a b", "c", "d", "e")], CHAT_TEMPLATE)
+    batch = collate(dataset.examples)
+    labels = [batch.shifted(ahead)[batch.labelled(ahead)].tolist() for ahead in (1, 2)]
+    assert labels == [[6, 1, 8, 1], [6, 1, 8, 1]]  # c <eos> e <eos>, and nothing of a b d or the user's marks
 
 
-def test_the_order_is_a_function_of_seed_and_step_alone() -> None:
-    expected = batch_indices(7, 4, 100, seed=0)
-    torch.manual_seed(123)
-    assert batch_indices(7, 4, 100, seed=0) == expected
-    assert batch_indices(7, 4, 100, seed=1) != expected
-    first_epoch, second_epoch = batch_indices(0, 100, 100, seed=0), batch_indices(1, 100, 100, seed=0)
-    assert first_epoch != second_epoch
+def test_a_conversation_keeps_its_case(tmp_path: Path) -> None:
+    """A published trainer lower-cased every conversation."""
+    words = ("<unk>", "<eos>", "<user>", "<assistant>", "Yes", "yes", "NO")
+    path = write_rows(tmp_path / "rows.jsonl", [chat("Yes yes", "NO Yes")])
+    (example,) = load_dataset(path, section(), tiny_tokenizer(CHAT_TEMPLATE, words)).examples
+    assert example.tokens == (2, 4, 5, 3, 6, 4, 1)
+
+
+def test_a_bad_row_stops_the_run_unless_it_is_to_be_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "rows.jsonl"
+    good, bad = '{"text": "a b c d e f g h"}\n', '{"text": 1}\n{"text": \n'
+    path.write_text(bad + good + bad + bad + good)
+    with pytest.raises(ValueError, match="line 1: field 'text' holds int"):
+        load_dataset(str(path), section(), tiny_tokenizer())
+    assert not caplog.messages
+    dataset = load_dataset(str(path), section(bad_rows="skip"), tiny_tokenizer())
+    assert (dataset.rows, dataset.bad_rows, len(dataset.examples)) == (8, 6, 2)
+    assert [message.split(": ")[:2] for message in caplog.messages] == [
+        ["skipped", f"{path}, line {line}"] for line in (1, 2, 4, 5, 6)
+    ]
+
+
+def test_where_every_row_is_bad_the_first_says_why(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"holds nothing to train on: .*; the first of 2 bad ones: .*line 1: the row has"
+    ):
+        load(tmp_path, [{"x": 1}, {"y": 1}], bad_rows="skip")
+
+
+def test_a_template_file_replaces_the_tokenizers_and_is_part_of_the_digest(tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text(CHAT_TEMPLATE)
+    own = load_all(tmp_path, [chat("a", "b")], None, chat_template=str(file))
+    assert own.examples == load(tmp_path, [chat("a", "b")], CHAT_TEMPLATE)
+    file.write_text(CHAT_TEMPLATE.replace("<user> ", ""))
+    other = load_all(tmp_path, [chat("a", "b")], None, chat_template=str(file))
+    assert len(other.examples[0].tokens) == len(own.examples[0].tokens) - 1
+    assert other.sha256 != own.sha256
+
+
+def test_the_split_of_a_hub_data_set_is_the_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def opened(name: str, split: str) -> Source:
+        asked.append((name, split))
+        return open_source(write_rows(tmp_path / "rows.jsonl", ["a b c d e f g h"]), split)
+
+    monkeypatch.setattr("trainer.data.open_source", opened)
+    dataset = load_dataset("ORG/NAME", section(split="validation"), tiny_tokenizer())
+    assert asked == [("ORG/NAME", "validation")] and dataset.path == "ORG/NAME"
 
 
 def test_a_heldout_prompt_is_what_stands_before_the_answer_or_the_first_tokens() -> None:

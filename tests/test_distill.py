@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from decoding.generate import DecodingConfig, decode
 from decoding.target import CausalLM
-from trainer.data import Example, collate
+from trainer.batch import Example, collate
 from trainer.distill import DistillObjective, draft_from_target
 from trainer.losses import divergence
 from trainer.recipe import DraftSection
@@ -39,7 +39,7 @@ def test_a_draft_of_all_the_targets_layers_diverges_by_nothing_and_is_always_acc
     objective = objective_for(tiny_model(family), layers=(0, 1), objective=kind)
     objective.module.eval()  # GPT-2 has dropout
     batch = collate(EXAMPLES)
-    losses, accepted = objective.module(*objective.inputs(batch))
+    losses, accepted = objective.module(*objective.inputs(batch, step=0))
     assert losses.item() == pytest.approx(0, abs=1e-5)
     assert accepted.item() == pytest.approx(objective.counts(batch).item()) == 7
 
@@ -92,8 +92,8 @@ def test_what_predicts_a_trained_token_is_compared_and_nothing_else() -> None:
     model = tiny_model("llama")
     objective = objective_for(model, layers=(0,))
     batch = collate(EXAMPLES)
-    target_logits, _, _, labelled = objective.inputs(batch)
-    assert labelled.nonzero().tolist() == [[0, 3], [0, 4], [0, 5], [0, 6], [1, 0], [1, 1], [1, 2]]
+    target_logits, passed_on = objective.inputs(batch, step=0)
+    assert passed_on.labelled(1).nonzero().tolist() == [[0, 3], [0, 4], [0, 5], [0, 6], [1, 0], [1, 1], [1, 2]]
     assert objective.counts(batch).item() == 7
     expected = torch.cat([full_forward(model, EXAMPLES[0].tokens)[3:7], full_forward(model, EXAMPLES[1].tokens)[:3]])
     assert torch.allclose(target_logits, expected, atol=1e-5)
@@ -105,7 +105,7 @@ def test_the_loss_is_the_sum_of_divergences_at_those_positions() -> None:
     draft = draft_from_target(model, (0,)).eval()
     rows = [(full_forward(m, EXAMPLES[0].tokens)[3:7], full_forward(m, EXAMPLES[1].tokens)[:3]) for m in (draft, model)]
     expected = divergence(torch.cat(rows[0]), torch.cat(rows[1]), "reverse_kl", 2.0)
-    assert objective.module(*objective.inputs(collate(EXAMPLES))).losses.item() == pytest.approx(
+    assert objective.module(*objective.inputs(collate(EXAMPLES), step=0)).losses.item() == pytest.approx(
         expected.item(), rel=1e-5
     )
 
@@ -113,7 +113,7 @@ def test_the_loss_is_the_sum_of_divergences_at_those_positions() -> None:
 def test_a_row_whose_only_trained_token_is_its_first_is_no_loss_and_can_be_differentiated() -> None:
     objective = objective_for(tiny_model("llama"), layers=(0,))
     batch = collate([Example((1, 2, 3), (True, False, False), 0)])
-    losses = objective.module(*objective.inputs(batch)).losses
+    losses = objective.module(*objective.inputs(batch, step=0)).losses
     losses.sum().backward()
     assert losses.item() == 0 and objective.counts(batch).item() == 0
 
@@ -121,7 +121,7 @@ def test_a_row_whose_only_trained_token_is_its_first_is_no_loss_and_can_be_diffe
 def test_gradients_flow_to_the_draft_and_not_to_the_target() -> None:
     model = tiny_model("llama")
     objective = objective_for(model, layers=(0,))
-    objective.module(*objective.inputs(collate(EXAMPLES))).losses.sum().backward()
+    objective.module(*objective.inputs(collate(EXAMPLES), step=0)).losses.sum().backward()
     gradients = [parameter.grad for parameter in objective.module.parameters()]
     assert all(gradient is not None and gradient.abs().max() > 0 for gradient in gradients)
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in model.parameters())
@@ -151,7 +151,7 @@ def test_vocabularies_padded_to_other_sizes_are_compared_where_they_agree(tmp_pa
     objective = DistillObjective(CausalLM(model), tiny_tokenizer(words=words), DraftSection(init=folder))
     draft = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokens, shared = (3, 1, 4, 1, 5), min(16, draft_vocab)
-    losses, _ = objective.module(*objective.inputs(collate([Example(tokens, (True,) * 5, 0)])))
+    losses, _ = objective.module(*objective.inputs(collate([Example(tokens, (True,) * 5, 0)]), step=0))
     rows = [full_forward(m, tokens)[:4, :shared] for m in (draft, model)]
     assert losses.item() == pytest.approx(divergence(rows[0], rows[1], "forward_kl").item(), rel=1e-5)
 

@@ -4,6 +4,7 @@ import json
 import os
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,33 @@ def test_the_vllm_reader_refuses_a_config_that_vllm_would_misread(
     write_json(tmp_path / "out" / "config.json", {**config, key: value})
     with pytest.raises(ValueError, match=key):
         read_vllm_heads(tmp_path / "out")
+
+
+def test_sequential_heads_are_exported_in_our_format_and_refused_by_vllms(tmp_path: Path) -> None:
+    config = replace(CONFIG, sequential=True)
+    random_heads(config, torch.bfloat16).save_pretrained(tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "out", "headstart")
+    assert MedusaHeads.from_pretrained(tmp_path / "out").config == config
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("run", "out"))
+    assert {name: bits(tensor) for name, tensor in before.items()} == {n: bits(t) for n, t in after.items()}
+    with pytest.raises(ValueError, match=r"read one another's tokens.*give format headstart, or train heads with"):
+        export(tmp_path / "run", tmp_path / "vllm", "vllm")
+    assert not (tmp_path / "vllm").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, ["# Medusa heads for", "2401.10774", "with bias and a Linear from 8 to 12 tokens", "- medusa"]),
+        ({"sequential": True}, ["# Hydra heads for", "2402.05109", "and the tokens t+1 to t+k+1, head k", "- hydra"]),
+        ({"shared_lm_head": True}, ["with bias and writes through the target's lm_head from 8 to 12 tokens"]),
+    ],
+)
+def test_the_card_says_which_heads_they_are(tmp_path: Path, change: dict[str, bool], said: list[str]) -> None:
+    random_heads(replace(CONFIG, **change)).save_pretrained(tmp_path / "run")
+    summary = export(tmp_path / "run", tmp_path / "out", "headstart")
+    card = (summary.folder / "README.md").read_text()
+    assert all(text in card for text in said)
 
 
 def test_a_draft_comes_back_with_bit_equal_logits_and_its_tokenizer(draft_folder: Path, tmp_path: Path) -> None:

@@ -2,18 +2,28 @@
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_drafters import HostileDrafter, ScriptedDrafter
+from scripted_drafters import HostileDrafter, RandomPolicy, ScriptedDrafter
 from tiny_models import naive_greedy, tiny_model
 
-from decoding.drafters import DraftModelDrafter, PromptLookupDrafter
-from decoding.generate import DecodingConfig, Step, decode, decode_steps
+from decoding.drafters import CascadeDrafter, DraftModelDrafter, HybridDrafter, PromptLookupDrafter
+from decoding.generate import DecodingConfig, Step, decode, decode_batch_steps, decode_steps
 from decoding.sampling import SamplingConfig
 from decoding.target import CausalLM
-from decoding.verify import GREEDY, RECURSIVE_REJECTION, TOKEN_REJECTION, TOP_K_CHILDREN, Rule, typical_acceptance
+from decoding.verify import (
+    BLOCK_VERIFICATION,
+    GREEDY,
+    RECURSIVE_REJECTION,
+    TOKEN_REJECTION,
+    TOP_K_CHILDREN,
+    TRAVERSAL_VERIFICATION,
+    Rule,
+    typical_acceptance,
+)
 
 TOKENS = st.integers(0, 15)
 PROMPTS = st.lists(TOKENS, min_size=1, max_size=5)
@@ -225,6 +235,20 @@ def test_the_times_of_a_step_add_up(counting: CausalLM) -> None:
         assert step.draft_seconds + step.verify_seconds <= step.total_seconds
 
 
+def test_a_step_says_how_deep_a_draft_its_text_had_room_for(counting: CausalLM) -> None:
+    drafter = ScriptedDrafter(((0, 1), (2, 3)))
+    steps = decode(counting, drafter, [0], DecodingConfig(6)).steps
+    # 1, then 2 3 4 with room for four drafted tokens and one written, then 5 and 6 with room for one and for none.
+    assert [(step.tokens, step.room) for step in steps] == [((1,), 0), ((2, 3, 4), 4), ((5,), 1), ((6,), 0)]
+    assert [step.counts.room for step in steps[1:]] == [4, 1, 0]
+
+
+def test_a_policy_is_not_asked_where_no_text_has_room_for_a_draft(counting: CausalLM) -> None:
+    policy = RandomPolicy(0)
+    assert len(decode(counting, ScriptedDrafter(), [0], DecodingConfig(4), policy=policy).tokens) == 4
+    assert len(policy.chosen) == 2, "with room for two drafted tokens, and for one"
+
+
 # --- a drafter that is the target, chains and trees, streams -------------------------------------------------------
 
 
@@ -264,10 +288,37 @@ def test_a_rule_named_in_the_config_is_used_and_steps_without_a_draft_go_on(
     assert len(decode(tiny_llama, None, [1, 2], config).tokens) == 9
 
 
-def test_a_rule_named_in_the_config_still_refuses_what_it_does_not_fit(tiny_llama: CausalLM) -> None:
-    config = DecodingConfig(9, SamplingConfig(1.0), TOKEN_REJECTION)
-    with pytest.raises(ValueError, match="token rejection rule takes sampled proposals, not deterministic"):
-        decode(tiny_llama, ScriptedDrafter(((0,), (1,))), [1, 2], config)
+@pytest.mark.parametrize(
+    ("drafter", "rule", "complaint"),
+    [
+        (PromptLookupDrafter(), TOKEN_REJECTION, "takes sampled proposals, not deterministic ones"),
+        ((2, 1), TOKEN_REJECTION, "takes sampled proposals, not sampled without replacement ones"),
+        ((2, 1, "with replacement"), TOKEN_REJECTION, "takes chains; for trees use traversal verification"),
+        (PromptLookupDrafter(num_branches=2), BLOCK_VERIFICATION, "takes chains; for trees use traversal"),
+        ("hybrid", TRAVERSAL_VERIFICATION, "takes deterministic or .* proposals, not mixed ones"),
+        ("cascade", TOP_K_CHILDREN, "takes deterministic proposals, not sampled ones"),
+    ],
+)
+def test_a_rule_that_does_not_fit_the_drafter_is_refused_before_a_text_begins(
+    tiny_llama: CausalLM, tiny_draft: CausalLM, drafter: Any, rule: Rule, complaint: str
+) -> None:
+    lookup = PromptLookupDrafter()
+    if isinstance(drafter, tuple):
+        drafter = DraftModelDrafter(tiny_draft, drafter[:2], with_replacement=len(drafter) > 2)
+    elif drafter == "hybrid":
+        drafter = HybridDrafter(DraftModelDrafter(tiny_draft), lookup)
+    elif drafter == "cascade":
+        drafter = CascadeDrafter(tiny_draft, lookup)
+    config = DecodingConfig(9, SamplingConfig(1.0), rule)
+    with pytest.raises(ValueError, match=f"the {rule.name} rule {complaint}"):
+        decode_batch_steps(tiny_llama, drafter, [[1, 2]], config, 1)
+
+
+def test_what_does_not_fit_is_refused_at_the_call_not_at_the_first_step(tiny_llama: CausalLM) -> None:
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        decode_steps(tiny_llama, None, [], DecodingConfig(1))
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        decode_batch_steps(tiny_llama, None, [[1], []], DecodingConfig(1), 1)
 
 
 def test_the_same_seed_gives_the_same_tokens_and_another_gives_others(
@@ -346,3 +397,5 @@ def test_settings_that_make_no_sense_are_refused_with_their_value() -> None:
 
 def test_the_labels_of_the_rules_reach_whoever_asks() -> None:
     assert [rule.label for rule in (GREEDY, TOP_K_CHILDREN, typical_acceptance())] == ["lossless", "lossless", "lossy"]
+    assert DecodingConfig().label == DecodingConfig(4, SamplingConfig(1.0), TOP_K_CHILDREN).label == "lossless"
+    assert DecodingConfig(4, SamplingConfig(1.0), typical_acceptance()).label == "lossy"

@@ -8,14 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import counting_model, tiny_model
-from tiny_training import Recorder, toy_examples, train_toy
+from tiny_training import Recorder, medusa_on, toy_examples, train_toy
 
 from decoding.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads
 from decoding.target import CausalLM
-from trainer.data import Example
+from trainer.batch import Example, collate
 from trainer.export import export
-from trainer.medusa import MedusaObjective, rank_accuracies
-from trainer.recipe import HeadsSection, parse_recipe
+from trainer.medusa import rank_accuracies
+from trainer.read_recipe import parse_recipe
+from trainer.recipe import HeadsSection
 
 CONFIG = MedusaConfig(hidden_size=16, vocab_size=16, num_heads=3, tree=((0,), (1,), (0, 0), (0, 0, 2)))
 SHARED = replace(CONFIG, shared_lm_head=True)
@@ -151,7 +152,7 @@ def test_a_tree_deeper_than_there_are_heads_is_refused() -> None:
 def test_an_lm_head_with_a_bias_is_refused_for_the_heads_would_lose_it() -> None:
     model = tiny_model()
     model.get_output_embeddings().bias = torch.nn.Parameter(torch.ones(16))
-    with pytest.raises(ValueError, match="with a bias and cannot be copied into heads of 16 tokens"):
+    with pytest.raises(ValueError, match="has a bias, which heads have no place for"):
         MedusaHeads.for_target(model, MedusaConfig(16, 16))
 
 
@@ -197,14 +198,14 @@ def test_weights_of_the_other_layout_are_refused(tmp_path: Path, written: Medusa
 def test_an_lm_head_with_a_bias_is_not_shared_either() -> None:
     model = tiny_model()
     model.get_output_embeddings().bias = torch.nn.Parameter(torch.ones(16))
-    with pytest.raises(ValueError, match="nor shared by them"):
+    with pytest.raises(ValueError, match="has a bias, which heads have no place for"):
         MedusaHeads.for_target(model, MedusaConfig(16, 16, shared_lm_head=True))
 
 
 def test_two_steps_of_training_change_the_blocks_alone(tmp_path: Path) -> None:
     model = tiny_model("llama")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    objective = MedusaObjective(CausalLM(model), HeadsSection(num_heads=3, shared_lm_head=True))
+    objective = medusa_on(CausalLM(model), HeadsSection(num_heads=3, shared_lm_head=True))
     train_toy(tmp_path / "checkpoints", objective, examples=toy_examples(), steps=2)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -220,10 +221,9 @@ def test_a_shared_and_a_copied_lm_head_train_their_blocks_alike() -> None:
     """At the start both write the same logits, so a block's first gradient is the same."""
     gradients = []
     for shared in (False, True):
-        objective = MedusaObjective(CausalLM(tiny_model("llama")), HeadsSection(num_heads=2, shared_lm_head=shared))
-        batch = torch.arange(12)[None], torch.ones(1, 12, dtype=torch.bool)
-        lm_head = (objective._target.model.get_output_embeddings().weight,) if shared else ()
-        objective.module(torch.ones(1, 12, 16).cumsum(1), *batch, *lm_head).losses.sum().backward()
+        objective = medusa_on(CausalLM(tiny_model("llama")), HeadsSection(num_heads=2, shared_lm_head=shared))
+        (inputs,) = objective.inputs(collate([Example(tuple(range(12)), (True,) * 12, 0)]), step=0)
+        objective.module(replace(inputs, hidden=torch.ones(1, 12, 16).cumsum(1))).losses.sum().backward()
         gradients.append([head.blocks[0].linear.weight.grad for head in objective.module.heads.heads])
     for own, with_shared in zip(*gradients, strict=True):
         assert own.abs().max() > 0 and torch.equal(own, with_shared)
@@ -231,7 +231,7 @@ def test_a_shared_and_a_copied_lm_head_train_their_blocks_alike() -> None:
 
 def test_training_learns_through_a_shared_lm_head(tmp_path: Path) -> None:
     model = CausalLM(counting_model())
-    objective = MedusaObjective(model, HeadsSection(num_heads=2, shared_lm_head=True))
+    objective = medusa_on(model, HeadsSection(num_heads=2, shared_lm_head=True))
     texts = [Example(tuple((start + i) % 16 for i in range(20)), (True,) * 20, 0) for start in range(16)]
     recorder = Recorder()
     train_toy(tmp_path, objective, recorder, texts, steps=60, learning_rate=3e-2, checkpoint_every=100)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decoding import history as history_module
-from decoding.history import History, HistoryRows
-from decoding.sampling import SamplingConfig
+from decoding.history import History
+from decoding.sampling import HistoryRows, SamplingConfig
 from decoding.tree import TokenTree, TreeShape
 
 VOCAB = 5

@@ -1,7 +1,6 @@
 """Two drafters in one tree: what is grafted, what kind it is, and that both sessions keep up."""
 
 import random
-from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -21,7 +20,7 @@ from enumeration import LOSSLESS, LOSSY, SHAPES, Draft, distance_from_target, mo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_drafters import ScriptedDrafter
-from test_generate_sampling import FALSE_ALARM, LENGTH, PROMPT, exact_probabilities, p_value, small_llama
+from test_generate_sampling import FALSE_ALARM, decode_many, small_llama
 from torch import Tensor
 
 from decoding.drafters import Drafter, DraftModelDrafter, HybridDrafter, LookaheadDrafter, PromptLookupDrafter
@@ -262,15 +261,9 @@ def test_a_text_does_not_depend_on_its_neighbours(tiny_llama: CausalLM, tiny_dra
 
 def test_the_loop_writes_the_targets_distribution() -> None:
     # Not every pair of tokens occurred before: chains with their q and mixed trees alternate in a text.
-    target = small_llama(5)
     drafter = HybridDrafter(DraftModelDrafter(small_llama(3), (1, 1)), PromptLookupDrafter(2, 2, min_ngram=2))
-    counts: Counter[tuple[int, ...]] = Counter()
-    accepted = 0
-    for seed in range(400):
-        generation = decode(target, drafter, PROMPT, DecodingConfig(LENGTH, SAMPLED, seed=seed))
-        counts[generation.tokens] += 1
-        accepted += sum(step.accepted for step in generation.steps)
-    assert p_value(counts, exact_probabilities(target, SAMPLED)) > FALSE_ALARM
+    chance, accepted = decode_many(small_llama(5), drafter, SAMPLED)
+    assert chance > FALSE_ALARM
     assert accepted > 40, "a draft that is never accepted proves little"
 
 

@@ -3,21 +3,23 @@
 import math
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_models import tiny_model
-from tiny_training import Recorder, ToyObjective, toy_examples, train_toy
+from tiny_training import Recorder, ToyObjective, medusa_on, toy_examples, train_toy
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from decoding.target import CausalLM
+from trainer.batch import Batch, Example
 from trainer.checkpoint import Progress
-from trainer.data import Example
 from trainer.loop import Interrupted, learning_rate_at
 from trainer.medusa import MedusaObjective
+from trainer.optimizer import PREFIX
 from trainer.recipe import HeadsSection, TrainingSection
 
 
@@ -38,7 +40,7 @@ def interrupt() -> None:
 
 
 def medusa() -> MedusaObjective:
-    return MedusaObjective(CausalLM(tiny_model("llama")), HeadsSection(num_heads=3))
+    return medusa_on(CausalLM(tiny_model("llama")), HeadsSection(num_heads=3))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -108,9 +110,11 @@ def test_accumulating_one_by_one_equals_one_batch_of_eight(
 
 def descend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain gradient descent, whose step shows the gradient."""
-    monkeypatch.setattr(
-        "trainer.loop.build_optimizers", lambda module, section: [torch.optim.SGD(module.parameters(), lr=0.0)]
-    )
+
+    def build(module: nn.Module, section: TrainingSection, prefixes: object) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD([{"params": list(module.parameters()), PREFIX: ""}], lr=0.0)]
+
+    monkeypatch.setattr("trainer.loop.build_optimizers", build)
 
 
 UNEVEN = [
@@ -130,7 +134,7 @@ def test_every_trained_token_of_a_batch_weighs_the_same(
     objective, recorder = ToyObjective(), Recorder()
     module, before = objective.module, weights(objective.module)
     losses = []
-    for tokens, trained, _ in UNEVEN:
+    for tokens, trained, *_ in UNEVEN:
         logits = module.lm_head(module.middle(module.norm(module.embedding(torch.tensor(tokens[:-1])))))
         labelled = torch.tensor(trained[1:])
         losses.append(F.cross_entropy(logits[labelled], torch.tensor(tokens[1:])[labelled], reduction="none"))
@@ -301,3 +305,84 @@ def test_toy_losses_fall(tmp_path: Path) -> None:
     recorder = Recorder()
     train_toy(tmp_path, ToyObjective(), recorder, toy_examples(4), steps=30, learning_rate=3e-2)
     assert recorder.losses[30] < 0.7 * recorder.losses[1]
+
+
+class _Scheduled(ToyObjective):
+    """Its norm and its middle learn at rates of their own; its loss weighs step + 1."""
+
+    def weights(self, step: int) -> tuple[float, ...]:
+        return (step + 1.0,)
+
+    def rates(self, step: int) -> Mapping[str, float]:
+        return {"middle": 0.0 if step < 2 else 1.0, "middle.bias": 3.0, "": 2.0}
+
+
+def test_each_group_learns_at_its_own_rate_and_biases_go_with_their_group(tmp_path: Path) -> None:
+    """Two steps in which the middle's weight stands still, its bias and all else do not; then it moves as well."""
+    objective, recorder = _Scheduled(), Recorder()
+    start = dict(zip(dict(objective.module.named_parameters()), weights(objective.module), strict=True))
+    now: dict[int, dict[str, Tensor]] = {}
+    for step in (1, 2, 3):
+        recorder.actions[step] = lambda step=step: now.update(
+            {step: dict(zip(start, weights(objective.module), strict=True))}
+        )
+    train_toy(tmp_path, objective, recorder, steps=3, warmup_fraction=0.0)
+    moved = {name for name in start if not torch.equal(now[2][name], start[name])}
+    assert moved == set(start) - {"middle.weight"}
+    assert not torch.equal(now[3]["middle.weight"], start["middle.weight"])
+    # Adam's first step moves everything by its learning rate.
+    assert (now[1]["middle.bias"] - start["middle.bias"]).abs().max().item() == pytest.approx(3e-2, rel=1e-3)
+    assert (now[1]["norm.weight"] - start["norm.weight"]).abs().max().item() == pytest.approx(2e-2, rel=1e-3)
+    assert recorder.figures[1]["learning_rate"] == 1e-2  # the recipe's, of which the rates are multiples
+
+
+def test_the_weights_of_the_terms_may_change_with_the_step(tmp_path: Path) -> None:
+    plain, weighted = Recorder(), Recorder()
+    train_toy(tmp_path / "a", ToyObjective(), plain, UNEVEN, learning_rate=1e-30)
+    train_toy(tmp_path / "b", _Scheduled(), weighted, UNEVEN, learning_rate=1e-30)
+    for step in range(1, 7):
+        assert weighted.losses[step] == pytest.approx(step * plain.losses[step], rel=1e-6)
+        assert weighted.figures[step]["loss/next_token"] == pytest.approx(plain.losses[step], rel=1e-6)
+
+
+def test_a_batch_knows_which_examples_it_is_made_of(tmp_path: Path) -> None:
+    """Over one epoch of four every example comes once, and its tokens are those of its place in the data set."""
+
+    class Noting(ToyObjective):
+        def inputs(self, batch: Batch, step: int) -> tuple[Tensor, ...]:
+            for row, example in enumerate(batch.examples):
+                length = len(UNEVEN[example].tokens)
+                assert tuple(batch.tokens[row, :length].tolist()) == UNEVEN[example].tokens
+                seen.append(example)
+            return super().inputs(batch, step)
+
+    seen: list[int] = []
+    train_toy(tmp_path, Noting(), None, UNEVEN, steps=2, batch_size=2, micro_batch_size=1)
+    assert sorted(seen) == [0, 1, 2, 3]
+
+
+def test_what_is_frozen_is_neither_moved_nor_saved_and_need_not_be_there_to_resume(tmp_path: Path) -> None:
+    objective = ToyObjective()
+    objective.module.embedding.requires_grad_(False)
+    before = objective.module.embedding.weight.clone()
+    train_toy(tmp_path, objective, steps=2)
+    assert torch.equal(objective.module.embedding.weight, before)
+    stored = load_file(tmp_path / "step-00000002" / "weights.safetensors")
+    assert stored.keys() == {"norm.weight", "norm.bias", "middle.weight", "middle.bias", "lm_head.weight"}
+    other = ToyObjective(seed=1)
+    other.module.embedding.requires_grad_(False)
+    kept = other.module.embedding.weight.clone()
+    train_toy(tmp_path, other, steps=2)
+    assert torch.equal(other.module.embedding.weight, kept)
+    assert torch.equal(other.module.middle.weight, objective.module.middle.weight)
+
+
+def test_a_gradient_accumulation_asked_of_the_launcher_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """accelerate would divide the loss by it; the recipe's batch sizes alone say what is accumulated."""
+    plain, launched = Recorder(), Recorder()
+    train_toy(tmp_path / "a", ToyObjective(), plain)
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    train_toy(tmp_path / "b", ToyObjective(), launched)
+    assert launched.figures == plain.figures

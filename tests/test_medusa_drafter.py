@@ -93,6 +93,42 @@ def test_stacking_holds_no_weight_twice_and_leaves_the_heads_usable(
     assert heads.heads[0].blocks[0].linear.weight.grad is not None
 
 
+def test_heads_that_are_stacked_again_are_not_copied_again(tiny_llama: CausalLM) -> None:
+    heads, hidden = random_heads(False), torch.randn(2, 16)
+    first, second = MedusaDrafter(heads, PATHS), MedusaDrafter(heads, dynamic_nodes=6)
+    for ours, theirs in zip(first._stacked._layers, second._stacked._layers, strict=True):
+        assert [each.data_ptr() for each in ours] == [each.data_ptr() for each in theirs]
+    before = paths(propose(first, tiny_llama, hidden)[0])
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.neg_()
+    after = propose(first, tiny_llama, hidden)[0]
+    assert paths(after) != before, "the first drafter runs the heads as they are"
+    assert paths(after) == paths(propose(MedusaDrafter(heads, PATHS), tiny_llama, hidden)[0])
+
+
+def test_a_head_that_was_put_in_from_elsewhere_is_stacked_with_the_others(tiny_llama: CausalLM) -> None:
+    heads, others, hidden = random_heads(False), random_heads(False), torch.randn(2, 16)
+    with torch.no_grad():
+        for parameter in others.parameters():
+            parameter.neg_()
+    for each in (heads, others):
+        StackedHeads(each)
+    heads.heads[1] = others.heads[1]
+    expected = reference_logits(heads, tiny_llama, hidden)
+    with torch.inference_mode():
+        torch.testing.assert_close(StackedHeads(heads)(hidden, 3), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_heads_that_were_moved_since_are_stacked_anew(tiny_llama: CausalLM) -> None:
+    heads, hidden = random_heads(True), torch.randn(3, 16, dtype=torch.float64)
+    StackedHeads(heads)
+    lm_head = tiny_llama.model.get_output_embeddings()
+    expected = reference_logits(heads.double(), tiny_llama, hidden)
+    with torch.inference_mode():
+        torch.testing.assert_close(StackedHeads(heads)(hidden, 3, lm_head), expected, rtol=1e-5, atol=1e-5)
+
+
 @BOTH_LAYOUTS
 @pytest.mark.parametrize("dynamic", [None, 6])
 def test_the_heads_run_at_one_position_of_each_row_and_no_deeper_than_the_room(

@@ -1,24 +1,26 @@
 """The Medusa-1 objective: which label belongs to which head, what is trained, and what stays as it was."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_models import counting_model, full_forward, tiny_model
-from tiny_training import Recorder, toy_examples, train_toy
+from tiny_training import Recorder, medusa_on, toy_examples, train_toy
 from torch.nn import functional as F
 
 from decoding.generate import DecodingConfig, decode
 from decoding.heads import MedusaHeads
 from decoding.target import CausalLM
-from trainer.data import Batch, Example, collate
-from trainer.losses import linear_cross_entropy
-from trainer.medusa import MedusaObjective, MedusaTraining, rank_accuracies
-from trainer.recipe import HeadsSection
+from trainer.batch import Batch, Example, collate
+from trainer.medusa import HeadInputs, MedusaObjective, head_weights, rank_accuracies
+from trainer.recipe import HeadsSection, LossSection
 
 COUNTING = Example(tuple(i % 16 for i in range(20)), (True,) * 20, 0)
 HEADS = HeadsSection(num_heads=3)
+SOFT = LossSection(cross_entropy=0, forward_kl=1)
 
 
 def knowing_heads(objective: MedusaObjective, steps_ahead: Sequence[int]) -> None:
@@ -32,13 +34,13 @@ def knowing_heads(objective: MedusaObjective, steps_ahead: Sequence[int]) -> Non
 
 
 def sums(objective: MedusaObjective, batch: Batch) -> tuple[list[float], list[float]]:
-    losses, hits = objective.module(*objective.inputs(batch))
+    losses, hits = objective.module(*objective.inputs(batch, step=0))
     return losses.tolist(), hits.tolist()
 
 
 def test_head_k_predicts_the_token_k_plus_2_after_the_one_it_reads(counting: CausalLM) -> None:
     """After x stands x+1, which the lm_head predicts; head 0 is right iff it says x+2, head 1 iff x+3, ..."""
-    objective = MedusaObjective(counting, HEADS)
+    objective = medusa_on(counting, HEADS)
     batch = collate([COUNTING])
     knowing_heads(objective, (2, 3, 4))
     losses, hits = sums(objective, batch)
@@ -48,7 +50,7 @@ def test_head_k_predicts_the_token_k_plus_2_after_the_one_it_reads(counting: Cau
 
 @pytest.mark.parametrize("off", [-1, 1])
 def test_heads_off_by_one_are_never_right(counting: CausalLM, off: int) -> None:
-    objective = MedusaObjective(counting, HEADS)
+    objective = medusa_on(counting, HEADS)
     knowing_heads(objective, (2 + off, 3 + off, 4 + off))
     losses, hits = sums(objective, collate([COUNTING]))
     assert hits == [0, 0, 0]
@@ -57,7 +59,7 @@ def test_heads_off_by_one_are_never_right(counting: CausalLM, off: int) -> None:
 
 def test_training_and_decoding_mean_the_same_token_by_head_k(counting: CausalLM) -> None:
     """Heads that are always right in training are always accepted in the real decoding loop."""
-    objective = MedusaObjective(counting, HEADS)
+    objective = medusa_on(counting, HEADS)
     knowing_heads(objective, (2, 3, 4))
     steps = decode(counting, objective.drafter(), [5], DecodingConfig(max_new_tokens=13)).steps
     assert [step.accepted for step in steps] == [0, 3, 3, 3]
@@ -66,7 +68,7 @@ def test_training_and_decoding_mean_the_same_token_by_head_k(counting: CausalLM)
 
 
 def test_a_count_is_the_number_of_trained_labels_a_head_has(counting: CausalLM) -> None:
-    objective = MedusaObjective(counting, HEADS)
+    objective = medusa_on(counting, HEADS)
     batch = collate(
         [Example((1, 2, 3, 4, 5, 6), (False, True, True, False, True, True), 1), Example((1, 2), (True,) * 2, 0)]
     )
@@ -75,28 +77,30 @@ def test_a_count_is_the_number_of_trained_labels_a_head_has(counting: CausalLM) 
 
 
 def test_tokens_that_are_not_trained_are_no_labels(counting: CausalLM) -> None:
-    module = MedusaObjective(counting, HEADS).module
+    module = medusa_on(counting, HEADS).module
     hidden = torch.randn(1, 10, 16)
-    tokens = torch.arange(10)[None]
-    trained = torch.tensor([[False] * 6 + [True] * 4])
-    losses = module(hidden, tokens, trained).losses
-    other_prompt = torch.where(trained, tokens, 15)
-    assert torch.equal(module(hidden, other_prompt, trained).losses, losses)
+    batch = collate([Example(tuple(range(10)), (False,) * 6 + (True,) * 4, 6)])
+
+    def losses(tokens: torch.Tensor) -> torch.Tensor:
+        return module(HeadInputs(replace(batch, tokens=tokens), hidden)).losses
+
+    other_prompt = torch.where(batch.trained, batch.tokens, 15)
+    assert torch.equal(losses(other_prompt), losses(batch.tokens))
     for position in range(6, 10):
-        other_answer = tokens.clone()
+        other_answer = batch.tokens.clone()
         other_answer[0, position] = 15
-        assert (module(hidden, other_answer, trained).losses != losses).all()
+        assert (losses(other_answer) != losses(batch.tokens)).all()
 
 
 def test_the_loss_at_the_start_is_the_lm_heads_own_on_shifted_labels() -> None:
     model = tiny_model("llama")
     example = Example((3, 1, 4, 1, 5, 9, 2, 6), (False,) * 4 + (True,) * 4, 4)
     longer = Example(tuple(range(12)), (True,) * 12, 0)
-    objective = MedusaObjective(CausalLM(model), HEADS)
+    objective = medusa_on(CausalLM(model), HEADS)
     losses, _ = sums(objective, collate([example, longer]))
     for k, loss in enumerate(losses):
         expected = 0.0
-        for tokens, trained, _ in (example, longer):
+        for tokens, trained, *_ in (example, longer):
             for t, row in enumerate(full_forward(model, tokens)):
                 label = t + 2 + k
                 if label < len(tokens) and trained[label]:
@@ -105,38 +109,38 @@ def test_the_loss_at_the_start_is_the_lm_heads_own_on_shifted_labels() -> None:
 
 
 def test_a_sequence_too_short_for_a_head_costs_nothing(counting: CausalLM) -> None:
-    objective = MedusaObjective(counting, HEADS)
+    objective = medusa_on(counting, HEADS)
     batch = collate([Example((1, 2, 3), (True,) * 3, 0)])
     assert objective.counts(batch).tolist() == [1, 0, 0]
-    losses = objective.module(*objective.inputs(batch)).losses
+    losses = objective.module(*objective.inputs(batch, step=0)).losses
     assert losses[1:].tolist() == [0, 0]
     losses.sum().backward()
     assert all(parameter.grad is not None for parameter in objective.module.parameters())
 
 
 def test_head_k_weighs_decay_to_the_power_of_k(counting: CausalLM) -> None:
-    objective = MedusaObjective(counting, HeadsSection(num_heads=4, decay=0.8))
-    assert objective.weights == pytest.approx((1, 0.8, 0.64, 0.512))
+    objective = medusa_on(counting, HeadsSection(num_heads=4, decay=0.8))
+    assert objective.weights(step=0) == pytest.approx((1, 0.8, 0.64, 0.512))
     assert objective.terms == ("head_0", "head_1", "head_2", "head_3")
 
 
 def test_every_part_of_every_head_gets_a_gradient_the_residual_blocks_too() -> None:
-    objective = MedusaObjective(CausalLM(tiny_model("llama")), HeadsSection(num_heads=3, num_layers=2))
-    objective.module(*objective.inputs(collate([COUNTING]))).losses.sum().backward()
+    objective = medusa_on(CausalLM(tiny_model("llama")), HeadsSection(num_heads=3, num_layers=2))
+    objective.module(*objective.inputs(collate([COUNTING]), step=0)).losses.sum().backward()
     gradients = {name: parameter.grad for name, parameter in objective.module.named_parameters()}
     assert len(gradients) == 3 * (2 * 2 + 1)
     assert all(gradient is not None and gradient.abs().max() > 0 for gradient in gradients.values())
 
 
 def test_the_gradient_is_that_of_the_plain_head() -> None:
-    objective = MedusaObjective(CausalLM(tiny_model("llama")), HeadsSection(num_heads=1))
+    objective = medusa_on(CausalLM(tiny_model("llama")), HeadsSection(num_heads=1))
     head = objective.module.heads.heads[0]
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape))
-    hidden, tokens, trained = objective.inputs(collate([COUNTING]))
-    fused = torch.autograd.grad(objective.module(hidden, tokens, trained).losses[0], list(head.parameters()))
-    loss = F.cross_entropy(head(hidden[0, :-2]), tokens[0, 2:], reduction="sum")
+    (inputs,) = objective.inputs(collate([COUNTING]), step=0)
+    fused = torch.autograd.grad(objective.module(inputs).losses[0], list(head.parameters()))
+    loss = F.cross_entropy(head(inputs.hidden[0, :-2]), inputs.batch.tokens[0, 2:], reduction="sum")
     for ours, plain in zip(fused, torch.autograd.grad(loss, list(head.parameters())), strict=True):
         assert torch.allclose(ours, plain, rtol=1e-4, atol=1e-4)
 
@@ -144,7 +148,7 @@ def test_the_gradient_is_that_of_the_plain_head() -> None:
 def test_training_learns_to_count_and_leaves_the_target_byte_identical(tmp_path: Path) -> None:
     model = counting_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    objective = MedusaObjective(CausalLM(model), HEADS)
+    objective = medusa_on(CausalLM(model), HEADS)
     texts = [Example(tuple((start + i) % 16 for i in range(20)), (True,) * 20, 0) for start in range(16)]
     recorder = Recorder()
     train_toy(tmp_path, objective, recorder, texts, steps=40, learning_rate=3e-2, checkpoint_every=100)
@@ -156,7 +160,7 @@ def test_training_learns_to_count_and_leaves_the_target_byte_identical(tmp_path:
 
 
 def test_the_loss_logged_is_the_weighted_sum_of_the_heads_means(tmp_path: Path) -> None:
-    objective = MedusaObjective(CausalLM(tiny_model("llama")), HeadsSection(num_heads=3, decay=0.5))
+    objective = medusa_on(CausalLM(tiny_model("llama")), HeadsSection(num_heads=3, decay=0.5))
     recorder = Recorder()
     train_toy(tmp_path, objective, recorder, toy_examples(), steps=1)
     figures = recorder.figures[1]
@@ -166,7 +170,7 @@ def test_the_loss_logged_is_the_weighted_sum_of_the_heads_means(tmp_path: Path) 
 
 def test_rank_accuracies_are_counted_on_the_new_tokens_alone(counting: CausalLM) -> None:
     """Head 0 says x+2, which is right; head 1's second best is right; head 2's best never is."""
-    objective = MedusaObjective(counting, HEADS)
+    objective = medusa_on(counting, HEADS)
     knowing_heads(objective, (2, 2, 15))
     with torch.no_grad():
         objective.module.heads.heads[1].lm_head.weight.add_(24 * torch.eye(16).roll(3, dims=0))
@@ -179,7 +183,7 @@ def test_rank_accuracies_are_counted_on_the_new_tokens_alone(counting: CausalLM)
 
 def test_rank_accuracies_are_shares_over_all_texts(counting: CausalLM) -> None:
     """Four labels for head 0 in a text that counts, and as many in one that stands still, where it is wrong."""
-    objective = MedusaObjective(counting, HeadsSection(num_heads=1))
+    objective = medusa_on(counting, HeadsSection(num_heads=1))
     knowing_heads(objective, (2,))
     counts, stands_still = tuple(range(6)), (3,) * 6
     shares = rank_accuracies(counting, objective.module.heads, [(counts, 1), (stands_still, 1)])
@@ -188,23 +192,23 @@ def test_rank_accuracies_are_shares_over_all_texts(counting: CausalLM) -> None:
 
 def test_the_tree_is_chosen_by_the_heads_accuracies(counting: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes by their products: .6, .6*.5 = .3, .6*.2 = .12 (head 1's second), .3*.4 = .12, .1; the best three."""
-    objective = MedusaObjective(counting, HeadsSection(num_heads=3, tree_nodes=3))
+    objective = medusa_on(counting, HeadsSection(num_heads=3, tree_nodes=3))
     shares = [[0.6, 0.1], [0.5, 0.15], [0.2, 0.1]]
     monkeypatch.setattr("trainer.medusa.rank_accuracies", lambda *_: shares)
-    objective.choose_tree([])
+    objective.choose_tree(counting, [])
     assert objective.module.heads.config.tree == ((0,), (1,), (0, 0))
 
 
 def test_the_tree_chosen_for_heads_that_are_always_right_is_a_chain(counting: CausalLM) -> None:
-    objective = MedusaObjective(counting, HeadsSection(num_heads=3, tree_nodes=16))
+    objective = medusa_on(counting, HeadsSection(num_heads=3, tree_nodes=16))
     knowing_heads(objective, (2, 3, 4))
-    objective.choose_tree([(tuple(range(12)), 2)])
+    objective.choose_tree(counting, [(tuple(range(12)), 2)])
     assert objective.module.heads.config.tree == ((0,), (0, 0), (0, 0, 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_saved_heads_reload_bit_equal_in_the_targets_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
-    objective = MedusaObjective(CausalLM(tiny_model("llama").to(dtype)), HEADS)
+    objective = medusa_on(CausalLM(tiny_model("llama").to(dtype)), HEADS)
     with torch.no_grad():
         for parameter in objective.module.parameters():
             parameter.normal_()
@@ -217,7 +221,7 @@ def test_saved_heads_reload_bit_equal_in_the_targets_dtype(tmp_path: Path, dtype
 
 
 def test_evaluating_does_not_touch_what_is_trained(counting: CausalLM) -> None:
-    objective = MedusaObjective(counting, HEADS)
+    objective = medusa_on(counting, HEADS)
     objective.module.train()
     before = [parameter.clone() for parameter in objective.module.parameters()]
     decode(counting, objective.drafter(), [5], DecodingConfig(max_new_tokens=6))
@@ -225,11 +229,98 @@ def test_evaluating_does_not_touch_what_is_trained(counting: CausalLM) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, objective.module.parameters(), strict=True))
 
 
-def test_the_modules_loss_is_the_chunked_cross_entropy_head_by_head(counting: CausalLM) -> None:
-    module: MedusaTraining = MedusaObjective(counting, HEADS).module
-    hidden, tokens = torch.randn(1, 6, 16), torch.randint(0, 16, (1, 6))
-    losses, hits = module(hidden, tokens, torch.ones(1, 6, dtype=torch.bool))
-    for k, head in enumerate(module.heads.heads):
-        x = head.blocks[0](hidden[0, : 4 - k])
-        loss, correct = linear_cross_entropy(x, head.lm_head.weight, tokens[0, 2 + k :])
-        assert losses[k] == loss and hits[k] == correct
+def test_weights_of_ones_own_stand_in_for_the_decay() -> None:
+    section = HeadsSection(num_heads=3, weights=(1, 0, 2))
+    assert head_weights(section, step=5, steps=10) == (1, 0, 2)
+
+
+def test_the_sine_schedule_raises_the_weights_from_nothing_to_all() -> None:
+    section = HeadsSection(num_heads=2, decay=0.5, schedule="sine")
+    assert head_weights(section, step=0, steps=90) == pytest.approx(
+        (math.sin(math.radians(1)), math.sin(math.radians(1)) / 2)
+    )
+    assert head_weights(section, step=29, steps=90) == pytest.approx((0.5, 0.25))
+    assert head_weights(section, step=89, steps=90) == pytest.approx((1, 0.5))
+
+
+def own_distribution(model: torch.nn.Module, tokens: Sequence[int], ahead: int) -> torch.Tensor:
+    """The model's distribution of the token ``ahead`` of each position that has one, from a forward of its own."""
+    return full_forward(model, tokens)[ahead - 1 : -1].softmax(-1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
+def test_soft_targets_are_the_targets_own_distribution_at_the_position_before_the_heads_token(family: str) -> None:
+    """Families that cap or scale their logits included. KL(p, q) of heads that are the lm_head itself."""
+    model = tiny_model(family)
+    objective = medusa_on(CausalLM(model), HeadsSection(num_heads=2, loss=SOFT))
+    (inputs,) = objective.inputs(collate([COUNTING]), step=0)
+    losses = objective.module(inputs).losses
+    for k, loss in enumerate(losses):
+        p = own_distribution(model, COUNTING.tokens, k + 2)
+        head = objective.module.heads.heads[k]
+        log_q = head(inputs.hidden[0, : -(k + 2)]).log_softmax(-1)
+        expected = (p * (p.log() - log_q)).sum()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_a_head_that_is_the_targets_own_distribution_has_no_soft_loss(counting: CausalLM) -> None:
+    """The counting target gives x+1 a logit of 4 after x; a head that gives x+2 a logit of 4 imitates it perfectly."""
+    soft = HeadsSection(num_heads=1, loss=LossSection(cross_entropy=0, acceptance=1, tvd=1, forward_kl=1))
+    objective = medusa_on(counting, soft)
+    weight = objective.module.heads.heads[0].lm_head.weight
+    for ahead, expected in ((2, True), (3, False)):
+        with torch.no_grad():
+            weight.copy_(torch.eye(16).roll(ahead, dims=0))
+        assert (sums(objective, collate([COUNTING]))[0][0] == pytest.approx(0, abs=1e-3)) == expected
+
+
+def test_a_mix_is_the_sum_of_its_terms_by_weight() -> None:
+    target, batch = CausalLM(tiny_model("llama")), collate([COUNTING])
+
+    def loss(**weights: float) -> float:
+        return sums(medusa_on(target, HeadsSection(num_heads=1, loss=LossSection(**weights))), batch)[0][0]
+
+    mixed = loss(cross_entropy=0.5, forward_kl=2)
+    assert mixed == pytest.approx(0.5 * loss() + 2 * loss(cross_entropy=0, forward_kl=1), rel=1e-5)
+
+
+def test_sequential_heads_are_given_the_tokens_between_the_state_and_their_own() -> None:
+    """Head k at t reads t+1 .. t+1+k: no other token that it is not to see changes its loss, these do."""
+    target = CausalLM(tiny_model("llama"))
+    objective = medusa_on(target, HeadsSection(num_heads=3, sequential=True))
+    with torch.no_grad():
+        for parameter in objective.module.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    (inputs,) = objective.inputs(collate([Example(tuple(range(8)), (False,) * 4 + (True,) + (False,) * 3, 4)]), step=0)
+    assert inputs.embedded is not None
+    before = objective.module(inputs).losses  # token 4 alone is trained: head k reads it from position 2-k
+    for changed in range(8):
+        embedded = inputs.embedded.clone()
+        embedded[0, changed] += 1
+        after = objective.module(replace(inputs, embedded=embedded)).losses
+        assert [bool(a != b) for a, b in zip(after, before, strict=True)] == [
+            2 - k + 1 <= changed <= 2 - k + 1 + k for k in range(3)
+        ]
+
+
+def test_packed_documents_give_the_losses_of_each_alone() -> None:
+    target = CausalLM(tiny_model("llama"))
+    objective = medusa_on(target, HeadsSection(num_heads=3, loss=LossSection(forward_kl=1)))
+    documents = [Example((3, 1, 4, 1, 5), (True,) * 5, 0), Example((9, 2, 6), (True,) * 3, 0), COUNTING]
+    packed = Example(
+        sum((each.tokens for each in documents), ()), (True,) * 28, 0, tuple(len(each.tokens) for each in documents)
+    )
+    together, apart = collate([packed, COUNTING]), collate([*documents, COUNTING])
+    assert objective.counts(together).tolist() == objective.counts(apart).tolist()
+    assert sums(objective, together)[0] == pytest.approx(sums(objective, apart)[0], rel=1e-5)
+
+
+def test_heads_start_from_a_folder_of_others(tmp_path: Path, counting: CausalLM) -> None:
+    first = medusa_on(counting, HEADS)
+    knowing_heads(first, (2, 3, 4))
+    first.save(tmp_path)
+    again = medusa_on(counting, HeadsSection(num_heads=3, init=str(tmp_path)))
+    assert sums(again, collate([COUNTING]))[1] == [18, 17, 16]
+    assert {parameter.dtype for parameter in again.module.parameters()} == {torch.float32}
+    with pytest.raises(ValueError, match=r"whose num_heads is 3 and not 4: set the recipe's heads section to fit"):
+        medusa_on(counting, HeadsSection(num_heads=4, init=str(tmp_path)))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from scripted_drafters import HostileDrafter
-from tiny_models import full_forward, tiny_model
+from tiny_models import full_forward, naive_greedy, tiny_model
 from tiny_tokenizer import byte_tokenizer
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, TextIteratorStreamer, TextStreamer
@@ -212,7 +212,7 @@ def captured_config(monkeypatch: pytest.MonkeyPatch, target: CausalLM, **options
 
     def spy(*arguments: Any) -> SpeculativeOutput:
         configs.append(arguments[3])
-        return SpeculativeOutput(ONE, ())
+        return SpeculativeOutput(ONE, (), "lossless")
 
     monkeypatch.setattr(model_module, "decode_prompts", spy)
     HeadstartModel(target, None).generate(ONE, **options)
@@ -357,6 +357,26 @@ def test_a_pad_token_inside_a_prompt_stays(target: CausalLM) -> None:
     output = speculate(target, None, torch.tensor([[PAD, PAD, 4, PAD, 5]]), pad_token_id=PAD, max_new_tokens=5)
     config = DecodingConfig(max_new_tokens=5, eos_token_ids=(EOS,))
     assert output.generations[0].tokens == decode(target, None, [4, PAD, 5], config).tokens
+
+
+@pytest.mark.parametrize("begins", ["bos", "eos"])
+def test_a_pad_token_with_which_a_prompt_may_begin_needs_a_mask(begins: str) -> None:
+    """GPT-2 pads with its only special token: a BOS in front would be dropped as padding."""
+    model = tiny_model("llama")
+    model.generation_config = GenerationConfig(**{f"{begins}_token_id": 7})
+    target, prompt = CausalLM(model), torch.tensor([[7, 4, 5]])
+    with pytest.raises(ValueError, match=r"begins with the pad token 7, .* may belong to it: give the attention_mask"):
+        speculate(target, None, prompt, pad_token_id=7, max_new_tokens=3)
+    whole = speculate(target, None, prompt, torch.ones_like(prompt), pad_token_id=7, max_new_tokens=3, eos_token_ids=())
+    assert whole.generations[0].tokens == naive_greedy(model, [7, 4, 5], 3)
+    assert speculate(target, None, torch.tensor([[4, 5]]), pad_token_id=7, max_new_tokens=3).generations
+
+
+def test_the_label_of_the_rule_reaches_the_output(target: CausalLM) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 2, "temperature": 1.0}
+    assert speculate(target, None, PROMPTS, max_new_tokens=2).label == "lossless"
+    assert speculate(target, None, PROMPTS, rule="sampled-verify", **options).label == "lossless"
+    assert speculate(target, None, PROMPTS, rule="typical", **options).label == "lossy"
 
 
 def test_a_sampled_text_depends_on_its_seed_and_not_on_its_neighbours(target: CausalLM) -> None:

@@ -5,7 +5,7 @@ import torch
 from tiny_models import tiny_model
 from torch import nn
 
-from trainer.optimizer import build_optimizers
+from trainer.optimizer import PREFIX, build_optimizers, set_learning_rates
 from trainer.recipe import TrainingSection
 
 MUON = TrainingSection(steps=1, optimizer="muon", learning_rate=0.02, weight_decay=0.1)
@@ -65,3 +65,26 @@ def test_a_muon_step_has_the_size_of_an_adamw_step() -> None:
     for name, parameter in model.named_parameters():
         moved = (parameter.detach() - before[name]).square().mean().sqrt().item()
         assert moved == pytest.approx(0.002 if name in muon else 0.01, rel=0.35)
+
+
+def test_a_parameter_is_in_the_group_of_the_longest_beginning_of_its_name() -> None:
+    model = tiny_model("llama")
+    prefixes = ("model.layers.1.", "model.", "", "heads.")
+    (optimizer,) = build_optimizers(model, TrainingSection(steps=1), prefixes)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = {group[PREFIX]: {names[id(p)] for p in group["params"]} for group in optimizer.param_groups}
+    assert groups.keys() == {"model.layers.1.", "model.", ""}  # one without parameters is none
+    assert all(name.startswith("model.layers.1.") for name in groups["model.layers.1."])
+    assert "model.layers.0.mlp.up_proj.weight" in groups["model."] and groups[""] == {"lm_head.weight"}
+    assert sum(map(len, groups.values())) == len(names)
+
+
+def test_the_learning_rates_are_the_groups_factors_times_the_recipes() -> None:
+    optimizers = build_optimizers(tiny_model("llama"), MUON, ("model.layers.", ""))
+    set_learning_rates(optimizers, 0.5, {"model.layers.": 4.0, "": 0.0})
+    rates = {
+        (type(optimizer).__name__, group[PREFIX]): group["lr"]
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    }
+    assert rates == {("Muon", "model.layers."): 2.0, ("AdamW", "model.layers."): 2.0, ("AdamW", ""): 0.0}

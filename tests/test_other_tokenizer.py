@@ -267,3 +267,11 @@ def test_a_tokenizer_that_is_not_the_drafts_is_refused(tiny_draft: CausalLM) -> 
 def test_a_draft_of_nothing_is_refused(tiny_draft: CausalLM) -> None:
     with pytest.raises(ValueError, match="num_draft_tokens is 0: give at least 1"):
         OtherTokenizerDrafter(tiny_draft, tokenizer(SINGLE), tokenizer(SINGLE), 0)
+
+
+def test_a_draft_with_static_shapes_serves_one_text_at_a_time() -> None:
+    target, draft = alphabet_model(SINGLE), CausalLM(counting_model(), static="eager")
+    drafter = OtherTokenizerDrafter(draft, tokenizer(SINGLE), tokenizer(SINGLE), 3)
+    assert decode(target, drafter, [1, 2], DecodingConfig(6)).tokens == tuple(range(3, 9))
+    with pytest.raises(ValueError, match="static shapes serve one text at a time, not 2: give a batch size of 1"):
+        drafter.open(target, SamplingConfig(), 2, 20)

@@ -9,7 +9,17 @@ from itertools import pairwise
 import pytest
 
 from decoding.metrics import StepCount, expected_tokens
-from decoding.policy import PLAIN, Budget, FixedPolicy, Guarded, HeuristicPolicy, MeasuredPolicy, Policy, named_policy
+from decoding.policy import (
+    PLAIN,
+    Budget,
+    FixedPolicy,
+    Guarded,
+    HeuristicPolicy,
+    MeasuredPolicy,
+    Policy,
+    _Acceptance,
+    named_policy,
+)
 
 TREES = (Budget(2, 4), Budget(3, 8), Budget(4, 16))
 POLICIES: dict[str, Callable[[], Policy]] = {
@@ -372,6 +382,31 @@ def test_a_known_cost_curve_spares_attempts_that_cannot_pay() -> None:
         run = simulate(policy, machine, always(0.8), 100, chains(8))
         dear[name] = sum(budget.nodes >= 4 for budget in run.choices)
     assert dear["with"] == 0 < dear["without"]
+
+
+# Texts that end.
+
+
+def test_a_position_that_a_text_had_no_room_for_is_no_miss() -> None:
+    acceptance = _Acceptance()
+    acceptance.observe(Budget(2, 3), [StepCount(2, 1, 1, 1, room=1)])
+    # The first position: 1 of 1 on a prior of 1.5 observations at 0.5. Of the second nothing is known but the first.
+    first = (1 + 1.5 * 0.5) / (1 + 1.5)
+    assert acceptance.expected_tokens(Budget(2, 3)) == pytest.approx(1 + first + first**2)
+    assert acceptance.fill == 1, "it drafted all that it had room for"
+    acceptance.observe(Budget(2, 3), [StepCount(2, 1, 1, 1, room=2)])
+    assert acceptance.fill < 1, "this time it stopped by itself"
+
+
+def test_short_texts_do_not_make_a_good_drafter_look_bad() -> None:
+    policy, budgets = MeasuredPolicy(), chains(4)
+    for _ in range(20):  # texts of a plain step's worth of room behind one full draft
+        for room in (9, 4, 1):
+            budget = policy.choose(budgets, 1)
+            depth = min(budget.depth, room)
+            seconds = 0.1 * depth, 1.0
+            policy.observe(budget, 1, [StepCount(depth + 1, depth, depth, depth, room)], *seconds, sum(seconds))
+    assert policy.choose(budgets, 1) == Budget(4, 5)
 
 
 # What must not break it.

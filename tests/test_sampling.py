@@ -332,3 +332,42 @@ def test_processors_that_are_none_are_refused(processors: Any, message: str) -> 
 def test_a_config_can_be_a_key() -> None:
     processors = (NoRepeatNGramLogitsProcessor(2),)
     assert len({SamplingConfig(processors=processors), SamplingConfig(processors=processors), SamplingConfig()}) == 2
+
+
+# --- the nucleus of a large vocabulary ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sharpness", [0.0, 0.5, 3.0, 20.0])
+@pytest.mark.parametrize("top_k", [0, 40, 700])
+def test_the_nucleus_of_a_large_vocabulary_is_that_of_a_sort_of_all(sharpness: float, top_k: int) -> None:
+    torch.manual_seed(1)
+    # Rounded as bf16 logits are, so that many tokens are equals.
+    logits = (sharpness * torch.randn(4, 3000)).bfloat16().float()
+    text = torch.zeros(4, 1, dtype=torch.long)
+    for top_p in (0.3, 0.9, 0.999):
+        sampling = SamplingConfig(1.0, top_k=top_k, top_p=top_p)
+        expected = transformers_probabilities(logits, sampling, text)
+        found = probabilities(logits, sampling)
+        torch.testing.assert_close(found.sum(-1), torch.ones(4))
+        # Sums of thousands of shares differ in the last bits, by which one equal more or less may be kept.
+        assert bool(((found > 0).sum(-1) - (expected > 0).sum(-1)).abs().le(1).all())
+        torch.testing.assert_close(found.sort().values, expected.sort().values, rtol=0.05, atol=1e-4)
+
+
+def test_only_the_best_tokens_of_a_large_vocabulary_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths: list[int] = []
+    sort = torch.Tensor.sort
+
+    def counted(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        widths.append(tensor.shape[-1])
+        return sort(tensor, *arguments, **options)
+
+    monkeypatch.setattr(torch.Tensor, "sort", counted)
+    logits = 10 * torch.randn(2, 20000)
+    probabilities(logits, SamplingConfig(1.0, top_k=40, top_p=0.9))
+    assert max(widths) < 1000
+    logits[1] = 0
+    both = probabilities(logits, SamplingConfig(1.0, top_p=0.9))
+    assert max(widths) == 20000, "a distribution so flat has a nucleus of nearly all"
+    assert abs(int((both[1] > 0).sum()) - 18000) <= 2
+    assert torch.equal(both[0], probabilities(logits[:1], SamplingConfig(1.0, top_p=0.9))[0]), "and its own row alone"

@@ -250,6 +250,24 @@ def test_a_row_that_is_full_may_step_along_with_the_others() -> None:
         torch.testing.assert_close(logits, full_forward(model.model, texts[1])[-1], **FLOAT)
 
 
+def test_mistral_gives_every_layer_its_window_whatever_its_config_says_of_types() -> None:
+    """Some published configs carry types along, which the class does not read: it takes one mask."""
+    types = ["sliding_attention", "full_attention"]
+    model = CausalLM(tiny_model("mistral", layer_types=types))
+    logits = model.verify([TREE], filled(model, [PREFIX])).logits
+    for node in range(len(TREE)):
+        wanted = full_forward(model.model, [*PREFIX, *path_text(TREE, node)])[-1]
+        torch.testing.assert_close(logits[0, node], wanted, **FLOAT)
+
+
+@pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
+def test_an_attention_that_takes_no_trees_mask_is_refused_by_name(attention: str) -> None:
+    model = tiny_model("llama")
+    model.config._attn_implementation = attention
+    with pytest.raises(ValueError, match=f"attends by '{attention}', .* attn_implementation='sdpa' or 'eager'"):
+        CausalLM(model)
+
+
 # --- masks by hand ---------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """Token trees: topology, masks, paths."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 
-from decoding.tree import TokenTree, TreeShape
+from decoding.tree import TokenTree, TreeShape, common_length, fetch_tokens
 
 # Root 0 -> {1, 2}, 1 -> {3}, 2 -> {4, 5}, 5 -> {6}
 SHAPE = TreeShape((-1, 0, 0, 1, 2, 2, 5))
@@ -92,6 +93,25 @@ def test_a_chain_of_tokens_begins_with_the_root() -> None:
     tree = TokenTree.chain([4, 5, 6])
     assert tree.token_list == tree.tokens.tolist() == [4, 5, 6]
     assert tree.shape == TreeShape.chain(2) and len(tree) == 3
+
+
+def test_a_tree_whose_tokens_the_host_knows_costs_no_transfer() -> None:
+    shape = TreeShape((-1, 0, 0))
+    known, unknown = TokenTree.of_list([4, 5, 6], shape), TokenTree(torch.tensor([4, 5, 6]), shape)
+    assert known.on_host and known.tokens.tolist() == [4, 5, 6] and known.shape is shape
+    assert not unknown.on_host
+    assert fetch_tokens([known, unknown], [torch.tensor([7, 8])]) == [[7, 8]]
+    assert unknown.on_host and known.token_list == unknown.token_list == [4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "length"),
+    [([], [1], 0), ([1, 2], [1, 2], 2), ([1, 2], [1, 2, 3], 2), ([1, 2, 4, 5], (1, 2, 3, 5), 2), ([3], [1], 0)],
+)
+def test_how_many_tokens_two_texts_begin_with_in_common(
+    first: Sequence[int], second: Sequence[int], length: int
+) -> None:
+    assert common_length(first, second) == common_length(second, first) == length
 
 
 def test_tokens_and_shape_must_agree() -> None:

@@ -1,7 +1,7 @@
 """What training needs, in miniature: a tokenizer of 16 words, files of rows, a target on disk, a toy objective."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from decoding.drafters import Drafter
+from decoding.target import CausalLM
+from trainer.batch import Batch, Example
 from trainer.checkpoint import Checkpoints, Progress
-from trainer.data import Batch, Example
+from trainer.hidden import OnlineTarget
 from trainer.loop import Hooks, train
-from trainer.objective import TermSums
-from trainer.recipe import TrainingSection
+from trainer.medusa import MedusaObjective
+from trainer.objective import EVERYWHERE_THE_SAME, TermSums
+from trainer.recipe import HeadsSection, TrainingSection
 
 WORDS = ("<unk>", "<eos>", "<user>", "<assistant>", *"abcdefghijkl")
 """Word i is token i: <eos> is 1, <user> 2, <assistant> 3, a 4, b 5, ... l 15."""
@@ -95,6 +98,11 @@ def cpu_accelerator(mixed_precision: str = "no") -> Iterator[Accelerator]:
         AcceleratorState._reset_state(True)
 
 
+def medusa_on(target: CausalLM, section: HeadsSection, steps: int = 100) -> MedusaObjective:
+    """The Medusa-1 objective on a target that is run at every step."""
+    return MedusaObjective(OnlineTarget(target), section, steps, target.dtype)
+
+
 class _ToyModule(nn.Module):
     """The next token from the last one alone, through dropout."""
 
@@ -117,7 +125,6 @@ class ToyObjective:
     """A loss with dropout in it that a test can poison: it is multiplied by ``factor``."""
 
     terms: tuple[str, ...] = ("next_token",)
-    weights: tuple[float, ...] = (1.0,)
     hit_name = "top1"
 
     def __init__(self, vocab: int = 16, dropout: float = 0.0, seed: int = 0) -> None:
@@ -125,10 +132,16 @@ class ToyObjective:
         self.module: nn.Module = _ToyModule(vocab, dropout)
         self.factor = torch.tensor(1.0)
 
+    def weights(self, step: int) -> tuple[float, ...]:
+        return (1.0,)
+
+    def rates(self, step: int) -> Mapping[str, float]:
+        return EVERYWHERE_THE_SAME
+
     def counts(self, batch: Batch) -> Tensor:
         return batch.trained[:, 1:].sum()[None]
 
-    def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+    def inputs(self, batch: Batch, step: int) -> tuple[Tensor, ...]:
         return batch.tokens, batch.trained, self.factor
 
     def drafter(self) -> Drafter | None:

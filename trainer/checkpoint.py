@@ -2,24 +2,22 @@
 
 A checkpoint is written beside the others under a temporary name and renamed when it is whole and on the disk, so a
 kill or a full disk in the middle costs that checkpoint alone. The order of data, the learning rate and the random
-state are functions of the step, so nothing else needs saving.
+state are functions of the step, so nothing else needs saving. Its tensors are whole and go by the parameters' names
+(see `state`), so it does not depend on how many processes wrote it, nor on how they were launched.
 """
 
 import json
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from decoding.machine import commit, versions
 from trainer.folders import write_folder
+from trainer.state import Tensors
 
 _STATE, _WEIGHTS, _OPTIMIZER = "state.json", "weights.safetensors", "optimizer.safetensors"
 
@@ -30,6 +28,14 @@ class Progress:
 
     step: int
     tokens: int
+
+
+class Saved(NamedTuple):
+    """What a checkpoint holds: progress, weights by name, and the optimizers' state by ``{parameter} {name}``."""
+
+    progress: Progress
+    weights: Tensors
+    moments: Tensors
 
 
 class Checkpoints:
@@ -44,18 +50,19 @@ class Checkpoints:
     def _all(self) -> list[Path]:
         return sorted(self._folder.glob("step-*"))
 
-    def save(self, module: nn.Module, optimizers: Sequence[Optimizer], progress: Progress) -> None:
+    def save(self, saved: Saved) -> None:
         """Write a checkpoint and drop the oldest; raises OSError with the last good one untouched.
 
         What a kill left half written goes too, and so do checkpoints of later steps: loading passed them over.
         """
+        progress = saved.progress
         newest = self._folder / f"step-{progress.step:08d}"
         for left_behind in self._folder.glob(".step-*"):
             shutil.rmtree(left_behind, ignore_errors=True)
 
         def write(folder: Path) -> None:
-            save_file(_contiguous(module.state_dict()), folder / _WEIGHTS)
-            save_file(_optimizer_tensors(optimizers), folder / _OPTIMIZER)
+            save_file(saved.weights, folder / _WEIGHTS)
+            save_file(saved.moments, folder / _OPTIMIZER)
             state = {"step": progress.step, "tokens": progress.tokens, "identity": self._identity, **self._made_by}
             (folder / _STATE).write_text(json.dumps(state, indent=2))
 
@@ -73,13 +80,15 @@ class Checkpoints:
             if folder not in up_to_now[-self._keep :]:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def load_latest(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> Progress | None:
-        """Load the newest readable checkpoint into all of them; None if there is none. A damaged one is passed over."""
+    def latest(self) -> Saved | None:
+        """The newest readable checkpoint; None if there is none. A damaged one is passed over.
+
+        Raises ValueError if it was made by another recipe.
+        """
         for folder in reversed(self._all()):
             try:
                 state = json.loads((folder / _STATE).read_text())
-                weights = load_file(folder / _WEIGHTS)
-                tensors = load_file(folder / _OPTIMIZER)
+                weights, moments = load_file(folder / _WEIGHTS), load_file(folder / _OPTIMIZER)
                 identity, progress = state["identity"], Progress(state["step"], state["tokens"])
             except (OSError, ValueError, KeyError, SafetensorError):
                 continue
@@ -89,43 +98,5 @@ class Checkpoints:
                     f"{folder} was made by a recipe with another {', '.join(changed)}: "
                     "give the recipe another output folder, or delete this one to start over"
                 )
-            module.load_state_dict(_with_tied(weights, module))
-            _load_optimizers(optimizers, tensors)
-            return progress
+            return Saved(progress, weights, moments)
         return None
-
-
-def _contiguous(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors as safetensors wants them: on the host, contiguous, and those that share memory (tied) once."""
-    seen: set[int] = set()
-    kept = {}
-    for name, tensor in state.items():
-        if tensor.data_ptr() not in seen or tensor.numel() == 0:
-            seen.add(tensor.data_ptr())
-            kept[name] = tensor.detach().cpu().contiguous()
-    return kept
-
-
-def _with_tied(weights: dict[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
-    """Give tied parameters, stored once, their other names back."""
-    by_pointer = {tensor.data_ptr(): weights[name] for name, tensor in module.state_dict().items() if name in weights}
-    return {name: by_pointer[tensor.data_ptr()] for name, tensor in module.state_dict().items()}
-
-
-def _optimizer_tensors(optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """The optimizers' state as ``{optimizer}.{parameter}.{name}``; numbers become tensors."""
-    return {
-        f"{position}.{index}.{name}": torch.as_tensor(value).detach().cpu().contiguous()
-        for position, optimizer in enumerate(optimizers)
-        for index, state in optimizer.state_dict()["state"].items()
-        for name, value in state.items()
-    }
-
-
-def _load_optimizers(optimizers: Sequence[Optimizer], tensors: dict[str, Tensor]) -> None:
-    states: list[dict[int, dict[str, Tensor]]] = [{} for _ in optimizers]
-    for key, tensor in tensors.items():
-        position, index, name = key.split(".", 2)
-        states[int(position)].setdefault(int(index), {})[name] = tensor
-    for optimizer, state in zip(optimizers, states, strict=True):
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

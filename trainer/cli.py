@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
-from trainer.options import EvaluateOptions, GenerateOptions
+from trainer.options import EvaluateOptions, GenerateOptions, InspectOptions, RegenerateOptions
 
 _ERRORS = Console(stderr=True, highlight=False)
 INTERRUPTED = 143  # 128 + SIGTERM, as shells report it
@@ -25,6 +25,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+data = typer.Typer(help="Look at training data.", no_args_is_help=True)
+app.add_typer(data, name="data")
 
 Options = TypeVar("Options")
 
@@ -57,7 +60,7 @@ def run_train(recipe_path: str, overrides: Sequence[str]) -> int:
     """Train a recipe; what both ``headstart train`` and ``scripts/train.py`` call. Returns the exit code."""
 
     def work() -> None:
-        from trainer.recipe import load_recipe
+        from trainer.read_recipe import load_recipe
         from trainer.train import ensure_built, run_recipe
 
         recipe = load_recipe(recipe_path, overrides)
@@ -84,6 +87,44 @@ def train(
 ) -> None:
     """Train heads or a draft from a recipe, in one process. For several: accelerate launch scripts/train.py RECIPE."""
     raise typer.Exit(run_train(recipe, overrides or ()))
+
+
+@app.command()
+def features(
+    recipe: Annotated[str, typer.Argument(help="YAML recipe with a features section.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the recipe.")] = None,
+) -> None:
+    """Write the hidden states that a recipe trains from, ahead of its training; a killed run goes on where it was."""
+
+    def work() -> None:
+        from trainer.prepare import prepare_features
+        from trainer.read_recipe import load_recipe
+        from trainer.train import ensure_built
+
+        content = load_recipe(recipe, overrides or ())
+        ensure_built(getattr(content, "target", None))
+        prepare_features(content)
+
+    raise typer.Exit(guarded(work, _debug()))
+
+
+@app.command("plan-training")
+def plan_training(
+    recipe: Annotated[str, typer.Argument(help="YAML recipe.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the recipe.")] = None,
+    processes: Annotated[int, typer.Option(help="How many it will be launched with, of one device each.")] = 1,
+    zero_stage: Annotated[int, typer.Option(help="DeepSpeed's, 1 to 3; 0 is none.")] = 0,
+    steps: Annotated[int, typer.Option(help="Real steps to measure the time by; 0 measures none.")] = 5,
+) -> None:
+    """Say what a training run will take: parameters, memory, disk, tokens, hours."""
+
+    def work() -> None:
+        from trainer.planning import Launch, print_plan
+        from trainer.read_recipe import load_recipe
+
+        print_plan(load_recipe(recipe, overrides or ()), Launch(processes, zero_stage), steps)
+
+    raise typer.Exit(guarded(work, _debug()))
 
 
 def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
@@ -116,6 +157,24 @@ def generate(options: GenerateOptions) -> None:
     from trainer.commands import run_generate
 
     run_generate(replace(options, prompt=sys.stdin.read()) if options.prompt == "-" else options)
+
+
+@app.command()
+@takes(RegenerateOptions)
+def regenerate(options: RegenerateOptions) -> None:
+    """Let the target write the training answers itself, in this process or served; a killed run resumes."""
+    from trainer.regenerate import run_regenerate
+
+    run_regenerate(options)
+
+
+@data.command()
+@takes(InspectOptions)
+def inspect(options: InspectOptions) -> None:
+    """Show what rows become: the trained tokens marked, and how many of what there are."""
+    from trainer.inspection import run_inspect
+
+    run_inspect(options)
 
 
 @app.command()

@@ -1,199 +1,242 @@
-"""Rows to sequences of token ids with a loss mask, and the order they are trained in.
-
-The order is a function of the seed and the step alone, so a run resumes exactly and does not depend on how many
-processes share a batch.
-"""
+"""Rows to sequences of token ids with a loss mask, and an account of what became of every row."""
 
 import hashlib
-from collections.abc import Sequence
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from jinja2 import TemplateError
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from decoding.prompts import check_messages, read_rows
+from trainer.batch import Example, pack
+from trainer.chat import chat_template
 from trainer.recipe import DataSection
+from trainer.rows import Row, Source, conversation, open_source
+
+_SHORTEST_TEXT = 8  # tokens; a last scrap of a text is left out
+_NAMED_ROWS = 5  # so many bad ones are named, all are counted
+_LOGGER = logging.getLogger(__name__)
 
 
-class Example(NamedTuple):
-    """One sequence. ``trained[i]`` says whether predicting token i is part of the loss.
+class Encoded(NamedTuple):
+    """What a row gives: its sequences, not yet cut; how it was understood, and how its trained tokens were found."""
 
-    ``prompt_length`` is how many tokens stand before the first answer (0 for plain text).
-    """
-
-    tokens: tuple[int, ...]
-    trained: tuple[bool, ...]
-    prompt_length: int
-
-
-class Batch(NamedTuple):
-    """Right-padded sequences, each (batch, positions). ``trained`` is false on padding."""
-
-    tokens: Tensor
-    attention_mask: Tensor
-    trained: Tensor
-
-    def to(self, device: torch.device) -> "Batch":
-        return Batch(*(tensor.to(device) for tensor in self))
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """Examples with where they came from: what provenance records."""
-
+    format: str
+    mask_source: str
     examples: tuple[Example, ...]
-    firsts: tuple[Example, ...]
-    """The first of each row: a long text gives several."""
-    path: str
-    sha256: str
-    rows: int
-    truncated: int
 
 
-def load_dataset(path: str, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Read, template, tokenize and mask every row of a file."""
-    examples: list[Example] = []
-    firsts: list[Example] = []
-    rows = truncated = 0
-    for number, row in read_rows(path):
-        if section.max_rows is not None and rows >= section.max_rows:
-            break
-        rows += 1
-        before = len(examples)
-        where = f"{path}, line {number}"
-        if _format_of(row, section, where) == "text":
-            examples += _text_examples(row, section, tokenizer, where)
+class RowEncoder:
+    """Rows to sequences, as a recipe's data section says."""
+
+    def __init__(self, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._section = section
+        self._tokenizer = tokenizer
+        self._template = chat_template(tokenizer, section.chat_template)
+
+    def encode(self, row: Row) -> Encoded:
+        """ValueError, naming the row, for one that cannot be used."""
+        fields, where = row.fields(), row.where
+        format = self._format_of(fields, where)
+        if format == "text":
+            return Encoded(format, "the whole text", self._text_examples(fields, where))
+        if format == "prompt_answer":
+            prompt = _text(fields, self._section.prompt_field, where)
+            answer = _text(fields, self._section.answer_field, where)
+            if self._template is None:
+                return Encoded(format, "prompt and answer", (self._prompt_answer_example(prompt, answer),))
+            messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
         else:
-            example = _chat_example(row, section, tokenizer, where)
-            if len(example.tokens) > section.max_length:
-                truncated += 1
-                cut = slice(section.max_length)
-                example = example._replace(tokens=example.tokens[cut], trained=example.trained[cut])
-            if any(example.trained):  # an answer that starts behind the cut leaves nothing to learn
-                examples.append(example)
-        if len(examples) > before:
-            firsts.append(examples[before])
-    if not examples:
-        raise ValueError(f"{path} holds nothing to train on: no row is left with a trained token in it")
-    digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    return Dataset(tuple(examples), tuple(firsts), path, digest, rows, truncated)
-
-
-def _format_of(row: dict[str, Any], section: DataSection, where: str) -> str:
-    needed = {
-        "messages": ["messages"],
-        "prompt_answer": [section.prompt_field, section.answer_field],
-        "text": [section.text_field],
-    }
-    if section.format == "auto":
-        for name, fields in needed.items():
-            if all(field in row for field in fields):
-                return name
-        raise ValueError(
-            f"{where}: the row has the fields {sorted(row)} but training needs 'messages', "
-            f"{section.prompt_field!r} with {section.answer_field!r}, or {section.text_field!r}: "
-            "set data.prompt_field, data.answer_field or data.text_field"
-        )
-    for field in needed[section.format]:
-        if field not in row:
+            messages = conversation(fields, format, where)
+        if self._template is None:
             raise ValueError(
-                f"{where}: the row has no field {field!r} (it has {sorted(row)}): "
-                "name the right field in the recipe's data section, or set data.format"
+                f"{where}: the tokenizer has no chat template, which {format!r} rows need: name a file with one in "
+                "data.chat_template, or use prompt and answer"
             )
-    return section.format
+        marked = self._template.encode(messages, where)
+        examples = tuple(Example(tokens, trained, trained.index(True)) for tokens, trained in marked)
+        return Encoded(format, self._template.mask_source, examples)
+
+    def _format_of(self, fields: dict[str, Any], where: str) -> str:
+        section = self._section
+        needed = {
+            "messages": ["messages"],
+            "sharegpt": ["conversations"],
+            "prompt_answer": [section.prompt_field, section.answer_field],
+            "text": [section.text_field],
+        }
+        if section.format == "auto":
+            for name, names in needed.items():
+                if all(field in fields for field in names):
+                    return name
+            raise ValueError(
+                f"{where}: the row has the fields {sorted(fields)} but training needs 'messages', 'conversations', "
+                f"{section.prompt_field!r} with {section.answer_field!r}, or {section.text_field!r}: "
+                "set data.prompt_field, data.answer_field or data.text_field"
+            )
+        for field in needed[section.format]:
+            if field not in fields:
+                raise ValueError(
+                    f"{where}: the row has no field {field!r} (it has {sorted(fields)}): "
+                    "name the right field in the recipe's data section, or set data.format"
+                )
+        return section.format
+
+    def _text_examples(self, fields: dict[str, Any], where: str) -> tuple[Example, ...]:
+        """A plain text as consecutive sequences, every token trained."""
+        tokens: list[int] = self._tokenizer(_text(fields, self._section.text_field, where))["input_ids"]
+        length = self._section.max_length
+        pieces = [tokens[i : i + length] for i in range(0, len(tokens), length)]
+        return tuple(Example(tuple(piece), (True,) * len(piece), 0) for piece in pieces if len(piece) >= _SHORTEST_TEXT)
+
+    def _prompt_answer_example(self, prompt: str, answer: str) -> Example:
+        """Without a chat template: the prompt, the answer, and the end of the text."""
+        prompt_tokens: list[int] = self._tokenizer(prompt)["input_ids"]
+        answer_tokens: list[int] = self._tokenizer(answer, add_special_tokens=False)["input_ids"]
+        if self._tokenizer.eos_token_id is not None:
+            answer_tokens = [*answer_tokens, self._tokenizer.eos_token_id]
+        mask = [False] * len(prompt_tokens) + [True] * len(answer_tokens)
+        return Example(tuple(prompt_tokens + answer_tokens), tuple(mask), len(prompt_tokens))
 
 
-def _text(row: dict[str, Any], field: str, where: str) -> str:
-    value = row[field]
+def _text(fields: dict[str, Any], field: str, where: str) -> str:
+    value = fields[field]
     if not isinstance(value, str):
         raise ValueError(f"{where}: field {field!r} holds {type(value).__name__}, not text")
     return value
 
 
-def _text_examples(
-    row: dict[str, Any], section: DataSection, tokenizer: PreTrainedTokenizerBase, where: str
-) -> list[Example]:
-    """A plain text as consecutive sequences, every token trained; a last scrap of a few tokens is left out."""
-    tokens: list[int] = tokenizer(_text(row, section.text_field, where))["input_ids"]
-    pieces = [tokens[i : i + section.max_length] for i in range(0, len(tokens), section.max_length)]
-    return [Example(tuple(piece), (True,) * len(piece), 0) for piece in pieces if len(piece) >= 8]
+@dataclass(frozen=True)
+class Dataset:
+    """Examples with where they came from and what became of every row."""
+
+    examples: tuple[Example, ...]
+    """Packed, if that was asked for."""
+    firsts: tuple[Example, ...]
+    """The first of each row, never packed: a long text gives several."""
+    path: str
+    sha256: str
+    """Of all the rows read from, and of the file of the chat template if there is one."""
+    formats: dict[str, int]
+    """Rows of each format."""
+    mask_sources: dict[str, int]
+    """Rows by how their trained tokens were found."""
+    truncated: int
+    """Sequences cut off at ``max_length``."""
+    skipped: int
+    """Sequences left out: their first answer begins behind ``max_length``, or they are texts of a few tokens."""
+    bad_rows: int
+    """Rows left out because they cannot be used."""
+    max_length: int
+    packed: bool
+
+    @property
+    def rows(self) -> int:
+        """Read, the bad ones among them."""
+        return sum(self.formats.values()) + self.bad_rows
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(example.tokens) for example in self.examples)
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(sum(example.trained) for example in self.examples)
+
+    @property
+    def fill(self) -> float:
+        """Which share of the sequences' room, ``max_length`` tokens each, holds tokens."""
+        return self.tokens / (len(self.examples) * self.max_length)
+
+    def describe(self) -> str:
+        """One sentence with every count."""
+        formats = " and ".join(f"{count:,} {name}" for name, count in self.formats.items())
+        parts = [
+            f"{self.rows:,} rows ({formats})",
+            f"{len(self.examples):,} sequences",
+            f"{self.trained_tokens:,} of {self.tokens:,} tokens trained",
+        ]
+        if self.truncated:
+            parts.append(f"{self.truncated:,} cut at {self.max_length} tokens")
+        if self.skipped:
+            parts.append(f"{self.skipped:,} left out with nothing to train in {self.max_length} tokens")
+        if self.bad_rows:
+            parts.append(f"{self.bad_rows:,} bad rows skipped")
+        if self.packed:
+            parts.append(f"packed, {self.fill:.0%} full")
+        return ", ".join(parts)
 
 
-def _chat_example(row: dict[str, Any], section: DataSection, tokenizer: PreTrainedTokenizerBase, where: str) -> Example:
-    """A conversation, trained on the assistant's tokens alone."""
-    if "messages" in row and section.format != "prompt_answer":
-        messages = check_messages(row["messages"], where)
-    else:
-        prompt = _text(row, section.prompt_field, where)
-        answer = _text(row, section.answer_field, where)
-        if tokenizer.chat_template is None:
-            return _prompt_answer_example(prompt, answer, tokenizer)
-        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-    if tokenizer.chat_template is None:
-        raise ValueError(f"{where}: the tokenizer has no chat template, which 'messages' need: use prompt and answer")
-    try:
-        encoded: Any = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    except TemplateError as error:
-        raise ValueError(f"{where}: the chat template cannot hold this conversation: {error}") from error
-    tokens, mask = encoded["input_ids"], [bool(trained) for trained in encoded["assistant_masks"]]
-    if not any(mask):
-        raise ValueError(
-            f"{where}: the chat template marks none of the {len(mask)} tokens as the assistant's, so nothing would be "
-            "trained: put {% generation %} ... {% endgeneration %} around the assistant's content in the template"
-        )
-    if all(mask):
-        raise ValueError(
-            f"{where}: the chat template marks all {len(mask)} tokens as the assistant's, so the prompt would be "
-            "trained too: put {% generation %} ... {% endgeneration %} around the assistant's content alone"
-        )
-    return Example(tuple(tokens), tuple(mask), mask.index(True))
+def encoded_rows(
+    source: Source, section: DataSection, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[Row, Encoded | ValueError]]:
+    """Up to ``max_rows`` rows with what they give: with ``bad_rows: skip``, an error too."""
+    encoder = RowEncoder(section, tokenizer)
+    for row in islice(source.rows(), section.max_rows):
+        try:
+            encoded: Encoded | ValueError = encoder.encode(row)
+        except ValueError as error:
+            if section.bad_rows == "stop":
+                raise
+            encoded = error
+        yield row, encoded
 
 
-def _prompt_answer_example(prompt: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> Example:
-    """Without a chat template: the prompt, the answer, and the end of the text."""
-    prompt_tokens: list[int] = tokenizer(prompt)["input_ids"]
-    answer_tokens: list[int] = tokenizer(answer, add_special_tokens=False)["input_ids"]
-    if tokenizer.eos_token_id is not None:
-        answer_tokens = [*answer_tokens, tokenizer.eos_token_id]
-    mask = [False] * len(prompt_tokens) + [True] * len(answer_tokens)
-    return Example(tuple(prompt_tokens + answer_tokens), tuple(mask), len(prompt_tokens))
+def load_dataset(path: str, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """Read, template, tokenize and mask every row of a source; of a hub data set, ``section.split``."""
+    source = open_source(path, section.split)
+    examples: list[Example] = []
+    firsts: list[Example] = []
+    bad: list[ValueError] = []
+    formats: Counter[str] = Counter()
+    mask_sources: Counter[str] = Counter()
+    truncated = skipped = 0
+    for _, encoded in encoded_rows(source, section, tokenizer):
+        if isinstance(encoded, ValueError):
+            bad.append(encoded)
+            continue
+        formats[encoded.format] += 1
+        mask_sources[encoded.mask_source] += 1
+        pairs = [(whole, cut(whole, section.max_length)) for whole in encoded.examples]
+        kept = [short for _, short in pairs if short is not None]
+        truncated += sum(short is not None and len(short.tokens) < len(whole.tokens) for whole, short in pairs)
+        skipped += max(len(pairs), 1) - len(kept)
+        examples += kept
+        firsts += kept[:1]
+    for error in bad[:_NAMED_ROWS]:
+        _LOGGER.warning("skipped: %s", error)
+    if not examples:
+        why = f"; the first of {len(bad)} bad ones: {bad[0]}" if bad else ""
+        raise ValueError(f"{path} holds nothing to train on: no row is left with a trained token in it{why}")
+    return Dataset(
+        examples=tuple(pack(examples, section.max_length) if section.packing else examples),
+        firsts=tuple(firsts),
+        path=path,
+        sha256=_digest(source, section),
+        formats=dict(formats),
+        mask_sources=dict(mask_sources),
+        truncated=truncated,
+        skipped=skipped,
+        bad_rows=len(bad),
+        max_length=section.max_length,
+        packed=section.packing,
+    )
 
 
-def collate(examples: Sequence[Example]) -> Batch:
-    """Pad on the right to the longest."""
-    longest = max(len(example.tokens) for example in examples)
-    tokens = torch.zeros(len(examples), longest, dtype=torch.long)
-    attention_mask = torch.zeros(len(examples), longest, dtype=torch.long)
-    trained = torch.zeros(len(examples), longest, dtype=torch.bool)
-    for row, example in enumerate(examples):
-        length = len(example.tokens)
-        tokens[row, :length] = torch.tensor(example.tokens)
-        attention_mask[row, :length] = 1
-        trained[row, :length] = torch.tensor(example.trained)
-    return Batch(tokens, attention_mask, trained)
+def cut(example: Example, length: int) -> Example | None:
+    """The first ``length`` tokens; None where no answer begins in them."""
+    short = example._replace(tokens=example.tokens[:length], trained=example.trained[:length])
+    return short if any(short.trained) else None
 
 
-def batch_indices(step: int, batch_size: int, dataset_size: int, seed: int) -> list[int]:
-    """Which examples step ``step`` (from 0) trains on: epoch after epoch, each in an order of its own."""
-    chosen: list[int] = []
-    position = step * batch_size
-    while len(chosen) < batch_size:
-        epoch, offset = divmod(position + len(chosen), dataset_size)
-        order = _epoch_order(epoch, dataset_size, seed)
-        chosen += order[offset : offset + batch_size - len(chosen)]
-    return chosen
-
-
-@lru_cache(maxsize=2)
-def _epoch_order(epoch: int, size: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    order: list[int] = torch.randperm(size, generator=generator).tolist()
-    return order
+def _digest(source: Source, section: DataSection) -> str:
+    """What decides the sequences beside the recipe: the rows, and the chat template's file if one is named."""
+    if section.chat_template is None:
+        return source.sha256
+    return hashlib.sha256(source.sha256.encode() + Path(section.chat_template).read_bytes()).hexdigest()
 
 
 def heldout_prompts(examples: Sequence[Example], count: int, prompt_tokens: int, longest: int) -> list[tuple[int, ...]]:

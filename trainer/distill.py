@@ -1,20 +1,21 @@
 """The distillation objective: a small draft learns the target's distribution at every trained token."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter, DraftModelDrafter
 from decoding.loading import check_same_tokenizer, load_model, load_tokenizer
 from decoding.target import CausalLM
-from trainer.data import Batch
+from trainer.batch import Batch
 from trainer.losses import acceptance_rate, chunked_divergence
-from trainer.objective import TermSums
+from trainer.objective import EVERYWHERE_THE_SAME, TermSums
 from trainer.recipe import DraftSection
 
 
@@ -26,14 +27,8 @@ class DistillTraining(nn.Module):
         self.draft = draft
         self._section = section
 
-    def forward(
-        self,
-        target_logits: Float[Tensor, "labels vocab"],
-        tokens: Int[Tensor, "batch positions"],
-        attention_mask: Int[Tensor, "batch positions"],
-        labelled: Int[Tensor, "batch positions"],
-    ) -> TermSums:
-        logits = self.draft(input_ids=tokens, attention_mask=attention_mask, use_cache=False).logits[labelled]
+    def forward(self, target_logits: Float[Tensor, "labels vocab"], batch: Batch) -> TermSums:
+        logits = self.draft(**batch.model_inputs(), use_cache=False).logits[batch.labelled(1)]
         # One family may pad its vocabularies differently; what one side does not know, neither can be scored on.
         shared = min(logits.shape[-1], target_logits.shape[-1])
         logits, target_logits = logits[:, :shared], target_logits[:, :shared]
@@ -45,7 +40,6 @@ class DistillObjective:
     """A draft, its frozen target, and the divergence between them."""
 
     terms: tuple[str, ...] = ("divergence",)
-    weights: tuple[float, ...] = (1.0,)
     hit_name = "acceptance"
 
     def __init__(
@@ -70,17 +64,19 @@ class DistillObjective:
             )
         self.module: DistillTraining = DistillTraining(draft.train(), section)
 
-    def counts(self, batch: Batch) -> Float[Tensor, " terms"]:
-        return batch.trained[:, 1:].sum()[None]
+    def weights(self, step: int) -> tuple[float, ...]:
+        return (1.0,)
 
-    def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        labelled = torch.zeros_like(batch.trained)
-        labelled[:, :-1] = batch.trained[:, 1:]  # position t predicts token t+1
+    def rates(self, step: int) -> Mapping[str, float]:
+        return EVERYWHERE_THE_SAME
+
+    def counts(self, batch: Batch) -> Float[Tensor, " terms"]:
+        return batch.labelled(1).sum()[None]
+
+    def inputs(self, batch: Batch, step: int) -> tuple[Any, ...]:
         with torch.no_grad():
-            logits = self._target.model(
-                input_ids=batch.tokens, attention_mask=batch.attention_mask, use_cache=False
-            ).logits
-        return logits[labelled], batch.tokens, batch.attention_mask, labelled
+            logits = self._target.model(**batch.model_inputs(), use_cache=False).logits
+        return logits[batch.labelled(1)], batch
 
     def _draft_for_decoding(self) -> PreTrainedModel:
         draft: PreTrainedModel = copy.deepcopy(self.module.draft)

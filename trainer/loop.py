@@ -14,11 +14,13 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.checkpoint import Checkpoints, Progress
-from trainer.data import Batch, Example, batch_indices, collate
+from trainer.batch import Batch, Example, batch_indices, collate
+from trainer.checkpoint import Checkpoints, Progress, Saved
+from trainer.distributed import Runner, prepare, whole_parameters
 from trainer.objective import Objective
-from trainer.optimizer import build_optimizers
+from trainer.optimizer import build_optimizers, set_learning_rates
 from trainer.recipe import TrainingSection
+from trainer.state import gather_moments, gather_weights, load_moments, load_weights
 
 
 class Interrupted(Exception):  # not an error: the run was asked to stop, and can go on
@@ -58,66 +60,68 @@ def train(
     Raises `Interrupted` after a SIGTERM (the state is saved first), and ValueError at a loss or a gradient that is
     not finite (the last good checkpoint stays).
     """
+    optimizers = build_optimizers(objective.module, section, objective.rates(0).keys())
+    saved = checkpoints.latest()
+    progress = saved.progress if saved else Progress(0, 0)
+    _check_one_run(accelerator, progress)
+    if saved:
+        load_weights(objective.module, saved.weights)
     objective.module.to(accelerator.device)
-    optimizers = build_optimizers(objective.module, section)
-    progress = checkpoints.load_latest(objective.module, optimizers) or Progress(0, 0)
-    module, *optimizers = accelerator.prepare(objective.module, *optimizers)
+    runner = prepare(accelerator, objective.module, optimizers, section)
+    if saved:
+        load_moments(objective.module, optimizers, saved.moments, runner.engine)
+    del saved
     with _stop_signals() as stop_requested:
         while progress.step < section.steps:
-            _seed_step(section.seed, progress.step, accelerator.process_index)
-            learning_rate = learning_rate_at(progress.step, section)
-            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-                group["lr"] = learning_rate
-            micro_batches = _my_micro_batches(progress.step, examples, section, accelerator)
-            figures, tokens = _optimizer_step(
-                objective, module, optimizers, micro_batches, section, accelerator, progress
-            )
+            figures, tokens = _step(objective, runner, optimizers, examples, section, accelerator, progress)
             progress = Progress(progress.step + 1, progress.tokens + tokens)
             hooks.on_step(progress, figures)
             last = progress.step == section.steps
             stop = _any_process(accelerator, stop_requested())
             if stop or last or progress.step % checkpoint_every == 0:
-                _save(accelerator, checkpoints, objective, optimizers, progress)
+                _save(accelerator, checkpoints, objective, optimizers, runner, progress)
             if stop and not last:
                 raise Interrupted(f"stopped at step {progress.step} of {section.steps}; the state is saved")
             if not last and progress.step % evaluate_every == 0:
-                if accelerator.is_main_process:
-                    hooks.evaluate(progress)
-                accelerator.wait_for_everyone()
+                with whole_parameters(accelerator, objective.module):
+                    if accelerator.is_main_process:
+                        hooks.evaluate(progress)
+                    accelerator.wait_for_everyone()
     return progress
 
 
-def _optimizer_step(
+def _step(
     objective: Objective,
-    module: torch.nn.Module,
+    runner: Runner,
     optimizers: Sequence[Optimizer],
-    micro_batches: Sequence[Batch],
+    examples: Sequence[Example],
     section: TrainingSection,
     accelerator: Accelerator,
     progress: Progress,
 ) -> tuple[dict[str, float], int]:
     """One step over the whole batch: the loss is Σ weight * sum / count with counts over all processes."""
+    step = progress.step
+    _seed_step(section.seed, step, accelerator.process_index)
+    learning_rate = learning_rate_at(step, section)
+    set_learning_rates(optimizers, learning_rate, objective.rates(step))
+    micro_batches = _my_micro_batches(step, examples, section, accelerator)
     counts: Tensor = accelerator.reduce(sum(objective.counts(batch) for batch in micro_batches), "sum")
-    weights = torch.tensor(objective.weights, device=counts.device)
+    weights = torch.tensor(objective.weights(step), device=counts.device)
     scale: Float[Tensor, " terms"] = weights / counts.clamp(min=1)
     sums = torch.zeros(2, len(objective.terms), dtype=_widest(counts.device), device=counts.device)
     for index, batch in enumerate(micro_batches):
-        last = index == len(micro_batches) - 1
-        with contextlib.nullcontext() if last else accelerator.no_sync(module):
-            inputs = objective.inputs(batch)
-            losses, hits = module(*inputs)
+        with runner.accumulating(last=index == len(micro_batches) - 1):
+            losses, hits = runner.module(*objective.inputs(batch, step))
             # Data parallelism averages gradients over processes; the counts are of all of them, so the sum is wanted.
-            accelerator.backward((losses * scale).sum() * accelerator.num_processes)
+            runner.backward((losses * scale).sum() * accelerator.num_processes)
         sums += torch.stack([losses.detach(), hits.detach()])
     sums = accelerator.reduce(sums, "sum") / counts.clamp(min=1)
     loss = float((sums[0] * weights).sum())
     _check_finite("loss", loss, progress)
-    norm = float(accelerator.clip_grad_norm_(module.parameters(), section.max_grad_norm))
+    norm = runner.clip()
     _check_finite("gradient's norm", norm, progress)
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    figures = {"loss": loss, "learning_rate": optimizers[0].param_groups[0]["lr"], "grad_norm": norm}
+    runner.step()
+    figures = {"loss": loss, "learning_rate": learning_rate, "grad_norm": norm}
     for position, term in enumerate(objective.terms):
         figures[f"loss/{term}"] = float(sums[0, position])
         figures[f"{objective.hit_name}/{term}"] = float(sums[1, position])
@@ -148,10 +152,10 @@ def _my_micro_batches(
             f"({section.micro_batch_size}) times {world} processes"
         )
     indices = batch_indices(step, section.batch_size, len(examples), section.seed)[accelerator.process_index :: world]
-    return [
-        collate([examples[index] for index in indices[start : start + section.micro_batch_size]]).to(accelerator.device)
-        for start in range(0, len(indices), section.micro_batch_size)
-    ]
+    shares = (
+        indices[start : start + section.micro_batch_size] for start in range(0, len(indices), section.micro_batch_size)
+    )
+    return [collate([examples[index] for index in share], share).to(accelerator.device) for share in shares]
 
 
 def _seed_step(seed: int, step: int, process: int) -> None:
@@ -164,11 +168,25 @@ def _save(
     checkpoints: Checkpoints,
     objective: Objective,
     optimizers: Sequence[Optimizer],
+    runner: Runner,
     progress: Progress,
 ) -> None:
+    """Gathered by all processes, written by the first."""
+    weights = gather_weights(objective.module, runner.engine)
+    moments = gather_moments(objective.module, optimizers, runner.engine)
     if accelerator.is_main_process:
-        checkpoints.save(objective.module, optimizers, progress)
+        checkpoints.save(Saved(progress, weights, moments))
     accelerator.wait_for_everyone()
+
+
+def _check_one_run(accelerator: Accelerator, progress: Progress) -> None:
+    """All processes must go on from the same step: each reads the checkpoint, and the first alone writes it."""
+    steps = accelerator.gather(torch.tensor([progress.step], device=accelerator.device)).tolist()
+    if len(set(steps)) > 1:
+        raise ValueError(
+            f"the processes find checkpoints of different steps ({', '.join(map(str, steps))}): the recipe's output "
+            "must be a folder that all machines share"
+        )
 
 
 def _any_process(accelerator: Accelerator, flag: bool) -> bool:

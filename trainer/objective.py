@@ -1,13 +1,14 @@
 """What the training loop asks of an objective: batch -> sums of losses, and something to evaluate and save."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from decoding.drafters import Drafter
-from trainer.data import Batch
+from trainer.batch import Batch
 
 
 class TermSums(NamedTuple):
@@ -24,17 +25,25 @@ class Objective(Protocol):
     """
 
     terms: tuple[str, ...]
-    weights: tuple[float, ...]
     hit_name: str
 
     @property
     def module(self) -> nn.Module:
         """What is trained; called with `inputs`, returns `TermSums`."""
 
+    def weights(self, step: int) -> tuple[float, ...]:
+        """Of the terms at a step (from 0)."""
+
+    def rates(self, step: int) -> Mapping[str, float]:
+        """Learning-rate factors at a step, by the beginning of the parameters' names; ``""`` is for all others.
+
+        The keys are the same at every step: they are the optimizer's groups.
+        """
+
     def counts(self, batch: Batch) -> Float[Tensor, " terms"]:
         """How many labels each term has in this batch."""
 
-    def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+    def inputs(self, batch: Batch, step: int) -> tuple[Any, ...]:
         """What the module is called with: runs whatever is frozen, without gradients."""
 
     def drafter(self) -> Drafter | None:
@@ -42,3 +51,7 @@ class Objective(Protocol):
 
     def save(self, folder: Path) -> None:
         """Write what was trained in the form that is used afterwards."""
+
+
+EVERYWHERE_THE_SAME: Mapping[str, float] = {"": 1.0}
+"""The `Objective.rates` of one learning rate for all."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from typer import Option
+from typer import Argument, Option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,3 +75,65 @@ class GenerateOptions(ModelOptions):
     seed: Annotated[int, Option(help="Same seed, same text.")] = 0
     chat: Annotated[bool, Option(help="Use the tokenizer's chat template, if it has one.")] = True
     compare: Annotated[bool, Option(help="Decode again plainly, for the speed-up.")] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegenerateOptions:
+    """`headstart regenerate`."""
+
+    prompts: Annotated[str, Option(help=".jsonl file with a prompt, some turns or a conversation a line.")]
+    output: Annotated[Path, Option(help=".jsonl file of the answers. What stands in it already is not done again.")]
+    target: Annotated[str | None, Option(help="Hub id or folder of the target, to run in this process.")] = None
+    endpoint: Annotated[
+        str | None, Option(help="Instead: address of an OpenAI-compatible server, such as http://localhost:8000/v1.")
+    ] = None
+    model: Annotated[str | None, Option(help="What the endpoint calls the target.")] = None
+    prompt_field: Annotated[str | None, Option(help="Field of the prompt; found by name if not given.")] = None
+    limit: Annotated[int | None, Option(help="How many rows; all if not given.")] = None
+    n: Annotated[int, Option(help="Answers for each prompt.")] = 1
+    temperature: Annotated[float, Option(help="0 is greedy.")] = 0.0
+    top_p: Annotated[float, Option(help="Nucleus sampling; 1 switches it off.")] = 1.0
+    max_new_tokens: Annotated[int, Option(help="Longest answer, in tokens.")] = 256
+    seed: Annotated[int, Option(help="Same seed, same answers.")] = 0
+    keep_truncated: Annotated[
+        bool, Option("--keep-truncated/--drop-truncated", help="Keep answers that are cut off by --max-new-tokens.")
+    ] = True
+    heads: Annotated[str | None, Option(help="Medusa heads of the target, to be faster.")] = None
+    draft: Annotated[str | None, Option(help="Draft model with the target's tokenizer, to be faster.")] = None
+    draft_tokens: Annotated[int, Option(help="Tokens the draft model proposes at a time.")] = 4
+    batch_size: Annotated[int, Option(help="Prompts decoded at a time in this process.")] = 16
+    dtype: Annotated[str, Option(help="bf16, fp16 or fp32, of a target in this process.")] = "bf16"
+    trust_remote_code: Annotated[bool, Option(help="Run code that comes with a hub model.")] = False
+    completions: Annotated[
+        bool, Option("--completions", help="Continue the prompts through the endpoint's /completions; else it chats.")
+    ] = False
+    concurrency: Annotated[int, Option(help="Requests under way at the endpoint.")] = 16
+    retries: Annotated[int, Option(help="How often a request is tried again.")] = 5
+    timeout: Annotated[float, Option(help="Seconds to wait for one answer of the endpoint.")] = 120.0
+    api_key_variable: Annotated[
+        str, Option(help="Environment variable with the endpoint's key; 'none' is sent if it is not set.")
+    ] = "OPENAI_API_KEY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions:
+    """`headstart data inspect`. What is not given is as the recipe says, else as recipes have it by default."""
+
+    source: Annotated[
+        str, Argument(help="A recipe; or a .jsonl or .parquet file, a folder of them, or ORG/NAME on the hub.")
+    ]
+    overrides: Annotated[list[str] | None, Argument(help="section.key=value, over the recipe.")] = None
+    target: Annotated[str | None, Option(help="Hub id or folder of the target: its tokenizer is used.")] = None
+    rows: Annotated[int, Option(min=0, help="How many rows to show; all are counted.")] = 3
+    heldout: Annotated[bool, Option("--heldout", help="The recipe's held-out rows, not those trained on.")] = False
+    split: Annotated[str | None, Option(help="Of a data set on the hub.")] = None
+    format: Annotated[str | None, Option(help="auto, text, messages, sharegpt or prompt_answer.")] = None
+    text_field: Annotated[str | None, Option(help="Field of a plain text.")] = None
+    prompt_field: Annotated[str | None, Option(help="Field of a prompt.")] = None
+    answer_field: Annotated[str | None, Option(help="Field of its answer.")] = None
+    chat_template: Annotated[str | None, Option(help="Jinja file that replaces the tokenizer's chat template.")] = None
+    max_length: Annotated[int | None, Option(help="Longest sequence, in tokens.")] = None
+    max_rows: Annotated[int | None, Option(help="Read only so many rows.")] = None
+    packing: Annotated[bool | None, Option(help="Several short examples in one sequence.")] = None
+    bad_rows: Annotated[str | None, Option(help="stop or skip at a row that cannot be used.")] = None
+    trust_remote_code: Annotated[bool, Option(help="Run code that comes with a hub tokenizer.")] = False

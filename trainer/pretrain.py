@@ -1,16 +1,18 @@
 """The language-modelling objective: a small Llama from nothing, for the embedded default target."""
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
-from trainer.data import Batch
-from trainer.objective import TermSums
+from trainer.batch import Batch
+from trainer.objective import EVERYWHERE_THE_SAME, TermSums
 from trainer.recipe import PretrainSection
 
 
@@ -21,15 +23,10 @@ class LanguageModelTraining(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(
-        self,
-        tokens: Int[Tensor, "batch positions"],
-        attention_mask: Int[Tensor, "batch positions"],
-        trained: Int[Tensor, "batch positions"],
-    ) -> TermSums:
-        logits = self.model(input_ids=tokens, attention_mask=attention_mask, use_cache=False).logits[:, :-1]
-        labelled = trained[:, 1:]
-        logits, labels = logits[labelled], tokens[:, 1:][labelled]
+    def forward(self, batch: Batch) -> TermSums:
+        labelled = batch.labelled(1)
+        logits = self.model(**batch.model_inputs(), use_cache=False).logits[labelled]
+        labels = batch.shifted(1)[labelled]
         loss = nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
         return TermSums(loss[None], (logits.argmax(-1) == labels).sum()[None])
 
@@ -38,7 +35,6 @@ class PretrainObjective:
     """A small Llama with tied embeddings, and the mean cross entropy of its next token."""
 
     terms: tuple[str, ...] = ("next_token",)
-    weights: tuple[float, ...] = (1.0,)
     hit_name = "top1"
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, section: PretrainSection) -> None:
@@ -57,10 +53,16 @@ class PretrainObjective:
         self.module: LanguageModelTraining = LanguageModelTraining(LlamaForCausalLM(config))
 
     def counts(self, batch: Batch) -> Float[Tensor, " terms"]:
-        return batch.trained[:, 1:].sum()[None]
+        return batch.labelled(1).sum()[None]
 
-    def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        return tuple(batch)
+    def weights(self, step: int) -> tuple[float, ...]:
+        return (1.0,)
+
+    def rates(self, step: int) -> Mapping[str, float]:
+        return EVERYWHERE_THE_SAME
+
+    def inputs(self, batch: Batch, step: int) -> tuple[Any, ...]:
+        return (batch,)
 
     def drafter(self) -> Drafter | None:
         return None

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,15 @@ def fingerprint(module: nn.Module) -> str:
 def provenance(
     recipe: AnyRecipe,
     datasets: Sequence[Dataset],
-    target: nn.Module | None,
+    target: str | None,
     steps: int,
     tokens: int,
-    num_processes: int = 1,
+    launch: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Plain JSON values; nothing secret is among them, for a recipe holds no keys."""
+    """Plain JSON values; nothing secret is among them, for a recipe holds no keys.
+
+    ``target`` is the `fingerprint` of its weights, ``launch`` what `trainer.distributed.describe` says.
+    """
     name = getattr(recipe, "target", None)
     if name is not None and Path(name).is_dir():
         name = str(Path(name).resolve())  # never to be taken for a hub id
@@ -46,10 +49,10 @@ def provenance(
         "hardware": hardware(),
         "recipe": recipe.model_dump(mode="json"),
         "data": {dataset.path: {"sha256": dataset.sha256, "rows": dataset.rows} for dataset in datasets},
-        "target": {"name": name, "fingerprint": fingerprint(target)} if target else None,
+        "target": {"name": name, "fingerprint": target} if target else None,
         "steps": steps,
         "tokens": tokens,
-        "num_processes": num_processes,
+        **launch,
     }
 
 

@@ -1,14 +1,11 @@
-"""Typed recipes: what to train, on what, how. Read from YAML, overridden by ``a.b=c``; unknown keys are errors."""
+"""Typed recipes: what to train, on what, how. Defaults stand here and nowhere else; `read_recipe` reads the YAML."""
 
-import difflib
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
-from yaml import YAMLError
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+if TYPE_CHECKING:  # a recipe is read without waiting for torch
+    from trainer.losses import Term
 
 
 class _Section(BaseModel):
@@ -16,17 +13,29 @@ class _Section(BaseModel):
 
 
 class DataSection(_Section):
-    """Rows to train on and to evaluate on: .jsonl files (one JSON object a line)."""
+    """Rows to train on and to evaluate on.
+
+    Each source is a .jsonl or .parquet file, a folder of such files, or a data set on the hub.
+    """
 
     train: str
     heldout: str
-    format: Literal["auto", "text", "messages", "prompt_answer"] = "auto"
+    split: str = "train"
+    """Of a hub data set, to train on."""
+    heldout_split: str = "test"
+    format: Literal["auto", "text", "messages", "sharegpt", "prompt_answer"] = "auto"
     text_field: str = "text"
     prompt_field: str = "prompt"
     answer_field: str = "answer"
+    chat_template: str | None = None
+    """A Jinja file that replaces the tokenizer's chat template."""
     max_length: Annotated[int, Field(ge=8)] = 512
     """Longest sequence in tokens; longer texts are cut into several, longer chats are cut off (and counted)."""
     max_rows: Annotated[int, Field(ge=1)] | None = None
+    packing: bool = False
+    """Several short examples in one sequence, none of which attends to another."""
+    bad_rows: Literal["stop", "skip"] = "stop"
+    """What a row that cannot be read does to the run; skipped ones are named and counted."""
 
 
 class TrainingSection(_Section):
@@ -95,26 +104,119 @@ class _SpeculatorRecipe(_Recipe):
     """Hub id or folder of the target; ``quickstart`` is the embedded default."""
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """The target's."""
+    device_map: Literal["auto"] | None = None
+    """``auto`` spreads a target that fits no single device over all of them, to write features with."""
     trust_remote_code: bool = False
 
 
+class LossSection(_Section):
+    """How much of each loss a head is trained by; targets are the data's tokens, or soft: the target's distribution.
+
+    ``acceptance`` is −log Σ min(p, q), the share of the head's distribution that token rejection would accept.
+    """
+
+    cross_entropy: Annotated[float, Field(ge=0)] = 1.0
+    forward_kl: Annotated[float, Field(ge=0)] = 0.0
+    tvd: Annotated[float, Field(ge=0)] = 0.0
+    acceptance: Annotated[float, Field(ge=0)] = 0.0
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Of the soft targets and of the heads beside them."""
+
+    @model_validator(mode="after")
+    def _something_is_learnt(self) -> "LossSection":
+        if not self.mix:
+            raise ValueError("heads.loss weighs every term 0: give one of them a weight, such as cross_entropy=1")
+        return self
+
+    @property
+    def mix(self) -> "dict[Term, float]":
+        """The terms with a weight."""
+        terms: "tuple[Term, ...]" = ("cross_entropy", "forward_kl", "tvd", "acceptance")
+        return {term: getattr(self, term) for term in terms if getattr(self, term) > 0}
+
+    @property
+    def soft(self) -> bool:
+        """Whether the target's own distribution is needed."""
+        return set(self.mix) != {"cross_entropy"}
+
+
 class HeadsSection(_Section):
-    """Medusa heads: their shape, and the weight of head k in the loss, ``decay ** k``."""
+    """Medusa heads: their shape, their losses, and the weight of head k in the loss."""
 
     num_heads: Annotated[int, Field(ge=1)] = 4
     num_layers: Annotated[int, Field(ge=1)] = 1
-    decay: Annotated[float, Field(gt=0, le=1)] = 0.8
-    tree_nodes: Annotated[int, Field(ge=1)] = 16
-    """Drafted nodes of the tree chosen at the end from the heads' measured accuracies."""
+    """Residual blocks per head, each with weights of its own."""
+    sequential: bool = False
+    """Hydra-style: head k also reads the tokens drafted before its own."""
     shared_lm_head: bool = False
     """Heads of residual blocks alone, which write through the target's own lm_head: far smaller."""
+    init: str | None = None
+    """A folder of heads to start from, such as a Medusa-1 run's final/."""
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Head k weighs ``decay ** k``."""
+    weights: tuple[Annotated[float, Field(ge=0)], ...] | None = None
+    """One weight per head, in place of ``decay``."""
+    schedule: Literal["constant", "sine"] = "constant"
+    """``sine``: the heads' weights rise as sin(step / steps · π/2)."""
+    loss: LossSection = LossSection()
+    tree_nodes: Annotated[int, Field(ge=1)] = 16
+    """Drafted nodes of the tree chosen at the end from the heads' measured accuracies."""
+
+    @model_validator(mode="after")
+    def _weights_are_one_per_head(self) -> "HeadsSection":
+        if self.weights is not None and len(self.weights) != self.num_heads:
+            raise ValueError(f"heads.weights holds {len(self.weights)} numbers for {self.num_heads} heads")
+        return self
+
+
+class AdaptersSection(_Section):
+    """Medusa-2: LoRA adapters on the target, trained jointly with the heads (2401.10774, section 2.2.2)."""
+
+    rank: Annotated[int, Field(ge=1)] = 32
+    alpha: Annotated[float, Field(gt=0)] = 16.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Which linear layers get an adapter, by the end of their names; ``all-linear`` leaves the lm_head out."""
+    heads_first_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps in which the heads alone are trained, before the adapters join."""
+    base_loss: Literal["cross_entropy", "forward_kl"] = "cross_entropy"
+    """Of the target's own next token: on the data, or towards the target as it was (its adapters switched off)."""
+    base_weight: Annotated[float, Field(ge=0)] = 1.0
+    heads_weight: Annotated[float, Field(gt=0)] = 0.2
+    """Over all heads' weights, once the adapters have joined."""
+    heads_rate: Annotated[float, Field(gt=0)] = 4.0
+    """Learning rate of the heads, their biases included, over the adapters'."""
+    gradient_checkpointing: bool = True
+    export: Literal["merged", "adapter"] = "merged"
+    """What final/target holds: the whole target with the adapters merged into it, or the adapters alone."""
+
+
+class FeaturesSection(_Section):
+    """Train from the target's hidden states, written to disk once, instead of running it at every step."""
+
+    folder: str
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Also store the target's best logits of each position, for soft losses without its lm_head; 0: none."""
+    shard_tokens: Annotated[int, Field(ge=1024)] = 262_144
+    keep_target: bool = True
+    """Keep the target beside the heads for the evaluations in between; if not, it is loaded again at the end."""
 
 
 class MedusaRecipe(_SpeculatorRecipe):
-    """Medusa-1: heads on a frozen target."""
+    """Heads on a frozen target (Medusa-1), or with ``adapters`` jointly with the target's LoRA adapters (Medusa-2)."""
 
     kind: Literal["medusa"]
     heads: HeadsSection = HeadsSection()
+    adapters: AdaptersSection | None = None
+    features: FeaturesSection | None = None
+
+    @model_validator(mode="after")
+    def _features_are_of_a_frozen_target(self) -> "MedusaRecipe":
+        if self.adapters is not None and self.features is not None:
+            raise ValueError(
+                "features are the hidden states of a target that stays as it is: give adapters or features"
+            )
+        return self
 
 
 class DraftSection(_Section):
@@ -157,62 +259,3 @@ class PretrainRecipe(_Recipe):
 
 Recipe = Annotated[MedusaRecipe | DraftRecipe | PretrainRecipe, Field(discriminator="kind")]
 AnyRecipe = MedusaRecipe | DraftRecipe | PretrainRecipe
-_ADAPTER: TypeAdapter[AnyRecipe] = TypeAdapter(Recipe)
-
-
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
-    """Read a recipe and apply ``section.key=value`` overrides; every mistake is one sentence in a ValueError."""
-    if not Path(path).is_file():
-        raise ValueError(f"there is no recipe {path}: give a YAML file, such as recipes/quickstart/medusa1.yaml")
-    wrong = [override for override in overrides if "=" not in override]
-    if wrong:
-        raise ValueError(f"override {wrong[0]!r} has no '=': write section.key=value")
-    try:
-        merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
-        missing = sorted(OmegaConf.missing_keys(merged))
-        content = OmegaConf.to_container(merged, resolve=True)
-    except (YAMLError, OmegaConfBaseException, TypeError) as error:  # TypeError: a list where a mapping belongs
-        raise ValueError(f"{path} is not a readable recipe: {' '.join(str(error).split())}") from error
-    recipe = parse_recipe(content, str(path))  # first, so that a misspelt override is said to be one
-    if missing:
-        raise ValueError(f"{path} leaves {', '.join(missing)} to you: give {missing[0]}=... behind the recipe")
-    return recipe
-
-
-def parse_recipe(content: Any, source: str = "recipe") -> AnyRecipe:
-    """A recipe from plain values."""
-    try:
-        return _ADAPTER.validate_python(content)
-    except ValidationError as error:
-        raise ValueError(f"{source}: {_explain(error)}") from None
-
-
-def _explain(error: ValidationError) -> str:
-    """The first mistake, with the value and the nearest valid name."""
-    # A misspelt key may leave its right name missing too: the misspelling is what to say.
-    first = next((each for each in error.errors() if each["type"] == "extra_forbidden"), error.errors()[0])
-    location = [str(part) for part in first["loc"][1:]]  # the first part is the recipe's kind
-    name = ".".join(location)
-    if first["type"] == "extra_forbidden":
-        valid = _valid_keys(str(first["loc"][0]), location[:-1])
-        nearest = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.4)
-        remedy = f"did you mean {nearest[0]!r}?" if nearest else f"valid keys are {', '.join(valid)}"
-        return f"unknown key {name!r}; {remedy}"
-    if first["type"] == "missing":
-        return f"{name!r} is missing"
-    if first["type"].startswith("union_tag"):
-        return "'kind' must be medusa, draft or pretrain"
-    value = first.get("input")
-    shown = f" (got {value!r})" if isinstance(value, str | int | float | bool | None) else ""
-    return f"{name + ': ' if name else ''}{first['msg'].removeprefix('Value error, ')}{shown}"
-
-
-def _valid_keys(kind: str, sections: Sequence[str]) -> list[str]:
-    recipes: dict[str, type[BaseModel]] = {"medusa": MedusaRecipe, "draft": DraftRecipe, "pretrain": PretrainRecipe}
-    model = recipes[kind]
-    for section in sections:
-        annotation = model.model_fields[section].annotation
-        assert isinstance(annotation, type)
-        assert issubclass(annotation, BaseModel)
-        model = annotation
-    return sorted(model.model_fields)

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from decoding.policy import Budget
-from decoding.proposal import Proposal
+from decoding.proposal import Proposal, ProposalKind
 from decoding.sampling import GeneratorSource, SamplingConfig
 from decoding.target import CausalLM
 
@@ -71,6 +71,15 @@ class Drafter(ABC):
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> DraftSession:
         """Start on up to ``rows`` texts of at most ``max_length`` tokens. Refuses a target it does not fit."""
 
+    def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
+        """The kinds of its proposals under these controls: deterministic, unless it says otherwise."""
+        return frozenset({ProposalKind.DETERMINISTIC})
+
+    @property
+    def chains_only(self) -> bool:
+        """Whether all it drafts are chains: none of its budgets has room for more."""
+        return all(budget.nodes == budget.depth + 1 for budget in self.budgets)
+
     @property
     def max_depth(self) -> int:
         """The deepest tree it drafts."""
@@ -104,8 +113,21 @@ class TextDrafter(Drafter):
     def open_text(self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int) -> TextSession:
         """Start on a text of at most ``max_length`` tokens."""
 
+    def check(self, target: CausalLM, rows: int, max_length: int) -> None:
+        """Refuse, before any text begins, what `open_text` could not serve: a target, or so many rows at a time."""
+
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> DraftSession:
+        self.check(target, rows, max_length)
         return _TextByText(self, target, sampling, max_length)
+
+
+def check_static_rows(draft: CausalLM, rows: int, name: str) -> None:
+    """Refuse to draft text by text with a model whose static shapes leave it one cache for all texts."""
+    if draft.is_static and rows > 1:
+        raise ValueError(
+            f"the {name} drafts text by text, and its draft's static shapes serve one text at a time, not {rows}: "
+            "give a batch size of 1, or a draft without static shapes"
+        )
 
 
 class _TextByText:

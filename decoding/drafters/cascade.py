@@ -14,21 +14,33 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from decoding.drafters.base import DraftRequest, TextDrafter, TextSession, TextStart, chain_budgets
-from decoding.drafters.draft_state import DraftState
+from decoding.drafters.base import (
+    DraftRequest,
+    TextDrafter,
+    TextSession,
+    TextStart,
+    chain_budgets,
+    check_static_rows,
+)
+from decoding.drafters.draft_state import DraftState, check_draft
 from decoding.policy import Budget
 from decoding.proposal import Proposal, ProposalKind
 from decoding.sampling import GeneratorSource, SamplingConfig, adjusted_logits, probabilities
 from decoding.target import CausalLM
-from decoding.tree import TokenTree, TreeShape
+from decoding.tree import TokenTree, TreeShape, common_length
 from decoding.verify import Verdict, sampled_verify
+
+_APART = 16
+"""Tokens the draft's cache lacks that are run with the tree; more of them have a pass of their own."""
 
 
 class CascadeDrafter(TextDrafter):
     """Drafts a chain of ``num_draft_tokens`` with a model of the target's own tokenizer, helped by ``inner``.
 
     ``inner`` is best a drafter that costs next to nothing, as prompt lookup. Every text has a cache of its own for the
-    draft, and the texts of a batch are drafted one after the other: a draft with static shapes has only one to give.
+    draft, and the texts of a batch are drafted one after the other: a draft with static shapes, which has only one to
+    give, is refused for more than one text at a time. Where processors forbid every token the draft knows, the chain
+    ends.
     """
 
     name = "cascade"
@@ -48,10 +60,18 @@ class CascadeDrafter(TextDrafter):
     def budgets(self) -> tuple[Budget, ...]:
         return chain_budgets(self.num_draft_tokens)
 
+    def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
+        return frozenset({ProposalKind.DETERMINISTIC if sampling.greedy else ProposalKind.SAMPLED})
+
+    def check(self, target: CausalLM, rows: int, max_length: int) -> None:
+        check_draft(self.draft, target, max_length)
+        check_static_rows(self.draft, rows, self.name)
+        self.inner.check(self.draft, rows, max_length)
+
     def open_text(
         self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int
     ) -> "CascadeSession":
-        state = DraftState(self.draft, target, sampling, rows=1, max_length=max_length)
+        state = DraftState(self.draft, target, sampling, 1, max_length, self.inner.max_nodes)
         state.admit(0, start)
         inner = self.inner.open_text(self.draft, sampling, start, max_length)
         return CascadeSession(self, state, inner, sampling, start.source)
@@ -94,12 +114,15 @@ class CascadeSession:
             verdict, q = self._judge(request.tokens, text[len(request.tokens) :], guess, logits)
             self._keep(text, guess.tree, verdict.path)
             self._inner.observe(guess, logits)
-            text += [*(guess.tree.token_list[node] for node in verdict.path), verdict.token]
+            text += [guess.tree.token_list[node] for node in verdict.path]
             q_rows += q
+            if verdict.token == logits.shape[1]:
+                break
+            text.append(verdict.token)
         tree = TokenTree.chain(text[len(request.tokens) - 1 :], device)
         if self._sampling.greedy:
             return Proposal(tree, ProposalKind.DETERMINISTIC)
-        return Proposal(tree, ProposalKind.SAMPLED, torch.cat(q_rows))
+        return Proposal(tree, ProposalKind.SAMPLED, torch.cat(q_rows)[: len(tree) - 1])
 
     def _guess(self, text: Sequence[int], room: int) -> Proposal:
         """What the inner drafter proposes behind the chain so far; the draft writes one token itself."""
@@ -110,20 +133,20 @@ class CascadeSession:
 
     def _drop_refused(self, tokens: Sequence[int]) -> None:
         """Keep the keys of what became text, its last token left out: that one is run again as the root."""
-        del self._held[len(tokens) - 1 :]
-        while list(tokens[: len(self._held)]) != self._held:
-            self._held.pop()
+        del self._held[common_length(tokens[:-1], self._held) :]
         self._state.cache.truncate(0, len(self._held))
 
     def _run(self, text: Sequence[int], tree: TokenTree) -> Float[Tensor, "nodes vocab"]:
         """Run what the cache lacks of the text, and the tree behind it, in one pass; logits at the tree's nodes."""
         draft, cache = self._drafter.draft, self._state.cache
         lacking = list(text[len(self._held) : -1])
-        if not self._held and lacking:  # the prompt: a prefill spares it a tree's mask
-            draft.prefill([self._known(lacking)], cache)
-            self._held, lacking = lacking, []
+        # The prompt, or what was written in steps it was not asked in: a pass of its own spares it a tree's mask, and
+        # the logits of all its positions.
+        if len(lacking) > (_APART if self._held else 0):
+            draft.append([self._known(lacking)], cache)
+            self._held, lacking = [*self._held, *lacking], []
         block = _behind(lacking, tree)
-        known = TokenTree(torch.tensor(self._known(block.token_list), device=draft.device), block.shape)
+        known = TokenTree.of_list(self._known(block.token_list), block.shape, draft.device)
         return self._state.over_target_vocabulary(draft.verify([known], cache).logits[0, len(lacking) :])
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
@@ -133,7 +156,10 @@ class CascadeSession:
     def _judge(
         self, tokens: Sequence[int], chain: Sequence[int], guess: Proposal, logits: Float[Tensor, "nodes vocab"]
     ) -> tuple[Verdict, list[Float[Tensor, "emitted vocab"]]]:
-        """Which guesses the draft would have written, its own next token, and the q of each of them."""
+        """Which guesses the draft would have written, its own next token, and the q of each of them.
+
+        The next token is ``vocab``, which is none, where q has no mass: processors forbid every token the draft knows.
+        """
         history = None
         if self._sampling.needs_history:
             whole = _behind([tokens[-1], *chain][:-1], guess.tree)
@@ -142,7 +168,7 @@ class CascadeSession:
             best: list[int] = adjusted_logits(logits, self._sampling, history).argmax(-1).tolist()
             return Verdict(*guess.tree.descend(best)), []
         q = probabilities(logits, self._sampling, history)
-        verdict = sampled_verify(guess, q, self._source)
+        verdict = sampled_verify(guess, _or_none(q) if self._sampling.processors else q, self._source)
         return verdict, [q[[0, *verdict.path]]]
 
     def _keep(self, text: Sequence[int], tree: TokenTree, path: Sequence[int]) -> None:
@@ -153,9 +179,13 @@ class CascadeSession:
         self._held = [*text, *(tree.token_list[node] for node in path)]
 
 
+def _or_none(q: Float[Tensor, "nodes vocab"]) -> Float[Tensor, "nodes vocab_and_none"]:
+    """q with one more token, none, which has all the mass of the rows that have no other."""
+    massless = q.isnan().any(-1, keepdim=True)
+    return torch.cat([q.masked_fill(massless, 0), massless.to(q.dtype)], dim=-1)
+
+
 def _behind(line: Sequence[int], tree: TokenTree) -> TokenTree:
     """The tree with a line of tokens before its root."""
     parents = (*range(-1, len(line)), *(parent + len(line) for parent in tree.shape.parents[1:]))
-    whole = TokenTree(torch.tensor([*line, *tree.token_list]), TreeShape(parents))
-    whole.__dict__["token_list"] = [*line, *tree.token_list]
-    return whole
+    return TokenTree.of_list([*line, *tree.token_list], TreeShape(parents))

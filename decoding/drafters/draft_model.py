@@ -8,11 +8,17 @@ import torch
 from torch import Tensor
 
 from decoding.drafters.base import Drafter, DraftRequest, TextStart
-from decoding.drafters.draft_state import DraftState
-from decoding.history import HistoryRows
+from decoding.drafters.draft_state import DraftState, shared_tokens
 from decoding.policy import Budget
 from decoding.proposal import Proposal, ProposalKind
-from decoding.sampling import SamplingConfig, adjusted_logits, draw_without_replacement, inverse_cdf, probabilities
+from decoding.sampling import (
+    HistoryRows,
+    SamplingConfig,
+    adjusted_logits,
+    draw_without_replacement,
+    inverse_cdf,
+    probabilities,
+)
 from decoding.target import CausalLM
 from decoding.tree import TokenTree, TreeShape
 
@@ -22,7 +28,8 @@ class DraftModelDrafter(Drafter):
 
     ``branching[d]`` is how many children each node at depth d gets: ``(1, 1, 1, 1)`` is a chain of four. At
     temperature 0 the children are the draft's best tokens; above it they are drawn from the draft's distribution,
-    for trees without replacement unless ``with_replacement``.
+    without replacement unless ``with_replacement`` (the single children of a chain are drawn alike either way). Where
+    processors forbid every token that the draft knows, it drafts no further.
 
     ``stop_below`` ends a chain after a token that the draft itself gave less probability than this. The token is kept:
     dropping a sampled token for its value would not be lossless, stopping after it is.
@@ -60,10 +67,22 @@ class DraftModelDrafter(Drafter):
         return max(self.branching) == 1
 
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "DraftModelSession":
-        known = min(target.vocab_size, self.draft.vocab_size)
+        known = shared_tokens(self.draft, target)
         if max(self.branching) > known:
             raise ValueError(f"branching is {list(self.branching)} but target and draft share {known} tokens")
-        return DraftModelSession(self, DraftState(self.draft, target, sampling, rows, max_length), sampling)
+        state = DraftState(self.draft, target, sampling, rows, max_length, self.max_nodes)
+        return DraftModelSession(self, state, sampling)
+
+    def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
+        return frozenset({self.kind(sampling)})
+
+    def kind(self, sampling: SamplingConfig) -> ProposalKind:
+        """How the tokens of all its proposals are chosen."""
+        if sampling.greedy:
+            return ProposalKind.DETERMINISTIC
+        if self.is_chain or self.with_replacement:
+            return ProposalKind.SAMPLED
+        return ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
 
     def depth_within(self, request: DraftRequest) -> int:
         """The deepest of its own trees that fits a request."""
@@ -108,6 +127,10 @@ class DraftModelSession:
             if step:
                 logits = self._state.step(columns[-1])
             columns.append(self._choose(texts, columns, logits, [depth > step for depth in depths], q_steps))
+            if self._sampling.processors and not self._sampling.greedy:
+                ended: list[bool] = (columns[-1] == q_steps[-1].shape[1]).tolist()
+                depths = [min(depth, step) if end else depth for depth, end in zip(depths, ended, strict=True)]
+                columns[-1].clamp_(max=q_steps[-1].shape[1] - 1)  # a token that nobody reads
             step += 1
             if self._drafter.stop_below:
                 unsure: list[bool] = self._unsure(logits, columns[-1], q_steps).tolist()
@@ -128,7 +151,10 @@ class DraftModelSession:
         drawing: Sequence[bool],
         q_steps: list[Tensor],
     ) -> Tensor:
-        """The next token of each chain, (rows,): the argmax, or a draw from q, which is appended to ``q_steps``."""
+        """The next token of each chain, (rows,): the argmax, or a draw from q, which is appended to ``q_steps``.
+
+        Where processors forbid every token the draft knows, q is NaN and the draw is ``vocab``, which is no token.
+        """
         history = None
         if self._sampling.needs_history:
             chains: list[list[int]] = torch.stack(list(columns), dim=1).tolist()
@@ -158,6 +184,8 @@ class DraftModelSession:
         run = [0] * len(texts)
         for depth in range(max(depths)):
             if depth:
+                if not any(tree.level for tree in growing):
+                    break
                 run = [len(tree.tokens) - 1 for tree in growing]
                 logits = self._state.run_level([t.tree() for t in growing], [t.level.start for t in growing])
             for row, tree in enumerate(growing):
@@ -173,7 +201,7 @@ class DraftModelSession:
         self._state.remember(trees, run)
         if self._sampling.greedy:
             return [Proposal(tree, ProposalKind.DETERMINISTIC) for tree in trees]
-        kind = ProposalKind.SAMPLED if self._drafter.with_replacement else ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
+        kind = self._drafter.kind(self._sampling)
         return [
             Proposal(tree, kind, torch.cat(rows)) if (rows := growing[row].q) else Proposal.root_only(texts[row][-1])
             for row, tree in enumerate(trees)
@@ -182,13 +210,13 @@ class DraftModelSession:
     def _children(
         self, row: int, logits: Tensor, history: HistoryRows | None, count: int
     ) -> tuple[list[list[int]], Tensor]:
-        """The children of each node of a level in draw order, and the distributions they came from."""
+        """The children of each node of a level in draw order, none where q has no mass; and the q they came from."""
         if self._sampling.greedy:
             return adjusted_logits(logits, self._sampling, history).topk(count).indices.tolist(), logits
         q = probabilities(logits, self._sampling, history)
         source = self._state.sources[row]
         if self._drafter.with_replacement:
-            return [[source.draw(weights) for _ in range(count)] for weights in q], q
+            return [[source.draw(weights) for _ in range(count if weights.sum() > 0 else 0)] for weights in q], q
         return [draw_without_replacement(weights, count, source).tolist() for weights in q], q
 
 

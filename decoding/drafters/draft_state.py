@@ -8,25 +8,43 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from decoding.drafters.base import TextStart
-from decoding.history import History, HistoryRows
-from decoding.sampling import GeneratorSource, SamplingConfig
+from decoding.history import History
+from decoding.sampling import GeneratorSource, HistoryRows, SamplingConfig
 from decoding.target import CausalLM
 from decoding.tree import TokenTree
+
+
+def check_draft(draft: CausalLM, target: CausalLM, max_length: int) -> None:
+    """Refuse a draft whose context is too short, or which writes tokens that the target does not know."""
+    if draft.max_positions is not None and max_length > draft.max_positions:
+        raise ValueError(
+            f"the text may grow to {max_length} tokens but the draft's context holds {draft.max_positions}: "
+            "give a shorter prompt, a lower max_new_tokens, or another draft"
+        )
+    if draft.output_tokens is not None and (largest := int(draft.output_tokens.max())) >= target.vocab_size:
+        raise ValueError(
+            f"the draft's trimmed lm_head writes token {largest} but the target knows 0 to {target.vocab_size - 1}: "
+            "give a draft that was trimmed for this target"
+        )
+
+
+def shared_tokens(draft: CausalLM, target: CausalLM) -> int:
+    """How many of the target's tokens the draft can write."""
+    return min(target.vocab_size, draft.vocab_size if draft.output_tokens is None else len(draft.output_tokens))
 
 
 class DraftState:
     """Between two steps the cache holds each row's text and, behind it, those nodes of its last tree that were run."""
 
-    def __init__(self, draft: CausalLM, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> None:
-        if draft.max_positions is not None and max_length > draft.max_positions:
-            raise ValueError(
-                f"the text may grow to {max_length} tokens but the draft's context holds {draft.max_positions}: "
-                "give a shorter prompt, a lower max_new_tokens, or another draft"
-            )
+    def __init__(
+        self, draft: CausalLM, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int, max_nodes: int
+    ) -> None:
+        """``max_nodes``: how many nodes of a tree may stand in the cache behind a text."""
+        check_draft(draft, target, max_length)
         self.draft = draft
         self._vocab_size = target.vocab_size
         self._sampling = sampling
-        self.cache = draft.new_cache(max_length, rows)
+        self.cache = draft.new_cache(max_length + max_nodes, rows)
         self._lease = self.cache.take()
         self.sources: dict[int, GeneratorSource] = {}
         self._histories: dict[int, History] = {}
@@ -55,7 +73,7 @@ class DraftState:
         self.cache.check(self._lease)
         for slot, text in enumerate(texts):
             self._keep_accepted(slot, text)
-        # A row that has just begun, or was not asked for long, would make every other row as wide as itself.
+        # The prompt of a row that has just begun would make every other row as wide as itself.
         fresh = [slot for slot, text in enumerate(texts) if self._committed[slot] == 0 and len(text) > 1]
         if fresh:
             self.draft.prefill([self._known(texts[slot][:-1]) for slot in fresh], self.cache, fresh)

@@ -10,11 +10,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from decoding.drafters.base import Drafter, DraftRequest, TextStart
-from decoding.drafters.draft_state import DraftState
-from decoding.history import HistoryRows
+from decoding.drafters.draft_state import DraftState, shared_tokens
 from decoding.policy import Budget
 from decoding.proposal import Proposal, ProposalKind
-from decoding.sampling import SamplingConfig, adjusted_logits, probabilities
+from decoding.sampling import HistoryRows, SamplingConfig, adjusted_logits, probabilities
 from decoding.target import CausalLM
 from decoding.tree import TokenTree, TreeShape
 
@@ -47,10 +46,11 @@ class DraftTreeDrafter(Drafter):
         )
 
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "DraftTreeSession":
-        known = min(target.vocab_size, self.draft.vocab_size)
+        known = shared_tokens(self.draft, target)
         if self.width > known:
             raise ValueError(f"width is {self.width} but target and draft share {known} tokens")
-        return DraftTreeSession(self, DraftState(self.draft, target, sampling, rows, max_length), sampling)
+        state = DraftState(self.draft, target, sampling, rows, max_length, 1 + self.width * self.depth)
+        return DraftTreeSession(self, state, sampling)
 
     def _met(self, depth: int) -> int:
         """How many nodes the beam comes across up to a depth, the root included."""
@@ -179,7 +179,4 @@ class _Beam:
     def _tree_of(self, nodes: Sequence[int], device: torch.device | str = "cpu") -> TokenTree:
         place = {node: index for index, node in enumerate(nodes)}
         shape = TreeShape(tuple(place.get(self._parents[node], -1) for node in nodes))
-        tokens = [self._tokens[node] for node in nodes]
-        tree = TokenTree(torch.tensor(tokens, device=device), shape)
-        tree.__dict__["token_list"] = tokens
-        return tree
+        return TokenTree.of_list([self._tokens[node] for node in nodes], shape, device)

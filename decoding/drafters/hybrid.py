@@ -52,6 +52,10 @@ class HybridDrafter(Drafter):
         longer = max(len(first), len(lookup))
         return [(first[min(k, len(first) - 1)], lookup[min(k, len(lookup) - 1)]) for k in range(longer)]
 
+    def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
+        either = self.first.kinds(sampling) | self.lookup.kinds(sampling)
+        return either if either == {ProposalKind.DETERMINISTIC} else either | {ProposalKind.MIXED}
+
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "HybridSession":
         sessions = [drafter.open(target, sampling, rows, max_length) for drafter in (self.first, self.lookup)]
         return HybridSession(self, sessions)

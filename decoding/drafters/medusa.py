@@ -1,7 +1,7 @@
-"""Medusa heads as a drafter: a tree of the heads' best tokens, from the one hidden state that matters."""
+"""Heads as a drafter: a tree of the heads' best tokens, from the one hidden state that matters."""
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 
 import torch
 from jaxtyping import Float
@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from decoding.drafters.base import Drafter, DraftRequest, TextStart
 from decoding.drafters.draft_tree import tree_budgets
+from decoding.drafters.hydra import DynamicGrowth, SequentialHeads, StaticGrowth
+from decoding.drafters.static_tree import StaticTree
 from decoding.heads import MedusaHeads, StackedHeads
 from decoding.plan import best_tree
 from decoding.policy import Budget
@@ -21,9 +23,10 @@ from decoding.tree import TokenTree, TreeShape
 class MedusaDrafter(Drafter):
     """Drafts the tree in the heads' config, or the one given: paths of ranks within each head's best tokens.
 
-    A node at depth d (from 1) holds one of head d-1's tokens. With ``dynamic_nodes`` the tree is another at every
-    step: of so many nodes, the root included, those with the largest product of the heads' probabilities at this
-    position. Both are functions of the context, so proposals are deterministic whatever the temperature.
+    A node at depth d (from 1) holds one of head d-1's tokens: of sequential heads (Hydra), one of the best behind the
+    node's own parents. With ``dynamic_nodes`` the tree is another at every step: of so many nodes, the root included,
+    those with the largest product of the heads' probabilities at this position. Both are functions of the context, so
+    proposals are deterministic whatever the temperature.
     """
 
     name = "medusa"
@@ -31,16 +34,21 @@ class MedusaDrafter(Drafter):
     def __init__(
         self, heads: MedusaHeads, tree: Sequence[Sequence[int]] | None = None, dynamic_nodes: int | None = None
     ) -> None:
-        self.heads = heads.eval()
-        self._stacked = StackedHeads(heads)
         if tree is not None and dynamic_nodes is not None:
             raise ValueError("tree and dynamic_nodes are both given: a tree of fixed shape, or one chosen at each step")
         if dynamic_nodes is not None and dynamic_nodes < 2:
             raise ValueError(f"dynamic_nodes is {dynamic_nodes}, the root included: give at least 2")
+        self.heads = heads.eval()
         self.dynamic_nodes = dynamic_nodes
         self._static = None
         if dynamic_nodes is None:
-            self._static = _StaticTree(heads, tree if tree is not None else heads.config.tree)
+            self._static = StaticTree(heads.config, tree if tree is not None else heads.config.tree)
+        if heads.config.sequential:
+            self.name = "hydra"
+            self._grow = StaticGrowth(self._static) if self._static is not None else DynamicGrowth(self.budgets[-1])
+        else:
+            self._stacked = StackedHeads(heads)
+            self._places = lru_cache(maxsize=None)(_places)
 
     @property
     def budgets(self) -> tuple[Budget, ...]:
@@ -51,22 +59,34 @@ class MedusaDrafter(Drafter):
 
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "MedusaSession":
         self.heads.check_fits(target.hidden_size, target.vocab_size)
+        if self.heads.config.sequential:
+            return MedusaSession(partial(self._grow.propose, heads=SequentialHeads(self.heads, target.model)))
         lm_head: nn.Module | None = None
         if self.heads.config.shared_lm_head:
             lm_head = target.model.get_output_embeddings()
-        return MedusaSession(self, lm_head)
+        return MedusaSession(partial(self._draft, lm_head=lm_head))
 
-    @torch.inference_mode()
-    def draft(self, requests: Sequence[DraftRequest], lm_head: nn.Module | None) -> list[Proposal]:
+    def _draft(self, requests: Sequence[DraftRequest], lm_head: nn.Module | None) -> list[Proposal]:
         """All heads on all rows' hidden states at once."""
         deepest = min(self.max_depth, max(request.max_depth for request in requests))
-        if deepest == 0:
-            return [Proposal.root_only(request.tokens[-1], request.hidden.device) for request in requests]
         hidden = torch.stack([request.hidden for request in requests])
         logits = self._stacked(hidden, deepest, lm_head)
         if self._static is not None:
-            return self._static.propose(requests, logits)
+            return self._propose_static(self._static, requests, logits)
         return self._propose_dynamic(requests, logits)
+
+    def _propose_static(
+        self, tree: StaticTree, requests: Sequence[DraftRequest], logits: Float[Tensor, "heads rows vocab"]
+    ) -> list[Proposal]:
+        best = logits.topk(tree.ranks).indices
+        proposals = []
+        for row, request in enumerate(requests):
+            shape, ranks = tree.cut(request.max_depth, request.max_nodes)
+            heads_of, ranks_of = self._places(shape, ranks, best.device)
+            root = torch.tensor([request.tokens[-1]]).to(best.device, non_blocking=True)
+            tokens = torch.cat([root, best[heads_of, row, ranks_of]])
+            proposals.append(Proposal(TokenTree(tokens, shape), ProposalKind.DETERMINISTIC))
+        return proposals
 
     def _propose_dynamic(
         self, requests: Sequence[DraftRequest], logits: Float[Tensor, "heads rows vocab"]
@@ -86,74 +106,22 @@ class MedusaDrafter(Drafter):
                 continue
             shape, rank_of = TreeShape.from_paths(best_tree(row_shares[: request.max_depth], nodes - 1))
             drafted = [int(row_tokens[depth - 1][rank]) for depth, rank in zip(shape.depths[1:], rank_of, strict=True)]
-            tree = TokenTree(torch.tensor([root, *drafted], device=logits.device), shape)
-            tree.__dict__["token_list"] = [root, *drafted]
+            tree = TokenTree.of_list([root, *drafted], shape, logits.device)
             proposals.append(Proposal(tree, ProposalKind.DETERMINISTIC))
         return proposals
 
 
-class _StaticTree:
-    """A tree of fixed shape and its cuts: to a depth, and to the nodes that only the best ``width`` ranks lead to."""
-
-    def __init__(self, heads: MedusaHeads, paths: Sequence[Sequence[int]]) -> None:
-        shape, ranks = TreeShape.from_paths(paths)
-        if shape.max_depth > heads.config.num_heads:
-            raise ValueError(
-                f"the tree is {shape.max_depth} deep but there are {heads.config.num_heads} heads: shorten its paths"
-            )
-        if shape.max_depth < 1:
-            raise ValueError("the tree is empty: give it at least the path [0]")
-        if max(ranks) >= heads.config.vocab_size:
-            raise ValueError(f"the tree asks for rank {max(ranks)} but the heads know {heads.config.vocab_size} tokens")
-        self._device = next(heads.parameters()).device
-        self._shape = shape
-        self._ranks = (0, *ranks)
-        widest = [0]  # of each node, the largest rank on the way to it
-        for node, parent in enumerate(shape.parents[1:], start=1):
-            widest.append(max(widest[parent], self._ranks[node]))
-        self._widest = tuple(widest)
-        self._cuts = lru_cache(maxsize=None)(self._cut)
-        self.budgets = self._sizes()
-
-    def _sizes(self) -> tuple[Budget, ...]:
-        """The tree to every depth, its best chain to every depth, and the whole depth with 2, 4, 8, ... ranks."""
-        deepest, widths = self._shape.max_depth, [1]
-        while 2 * widths[-1] <= max(self._ranks):
-            widths.append(2 * widths[-1])
-        cuts = [self._nodes(depth, width) for depth in range(1, deepest + 1) for width in (1, max(self._ranks) + 1)]
-        cuts += [self._nodes(deepest, width) for width in widths]
-        # By size: a deeper draft costs one more head, a larger one a wider target pass.
-        sizes = {(len(nodes), max(self._shape.depths[node] for node in nodes)) for nodes in cuts}
-        return tuple(Budget(depth, nodes) for nodes, depth in sorted(sizes) if nodes > 1)
-
-    def _nodes(self, depth: int, width: int) -> tuple[int, ...]:
-        return tuple(node for node in self._shape.nodes_up_to(depth) if self._widest[node] < width)
-
-    def _cut(self, depth: int, nodes: int) -> tuple[TreeShape, Tensor, Tensor]:
-        """The widest cut within bounds, and each drafted node's head and rank. Cutting never looks at values."""
-        fitting = [cut for width in range(1, max(self._ranks) + 2) if len(cut := self._nodes(depth, width)) <= nodes]
-        kept = fitting[-1] if fitting else self._nodes(depth, 1)[: max(nodes, 1)]
-        heads = torch.tensor([self._shape.depths[node] - 1 for node in kept[1:]], dtype=torch.long, device=self._device)
-        ranks = torch.tensor([self._ranks[node] for node in kept[1:]], dtype=torch.long, device=self._device)
-        return self._shape.keep(kept), heads, ranks
-
-    def propose(self, requests: Sequence[DraftRequest], logits: Float[Tensor, "heads rows vocab"]) -> list[Proposal]:
-        best = logits.topk(max(self._ranks) + 1).indices
-        proposals = []
-        for row, request in enumerate(requests):
-            shape, heads, ranks = self._cuts(request.max_depth, request.max_nodes)
-            root = torch.tensor([request.tokens[-1]]).to(best.device, non_blocking=True)
-            tree = TokenTree(torch.cat([root, best[heads, row, ranks]]), shape)
-            proposals.append(Proposal(tree, ProposalKind.DETERMINISTIC))
-        return proposals
+def _places(shape: TreeShape, ranks: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Each drafted node's head and rank, (nodes - 1,) each."""
+    heads = torch.tensor([depth - 1 for depth in shape.depths[1:]], dtype=torch.long, device=device)
+    return heads, torch.tensor(ranks, dtype=torch.long, device=device)
 
 
 class MedusaSession:
     """The heads keep no state between steps."""
 
-    def __init__(self, drafter: MedusaDrafter, lm_head: nn.Module | None) -> None:
-        self._drafter = drafter
-        self._lm_head = lm_head
+    def __init__(self, draft: Callable[[Sequence[DraftRequest]], list[Proposal]]) -> None:
+        self._draft = draft
 
     def admit(self, slot: int, start: TextStart) -> None:
         """Nothing to keep."""
@@ -164,5 +132,8 @@ class MedusaSession:
     def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
         """Nothing to learn."""
 
+    @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        return self._drafter.draft(requests, self._lm_head)
+        if not any(request.max_depth for request in requests):
+            return [Proposal.root_only(request.tokens[-1], request.hidden.device) for request in requests]
+        return self._draft(requests)

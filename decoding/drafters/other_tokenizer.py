@@ -11,12 +11,12 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from decoding.drafters.base import DraftRequest, TextDrafter, TextStart, chain_budgets
+from decoding.drafters.base import DraftRequest, TextDrafter, TextStart, chain_budgets, check_static_rows
 from decoding.policy import Budget
 from decoding.proposal import Proposal, ProposalKind
 from decoding.sampling import SamplingConfig
 from decoding.target import CausalLM
-from decoding.tree import TokenTree
+from decoding.tree import TokenTree, common_length
 
 _LOOKBEHIND = 10
 """Tokens before the new ones that are translated with them, so that they are split as they would be in the text."""
@@ -64,6 +64,9 @@ class OtherTokenizerDrafter(TextDrafter):
     def budgets(self) -> tuple[Budget, ...]:
         return chain_budgets(self.num_draft_tokens)
 
+    def check(self, target: CausalLM, rows: int, max_length: int) -> None:
+        check_static_rows(self.draft, rows, self.name)
+
     def open_text(
         self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int
     ) -> "OtherTokenizerSession":
@@ -107,11 +110,7 @@ class OtherTokenizerSession:
 
     def _continue(self, own: list[int]) -> list[int]:
         """Greedy, up to the end of a text; what the cache holds of the tokens is not run again."""
-        common = 0
-        for held, wanted in zip(self._held, own[:-1], strict=False):
-            if held != wanted:
-                break
-            common += 1
+        common = common_length(self._held, own[:-1])
         self._cache.truncate(0, common)
         columns = [self._best(self._draft.append([own[common:]], self._cache).logits)]
         for _ in range(self._drafter.num_draft_tokens - 1):

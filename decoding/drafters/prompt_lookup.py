@@ -16,6 +16,7 @@ from decoding.policy import Budget
 from decoding.proposal import Proposal, ProposalKind
 from decoding.sampling import SamplingConfig
 from decoding.target import CausalLM
+from decoding.tree import common_length
 
 
 class PromptLookupDrafter(TextDrafter):
@@ -95,7 +96,8 @@ class PromptLookupSession:
 
     def _follow(self, tokens: Sequence[int]) -> None:
         """Bring the index from the text it knows to this one, a token at a time."""
-        while list(tokens[: len(self._indexed)]) != self._indexed:
+        common = common_length(tokens, self._indexed)
+        while len(self._indexed) > common:
             for ngram in self._ngrams_at_end():
                 self._ends[ngram].pop()
             self._indexed.pop()

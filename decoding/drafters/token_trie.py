@@ -43,9 +43,4 @@ class TokenTrie:
 
     def tree(self, device: torch.device | str = "cpu") -> TokenTree:
         """The tree so far, its nodes in the order they were added."""
-        shape = TreeShape(tuple(self._parents))
-        if shape.is_chain:
-            return TokenTree.chain(self._tokens, device)
-        tree = TokenTree(torch.tensor(self._tokens, device=device), shape)
-        tree.__dict__["token_list"] = list(self._tokens)  # known here, so nobody need fetch it from the device
-        return tree
+        return TokenTree.of_list(self._tokens, TreeShape(tuple(self._parents)), device)

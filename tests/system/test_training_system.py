@@ -1,24 +1,36 @@
 """Whole training runs as a user starts them: launched, killed, resumed, distributed, tracked, and then decoded with."""
 
-import json
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import yaml
+from runs import (
+    DEADLINE,
+    DIRECT,
+    ONE_PROCESS,
+    STEPS,
+    TWO_PROCESSES,
+    checkpoint_steps,
+    finish,
+    kill_group,
+    losses,
+    metrics,
+    provenance,
+    run,
+    running,
+    steps_done,
+    wait_until,
+    write_recipe,
+    write_workshop,
+)
 from safetensors.torch import load_file
-from tiny_models import counting_model, tiny_model
-from tiny_training import recipe_content, tiny_tokenizer, write_rows
+from tiny_models import tiny_model
+from tiny_training import tiny_tokenizer, write_rows
 
 from decoding.drafters import DraftModelDrafter, MedusaDrafter
 from decoding.generate import DecodingConfig, decode
@@ -27,118 +39,10 @@ from decoding.target import CausalLM
 
 pytestmark = pytest.mark.system
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = str(ROOT / "scripts" / "train.py")
-ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
-ONE_PROCESS = [*ACCELERATE, "--config_file", str(ROOT / "recipes" / "accelerate" / "cpu.yaml"), SCRIPT]
-TWO_PROCESSES = [*ACCELERATE, "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
-TWO_PROCESSES += ["--dynamo_backend", "no", "--main_process_port", "0", SCRIPT]
-DIRECT = [sys.executable, SCRIPT]
-DEADLINE = 120.0
-STEPS = 40
-
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target that counts (after a comes b), its tokenizer, and texts such as it writes."""
-    folder = tmp_path_factory.mktemp("workshop")
-    counting_model().save_pretrained(folder / "target")
-    tiny_tokenizer().save_pretrained(folder / "target")
-    letters = [" ".join("abcdefghijkl"[start : start + 9 + start % 2]) for start in range(3)]
-    write_rows(folder / "train.jsonl", [{"text": text} for text in letters * 5])
-    write_rows(folder / "heldout.jsonl", [{"text": "a b c d e f g h"}, {"text": "b c d e f g h i"}])
-    return folder
-
-
-def write_recipe(workshop: Path, kind: str, output: Path, **training: Any) -> str:
-    content = recipe_content(workshop, kind, **{"steps": STEPS, "learning_rate": 3e-2, **training})
-    content |= {"output": str(output), "checkpoint": {"every": 5, "keep": 2}}
-    content["evaluation"] |= {"prompt_tokens": 2}
-    if kind == "medusa":
-        content["heads"] = {"num_heads": 3}
-    path = output.with_suffix(".yaml")
-    path.write_text(yaml.safe_dump(content))
-    return str(path)
-
-
-def environment(**changes: str | None) -> dict[str, str]:
-    """One thread a process, the CPU only, no network, no keys."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB_", "HF_", "ACCELERATE_"))}
-    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", **changes}
-    return {**env, **{key: value for key, value in settings.items() if value is not None}}
-
-
-def finish(command: list[str], cwd: Path, **changes: str | None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, cwd=cwd, env=environment(**changes), capture_output=True, text=True, timeout=DEADLINE, check=False
-    )
-
-
-def run(command: list[str], cwd: Path, **changes: str | None) -> str:
-    """Run to a good end; returns what was said."""
-    done = finish(command, cwd, **changes)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout + done.stderr
-
-
-@contextmanager
-def running(command: list[str], cwd: Path) -> Iterator[subprocess.Popen[str]]:
-    """A run in a process group of its own, of which nothing is left afterwards."""
-    process = subprocess.Popen(
-        command, cwd=cwd, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        kill_group(process)
-        if process.stderr:
-            process.stderr.close()
-
-
-def kill_group(process: subprocess.Popen[str]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert process.poll() is None, f"it ended with {process.returncode}: {process.communicate()[1][-3000:]}"
-        assert time.monotonic() < deadline, "it took too long"
-        time.sleep(0.002)
-
-
-def metrics(output: Path) -> list[dict[str, Any]]:
-    """The whole lines of a run's metrics so far."""
-    file = output / "metrics.jsonl"
-    if not file.is_file():
-        return []
-    text = file.read_text()
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-
-
-def losses(output: Path) -> dict[int, float]:
-    """Each step's loss; a step that was done twice, before a kill and after it, must have had the same."""
-    found: dict[int, float] = {}
-    for line in metrics(output):
-        if "loss" in line:
-            assert found.setdefault(line["step"], line["loss"]) == line["loss"]
-    return found
-
-
-def steps_done(output: Path) -> int:
-    return max((line["step"] for line in metrics(output)), default=0)
-
-
-def checkpoint_steps(output: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in (output / "checkpoints").glob("step-*"))
-
-
-def provenance(output: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((output / "final" / "provenance.json").read_text())
-    return content
+    return write_workshop(tmp_path_factory.mktemp("workshop"))
 
 
 def target_of(workshop: Path) -> CausalLM:

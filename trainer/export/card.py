@@ -36,6 +36,8 @@ class Artefact:
     layers: int
     heads: int = 0
     tree_nodes: int = 0
+    shared_lm_head: bool = False
+    sequential: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def read_json_object(path: Path, remedy: str) -> dict[str, Any]:
 def render_card(artefact: Artefact, provenance: Provenance | None, measured: Measured | None) -> str:
     """The card's text: YAML front matter for the Hub, then Markdown. It states plainly what is not known."""
     target = provenance.target if provenance else _UNKNOWN_TARGET
-    kind = "draft-model" if artefact.format == "draft" else "medusa"
+    kind = "draft-model" if artefact.format == "draft" else "hydra" if artefact.sequential else "medusa"
     front_matter = ModelCardData(
         library_name=_LIBRARIES[artefact.format],
         base_model=target if is_hub_id(target) else None,

@@ -33,6 +33,8 @@ def describe_heads(heads: MedusaHeads, format: str) -> Artefact:
         heads=config.num_heads,
         layers=config.num_layers,
         tree_nodes=len(config.tree),
+        shared_lm_head=config.shared_lm_head,
+        sequential=config.sequential,
     )
 
 

@@ -49,6 +49,11 @@ def write(source: Path, folder: Path) -> tuple[Artefact, str]:
     Returns what the card says about them, and a sentence on what was compared.
     """
     heads = read_trained_heads(source)
+    if heads.config.sequential:
+        raise ValueError(
+            f"the heads in {source} read one another's tokens, which vLLM's Medusa heads do not: "
+            "give format headstart, or train heads with heads.sequential=false"
+        )
     if heads.config.shared_lm_head:
         raise ValueError(
             f"the heads in {source} share the target's lm_head, a copy of which vLLM wants in their file: "

@@ -1,0 +1,62 @@
+"""A tree of heads' tokens whose shape is the same at every step, and the parts of it that fit a smaller budget."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from decoding.heads import MedusaConfig
+from decoding.policy import Budget
+from decoding.tree import TreeShape
+
+
+class StaticTree:
+    """A tree of ranks and its cuts: to a depth, and to the nodes that only the best ``width`` ranks lead to.
+
+    Cutting never looks at the tokens' values.
+    """
+
+    def __init__(self, config: MedusaConfig, paths: Sequence[Sequence[int]]) -> None:
+        shape, ranks = TreeShape.from_paths(paths)
+        if shape.max_depth > config.num_heads:
+            raise ValueError(
+                f"the tree is {shape.max_depth} deep but there are {config.num_heads} heads: shorten its paths"
+            )
+        if shape.max_depth < 1:
+            raise ValueError("the tree is empty: give it at least the path [0]")
+        if max(ranks) >= config.vocab_size:
+            raise ValueError(f"the tree asks for rank {max(ranks)} but the heads know {config.vocab_size} tokens")
+        self._shape = shape
+        self._ranks = (0, *ranks)
+        widest = [0]  # of each node, the largest rank on the way to it
+        for node, parent in enumerate(shape.parents[1:], start=1):
+            widest.append(max(widest[parent], self._ranks[node]))
+        self._widest = tuple(widest)
+        self._cuts = lru_cache(maxsize=None)(self._cut)
+        self.budgets = self._sizes()
+
+    def cut(self, depth: int, nodes: int) -> tuple[TreeShape, tuple[int, ...]]:
+        """The widest part within bounds, and each drafted node's rank among its parent's best tokens."""
+        return self._cuts(min(depth, self._shape.max_depth), min(nodes, len(self._shape)))
+
+    @property
+    def ranks(self) -> int:
+        """How many of a head's best tokens stand in it."""
+        return max(self._ranks) + 1
+
+    def _sizes(self) -> tuple[Budget, ...]:
+        """The tree to every depth, its best chain to every depth, and the whole depth with 2, 4, 8, ... ranks."""
+        deepest, widths = self._shape.max_depth, [1]
+        while 2 * widths[-1] <= max(self._ranks):
+            widths.append(2 * widths[-1])
+        cuts = [self._nodes(depth, width) for depth in range(1, deepest + 1) for width in (1, max(self._ranks) + 1)]
+        cuts += [self._nodes(deepest, width) for width in widths]
+        # By size: a deeper draft costs one more head, a larger one a wider target pass.
+        sizes = {(len(nodes), max(self._shape.depths[node] for node in nodes)) for nodes in cuts}
+        return tuple(Budget(depth, nodes) for nodes, depth in sorted(sizes) if nodes > 1)
+
+    def _nodes(self, depth: int, width: int) -> tuple[int, ...]:
+        return tuple(node for node in self._shape.nodes_up_to(depth) if self._widest[node] < width)
+
+    def _cut(self, depth: int, nodes: int) -> tuple[TreeShape, tuple[int, ...]]:
+        fitting = [cut for width in range(1, max(self._ranks) + 2) if len(cut := self._nodes(depth, width)) <= nodes]
+        kept = fitting[-1] if fitting else self._nodes(depth, 1)[: max(nodes, 1)]
+        return self._shape.keep(kept), tuple(self._ranks[node] for node in kept[1:])

@@ -1,0 +1,85 @@
+"""A server on the loopback that speaks as much of OpenAI's protocol as a test's script says."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Reply = tuple[int, Any]
+"""HTTP status, and what is sent as JSON, or as it is if it is text."""
+
+
+@dataclass
+class Request:
+    path: str
+    key: str
+    body: dict[str, Any]
+
+
+@dataclass
+class Endpoint:
+    address: str = ""
+    requests: list[Request] = field(default_factory=list)
+
+
+def chat(text: str | None, finish_reason: str = "stop", tokens: int = 3) -> Reply:
+    """A chat completion."""
+    choice = {"index": 0, "finish_reason": finish_reason, "message": {"role": "assistant", "content": text}}
+    return 200, {**_COMMON, "object": "chat.completion", "choices": [choice], "usage": _usage(tokens)}
+
+
+def completion(text: str, tokens: int = 3) -> Reply:
+    """A text completion."""
+    choice = {"index": 0, "finish_reason": "stop", "text": text}
+    return 200, {**_COMMON, "object": "text_completion", "choices": [choice], "usage": _usage(tokens)}
+
+
+_COMMON: dict[str, Any] = {"id": "1", "created": 0, "model": "tiny"}
+
+
+def _usage(tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": 1, "completion_tokens": tokens, "total_tokens": tokens + 1}
+
+
+@contextmanager
+def serve(script: Callable[[Request], Reply]) -> Iterator[Endpoint]:
+    """Answer each request as the script says. Whoever comes back after an error need not wait for long."""
+    endpoint = Endpoint()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            request = Request(self.path, self.headers["Authorization"].removeprefix("Bearer "), body)
+            endpoint.requests.append(request)
+            status, content = script(request)
+            encoded = (content if isinstance(content, str) else json.dumps(content)).encode()
+            try:
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(encoded)))
+                self.send_header("Retry-After-Ms", "1")
+                self.end_headers()
+                self.wfile.write(encoded)
+            except ConnectionError:  # a client that lost its patience
+                self.close_connection = True
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    endpoint.address = f"http://127.0.0.1:{server.server_port}/v1"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield endpoint
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,0 +1,128 @@
+"""Trains small heads as whatever launcher runs this file.
+
+Usage: launched_heads.py FOLDER first|second. The first time: a run to its end in FOLDER/straight, two steps of the run
+in FOLDER/chain if there is one, and a run in FOLDER/killed that kills itself after a step that no checkpoint holds;
+the second time: that run to its end.
+"""
+
+import json
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from tiny_models import tiny_model
+from tiny_training import Recorder, toy_examples
+
+import trainer.loop
+from decoding.generate import DecodingConfig, decode
+from decoding.target import CausalLM
+from trainer.checkpoint import Checkpoints, Progress
+from trainer.distributed import Runner, build_accelerator, describe, prepare, whole_parameters
+from trainer.hidden import OnlineTarget
+from trainer.loop import Hooks, Interrupted, train
+from trainer.medusa import MedusaObjective
+from trainer.recipe import HeadsSection, TrainingSection
+
+STEPS = 8
+SETTINGS: dict[str, Any] = {"batch_size": 8, "micro_batch_size": 2, "mixed_precision": "no", "learning_rate": 1e-2}
+SECTION = TrainingSection(steps=STEPS, **SETTINGS)
+EXAMPLES = toy_examples(12, vocab=15)  # an odd vocabulary: no tensor of the heads divides into equal parts by luck
+
+
+WRAPPERS: list[str] = []
+
+
+def noting_prepare(*args: Any) -> Runner:
+    """What the loop does, noting the class of what it trains through."""
+    runner = prepare(*args)
+    WRAPPERS.append(type(runner.module).__name__)
+    return runner
+
+
+trainer.loop.prepare = noting_prepare
+
+
+def target() -> CausalLM:
+    return CausalLM(tiny_model("llama", vocab=15))
+
+
+def heads_objective(seed: int) -> MedusaObjective:
+    """Three heads that start from noise, another for each seed, on the same target."""
+    objective = MedusaObjective(OnlineTarget(target()), HeadsSection(num_heads=3), STEPS, torch.float32)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in objective.module.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return objective
+
+
+def run(folder: Path, accelerator: Accelerator, recorder: Recorder, seed: int = 0) -> MedusaObjective:
+    """Train in ``folder``, decoding with the heads at steps 3 and 6 as an evaluation does."""
+    accelerator.free_memory()  # which of the run before it is done with
+    objective = heads_objective(seed)
+
+    def evaluate(progress: Progress) -> None:
+        drafted = decode(target(), objective.drafter(), [1, 2, 3], DecodingConfig(max_new_tokens=6))
+        assert drafted.tokens == decode(target(), None, [1, 2, 3], DecodingConfig(max_new_tokens=6)).tokens
+        recorder.evaluated.append(progress.step)
+
+    hooks = Hooks(recorder.hooks().on_step, evaluate)
+    train(objective, EXAMPLES, SECTION, accelerator, Checkpoints(folder, 2, {}), 2, 3, hooks)
+    return objective
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def note(folder: Path, recorder: Recorder, accelerator: Accelerator, **more: Any) -> None:
+    if accelerator.is_main_process:
+        content = {"figures": recorder.figures, "evaluated": recorder.evaluated, **describe(accelerator), **more}
+        (folder / "figures.json").write_text(json.dumps(content))
+
+
+def save(folder: Path, objective: MedusaObjective, accelerator: Accelerator) -> None:
+    with whole_parameters(accelerator, objective.module):
+        if accelerator.is_main_process:
+            objective.save(folder / "heads")
+        accelerator.wait_for_everyone()
+
+
+def first(folder: Path, accelerator: Accelerator) -> None:
+    straight = Recorder()
+    objective = run(folder / "straight", accelerator, straight)
+    save(folder / "straight", objective, accelerator)
+    note(folder / "straight", straight, accelerator, wrapper=WRAPPERS[-1])
+    if (folder / "chain").exists():
+        chained = Recorder()
+        begun = max(int(path.name.removeprefix("step-")) for path in (folder / "chain").glob("step-*"))
+        chained.actions[begun + 2] = interrupt
+        with suppress(Interrupted):
+            run(folder / "chain", accelerator, chained, seed=1)
+        note(folder / "chain", chained, accelerator)
+    killed = Recorder()
+    killed.actions[5] = kill
+    run(folder / "killed", accelerator, killed)
+
+
+def second(folder: Path, accelerator: Accelerator) -> None:
+    resumed = Recorder()
+    save(folder / "killed", run(folder / "killed", accelerator, resumed, seed=2), accelerator)
+    note(folder / "killed", resumed, accelerator)
+
+
+if __name__ == "__main__":
+    accelerator = build_accelerator(SECTION)
+    {"first": first, "second": second}[sys.argv[2]](Path(sys.argv[1]), accelerator)
+    accelerator.end_training()
+    AcceleratorState._reset_state(True)

@@ -1,0 +1,128 @@
+"""What the tests of whole runs share: a small workshop, launching, and reading what a run wrote."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tiny_models import counting_model
+from tiny_training import recipe_content, tiny_tokenizer, write_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = str(ROOT / "scripts" / "train.py")
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
+ONE_PROCESS = [*ACCELERATE, "--config_file", str(ROOT / "recipes" / "accelerate" / "cpu.yaml"), SCRIPT]
+TWO_PROCESSES = [*ACCELERATE, "--config_file", str(ROOT / "recipes" / "accelerate" / "ddp.yaml")]
+TWO_PROCESSES += ["--main_process_port", "0", SCRIPT]
+DIRECT = [sys.executable, SCRIPT]
+DEADLINE = 120.0
+STEPS = 40
+
+
+def write_workshop(folder: Path) -> Path:
+    """A target that counts (after a comes b), its tokenizer, and texts such as it writes."""
+    counting_model().save_pretrained(folder / "target")
+    tiny_tokenizer().save_pretrained(folder / "target")
+    letters = [" ".join("abcdefghijkl"[start : start + 9 + start % 2]) for start in range(3)]
+    write_rows(folder / "train.jsonl", [{"text": text} for text in letters * 5])
+    write_rows(folder / "heldout.jsonl", [{"text": "a b c d e f g h"}, {"text": "b c d e f g h i"}])
+    return folder
+
+
+def write_recipe(workshop: Path, kind: str, output: Path, every: int = 5, **training: Any) -> str:
+    """A recipe in the workshop, with a checkpoint ``every`` so many steps; returns its path."""
+    content = recipe_content(workshop, kind, **{"steps": STEPS, "learning_rate": 3e-2, **training})
+    content |= {"output": str(output), "checkpoint": {"every": every, "keep": 2}}
+    content["evaluation"] |= {"prompt_tokens": 2}
+    if kind == "medusa":
+        content["heads"] = {"num_heads": 3}
+    path = output.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+def environment(**changes: str | None) -> dict[str, str]:
+    """One thread a process, the CPU only, no network, no keys."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB_", "HF_", "ACCELERATE_"))}
+    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", **changes}
+    return {**env, **{key: value for key, value in settings.items() if value is not None}}
+
+
+def finish(command: list[str], cwd: Path, **changes: str | None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=cwd, env=environment(**changes), capture_output=True, text=True, timeout=DEADLINE, check=False
+    )
+
+
+def run(command: list[str], cwd: Path, **changes: str | None) -> str:
+    """Run to a good end; returns what was said."""
+    done = finish(command, cwd, **changes)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+@contextmanager
+def running(command: list[str], cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run in a process group of its own, of which nothing is left afterwards."""
+    process = subprocess.Popen(
+        command, cwd=cwd, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        kill_group(process)
+        if process.stderr:
+            process.stderr.close()
+
+
+def kill_group(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert process.poll() is None, f"it ended with {process.returncode}: {process.communicate()[1][-3000:]}"
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.002)
+
+
+def metrics(output: Path) -> list[dict[str, Any]]:
+    """The whole lines of a run's metrics so far."""
+    file = output / "metrics.jsonl"
+    if not file.is_file():
+        return []
+    text = file.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def losses(output: Path) -> dict[int, float]:
+    """Each step's loss; a step that was done twice, before a kill and after it, must have had the same."""
+    found: dict[int, float] = {}
+    for line in metrics(output):
+        if "loss" in line:
+            assert found.setdefault(line["step"], line["loss"]) == line["loss"]
+    return found
+
+
+def steps_done(output: Path) -> int:
+    return max((line["step"] for line in metrics(output)), default=0)
+
+
+def checkpoint_steps(output: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (output / "checkpoints").glob("step-*"))
+
+
+def provenance(output: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((output / "final" / "provenance.json").read_text())
+    return content

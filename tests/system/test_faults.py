@@ -1,0 +1,33 @@
+"""Kills at random moments: whatever a run was doing, it goes on as if nothing had happened."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from runs import DIRECT, ROOT, checkpoint_steps, finish, losses, metrics, run, write_recipe, write_workshop
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.system
+
+KILLS = 20
+STEPS = 120
+
+
+def test_a_run_killed_twenty_times_equals_the_one_that_was_never_killed(tmp_path: Path) -> None:
+    """Bit by bit: every step's loss, those done again included, and the weights at the end."""
+    workshop = write_workshop(tmp_path)
+    whole, killed = workshop / "whole", workshop / "killed"
+    recipes = [write_recipe(workshop, "medusa", output, steps=STEPS, every=2) for output in (whole, killed)]
+    run([*DIRECT, recipes[0]], workshop)
+    program = [sys.executable, str(ROOT / "tests" / "system" / "killed_often.py"), recipes[1], str(killed)]
+    done = finish([*program, str(KILLS), "7"], workshop, PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert len(done.stdout.split()) == KILLS
+    assert list(losses(whole)) == list(range(1, STEPS + 1)) and losses(killed) == losses(whole)
+    again = [line["step"] for line in metrics(killed) if "loss" in line]
+    assert len(again) > STEPS + KILLS // 4  # kills did cost steps, which were done again
+    ours, theirs = (load_file(output / "final" / "model.safetensors") for output in (whole, killed))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert checkpoint_steps(killed) == checkpoint_steps(whole) == [STEPS - 2, STEPS]
+    assert not list((killed / "checkpoints").glob(".*")) and not list(killed.glob(".*"))

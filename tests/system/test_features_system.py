@@ -1,0 +1,97 @@
+"""Features as a user makes them: killed in the middle and gone on with, written by two processes, trained from."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from test_training_system import DIRECT, TWO_PROCESSES, finish, run, running, wait_until
+from tiny_models import counting_model
+from tiny_training import counting_text, recipe_content, tiny_tokenizer, write_rows
+
+from decoding.loading import load_model
+from decoding.target import CausalLM
+from trainer.batch import collate
+from trainer.data import load_dataset
+from trainer.features import FeatureIdentity, FeatureStore
+from trainer.provenance import fingerprint
+from trainer.recipe import DataSection
+
+pytestmark = pytest.mark.system
+
+COMMAND = [sys.executable, "-c", "from trainer.cli import main; main()", "features"]
+ROWS, LENGTH = 3000, 24
+SHARDS = 72  # 42 rows of 24 tokens in a shard of 1,024
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target that counts, its tokenizer, and many texts such as it writes."""
+    folder = tmp_path_factory.mktemp("workshop")
+    counting_model().save_pretrained(folder / "target")
+    tiny_tokenizer().save_pretrained(folder / "target")
+    write_rows(folder / "train.jsonl", [{"text": counting_text(row, LENGTH)} for row in range(ROWS)])
+    write_rows(folder / "heldout.jsonl", [{"text": "a b c d e f g h"}, {"text": "b c d e f g h i"}])
+    return folder
+
+
+def write_recipe(workshop: Path, path: Path, features: dict[str, Any] | None, **training: Any) -> str:
+    content = recipe_content(workshop, "medusa", **{"batch_size": 16, **training})
+    content |= {"output": str(path.with_suffix("")), "heads": {"num_heads": 2, "sequential": True}}
+    if features is not None:
+        content["features"] = {"shard_tokens": 1024, **features}
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+def sealed(folder: Path) -> dict[str, int]:
+    """The files that are finished; one that is written anew is another file."""
+    return {path.stem: path.with_suffix(".safetensors").stat().st_ino for path in folder.glob("shard-*.json")}
+
+
+def test_a_kill_in_the_middle_costs_no_finished_shard(workshop: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "features"
+    recipe = write_recipe(workshop, tmp_path / "killed.yaml", {"folder": str(folder)})
+    with running([*COMMAND, recipe], tmp_path) as process:
+        wait_until(lambda: len(sealed(folder)) >= 3, process)
+        process.kill()
+        process.wait()
+    before = sealed(folder)
+    assert 3 <= len(before) < SHARDS
+    said = run([*COMMAND, recipe], tmp_path)
+    assert f"{ROWS * LENGTH:,} tokens" in said and "tokens/s" in said
+    assert len(sealed(folder)) == SHARDS and before.items() < sealed(folder).items()
+
+    target, tokenizer = CausalLM(load_model(str(workshop / "target"), torch.float32)), tiny_tokenizer()
+    section = DataSection(train=str(workshop / "train.jsonl"), heldout="", max_length=32)
+    examples = load_dataset(section.train, section, tokenizer).examples
+    identity = FeatureIdentity.of(target, fingerprint(target.model), tokenizer, examples, 0)
+    hidden = FeatureStore.open(folder, identity).hidden(collate(examples, range(ROWS)))
+    # The counting target's state is 4 at the index of its last token and 0 elsewhere.
+    expected = 4 * torch.nn.functional.one_hot(torch.tensor([example.tokens for example in examples]), 16)
+    torch.testing.assert_close(hidden, expected.float(), rtol=1e-5, atol=1e-4)
+
+
+def test_two_processes_write_features_and_train_from_them_as_one_does_from_the_target(
+    workshop: Path, tmp_path: Path
+) -> None:
+    """The target is set aside meanwhile, and is there again to choose the tree and to evaluate."""
+    folder = tmp_path / "features"
+    stored = {"folder": str(folder), "keep_target": False}
+    two = write_recipe(workshop, tmp_path / "two.yaml", stored)
+    run([*TWO_PROCESSES, two], tmp_path)
+    assert len(sealed(folder)) == SHARDS
+    run([*DIRECT, write_recipe(workshop, tmp_path / "one.yaml", None)], tmp_path)
+    offline, online = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("two", "one"))
+    assert offline.keys() == online.keys()
+    for name, tensor in online.items():
+        torch.testing.assert_close(offline[name], tensor, rtol=1e-4, atol=1e-4)
+    assert any(tensor.abs().sum() > 0 for name, tensor in online.items() if "blocks" in name)  # something was learnt
+
+
+def test_without_a_features_section_there_is_nothing_to_write(workshop: Path, tmp_path: Path) -> None:
+    done = finish([*COMMAND, write_recipe(workshop, tmp_path / "none.yaml", None)], tmp_path)
+    assert done.returncode == 2 and "has no features section: give features.folder=FOLDER" in done.stderr

@@ -1,0 +1,138 @@
+"""Answers as a user has them made: from a real server, and by a run that is killed and started again."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import tiny_model
+from tiny_training import tiny_tokenizer, write_rows
+
+pytestmark = pytest.mark.system
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADSTART = [sys.executable, "-c", "from trainer.cli import main; main()", "regenerate"]
+SERVE = str(Path(sys.executable).with_name("transformers"))
+DEADLINE = 240.0
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }} "
+    "{% if message['role'] == 'assistant' %}<eos> {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+PROMPTS: list[str | list[str]] = [["a b", "c"], "d e f", "g h", ["i", "j k"], "l"]
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random targets whose texts depend on their prompts: one that chats, one that goes on with a text."""
+    folder = tmp_path_factory.mktemp("desk")
+    for name, template in (("chat", CHAT_TEMPLATE), ("plain", None)):
+        tiny_model(seed=3, eos_token_id=1).save_pretrained(folder / name)
+        tiny_tokenizer(template).save_pretrained(folder / name)
+    write_rows(folder / "prompts.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+    write_rows(folder / "texts.jsonl", [{"prompt": f"{a} {b}"} for a in "abcdefghijkl" for b in "abcdefghijkl"])
+    return folder
+
+
+def environment() -> dict[str, str]:
+    """One thread a process, no network but the loopback, no keys."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "OPENAI_"))}
+    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_PROXY": "127.0.0.1", "PYTHONPATH": str(ROOT)}
+    return {**env, **settings, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def regenerate(desk: Path, *words: str) -> str:
+    done = subprocess.run(
+        [*HEADSTART, *words], cwd=desk, env=environment(), capture_output=True, text=True, timeout=DEADLINE
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@contextmanager
+def running(command: list[str], cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    """A program in a process group of its own, of which nothing is left afterwards."""
+    process = subprocess.Popen(
+        command, cwd=cwd, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if process.stderr:
+            process.stderr.close()
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert process.poll() is None, f"it ended with {process.returncode}: {process.communicate()[1][-3000:]}"
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.005)
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@contextmanager
+def served(desk: Path, model: str) -> Iterator[str]:
+    """`transformers serve` with one model; gives its base address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [SERVE, "serve", str(desk / model), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
+
+    def is_up() -> bool:
+        with suppress(OSError):
+            return bool(urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).status == 200)
+        return False
+
+    with running([*command, "--dtype", "float32"], desk) as process:
+        wait_until(is_up, process)
+        yield f"http://127.0.0.1:{port}/v1"
+
+
+@pytest.mark.parametrize(("model", "words"), [("chat", []), ("plain", ["--completions"])])
+def test_a_real_server_and_this_process_give_the_same_greedy_answers(desk: Path, model: str, words: list[str]) -> None:
+    for package in ("openai", "fastapi", "uvicorn"):
+        pytest.importorskip(package, reason=f"transformers serve and its client need {package}")
+    prompts = "prompts.jsonl" if model == "chat" else "texts.jsonl"
+    common = ["--prompts", prompts, "--limit", "8", "--max-new-tokens", "12"]
+    regenerate(desk, "--target", model, "--dtype", "fp32", "--output", f"{model}_own.jsonl", *common)
+    with served(desk, model) as address:
+        served_by = ["--endpoint", address, "--model", str(desk / model), "--concurrency", "4"]
+        regenerate(desk, *served_by, "--output", f"{model}_served.jsonl", *words, *common)
+    own, other = rows(desk / f"{model}_own.jsonl"), rows(desk / f"{model}_served.jsonl")
+    for row in own:
+        del row["answer_tokens"]  # which a server does not tell
+    assert other == own
+    assert len(own) >= 4 and len({json.dumps(row) for row in own}) == len(own)
+
+
+def test_a_run_that_is_killed_and_started_again_writes_the_bytes_of_one_that_was_not(desk: Path) -> None:
+    words = ["--target", "plain", "--prompts", "texts.jsonl", "--batch-size", "2", "--max-new-tokens", "60"]
+    words += ["--temperature", "1", "--n", "3", "--seed", "11"]
+    regenerate(desk, *words, "--output", "whole.jsonl")
+    output = desk / "killed.jsonl"
+    with running([*HEADSTART, *words, "--output", output.name], desk) as process:
+        wait_until(lambda: output.is_file() and output.stat().st_size > 10_000, process)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    whole = (desk / "whole.jsonl").read_bytes()
+    assert output.stat().st_size < len(whole)
+    said = regenerate(desk, *words, "--output", output.name)
+    assert "answered before" in said
+    assert output.read_bytes() == whole and whole.count(b"\n") > 200

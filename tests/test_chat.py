@@ -1,0 +1,216 @@
+"""Which tokens of a conversation are the assistant's, in templates that say so and in those that do not."""
+
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_tokenizer import byte_tokenizer
+from tiny_training import CHAT_TEMPLATE, tiny_tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from decoding.loading import load_tokenizer
+from decoding.prompts import read_rows
+from trainer.chat import COMPARED, MARKED, ChatTemplate, Marked, chat_template
+
+SHARED = Path(__file__).parents[2] / "shared"
+
+# As the families' own templates behave, in short: none of them has generation marks.
+LLAMA = (
+    "{{- bos_token }}"
+    "{%- if messages[0].role == 'system' %}{%- set system = messages[0].content | trim %}"
+    "{%- set messages = messages[1:] %}{%- else %}{%- set system = '' %}{%- endif %}"
+    "{{- '<|header|>system<|end_header|>\n\nKnowledge until 2023\n\n' + system + '<|eot|>' }}"
+    "{%- for message in messages %}"
+    "{{- '<|header|>' + message.role + '<|end_header|>\n\n' + message.content | trim + '<|eot|>' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|header|>assistant<|end_header|>\n\n' }}{%- endif %}"
+)
+QWEN3 = (
+    "{%- set last = namespace(question=0) %}"
+    "{%- for message in messages if message.role == 'user' %}{%- set last.question = messages.index(message) %}"
+    "{%- endfor %}"
+    "{%- for message in messages %}"
+    "{%- if message.role == 'assistant' %}"
+    "{%- set answer = message.content.split('</think>')[-1].lstrip('\n') %}"
+    "{%- set thought = message.content.split('</think>')[0].split('<think>')[-1].strip('\n') "
+    "if '</think>' in message.content else '' %}"
+    "{{- '<|im_start|>assistant\n' }}"
+    "{%- if loop.index0 > last.question and (loop.last or thought) %}"
+    "{{- '<think>\n' + thought + '\n</think>\n\n' }}{%- endif %}"
+    "{{- answer + '<|im_end|>\n' }}"
+    "{%- else %}{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{%- endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+GEMMA3 = (
+    "{{ bos_token }}"
+    "{%- for message in messages %}"
+    "{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
+    "{%- endif %}"
+    "{{ '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\n' }}"
+    "{{ message.content | trim + '<end_of_turn>\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{%- endif %}"
+)
+SPECIALS = {
+    LLAMA: ["<|bos|>", "<|header|>", "<|end_header|>", "<|eot|>"],
+    QWEN3: ["<|im_start|>", "<|im_end|>"],
+    GEMMA3: ["<bos>", "<start_of_turn>", "<end_of_turn>"],
+}
+
+
+def tokenizer_for(template: str) -> PreTrainedTokenizerBase:
+    """One token per character, with the template's special tokens."""
+    tokenizer = byte_tokenizer(template)
+    specials = SPECIALS.get(template, [])
+    tokenizer.add_special_tokens({"additional_special_tokens": specials})
+    if specials and "bos" in specials[0]:
+        tokenizer.bos_token = specials[0]
+    return tokenizer
+
+
+def turns(*contents: str) -> list[dict[str, Any]]:
+    """User and assistant by turns."""
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def encode(template: str, messages: list[dict[str, Any]]) -> tuple[PreTrainedTokenizerBase, list[Marked]]:
+    tokenizer = tokenizer_for(template)
+    return tokenizer, ChatTemplate(tokenizer, template).encode(messages, "row")
+
+
+def trained_texts(tokenizer: PreTrainedTokenizerBase, sequence: Marked) -> list[str]:
+    """Each run of trained tokens as text."""
+    runs = groupby(zip(sequence.tokens, sequence.trained, strict=True), key=lambda pair: pair[1])
+    return [str(tokenizer.decode([token for token, _ in run])) for trained, run in runs if trained]
+
+
+@pytest.mark.parametrize("template", [LLAMA, QWEN3, GEMMA3], ids=["llama", "qwen3", "gemma3"])
+def test_these_families_templates_mark_nothing_themselves(template: str) -> None:
+    tokenizer = tokenizer_for(template)
+    encoded: Any = tokenizer.apply_chat_template(turns("a", "b"), return_dict=True, return_assistant_tokens_mask=True)
+    assert not any(encoded["assistant_masks"])
+    assert ChatTemplate(tokenizer, template).mask_source == COMPARED
+
+
+@pytest.mark.parametrize(("template", "end"), [(LLAMA, "<|eot|>"), (GEMMA3, "<end_of_turn>")], ids=["llama", "gemma3"])
+def test_every_answer_with_its_end_of_turn_is_found_in_one_sequence(template: str, end: str) -> None:
+    tokenizer, (sequence,) = encode(template, turns("Why?", " Because. ", "So?", "Yes.", "Thanks"))
+    assert trained_texts(tokenizer, sequence) == [f"Because.{end}", f"Yes.{end}"]
+    whole: Any = tokenizer.apply_chat_template(turns("Why?", " Because. ", "So?", "Yes.", "Thanks"), return_dict=True)
+    assert list(sequence.tokens) == whole["input_ids"]
+
+
+def test_a_system_prompt_is_not_trained() -> None:
+    tokenizer, (sequence,) = encode(LLAMA, [{"role": "system", "content": "Be brief."}, *turns("Why?", "No.")])
+    assert trained_texts(tokenizer, sequence) == ["No.<|eot|>"]
+
+
+def test_the_line_break_behind_the_end_of_turn_is_the_templates() -> None:
+    tokenizer, (sequence,) = encode(GEMMA3, turns("a", "b"))
+    assert str(tokenizer.decode(sequence.tokens)).endswith("b<end_of_turn>\n")
+    assert trained_texts(tokenizer, sequence) == ["b<end_of_turn>"]
+
+
+def test_one_answer_is_one_sequence_with_what_the_template_writes_before_it() -> None:
+    tokenizer, (sequence,) = encode(QWEN3, turns("Why?", "<think>\nHm.\n</think>\n\nYes."))
+    assert trained_texts(tokenizer, sequence) == ["<think>\nHm.\n</think>\n\nYes.<|im_end|>"]
+
+
+def test_where_earlier_answers_are_rewritten_each_answer_is_a_sequence_as_the_target_sees_it() -> None:
+    tokenizer, (first, second) = encode(QWEN3, turns("Why?", "<think>Hm.</think>No.", "So?", "Yes."))
+    assert trained_texts(tokenizer, first) == ["<think>\nHm.\n</think>\n\nNo.<|im_end|>"]
+    assert trained_texts(tokenizer, second) == ["<think>\n\n</think>\n\nYes.<|im_end|>"]
+    asked = turns("Why?", "<think>Hm.</think>No.", "So?")
+    prompt: Any = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)
+    assert list(second.tokens[: second.trained.index(True)]) == prompt["input_ids"]
+    assert "Hm." not in str(tokenizer.decode(second.tokens))
+
+
+def test_an_answer_without_an_end_of_turn_is_trained_to_its_last_character() -> None:
+    plain = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}\n{% endfor %}"
+    template = plain + "{% if add_generation_prompt %}a: {% endif %}"
+    tokenizer, (sequence,) = encode(template, turns("Why?", "So."))
+    assert trained_texts(tokenizer, sequence) == ["So.\n"]
+
+
+def test_a_token_half_of_the_answers_is_trained() -> None:
+    words = ("<unk>", "<eos>", "user:a", "assistant:b", "c")
+    template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }} {% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    (sequence,) = ChatTemplate(tiny_tokenizer(template, words), template).encode(turns("a", "b c"), "row")
+    assert sequence == Marked((2, 3, 4), (False, True, True))
+
+
+def test_a_template_that_says_where_the_answer_is_is_believed() -> None:
+    template = ChatTemplate(tiny_tokenizer(CHAT_TEMPLATE), CHAT_TEMPLATE)
+    assert template.mask_source == MARKED
+    (sequence,) = template.encode(turns("a", "b"), "row")
+    assert sequence == Marked((2, 4, 3, 5, 1), (False, False, False, True, True))
+
+
+def test_a_prompt_that_the_template_rewrites_once_answered_is_refused() -> None:
+    template = (
+        "{% for m in messages %}{{ 'asked' if loop.last and m.role == 'user' else m.role }}:{{ m.content }}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match=r"row: the chat template writes what stands before .* data\.chat_template"):
+        encode(template, turns("a", "b"))
+
+
+def test_a_template_that_leaves_the_answer_out_is_refused_and_shown() -> None:
+    template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}" + "{# #}" * 99
+    with pytest.raises(
+        ValueError, match=r"marks none of the 1 tokens .* alone; the template is {% for m in .* \.\.\.$"
+    ):
+        encode(template, turns("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        (
+            GEMMA3,
+            [*turns("a", "b"), {"role": "assistant", "content": "c"}],
+            "cannot hold this .*: roles must alternate",
+        ),
+        (LLAMA, [{"role": "assistant", "content": "a"}], "begins with the assistant: begin it with the user's message"),
+        (LLAMA, turns("a"), "has no answer of the assistant's, so nothing would be trained"),
+        ("{{ messages[0].content + 1 }}", turns("a", "b"), "cannot hold this conversation: can only concatenate str"),
+        ("{% if %}", turns("a", "b"), "cannot hold this conversation: Expected an expression"),
+    ],
+)
+def test_a_conversation_that_does_not_fit_is_named(template: str, messages: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ValueError, match=f"row: the .*{message}"):
+        encode(template, messages)
+
+
+def test_a_file_replaces_the_tokenizers_template(tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text(CHAT_TEMPLATE)
+    template = chat_template(tiny_tokenizer("{{ 'nothing' }}"), str(file))
+    assert template is not None and template.mask_source == MARKED
+    with pytest.raises(ValueError, match=r"there is no chat template .*none\.jinja"):
+        chat_template(tiny_tokenizer(), str(tmp_path / "none.jinja"))
+
+
+def test_without_any_template_there_is_none() -> None:
+    assert chat_template(tiny_tokenizer(), None) is None
+
+
+def test_real_conversations_give_the_same_tokens_by_marks_and_by_comparison() -> None:
+    model, rows = SHARED / "models" / "storyteller-11m", SHARED / "data" / "gsm8k" / "test.jsonl"
+    if not model.is_dir() or not rows.is_file():
+        pytest.skip("needs shared/models/storyteller-11m and shared/data/gsm8k beside the project")
+    tokenizer = load_tokenizer(str(model))
+    marked = str(tokenizer.chat_template)
+    unmarked = marked.replace("endgeneration", "endif").replace("generation %", "if true %")
+    templates = ChatTemplate(tokenizer, marked), ChatTemplate(tokenizer, unmarked)
+    assert [template.mask_source for template in templates] == [MARKED, COMPARED]
+    for number, row in read_rows(rows):
+        messages = turns(row["question"], row["answer"])
+        assert templates[0].encode(messages, "row") == templates[1].encode(messages, "row")
+        if number == 100:
+            break

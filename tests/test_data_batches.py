@@ -1,0 +1,146 @@
+"""Sequences to batches: padding, packing, and the order in which they are seen."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import FAMILIES, full_forward, tiny_model
+from tiny_training import tiny_tokenizer, write_rows
+
+from trainer.batch import Batch, Example, batch_indices, check_documents_are_apart, collate, pack
+from trainer.data import load_dataset
+from trainer.recipe import DataSection
+
+
+def example(*tokens: int) -> Example:
+    """All but the first token trained."""
+    return Example(tokens, (False, *(True,) * (len(tokens) - 1)), 1)
+
+
+def test_padding_is_neither_seen_nor_trained() -> None:
+    batch = collate([Example((5, 6, 7), (False, True, True), 1), Example((8,), (True,), 0)])
+    assert batch.tokens.tolist() == [[5, 6, 7], [8, 0, 0]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert batch.trained.tolist() == [[False, True, True], [True, False, False]]
+
+
+@pytest.mark.parametrize(("batch_size", "size"), [(4, 10), (3, 3), (1, 5), (8, 3)])
+def test_every_epoch_visits_every_example_once(batch_size: int, size: int) -> None:
+    epochs = batch_size  # so many epochs are a whole number of steps: size * batch_size / batch_size
+    visited = [i for step in range(size) for i in batch_indices(step, batch_size, size, seed=3)]
+    for epoch in range(epochs):
+        assert Counter(visited[epoch * size : (epoch + 1) * size]) == Counter(range(size))
+
+
+@pytest.mark.parametrize("size", [5, 7, 24])
+def test_the_order_does_not_depend_on_how_it_is_cut_into_steps(size: int) -> None:
+    whole = batch_indices(0, 24, size, seed=1)
+    for batch_size in (1, 2, 3, 4, 6, 8, 12):
+        cut = [i for step in range(24 // batch_size) for i in batch_indices(step, batch_size, size, seed=1)]
+        assert cut == whole
+
+
+def test_the_order_is_a_function_of_seed_and_step_alone() -> None:
+    expected = batch_indices(7, 4, 100, seed=0)
+    torch.manual_seed(123)
+    assert batch_indices(7, 4, 100, seed=0) == expected
+    assert batch_indices(7, 4, 100, seed=1) != expected
+    first_epoch, second_epoch = batch_indices(0, 100, 100, seed=0), batch_indices(1, 100, 100, seed=0)
+    assert first_epoch != second_epoch
+
+
+def test_packed_sequences_are_filled_where_least_room_is_left() -> None:
+    a, b, c, d, e = example(1, 2, 3, 4, 5), example(6, 7, 8), example(9, 10), example(11, 12, 13), example(14)
+    first, second = pack([a, b, c, d, e], max_length=8)
+    assert first == Example((*a.tokens, *b.tokens), (*a.trained, *b.trained), 1, (5, 3))
+    # The two tokens of c have no room beside a and b, so they open a sequence of their own.
+    assert second == Example((9, 10, 11, 12, 13, 14), (*c.trained, *d.trained, *e.trained), 1, (2, 3, 1))
+
+
+def test_a_sequence_goes_where_it_fits_best_not_where_it_fits_first() -> None:
+    four, six, two = example(1, 1, 1, 1), example(2, 2, 2, 2, 2, 2), example(3, 3)
+    packed = pack([four, example(*[4] * 5), six, two], max_length=8)
+    assert [each.lengths for each in packed] == [(), (), (6, 2)]
+
+
+def test_every_example_is_packed_once_and_none_is_cut() -> None:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(1, 17, (300,), generator=generator).tolist()
+    examples = [example(*range(place, place + length)) for place, length in enumerate(lengths)]
+    packed = pack(examples, max_length=16)
+    assert all(len(each.tokens) == sum(each.lengths or (len(each.tokens),)) <= 16 for each in packed)
+    documents = []
+    for each in packed:
+        tokens, trained = torch.tensor(each.tokens), torch.tensor(each.trained)
+        parts = each.lengths or (len(each.tokens),)
+        documents += list(zip(tokens.split(parts), trained.split(parts), strict=True))
+    found = Counter((tuple(tokens.tolist()), tuple(trained.tolist())) for tokens, trained in documents)
+    assert found == Counter((each.tokens, each.trained) for each in examples)
+    assert len(packed) < 1.05 * sum(lengths) / 16  # hardly any room is left over
+
+
+def test_a_packed_data_set_says_how_full_it_is_and_keeps_its_prompts_apart(tmp_path: Path) -> None:
+    rows = [{"prompt": "a b", "answer": "c"}] * 5  # 4 tokens with <eos>
+    section = DataSection(train="t", heldout="h", max_length=8, packing=True)
+    dataset = load_dataset(write_rows(tmp_path / "rows.jsonl", rows), section, tiny_tokenizer())
+    assert [each.lengths for each in dataset.examples] == [(4, 4), (4, 4), ()]
+    assert dataset.describe() == (
+        "5 rows (5 prompt_answer), 3 sequences, 10 of 20 tokens trained, packed, 83% full"  # 20 / 24
+    )
+    assert [first.tokens for first in dataset.firsts] == [(4, 5, 6, 1)] * 5
+
+
+def test_no_label_is_of_another_document() -> None:
+    batch = collate([Example((1, 2, 3, 4, 5), (True,) * 5, 0, (2, 3)), Example((6,), (True,), 0)])
+    assert batch.documents.tolist() == [[0, 0, 1, 1, 1], [0, -1, -1, -1, -1]]
+    assert batch.labelled(1).tolist() == [[True, False, True, True, False], [False] * 5]
+    assert batch.labelled(2).tolist() == [[False, False, True, False, False], [False] * 5]
+    assert not batch.labelled(3).any() and not batch.labelled(5).any() and not batch.labelled(9).any()
+    assert batch.shifted(2)[batch.labelled(2)].tolist() == [5]
+
+
+DOCUMENTS = ((1, 2, 3, 4, 5, 6, 7, 8, 9), (4, 4, 3, 2, 1, 7, 8), (5, 6, 7, 8, 9, 10, 11, 12, 13, 14))
+"""The window of the windowed families is 5: each is longer."""
+
+
+def packed_batch() -> Batch:
+    """The documents in one row; beside it a shorter row of two, so that there is padding."""
+    row = tuple(token for document in DOCUMENTS for token in document)
+    whole = Example(row, (True,) * len(row), 0, tuple(len(document) for document in DOCUMENTS))
+    return collate([whole, Example(tuple(range(15)), (True,) * 15, 0, (7, 8))])
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen2-mixed", "qwen3", "qwen3-moe", "gemma2", "gemma3", "gpt2"]
+)
+def test_a_packed_document_is_seen_as_if_it_were_alone(family: str, attention: str) -> None:
+    if (family, attention) == ("gemma2", "sdpa"):
+        attention = "eager"  # the only one it has
+    model = tiny_model(family, attention=attention)
+    with torch.no_grad():
+        logits = model(**packed_batch().model_inputs(), use_cache=False).logits
+    begin = 0
+    for document in DOCUMENTS:
+        alone = full_forward(model, document)
+        torch.testing.assert_close(logits[0, begin : begin + len(document)], alone, rtol=0, atol=1e-4)
+        begin += len(document)
+    torch.testing.assert_close(logits[1, 7:15], full_forward(model, range(7, 15)), rtol=0, atol=1e-4)
+
+
+def test_a_batch_without_packing_is_given_with_its_attention_mask() -> None:
+    inputs = collate([example(1, 2, 3), example(4, 5)]).model_inputs()
+    assert inputs["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]] and "position_ids" not in inputs
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_models_whose_packed_documents_see_one_another_are_refused(family: str) -> None:
+    model = tiny_model(family)
+    if family not in ("opt", "falcon"):
+        check_documents_are_apart(model)
+        return
+    with pytest.raises(
+        ValueError, match=f"an? {family} model lets packed texts see one another: set data.packing=false"
+    ):
+        check_documents_are_apart(model)

@@ -1,0 +1,366 @@
+"""Features on disk: they are what the target would give, and no fault of a disk or a user goes by unseen."""
+
+import io
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from rich.console import Console
+from tiny_models import full_forward, tiny_model
+from tiny_training import tiny_tokenizer, toy_examples
+from torch import Tensor
+
+from decoding.target import CausalLM, capture_lm_head_input
+from trainer import features
+from trainer.batch import Example, collate
+from trainer.features import FeatureIdentity, FeatureStore, ensure_features, estimate_bytes, write_features
+from trainer.hidden import OnlineTarget, StoredFeatures
+from trainer.medusa import MedusaObjective
+from trainer.provenance import fingerprint
+from trainer.recipe import FeaturesSection, HeadsSection
+from trainer.shards import Layout
+
+EXAMPLES = toy_examples(12)  # of 4 to 12 tokens
+SHARD_TOKENS = 30  # three shards of EXAMPLES
+FAMILIES = ["llama", "gpt2", "qwen3-moe", "gemma2", "gemma3", "granite"]
+
+
+def identity_of(target: CausalLM, examples: Sequence[Example] = EXAMPLES, top_k: int = 0) -> FeatureIdentity:
+    return FeatureIdentity.of(target, fingerprint(target.model), tiny_tokenizer(), examples, top_k)
+
+
+def write(target: CausalLM, folder: Path, top_k: int = 0, **options: Any) -> FeatureIdentity:
+    identity = identity_of(target, top_k=top_k)
+    write_features(target, EXAMPLES, folder, identity, SHARD_TOKENS, **options)
+    return identity
+
+
+def alone(target: CausalLM, tokens: Sequence[int]) -> Tensor:
+    """What the lm_head reads when these tokens are all there is."""
+    with torch.no_grad(), capture_lm_head_input(target.model) as captured:
+        target.model(torch.tensor([list(tokens)]), use_cache=False)
+    return captured[0][0]
+
+
+class Stored(NamedTuple):
+    folder: Path
+    identity: FeatureIdentity
+
+
+@pytest.fixture
+def stored(tiny_llama: CausalLM, tmp_path: Path) -> Stored:
+    """Complete features of EXAMPLES."""
+    return Stored(tmp_path, write(tiny_llama, tmp_path))
+
+
+def written_at(folder: Path) -> dict[str, int]:
+    """When each file was written; a file that is written anew is another file."""
+    return {path.name: path.stat().st_ino for path in folder.glob("*.safetensors")}
+
+
+# What is stored
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_stored_state_is_what_the_lm_head_reads_when_the_example_stands_alone(family: str, tmp_path: Path) -> None:
+    target = CausalLM(tiny_model(family))
+    store = FeatureStore.open(tmp_path, write(target, tmp_path))
+    hidden = store.hidden(collate([EXAMPLES[i] for i in (7, 0, 11)], (7, 0, 11)))
+    for row, index in enumerate((7, 0, 11)):
+        expected = alone(target, EXAMPLES[index].tokens)
+        torch.testing.assert_close(hidden[row, : len(expected)], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_padding_reads_as_zeros(tiny_llama: CausalLM, stored: Stored) -> None:
+    batch = collate([EXAMPLES[0], EXAMPLES[8]], (0, 8))  # of 4 and 12 tokens
+    hidden = FeatureStore.open(*stored).hidden(batch)
+    assert hidden.shape == (2, 12, 16) and (hidden[0, 4:] == 0).all() and (hidden[0, :4] != 0).all()
+
+
+def test_documents_packed_into_one_example_are_stored_as_if_each_stood_alone(
+    tiny_llama: CausalLM, tmp_path: Path
+) -> None:
+    first, second = EXAMPLES[3].tokens, EXAMPLES[6].tokens
+    both = (*first, *second)
+    packed = [Example(both, (True,) * len(both), 0, (len(first), len(second))), EXAMPLES[0]]
+    identity = identity_of(tiny_llama, packed)
+    write_features(tiny_llama, packed, tmp_path, identity, SHARD_TOKENS)
+    hidden = FeatureStore.open(tmp_path, identity).hidden(collate(packed[:1], (0,)))[0]
+    expected = torch.cat([alone(tiny_llama, first), alone(tiny_llama, second)])
+    torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
+def test_the_best_logits_are_the_models_own_with_its_softcap_and_its_scale(family: str, tmp_path: Path) -> None:
+    changes = {"final_logit_softcapping": 2.0} if family == "gemma2" else {}
+    model = tiny_model(family, **changes)
+    store = FeatureStore.open(tmp_path, write(CausalLM(model), tmp_path, top_k=3))
+    found = store.top_k(collate([EXAMPLES[8], EXAMPLES[0]], (8, 0)))
+    assert found is not None
+    logits = full_forward(model, EXAMPLES[8].tokens)
+    torch.testing.assert_close(found.logits[0], logits.topk(3).values, rtol=1e-5, atol=1e-5)
+    assert found.tokens[0].tolist() == logits.topk(3).indices.tolist()
+    torch.testing.assert_close(found.log_total[0], logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    assert found.log_total.dtype == torch.float32 and (found.logits[1, 4:] == 0).all()
+
+
+def test_without_best_logits_none_are_stored_and_the_lm_head_writes_one_position_a_row(tmp_path: Path) -> None:
+    target = CausalLM(tiny_model())
+    positions: list[int] = []
+    lm_head = target.model.get_output_embeddings()
+    lm_head.register_forward_hook(lambda module, args, output: positions.append(output.shape[1]))
+    identity = write(target, tmp_path)
+    assert positions and set(positions) == {1}
+    assert FeatureStore.open(tmp_path, identity).top_k(collate(EXAMPLES[:1], (0,))) is None
+
+
+def test_the_lm_head_and_the_embeddings_are_stored_as_the_model_uses_them(tmp_path: Path) -> None:
+    """Gemma's embedding layer multiplies by the root of its width, 4."""
+    model: Any = tiny_model("gemma2")
+    store = FeatureStore.open(tmp_path, write(CausalLM(model), tmp_path))
+    torch.testing.assert_close(store.embedding, 4 * model.model.embed_tokens.weight.detach())
+    assert torch.equal(store.lm_head, model.lm_head.weight)
+
+
+def test_an_lm_head_with_a_bias_is_refused(tmp_path: Path) -> None:
+    model: Any = tiny_model()
+    model.lm_head = torch.nn.Linear(16, 16)
+    with pytest.raises(ValueError, match="lm_head has a bias"):
+        write(CausalLM(model), tmp_path)
+
+
+def test_a_bf16_target_is_stored_in_bf16(tmp_path: Path) -> None:
+    target = CausalLM(tiny_model().bfloat16())
+    store = FeatureStore.open(tmp_path, write(target, tmp_path, top_k=2))
+    batch = collate(EXAMPLES[:2], (0, 1))
+    found = store.top_k(batch)
+    assert found is not None
+    assert store.hidden(batch).dtype == store.lm_head.dtype == found.logits.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("top_k", [0, 4])
+@pytest.mark.parametrize("sequential", [False, True])
+def test_heads_learn_from_features_what_they_learn_from_the_target(
+    tiny_llama: CausalLM, tmp_path: Path, sequential: bool, top_k: int
+) -> None:
+    section = HeadsSection.model_validate({"num_heads": 2, "sequential": sequential})
+    store = FeatureStore.open(tmp_path, write(tiny_llama, tmp_path, top_k=top_k))
+    states = StoredFeatures(store, tiny_llama.model.config, torch.device("cpu"))
+    batch = collate([EXAMPLES[i] for i in (9, 2, 5)], (9, 2, 5))
+    sums = []
+    for source in (OnlineTarget(tiny_llama), states):
+        torch.manual_seed(0)
+        objective = MedusaObjective(source, section, 10, torch.float32)
+        found = objective.module(*objective.inputs(batch, 0))
+        found.losses.sum().backward()
+        gradients = [parameter.grad for parameter in objective.module.parameters()]
+        sums.append((found.losses, found.hits, gradients))
+    torch.testing.assert_close(sums[0], sums[1], rtol=1e-5, atol=1e-5)
+
+
+# Shards
+
+
+def test_a_shard_holds_whole_examples_and_a_long_one_has_a_shard_of_its_own() -> None:
+    layout = Layout((3, 4, 3, 20, 5, 5), shard_tokens=10)
+    assert layout.shards == [range(3), range(3, 4), range(4, 6)]
+    assert [layout.tokens(shard) for shard in range(3)] == [10, 20, 10]
+    assert layout.place(2) == (0, slice(7, 10))
+    assert layout.place(3) == (1, slice(0, 20))
+    assert layout.place(5) == (2, slice(5, 10))
+
+
+def test_two_processes_write_half_each_and_together_all(tiny_llama: CausalLM, tmp_path: Path) -> None:
+    write(tiny_llama, tmp_path / "both", process_index=0, num_processes=2)
+    first = written_at(tmp_path / "both")
+    identity = write(tiny_llama, tmp_path / "both", process_index=1, num_processes=2)
+    both = written_at(tmp_path / "both")
+    write(tiny_llama, tmp_path / "one")
+    assert len(first) == 2 and first.items() < both.items() and both.keys() == written_at(tmp_path / "one").keys()
+    batch = collate(EXAMPLES, range(12))
+    one, two = (FeatureStore.open(tmp_path / name, identity).hidden(batch) for name in ("one", "both"))
+    assert torch.equal(one, two)
+
+
+def test_what_is_complete_is_left_as_it_is_and_the_target_is_not_run(
+    tiny_llama: CausalLM, stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(features, "_run_target", None)
+    before = written_at(stored.folder)
+    write(tiny_llama, stored.folder)
+    assert written_at(stored.folder) == before and len(before) == 4  # three shards and the weights
+
+
+def test_a_run_that_breaks_off_keeps_the_shards_it_finished(tiny_llama: CausalLM, tmp_path: Path) -> None:
+    def break_off(written: int, total: int) -> None:
+        assert total == sum(len(example.tokens) for example in EXAMPLES)
+        if written > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(tiny_llama, tmp_path, on_progress=break_off)
+    before = written_at(tmp_path)
+    assert 1 < len(before) < 4
+    identity = write(tiny_llama, tmp_path)
+    assert before.items() < written_at(tmp_path).items()
+    FeatureStore.open(tmp_path, identity)
+
+
+def test_features_that_were_begun_with_other_shards_go_on_with_those(tiny_llama: CausalLM, stored: Stored) -> None:
+    before = written_at(stored.folder)
+    write_features(tiny_llama, EXAMPLES, stored.folder, stored.identity, shard_tokens=50)
+    assert written_at(stored.folder) == before
+
+
+# Faults
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def unseal(path: Path) -> None:
+    path.with_suffix(".json").unlink()
+
+
+@pytest.mark.parametrize("fault", [damage, truncate, unseal, Path.unlink])
+@pytest.mark.parametrize("name", ["shard-00002.safetensors", "weights.safetensors"])
+def test_a_bad_file_is_named_and_it_alone_is_written_again(
+    tiny_llama: CausalLM, stored: Stored, fault: Any, name: str
+) -> None:
+    batch = collate(EXAMPLES, range(12))
+    expected = FeatureStore.open(*stored).hidden(batch)
+    before = written_at(stored.folder)
+    fault(stored.folder / name)
+    with pytest.raises(ValueError, match=rf"1 of 4 files missing or damaged, {name} first: .*headstart features"):
+        FeatureStore.open(*stored)
+    write(tiny_llama, stored.folder)
+    assert torch.equal(FeatureStore.open(*stored).hidden(batch), expected)
+    after = written_at(stored.folder)
+    assert {file for file in before if before[file] != after[file]} <= {name}
+
+
+def test_without_its_manifest_a_folder_is_no_store_but_its_shards_are_used_again(
+    tiny_llama: CausalLM, stored: Stored
+) -> None:
+    before = written_at(stored.folder)
+    (stored.folder / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"holds no features \(no manifest.json\)"):
+        FeatureStore.open(*stored)
+    write(tiny_llama, stored.folder)
+    FeatureStore.open(*stored)
+    assert written_at(stored.folder) == before
+
+
+def test_shards_that_lost_their_manifest_are_not_taken_for_those_of_other_data(
+    tiny_llama: CausalLM, stored: Stored
+) -> None:
+    (stored.folder / "manifest.json").unlink()
+    backwards = EXAMPLES[::-1]
+    identity = identity_of(tiny_llama, backwards)
+    write_features(tiny_llama, backwards, stored.folder, identity, SHARD_TOKENS)
+    hidden = FeatureStore.open(stored.folder, identity).hidden(collate(backwards[:1], (0,)))[0]
+    torch.testing.assert_close(hidden, alone(tiny_llama, backwards[0].tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_a_manifest_with_a_wrong_length_does_not_shift_what_is_read(tiny_llama: CausalLM, stored: Stored) -> None:
+    path = stored.folder / "manifest.json"
+    content = json.loads(path.read_text())
+    content["lengths"][0] += 1
+    path.write_text(json.dumps(content))
+    before = written_at(stored.folder)
+    with pytest.raises(ValueError, match="missing or damaged"):
+        FeatureStore.open(*stored)
+    write(tiny_llama, stored.folder)
+    FeatureStore.open(*stored)
+    assert written_at(stored.folder) == before  # the manifest alone was wrong
+
+
+@pytest.mark.parametrize("what", ["target", "tokenizer", "data", "hidden_size", "vocab_size", "dtype", "top_k"])
+def test_features_made_with_something_else_are_refused_by_its_name(
+    tiny_llama: CausalLM, stored: Stored, what: str
+) -> None:
+    other = replace(stored.identity, **{what: 5 if what in ("hidden_size", "vocab_size", "top_k") else "float64"})
+    with pytest.raises(ValueError, match=rf"features made with another {what}: give features.folder another folder"):
+        FeatureStore.open(stored.folder, other)
+    with pytest.raises(ValueError, match=f"features made with another {what}"):
+        write_features(tiny_llama, EXAMPLES, stored.folder, other, SHARD_TOKENS)
+
+
+def test_an_identity_changes_with_the_target_the_tokenizer_and_each_token(tiny_llama: CausalLM) -> None:
+    base = identity_of(tiny_llama)
+    first = EXAMPLES[0]
+    changed = [first._replace(tokens=(*first.tokens[:-1], (first.tokens[-1] + 1) % 16)), *EXAMPLES[1:]]
+    assert identity_of(tiny_llama, changed).data != base.data
+    assert identity_of(tiny_llama, EXAMPLES[::-1]).data != base.data
+    assert identity_of(tiny_llama, [first._replace(lengths=(1, 3)), *EXAMPLES[1:]]).data != base.data
+    assert identity_of(CausalLM(tiny_model(seed=1))).target != base.target
+    words = ("<unk>", "<eos>", "<user>", "<assistant>", *"bacdefghijkl")
+    other = FeatureIdentity.of(tiny_llama, base.target, tiny_tokenizer(words=words), EXAMPLES, 0)
+    assert other.tokenizer != base.tokenizer and other.data == base.data
+
+
+def test_more_best_logits_than_tokens_are_refused(tiny_llama: CausalLM) -> None:
+    with pytest.raises(ValueError, match=r"features\.top_k is 17 but the target knows 16 tokens"):
+        identity_of(tiny_llama, top_k=17)
+
+
+# The disk
+
+
+def disk_with(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
+    usage = shutil.disk_usage("/")._replace(free=int(free))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_the_estimate_is_what_the_files_take(tiny_llama: CausalLM, tmp_path: Path, top_k: int) -> None:
+    """12 examples of 87 tokens at 16 fp32 numbers, and with top_k 3 tokens, 3 logits and a total of 4 bytes each."""
+    identity = write(tiny_llama, tmp_path, top_k=top_k)
+    estimate = estimate_bytes(EXAMPLES, identity)
+    assert estimate == 87 * (64 + (28 if top_k else 0)) + 2 * 16 * 16 * 4
+    taken = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    assert estimate < taken < estimate + 4 * 400  # of four files' headers
+
+
+def test_a_disk_that_is_too_small_is_refused_before_a_shard_is_written(
+    tiny_llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take 8 KB, and a quarter of a GB is kept free."""
+    disk_with(monkeypatch, free=features._SPARE_BYTES)
+    with pytest.raises(ValueError, match=r"take 0.00 GB more but the disk of .* has 0.27 GB free.*data.max_rows"):
+        write(tiny_llama, tmp_path)
+    assert not written_at(tmp_path)
+
+
+def test_what_is_written_already_needs_no_room_again(
+    tiny_llama: CausalLM, stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk_with(monkeypatch, free=0)
+    write(tiny_llama, stored.folder)
+    (stored.folder / "shard-00001.safetensors").unlink()
+    with pytest.raises(ValueError, match="the disk of"):
+        write(tiny_llama, stored.folder)
+
+
+def test_the_size_is_said_before_and_the_speed_after(tiny_llama: CausalLM, tmp_path: Path) -> None:
+    heard = io.StringIO()
+    section = FeaturesSection(folder=str(tmp_path))
+    identity = identity_of(tiny_llama)
+    for _ in range(2):
+        store = ensure_features(tiny_llama, EXAMPLES, tmp_path, identity, section, Console(file=heard, width=200))
+        assert store.hidden(collate(EXAMPLES[:1], (0,))).shape == (1, 4, 16)
+    lines = heard.getvalue().splitlines()
+    assert len(lines) == 3  # the second time there is nothing to write
+    assert "87 tokens" in lines[0] and "64 bytes a token" in lines[0] and "tokens/s" in lines[1]

@@ -1,0 +1,132 @@
+"""`headstart data inspect`: what is trained can be seen, and everything is counted."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+from tiny_training import CHAT_TEMPLATE, recipe_content, tiny_tokenizer, write_corpus, write_rows
+from typer.testing import CliRunner
+
+from trainer.batch import Example
+from trainer.cli import app
+from trainer.inspection import marked_text, run_inspect
+from trainer.options import InspectOptions
+
+
+def tokenizer_folder(folder: Path, template: str | None = CHAT_TEMPLATE) -> str:
+    tiny_tokenizer(template).save_pretrained(folder / "target")
+    return str(folder / "target")
+
+
+def inspected(folder: Path, source: str, terminal: bool = False, **options: Any) -> str:
+    """What is printed, for a source and the tiny tokenizer."""
+    output = io.StringIO()
+    colours: Any = {"force_terminal": True, "color_system": "standard", "no_color": False} if terminal else {}
+    console = Console(file=output, width=200, highlight=False, **colours)
+    options.setdefault("target", tokenizer_folder(folder))
+    run_inspect(InspectOptions(source=source, **options), console)
+    return output.getvalue()
+
+
+def lines_of_table(text: str) -> dict[str, str]:
+    rows = [line.strip("│").split("│") for line in text.splitlines() if line.startswith("│")]
+    return {name.strip(): value.strip() for name, value in rows}
+
+
+def test_without_colour_what_is_trained_stands_in_brackets(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a b", "answer": "c"}])
+    text = inspected(tmp_path, path)
+    assert "the trained tokens are between ⟦ and ⟧" in text
+    assert f"{path}, line 1: prompt_answer, 6 tokens, 2 trained (the template's generation marks)" in text
+    assert "<user> a b <assistant>⟦ c <eos>⟧" in text
+    assert "\x1b[" not in text
+
+
+def test_on_a_terminal_what_is_trained_is_green_and_special_tokens_stand_out(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a b", "answer": "c"}])
+    text = inspected(tmp_path, path, terminal=True)
+    assert "\x1b[32m c\x1b[0m\x1b[1;32m <eos>\x1b[0m" in text
+    assert "⟦" not in text
+
+
+def test_a_text_in_pieces_is_the_text(tmp_path: Path) -> None:
+    example = Example((4, 1, 5, 6, 1, 7), (False, False, True, True, True, False), 0)
+    shown = marked_text(example, tiny_tokenizer(), colour=False)
+    assert shown.plain == "a <eos>⟦ b c <eos>⟧ d"
+    assert marked_text(example, tiny_tokenizer(), colour=True).plain == "a <eos> b c <eos> d"
+
+
+def test_only_so_many_rows_are_shown_but_all_are_counted(tmp_path: Path) -> None:
+    rows: list[Any] = [{"prompt": "a b", "answer": "c"}] * 4
+    rows += [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c d e f g h"}]}]
+    text = inspected(tmp_path, write_rows(tmp_path / "rows.jsonl", rows), rows=2, max_length=8)
+    assert "line 2: " in text and "line 3: " not in text
+    table = lines_of_table(text)
+    assert table["rows, prompt_answer"] == "4" and table["rows, messages"] == "1"
+    assert table["sequences"] == "5" and table["longest sequence"] == "8 tokens"
+    assert table["tokens"] == "32" and table["tokens trained"] == "13 (41%)"  # 4 * 6 + 8; 4 * 2 + 5
+    assert table["sequences cut at 8 tokens"] == "1" and table["not packed"] == "80% full"
+
+
+def test_a_row_that_is_cut_or_left_out_says_so(tmp_path: Path) -> None:
+    rows = [{"prompt": "a b c d", "answer": "e f g"}, {"prompt": "a b c d e f g h", "answer": "i"}, "a b"]
+    text = inspected(tmp_path, write_rows(tmp_path / "rows.jsonl", rows), max_length=8)
+    assert "line 1: prompt_answer, 10 tokens, cut to 8, 2 trained" in text
+    assert "line 2: prompt_answer, 12 tokens, left out: no answer begins in the first 8" in text
+    assert "line 3: text, left out: too short" in text
+    assert lines_of_table(text)["sequences left out"] == "2"
+
+
+def test_bad_rows_are_shown_if_they_are_to_be_skipped(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"x": 1}, {"prompt": "a", "answer": "b"}])
+    text = inspected(tmp_path, path, bad_rows="skip")
+    assert "line 1: the row has the fields ['x'] but training needs" in text
+    assert lines_of_table(text)["rows, bad and skipped"] == "1"
+
+
+def test_packing_shows_how_full_the_sequences_are(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "b"}] * 4)  # 5 tokens each
+    table = lines_of_table(inspected(tmp_path, path, packing=True, max_length=10))
+    assert table["sequences"] == "2" and table["packed"] == "100% full"
+
+
+def test_a_recipe_says_what_to_read_and_options_stand_over_it(tmp_path: Path) -> None:
+    write_corpus(tmp_path, rows=2, length=20)
+    tokenizer_folder(tmp_path)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(recipe_content(tmp_path, "medusa")))
+    text = inspected(tmp_path, str(recipe), target=None)
+    assert lines_of_table(text)["longest sequence"] == "20 tokens" and "train.jsonl, line 1" in text
+    text = inspected(tmp_path, str(recipe), target=None, heldout=True, max_length=10)
+    assert lines_of_table(text)["longest sequence"] == "10 tokens" and "heldout.jsonl, line 1" in text
+    text = inspected(tmp_path, str(recipe), target=None, overrides=["data.max_length=16"])
+    assert lines_of_table(text)["longest sequence"] == "16 tokens"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": ""}, "tokens are a tokenizer's: give the target with --target, or a recipe"),
+        ({"overrides": ["data.format=text"]}, "'data.format=text' is an override of a recipe, but .* is data: drop it"),
+        ({"heldout": True}, "--heldout chooses among a recipe's sources, but .* is data: drop it"),
+        ({"format": "alpaca"}, "--format is 'alpaca': input should be 'auto', 'text'"),
+        ({"max_length": 3}, "--max-length is 3: input should be greater than or equal to 8"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", ["a b c d e f g h"])
+    with pytest.raises(ValueError, match=message):
+        inspected(tmp_path, path, **options)
+
+
+def test_the_command_reads_a_source_and_its_options(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"question": "a", "answer": "b"}] * 2)
+    target = tokenizer_folder(tmp_path)
+    command = ["data", "inspect", path, "--target", target, "--prompt-field", "question", "--rows", "1", "--packing"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "<user> a <assistant>⟦ b <eos>⟧" in result.output and "2% full" in result.output  # 10 of 512
+    assert CliRunner().invoke(app, ["data", "inspect", path, "--target", target]).exit_code == 2

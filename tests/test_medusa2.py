@@ -1,0 +1,203 @@
+"""The Medusa-2 objective: adapters that learn with the heads, and a target that is otherwise as it was."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from tiny_models import counting_model, full_forward, tiny_model
+from tiny_training import Recorder, tiny_tokenizer, train_toy
+from torch import Tensor
+from torch.nn import functional as F
+
+from decoding.generate import DecodingConfig, decode
+from decoding.heads import MedusaHeads
+from decoding.loading import load_model
+from decoding.target import CausalLM
+from trainer.batch import Example, collate
+from trainer.hidden import OnlineTarget
+from trainer.medusa import MedusaObjective
+from trainer.medusa2 import TARGET_FOLDER, Medusa2Objective
+from trainer.recipe import AdaptersSection, HeadsSection, LossSection
+
+HEADS = HeadsSection(num_heads=2, decay=0.5)
+TEXT = Example((3, 1, 4, 1, 5, 9, 2, 6, 5, 3), (False,) * 3 + (True,) * 7, 3)
+
+
+def objective_on(target: CausalLM, heads: HeadsSection = HEADS, steps: int = 10, **adapters: Any) -> Medusa2Objective:
+    section = AdaptersSection.model_validate({"rank": 2, "dropout": 0.0, **adapters})
+    return Medusa2Objective(target, tiny_tokenizer(), heads, section, steps)
+
+
+def trained(objective: Medusa2Objective) -> dict[str, Tensor]:
+    return {name: p for name, p in objective.module.named_parameters() if p.requires_grad}
+
+
+def adapters(objective: Medusa2Objective) -> dict[str, Tensor]:
+    return {name: p for name, p in trained(objective).items() if name.startswith("model.")}
+
+
+def sums(objective: Medusa2Objective, step: int = 5) -> Tensor:
+    losses: Tensor = objective.module(*objective.inputs(collate([TEXT]), step)).losses
+    return losses
+
+
+def disturb(objective: Medusa2Objective) -> None:
+    """Move the adapters away from the nothing they start as."""
+    with torch.no_grad():
+        for parameter in adapters(objective).values():
+            parameter.add_(0.3 * torch.randn(parameter.shape))
+
+
+def test_adapters_sit_on_every_linear_layer_but_the_lm_head_and_are_all_that_is_trained_of_the_target() -> None:
+    model = tiny_model("llama")
+    objective = objective_on(CausalLM(model))
+    layers = {name.split(".lora_")[0].rpartition(".")[2] for name in adapters(objective)}
+    assert layers == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert len(adapters(objective)) == 2 * 7 * 2
+    assert len(trained(objective)) == len(adapters(objective)) + 2 * 3
+
+
+def test_untrained_adapters_change_nothing_and_the_heads_losses_are_those_of_medusa_1() -> None:
+    plain = MedusaObjective(OnlineTarget(CausalLM(tiny_model("llama"))), HEADS, 10, torch.float32)
+    expected = plain.module(*plain.inputs(collate([TEXT]), 0)).losses
+    assert sums(objective_on(CausalLM(tiny_model("llama"))))[:2].tolist() == pytest.approx(expected.tolist())
+
+
+def test_the_last_term_is_the_targets_own_cross_entropy_on_the_answer() -> None:
+    model = tiny_model("llama")
+    logits = full_forward(model, TEXT.tokens)
+    expected = F.cross_entropy(logits[2:-1], torch.tensor(TEXT.tokens[3:]), reduction="sum")
+    objective = objective_on(CausalLM(model))
+    assert objective.terms == ("head_0", "head_1", "target")
+    assert sums(objective)[2].item() == pytest.approx(expected.item(), rel=1e-5)
+    assert objective.counts(collate([TEXT])).tolist() == [7, 7, 7]
+
+
+@pytest.mark.parametrize("family", ["llama", "granite"])
+def test_towards_the_target_as_it_was_the_last_term_is_a_divergence(family: str) -> None:
+    model = tiny_model(family)
+    p = full_forward(model, TEXT.tokens)[2:-1].softmax(-1)
+    objective = objective_on(CausalLM(model), base_loss="forward_kl")
+    assert sums(objective)[2].item() == pytest.approx(0, abs=1e-5)
+    disturb(objective)
+    objective.module.eval()
+    log_q = full_forward(model, TEXT.tokens)[2:-1].log_softmax(-1)
+    assert sums(objective)[2].item() == pytest.approx((p * (p.log() - log_q)).sum().item(), rel=1e-4)
+
+
+def test_the_gradient_reaches_adapters_and_heads_through_the_hidden_state_and_nothing_frozen() -> None:
+    objective = objective_on(CausalLM(tiny_model("llama")))
+    disturb(objective)
+    sums(objective)[:2].sum().backward()
+    found = {name: p.grad for name, p in objective.module.named_parameters()}
+    assert all(found[name] is not None and found[name].abs().max() > 0 for name in trained(objective))
+    assert all(gradient is None for name, gradient in found.items() if name not in trained(objective))
+
+
+def test_the_joint_gradient_is_that_of_the_plain_computation() -> None:
+    """Losses read inside the lm_head's forward, against the same from the model's own output."""
+    model = tiny_model("llama")
+    objective = objective_on(CausalLM(model), gradient_checkpointing=False)
+    disturb(objective)
+    names, parameters = zip(*adapters(objective).items(), strict=True)
+    fused = torch.autograd.grad(sums(objective).sum(), parameters)
+    output = model(input_ids=torch.tensor([TEXT.tokens]), use_cache=False, output_hidden_states=True)
+    hidden, labels = output.hidden_states[-1][0], torch.tensor(TEXT.tokens)
+    loss = F.cross_entropy(output.logits[0, 2:-1], labels[3:], reduction="sum")
+    for k, head in enumerate(objective.module.heads.heads.heads):
+        loss = loss + F.cross_entropy(head(hidden[1 - k : -(k + 2)]), labels[3:], reduction="sum")
+    for name, ours, plain in zip(names, fused, torch.autograd.grad(loss, parameters), strict=True):
+        assert torch.allclose(ours, plain, rtol=1e-3, atol=1e-4), name
+
+
+def test_gradient_checkpointing_changes_no_gradient() -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        objective = objective_on(CausalLM(tiny_model("llama")), gradient_checkpointing=checkpointing)
+        disturb(objective)
+        gradients.append(torch.autograd.grad(sums(objective).sum(), list(trained(objective).values())))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*gradients, strict=True))
+
+
+def test_the_heads_go_first_and_then_adapters_join() -> None:
+    objective = objective_on(CausalLM(tiny_model("llama")), heads_first_steps=3, heads_weight=0.2, base_weight=0.7)
+    assert objective.weights(2) == (1, 0.5, 0)
+    assert objective.weights(3) == pytest.approx((0.2, 0.1, 0.7))
+    assert objective.rates(2) == {"heads.": 4, "": 0} and objective.rates(3) == {"heads.": 4, "": 1}
+    sums(objective, step=2)[:2].sum().backward()
+    assert all(not parameter.grad.any() for parameter in adapters(objective).values())  # there, and zero
+    assert all(name.startswith(("heads.", "model.")) for name in trained(objective))
+
+
+def test_training_moves_no_weight_of_the_target_and_no_adapter_before_its_time(tmp_path: Path) -> None:
+    model = counting_model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    objective = objective_on(CausalLM(model), steps=8, heads_first_steps=4)
+    at_start = {name: p.detach().clone() for name, p in trained(objective).items()}
+    texts = [Example(tuple((start + i) % 16 for i in range(20)), (True,) * 20, 0) for start in range(8)]
+    recorder, still = Recorder(), []
+    recorder.actions[4] = lambda: still.append(all(torch.equal(p, at_start[n]) for n, p in adapters(objective).items()))
+    train_toy(tmp_path, objective, recorder, texts, steps=8)
+    assert still == [True]
+    assert all(not torch.equal(p, at_start[name]) for name, p in trained(objective).items() if "lora_B" in name)
+    after = {name.replace("base_layer.", ""): tensor for name, tensor in model.state_dict().items()}
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_a_merged_target_is_the_adapted_one_and_its_heads_lie_beside_it(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    objective = objective_on(CausalLM(model))
+    disturb(objective)
+    objective.module.eval()
+    expected = full_forward(model, TEXT.tokens)
+    objective.save(tmp_path)
+    merged = load_model(str(tmp_path / TARGET_FOLDER), torch.float32)
+    assert torch.allclose(full_forward(merged, TEXT.tokens), expected, atol=1e-4)
+    assert torch.equal(full_forward(model, TEXT.tokens), expected)  # merging was done on a copy
+    assert MedusaHeads.from_pretrained(tmp_path).config.num_heads == 2
+
+
+def test_adapters_alone_load_onto_the_target_they_were_trained_on(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    objective = objective_on(CausalLM(model), export="adapter")
+    disturb(objective)
+    objective.module.eval()
+    expected = full_forward(model, TEXT.tokens)
+    objective.save(tmp_path)
+    assert not list((tmp_path / TARGET_FOLDER).glob("*.bin"))
+    again = PeftModel.from_pretrained(tiny_model("llama"), str(tmp_path / TARGET_FOLDER))
+    assert torch.allclose(full_forward(again.get_base_model(), TEXT.tokens), expected, atol=1e-5)
+
+
+def test_the_adapted_target_decodes_with_its_heads_as_without_them() -> None:
+    model = tiny_model("llama", max_position_embeddings=64)
+    objective = objective_on(CausalLM(model))
+    disturb(objective)
+    config = DecodingConfig(max_new_tokens=20)
+    drafted = decode(CausalLM(model), objective.drafter(), [1, 2, 3], config).tokens
+    assert drafted == decode(CausalLM(model), None, [1, 2, 3], config).tokens
+
+
+def test_shared_and_sequential_and_soft_heads_learn_jointly_too() -> None:
+    section = HeadsSection(
+        num_heads=2, shared_lm_head=True, sequential=True, loss=LossSection(cross_entropy=0.5, acceptance=0.5)
+    )
+    objective = objective_on(CausalLM(tiny_model("llama")), section)
+    disturb(objective)
+    losses = sums(objective)
+    losses.sum().backward()
+    assert losses.isfinite().all() and not any("lm_head" in name for name in trained(objective))
+    assert all(parameter.grad.abs().max() > 0 for parameter in trained(objective).values())
+
+
+def test_an_adapter_on_the_lm_head_is_refused() -> None:
+    with pytest.raises(ValueError, match="names lm_head, the target's output layer"):
+        objective_on(CausalLM(tiny_model("llama")), modules=("q_proj", "lm_head"))
+
+
+def test_modules_that_the_target_has_not_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"adapters.modules is \('query',\)"):
+        objective_on(CausalLM(tiny_model("llama")), modules=("query",))

@@ -1,0 +1,81 @@
+"""Every recipe in recipes/: it is parsed, says what it is meant for and whether it was measured, and names itself."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trainer.read_recipe import load_recipe
+from trainer.recipe import MedusaRecipe
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = sorted(path for path in (ROOT / "recipes").glob("*/*.yaml") if path.parent.name != "accelerate")
+FAMILIES = sorted({path.parent.name for path in RECIPES} - {"any", "quickstart"})
+
+
+def words(path: Path) -> str:
+    """A recipe's text on one line."""
+    return " ".join(path.read_text().replace("#", " ").split())
+
+
+def loaded(path: Path) -> MedusaRecipe:
+    """With what a recipe leaves to its user."""
+    try:
+        recipe = load_recipe(path)
+    except ValueError as error:
+        (yours,) = re.findall(r"leaves (.*) to you", str(error))
+        recipe = load_recipe(path, [f"{key}=x" for key in yours.split(", ")])
+    return recipe  # type: ignore[return-value]
+
+
+def test_there_are_recipes_for_eight_families() -> None:
+    assert len(RECIPES) >= 20
+    assert len(FAMILIES) == 8
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_recipe_is_parsed_and_tells_how_to_launch_it(path: Path) -> None:
+    loaded(path)
+    comment = "\n".join(line for line in path.read_text().splitlines() if line.startswith("#"))
+    assert f"recipes/{path.parent.name}/{path.name}" in comment
+    for config in re.findall(r"recipes/accelerate/\w+\.yaml", comment):
+        assert (ROOT / config).is_file()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_has_medusa_1_and_medusa_2_with_hardware_and_an_honest_mark(family: str) -> None:
+    for kind in ("medusa1", "medusa2"):
+        path = ROOT / "recipes" / family / f"{kind}.yaml"
+        text = words(path)
+        assert "Meant for " in text
+        assert ("Not yet measured." in text) != ("Measured: see LOG.md." in text)
+        assert (loaded(path).adapters is not None) == (kind == "medusa2")
+
+
+def test_only_the_small_target_is_called_measured() -> None:
+    measured = {path.parent.name for path in RECIPES if "Measured: see LOG.md" in words(path)}
+    assert measured == {"storyteller-11m"}
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in RECIPES if p.parent.name in FAMILIES], ids=lambda p: f"{p.parent.name}/{p.stem}"
+)
+def test_a_family_says_only_what_differs_from_the_recipe_for_any(path: Path) -> None:
+    assert "base" in yaml.safe_load(path.read_text())
+
+
+def test_a_recipe_that_names_a_base_which_is_not_there_is_refused(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("base: other.yaml\n")
+    with pytest.raises(ValueError, match=r"its base 'other\.yaml' is not there"):
+        load_recipe(recipe)
+
+
+def test_what_a_recipe_says_stands_over_its_base_and_overrides_over_both(tmp_path: Path) -> None:
+    base = ROOT / "recipes" / "any" / "medusa1.yaml"
+    (tmp_path / "base.yaml").write_text(base.read_text())
+    (tmp_path / "mine.yaml").write_text("base: base.yaml\nname: mine\ntraining: {steps: 7, batch_size: 8}\n")
+    given = ["target=t", "output=o", "data.train=a", "data.heldout=b", "training.batch_size=12"]
+    training = load_recipe(tmp_path / "mine.yaml", given).training
+    assert (training.steps, training.batch_size, training.micro_batch_size) == (7, 12, 4)

@@ -1,0 +1,351 @@
+"""Answers from a target in this process: what is asked and written, and what a kill leaves.
+
+The target counts: after token x comes x + 1. In its tokenizer, a to l are 4 to 15, then comes <unk>, which is 0, and
+<eos>, which is 1: it goes on from "j" with "k l <unk> <eos>".
+"""
+
+import io
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tiny_models import counting_model, tiny_model
+from tiny_training import CHAT_TEMPLATE, tiny_tokenizer, write_rows
+from typer.testing import CliRunner
+
+from decoding.heads import MedusaConfig, MedusaHeads
+from decoding.loading import load_tokenizer
+from trainer.answers import AnswerFile, Key, read_conversations
+from trainer.cli import BAD_INPUT, app
+from trainer.data import load_dataset
+from trainer.options import RegenerateOptions
+from trainer.recipe import DataSection
+from trainer.regenerate import Summary, run_regenerate
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Targets that count, with a chat template and without; a random one that can end a text, and its speculators."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, template in (("plain", None), ("chat", CHAT_TEMPLATE)):
+        counting_model().save_pretrained(folder / name)
+        tiny_tokenizer(template).save_pretrained(folder / name)
+    for name, seed in (("random", 3), ("draft", 4)):
+        tiny_model(seed=seed, eos_token_id=1).save_pretrained(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
+    MedusaHeads.for_target(tiny_model(seed=3), MedusaConfig(16, 16)).save_pretrained(folder / "heads")
+    return folder
+
+
+def options(folder: Path, target: Path, rows: Iterable[Any], **changes: Any) -> RegenerateOptions:
+    rows = [{"prompt": row} if isinstance(row, str | list) else row for row in rows]
+    source = write_rows(folder / "prompts.jsonl", rows)
+    defaults: dict[str, Any] = {"max_new_tokens": 30, "batch_size": 2}
+    return RegenerateOptions(
+        target=str(target), prompts=source, output=folder / "answers.jsonl", **{**defaults, **changes}
+    )
+
+
+def regenerate(chosen: RegenerateOptions) -> Summary:
+    return run_regenerate(chosen, Console(file=io.StringIO()))
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def set_aside(folder: Path) -> list[dict[str, Any]]:
+    return rows(folder / "answers.jsonl.failed.jsonl")
+
+
+def contents(row: dict[str, Any]) -> list[str]:
+    return [message["content"] for message in row["messages"]]
+
+
+RANDOM = {"temperature": 1.0, "n": 2, "max_new_tokens": 12, "seed": 5}
+LETTERS = [*"abcdefg", "a c", "b d"]
+"""With two samples each, 18 conversations: two whole groups and a smaller one at a batch size of 2."""
+
+
+# --- what is written ------------------------------------------------------------------------------------------------
+
+
+def test_without_a_chat_template_a_row_has_the_prompt_and_the_targets_own_answer(models: Path, tmp_path: Path) -> None:
+    summary = regenerate(options(tmp_path, models / "plain", ["j", "h i"]))
+    assert rows(tmp_path / "answers.jsonl") == [
+        {
+            "row": 1, "sample": 0, "prompt": "j", "answer": "k l", "answer_tokens": [[14, 15, 0, 1]], "tokens": 4,
+            "truncated": False,
+        },
+        {
+            "row": 2, "sample": 0, "prompt": "h i", "answer": "j k l", "answer_tokens": [[13, 14, 15, 0, 1]],
+            "tokens": 5, "truncated": False,
+        },
+    ]  # fmt: skip
+    assert (summary.rows, summary.answered, summary.tokens) == (2, 2, 9)
+
+
+def test_with_a_chat_template_each_turn_is_answered_after_the_targets_own_answers(models: Path, tmp_path: Path) -> None:
+    summary = regenerate(options(tmp_path, models / "chat", [["j", "i"], "h"]))
+    both, one = rows(tmp_path / "answers.jsonl")
+    assert contents(both) == ["j", "k l", "i", "j k l"] and contents(one) == ["h", "i j k l"]
+    assert [message["role"] for message in both["messages"]] == ["user", "assistant"] * 2
+    assert both["answer_tokens"] == [[14, 15, 0, 1], [13, 14, 15, 0, 1]]
+    assert (summary.answered, summary.answers) == (2, 3)
+
+
+def test_the_answers_that_a_conversation_came_with_are_replaced(models: Path, tmp_path: Path) -> None:
+    said = [("system", "a"), ("user", "j"), ("assistant", "a a a"), ("user", "b"), ("user", "i")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    regenerate(options(tmp_path, models / "chat", [{"messages": messages}]))
+    (row,) = rows(tmp_path / "answers.jsonl")
+    assert contents(row) == ["a", "j", "k l", "b", "i", "j k l"]
+
+
+@pytest.mark.parametrize("target", ["plain", "chat"])
+def test_training_reads_what_was_written(models: Path, tmp_path: Path, target: str) -> None:
+    regenerate(options(tmp_path, models / target, ["j", "h i"]))
+    section = DataSection(train="", heldout="", max_length=32)
+    dataset = load_dataset(str(tmp_path / "answers.jsonl"), section, load_tokenizer(str(models / target)))
+    (first, second) = dataset.examples
+    trained = [token for token, counts in zip(second.tokens, second.trained, strict=True) if counts]
+    assert trained == [13, 14, 15, 1]
+    assert dataset.rows == 2 and len(first.tokens) < len(second.tokens)
+
+
+def test_answers_that_tokenize_to_other_tokens_than_were_written_are_counted(models: Path, tmp_path: Path) -> None:
+    ending = regenerate(options(tmp_path, models / "plain", ["j", "k"]))  # an <unk> in each that the text cannot hold
+    (tmp_path / "cut").mkdir()
+    cut = regenerate(options(tmp_path / "cut", models / "plain", ["a", "b"], max_new_tokens=3))
+    assert (ending.differing, cut.differing) == (2, 0)
+
+
+@pytest.mark.parametrize("speculator", ["heads", "draft"])
+def test_a_speculating_target_writes_the_very_same_greedy_file(models: Path, tmp_path: Path, speculator: str) -> None:
+    files = []
+    for name, chosen in {"plain": {}, "speculating": {speculator: str(models / speculator)}}.items():
+        (tmp_path / name).mkdir()
+        regenerate(options(tmp_path / name, models / "random", "abcde", max_new_tokens=12, dtype="fp32", **chosen))
+        files.append((tmp_path / name / "answers.jsonl").read_bytes())
+    assert files[0] == files[1] and len(files[0].splitlines()) > 2
+
+
+def test_samples_of_a_prompt_differ_and_are_those_of_their_seed(models: Path, tmp_path: Path) -> None:
+    texts: dict[str, list[Any]] = {}
+    for name, seed in (("one", 5), ("again", 5), ("other", 6)):
+        (tmp_path / name).mkdir()
+        regenerate(options(tmp_path / name, models / "random", ["a c"], **{**RANDOM, "seed": seed, "n": 4}))
+        texts[name] = [row["answer_tokens"] for row in rows(tmp_path / name / "answers.jsonl")]
+    assert texts["one"] == texts["again"]
+    # Conversation i is decoded with the seed + i, so that the other run starts with the second of this one.
+    assert texts["other"][:3] == texts["one"][1:]
+    assert len({str(text) for text in texts["one"]}) == 4
+
+
+# --- what is not ----------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_that_is_cut_off_is_marked_and_ends_its_conversation(models: Path, tmp_path: Path) -> None:
+    summary = regenerate(options(tmp_path, models / "chat", [["a", "j"]], max_new_tokens=3))
+    (row,) = rows(tmp_path / "answers.jsonl")
+    assert contents(row) == ["a", "b c d"] and row["truncated"] and row["answer_tokens"] == [[5, 6, 7]]
+    assert summary.truncated == 1
+
+
+def test_answers_that_are_cut_off_can_be_dropped(models: Path, tmp_path: Path) -> None:
+    summary = regenerate(options(tmp_path, models / "plain", ["a", "k"], max_new_tokens=4, keep_truncated=False))
+    assert [row["prompt"] for row in rows(tmp_path / "answers.jsonl")] == ["k"]
+    assert [(row["row"], row["problem"]) for row in set_aside(tmp_path)] == [(1, "truncated")]
+    assert (summary.answered, summary.dropped, summary.truncated) == (1, 1, 0)
+
+
+def test_an_empty_answer_is_set_aside(models: Path, tmp_path: Path) -> None:
+    summary = regenerate(options(tmp_path, models / "chat", [["j", "<unk>", "j"], "k"]))
+    assert [contents(row) for row in rows(tmp_path / "answers.jsonl")] == [["k", "l"]]
+    assert [(row["row"], row["problem"]) for row in set_aside(tmp_path)] == [(1, "empty")]
+    assert summary.empty == 1
+
+
+def test_a_prompt_beyond_the_targets_context_is_set_aside_and_the_others_are_answered(
+    models: Path, tmp_path: Path
+) -> None:
+    summary = regenerate(options(tmp_path, models / "plain", ["a " * 90, "j"]))
+    assert [row["answer"] for row in rows(tmp_path / "answers.jsonl")] == ["k l"]
+    (row,) = set_aside(tmp_path)
+    assert row["problem"] == "failed" and "the target's context holds 96" in row["reason"]
+    assert summary.failed == 1
+
+
+# --- what a kill leaves ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(models: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RegenerateOptions, dict[str, bytes]]:
+    """A run that nobody killed: its options, and the files it wrote."""
+    folder = tmp_path_factory.mktemp("finished")
+    chosen = options(folder, models / "random", LETTERS, **RANDOM)
+    regenerate(chosen)
+    return chosen, {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.01, 0.5, 0.9])
+def test_a_run_that_was_killed_is_gone_on_with_to_the_same_bytes(
+    finished: tuple[RegenerateOptions, dict[str, bytes]], tmp_path: Path, kept: float
+) -> None:
+    chosen, files = finished
+    whole = files["answers.jsonl"]
+    left = whole[: int(kept * len(whole))]  # mostly up to the middle of a line
+    assert whole.count(b"\n") >= 12 and files["answers.jsonl.failed.jsonl"]
+    (tmp_path / "answers.jsonl").write_bytes(left)
+    (tmp_path / "answers.jsonl.meta.json").write_bytes(files["answers.jsonl.meta.json"])
+    summary = regenerate(replace(chosen, output=tmp_path / "answers.jsonl"))
+    for name in ("answers.jsonl", "answers.jsonl.failed.jsonl"):
+        assert (tmp_path / name).read_bytes() == files[name]
+    assert summary.before == left.count(b"\n")
+
+
+def test_what_is_done_is_not_done_again(finished: tuple[RegenerateOptions, dict[str, bytes]]) -> None:
+    chosen, files = finished
+    paths = [chosen.output.with_name(name) for name in files]
+    before = [path.stat().st_mtime_ns for path in paths]
+    summary = regenerate(chosen)
+    assert (summary.answered, summary.tokens) == (0, 0)
+    assert [path.stat().st_mtime_ns for path in paths] == before
+
+
+def test_a_larger_limit_goes_on_where_the_smaller_one_ended(models: Path, tmp_path: Path) -> None:
+    regenerate(options(tmp_path, models / "plain", "abcd", limit=2))
+    summary = regenerate(options(tmp_path, models / "plain", "abcd", limit=3))
+    assert (summary.before, summary.answered) == (2, 1)
+    assert [row["prompt"] for row in rows(tmp_path / "answers.jsonl")] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"temperature": 0.5}, "temperature 0.0, not 0.5"),
+        ({"top_p": 0.5}, "top_p 1.0, not 0.5"),
+        ({"max_new_tokens": 31}, "max_new_tokens 30, not 31"),
+        ({"seed": 1}, "seed 0, not 1"),
+        ({"prompt_field": "prompt"}, "prompt_field None, not 'prompt'"),
+        ({"keep_truncated": False}, "keep_truncated True, not False"),
+        ({"target": "random"}, "target_fingerprint"),
+        ({"rows": ["a", "c"]}, "prompts_sha256"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_other_settings_than_it_was_begun_with_are_refused(
+    models: Path, tmp_path: Path, change: dict[str, Any], complaint: str
+) -> None:
+    regenerate(options(tmp_path, models / "plain", ["a", "b"]))
+    before = (tmp_path / "answers.jsonl").read_bytes()
+    target = models / change.pop("target", "plain")
+    with pytest.raises(ValueError, match=f"was begun with {complaint}.*or another output"):
+        regenerate(options(tmp_path, target, change.pop("rows", ["a", "b"]), **change))
+    assert (tmp_path / "answers.jsonl").read_bytes() == before
+
+
+def test_a_file_of_other_origin_is_not_written_to(models: Path, tmp_path: Path) -> None:
+    (tmp_path / "answers.jsonl").write_text('{"mine": 1}\n')
+    with pytest.raises(ValueError, match="was not written by this command: name another output"):
+        regenerate(options(tmp_path, models / "plain", ["a"]))
+    assert (tmp_path / "answers.jsonl").read_text() == '{"mine": 1}\n'
+
+
+def test_a_half_written_line_is_cut_off_when_the_file_is_opened(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    with AnswerFile(path, {}, {}, keep_truncated=True):
+        path.write_text('{"row": 1, "sample": 0}\n{"row": 2, "sam')
+    with AnswerFile(path, {}, {}, keep_truncated=True) as answers:
+        assert answers.done == {Key(1, 0)}
+    assert path.read_text() == '{"row": 1, "sample": 0}\n'
+
+
+def test_two_runs_do_not_write_one_file_together(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    with (
+        AnswerFile(path, {}, {}, keep_truncated=True),
+        pytest.raises(ValueError, match="another run is writing .*: wait for its end"),
+    ):
+        AnswerFile(path, {}, {}, keep_truncated=True)
+    with AnswerFile(path, {}, {}, keep_truncated=True) as answers:
+        assert answers.done == set()
+
+
+# --- what is asked --------------------------------------------------------------------------------------------------
+
+
+def test_each_line_gives_its_samples_and_blank_lines_none(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n')
+    conversations = read_conversations(path, None, None, 2, chat=True)
+    assert [conversation.key for conversation in conversations] == [(1, 0), (1, 1), (3, 0), (3, 1)]
+    assert [conversation.index for conversation in conversations] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ('{"prompt": 3}', "line 1: the prompt is 3, not text"),
+        ('{"prompt": ["a", 3]}', "line 1: the prompt is .*, not text"),
+        ('{"turns": []}', "line 1: the conversation has nothing to answer"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "line 1: the conversation has nothing to answer"),
+        ('{"messages": [{"role": "user"}]}', "line 1: a message is"),
+        ('{"story": "a"}', "line 1: no field any of prompt"),
+        ("", "holds no prompts"),
+    ],
+)
+def test_a_row_that_cannot_be_asked_is_named_by_its_line(tmp_path: Path, row: str, complaint: str) -> None:
+    (tmp_path / "prompts.jsonl").write_text(row + "\n")
+    with pytest.raises(ValueError, match=complaint):
+        read_conversations(tmp_path / "prompts.jsonl", None, None, 1, chat=True)
+
+
+def test_a_conversation_needs_a_chat_template(models: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="line 2: a conversation of several messages needs a chat template"):
+        regenerate(options(tmp_path, models / "plain", ["a", ["a", "b"]]))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"target": None}, "give --target for a model in this process, or --endpoint"),
+        ({"endpoint": "http://127.0.0.1:9/v1"}, "give --target for a model in this process, or --endpoint"),
+        ({"target": None, "endpoint": "http://127.0.0.1:9/v1"}, "say which with --model"),
+        (
+            {"target": None, "endpoint": "http://127.0.0.1:9/v1", "model": "m", "heads": "h"},
+            "--heads and --draft speed",
+        ),
+        ({"completions": True}, "--completions is the choice of an --endpoint"),
+        ({"heads": "h", "draft": "d"}, "give one of them"),
+        ({"n": 0}, "n is 0: give at least 1"),
+        ({"n": 2}, "n is 2 at temperature 0, where all answers are the same"),
+        ({"batch_size": 0}, "batch_size is 0: give at least 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0: give at least 1"),
+        ({"limit": 0}, "holds no prompts"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_options_that_do_not_go_together_are_refused(
+    models: Path, tmp_path: Path, change: dict[str, Any], complaint: str
+) -> None:
+    chosen = options(tmp_path, models / "plain", ["a"])
+    with pytest.raises(ValueError, match=complaint):
+        regenerate(RegenerateOptions(**{**vars(chosen), **change}))
+    assert not (tmp_path / "answers.jsonl").exists()
+
+
+def test_the_command_ends_with_a_table_of_what_was_done(models: Path, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "j"}, {"prompt": "<unk>"}])
+    words = ["regenerate", "--target", str(models / "plain"), "--prompts", source, "--output"]
+    result = CliRunner().invoke(app, [*words, str(tmp_path / "answers.jsonl"), "--max-new-tokens", "8"])
+    assert result.exit_code == 0, result.output
+    figures = dict(line.strip("│ ").split("│") for line in result.output.splitlines() if line.startswith("│"))
+    told = {name.strip(): value.strip() for name, value in figures.items()}
+    assert told["conversations asked for"] == "2" and told["answered now"] == "1" and told["empty, set aside"] == "1"
+    assert told["mean tokens of an answer"] == "4.0" and "tokens/s" in told
+    assert CliRunner().invoke(app, [*words, source]).exit_code == BAD_INPUT  # which would overwrite the prompts

@@ -1,0 +1,207 @@
+"""Where rows come from, and how each is named when something is wrong with it."""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_training import write_rows
+
+from trainer.rows import Row, conversation, open_source
+
+
+def fields_of(name: Path | str, split: str = "train") -> list[dict[str, Any]]:
+    return [row.fields() for row in open_source(str(name), split).rows()]
+
+
+@pytest.fixture
+def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The datasets library with a cache of its own."""
+    library = pytest.importorskip(
+        "datasets", reason="reads Parquet and hub data sets, needs pip install headstart[data]"
+    )
+    monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return library
+
+
+def write_parquet(datasets: Any, path: Path, rows: list[dict[str, Any]]) -> Path:
+    datasets.Dataset.from_list(rows).to_parquet(path)
+    return path
+
+
+def test_a_jsonl_file_gives_its_lines_with_their_numbers_blank_ones_counted(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\n\n"b"\n')
+    rows = list(open_source(str(path), "train").rows())
+    assert [row.where for row in rows] == [f"{path}, line 1", f"{path}, line 3"]
+    assert [row.fields() for row in rows] == [{"text": "a"}, {"text": "b"}]
+
+
+def test_a_jsonl_file_needs_no_datasets_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert fields_of(write_rows(tmp_path / "rows.jsonl", [{"text": "a"}])) == [{"text": "a"}]
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "ORG/NAME"])
+def test_without_the_datasets_library_the_remedy_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.chdir(tmp_path)
+    Path("rows.parquet").touch()
+    with pytest.raises(ValueError, match=f"reading {name} needs the datasets library: pip install headstart.data."):
+        fields_of(name)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": ', r"not JSON \(Expecting value at column 10\)"),
+        (b"[1, 2]", "the row is list, not an object with fields: write one a line"),
+        (b"null", "the row is NoneType, not an object"),
+        (b'{"text": "\xff"}', r"not UTF-8 text \(invalid start byte\)"),
+        (b'{"text": "\\ud83d"}', r"not UTF-8 text \(surrogates not allowed\)"),
+    ],
+)
+def test_a_line_that_is_no_row_is_found_when_its_fields_are_asked_for(line: bytes, message: str) -> None:
+    row = Row("rows.jsonl, line 7", line)
+    with pytest.raises(ValueError, match=f"^rows.jsonl, line 7: {message}"):
+        row.fields()
+
+
+def test_an_escaped_character_beyond_the_basic_plane_is_whole() -> None:
+    assert Row("row", b'{"text": "\\ud83d\\ude00"}').fields() == {"text": "😀"}
+
+
+def test_a_parquet_file_gives_its_rows_without_the_columns_left_empty(datasets: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "answer": "b", "text": None}, {"prompt": None, "answer": None, "text": "c"}]
+    path = write_parquet(datasets, tmp_path / "rows.parquet", rows)
+    read = list(open_source(str(path), "train").rows())
+    assert [row.where for row in read] == [f"{path}, row 1", f"{path}, row 2"]
+    assert [row.fields() for row in read] == [{"prompt": "a", "answer": "b"}, {"text": "c"}]
+
+
+def test_conversations_come_out_of_parquet_as_they_went_in(datasets: Any, tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    assert fields_of(write_parquet(datasets, tmp_path / "rows.parquet", [row])) == [row]
+
+
+def test_a_parquet_files_name_is_not_a_pattern(datasets: Any, tmp_path: Path) -> None:
+    (tmp_path / "run[1]").mkdir()
+    assert fields_of(write_parquet(datasets, tmp_path / "run[1]" / "rows.parquet", [{"text": "a"}])) == [{"text": "a"}]
+
+
+def test_a_broken_parquet_file_is_named(datasets: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(b"none")
+    with pytest.raises(ValueError, match=r"rows\.parquet is not a readable Parquet file: .*file size is 4 bytes"):
+        fields_of(path)
+
+
+def test_a_folder_is_its_jsonl_and_parquet_files_in_the_order_of_their_names(datasets: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_rows(folder / "c.jsonl", [{"text": "3"}])
+    write_parquet(datasets, folder / "b.parquet", [{"text": "2"}])
+    write_rows(folder / "a.jsonl", [{"text": "1"}])
+    (folder / "README.md").write_text("not data")
+    assert fields_of(folder) == [{"text": "1"}, {"text": "2"}, {"text": "3"}]
+
+
+def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"folder .* holds no data: put \.jsonl or \.parquet files into it"):
+        open_source(str(tmp_path), "train")
+
+
+def test_a_files_digest_is_its_sha256_and_a_folders_is_of_names_and_contents(tmp_path: Path) -> None:
+    path = Path(write_rows(tmp_path / "a.jsonl", ["x"]))
+    assert open_source(str(path), "train").sha256 == hashlib.sha256(b'"x"\n').hexdigest()
+    seen = {open_source(str(tmp_path), "train").sha256}
+    seen.add(open_source(str(path.rename(tmp_path / "b.jsonl").parent), "train").sha256)
+    write_rows(tmp_path / "b.jsonl", ["y"])
+    seen.add(open_source(str(tmp_path), "train").sha256)
+    assert len(seen) == 3
+
+
+def test_a_hub_data_set_is_read_by_its_id_configuration_and_split(
+    datasets: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def load_dataset(*arguments: Any, **options: Any) -> Any:
+        asked.append((arguments, options))
+        return datasets.Dataset.from_list([{"question": "a", "answer": "b"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    (row,) = open_source("openai/gsm8k:main", "test").rows()
+    assert row == Row("openai/gsm8k:main, row 1", {"question": "a", "answer": "b"})
+    open_source("ORG/NAME", "train")
+    assert asked == [(("openai/gsm8k", "main"), {"split": "test"}), (("ORG/NAME", None), {"split": "train"})]
+
+
+def test_a_hub_data_sets_digest_is_of_its_name_its_split_and_its_fingerprint(
+    datasets: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contents = datasets.Dataset.from_list([{"text": "a"}])
+    others = datasets.Dataset.from_list([{"text": "b"}])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **options: contents)
+    digests = [open_source(*which).sha256 for which in (("O/A", "train"), ("O/A", "train"), ("O/B", "train"))]
+    digests.append(open_source("O/A", "test").sha256)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **options: others)
+    digests.append(open_source("O/A", "train").sha256)
+    assert digests[0] == digests[1] and len(set(digests)) == 4
+
+
+def test_what_the_hub_cannot_give_is_one_sentence(datasets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(*_: Any, **__: Any) -> Any:
+        raise datasets.exceptions.DatasetNotFoundError("Dataset 'ORG/NAME' doesn't exist\nand more lines")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(
+        ValueError,
+        match=r"no file or folder ORG/NAME, and split 'dev' .* cannot be read: Dataset 'ORG/NAME' doesn't exist$",
+    ):
+        open_source("ORG/NAME", "dev")
+
+
+@pytest.mark.parametrize(
+    "name", ["none.jsonl", "data/none.jsonl", "data/none.parquet", "a/b/c", "/none", "./a/b", "none"]
+)
+def test_what_can_be_neither_file_nor_hub_id_is_not_looked_for_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"there is no data file {name}: give a .jsonl or .parquet file, a folder"):
+        open_source(name, "train")
+
+
+def test_a_sharegpt_conversation_becomes_messages() -> None:
+    said = [("system", "s"), ("human", "Why?"), ("gpt", "So."), ("user", "b"), ("assistant", "c")]
+    row = {"conversations": [{"from": who, "value": what} for who, what in said]}
+    messages = conversation(row, "sharegpt", "row")
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert messages[1] == {"role": "user", "content": "Why?"}
+
+
+def test_messages_in_sharegpts_field_are_taken_as_they_are() -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert conversation({"conversations": messages}, "sharegpt", "row") == messages
+    with pytest.raises(ValueError, match="row: a message is"):
+        conversation({"conversations": [*messages, {"from": "human", "value": "c"}]}, "sharegpt", "row")
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        ("a", "row: the conversations are 'a', not a list of turns"),
+        ([], r"row: the conversations are \[\], not a list of turns"),
+        ([{"from": "human"}], "row: a turn is {'from': 'human'}, without a 'from' and a 'value' that are texts"),
+        ([{"from": "human", "value": 3}], "row: a turn is .*, without a 'from' and a 'value' that are texts"),
+        ([{"from": "bard", "value": "a"}], "row: a turn is from 'bard': ShareGPT has human, user, gpt"),
+    ],
+)
+def test_a_malformed_sharegpt_conversation_is_named(turns: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        conversation(json.loads(json.dumps({"conversations": turns})), "sharegpt", "row")

@@ -1,0 +1,136 @@
+"""From a recipe to what is trained: target, data, features, objective."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from decoding.loading import load_model, load_tokenizer, parse_dtype
+from decoding.target import CausalLM
+from trainer.data import Dataset, load_dataset
+from trainer.distill import DistillObjective
+from trainer.features import FeatureIdentity, FeatureStore, ensure_features
+from trainer.hidden import OnlineTarget, StoredFeatures
+from trainer.medusa import MedusaObjective
+from trainer.medusa2 import Medusa2Objective
+from trainer.objective import Objective
+from trainer.pretrain import PretrainObjective
+from trainer.provenance import fingerprint
+from trainer.quickstart import resolve
+from trainer.recipe import AnyRecipe, FeaturesSection, MedusaRecipe, PretrainRecipe
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is sped up. ``model`` is None where features stand in for it; ``fingerprint`` is of its weights."""
+
+    name: str
+    model: CausalLM | None
+    dtype: torch.dtype
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a run is made of."""
+
+    recipe: AnyRecipe
+    tokenizer: PreTrainedTokenizerBase
+    dataset: Dataset
+    heldout: Dataset
+    target: Target | None
+    objective: Objective
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a checkpoint to be resumed: all that changes the result of a step.
+
+        But for the learning rate and the precision, which are what to change when the loss is no longer finite.
+        """
+        content = self.recipe.model_dump(mode="json")
+        for free in ("name", "output", "evaluation", "checkpoint", "tracking", "features"):
+            content.pop(free, None)
+        for free in ("micro_batch_size", "learning_rate", "mixed_precision"):
+            content["training"].pop(free)
+        content["target weights"] = self.target.fingerprint if self.target else None
+        content["training data"] = self.dataset.sha256
+        return content
+
+
+def assemble(
+    recipe: AnyRecipe, device: torch.device, console: Console, process_index: int = 0, num_processes: int = 1
+) -> Job:
+    """Load and check everything a recipe names, and write its features where they are wanted and not there yet.
+
+    Every process calls this; each writes its own share of the features.
+    """
+    target = load_target(recipe, device)
+    tokenizer = load_recipe_tokenizer(recipe)
+    heldout_section = recipe.data.model_copy(update={"split": recipe.data.heldout_split, "packing": False})
+    heldout = load_dataset(resolve(recipe.data.heldout), heldout_section, tokenizer)
+    dataset = load_dataset(resolve(recipe.data.train), recipe.data, tokenizer)
+    torch.manual_seed(recipe.training.seed)  # where the objective starts from chance
+    if isinstance(recipe, PretrainRecipe):
+        return Job(recipe, tokenizer, dataset, heldout, None, PretrainObjective(tokenizer, recipe.model))
+    assert target is not None and target.model is not None
+    if isinstance(recipe, MedusaRecipe) and recipe.features is not None:
+        identity = feature_identity(target, tokenizer, dataset, recipe.features)
+        store = ensure_features(
+            target.model, dataset.examples, Path(recipe.features.folder), identity, recipe.features,
+            console, process_index, num_processes,
+        )  # fmt: skip
+        objective = _objective_on_features(recipe, target, store, device)
+        if not recipe.features.keep_target:
+            target = replace(target, model=None)
+        return Job(recipe, tokenizer, dataset, heldout, target, objective)
+    return Job(recipe, tokenizer, dataset, heldout, target, _objective(recipe, target.model, tokenizer))
+
+
+def load_target(recipe: AnyRecipe, device: torch.device) -> Target | None:
+    """The recipe's target on a device; None for a recipe that has none."""
+    if isinstance(recipe, PretrainRecipe):
+        return None
+    name, dtype = resolve(recipe.target), parse_dtype(recipe.dtype)
+    model = CausalLM(load_model(name, dtype, device, recipe.trust_remote_code, recipe.device_map))
+    if model.max_positions is not None and recipe.data.max_length > model.max_positions:
+        raise ValueError(
+            f"data.max_length is {recipe.data.max_length} but the target's context holds {model.max_positions} tokens"
+        )
+    return Target(name, model, dtype, fingerprint(model.model))
+
+
+def load_recipe_tokenizer(recipe: AnyRecipe) -> PreTrainedTokenizerBase:
+    """The target's, or the one that a new model is trained on."""
+    if isinstance(recipe, PretrainRecipe):
+        return load_tokenizer(recipe.model.tokenizer)
+    return load_tokenizer(resolve(recipe.target), recipe.trust_remote_code)
+
+
+def feature_identity(
+    target: Target, tokenizer: PreTrainedTokenizerBase, dataset: Dataset, section: FeaturesSection
+) -> FeatureIdentity:
+    """What features must have been made from to be used."""
+    assert target.model is not None
+    return FeatureIdentity.of(target.model, target.fingerprint, tokenizer, dataset.examples, section.top_k)
+
+
+def _objective(recipe: AnyRecipe, target: CausalLM, tokenizer: PreTrainedTokenizerBase) -> Objective:
+    assert not isinstance(recipe, PretrainRecipe)
+    steps = recipe.training.steps
+    if isinstance(recipe, MedusaRecipe):
+        if recipe.adapters is not None:
+            return Medusa2Objective(target, tokenizer, recipe.heads, recipe.adapters, steps)
+        return MedusaObjective(OnlineTarget(target), recipe.heads, steps, target.dtype)
+    evaluated = recipe.evaluation.prompt_tokens + recipe.evaluation.max_new_tokens
+    longest = max(recipe.data.max_length, evaluated)
+    return DistillObjective(target, tokenizer, recipe.draft, recipe.trust_remote_code, longest)
+
+
+def _objective_on_features(
+    recipe: MedusaRecipe, target: Target, store: FeatureStore, device: torch.device
+) -> MedusaObjective:
+    config = AutoConfig.from_pretrained(target.name, trust_remote_code=recipe.trust_remote_code)
+    states = StoredFeatures(store, config, device)
+    return MedusaObjective(states, recipe.heads, recipe.training.steps, target.dtype)

@@ -1,0 +1,156 @@
+"""Examples and the batches made of them.
+
+Which examples a step trains on is a function of the seed and the step alone, so a run resumes exactly and does not
+depend on how many processes share a batch.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+if TYPE_CHECKING:  # batches are of tensors alone
+    from transformers import PreTrainedModel
+
+
+class Example(NamedTuple):
+    """One sequence. ``trained[i]`` says whether predicting token i is part of the loss.
+
+    ``prompt_length`` is how many tokens stand before the first answer (0 for plain text). ``lengths`` are those of the
+    documents packed into it one after the other; empty where it is one document.
+    """
+
+    tokens: tuple[int, ...]
+    trained: tuple[bool, ...]
+    prompt_length: int
+    lengths: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Right-padded sequences, each (batch, positions)."""
+
+    tokens: Int[Tensor, "batch positions"]
+    attention_mask: Int[Tensor, "batch positions"]
+    """0 on padding."""
+    trained: Bool[Tensor, "batch positions"]
+    """False on padding."""
+    documents: Int[Tensor, "batch positions"]
+    """Which document of its row a token belongs to, from 0; -1 on padding."""
+    examples: tuple[int, ...]
+    """The place of each row in the data set."""
+
+    def to(self, device: torch.device) -> "Batch":
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **moved)
+
+    def labelled(self, ahead: int) -> Bool[Tensor, "batch positions"]:
+        """Which positions t have a label ``ahead`` tokens on: trained, and in the same document."""
+        found = torch.zeros_like(self.trained)
+        if ahead < self.trained.shape[1]:
+            same = self.documents[:, ahead:] == self.documents[:, :-ahead]
+            found[:, :-ahead] = self.trained[:, ahead:] & same
+        return found
+
+    def shifted(self, ahead: int) -> Int[Tensor, "batch positions"]:
+        """The token ``ahead`` of each position; 0 behind the end, where nothing is labelled."""
+        return torch.nn.functional.pad(self.tokens[:, ahead:], (0, min(ahead, self.tokens.shape[1])))
+
+    def model_inputs(self) -> dict[str, Any]:
+        """What a transformers model is called with.
+
+        Packed documents are told apart by positions that begin anew: without an attention mask that is how
+        transformers knows them, for every kind of layer. Padding is then documents of one token.
+        Call it with ``use_cache=False``: with a cache transformers looks for no documents, and every one sees those
+        before it. OPT and Falcon build masks of their own and never look: see `check_documents_are_apart`.
+        """
+        if not bool((self.documents > 0).any()):
+            return {"input_ids": self.tokens, "attention_mask": self.attention_mask}
+        place = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
+        begins = torch.ones_like(self.trained)
+        begins[:, 1:] = (self.documents[:, 1:] != self.documents[:, :-1]) | (self.documents[:, 1:] < 0)
+        starts = torch.where(begins, place, 0).cummax(1).values
+        return {"input_ids": self.tokens, "attention_mask": None, "position_ids": place - starts}
+
+
+@torch.no_grad()
+def check_documents_are_apart(model: "PreTrainedModel") -> None:
+    """ValueError for a model in which packed documents see one another: its own masks do not know them."""
+    documents = [((1, 2), (5, 6, 7)), ((3, 4), (5, 6, 7))]
+    rows = [Example(first + second, (True,) * 5, 0, (2, 3)) for first, second in documents]
+    logits = model(**collate(rows).to(model.device).model_inputs(), use_cache=False).logits[:, 2:].float()
+    if not torch.allclose(logits[0], logits[1], rtol=0, atol=1e-3 * float(logits.abs().max())):
+        raise ValueError(
+            f"data.packing is on, but a {model.config.model_type} model lets packed texts see one another: "
+            "set data.packing=false"
+        )
+
+
+def collate(examples: Sequence[Example], indices: Sequence[int] = ()) -> Batch:
+    """Pad on the right to the longest. ``indices`` are the examples' places in the data set."""
+    longest = max(len(example.tokens) for example in examples)
+    shape = (len(examples), longest)
+    tokens, attention_mask = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    trained, documents = torch.zeros(shape, dtype=torch.bool), torch.full(shape, -1)
+    for row, example in enumerate(examples):
+        length = len(example.tokens)
+        tokens[row, :length] = torch.tensor(example.tokens)
+        attention_mask[row, :length] = 1
+        trained[row, :length] = torch.tensor(example.trained)
+        lengths = torch.tensor(example.lengths or (length,))
+        documents[row, :length] = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    return Batch(tokens, attention_mask, trained, documents, tuple(indices))
+
+
+def pack(examples: Sequence[Example], max_length: int) -> list[Example]:
+    """Several examples in one sequence of at most ``max_length`` tokens, each where it leaves the least room.
+
+    In the order they come in (best fit), so the same examples give the same sequences.
+    """
+    packed: list[list[Example]] = []
+    rooms: list[tuple[int, int]] = []  # what is left in each sequence, and its place; sorted
+    for example in examples:
+        length = len(example.tokens)
+        fitting = bisect_left(rooms, (length, -1))
+        if fitting == len(rooms):
+            room, place = max_length, len(packed)
+            packed.append([])
+        else:
+            room, place = rooms.pop(fitting)
+        packed[place].append(example)
+        insort(rooms, (room - length, place))
+    return [_joined(documents) if len(documents) > 1 else documents[0] for documents in packed]
+
+
+def _joined(documents: Sequence[Example]) -> Example:
+    return Example(
+        tuple(token for document in documents for token in document.tokens),
+        tuple(trained for document in documents for trained in document.trained),
+        documents[0].prompt_length,
+        tuple(len(document.tokens) for document in documents),
+    )
+
+
+def batch_indices(step: int, batch_size: int, dataset_size: int, seed: int) -> list[int]:
+    """Which examples step ``step`` (from 0) trains on: epoch after epoch, each in an order of its own."""
+    chosen: list[int] = []
+    position = step * batch_size
+    while len(chosen) < batch_size:
+        epoch, offset = divmod(position + len(chosen), dataset_size)
+        order = _epoch_order(epoch, dataset_size, seed)
+        chosen += order[offset : offset + batch_size - len(chosen)]
+    return chosen
+
+
+@lru_cache(maxsize=2)
+def _epoch_order(epoch: int, size: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    order: list[int] = torch.randperm(size, generator=generator).tolist()
+    return order

@@ -1,0 +1,105 @@
+"""Where the heads' training gets the target's hidden states: from the target itself, or from features on disk."""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from decoding.target import CausalLM, capture_lm_head_input, last_position
+from trainer.batch import Batch
+from trainer.features import FeatureStore, TopLogits
+
+LogitTransform = Callable[[Tensor], Tensor]
+
+
+class HiddenStates(Protocol):
+    """What a frozen target gives to heads that are trained on it."""
+
+    transform: LogitTransform | None
+    """From the lm_head's products to the target's logits, where a family does anything to them."""
+
+    @property
+    def lm_head(self) -> Float[Tensor, "vocab hidden"]:
+        """The weight of the target's output layer."""
+
+    def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
+        """What the lm_head reads."""
+
+    def embedded(self, tokens: Int[Tensor, "batch positions"]) -> Float[Tensor, "batch positions hidden"]:
+        """The target's own embeddings of tokens."""
+
+    def top_k(self, batch: Batch) -> TopLogits | None:
+        """The target's best logits at (batch, positions, k), where they are on disk."""
+
+
+class OnlineTarget:
+    """The target itself, run without gradients on every batch."""
+
+    def __init__(self, target: CausalLM) -> None:
+        self._model = target.model.requires_grad_(False)
+        self.transform = logit_transform(target.model.config.get_text_config(decoder=True))
+
+    @property
+    def lm_head(self) -> Float[Tensor, "vocab hidden"]:
+        weight: Tensor = self._model.get_output_embeddings().weight
+        return weight
+
+    @torch.no_grad()
+    def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
+        with capture_lm_head_input(self._model, select=last_position) as captured:
+            self._model(**batch.model_inputs(), use_cache=False)
+        return captured[0]
+
+    @torch.no_grad()
+    def embedded(self, tokens: Int[Tensor, "batch positions"]) -> Float[Tensor, "batch positions hidden"]:
+        embeddings: Tensor = self._model.get_input_embeddings()(tokens)
+        return embeddings
+
+    def top_k(self, batch: Batch) -> TopLogits | None:
+        return None
+
+
+class StoredFeatures:
+    """Hidden states written to disk before; the target need not be loaded."""
+
+    def __init__(self, store: FeatureStore, config: PreTrainedConfig, device: torch.device) -> None:
+        """``config`` is the target's."""
+        self._store = store
+        self._device = device
+        self.transform = logit_transform(config.get_text_config(decoder=True))
+
+    @cached_property
+    def lm_head(self) -> Float[Tensor, "vocab hidden"]:
+        return self._store.lm_head.to(self._device)
+
+    @cached_property
+    def _embedding(self) -> Float[Tensor, "vocab hidden"]:
+        return self._store.embedding.to(self._device)
+
+    def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
+        return self._store.hidden(batch).to(self._device)
+
+    def embedded(self, tokens: Int[Tensor, "batch positions"]) -> Float[Tensor, "batch positions hidden"]:
+        return torch.nn.functional.embedding(tokens, self._embedding)
+
+    def top_k(self, batch: Batch) -> TopLogits | None:
+        found = self._store.top_k(batch)
+        return None if found is None else TopLogits(*(tensor.to(self._device) for tensor in found))
+
+
+def logit_scale(config: PreTrainedConfig) -> float:
+    """What a family multiplies its lm_head's products by: Granite divides them, Cohere has a factor."""
+    factor, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
+    return float(factor or 1.0) / float(divisor or 1.0)
+
+
+def logit_transform(config: PreTrainedConfig) -> LogitTransform | None:
+    """From the lm_head's products to the logits: `logit_scale`, and Gemma-2's soft cap."""
+    scale, cap = logit_scale(config), getattr(config, "final_logit_softcapping", None)
+    if cap:
+        return lambda logits: torch.tanh(logits * scale / cap) * cap
+    return None if scale == 1.0 else lambda logits: logits * scale

@@ -1,0 +1,217 @@
+"""The Medusa-2 objective: heads and the target's LoRA adapters, trained jointly (2401.10774, section 2.2.2)."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedTokenizerBase
+
+from decoding.drafters import Drafter, MedusaDrafter
+from decoding.target import CausalLM, capture_lm_head_input, last_position
+from trainer.batch import Batch
+from trainer.hidden import logit_scale, logit_transform
+from trainer.losses import HiddenTeacher, fused_loss
+from trainer.medusa import (
+    HeadInputs,
+    MedusaTraining,
+    fit_tree,
+    head_counts,
+    head_weights,
+    heads_for_decoding,
+    initial_heads,
+)
+from trainer.objective import TermSums
+from trainer.recipe import AdaptersSection, HeadsSection
+
+TARGET_FOLDER = "target"
+"""Where `Medusa2Objective.save` writes the target that goes with the heads."""
+
+
+class JointTraining(nn.Module):
+    """The target under its adapters, and heads on it. The last term of the loss is the target's own next token."""
+
+    def __init__(self, model: PeftModel, heads: MedusaTraining) -> None:
+        super().__init__()
+        self.model = model
+        self.heads = heads
+        config = self._target.config.get_text_config(decoder=True)  # type: ignore[operator,union-attr]
+        self._transform, self._scale = logit_transform(config), logit_scale(config)
+
+    def forward(
+        self, batch: Batch, joint: bool, teacher: Float[Tensor, "batch positions hidden"] | None = None
+    ) -> TermSums:
+        """Losses (heads + 1,). Without ``joint`` the target stands still.
+
+        ``teacher`` holds the hidden states of the target as it was, for the divergence from it; without them its own
+        loss is the cross entropy on the data.
+        """
+        found: list[TermSums] = []
+
+        def read(hidden: Tensor, lm_head: Tensor) -> None:
+            with torch.enable_grad():
+                found.append(self._losses(batch, hidden, lm_head, teacher))
+
+        with torch.set_grad_enabled(joint), _read_at_lm_head(self._target, read):
+            self._target(**batch.model_inputs(), use_cache=False)
+        losses, hits = found[0]
+        if not joint:  # data parallelism waits for the gradient of everything that is trained
+            still = [p for p in self.model.parameters() if p.requires_grad and p.numel()]
+            losses = losses + 0 * sum((p.sum() for p in still), torch.zeros((), device=losses.device))
+        return TermSums(losses, hits)
+
+    @property
+    def _target(self) -> nn.Module:
+        """The target itself: peft replaced layers inside it."""
+        return self.model.get_base_model()
+
+    def _losses(self, batch: Batch, hidden: Tensor, lm_head: Tensor, teacher: Tensor | None) -> TermSums:
+        embedded = None
+        if self.heads.heads.config.sequential:
+            with torch.no_grad():
+                embedded = self._target.get_input_embeddings()(batch.tokens)  # type: ignore[operator]  # nn.Module's
+        inputs = HeadInputs(batch, hidden, embedded, lm_head, transform=self._transform)
+        losses, hits = self.heads(inputs)
+        labelled, labels = batch.labelled(1), batch.shifted(1)
+        was = None if teacher is None else HiddenTeacher(teacher[labelled], lm_head, self._transform)
+        mix = {"cross_entropy": 1.0} if was is None else {"forward_kl": 1.0}
+        base, correct = fused_loss(hidden[labelled] * self._scale, lm_head, labels[labelled], mix, was)  # type: ignore[arg-type]
+        return TermSums(torch.cat([losses, base[None]]), torch.cat([hits, correct[None]]))
+
+
+@contextmanager
+def _read_at_lm_head(model: nn.Module, read: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    """Hand what the lm_head reads, and its weight, to ``read`` from within its forward.
+
+    Only there is the weight whole when it is sharded. The layer itself writes the last position's logits alone.
+    """
+    layer: nn.Linear = model.get_output_embeddings()  # type: ignore[operator]  # nn.Module's getattr
+
+    def forward(hidden: Tensor) -> Tensor:
+        read(hidden, layer.weight)
+        return F.linear(last_position(hidden), layer.weight)
+
+    before = vars(layer).get("forward")  # launchers may have put one of their own there
+    layer.forward = forward  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        if before is None:
+            del layer.forward
+        else:
+            layer.forward = before  # type: ignore[method-assign]
+
+
+class Medusa2Objective:
+    """Heads and adapters on one target: weight of head k * its loss, and the target's own loss beside them."""
+
+    hit_name = "top1"
+
+    def __init__(
+        self,
+        target: CausalLM,
+        tokenizer: PreTrainedTokenizerBase,
+        heads: HeadsSection,
+        adapters: AdaptersSection,
+        steps: int,
+    ) -> None:
+        _refuse_unfit(target, adapters)
+        self._tokenizer = tokenizer
+        self._section, self._adapters, self._steps, self._dtype = heads, adapters, steps, target.dtype
+        self.terms = (*(f"head_{k}" for k in range(heads.num_heads)), "target")
+        training = MedusaTraining(initial_heads(target.model.get_output_embeddings().weight, heads), heads.loss)
+        if adapters.gradient_checkpointing:
+            # The name in transformers from 5.23 on, and the one before it.
+            model, names = target.model, ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+            next(getattr(model, name) for name in names if hasattr(model, name))({"use_reentrant": False})
+        self.module: JointTraining = JointTraining(_with_adapters(target, adapters), training)
+
+    def _is_joint(self, step: int) -> bool:
+        return step >= self._adapters.heads_first_steps
+
+    def weights(self, step: int) -> tuple[float, ...]:
+        weights = head_weights(self._section, step, self._steps)
+        if not self._is_joint(step):
+            return (*weights, 0.0)
+        return (*(self._adapters.heads_weight * weight for weight in weights), self._adapters.base_weight)
+
+    def rates(self, step: int) -> Mapping[str, float]:
+        return {"heads.": self._adapters.heads_rate, "": 1.0 if self._is_joint(step) else 0.0}
+
+    def counts(self, batch: Batch) -> Float[Tensor, " terms"]:
+        heads = head_counts(batch, self._section.num_heads)
+        return torch.cat([heads, batch.labelled(1).sum()[None]])
+
+    def inputs(self, batch: Batch, step: int) -> tuple[Any, ...]:
+        joint = self._is_joint(step)
+        teacher = self._as_it_was(batch) if joint and self._adapters.base_loss == "forward_kl" else None
+        self.module.train()
+        return batch, joint, teacher
+
+    @torch.no_grad()
+    def _as_it_was(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
+        """The hidden states of the target with its adapters switched off."""
+        self.module.eval()
+        model = self.module.model
+        with model.disable_adapter(), capture_lm_head_input(model.get_base_model(), select=last_position) as captured:
+            model.get_base_model()(**batch.model_inputs(), use_cache=False)
+        return captured[0]
+
+    def drafter(self) -> Drafter:
+        self.module.eval()
+        return MedusaDrafter(heads_for_decoding(self.module.heads.heads, self._dtype))
+
+    def choose_tree(self, target: CausalLM, texts: Sequence[tuple[Sequence[int], int]]) -> None:
+        """Fit the tree to the heads and the adapted target: see `medusa.MedusaObjective.choose_tree`."""
+        fit_tree(self.module.heads.heads, target, texts, self._section.tree_nodes)
+
+    def save(self, folder: Path) -> None:
+        """The heads, and in ``target/`` the target they belong to: whole, or its adapters alone."""
+        heads_for_decoding(self.module.heads.heads, self._dtype).save_pretrained(folder)
+        if self._adapters.export == "adapter":
+            self.module.model.save_pretrained(str(folder / TARGET_FOLDER))
+            return
+        merged = copy.deepcopy(self.module.model).merge_and_unload()
+        merged.save_pretrained(folder / TARGET_FOLDER)
+        self._tokenizer.save_pretrained(folder / TARGET_FOLDER)
+
+
+def _with_adapters(target: CausalLM, section: AdaptersSection) -> PeftModel:
+    """The target with untrained adapters (which change nothing yet) put into it; all else is frozen."""
+    target.model.requires_grad_(False)
+    config = LoraConfig(
+        r=section.rank,
+        lora_alpha=section.alpha,  # type: ignore[arg-type]  # a float is as good
+        lora_dropout=section.dropout,
+        target_modules=section.modules if isinstance(section.modules, str) else list(section.modules),
+        task_type="CAUSAL_LM",
+    )
+    try:
+        model = get_peft_model(target.model, config)
+    except ValueError as error:
+        raise ValueError(f"adapters.modules is {section.modules!r}, which peft cannot use: {error}") from error
+    assert isinstance(model, PeftModel)
+    return model
+
+
+def _refuse_unfit(target: CausalLM, section: AdaptersSection) -> None:
+    lm_head = target.model.get_output_embeddings()
+    names = {name.rpartition(".")[2] for name, module in target.model.named_modules() if module is lm_head}
+    if not isinstance(section.modules, str) and names & set(section.modules):
+        raise ValueError(
+            f"adapters.modules names {next(iter(names))}, the target's output layer, from which the heads start and "
+            "which they may share: leave it out"
+        )
+    if getattr(lm_head, "bias", None) is not None:
+        raise ValueError("the target's lm_head has a bias, which heads have no place for")
+    if cap := getattr(target.model.config.get_text_config(decoder=True), "final_logit_softcapping", None):
+        raise ValueError(
+            f"the target caps its logits softly at {cap}, through which its own loss is not trained here: "
+            "train heads alone (a recipe without adapters)"
+        )

@@ -1,0 +1,302 @@
+"""What a run will take, said before anything is spent: parameters, memory, disk, tokens, hours.
+
+Parameters, tokens and disk are counted. Memory is an estimate by parts: what is held is counted, what passes through a
+step is a rule of thumb. Hours come from a few real steps on this machine.
+"""
+
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from decoding.target import CausalLM
+from trainer.assemble import Job, assemble, feature_identity
+from trainer.batch import Example, batch_indices
+from trainer.data import Dataset, load_dataset
+from trainer.features import estimate_bytes
+from trainer.measuring import Measured, measure, peak_memory, quiet
+from trainer.optimizer import build_optimizers
+from trainer.quickstart import resolve
+from trainer.recipe import AnyRecipe, FeaturesSection, MedusaRecipe, PretrainRecipe, TrainingSection
+
+_LOGITS_CHUNK = 128 * 2**20  # what `trainer.losses` holds of logits at a time
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How the run will be launched: processes of one device each, and DeepSpeed's ZeRO stage, 0 for none."""
+
+    processes: int = 1
+    zero_stage: int = 0
+
+    def __post_init__(self) -> None:
+        if self.processes < 1 or not 0 <= self.zero_stage <= 3:
+            raise ValueError(
+                f"--processes is {self.processes} and --zero-stage {self.zero_stage}: give 1 or more and 0 to 3"
+            )
+
+    def shared(self, size: float, stage: int) -> int:
+        """What a device holds of ``size`` bytes that ZeRO divides from ``stage`` on."""
+        return round(size / self.processes) if self.zero_stage >= stage else round(size)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What the steps of a run read, each sequence counted as often as it is read."""
+
+    sequences: int
+    read: int
+    trained: int
+    epochs: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will take. Bytes are those of one device for ``memory``, of the whole run for ``disk``."""
+
+    parameters: Mapping[str, int]
+    """Trained ones, by part."""
+    memory: Mapping[str, int]
+    disk: Mapping[str, int]
+    tokens: Tokens
+    steps: int
+    evaluations: int
+    measured: Measured | None
+    measured_memory: int | None
+    """What the steps measured, in one process, held beyond the program itself."""
+
+    @property
+    def hours(self) -> float | None:
+        """Of all processes together, if each is as fast as this one."""
+        if self.measured is None:
+            return None
+        found = self.measured
+        seconds = found.step * self.steps + found.evaluation * self.evaluations + found.features
+        return seconds / 3600
+
+
+def plan_training(recipe: AnyRecipe, launch: Launch | None = None, steps: int = 5) -> Plan:
+    """The plan of a recipe, from ``steps`` real ones (0: from none); nothing is left behind on the disk.
+
+    A recipe with features is measured on features of a few rows.
+    """
+    launch, before = launch or Launch(), peak_memory()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with tempfile.TemporaryDirectory() as scratch:
+        job = assemble(_small(recipe, Path(scratch), steps), device, quiet())
+        dataset = job.dataset
+        if isinstance(recipe, MedusaRecipe) and recipe.features is not None:
+            dataset = load_dataset(resolve(recipe.data.train), recipe.data, job.tokenizer)
+        tokens = count_tokens(dataset.examples, recipe.training)
+        memory = memory_of(recipe, job, launch, max(len(example.tokens) for example in dataset.examples))
+        measured = measure(job, launch.processes, steps, dataset.examples) if steps else None
+        return Plan(
+            count_parameters(job.objective.module),
+            memory,
+            disk_of(recipe, job, dataset),
+            tokens,
+            recipe.training.steps,
+            0 if job.target is None else (recipe.training.steps - 1) // recipe.evaluation.every + 1,
+            measured,
+            measured.peak_bytes - before if measured else None,
+        )
+
+
+def _small(recipe: AnyRecipe, scratch: Path, steps: int) -> AnyRecipe:
+    """The recipe with features of a few rows in a scratch folder; any other as it is."""
+    if not isinstance(recipe, MedusaRecipe) or recipe.features is None:
+        return recipe
+    rows = min(recipe.data.max_rows or 1 << 30, recipe.training.batch_size * max(steps, 1))
+    features = recipe.features.model_copy(update={"folder": str(scratch / "features"), "keep_target": True})
+    return recipe.model_copy(update={"features": features, "data": recipe.data.model_copy(update={"max_rows": rows})})
+
+
+def count_parameters(module: nn.Module) -> dict[str, int]:
+    """Trained parameters by part: heads, adapters, a draft, a model."""
+    counts: Counter[str] = Counter()
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            counts["adapters" if "lora_" in name else name.partition(".")[0]] += parameter.numel()
+    return dict(counts)
+
+
+def count_tokens(examples: Sequence[Example], section: TrainingSection) -> Tokens:
+    """Exactly what the run's steps read, in its own order."""
+    sequences = section.steps * section.batch_size
+    whole, rest = divmod(sequences, len(examples))
+    last = batch_indices(whole, len(examples), len(examples), section.seed)[:rest]
+    read = [len(example.tokens) for example in examples]
+    trained = [sum(example.trained) for example in examples]
+    return Tokens(
+        sequences,
+        whole * sum(read) + sum(read[index] for index in last),
+        whole * sum(trained) + sum(trained[index] for index in last),
+        sequences / len(examples),
+    )
+
+
+def memory_of(recipe: AnyRecipe, job: Job, launch: Launch, longest: int) -> dict[str, int]:
+    """Bytes on one device at the height of a step, by part."""
+    trained = sum(count_parameters(job.objective.module).values())
+    parts: dict[str, int] = {}
+    features = _features(recipe)
+    if job.target is not None and (features is None or features.keep_target):
+        assert job.target.model is not None
+        parts["target"] = _frozen_bytes(job.target.model.model)
+    buckets = 2 if launch.processes > 1 and launch.zero_stage == 0 else 1  # DDP sums gradients in a copy
+    parts["trained weights, fp32"] = launch.shared(4 * trained, 3)
+    parts["gradients, fp32"] = launch.shared(4 * trained * buckets, 2)
+    parts["optimizer's moments, fp32"] = launch.shared(_moment_bytes(job, recipe.training), 1)
+    if recipe.training.mixed_precision == "bf16":
+        parts["weights in bf16"] = 2 * trained
+    parts["activations and logits, roughly"] = _passing_bytes(recipe, job, recipe.training.micro_batch_size * longest)
+    return parts
+
+
+def _frozen_bytes(model: nn.Module) -> int:
+    return sum(p.numel() * p.itemsize for p in model.parameters() if not p.requires_grad)
+
+
+def _moment_bytes(job: Job, section: TrainingSection) -> int:
+    """AdamW keeps two moments of each parameter, Muon one."""
+    return sum(
+        parameter.numel() * (4 if isinstance(optimizer, torch.optim.Muon) else 8)
+        for optimizer in build_optimizers(job.objective.module, section, job.objective.rates(0).keys())
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
+
+
+def _passing_bytes(recipe: AnyRecipe, job: Job, tokens: int) -> int:
+    """What passes through a step over ``tokens`` positions, padding included.
+
+    A transformer layer keeps about 10 hidden and 4 inner numbers of each position for its backward pass, a frozen one
+    nothing but what it is at work on; a head its input, and before and after each activation, in fp32.
+    """
+    wide = 2 if recipe.training.mixed_precision == "bf16" else 4
+    if isinstance(recipe, PretrainRecipe):
+        section = recipe.model
+        layer = 10 * section.hidden_size + 4 * section.intermediate_size
+        vocab = job.objective.module.get_parameter("model.lm_head.weight").shape[0]
+        return tokens * (layer * section.num_hidden_layers * wide + 3 * vocab * 4)
+    assert job.target is not None and job.target.model is not None
+    target = job.target.model
+    hidden, inner = target.hidden_size, _inner_size(target)
+    at_work = tokens * (10 * hidden + 4 * inner) * target.dtype.itemsize
+    if isinstance(recipe, MedusaRecipe):
+        shape = recipe.heads
+        heads = tokens * hidden * 4 * shape.num_heads * (2 + 3 * shape.num_layers)
+        if recipe.adapters is not None:  # its layers keep what they read, and are run again one by one
+            kept = 1 if recipe.adapters.gradient_checkpointing else 10 + 4 * inner // hidden
+            at_work += tokens * hidden * target.num_layers * kept * wide
+        return heads + 3 * _LOGITS_CHUNK + (0 if _features(recipe) else at_work)
+    draft = len(recipe.draft.layers) if recipe.draft.init == "target" else target.num_layers
+    logits = tokens * target.vocab_size * (target.dtype.itemsize + 3 * wide)
+    return at_work + tokens * (10 * hidden + 4 * inner) * draft * wide + logits
+
+
+def _inner_size(target: CausalLM) -> int:
+    config = target.model.config.get_text_config(decoder=True)
+    inner: int = getattr(config, "intermediate_size", None) or 4 * target.hidden_size
+    return inner
+
+
+def disk_of(recipe: AnyRecipe, job: Job, dataset: Dataset) -> dict[str, int]:
+    """Bytes of all a run writes. One checkpoint more than are kept exists while it is written."""
+    trained = sum(count_parameters(job.objective.module).values())
+    parts: dict[str, int] = {}
+    wide = 4
+    if job.target is not None:
+        wide = job.target.dtype.itemsize
+        features = _features(recipe)
+        if features is not None:
+            identity = feature_identity(job.target, job.tokenizer, dataset, features)
+            parts["features"] = estimate_bytes(dataset.examples, identity)
+    checkpoint = 4 * trained + _moment_bytes(job, recipe.training)
+    parts[f"checkpoints, {recipe.checkpoint.keep} and one being written"] = (recipe.checkpoint.keep + 1) * checkpoint
+    parts["the finished artefact"] = trained * wide
+    if isinstance(recipe, MedusaRecipe) and recipe.adapters is not None and recipe.adapters.export == "merged":
+        assert job.target is not None and job.target.model is not None
+        parts["the merged target"] = _frozen_bytes(job.target.model.model)
+    return parts
+
+
+def _features(recipe: AnyRecipe) -> FeaturesSection | None:
+    return recipe.features if isinstance(recipe, MedusaRecipe) else None
+
+
+def table_of(plan: Plan, recipe: AnyRecipe, launch: Launch) -> Table:
+    """The plan to read."""
+    table = Table("what", "part", "amount", title=f"{recipe.name}: what it will take")
+
+    def add(what: str, parts: Mapping[str, str]) -> None:
+        for part, amount in parts.items():
+            table.add_row(what, part, amount)
+            what = ""
+        table.add_section()
+
+    add("trained parameters", {part: f"{count:,}" for part, count in plan.parameters.items()})
+    add(_memory_title(launch), {**_sizes(plan.memory), **_measured_peak(plan)})
+    add("disk", {**_sizes(plan.disk), "free now": _size(_free(recipe))})
+    tokens = plan.tokens
+    add(
+        "data",
+        {
+            "steps × batch": f"{plan.steps:,} × {recipe.training.batch_size} = {tokens.sequences:,} sequences",
+            "epochs": f"{tokens.epochs:.2f}",
+            "tokens read": f"{tokens.read:,}",
+            "of them trained": f"{tokens.trained:,}",
+        },
+    )
+    add("time, by what was measured here", _time(plan))
+    return table
+
+
+def _memory_title(launch: Launch) -> str:
+    if launch.processes == 1:
+        return "memory, estimated"
+    zero = f", ZeRO-{launch.zero_stage}" if launch.zero_stage else ""
+    return f"memory of each of {launch.processes} devices, estimated{zero}"
+
+
+def _sizes(parts: Mapping[str, int]) -> dict[str, str]:
+    return {**{part: _size(size) for part, size in parts.items()}, "together": _size(sum(parts.values()))}
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:,.3f} GB"
+
+
+def _measured_peak(plan: Plan) -> dict[str, str]:
+    if plan.measured_memory is None:
+        return {}
+    return {"measured here, one process": _size(plan.measured_memory)}
+
+
+def _free(recipe: AnyRecipe) -> int:
+    output = Path(recipe.output).absolute()
+    return shutil.disk_usage(next(path for path in (output, *output.parents) if path.exists())).free
+
+
+def _time(plan: Plan) -> dict[str, str]:
+    if plan.measured is None or plan.hours is None:
+        return {"not measured": "--steps 5 measures five steps"}
+    found = plan.measured
+    rows = {"a step": f"{found.step:.2f} s ({found.fastest:.2f} to {found.slowest:.2f})"}
+    if plan.evaluations:
+        rows["an evaluation"] = f"{found.evaluation:.1f} s × {plan.evaluations}"
+    if found.features:
+        rows["writing the features"] = f"{found.features / 3600:.2f} h"
+    return {**rows, "together": f"{plan.hours:.2f} h"}
+
+
+def print_plan(recipe: AnyRecipe, launch: Launch, steps: int) -> None:
+    """`headstart plan-training`."""
+    Console().print(table_of(plan_training(recipe, launch, steps), recipe, launch))

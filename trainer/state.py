@@ -1,0 +1,159 @@
+"""The state of a run as whole tensors by the parameters' names, whatever launcher holds it in which pieces.
+
+Only what is trained is in it, with the module's buffers: a frozen target inside the module is not. A parameter's name,
+and not its place in an optimizer or on a device, is what its state is found by, so that a run may go on under another
+number of processes or another launcher.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+Tensors = dict[str, Tensor]
+
+
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Each once: tied ones under the first of their names."""
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def gather_weights(module: nn.Module, engine: Any = None) -> Tensors:
+    """Trained parameters and buffers, whole, on the host. To be called on every process.
+
+    ``engine`` is DeepSpeed's, if it is what trains.
+    """
+    read = _whole if engine is None else _zero_weight
+    weights = {name: _on_host(read(parameter)) for name, parameter in trained_parameters(module).items()}
+    return weights | {name: _on_host(_whole(buffer)) for name, buffer in _buffers(module).items()}
+
+
+def gather_moments(module: nn.Module, optimizers: Sequence[Optimizer], engine: Any = None) -> Tensors:
+    """The optimizers' state as ``{parameter} {name}``, whole, on the host. To be called on every process."""
+    if engine is not None:
+        return _gather_zero_moments(module, engine)
+    names: dict[Tensor, str] = {parameter: name for name, parameter in trained_parameters(module).items()}
+    return {
+        f"{names[parameter]} {key}": _on_host(_whole(torch.as_tensor(value)))
+        for optimizer in optimizers
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+
+
+def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy gathered weights into a module that is still whole. Raises ValueError if it is not the same module."""
+    places = {**trained_parameters(module), **_buffers(module)}
+    _check_same(set(places), set(weights))
+    with torch.no_grad():
+        for name, place in places.items():
+            place.copy_(weights[name])
+
+
+def load_moments(
+    module: nn.Module, optimizers: Sequence[Optimizer], moments: Mapping[str, Tensor], engine: Any = None
+) -> None:
+    """Give the optimizers the gathered state, after the module was handed to the launcher."""
+    by_parameter: dict[str, Tensors] = {}
+    for key, tensor in moments.items():
+        name, _, what = key.rpartition(" ")
+        by_parameter.setdefault(name, {})[what] = tensor
+    if engine is not None:
+        _load_zero_moments(module, engine, by_parameter)
+        return
+    names: dict[Tensor, str] = {parameter: name for name, parameter in trained_parameters(module).items()}
+    for optimizer in optimizers:
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            state = by_parameter.get(names[parameter], {})  # one without a gradient so far has none
+            optimizer.state[parameter] = {what: _placed(tensor, parameter) for what, tensor in state.items()}
+
+
+def _buffers(module: nn.Module) -> Tensors:
+    """Those that are saved."""
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name not in parameters}
+
+
+def _check_same(here: set[str], saved: set[str]) -> None:
+    if here != saved:
+        differing = sorted(here ^ saved)
+        raise ValueError(
+            f"the checkpoint is of another module: {len(differing)} tensors are in one of them alone, such as "
+            f"{differing[0]}; give the recipe another output folder, or delete this one to start over"
+        )
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy that later steps do not change."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """FSDP's parameters and their state are DTensors, of which each process holds a part."""
+    whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole
+
+
+def _placed(tensor: Tensor, like: Tensor) -> Tensor:
+    """A moment where its parameter is. Counts of steps stay on the host, as the optimizers keep them."""
+    if tensor.ndim == 0:
+        return tensor
+    if isinstance(like, DTensor):
+        return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
+    return tensor.to(like.device)
+
+
+# DeepSpeed's ZeRO keeps the parameters of a group end to end in one flat fp32 tensor, of which each process holds and
+# steps a part. What is read and written of it by parameter goes through DeepSpeed's own functions; the count of steps
+# is the flat tensor's, and so one for all parameters of a group.
+
+
+def _zero_weight(parameter: nn.Parameter) -> Tensor:
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    weight: Tensor = safe_get_full_fp32_param(parameter)
+    return weight
+
+
+def _flat_parts(engine: Any) -> list[Tensor]:
+    """This process's parts of the flat tensors, which DeepSpeed's inner optimizer has its state of."""
+    zero = engine.optimizer
+    parts = (
+        "fp32_partitioned_groups_flat" if engine.zero_optimization_stage() == 3 else "single_partition_of_fp32_groups"
+    )
+    flat: list[Tensor] = list(getattr(zero, parts))
+    return flat
+
+
+def _gather_zero_moments(module: nn.Module, engine: Any) -> Tensors:
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    states = [engine.optimizer.optimizer.state[part] for part in _flat_parts(engine)]
+    step = states[0]["step"]
+    assert all(torch.equal(state["step"], step) for state in states), "ZeRO steps all groups together"
+    gathered = {}
+    for name, parameter in trained_parameters(module).items():
+        gathered[f"{name} step"] = _on_host(step)
+        for key in (key for key, value in states[0].items() if value.ndim):
+            gathered[f"{name} {key}"] = _on_host(safe_get_full_optimizer_state(parameter, key))
+    return gathered
+
+
+def _load_zero_moments(module: nn.Module, engine: Any, moments: Mapping[str, Tensors]) -> None:
+    from deepspeed.utils import safe_set_full_optimizer_state
+
+    zero = engine.optimizer
+    first = next(iter(moments.values()))
+    for part in _flat_parts(engine):
+        zero.optimizer.state[part] = {
+            key: torch.zeros_like(part) if value.ndim else value.clone() for key, value in first.items()
+        }
+    if engine.zero_optimization_stage() < 3:
+        zero._lazy_init_hp_params_optimizer_state()  # which otherwise happens at the first step
+    for name, parameter in trained_parameters(module).items():
+        for key, value in moments[name].items():
+            if value.ndim:
+                safe_set_full_optimizer_state(parameter, value.to(engine.device), key)
