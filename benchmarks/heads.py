@@ -54,13 +54,13 @@ OWN_ANSWERS = "Medusa-1 on the data's own answers"
 
 def main() -> None:
     options = _parse()
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=150)
     out = Path(options.output)
     results = json.loads(out.read_text()) if out.is_file() else {"arms": {}, "reports": {}}
     results |= {"hardware": hardware(), "versions": versions(), "commit": commit(), "steps": options.steps}
     arms = {name: (*ARMS[name], options.answers) for name in ARMS if not options.arms or name in options.arms}
     if options.own_answers:
-        arms[OWN_ANSWERS] = ("medusa1", ("data.prompt_field=question",), options.own_answers)
+        arms[OWN_ANSWERS] = ("medusa1", (), options.own_answers)
     for name, (recipe, overrides, answers) in arms.items():
         folder = Path(options.runs) / _slug(name)
         if not (folder / "final").is_dir():

@@ -100,8 +100,9 @@ def loss_of(case: Case) -> tuple[nn.Module, Callable[[], Tensor]]:
     torch.manual_seed(0)
     shared, soft = case.variant == "shared lm_head", case.variant == "soft targets"
     heads = MedusaHeads(MedusaConfig(case.hidden_size, case.vocabulary, HEADS, shared_lm_head=shared))
-    hidden = torch.randn(case.rows, case.length, case.hidden_size).bfloat16()
-    lm_head = torch.randn(case.vocabulary, case.hidden_size).mul_(0.05).bfloat16() if shared or soft else None
+    dtype = torch.bfloat16 if case.autocast else torch.float32  # the target's
+    hidden = torch.randn(case.rows, case.length, case.hidden_size).to(dtype)
+    lm_head = torch.randn(case.vocabulary, case.hidden_size).mul_(0.05).to(dtype) if shared or soft else None
     inputs = HeadInputs(random_batch(case.rows, case.length, case.vocabulary), hidden, lm_head=lm_head)
     if case.way == "plain":
         return heads, lambda: plain_losses(heads, inputs, soft).sum()
@@ -214,14 +215,8 @@ def quartiles(ratios: Sequence[float]) -> dict[str, float]:
 
 def small_target() -> PreTrainedModel:
     """Random weights cost what trained ones cost."""
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=512,
-    )
+    sizes = {"vocab_size": 4096, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=4, max_position_embeddings=512)
     return LlamaForCausalLM(config).bfloat16().eval()
 
 

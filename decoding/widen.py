@@ -108,9 +108,12 @@ def widened_to(
 def widened_heads(heads: MedusaHeads, width: int, generator: torch.Generator | None = None) -> MedusaHeads:
     """Heads for a target `widened` by ``width`` that predict what ``heads`` predict for the target itself.
 
-    They read the hidden state and ignore the zeros behind it, at the cost of heads of that size.
+    They read the hidden state and ignore the zeros behind it, at the cost of heads of that size. ValueError for
+    sequential heads, whose unit-size embeddings the zeros would change.
     """
     _refuse_factor(width)
+    if heads.config.sequential:
+        raise ValueError("sequential heads cannot be widened: give heads with sequential=false")
     first = next(heads.parameters())
     config = replace(heads.config, hidden_size=heads.config.hidden_size * width)
     with torch.device(first.device), no_init_weights():

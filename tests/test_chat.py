@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from tiny_tokenizer import byte_tokenizer
 from tiny_training import CHAT_TEMPLATE, tiny_tokenizer
-from transformers import PreTrainedTokenizerBase
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from decoding.loading import load_tokenizer
 from decoding.prompts import read_rows
@@ -60,13 +61,16 @@ SPECIALS = {
 }
 
 
-def tokenizer_for(template: str) -> PreTrainedTokenizerBase:
+def tokenizer_for(template: str) -> PreTrainedTokenizerFast:
     """One token per character, with the template's special tokens."""
     tokenizer = byte_tokenizer(template)
     specials = SPECIALS.get(template, [])
     tokenizer.add_special_tokens({"additional_special_tokens": specials})
     if specials and "bos" in specials[0]:
         tokenizer.bos_token = specials[0]
+        begin = (specials[0], tokenizer.convert_tokens_to_ids(specials[0]))
+        # As these families' tokenizers do for a plain text; the template has written it already.
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{begin[0]} $A", special_tokens=[begin])
     return tokenizer
 
 
@@ -99,7 +103,7 @@ def test_every_answer_with_its_end_of_turn_is_found_in_one_sequence(template: st
     tokenizer, (sequence,) = encode(template, turns("Why?", " Because. ", "So?", "Yes.", "Thanks"))
     assert trained_texts(tokenizer, sequence) == [f"Because.{end}", f"Yes.{end}"]
     whole: Any = tokenizer.apply_chat_template(turns("Why?", " Because. ", "So?", "Yes.", "Thanks"), return_dict=True)
-    assert list(sequence.tokens) == whole["input_ids"]
+    assert list(sequence.tokens) == whole["input_ids"] and sequence.tokens.count(sequence.tokens[0]) == 1
 
 
 def test_a_system_prompt_is_not_trained() -> None:

@@ -89,6 +89,12 @@ def test_a_plain_text_is_trained_on_whole_and_cut_into_pieces(tmp_path: Path) ->
     assert second == Example(tuple(range(8, 16)), (True,) * 8, 0)
 
 
+def test_the_first_sequence_of_each_row_is_known(tmp_path: Path) -> None:
+    dataset = load_all(tmp_path, ["a b c d e f g h i j k l a b c d", "c d e f g h i j"], max_length=8)
+    assert [example.tokens[0] for example in dataset.examples] == [4, 12, 6]
+    assert [example.tokens[0] for example in dataset.firsts] == [4, 6]
+
+
 def test_a_last_scrap_of_a_text_is_left_out(tmp_path: Path) -> None:
     (only,) = load(tmp_path, [{"text": " ".join("abcdefghijkl" + "abcdefghijk")}], max_length=16)
     assert len(only.tokens) == 16  # the 7 tokens left make no sequence
@@ -267,3 +273,47 @@ def test_a_heldout_prompt_too_long_for_the_context_is_passed_over() -> None:
     assert heldout_prompts(examples, 2, prompt_tokens=8, longest=2) == [(5,)]
     with pytest.raises(ValueError, match="no held-out prompt has at most 0 tokens: give shorter prompts or fewer new"):
         heldout_prompts(examples, 2, prompt_tokens=8, longest=0)
+
+
+def test_answers_that_the_target_wrote_are_trained_by_the_tokens_it_wrote(tmp_path: Path) -> None:
+    """Token 20 is another way to write what 4 and 5 write; read again, the text would be 4 and 5. No end was written."""
+    words = (*WORDS, "m", "n", "o", "p", "a b")
+    tokenizer = tiny_tokenizer(CHAT_TEMPLATE, words)
+    row = {
+        "messages": [{"role": "user", "content": "c"}, {"role": "assistant", "content": "a b"}],
+        "answer_tokens": [[20]],
+    }
+    section = DataSection(train="x", heldout="x")
+    (example,) = load_dataset(write_rows(tmp_path / "rows.jsonl", [row]), section, tokenizer).examples
+    assert example.tokens[-1] == 20 and example.trained == (False,) * (len(example.tokens) - 1) + (True,)
+    del row["answer_tokens"]
+    (again,) = load_dataset(write_rows(tmp_path / "rows.jsonl", [row]), section, tokenizer).examples
+    assert again.tokens[-3:] == (4, 5, 1)
+
+
+def test_every_answer_of_a_conversation_that_the_target_wrote_is_a_sequence_of_its_own(tmp_path: Path) -> None:
+    talk = [("user", "c"), ("assistant", "a"), ("user", "d"), ("assistant", "b")]
+    row = {
+        "messages": [{"role": role, "content": content} for role, content in talk],
+        "answer_tokens": [[4, 1], [5, 1]],
+    }
+    dataset = load_dataset(
+        write_rows(tmp_path / "rows.jsonl", [row]), DataSection(train="x", heldout="x"), tiny_tokenizer(CHAT_TEMPLATE)
+    )
+    assert [example.tokens[example.prompt_length :] for example in dataset.examples] == [(4, 1), (5, 1)]
+    assert dataset.examples[1].tokens[: dataset.examples[1].prompt_length].count(4) == 1  # the first answer, as context
+    assert dataset.mask_sources == {"the target's own tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([[5]], "are not the answer's text under this tokenizer"),
+        ([[4], [4]], "holds no list for each of the 1 answers"),
+    ],
+)
+def test_tokens_of_another_target_are_refused(tmp_path: Path, tokens: list[list[int]], message: str) -> None:
+    row = {"prompt": "c", "answer": "a", "answer_tokens": tokens}
+    path = write_rows(tmp_path / "rows.jsonl", [row])
+    with pytest.raises(ValueError, match=message):
+        load_dataset(path, DataSection(train="x", heldout="x"), tiny_tokenizer(CHAT_TEMPLATE))

@@ -5,6 +5,8 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from torch.nn import functional as F
 from decoding.target import CausalLM
 from trainer.batch import Batch, Example
 from trainer.checkpoint import Progress
-from trainer.loop import Interrupted, learning_rate_at
+from trainer.loop import Interrupted, _check_one_run, learning_rate_at
 from trainer.medusa import MedusaObjective
 from trainer.optimizer import PREFIX
 from trainer.recipe import HeadsSection, TrainingSection
@@ -386,3 +388,12 @@ def test_a_gradient_accumulation_asked_of_the_launcher_changes_nothing(
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     train_toy(tmp_path / "b", ToyObjective(), launched)
     assert launched.figures == plain.figures
+
+
+def test_processes_that_find_different_checkpoints_are_told_to_share_a_folder() -> None:
+    elsewhere: Any = SimpleNamespace(device=torch.device("cpu"), gather=lambda steps: torch.cat([steps, steps * 0]))
+    with pytest.raises(
+        ValueError, match=r"checkpoints of different steps \(4, 0\): the recipe's output must be a folder"
+    ):
+        _check_one_run(elsewhere, Progress(4, 100))
+    _check_one_run(elsewhere, Progress(0, 0))

@@ -487,6 +487,13 @@ def test_no_tokens_cost_nothing_in_any_mix(kind: str, mix: Mapping[Term, float])
     assert not any(gradient.any() for gradient in gradients(loss, hidden, weight))
 
 
+def test_a_teacher_that_a_cross_entropy_does_not_ask_costs_no_product() -> None:
+    hidden, weight, labels = inputs()
+    with LargestTensor() as watched:
+        fused_loss(hidden, weight, labels, {"cross_entropy": 1.0}, a_teacher("hidden")[0])
+    assert watched.products == 1 + 3  # the first is the teacher's own logits, made by this test
+
+
 def test_a_teacher_learns_nothing() -> None:
     hidden, weight, labels = inputs()
     teacher = HiddenTeacher(hidden, weight)

@@ -269,7 +269,7 @@ def test_two_runs_do_not_write_one_file_together(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     with (
         AnswerFile(path, {}, {}, keep_truncated=True),
-        pytest.raises(ValueError, match="another run is writing .*: wait for its end"),
+        pytest.raises(ValueError, match=r"another run is writing .*: wait for its end"),
     ):
         AnswerFile(path, {}, {}, keep_truncated=True)
     with AnswerFile(path, {}, {}, keep_truncated=True) as answers:

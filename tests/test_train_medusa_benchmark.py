@@ -36,8 +36,7 @@ def test_both_ways_have_one_loss_and_one_gradient(benchmark: ModuleType, variant
         loss.backward()
         found.append([loss.detach(), *(parameter.grad for parameter in module.parameters())])
     for ours, theirs in zip(*found, strict=True):
-        # Soft targets' logits are of bf16, so a product is rounded as its shape has it.
-        assert torch.allclose(ours, theirs, rtol=1e-3 if variant == "soft targets" else 1e-5, atol=1e-4)
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_ratios_are_of_runs_that_took_turns(benchmark: ModuleType) -> None:

@@ -249,3 +249,8 @@ def test_the_command_writes_a_labelled_folder_that_loads(tmp_path: Path, capsys:
     assert heads["heads.0.lm_head.weight"].shape == (16, wide.config.hidden_size)
     with pytest.raises(SystemExit, match="is not empty: give a new folder"):
         main(command)
+
+
+def test_sequential_heads_are_not_widened() -> None:
+    with pytest.raises(ValueError, match="sequential heads cannot be widened"):
+        widened_heads(MedusaHeads(MedusaConfig(16, 16, sequential=True)), 4)

@@ -10,6 +10,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from decoding.loading import load_model, load_tokenizer, parse_dtype
 from decoding.target import CausalLM
+from trainer.batch import check_documents_are_apart
 from trainer.data import Dataset, load_dataset
 from trainer.distill import DistillObjective
 from trainer.features import FeatureIdentity, FeatureStore, ensure_features
@@ -75,6 +76,8 @@ def assemble(
     if isinstance(recipe, PretrainRecipe):
         return Job(recipe, tokenizer, dataset, heldout, None, PretrainObjective(tokenizer, recipe.model))
     assert target is not None and target.model is not None
+    if recipe.data.packing:
+        check_documents_are_apart(target.model.model)
     if isinstance(recipe, MedusaRecipe) and recipe.features is not None:
         identity = feature_identity(target, tokenizer, dataset, recipe.features)
         store = ensure_features(

@@ -67,7 +67,7 @@ class Batch:
         """What a transformers model is called with.
 
         Packed documents are told apart by positions that begin anew: without an attention mask that is how
-        transformers knows them, for every kind of layer. Padding is then documents of one token.
+        transformers knows them, for every kind of layer. Padding is then a document too.
         Call it with ``use_cache=False``: with a cache transformers looks for no documents, and every one sees those
         before it. OPT and Falcon build masks of their own and never look: see `check_documents_are_apart`.
         """
@@ -75,7 +75,7 @@ class Batch:
             return {"input_ids": self.tokens, "attention_mask": self.attention_mask}
         place = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
         begins = torch.ones_like(self.trained)
-        begins[:, 1:] = (self.documents[:, 1:] != self.documents[:, :-1]) | (self.documents[:, 1:] < 0)
+        begins[:, 1:] = self.documents[:, 1:] != self.documents[:, :-1]
         starts = torch.where(begins, place, 0).cummax(1).values
         return {"input_ids": self.tokens, "attention_mask": None, "position_ids": place - starts}
 

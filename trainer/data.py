@@ -11,11 +11,14 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from decoding.prompts import encode_prompt
 from trainer.batch import Example, pack
 from trainer.chat import chat_template
 from trainer.recipe import DataSection
 from trainer.rows import Row, Source, conversation, open_source
 
+ANSWER_TOKENS = "answer_tokens"
+"""The field in which `headstart regenerate` keeps what the target wrote, a list of token ids for each answer."""
 _SHORTEST_TEXT = 8  # tokens; a last scrap of a text is left out
 _NAMED_ROWS = 5  # so many bad ones are named, all are counted
 _LOGGER = logging.getLogger(__name__)
@@ -46,11 +49,13 @@ class RowEncoder:
         if format == "prompt_answer":
             prompt = _text(fields, self._section.prompt_field, where)
             answer = _text(fields, self._section.answer_field, where)
-            if self._template is None:
+            if self._template is None and ANSWER_TOKENS not in fields:
                 return Encoded(format, "prompt and answer", (self._prompt_answer_example(prompt, answer),))
             messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
         else:
             messages = conversation(fields, format, where)
+        if ANSWER_TOKENS in fields:
+            return Encoded(format, "the target's own tokens", self._written_examples(messages, fields, where))
         if self._template is None:
             raise ValueError(
                 f"{where}: the tokenizer has no chat template, which {format!r} rows need: name a file with one in "
@@ -59,6 +64,29 @@ class RowEncoder:
         marked = self._template.encode(messages, where)
         examples = tuple(Example(tokens, trained, trained.index(True)) for tokens, trained in marked)
         return Encoded(format, self._template.mask_source, examples)
+
+    def _written_examples(
+        self, messages: Sequence[dict[str, Any]], fields: dict[str, Any], where: str
+    ) -> tuple[Example, ...]:
+        """A sequence for each answer that the target wrote, by the very tokens it wrote.
+
+        The same text may be other tokens when read again, and a text that was cut off has no end to learn.
+        """
+        places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        written = fields[ANSWER_TOKENS]
+        if not isinstance(written, list) or len(written) != len(places):
+            raise ValueError(f"{where}: {ANSWER_TOKENS} holds no list for each of the {len(places)} answers: remove it")
+        examples = []
+        for place, tokens in zip(places, written, strict=True):
+            if self._tokenizer.decode(tokens, skip_special_tokens=True).strip() != messages[place]["content"].strip():
+                raise ValueError(
+                    f"{where}: {ANSWER_TOKENS} are not the answer's text under this tokenizer: regenerate the answers "
+                    "with this target, or remove the field"
+                )
+            prompt = encode_prompt(list(messages[:place]), self._tokenizer, chat=True)
+            trained = (False,) * len(prompt) + (True,) * len(tokens)
+            examples.append(Example((*prompt, *tokens), trained, len(prompt)))
+        return tuple(examples)
 
     def _format_of(self, fields: dict[str, Any], where: str) -> str:
         section = self._section

@@ -172,9 +172,10 @@ def _save(
     progress: Progress,
 ) -> None:
     """Gathered by all processes, written by the first."""
-    weights = gather_weights(objective.module, runner.engine)
-    moments = gather_moments(objective.module, optimizers, runner.engine)
-    if accelerator.is_main_process:
+    main = accelerator.is_main_process
+    weights = gather_weights(objective.module, runner.engine, keep=main)
+    moments = gather_moments(objective.module, optimizers, runner.engine, keep=main)
+    if main:
         checkpoints.save(Saved(progress, weights, moments))
     accelerator.wait_for_everyone()
 

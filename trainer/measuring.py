@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -71,7 +72,7 @@ def measure(job: Job, processes: int, steps: int, examples: Sequence[Example]) -
         with suppress(_Enough):
             train(job.objective, job.dataset.examples, endless, accelerator, checkpoints, 1 << 30, 1 << 30, hooks)
     peak = peak_memory()
-    taken = [after - start for start, after in zip(stamps, stamps[1:], strict=False)]
+    taken = [after - start for start, after in pairwise(stamps)]
     return Measured(
         statistics.median(taken),
         min(taken),

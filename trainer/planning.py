@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -27,6 +28,8 @@ from trainer.quickstart import resolve
 from trainer.recipe import AnyRecipe, FeaturesSection, MedusaRecipe, PretrainRecipe, TrainingSection
 
 _LOGITS_CHUNK = 128 * 2**20  # what `trainer.losses` holds of logits at a time
+_LIBRARIES = 100_000_000  # what PyTorch and others load and keep of their own once they work, on a CPU
+_DIVERGENCE_ROWS = 1024  # that it softmaxes at a time, in fp32
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ def plan_training(recipe: AnyRecipe, launch: Launch | None = None, steps: int = 
         if isinstance(recipe, MedusaRecipe) and recipe.features is not None:
             dataset = load_dataset(resolve(recipe.data.train), recipe.data, job.tokenizer)
         tokens = count_tokens(dataset.examples, recipe.training)
-        memory = memory_of(recipe, job, launch, max(len(example.tokens) for example in dataset.examples))
+        memory = memory_of(recipe, job, launch, largest_batch(dataset.examples, recipe.training, launch.processes))
         measured = measure(job, launch.processes, steps, dataset.examples) if steps else None
         return Plan(
             count_parameters(job.objective.module),
@@ -103,7 +106,7 @@ def plan_training(recipe: AnyRecipe, launch: Launch | None = None, steps: int = 
             disk_of(recipe, job, dataset),
             tokens,
             recipe.training.steps,
-            0 if job.target is None else (recipe.training.steps - 1) // recipe.evaluation.every + 1,
+            _evaluations(recipe),
             measured,
             measured.peak_bytes - before if measured else None,
         )
@@ -116,6 +119,16 @@ def _small(recipe: AnyRecipe, scratch: Path, steps: int) -> AnyRecipe:
     rows = min(recipe.data.max_rows or 1 << 30, recipe.training.batch_size * max(steps, 1))
     features = recipe.features.model_copy(update={"folder": str(scratch / "features"), "keep_target": True})
     return recipe.model_copy(update={"features": features, "data": recipe.data.model_copy(update={"max_rows": rows})})
+
+
+def _evaluations(recipe: AnyRecipe) -> int:
+    """Those in between, if the target stays for them, and the last."""
+    features = _features(recipe)
+    if isinstance(recipe, PretrainRecipe):
+        return 0
+    if features is not None and not features.keep_target:
+        return 1
+    return (recipe.training.steps - 1) // recipe.evaluation.every + 1
 
 
 def count_parameters(module: nn.Module) -> dict[str, int]:
@@ -142,7 +155,28 @@ def count_tokens(examples: Sequence[Example], section: TrainingSection) -> Token
     )
 
 
-def memory_of(recipe: AnyRecipe, job: Job, launch: Launch, longest: int) -> dict[str, int]:
+class Largest(NamedTuple):
+    """Of the micro batches: the most positions of one, padding included, and the most trained tokens of one."""
+
+    positions: int
+    trained: int
+
+
+def largest_batch(examples: Sequence[Example], section: TrainingSection, processes: int) -> Largest:
+    """Among the micro batches of the run's first epoch."""
+    positions = trained = 0
+    for step in range(min(section.steps, -(-len(examples) // section.batch_size))):
+        indices = batch_indices(step, section.batch_size, len(examples), section.seed)
+        for process in range(processes):
+            share = indices[process::processes]
+            for start in range(0, len(share), section.micro_batch_size):
+                batch = [examples[index] for index in share[start : start + section.micro_batch_size]]
+                positions = max(positions, len(batch) * max(len(example.tokens) for example in batch))
+                trained = max(trained, sum(sum(example.trained) for example in batch))
+    return Largest(positions, trained)
+
+
+def memory_of(recipe: AnyRecipe, job: Job, launch: Launch, largest: Largest) -> dict[str, int]:
     """Bytes on one device at the height of a step, by part."""
     trained = sum(count_parameters(job.objective.module).values())
     parts: dict[str, int] = {}
@@ -156,7 +190,9 @@ def memory_of(recipe: AnyRecipe, job: Job, launch: Launch, longest: int) -> dict
     parts["optimizer's moments, fp32"] = launch.shared(_moment_bytes(job, recipe.training), 1)
     if recipe.training.mixed_precision == "bf16":
         parts["weights in bf16"] = 2 * trained
-    parts["activations and logits, roughly"] = _passing_bytes(recipe, job, recipe.training.micro_batch_size * longest)
+    parts["activations and logits, roughly"] = _passing_bytes(recipe, job, largest)
+    if next(job.objective.module.parameters()).device.type == "cpu":
+        parts["libraries, roughly"] = _LIBRARIES
     return parts
 
 
@@ -174,32 +210,37 @@ def _moment_bytes(job: Job, section: TrainingSection) -> int:
     )
 
 
-def _passing_bytes(recipe: AnyRecipe, job: Job, tokens: int) -> int:
-    """What passes through a step over ``tokens`` positions, padding included.
+def _passing_bytes(recipe: AnyRecipe, job: Job, largest: Largest) -> int:
+    """What passes through a step.
 
-    A transformer layer keeps about 10 hidden and 4 inner numbers of each position for its backward pass, a frozen one
-    nothing but what it is at work on; a head its input, and before and after each activation, in fp32.
+    A trained transformer layer keeps about 10 hidden and 4 inner numbers of each position for its backward pass; a
+    frozen one is at work on 4 and 3, and keeps nothing. A head keeps its input, and three states of each block, in
+    fp32. An adapted linear layer keeps what it reads twice in fp32, with a mask for dropout. Logits of heads exist a
+    chunk at a time; a draft's with their gradient, and those they are held against, all at once.
     """
+    positions, trained = largest
     wide = 2 if recipe.training.mixed_precision == "bf16" else 4
     if isinstance(recipe, PretrainRecipe):
-        section = recipe.model
-        layer = 10 * section.hidden_size + 4 * section.intermediate_size
+        shape = recipe.model
+        layer = 10 * shape.hidden_size + 4 * shape.intermediate_size
         vocab = job.objective.module.get_parameter("model.lm_head.weight").shape[0]
-        return tokens * (layer * section.num_hidden_layers * wide + 3 * vocab * 4)
+        return positions * layer * shape.num_hidden_layers * wide + trained * vocab * (2 * wide + 8)
     assert job.target is not None and job.target.model is not None
     target = job.target.model
-    hidden, inner = target.hidden_size, _inner_size(target)
-    at_work = tokens * (10 * hidden + 4 * inner) * target.dtype.itemsize
+    hidden, inner, vocab = target.hidden_size, _inner_size(target), target.vocab_size
+    layer, frozen = 10 * hidden + 4 * inner, positions * (4 * hidden + 3 * inner) * target.dtype.itemsize
     if isinstance(recipe, MedusaRecipe):
-        shape = recipe.heads
-        heads = tokens * hidden * 4 * shape.num_heads * (2 + 3 * shape.num_layers)
-        if recipe.adapters is not None:  # its layers keep what they read, and are run again one by one
-            kept = 1 if recipe.adapters.gradient_checkpointing else 10 + 4 * inner // hidden
-            at_work += tokens * hidden * target.num_layers * kept * wide
-        return heads + 3 * _LOGITS_CHUNK + (0 if _features(recipe) else at_work)
-    draft = len(recipe.draft.layers) if recipe.draft.init == "target" else target.num_layers
-    logits = tokens * target.vocab_size * (target.dtype.itemsize + 3 * wide)
-    return at_work + tokens * (10 * hidden + 4 * inner) * draft * wide + logits
+        heads = trained * hidden * 4 * recipe.heads.num_heads * (2 + 3 * recipe.heads.num_layers)
+        heads += min(_LOGITS_CHUNK, trained * vocab * wide) * (1 if target.device.type == "cpu" else 3)
+        if recipe.adapters is None:
+            return heads + (0 if recipe.features else frozen)
+        adapted = 9 * (6 * hidden + inner)  # bytes
+        if recipe.adapters.gradient_checkpointing:  # layers keep what they read, and are run again one by one
+            return heads + positions * ((target.num_layers * hidden + layer) * wide + adapted)
+        return heads + positions * target.num_layers * (layer * wide + adapted)
+    draft_layers = len(recipe.draft.layers) if recipe.draft.init == "target" else target.num_layers
+    logits = (positions + trained) * vocab * (target.dtype.itemsize + 2 * wide) + _DIVERGENCE_ROWS * vocab * 24
+    return frozen + positions * layer * draft_layers * wide + logits
 
 
 def _inner_size(target: CausalLM) -> int:

@@ -15,7 +15,8 @@ class _Section(BaseModel):
 class DataSection(_Section):
     """Rows to train on and to evaluate on.
 
-    Each source is a .jsonl or .parquet file, a folder of such files, or a data set on the hub.
+    Each source is a .jsonl or .parquet file, a folder of such files, or a data set on the hub, ORG/NAME or
+    ORG/NAME:CONFIG.
     """
 
     train: str
@@ -66,7 +67,8 @@ class EvaluationSection(_Section):
     """The real decoding loop on held-out prompts, during training and at its end."""
 
     every: Annotated[int, Field(ge=1)] = 200
-    prompts: Annotated[int, Field(ge=1)] = 8
+    prompts: Annotated[int, Field(ge=0)] = 8
+    """0 leaves evaluations out, and heads with a chain for a tree: for a target that no single device holds."""
     prompt_tokens: Annotated[int, Field(ge=1)] = 64
     """Plain texts have no prompt of their own: this many of their first tokens are taken."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 64

@@ -5,7 +5,8 @@ and not its place in an optimizer or on a device, is what its state is found by,
 number of processes or another launcher.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,27 +22,41 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-def gather_weights(module: nn.Module, engine: Any = None) -> Tensors:
+def gather_weights(module: nn.Module, engine: Any = None, keep: bool = True) -> Tensors:
     """Trained parameters and buffers, whole, on the host. To be called on every process.
 
-    ``engine`` is DeepSpeed's, if it is what trains.
+    ``engine`` is DeepSpeed's, if it is what trains. Without ``keep`` a process only helps the others: nothing stays.
     """
     read = _whole if engine is None else _zero_weight
-    weights = {name: _on_host(read(parameter)) for name, parameter in trained_parameters(module).items()}
-    return weights | {name: _on_host(_whole(buffer)) for name, buffer in _buffers(module).items()}
+    weights = {name: partial(read, parameter) for name, parameter in trained_parameters(module).items()}
+    buffers = {name: partial(_whole, buffer) for name, buffer in _buffers(module).items()}
+    return _gathered({**weights, **buffers}, keep)
 
 
-def gather_moments(module: nn.Module, optimizers: Sequence[Optimizer], engine: Any = None) -> Tensors:
-    """The optimizers' state as ``{parameter} {name}``, whole, on the host. To be called on every process."""
+def gather_moments(
+    module: nn.Module, optimizers: Sequence[Optimizer], engine: Any = None, keep: bool = True
+) -> Tensors:
+    """The optimizers' state as ``{parameter} {name}``; as `gather_weights` does."""
     if engine is not None:
-        return _gather_zero_moments(module, engine)
+        return _gathered(_zero_moments(module, engine), keep)
     names: dict[Tensor, str] = {parameter: name for name, parameter in trained_parameters(module).items()}
-    return {
-        f"{names[parameter]} {key}": _on_host(_whole(torch.as_tensor(value)))
+    moments = {
+        f"{names[parameter]} {key}": partial(_whole, torch.as_tensor(value))
         for optimizer in optimizers
         for parameter, state in optimizer.state.items()
         for key, value in state.items()
     }
+    return _gathered(moments, keep)
+
+
+def _gathered(reads: Mapping[str, Callable[[], Tensor]], keep: bool) -> Tensors:
+    """Call them one after the other, in the same order on every process: each makes one tensor whole."""
+    gathered = {}
+    for name, read in reads.items():
+        whole = read()
+        if keep:
+            gathered[name] = whole.detach().to("cpu", copy=True).contiguous()  # which later steps do not change
+    return gathered
 
 
 def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -86,11 +101,6 @@ def _check_same(here: set[str], saved: set[str]) -> None:
         )
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    """A copy that later steps do not change."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
-
-
 def _whole(tensor: Tensor) -> Tensor:
     """FSDP's parameters and their state are DTensors, of which each process holds a part."""
     whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -128,32 +138,56 @@ def _flat_parts(engine: Any) -> list[Tensor]:
     return flat
 
 
-def _gather_zero_moments(module: nn.Module, engine: Any) -> Tensors:
+def _link_moments(engine: Any) -> None:
+    """Tell ZeRO-1's and ZeRO-2's parameters where their moments are.
+
+    DeepSpeed does so when it has stepped the first group, and forgets the groups that it steps after that one.
+    """
+    if engine.zero_optimization_stage() < 3:
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _zero_moments(module: nn.Module, engine: Any) -> dict[str, Callable[[], Tensor]]:
     from deepspeed.utils import safe_get_full_optimizer_state
 
+    _link_moments(engine)
     states = [engine.optimizer.optimizer.state[part] for part in _flat_parts(engine)]
     step = states[0]["step"]
     assert all(torch.equal(state["step"], step) for state in states), "ZeRO steps all groups together"
-    gathered = {}
+    moments: dict[str, Callable[[], Tensor]] = {}
     for name, parameter in trained_parameters(module).items():
-        gathered[f"{name} step"] = _on_host(step)
+        moments[f"{name} step"] = partial(_whole, step)
         for key in (key for key, value in states[0].items() if value.ndim):
-            gathered[f"{name} {key}"] = _on_host(safe_get_full_optimizer_state(parameter, key))
-    return gathered
+            moments[f"{name} {key}"] = partial(safe_get_full_optimizer_state, parameter, key)
+    return moments
 
 
 def _load_zero_moments(module: nn.Module, engine: Any, moments: Mapping[str, Tensors]) -> None:
-    from deepspeed.utils import safe_set_full_optimizer_state
+    from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
-    zero = engine.optimizer
     first = next(iter(moments.values()))
     for part in _flat_parts(engine):
-        zero.optimizer.state[part] = {
+        engine.optimizer.optimizer.state[part] = {
             key: torch.zeros_like(part) if value.ndim else value.clone() for key, value in first.items()
         }
-    if engine.zero_optimization_stage() < 3:
-        zero._lazy_init_hp_params_optimizer_state()  # which otherwise happens at the first step
+    _link_moments(engine)
     for name, parameter in trained_parameters(module).items():
-        for key, value in moments[name].items():
-            if value.ndim:
+        for key, value in moments.get(name, {}).items():
+            if not value.ndim:
+                continue
+            if engine.zero_optimization_stage() == 3:
+                safe_set_local_optimizer_state(parameter, _own_part(value, parameter).to(engine.device), key)
+            else:
                 safe_set_full_optimizer_state(parameter, value.to(engine.device), key)
+
+
+def _own_part(value: Tensor, parameter: Any) -> Tensor:
+    """This process's part of a tensor as ZeRO-3 cuts it, padded where the parts come out uneven.
+
+    DeepSpeed's own setter of whole tensors reads behind the end of such a one.
+    """
+    size = parameter.ds_tensor.numel()
+    start = torch.distributed.get_rank() * size
+    part = value.flatten()[start : start + size]
+    return torch.nn.functional.pad(part, (0, size - len(part)))

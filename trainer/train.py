@@ -99,14 +99,16 @@ def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
 
 
 def _evaluator(job: Job) -> Evaluator | None:
-    if job.target is None or job.target.model is None:
+    if job.target is None or job.target.model is None or not job.recipe.evaluation.prompts:
         return None
     return Evaluator(job.target.model, job.tokenizer, job.heldout, job.recipe.evaluation)
 
 
 def _with_target(job: Job, accelerator: Accelerator) -> Job:
-    """The target again, where features stood in for it."""
-    return job if job.target is None else replace(job, target=load_target(job.recipe, accelerator.device))
+    """The target again, where features stood in for it and it is to be evaluated."""
+    if job.target is None or not job.recipe.evaluation.prompts:
+        return job
+    return replace(job, target=load_target(job.recipe, accelerator.device))
 
 
 def _finish(

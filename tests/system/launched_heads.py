@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,17 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from tiny_models import tiny_model
 from tiny_training import Recorder, toy_examples
+from torch import nn
 
 import trainer.loop
 from decoding.generate import DecodingConfig, decode
 from decoding.target import CausalLM
 from trainer.checkpoint import Checkpoints, Progress
-from trainer.distributed import Runner, build_accelerator, describe, prepare, whole_parameters
+from trainer.distributed import Runner, build_accelerator, describe, prepare, whole_parameters, zero_stage
 from trainer.hidden import OnlineTarget
 from trainer.loop import Hooks, Interrupted, train
-from trainer.medusa import MedusaObjective
+from trainer.medusa import HeadInputs, MedusaObjective, MedusaTraining
+from trainer.objective import TermSums
 from trainer.recipe import HeadsSection, TrainingSection
 
 STEPS = 8
@@ -52,14 +55,42 @@ def target() -> CausalLM:
     return CausalLM(tiny_model("llama", vocab=15))
 
 
+class _Scaled(MedusaTraining):
+    """With three more parameters, which two processes cannot share out evenly."""
+
+    def __init__(self, training: MedusaTraining) -> None:
+        super().__init__(training.heads, training._loss)
+        self.scale = nn.Parameter(torch.tensor([1.0, 0.9, 0.8]))
+
+    def forward(self, inputs: HeadInputs) -> TermSums:
+        losses, hits = super().forward(inputs)
+        return TermSums(losses * self.scale, hits)
+
+
+class _TwoRates(MedusaObjective):
+    """The second head learns twice as fast: two groups of parameters."""
+
+    def rates(self, step: int) -> Mapping[str, float]:
+        return {"heads.heads.1.": 2.0, "": 1.0}
+
+
 def heads_objective(seed: int) -> MedusaObjective:
     """Three heads that start from noise, another for each seed, on the same target."""
-    objective = MedusaObjective(OnlineTarget(target()), HeadsSection(num_heads=3), STEPS, torch.float32)
+    objective = _TwoRates(OnlineTarget(target()), HeadsSection(num_heads=3), STEPS, torch.float32)
+    objective.module = _Scaled(objective.module)
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in objective.module.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     return objective
+
+
+def accelerator_of_the_launcher() -> Accelerator:
+    accelerator = build_accelerator(SECTION)
+    if zero_stage(accelerator) == 3:  # which otherwise leaves parameters as small as these whole
+        zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+        zero["stage3_param_persistence_threshold"] = 0
+    return accelerator
 
 
 def run(folder: Path, accelerator: Accelerator, recorder: Recorder, seed: int = 0) -> MedusaObjective:
@@ -122,7 +153,7 @@ def second(folder: Path, accelerator: Accelerator) -> None:
 
 
 if __name__ == "__main__":
-    accelerator = build_accelerator(SECTION)
+    accelerator = accelerator_of_the_launcher()
     {"first": first, "second": second}[sys.argv[2]](Path(sys.argv[1]), accelerator)
     accelerator.end_training()
     AcceleratorState._reset_state(True)

@@ -3,50 +3,57 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from launched_heads import STEPS, interrupt, run
+from runs import ACCELERATE, DIRECT, ROOT, SCRIPT, losses, provenance, write_recipe, write_workshop
+from runs import run as run_program
 from safetensors.torch import load_file
 from tiny_training import Recorder, cpu_accelerator
+from torch import nn
 
 from decoding.heads import MedusaHeads
 from trainer.loop import Interrupted
 
 pytestmark = pytest.mark.system
 
-ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 240.0
 TYPES = {"ddp": "MULTI_CPU", "zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 WRAPPERS = {"ddp": "DistributedDataParallel", "zero1": "DeepSpeedEngine", "zero2": "DeepSpeedEngine"}
 WRAPPERS["zero3"] = "DeepSpeedEngine"
 
 
-def launch(kind: str, folder: Path, part: str) -> subprocess.CompletedProcess[str]:
+def launch(
+    kind: str, folder: Path, part: str, options: Sequence[str] = ("--main_process_port", "0")
+) -> subprocess.CompletedProcess[str]:
     env = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "HF_"))}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     if kind == "ddp":
         env["ACCELERATE_USE_CPU"] = "true"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--main_process_port", "0"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *options]
     command += ["--config_file", str(ROOT / "recipes" / "accelerate" / f"{kind}.yaml")]
     command += [str(ROOT / "tests" / "system" / "launched_heads.py"), str(folder), part]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE, check=False)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, dict[str, float]], MedusaHeads]:
-    """The run in one process: every step's figures, and the heads."""
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, dict[str, float]], nn.Module]:
+    """The run in one process: every step's figures, and what was trained."""
     recorder = Recorder()
     with cpu_accelerator() as accelerator:
         objective = run(tmp_path_factory.mktemp("alone"), accelerator, recorder)
     assert recorder.evaluated == [3, 6]
-    return recorder.figures, objective.module.heads
+    return recorder.figures, objective.module
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +121,7 @@ def test_two_processes_train_as_one(kind: str, launched: Callable[[str], Path], 
 @pytest.mark.parametrize("kind", TYPES)
 def test_heads_are_saved_whole(kind: str, launched: Callable[[str], Path], alone: Any) -> None:
     heads = MedusaHeads.from_pretrained(launched(kind) / "straight" / "heads")
-    for saved, expected in zip(heads.parameters(), alone[1].parameters(), strict=True):
+    for saved, expected in zip(heads.parameters(), alone[1].heads.parameters(), strict=True):
         assert saved.shape == expected.shape and torch.allclose(saved, expected, atol=1e-3)
 
 
@@ -122,7 +129,7 @@ def test_heads_are_saved_whole(kind: str, launched: Callable[[str], Path], alone
 def test_checkpoints_hold_whole_tensors_by_name(kind: str, launched: Callable[[str], Path], alone: Any) -> None:
     (newest,) = (launched(kind) / "straight").glob(f"step-{STEPS:08d}")
     weights, moments = load_file(newest / "weights.safetensors"), load_file(newest / "optimizer.safetensors")
-    expected = {f"heads.{name}": tuple(p.shape) for name, p in alone[1].named_parameters()}
+    expected = {name: tuple(p.shape) for name, p in alone[1].named_parameters()}
     assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == expected
     for name, shape in expected.items():
         assert tuple(moments[f"{name} exp_avg"].shape) == tuple(moments[f"{name} exp_avg_sq"].shape) == shape
@@ -162,3 +169,60 @@ def test_what_zero_wrote_is_gone_on_from_in_one_process(
     assert list(recorder.figures) == [7, 8]
     for step, figures in recorder.figures.items():
         assert figures == pytest.approx(alone[0][step], abs=1e-4)
+
+
+def test_heads_sharded_as_fsdp_does_train_save_and_resume_as_whole_ones() -> None:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += [str(ROOT / "tests" / "system" / "launched_fsdp.py")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_two_launchers_that_know_of_each_other_train_as_one(tmp_path: Path, alone: Any) -> None:
+    """What two machines do: one launcher each, with one process each, and a folder that both see."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    machines = ["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1"]
+    (tmp_path / "killed").mkdir()
+    with ThreadPoolExecutor() as pool:
+        ranks = [[*machines, "--machine_rank", str(rank), "--main_process_port", str(port)] for rank in range(2)]
+        ended = list(pool.map(lambda options: launch("ddp", tmp_path, "second", options), ranks))
+    assert [done.returncode for done in ended] == [0, 0], ended[0].stderr[-3000:] + ended[1].stderr[-3000:]
+    found = noted(tmp_path / "killed")
+    assert found["num_processes"] == 2
+    assert found["figures"]["8"]["loss"] == pytest.approx(alone[0][8]["loss"], abs=1e-4)
+
+
+def own_zero3(folder: Path) -> str:
+    """A launcher's configuration that names a DeepSpeed file: no parameter is too small to be sharded."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    (folder / "deepspeed.json").write_text(json.dumps({"zero_optimization": zero}))
+    content = yaml.safe_load((ROOT / "recipes" / "accelerate" / "zero3.yaml").read_text())
+    content["deepspeed_config"] = {"deepspeed_config_file": str(folder / "deepspeed.json"), "zero3_init_flag": False}
+    (folder / "zero3.yaml").write_text(yaml.safe_dump(content))
+    return str(folder / "zero3.yaml")
+
+
+def test_heads_and_adapters_train_together_under_zero_3_as_in_one_process(tmp_path: Path) -> None:
+    """Medusa-2 by scripts/train.py: the target, sharded, is evaluated and saved whole with its adapters in it."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is an optional extra")
+    workshop = write_workshop(tmp_path)
+    overrides = ["evaluation.every=3", "adapters.rank=4", "adapters.dropout=0.0", "adapters.heads_first_steps=2"]
+    overrides += ["adapters.base_loss=forward_kl"]
+    recipes = {
+        name: write_recipe(workshop, "medusa", workshop / name, steps=5, micro_batch_size=2) for name in ("one", "two")
+    }
+    run_program([*DIRECT, recipes["one"], *overrides], workshop)
+    zero3 = [*ACCELERATE, "--config_file", own_zero3(tmp_path)]
+    run_program(
+        [*zero3, "--main_process_port", "0", SCRIPT, recipes["two"], *overrides], workshop, ACCELERATE_USE_CPU=None
+    )
+    assert losses(workshop / "two") == pytest.approx(losses(workshop / "one"), abs=1e-4)
+    found = provenance(workshop / "two")
+    assert (found["distributed_type"], found["zero_stage"], found["num_processes"]) == ("DEEPSPEED", 3, 2)
+    for part in ("model.safetensors", "target/model.safetensors"):
+        ours, theirs = (load_file(workshop / name / "final" / part) for name in ("one", "two"))
+        assert {name: tensor.shape for name, tensor in ours.items()} == {name: t.shape for name, t in theirs.items()}
+        assert all(torch.allclose(ours[name], theirs[name], atol=1e-3) for name in ours)

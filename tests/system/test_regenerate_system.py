@@ -123,16 +123,16 @@ def test_a_real_server_and_this_process_give_the_same_greedy_answers(desk: Path,
 
 
 def test_a_run_that_is_killed_and_started_again_writes_the_bytes_of_one_that_was_not(desk: Path) -> None:
-    words = ["--target", "plain", "--prompts", "texts.jsonl", "--batch-size", "2", "--max-new-tokens", "60"]
-    words += ["--temperature", "1", "--n", "3", "--seed", "11"]
+    words = ["--target", "plain", "--prompts", "texts.jsonl", "--batch-size", "2", "--max-new-tokens", "24"]
+    words += ["--temperature", "1", "--n", "2", "--seed", "11", "--limit", "60"]
     regenerate(desk, *words, "--output", "whole.jsonl")
     output = desk / "killed.jsonl"
     with running([*HEADSTART, *words, "--output", output.name], desk) as process:
-        wait_until(lambda: output.is_file() and output.stat().st_size > 10_000, process)
+        wait_until(lambda: output.is_file() and output.stat().st_size > 1000, process)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     whole = (desk / "whole.jsonl").read_bytes()
     assert output.stat().st_size < len(whole)
     said = regenerate(desk, *words, "--output", output.name)
     assert "answered before" in said
-    assert output.read_bytes() == whole and whole.count(b"\n") > 200
+    assert output.read_bytes() == whole and whole.count(b"\n") > 80

@@ -1,0 +1,85 @@
+"""Shards the heads' module over two processes as FSDP2 does, and checks what the loop would do with it.
+
+accelerate has no way to FSDP on a CPU, so `fully_shard` is called here as accelerate calls it under
+recipes/accelerate/fsdp.yaml: on the module as a whole. Exits with 0 if every process finds everything right.
+"""
+
+import copy
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from launched_heads import EXAMPLES, SECTION, heads_objective
+from torch import nn
+from torch.distributed import destroy_process_group, get_rank, init_process_group
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from trainer.batch import collate
+from trainer.distributed import whole_parameters
+from trainer.medusa import MedusaObjective
+from trainer.optimizer import build_optimizers
+from trainer.state import gather_moments, gather_weights, load_moments, load_weights
+
+BOTH: Any = SimpleNamespace(distributed_type=DistributedType.FSDP)  # all that `whole_parameters` asks an accelerator
+
+
+def shard(objective: MedusaObjective) -> list[Optimizer]:
+    """Shard the module, as sharded parameters are what the optimizer must step."""
+    fully_shard(objective.module, mesh=init_device_mesh("cpu", (2,)))
+    return build_optimizers(objective.module, SECTION)
+
+
+def step(objective: MedusaObjective, optimizers: list[Optimizer], rows: slice, processes: int) -> None:
+    """One step on these rows of a batch of eight; gradients are averaged over processes, the sum is wanted."""
+    batch = collate(EXAMPLES[:8][rows], range(8)[rows])
+    losses, _ = objective.module(*objective.inputs(batch, 0))
+    (losses.sum() / 100 * processes).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def close(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
+    assert some.keys() == others.keys()
+    return all(torch.allclose(some[key], others[key], atol=1e-5) for key in some)
+
+
+def main() -> None:
+    init_process_group("gloo")
+    mine = slice(get_rank(), None, 2)
+    whole, sharded = heads_objective(0), heads_objective(0)
+    of_whole, of_sharded = build_optimizers(whole.module, SECTION), shard(sharded)
+    assert all(isinstance(parameter, DTensor) for parameter in sharded.module.parameters())
+    for _ in range(2):
+        step(whole, of_whole, slice(None), 1)
+        step(sharded, of_sharded, mine, 2)
+    weights, moments = gather_weights(sharded.module), gather_moments(sharded.module, of_sharded)
+    assert close(weights, gather_weights(whole.module)), "weights"
+    assert close(moments, gather_moments(whole.module, of_whole)), "moments"
+
+    resumed = heads_objective(1)
+    load_weights(resumed.module, weights)
+    of_resumed = shard(resumed)
+    load_moments(resumed.module, of_resumed, moments)
+    for objective, optimizers in ((sharded, of_sharded), (resumed, of_resumed)):
+        step(objective, optimizers, mine, 2)
+    ours, theirs = gather_weights(sharded.module), gather_weights(resumed.module)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours), "resumed"
+
+    with whole_parameters(BOTH, sharded.module):
+        heads: nn.Module = copy.deepcopy(sharded.module.heads)
+    assert not any(isinstance(parameter, DTensor) for parameter in heads.parameters())
+    copied = {f"heads.{name}": tensor for name, tensor in heads.state_dict().items()}
+    assert close(copied, {name: tensor for name, tensor in ours.items() if name != "scale"}), "copied"
+    assert all(isinstance(parameter, DTensor) for parameter in sharded.module.parameters())
+    destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # gloo's threads sometimes abort while the interpreter is taken down

@@ -1,0 +1,85 @@
+"""What a launcher asks for and what runs; what is refused before anything is trained."""
+
+import importlib.util
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from tiny_training import ToyObjective, cpu_accelerator
+
+from trainer.distributed import build_accelerator, describe, prepare, whole_parameters
+from trainer.optimizer import build_optimizers
+from trainer.recipe import TrainingSection
+
+SECTION = TrainingSection(steps=1, mixed_precision="no")
+
+
+@pytest.fixture(autouse=True)
+def _no_state_of_accelerate() -> Any:
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+def test_one_process_is_described_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    accelerator = build_accelerator(SECTION)
+    assert describe(accelerator) == {"num_processes": 1, "distributed_type": "NO", "zero_stage": 0}
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_the_precision_is_the_recipes(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")  # as a launcher's configuration might
+    section = TrainingSection.model_validate({"steps": 1, "mixed_precision": precision})
+    assert build_accelerator(section).mixed_precision == precision
+
+
+def test_fsdp_on_a_cpu_is_refused_and_not_quietly_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=r"the launcher asks for FSDP but NO runs: FSDP needs GPUs, one for each"):
+        build_accelerator(SECTION)
+
+
+def test_deepspeed_that_is_not_installed_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"DeepSpeed, which is not installed: pip install 'headstart\[deepspeed\]'"):
+        build_accelerator(SECTION)
+
+
+def test_deepspeed_is_not_passed_over_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(ValueError, match="ACCELERATE_USE_CPU is set, under which accelerate passes DeepSpeed over"):
+        build_accelerator(SECTION)
+
+
+def test_processes_that_would_each_train_alone_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launched as two, but without what tells them of each other."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr("trainer.distributed.os.environ", {"WORLD_SIZE": "2"})
+    with pytest.raises(ValueError, match="2 processes were launched but this one runs as 1: on a CPU launch with"):
+        build_accelerator(SECTION)
+
+
+def test_muon_under_deepspeed_is_refused() -> None:
+    section = TrainingSection(steps=1, optimizer="muon")
+    module = ToyObjective().module
+    accelerator: Any = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED)
+    with pytest.raises(
+        ValueError, match=r"training\.optimizer is 'muon', which steps with 2 .*: set training\.optimizer=adamw"
+    ):
+        prepare(accelerator, module, build_optimizers(module, section), section)
+
+
+def test_where_nothing_is_sharded_a_whole_module_is_left_as_it_is() -> None:
+    objective = ToyObjective()
+    before = list(objective.module.parameters())
+    with cpu_accelerator() as accelerator, whole_parameters(accelerator, objective.module):
+        assert all(ours is theirs for ours, theirs in zip(objective.module.parameters(), before, strict=True))

@@ -1,0 +1,149 @@
+"""What a run will take: counted where it can be counted, and nothing spent on finding out."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.state import AcceleratorState
+from tiny_training import recipe_content, toy_examples, write_corpus, write_target
+from typer.testing import CliRunner
+
+from trainer.batch import Example, batch_indices
+from trainer.cli import app
+from trainer.measuring import Measured
+from trainer.planning import Launch, Plan, Tokens, count_tokens, largest_batch, plan_training
+from trainer.read_recipe import parse_recipe
+from trainer.recipe import AnyRecipe, TrainingSection
+
+HEADS = 2 * (16 * 16 + 16 + 16 * 16)
+"""Parameters of two heads of one block: its matrix, its bias, the Linear to 16 tokens."""
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of 16 tokens and width 16, 24 texts of 20 tokens, and two to hold out."""
+    folder = tmp_path_factory.mktemp("workshop")
+    write_target(folder / "target")
+    write_corpus(folder)
+    return folder
+
+
+def recipe(workshop: Path, kind: str = "medusa", training: dict[str, Any] | None = None, **sections: Any) -> AnyRecipe:
+    content = recipe_content(workshop, kind, **(training or {}))
+    heads = {"heads": {"num_heads": 2}} if kind == "medusa" else {}
+    return parse_recipe({**content, **heads, **sections})
+
+
+def test_trained_parameters_are_counted_by_part(workshop: Path) -> None:
+    assert plan_training(recipe(workshop), steps=0).parameters == {"heads": HEADS}
+    joint = plan_training(recipe(workshop, adapters={"rank": 2, "modules": ["q_proj"]}), steps=0)
+    assert joint.parameters == {"heads": HEADS, "adapters": 2 * 2 * (16 + 16)}  # in both layers, each way
+    assert plan_training(recipe(workshop, "draft"), steps=0).parameters.keys() == {"draft"}
+
+
+@pytest.mark.parametrize(("steps", "batch_size"), [(1, 4), (3, 4), (6, 4), (7, 5), (40, 8)])
+def test_tokens_are_those_of_the_runs_own_order(steps: int, batch_size: int) -> None:
+    examples = toy_examples(12)
+    section = TrainingSection(steps=steps, batch_size=batch_size, micro_batch_size=1, seed=3)
+    order = [i for step in range(steps) for i in batch_indices(step, batch_size, 12, 3)]
+    assert count_tokens(examples, section) == Tokens(
+        sequences=steps * batch_size,
+        read=sum(len(examples[i].tokens) for i in order),
+        trained=sum(sum(examples[i].trained) for i in order),
+        epochs=steps * batch_size / 12,
+    )
+
+
+def test_the_largest_micro_batch_is_that_of_the_longest_text_with_its_padding() -> None:
+    short, long = Example((1,) * 3, (True,) * 3, 0), Example((1,) * 9, (False,) * 8 + (True,), 0)
+    section = TrainingSection(steps=5, batch_size=4, micro_batch_size=2)
+    found = largest_batch([short, short, short, long], section, processes=1)
+    assert found.positions == 18  # two rows as long as the long one
+    assert found.trained == 6  # two short texts
+    alone = section.model_copy(update={"micro_batch_size": 1})
+    assert largest_batch([short, short, short, long], alone, processes=4).positions == 9
+
+
+def test_weights_gradients_and_moments_take_4_4_and_8_bytes_a_trained_parameter(workshop: Path) -> None:
+    memory = plan_training(recipe(workshop), steps=0).memory
+    assert memory["trained weights, fp32"] == memory["gradients, fp32"] == 4 * HEADS
+    assert memory["optimizer's moments, fp32"] == 8 * HEADS
+    assert "weights in bf16" not in memory  # the recipe trains in fp32
+
+
+def test_muon_keeps_one_moment_of_the_matrices_inside(workshop: Path) -> None:
+    memory = plan_training(recipe(workshop, training={"optimizer": "muon"}), steps=0).memory
+    assert memory["optimizer's moments, fp32"] == 8 * HEADS - 4 * 2 * 16 * 16
+
+
+@pytest.mark.parametrize(
+    ("stage", "shares"), [(0, (4, 8, 8)), (1, (4, 4, 2)), (2, (4, 1, 2)), (3, (1, 1, 2))], ids=lambda value: str(value)
+)
+def test_zero_divides_more_with_each_stage_and_ddp_copies_gradients(
+    workshop: Path, stage: int, shares: tuple[int, int, int]
+) -> None:
+    """Bytes of a parameter on each of four devices: weights, gradients, moments."""
+    memory = plan_training(recipe(workshop, training={"micro_batch_size": 2}), Launch(4, stage), steps=0).memory
+    parts = ("trained weights, fp32", "gradients, fp32", "optimizer's moments, fp32")
+    assert tuple(memory[part] / HEADS for part in parts) == shares
+
+
+@pytest.mark.parametrize("launch", [(0, 0), (2, 4)])
+def test_an_impossible_launch_is_refused(launch: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="give 1 or more and 0 to 3"):
+        Launch(*launch)
+
+
+def test_disk_is_counted_and_nothing_is_left_on_it(workshop: Path) -> None:
+    """Features of 24 texts of 20 tokens, 16 fp32 numbers each; lm_head and embeddings; three checkpoints; heads."""
+    before = sorted(workshop.rglob("*"))
+    disk = plan_training(recipe(workshop, features={"folder": str(workshop / "features")}), steps=1).disk
+    assert disk == {
+        "features": 24 * 20 * 16 * 4 + 2 * 16 * 16 * 4,
+        "checkpoints, 2 and one being written": 3 * 12 * HEADS,
+        "the finished artefact": 4 * HEADS,
+    }
+    assert sorted(workshop.rglob("*")) == before
+
+
+def test_a_target_that_features_replace_takes_no_memory_and_evaluates_at_the_end_alone(workshop: Path) -> None:
+    features, every_step = {"folder": str(workshop / "features")}, {"every": 1}
+    kept, dropped = (
+        plan_training(recipe(workshop, features={**features, "keep_target": keep}, evaluation=every_step), steps=0)
+        for keep in (True, False)
+    )
+    assert kept.memory.keys() - dropped.memory.keys() == {"target"}
+    assert (kept.evaluations, dropped.evaluations) == (4, 1)
+
+
+def test_hours_are_those_of_all_steps_and_evaluations() -> None:
+    measured = Measured(step=2.0, fastest=1.0, slowest=3.0, evaluation=30.0, features=40.0, peak_bytes=0)
+    plan = Plan({}, {}, {}, Tokens(1, 1, 1, 1.0), steps=1000, evaluations=5, measured=measured, measured_memory=0)
+    assert plan.hours == pytest.approx((2000 + 150 + 40) / 3600)
+
+
+@pytest.mark.parametrize(("steps", "every", "count"), [(4, 1000, 1), (4, 2, 2), (5, 2, 3), (4, 4, 1), (4, 1, 4)])
+def test_evaluations_are_those_in_between_and_the_last(workshop: Path, steps: int, every: int, count: int) -> None:
+    section = {"every": every, "prompts": 2, "prompt_tokens": 6, "max_new_tokens": 8}
+    assert plan_training(recipe(workshop, training={"steps": steps}, evaluation=section), steps=0).evaluations == count
+
+
+@pytest.mark.parametrize("kind", ["medusa", "draft"])
+def test_a_plan_is_measured_by_real_steps_and_said_in_a_table(
+    workshop: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe(workshop, kind).model_dump(mode="json")))
+    result = CliRunner().invoke(app, ["plan-training", str(tmp_path / "recipe.yaml"), "--steps", "2"])
+    assert result.exit_code == 0, result.output
+    for part in ("gradients, fp32", "measured here", "free now", "32 sequences", "tokens read", "a step", " h "):
+        assert part in result.output
+    assert not (workshop / "run").exists()
