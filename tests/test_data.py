@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_training import CHAT_TEMPLATE, tiny_tokenizer, write_rows
+from tiny_training import CHAT_TEMPLATE, WORDS, tiny_tokenizer, write_rows
 
 from trainer.batch import Example, collate
 from trainer.data import Dataset, heldout_prompts, load_dataset
@@ -276,7 +276,7 @@ def test_a_heldout_prompt_too_long_for_the_context_is_passed_over() -> None:
 
 
 def test_answers_that_the_target_wrote_are_trained_by_the_tokens_it_wrote(tmp_path: Path) -> None:
-    """Token 20 is another way to write what 4 and 5 write; read again, the text would be 4 and 5. No end was written."""
+    """Token 20 writes what 4 and 5 write; read again, the text would be 4 and 5. And no end was written."""
     words = (*WORDS, "m", "n", "o", "p", "a b")
     tokenizer = tiny_tokenizer(CHAT_TEMPLATE, words)
     row = {

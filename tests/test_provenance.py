@@ -133,7 +133,10 @@ def test_no_secret_of_the_environment_is_written_anywhere(
 
 def test_a_run_announces_itself_logs_every_step_and_ends_with_a_tree_and_its_acceptance(run_folder: Path) -> None:
     final, said = run(run_folder, "medusa")
-    assert "tiny medusa: medusa for " in said and "24 rows (24 text), 24 sequences, 480 of 480 tokens trained; 4 steps of 8" in said
+    assert (
+        "tiny medusa: medusa for " in said
+        and "24 rows (24 text), 24 sequences, 480 of 480 tokens trained; 4 steps of 8" in said
+    )
     assert f"finished: {final}" in said
     lines = [json.loads(line) for line in (run_folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 4]

@@ -8,6 +8,7 @@ import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -27,13 +28,14 @@ def build_accelerator(section: TrainingSection, **options: Any) -> Accelerator:
     """
     deepspeed = _is_asked_for("ACCELERATE_USE_DEEPSPEED")
     fsdp = _is_asked_for("ACCELERATE_USE_FSDP")
+    group: dict[str, Any] = {"timeout": timedelta(hours=6)}  # the others wait while the first process evaluates
     if deepspeed:
         _check_deepspeed()
         if not torch.cuda.is_available():
-            options["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo"), *options.get("kwargs_handlers", ())]
+            group["backend"] = "gloo"
             _leave_out_compiled_communication()
     precision = "no" if deepspeed else section.mixed_precision  # ZeRO's own would round what is trained: see `prepare`
-    accelerator = Accelerator(mixed_precision=precision, **options)
+    accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=[InitProcessGroupKwargs(**group)], **options)
     _check_type(accelerator, deepspeed, fsdp)
     if deepspeed:
         # Under ZeRO-3 transformers would shard whatever it loads, the frozen target too, which is used whole.

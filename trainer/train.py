@@ -22,7 +22,7 @@ from trainer.data import Dataset, heldout_prompts
 from trainer.distributed import build_accelerator, describe, whole_parameters
 from trainer.folders import write_folder
 from trainer.log import Log
-from trainer.loop import Hooks, train, whole_parameters
+from trainer.loop import Hooks, train
 from trainer.medusa import MedusaObjective
 from trainer.medusa2 import Medusa2Objective
 from trainer.objective import Objective
