@@ -49,6 +49,8 @@ ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Medusa-2": ("medusa2", ()),
 }
 """Name -> (recipe of storyteller-11m, overrides)."""
+SECONDS = "seconds.json"
+"""Wall time of an arm's training, imports and evaluations included."""
 OWN_ANSWERS = "Medusa-1 on the data's own answers"
 
 
@@ -60,13 +62,15 @@ def main() -> None:
     results |= {"hardware": hardware(), "versions": versions(), "commit": commit(), "steps": options.steps}
     arms = {name: (*ARMS[name], options.answers) for name in ARMS if not options.arms or name in options.arms}
     if options.own_answers:
-        arms[OWN_ANSWERS] = ("medusa1", (), options.own_answers)
+        as_many = len(Path(options.answers).read_text().splitlines())
+        arms[OWN_ANSWERS] = ("medusa1", (f"data.max_rows={as_many}",), options.own_answers)
     for name, (recipe, overrides, answers) in arms.items():
         folder = Path(options.runs) / _slug(name)
         if not (folder / "final").is_dir():
-            seconds = train(recipe, overrides, answers, folder, options)
-            results["arms"][name] = {"seconds": seconds, **curve_of(folder)}
-            _write(results, out)
+            train(recipe, overrides, answers, folder, options)
+        results["arms"][name] = curve_of(folder)
+    if options.train_only:
+        return
     prompt_sets = {name: path for name, _, path in (each.partition("=") for each in options.prompts)}
     for target, names in _by_target(options.target, arms, Path(options.runs)).items():
         model, tokenizer = CausalLM(load_model(target, parse_dtype("bf16"))), load_tokenizer(target)
@@ -98,6 +102,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--heldout", required=True, help="rows for the evaluations during training")
     parser.add_argument("--prompts", nargs="+", required=True, metavar="NAME=FILE")
     parser.add_argument("--arms", nargs="*", choices=list(ARMS))
+    parser.add_argument("--train-only", action="store_true", help="leave the measuring to a later call")
     parser.add_argument("--runs", default="runs/heads")
     parser.add_argument("--output", default="heads.json")
     parser.add_argument("--steps", type=int, default=150)
@@ -110,22 +115,25 @@ def _slug(name: str) -> str:
     return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
 
 
-def train(recipe: str, overrides: Sequence[str], answers: str, folder: Path, options: argparse.Namespace) -> float:
-    """Run an arm to its end; returns the wall time in seconds, imports and evaluations included."""
+def train(recipe: str, overrides: Sequence[str], answers: str, folder: Path, options: argparse.Namespace) -> None:
+    """Run an arm to its end, and note the wall time beside it."""
     command = [sys.executable, str(ROOT / "scripts" / "train.py"), str(RECIPES / f"{recipe}.yaml")]
     command += [f"target={options.target}", f"data.train={answers}", f"data.heldout={options.heldout}"]
+    if recipe == "medusa1":  # the target stands still: it is run once for all arms on the same answers
+        command += [f"features.folder={Path(options.runs) / 'features' / Path(answers).stem}"]
     command += [f"output={folder}", f"training.steps={options.steps}", f"evaluation.every={max(options.steps // 5, 1)}"]
     began = time.perf_counter()
     subprocess.run([*command, *overrides], cwd=ROOT, check=True)
-    return time.perf_counter() - began
+    (folder / SECONDS).write_text(json.dumps({"seconds": time.perf_counter() - began}))
 
 
 def curve_of(folder: Path) -> dict[str, Any]:
-    """Tokens per target pass on the held-out prompts against trained tokens, and the last losses."""
+    """Wall time, tokens per target pass on the held-out prompts against trained tokens, and tokens/s (median)."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     held = [line for line in lines if "heldout/tokens_per_pass" in line]
     steps = [line for line in lines if "loss" in line]
     return {
+        **json.loads((folder / SECONDS).read_text()),
         "curve": [[line["tokens"], line["heldout/tokens_per_pass"]] for line in held],
         "tokens": steps[-1]["tokens"],
         "training_tokens_per_second": sorted(line.get("tokens_per_second", 0) for line in steps)[len(steps) // 2],

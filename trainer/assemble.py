@@ -76,19 +76,20 @@ def assemble(
     if isinstance(recipe, PretrainRecipe):
         return Job(recipe, tokenizer, dataset, heldout, None, PretrainObjective(tokenizer, recipe.model))
     assert target is not None and target.model is not None
+    model = target.model
     if recipe.data.packing:
-        check_documents_are_apart(target.model.model)
+        check_documents_are_apart(model.model)
     if isinstance(recipe, MedusaRecipe) and recipe.features is not None:
         identity = feature_identity(target, tokenizer, dataset, recipe.features)
         store = ensure_features(
-            target.model, dataset.examples, Path(recipe.features.folder), identity, recipe.features,
+            model, dataset.examples, Path(recipe.features.folder), identity, recipe.features,
             console, process_index, num_processes,
         )  # fmt: skip
         objective = _objective_on_features(recipe, target, store, device)
         if not recipe.features.keep_target:
             target = replace(target, model=None)
         return Job(recipe, tokenizer, dataset, heldout, target, objective)
-    return Job(recipe, tokenizer, dataset, heldout, target, _objective(recipe, target.model, tokenizer))
+    return Job(recipe, tokenizer, dataset, heldout, target, _objective(recipe, model, tokenizer))
 
 
 def load_target(recipe: AnyRecipe, device: torch.device) -> Target | None:

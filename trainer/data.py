@@ -78,7 +78,8 @@ class RowEncoder:
             raise ValueError(f"{where}: {ANSWER_TOKENS} holds no list for each of the {len(places)} answers: remove it")
         examples = []
         for place, tokens in zip(places, written, strict=True):
-            if self._tokenizer.decode(tokens, skip_special_tokens=True).strip() != messages[place]["content"].strip():
+            read = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+            if read.strip() != messages[place]["content"].strip():
                 raise ValueError(
                     f"{where}: {ANSWER_TOKENS} are not the answer's text under this tokenizer: regenerate the answers "
                     "with this target, or remove the field"

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import PartialState
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
 from safetensors import safe_open
@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from decoding.machine import commit, versions
 from decoding.target import CausalLM, capture_lm_head_input, last_position
 from trainer.batch import Batch, Example, collate
+from trainer.hidden import TopLogits
 from trainer.recipe import FeaturesSection
 from trainer.shards import Layout, digest_of, missing_files, shard_name, write_sealed, write_text
 
@@ -98,14 +99,6 @@ def _data_digest(examples: Sequence[Example]) -> str:
     for example in examples:
         digest.update(repr((example.tokens, example.lengths)).encode())
     return digest.hexdigest()
-
-
-class TopLogits(NamedTuple):
-    """The target's best logits at each position, as it gives them, and the logarithm of Σ exp over all its logits."""
-
-    tokens: Int[Tensor, "batch positions k"]
-    logits: Float[Tensor, "batch positions k"]
-    log_total: Float[Tensor, "batch positions"]
 
 
 def estimate_bytes(examples: Sequence[Example], identity: FeatureIdentity) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -11,9 +11,19 @@ from transformers import PreTrainedConfig
 
 from decoding.target import CausalLM, capture_lm_head_input, last_position
 from trainer.batch import Batch
-from trainer.features import FeatureStore, TopLogits
+
+if TYPE_CHECKING:
+    from trainer.features import FeatureStore
 
 LogitTransform = Callable[[Tensor], Tensor]
+
+
+class TopLogits(NamedTuple):
+    """The target's best logits at each position, as it gives them, and the logarithm of Σ exp over all its logits."""
+
+    tokens: Int[Tensor, "batch positions k"]
+    logits: Float[Tensor, "batch positions k"]
+    log_total: Float[Tensor, "batch positions"]
 
 
 class HiddenStates(Protocol):
@@ -66,7 +76,7 @@ class OnlineTarget:
 class StoredFeatures:
     """Hidden states written to disk before; the target need not be loaded."""
 
-    def __init__(self, store: FeatureStore, config: PreTrainedConfig, device: torch.device) -> None:
+    def __init__(self, store: "FeatureStore", config: PreTrainedConfig, device: torch.device) -> None:
         """``config`` is the target's."""
         self._store = store
         self._device = device

@@ -21,8 +21,7 @@ from decoding.heads import MedusaConfig, MedusaHead, MedusaHeads
 from decoding.plan import best_tree
 from decoding.target import CausalLM, capture_lm_head_input, last_position
 from trainer.batch import Batch
-from trainer.features import TopLogits
-from trainer.hidden import HiddenStates, LogitTransform
+from trainer.hidden import HiddenStates, LogitTransform, TopLogits
 from trainer.losses import HiddenTeacher, Teacher, TopKTeacher, fused_loss
 from trainer.objective import EVERYWHERE_THE_SAME, TermSums
 from trainer.recipe import HeadsSection, LossSection

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from runs import SCRIPT, steps_done
+from whole_runs import SCRIPT, steps_done
 
 import trainer.train  # noqa: F401  # imported for all lives
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import DIRECT, ROOT, checkpoint_steps, finish, losses, metrics, run, write_recipe, write_workshop
 from safetensors.torch import load_file
+from whole_runs import DIRECT, ROOT, checkpoint_steps, finish, losses, metrics, run, write_recipe, write_workshop
 
 pytestmark = pytest.mark.system
 

@@ -1,4 +1,4 @@
-"""Every command and program in the README, run on tiny models; its figures, held against the JSON they come from."""
+"""Every command and program in the README and the docs, run on tiny models; figures held against their JSON."""
 
 import importlib.util
 import json
@@ -19,17 +19,30 @@ from tiny_tokenizer import byte_tokenizer
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.DOTALL)
-COMMANDS = [
-    line.split("#")[0].strip() for language, block in BLOCKS if language == "sh" for line in block.splitlines() if line
-]
-TINY = {  # what makes a command of the README quick, behind its own words
-    "headstart train": "training.steps=2 training.batch_size=2 training.micro_batch_size=2 data.max_length=64 "
-    "evaluation.prompts=1 evaluation.max_new_tokens=4 tracking=none",
+TRAINING = (ROOT / "docs" / "training.md").read_text()
+_TINY_RECIPE = (
+    "training.steps=2 training.batch_size=2 training.micro_batch_size=2 data.max_length=64 evaluation.prompts=1 "
+    "evaluation.max_new_tokens=4 tracking=none"
+)
+TINY = {  # what makes a command quick, behind its own words
+    "headstart train": _TINY_RECIPE,
+    "headstart features": _TINY_RECIPE,
+    "headstart plan-training": _TINY_RECIPE,
+    "headstart regenerate": "--limit 2 --max-new-tokens 12 --batch-size 2",
     "accelerate launch": "training.steps=1 training.batch_size=2 training.micro_batch_size=2 evaluation.prompts=1 "
     "evaluation.max_new_tokens=4",
     "headstart evaluate": "--limit 1 --max-new-tokens 6",
     "headstart generate": "--max-new-tokens 8",
 }
+
+
+def commands(text: str) -> list[str]:
+    """The lines of a page's shell blocks, without comments."""
+    blocks = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
+    return [line.split("#")[0].strip() for block in blocks for line in block.splitlines() if line]
+
+
+COMMANDS = commands(README)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +55,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model(vocab=128, max_position_embeddings=512).save_pretrained(folder / "ORG" / "NAME")
     byte_tokenizer().save_pretrained(folder / "ORG" / "NAME")
     row = json.dumps({"prompt": "What is 3 + 4?", "answer": "3 + 4 = 7, so the answer is 7."})
-    for name in ("train.jsonl", "test.jsonl"):
+    for name in ("train.jsonl", "test.jsonl", "prompts.jsonl"):
         (folder / name).write_text(f"{row}\n" * 4)
     return folder
 
@@ -66,21 +79,34 @@ def environment(desk: Path) -> Iterator[dict[str, str]]:
 
 
 def test_the_readme_names_its_commands() -> None:
-    assert len(COMMANDS) == 10
+    assert len(COMMANDS) == 11
     assert COMMANDS[:2] == ["make demo", "make test"]  # run by .ci/run itself
 
 
 @pytest.mark.system
 def test_every_command_of_the_readme_runs_in_the_order_given(desk: Path, environment: dict[str, str]) -> None:
     for command in COMMANDS[2:]:
-        words = shlex.split(command.replace("ORG/HEADS", REPOSITORY))
-        words += TINY.get(" ".join(words[:2]), "").split()
-        done = subprocess.run(words, cwd=desk, env=environment, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-        assert TOKEN not in done.stdout + done.stderr
+        run(command, desk, environment)
     assert (desk / "runs" / "measured" / "report.html").is_file()
     assert (desk / "exported" / "heads" / "README.md").is_file()
     _run_the_python_block(desk, environment)
+
+
+@pytest.mark.system
+def test_every_command_of_the_page_on_training_runs_in_the_order_given(desk: Path, environment: dict[str, str]) -> None:
+    found = commands(TRAINING)
+    assert len(found) == 8
+    for command in found:
+        run(command, desk, environment)
+    assert (desk / "runs" / "stored" / "final" / "model.safetensors").is_file()
+
+
+def run(command: str, desk: Path, environment: dict[str, str]) -> None:
+    words = shlex.split(command.replace("ORG/HEADS", REPOSITORY))
+    words += TINY.get(" ".join(words[:2]), "").split()
+    done = subprocess.run(words, cwd=desk, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    assert TOKEN not in done.stdout + done.stderr
 
 
 def _run_the_python_block(desk: Path, environment: dict[str, str]) -> None:
@@ -110,8 +136,14 @@ def test_the_readmes_figures_are_those_of_a_committed_report() -> None:
     assert any(block in README for block in blocks)
 
 
-def test_every_file_the_readme_points_to_is_there() -> None:
-    links = re.findall(r"\]\((?!http)([^)]+)\)", README)
-    paths = re.findall(r"`((?:decoding|trainer|scripts|recipes)/[\w./-]*)`", README)
-    assert len(links) >= 4 and len(paths) >= 15
-    assert [path for path in (*links, *paths) if not (ROOT / path).exists()] == []
+def test_every_file_the_pages_point_to_is_there() -> None:
+    for page, minimum in (
+        (ROOT / "README.md", 20),
+        (ROOT / "docs" / "training.md", 5),
+        (ROOT / "docs" / "multi-node.md", 1),
+    ):
+        text = page.read_text()
+        links = [page.parent / link for link in re.findall(r"\]\((?!http)([^)]+)\)", text)]
+        paths = [ROOT / path for path in re.findall(r"`((?:decoding|trainer|scripts|recipes)/[\w./-]*)`", text)]
+        assert len(links) + len(paths) >= minimum
+        assert [path for path in (*links, *paths) if not path.exists()] == []

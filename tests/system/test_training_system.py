@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import (
+from safetensors.torch import load_file
+from tiny_models import tiny_model
+from tiny_training import tiny_tokenizer, write_rows
+from whole_runs import (
     DEADLINE,
     DIRECT,
     ONE_PROCESS,
@@ -28,9 +31,6 @@ from runs import (
     write_recipe,
     write_workshop,
 )
-from safetensors.torch import load_file
-from tiny_models import tiny_model
-from tiny_training import tiny_tokenizer, write_rows
 
 from decoding.drafters import DraftModelDrafter, MedusaDrafter
 from decoding.generate import DecodingConfig, decode
