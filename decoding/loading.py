@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # its base for all that goes wrong on the way
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -46,7 +47,7 @@ def load_model(
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, device_map=device_map
         )
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except (OSError, RuntimeError, SafetensorError, HTTPError) as error:
         raise ValueError(f"no model could be read from {name!r}: {first_line(error)}") from error
     if device_map is None:
         model.to(device or default_device())  # type: ignore[arg-type]  # transformers' stubs
@@ -58,7 +59,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     """The tokenizer that belongs to a model's folder or hub id."""
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPError) as error:
         raise ValueError(f"no tokenizer could be read from {name!r}: {first_line(error)}") from error
     return tokenizer
 

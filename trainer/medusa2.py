@@ -4,11 +4,10 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
@@ -30,6 +29,9 @@ from trainer.medusa import (
 from trainer.objective import TermSums
 from trainer.recipe import AdaptersSection, HeadsSection
 
+if TYPE_CHECKING:  # slow to import, and of use to this objective alone
+    from peft import PeftModel
+
 TARGET_FOLDER = "target"
 """Where `Medusa2Objective.save` writes the target that goes with the heads."""
 
@@ -37,7 +39,7 @@ TARGET_FOLDER = "target"
 class JointTraining(nn.Module):
     """The target under its adapters, and heads on it. The last term of the loss is the target's own next token."""
 
-    def __init__(self, model: PeftModel, heads: MedusaTraining) -> None:
+    def __init__(self, model: "PeftModel", heads: MedusaTraining) -> None:
         super().__init__()
         self.model = model
         self.heads = heads
@@ -182,8 +184,10 @@ class Medusa2Objective:
         self._tokenizer.save_pretrained(folder / TARGET_FOLDER)
 
 
-def _with_adapters(target: CausalLM, section: AdaptersSection) -> PeftModel:
+def _with_adapters(target: CausalLM, section: AdaptersSection) -> "PeftModel":
     """The target with untrained adapters (which change nothing yet) put into it; all else is frozen."""
+    from peft import LoraConfig, get_peft_model
+
     target.model.requires_grad_(False)
     config = LoraConfig(
         r=section.rank,
@@ -193,10 +197,9 @@ def _with_adapters(target: CausalLM, section: AdaptersSection) -> PeftModel:
         task_type="CAUSAL_LM",
     )
     try:
-        model = get_peft_model(target.model, config)
+        model: PeftModel = get_peft_model(target.model, config)
     except ValueError as error:
         raise ValueError(f"adapters.modules is {section.modules!r}, which peft cannot use: {error}") from error
-    assert isinstance(model, PeftModel)
     return model
 
 

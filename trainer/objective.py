@@ -1,13 +1,14 @@
 """What the training loop asks of an objective: batch -> sums of losses, and something to evaluate and save."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from decoding.drafters import Drafter
+from decoding.target import CausalLM
 from trainer.batch import Batch
 
 
@@ -51,6 +52,14 @@ class Objective(Protocol):
 
     def save(self, folder: Path) -> None:
         """Write what was trained in the form that is used afterwards."""
+
+
+@runtime_checkable
+class TreeObjective(Protocol):
+    """An objective whose drafter drafts a tree that is chosen when all is trained."""
+
+    def choose_tree(self, target: CausalLM, texts: Sequence[tuple[Sequence[int], int]]) -> None:
+        """Fit the tree to the target's own greedy texts, as (tokens, prompt length)."""
 
 
 EVERYWHERE_THE_SAME: Mapping[str, float] = {"": 1.0}

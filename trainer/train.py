@@ -23,9 +23,7 @@ from trainer.distributed import build_accelerator, describe, whole_parameters
 from trainer.folders import write_folder
 from trainer.log import Log
 from trainer.loop import Hooks, train
-from trainer.medusa import MedusaObjective
-from trainer.medusa2 import Medusa2Objective
-from trainer.objective import Objective
+from trainer.objective import Objective, TreeObjective
 from trainer.provenance import provenance, write_provenance
 from trainer.recipe import AnyRecipe, DraftRecipe, EvaluationSection, MedusaRecipe
 
@@ -116,7 +114,7 @@ def _finish(
 ) -> None:
     """Choose the heads' tree; write the artefact with its provenance, whole or not at all."""
     objective = job.objective
-    if isinstance(objective, MedusaObjective | Medusa2Objective) and evaluator is not None:
+    if isinstance(objective, TreeObjective) and evaluator is not None:
         objective.choose_tree(evaluator.target, evaluator.greedy_texts(job.dataset))  # not on what is evaluated
     made_from = provenance(
         job.recipe,
