@@ -120,7 +120,7 @@ def random_batch(rows: int, length: int, vocabulary: int) -> Batch:
 def run_case(case: Case) -> dict[str, Any]:
     """Steps timed after one that is not, and what they take of memory beyond what was there before the first."""
     heads, loss_now = loss_of(case)
-    optimizer = torch.optim.AdamW(heads.parameters(), lr=1e-4, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(heads.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
     for parameter in heads.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # its moments are there from now on
@@ -270,7 +270,7 @@ def stored(target: CausalLM, batch: Batch, folder: Path) -> FeatureStore:
 def training_step(states: HiddenStates, batch: Batch, autocast: bool) -> Callable[[], float]:
     """One step of the trainer's own objective, its inputs included; the loss before it."""
     objective = MedusaObjective(states, HeadsSection(num_heads=HEADS), 100, torch.bfloat16)
-    optimizer = torch.optim.AdamW(objective.module.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(objective.module.parameters(), lr=1e-4, fused=True)
     counts = objective.counts(batch)
 
     def step() -> float:

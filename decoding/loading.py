@@ -72,7 +72,7 @@ def _check_folder(name: str) -> None:
         return
     if not folder.is_dir():
         raise ValueError(f"there is no folder {name}: give a folder with a model, or a hub id such as ORG/NAME")
-    if not (folder / "config.json").is_file():
+    if not any((folder / config).is_file() for config in ("config.json", "adapter_config.json")):  # or adapters of one
         raise ValueError(f"{name} holds no model: config.json is missing")
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"{name} holds no weights: no .safetensors file is in it (pickled weights are not loaded)")

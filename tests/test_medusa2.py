@@ -7,19 +7,22 @@ import pytest
 import torch
 from peft import PeftModel
 from tiny_models import counting_model, full_forward, tiny_model
-from tiny_training import Recorder, tiny_tokenizer, train_toy
+from tiny_training import Recorder, recipe_content, tiny_tokenizer, train_toy, write_corpus, write_target
 from torch import Tensor
 from torch.nn import functional as F
 
 from decoding.generate import DecodingConfig, decode
 from decoding.heads import MedusaHeads
-from decoding.loading import load_model
+from decoding.loading import load_model, load_tokenizer
 from decoding.target import CausalLM
 from trainer.batch import Example, collate
+from trainer.data import Dataset
 from trainer.hidden import OnlineTarget
 from trainer.medusa import MedusaObjective
 from trainer.medusa2 import TARGET_FOLDER, Medusa2Objective
+from trainer.read_recipe import parse_recipe
 from trainer.recipe import AdaptersSection, HeadsSection, LossSection
+from trainer.train import Evaluator, run_recipe
 
 HEADS = HeadsSection(num_heads=2, decay=0.5)
 TEXT = Example((3, 1, 4, 1, 5, 9, 2, 6, 5, 3), (False,) * 3 + (True,) * 7, 3)
@@ -172,6 +175,19 @@ def test_adapters_alone_load_onto_the_target_they_were_trained_on(tmp_path: Path
     assert torch.allclose(full_forward(again.get_base_model(), TEXT.tokens), expected, atol=1e-5)
 
 
+def test_a_folder_of_adapters_is_a_target_to_decode_with(tmp_path: Path) -> None:
+    """It names the target that the adapters belong to."""
+    write_target(tmp_path / "target")
+    model = load_model(str(tmp_path / "target"), torch.float32)
+    objective = objective_on(CausalLM(model), export="adapter")
+    disturb(objective)
+    objective.module.eval()
+    objective.save(tmp_path / "final")
+    again = load_model(str(tmp_path / "final" / TARGET_FOLDER), torch.float32)
+    assert torch.allclose(full_forward(again, TEXT.tokens), full_forward(model, TEXT.tokens), atol=1e-5)
+    assert load_tokenizer(str(tmp_path / "final" / TARGET_FOLDER)).eos_token == "<eos>"
+
+
 def test_the_adapted_target_decodes_with_its_heads_as_without_them() -> None:
     model = tiny_model("llama", max_position_embeddings=64)
     objective = objective_on(CausalLM(model))
@@ -194,8 +210,69 @@ def test_shared_and_sequential_and_soft_heads_learn_jointly_too() -> None:
 
 
 def test_an_adapter_on_the_lm_head_is_refused() -> None:
-    with pytest.raises(ValueError, match="names lm_head, the target's output layer"):
+    with pytest.raises(ValueError, match="names lm_head, the target's embeddings"):
         objective_on(CausalLM(tiny_model("llama")), modules=("q_proj", "lm_head"))
+
+
+def test_an_adapter_on_the_embeddings_which_may_be_the_lm_head_is_refused() -> None:
+    with pytest.raises(ValueError, match="names embed_tokens, the target's embeddings"):
+        objective_on(CausalLM(tiny_model("llama", tie_word_embeddings=True)), modules=("q_proj", "embed_tokens"))
+
+
+def test_a_merged_target_with_tied_embeddings_is_the_adapted_one_and_tied(tmp_path: Path) -> None:
+    model = tiny_model("llama", tie_word_embeddings=True)
+    objective = objective_on(CausalLM(model))
+    disturb(objective)
+    objective.module.eval()
+    objective.save(tmp_path)
+    merged = load_model(str(tmp_path / TARGET_FOLDER), torch.float32)
+    assert torch.allclose(full_forward(merged, TEXT.tokens), full_forward(model, TEXT.tokens), atol=1e-4)
+    assert merged.get_output_embeddings().weight is merged.get_input_embeddings().weight
+
+
+def test_the_targets_own_dropout_is_off_and_the_adapters_is_on_once_they_learn() -> None:
+    target = CausalLM(tiny_model("gpt2", resid_pdrop=0.9, embd_pdrop=0.9, attn_pdrop=0.9))
+    objective = objective_on(target, dropout=0.5, heads_first_steps=1)
+    disturb(objective)
+    assert torch.equal(sums(objective, step=0), sums(objective, step=0))
+    noisy = [sums(objective, step=1) for _ in range(2)]
+    assert not torch.equal(*noisy)
+    own = [m for name, m in objective.module.named_modules() if isinstance(m, torch.nn.Dropout) and "lora" not in name]
+    assert own and not any(module.training for module in own)
+
+
+def test_layers_are_run_again_in_the_backward_pass_if_asked_for() -> None:
+    """A layer of a checkpointed target runs twice: forward, and again for the gradient."""
+    passes = []
+    for checkpointing in (False, True):
+        model = tiny_model("llama")
+        objective = objective_on(CausalLM(model), gradient_checkpointing=checkpointing)
+        count = []
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, count=count: count.append(1))
+        sums(objective).sum().backward()
+        passes.append(len(count))
+    assert passes == [1, 2]
+
+
+def test_the_tree_is_chosen_on_texts_of_the_target_as_it_decodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole run: no dropout and no checkpointing may be on when the target writes the texts that fit the tree."""
+    write_target(tmp_path / "target")
+    write_corpus(tmp_path)
+    content = recipe_content(tmp_path, "medusa", steps=2) | {
+        "heads": {"num_heads": 2},
+        "adapters": {"rank": 2, "dropout": 0.5},
+    }
+    seen = []
+
+    def greedy_texts(self: Evaluator, dataset: Dataset) -> list[tuple[tuple[int, ...], int]]:
+        seen.append((any(module.training for module in self.target.model.modules()), dataset.path))
+        return [((1, 2, 3, 4, 5, 6), 2)]
+
+    monkeypatch.setattr(Evaluator, "greedy_texts", greedy_texts)
+    run_recipe(parse_recipe(content))
+    assert seen == [(False, content["data"]["train"])]  # not the held-out texts, on which the heads are evaluated
 
 
 def test_modules_that_the_target_has_not_are_refused() -> None:

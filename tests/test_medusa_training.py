@@ -1,9 +1,10 @@
 """The Medusa-1 objective: which label belongs to which head, what is trained, and what stays as it was."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -324,3 +325,27 @@ def test_heads_start_from_a_folder_of_others(tmp_path: Path, counting: CausalLM)
     assert {parameter.dtype for parameter in again.module.parameters()} == {torch.float32}
     with pytest.raises(ValueError, match=r"whose num_heads is 3 and not 4: set the recipe's heads section to fit"):
         medusa_on(counting, HeadsSection(num_heads=4, init=str(tmp_path)))
+
+
+@pytest.mark.parametrize("change", [lambda model: add_bias(model), lambda model: double_logits(model)])
+def test_a_target_that_does_more_to_its_logits_than_is_known_is_refused(change: Callable[[Any], None]) -> None:
+    model = tiny_model("llama")
+    change(model)
+    with pytest.raises(ValueError, match="lm_head"):
+        medusa_on(CausalLM(model), HEADS)
+
+
+def add_bias(model: Any) -> None:
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(16))
+
+
+def double_logits(model: Any) -> None:
+    model.lm_head.register_forward_hook(lambda _, __, output: 2 * output)
+
+
+def test_rank_accuracies_begin_with_the_second_new_token_for_head_0(counting: CausalLM) -> None:
+    """The first new token is the lm_head's. Of the two labels of head 0 behind it the first is right alone: a half."""
+    objective = medusa_on(counting, HeadsSection(num_heads=1))
+    knowing_heads(objective, (2,))
+    shares = rank_accuracies(counting, objective.module.heads, [((9, 9, 4, 5, 6, 2), 3)])
+    assert shares[0][0] == 0.5

@@ -79,3 +79,10 @@ def test_what_a_recipe_says_stands_over_its_base_and_overrides_over_both(tmp_pat
     given = ["target=t", "output=o", "data.train=a", "data.heldout=b", "training.batch_size=12"]
     training = load_recipe(tmp_path / "mine.yaml", given).training
     assert (training.steps, training.batch_size, training.micro_batch_size) == (7, 12, 4)
+
+
+def test_a_recipe_that_is_its_own_base_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "one.yaml").write_text("base: two.yaml\n")
+    (tmp_path / "two.yaml").write_text("base: one.yaml\n")
+    with pytest.raises(ValueError, match="is its own base, by way of 2 recipes"):
+        load_recipe(tmp_path / "one.yaml")

@@ -8,9 +8,12 @@ import fcntl
 import json
 import os
 from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TextIO
+
+from transformers import PreTrainedTokenizerBase
 
 from decoding.prompts import check_messages, prompt_of, read_rows
 
@@ -142,6 +145,12 @@ def whole_characters(answer: str, truncated: bool) -> str:
     return answer.rstrip("\N{REPLACEMENT CHARACTER}") if truncated else answer
 
 
+def read_answer(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], truncated: bool) -> str:
+    """The text of an answer's tokens, as it is written down and as training compares it."""
+    text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return whole_characters(str(text), truncated)
+
+
 class _Lines:
     """A file of JSON objects that grows by whole lines, and starts without the half one that a kill left."""
 
@@ -180,7 +189,7 @@ class AnswerFile:
 
     def __init__(self, path: Path, settings: dict[str, Any], about: dict[str, Any], keep_truncated: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._held = _hold(_checked_meta(path, settings, about), path)
+        self._held = _hold(path, settings, about)
         self._keep_truncated = keep_truncated
         self._answers = _Lines(path)
         self._set_aside = _Lines(path.with_name(path.name + ".failed.jsonl"))
@@ -210,6 +219,16 @@ class AnswerFile:
             ordered = sorted(lines.rows, key=lambda row: (row["row"], row["sample"]))
             if ordered != lines.rows:
                 lines.replace(ordered)
+
+    def check_not_empty(self) -> None:
+        """ValueError where no run has answered anything."""
+        if self._answers.rows:
+            return
+        first = self._set_aside.rows[0]
+        raise ValueError(
+            f"nothing was answered: all {len(self._set_aside.rows)} conversations were set aside, that of line "
+            f"{first['row']} because: {first['reason']}; {self._set_aside.path} names every reason"
+        )
 
     def _judged(self, outcome: Outcome) -> Outcome:
         if isinstance(outcome, SetAside):
@@ -241,32 +260,35 @@ def _set_aside_row(outcome: SetAside) -> dict[str, Any]:
     }
 
 
-def _hold(meta: Path, path: Path) -> TextIO:
-    """Keep other runs away for as long as the file returned is open, which a killed process's is not."""
-    file = meta.open()
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise ValueError(f"another run is writing {path}: wait for its end, or name another output") from None
+def _hold(path: Path, settings: dict[str, Any], about: dict[str, Any]) -> TextIO:
+    """Keep other runs away for as long as the file returned is open, which a killed process's is not.
+
+    It is the file that says how the answers are made: written by the first run, compared by those that go on.
+    """
+    meta = path.with_name(path.name + ".meta.json")
+    if path.exists() and not (meta.exists() and meta.stat().st_size):
+        raise ValueError(f"{path} is there already and was not written by this command: name another output")
+    with ExitStack() as on_error:
+        file = on_error.enter_context(meta.open("a+", encoding="utf-8"))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another run is writing {path}: wait for its end, or name another output") from None
+        file.seek(0)
+        if written := file.read():
+            _check_settings(path, json.loads(written)["settings"], settings)
+        else:
+            file.write(json.dumps({"settings": settings, "about": about}, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # before any answer is
+        on_error.pop_all()
     return file
 
 
-def _checked_meta(path: Path, settings: dict[str, Any], about: dict[str, Any]) -> Path:
-    """Write down how the answers are made, or compare it with what is written; returns the file that says it."""
-    meta = path.with_name(path.name + ".meta.json")
-    if not meta.exists():
-        if path.exists():
-            raise ValueError(f"{path} is there already and was not written by this command: name another output")
-        fresh = meta.with_name(meta.name + ".new")
-        fresh.write_text(json.dumps({"settings": settings, "about": about}, indent=2) + "\n")
-        os.replace(fresh, meta)
-        return meta
-    written: dict[str, Any] = json.loads(meta.read_text())["settings"]
+def _check_settings(path: Path, written: dict[str, Any], settings: dict[str, Any]) -> None:
     for name in {**written, **settings}:
         if written.get(name) != settings.get(name):
             raise ValueError(
                 f"{path} was begun with {name} {written.get(name)!r}, not {settings.get(name)!r}: "
                 "give what it was begun with, or another output"
             )
-    return meta

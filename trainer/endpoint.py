@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NamedTuple, cast
+from urllib.parse import urlsplit
 
 from openai import (
     APIConnectionError,
@@ -59,8 +60,15 @@ class EndpointBackend:
         for name, least in (("concurrency", 1), ("retries", 0), ("timeout", 0.001)):
             if getattr(options, name) < least:
                 raise ValueError(f"{name} is {getattr(options, name)}: give at least {least}")
+        assert options.endpoint is not None
+        _check_address(options.endpoint)
         self._options = options
         self._key = os.environ.get(options.api_key_variable)
+        if self._key and not all("!" <= character <= "~" for character in self._key):
+            raise ValueError(
+                f"the key in the environment variable {options.api_key_variable} has a blank, a line break or a "
+                "character that is not ASCII in it: copy the key into it once more"
+            )
         self._client = AsyncOpenAI(
             base_url=options.endpoint,
             api_key=self._key or "none",
@@ -71,34 +79,47 @@ class EndpointBackend:
     def outcomes(
         self, conversations: Sequence[Conversation], done: Container[Key], on_tokens: Callable[[int], None]
     ) -> Iterator[list[Outcome]]:
-        """What has come to an end since the last look, in the order of completion."""
+        """What has come to an end since the last look. What ends the run is raised once the rest of it is written."""
         waiting = iter([conversation for conversation in conversations if conversation.key not in done])
         running: set[asyncio.Task[Outcome]] = set()
         failures = 0
         with asyncio.Runner() as runner:
-            while finished := runner.run(self._some(waiting, running)):
-                on_tokens(sum(outcome.tokens for outcome in finished if isinstance(outcome, Answered)))
-                yield finished
-                for outcome in finished:
-                    failures = failures + 1 if isinstance(outcome, SetAside) else 0
-                    if isinstance(outcome, SetAside) and failures == HOPELESS:
-                        raise ValueError(
-                            f"{failures} conversations failed one after the other, the last one so: {outcome.reason}; "
-                            "see to the endpoint, then start the same command again"
-                        )
-            runner.run(self._client.close())
+            try:
+                while ended := runner.run(self._some(waiting, running)):
+                    finished = [task.result() for task in ended if task.exception() is None]
+                    on_tokens(sum(outcome.tokens for outcome in finished if isinstance(outcome, Answered)))
+                    yield finished
+                    for task in ended:
+                        outcome = task.result()
+                        failures = failures + 1 if isinstance(outcome, SetAside) else 0
+                        if isinstance(outcome, SetAside) and failures == HOPELESS:
+                            raise ValueError(
+                                f"{failures} conversations failed one after the other, the last one so: "
+                                f"{outcome.reason}; see to the endpoint, then start the same command again"
+                            )
+            finally:
+                runner.run(self._close(running))
 
-    async def _some(self, waiting: Iterator[Conversation], running: set[asyncio.Task[Outcome]]) -> list[Outcome]:
-        """Fill the places that are free, and wait until at least one conversation has ended; [] if none is left."""
+    async def _close(self, running: set[asyncio.Task[Outcome]]) -> None:
+        """Let go of what is under way and of the connections; how the tasks ended is read, or Python prints it."""
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await self._client.close()
+
+    async def _some(
+        self, waiting: Iterator[Conversation], running: set[asyncio.Task[Outcome]]
+    ) -> set[asyncio.Task[Outcome]]:
+        """Fill the places that are free, and wait until at least one conversation has ended; none if none is left."""
         for conversation in waiting:
             running.add(asyncio.create_task(self._converse(conversation)))
             if len(running) >= self._options.concurrency:
                 break
         if not running:
-            return []
-        finished, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        running -= finished
-        return [task.result() for task in finished]
+            return set()
+        ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        running -= ended
+        return ended
 
     async def _converse(self, conversation: Conversation) -> Outcome:
         replies: list[_Reply] = []
@@ -132,12 +153,12 @@ class EndpointBackend:
             raise ValueError(
                 f"the endpoint refuses the key (HTTP {error.status_code}): put the right one into the environment "
                 f"variable {self._options.api_key_variable}"
-            ) from error
+            ) from None  # the server may repeat the key, which a traceback would show
         except NotFoundError as error:
             raise ValueError(
                 f"the endpoint knows no model {self._options.model!r}, or has nothing at this address (HTTP 404): "
                 "check --model, and that --endpoint is the server's base address, which mostly ends in /v1"
-            ) from error
+            ) from None
 
     async def _request(
         self, conversation: Conversation, answers: Sequence[str], seed: int
@@ -169,8 +190,19 @@ class EndpointBackend:
         if isinstance(error, APIConnectionError):
             return f"no connection: {first_line(error.__cause__ or error)}"
         status = f"HTTP {error.status_code}: " if isinstance(error, APIStatusError) else ""
-        reason = f"{status}{first_line(error)[:300]}"
-        return reason.replace(self._key, "[the key]") if self._key else reason
+        reason = first_line(error).replace(self._key, "[the key]") if self._key else first_line(error)
+        return f"{status}{reason[:300]}"  # cut off last: half a key would not be found
+
+
+def _check_address(address: str) -> None:
+    """ValueError for what no request can be sent to; it is not repeated, for an address may hold a password."""
+    try:
+        parts = urlsplit(address)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port beyond 65535, half an IPv6 address
+        usable = False
+    if not usable:
+        raise ValueError("--endpoint is not the address of a server: give one such as http://localhost:8000/v1")
 
 
 def _read(completion: ChatCompletion | Completion) -> _Reply:

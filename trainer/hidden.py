@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from decoding.target import CausalLM, capture_lm_head_input, last_position
 from trainer.batch import Batch
@@ -50,6 +50,7 @@ class OnlineTarget:
     """The target itself, run without gradients on every batch."""
 
     def __init__(self, target: CausalLM) -> None:
+        check_logits(target.model)
         self._model = target.model.requires_grad_(False)
         self.transform = logit_transform(target.model.config.get_text_config(decoder=True))
 
@@ -113,3 +114,24 @@ def logit_transform(config: PreTrainedConfig) -> LogitTransform | None:
     if cap:
         return lambda logits: torch.tanh(logits * scale / cap) * cap
     return None if scale == 1.0 else lambda logits: logits * scale
+
+
+@torch.no_grad()
+def check_logits(model: PreTrainedModel) -> None:
+    """Refuse a target whose logits are anything else than `logit_transform` of its lm_head's products.
+
+    Its own distribution would not be what soft targets are made of, and heads start from that lm_head.
+    """
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        raise ValueError("the target's lm_head has a bias, which heads have no place for: give another target")
+    tokens = torch.tensor([[0, 1]], device=model.device)
+    with capture_lm_head_input(model) as captured:
+        logits = model(input_ids=tokens, use_cache=False).logits
+    products = model.get_output_embeddings().weight @ captured[0][0].mT
+    transform = logit_transform(model.config.get_text_config(decoder=True))
+    expected = products.mT if transform is None else transform(products.mT)
+    if not torch.allclose(logits[0].float(), expected.float(), rtol=0.05, atol=0.05 * float(expected.abs().max())):
+        raise ValueError(
+            f"the target ({model.config.model_type}) does more to its lm_head's products than this trainer knows of: "
+            "heads cannot be trained on it"
+        )

@@ -1,6 +1,5 @@
 """The Medusa-2 objective: heads and the target's LoRA adapters, trained jointly (2401.10774, section 2.2.2)."""
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,12 +9,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from decoding.drafters import Drafter, MedusaDrafter
 from decoding.target import CausalLM, capture_lm_head_input, last_position
 from trainer.batch import Batch
-from trainer.hidden import logit_scale, logit_transform
+from trainer.hidden import check_logits, logit_scale, logit_transform
 from trainer.losses import HiddenTeacher, fused_loss
 from trainer.medusa import (
     HeadInputs,
@@ -71,7 +71,7 @@ class JointTraining(nn.Module):
     @property
     def _target(self) -> nn.Module:
         """The target itself: peft replaced layers inside it."""
-        return self.model.get_base_model()
+        return _base_of(self.model)
 
     def _losses(self, batch: Batch, hidden: Tensor, lm_head: Tensor, teacher: Tensor | None) -> TermSums:
         embedded = None
@@ -152,14 +152,15 @@ class Medusa2Objective:
 
     def inputs(self, batch: Batch, step: int) -> tuple[Any, ...]:
         joint = self._is_joint(step)
+        self.module.eval()
         teacher = self._as_it_was(batch) if joint and self._adapters.base_loss == "forward_kl" else None
-        self.module.train()
+        if joint:
+            _wake(self.module.model)
         return batch, joint, teacher
 
     @torch.no_grad()
     def _as_it_was(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
         """The hidden states of the target with its adapters switched off."""
-        self.module.eval()
         model = self.module.model
         with model.disable_adapter(), capture_lm_head_input(model.get_base_model(), select=last_position) as captured:
             model.get_base_model()(**batch.model_inputs(), use_cache=False)
@@ -176,12 +177,47 @@ class Medusa2Objective:
     def save(self, folder: Path) -> None:
         """The heads, and in ``target/`` the target they belong to: whole, or its adapters alone."""
         heads_for_decoding(self.module.heads.heads, self._dtype).save_pretrained(folder)
+        self._tokenizer.save_pretrained(folder / TARGET_FOLDER)
         if self._adapters.export == "adapter":
             self.module.model.save_pretrained(str(folder / TARGET_FOLDER))
             return
-        merged = copy.deepcopy(self.module.model).merge_and_unload()
-        merged.save_pretrained(folder / TARGET_FOLDER)
-        self._tokenizer.save_pretrained(folder / TARGET_FOLDER)
+        _base_of(self.module.model).save_pretrained(folder / TARGET_FOLDER, state_dict=_merged(self.module.model))
+
+
+def _base_of(model: "PeftModel") -> PreTrainedModel:
+    """The target itself: peft put the adapters into it."""
+    base: PreTrainedModel = model.get_base_model()
+    return base
+
+
+def _wake(model: "PeftModel") -> None:
+    """Switch on what is on in training alone: the adapters' dropout, and layers that can be run again (checkpointing).
+
+    The target's own dropout stays off: it is to be sped up as it decodes.
+    """
+    for name, module in model.named_modules():
+        module.training |= "lora_dropout" in name or isinstance(module, GradientCheckpointingLayer)
+
+
+def _merged(model: "PeftModel") -> dict[str, Tensor]:
+    """The target's weights on the host with the adapters' products added, under the names they had without them.
+
+    Merged one by one, so that no second target stands on the device; what was tied is tied still.
+    """
+    base, merged, copies = _base_of(model), {}, {}
+    for name, tensor in base.state_dict().items():
+        if ".lora_" in name:
+            continue
+        layer, _, leaf = name.rpartition(".base_layer.")
+        if tensor.data_ptr() not in copies:
+            whole = tensor.detach()
+            if layer and leaf == "weight":
+                (adapter,) = model.active_adapters
+                delta = base.get_submodule(layer).get_delta_weight(adapter)  # type: ignore[operator]  # peft's layer
+                whole = (whole + delta).to(whole.dtype)  # the sum in the adapters' fp32
+            copies[tensor.data_ptr()] = whole.cpu()
+        merged[f"{layer}.{leaf}" if layer else name] = copies[tensor.data_ptr()]
+    return merged
 
 
 def _with_adapters(target: CausalLM, section: AdaptersSection) -> "PeftModel":
@@ -204,17 +240,17 @@ def _with_adapters(target: CausalLM, section: AdaptersSection) -> "PeftModel":
 
 
 def _refuse_unfit(target: CausalLM, section: AdaptersSection) -> None:
-    lm_head = target.model.get_output_embeddings()
-    names = {name.rpartition(".")[2] for name, module in target.model.named_modules() if module is lm_head}
-    if not isinstance(section.modules, str) and names & set(section.modules):
+    model, chosen = target.model, section.modules
+    ends = (model.get_output_embeddings(), model.get_input_embeddings())
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if any(module is end for end in ends)}
+    if not isinstance(chosen, str) and (wrong := sorted(names & set(chosen))):
         raise ValueError(
-            f"adapters.modules names {next(iter(names))}, the target's output layer, from which the heads start and "
-            "which they may share: leave it out"
+            f"adapters.modules names {wrong[0]}, the target's embeddings, which heads start from or share and the "
+            "target may tie: leave it out"
         )
-    if getattr(lm_head, "bias", None) is not None:
-        raise ValueError("the target's lm_head has a bias, which heads have no place for")
-    if cap := getattr(target.model.config.get_text_config(decoder=True), "final_logit_softcapping", None):
+    if cap := getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None):
         raise ValueError(
             f"the target caps its logits softly at {cap}, through which its own loss is not trained here: "
             "train heads alone (a recipe without adapters)"
         )
+    check_logits(model)

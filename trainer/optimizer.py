@@ -9,6 +9,9 @@ from torch.optim import Optimizer
 
 from trainer.recipe import TrainingSection
 
+_OVER_VOCABULARY = {"embed_tokens", "embed_in", "embed_out", "embedding", "word_embeddings", "wte", "wpe", "lm_head"}
+"""Names of embeddings and output layers in the families of transformers."""
+
 PREFIX = "prefix"
 """The key of a parameter group that says by which beginning its parameters' names were chosen."""
 
@@ -51,10 +54,14 @@ def _groups(parameters: Mapping[str, Tensor], prefixes: Collection[str]) -> list
 
 
 def _is_over_vocabulary(name: str) -> bool:
-    return any(part in name for part in ("embed", "wte", "wpe", "lm_head"))
+    return not _OVER_VOCABULARY.isdisjoint(name.split("."))
 
 
 def _adamw(groups: list[dict[str, Any]], section: TrainingSection) -> Optimizer:
     return torch.optim.AdamW(
-        groups, lr=section.learning_rate, betas=(0.9, section.adam_beta2), weight_decay=section.weight_decay
+        groups,
+        lr=section.learning_rate,
+        betas=(0.9, section.adam_beta2),
+        weight_decay=section.weight_decay,
+        fused=True,  # a fifth of the time on a CPU
     )

@@ -27,7 +27,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
         merged = OmegaConf.merge(_with_bases(Path(path)), OmegaConf.from_dotlist(list(overrides)))
         missing = sorted(OmegaConf.missing_keys(merged))
         content = OmegaConf.to_container(merged, resolve=True)
-    except (YAMLError, OmegaConfBaseException, TypeError) as error:  # TypeError: a list where a mapping belongs
+    except (
+        YAMLError,
+        OmegaConfBaseException,
+        TypeError,
+        UnicodeDecodeError,
+    ) as error:  # TypeError: a list where a mapping belongs
         raise ValueError(f"{path} is not a readable recipe: {' '.join(str(error).split())}") from error
     recipe = parse_recipe(content, str(path))  # first, so that a misspelt override is said to be one
     if missing:
@@ -35,15 +40,17 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     return recipe
 
 
-def _with_bases(path: Path) -> Any:
+def _with_bases(path: Path, above: tuple[Path, ...] = ()) -> Any:
     """The file's content over that of the recipe it names as ``base``, a path from its own folder."""
+    if path.resolve() in above:
+        raise ValueError(f"{path} is its own base, by way of {len(above)} recipes: name another")
     content: Any = OmegaConf.load(path)
     base = content.pop("base", None) if OmegaConf.is_dict(content) else None
     if base is None:
         return content
     if not (path.parent / base).is_file():
         raise ValueError(f"{path}: its base {base!r} is not there: give the path of a recipe from {path.parent}")
-    return OmegaConf.merge(_with_bases(path.parent / base), content)
+    return OmegaConf.merge(_with_bases(path.parent / base, (*above, path.resolve())), content)
 
 
 def parse_recipe(content: Any, source: str = "recipe") -> AnyRecipe:

@@ -54,7 +54,7 @@ class TrainingSection(_Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     mixed_precision: Literal["no", "bf16"] = "bf16"
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
     @field_validator("mixed_precision", mode="before")
     @classmethod
@@ -107,7 +107,7 @@ class _SpeculatorRecipe(_Recipe):
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """The target's."""
     device_map: Literal["auto"] | None = None
-    """``auto`` spreads a target that fits no single device over all of them, to write features with."""
+    """``auto`` spreads a target that fits no single device over all of them, to write features with one process."""
     trust_remote_code: bool = False
 
 
@@ -168,6 +168,8 @@ class HeadsSection(_Section):
     def _weights_are_one_per_head(self) -> "HeadsSection":
         if self.weights is not None and len(self.weights) != self.num_heads:
             raise ValueError(f"heads.weights holds {len(self.weights)} numbers for {self.num_heads} heads")
+        if self.weights is not None and not any(self.weights):
+            raise ValueError("heads.weights are all 0, so that no head would learn: give one a weight")
         return self
 
 

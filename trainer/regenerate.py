@@ -33,8 +33,8 @@ from trainer.answers import (
     Key,
     Outcome,
     SetAside,
+    read_answer,
     read_conversations,
-    whole_characters,
 )
 from trainer.options import RegenerateOptions
 from trainer.provenance import fingerprint
@@ -115,8 +115,7 @@ class TargetBackend:
     def _take(self, text: "_Text", prompt: tuple[int, ...], tokens: tuple[int, ...]) -> None:
         text.truncated = tokens[-1] not in self._config.eos_token_ids
         written = list(tokens if text.truncated else tokens[:-1])
-        answer: Any = self._tokenizer.decode(written, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        text.answers.append(whole_characters(answer, text.truncated))
+        text.answers.append(read_answer(self._tokenizer, written, text.truncated))
         text.answer_tokens.append(tokens)
         text.differing += not self._reads_back(text, prompt, written)
 
@@ -214,7 +213,7 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
     console = console or Console()
     sampling = SamplingConfig(temperature=options.temperature, top_p=options.top_p)
     _check(options, sampling)
-    backend, made_by = _endpoint(options) if options.endpoint else _target(options, sampling)
+    backend, made_by = _target(options, sampling) if options.endpoint is None else _endpoint(options)
     chat = made_by.pop("chat")
     prompts = resolve(options.prompts)
     conversations = read_conversations(prompts, options.prompt_field, options.limit, options.n, chat)
@@ -234,6 +233,7 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
     with AnswerFile(options.output, settings, about, options.keep_truncated) as answers:
         summary = _run(backend, conversations, answers, console)
     console.print(summary.table())
+    answers.check_not_empty()
     console.print(f"written: {options.output}", highlight=False, soft_wrap=True)
     return summary
 

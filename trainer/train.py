@@ -114,6 +114,7 @@ def _finish(
 ) -> None:
     """Choose the heads' tree; write the artefact with its provenance, whole or not at all."""
     objective = job.objective
+    objective.module.eval()  # the target may be part of it
     if isinstance(objective, TreeObjective) and evaluator is not None:
         objective.choose_tree(evaluator.target, evaluator.greedy_texts(job.dataset))  # not on what is evaluated
     made_from = provenance(
