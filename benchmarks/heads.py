@@ -130,8 +130,9 @@ def train(recipe: str, overrides: Sequence[str], answers: str, folder: Path, opt
 def curve_of(folder: Path) -> dict[str, Any]:
     """Wall time, tokens per target pass on the held-out prompts against trained tokens, and tokens/s (median)."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    held = [line for line in lines if "heldout/tokens_per_pass" in line]
-    steps = [line for line in lines if "loss" in line]
+    # A step done again after a kill stands there twice, with the same figures but for the clock's.
+    held = list({line["step"]: line for line in lines if "heldout/tokens_per_pass" in line}.values())
+    steps = list({line["step"]: line for line in lines if "loss" in line}.values())
     return {
         **json.loads((folder / SECONDS).read_text()),
         "curve": [[line["tokens"], line["heldout/tokens_per_pass"]] for line in held],

@@ -178,3 +178,11 @@ def test_a_folder_that_looks_like_a_hub_id_is_a_folder(tmp_path: Path, monkeypat
     (tmp_path / "runs" / "target").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert not is_hub_id("runs/target") and is_hub_id("runs/other") and basename("runs/target/") == "target"
+
+
+def test_heads_of_an_adapted_target_are_not_said_to_belong_to_the_target_it_was_made_of(tmp_path: Path) -> None:
+    adapted = {**PROVENANCE, "recipe": {**PROVENANCE["recipe"], "adapters": {"rank": 32}}}
+    card = card_of(tmp_path, provenance=adapted)
+    assert "are of no use with `org/target-1b` itself or any other model" in card
+    assert "headstart generate --target ADAPTED_TARGET --heads DIR" in card and "--target org/target-1b" not in card
+    assert "ADAPTED_TARGET" not in card_of(tmp_path, provenance=PROVENANCE)

@@ -176,7 +176,7 @@ def test_what_never_passes_is_set_aside_and_the_run_goes_on(
 
 
 def test_a_request_that_is_wrong_in_itself_is_not_repeated(tmp_path: Path) -> None:
-    with serve(lambda request: (400, {"error": {"message": "prompt too long"}})) as endpoint:
+    with serve(lambda request: (400, {"error": {"message": "prompt too long"}})) as endpoint, NOTHING:
         regenerate(options(tmp_path, endpoint.address))
     assert len(endpoint.requests) == 1
     assert "HTTP 400" in set_aside(tmp_path)[0]["reason"] and "prompt too long" in set_aside(tmp_path)[0]["reason"]
@@ -190,7 +190,8 @@ def test_a_server_that_does_not_answer_in_time_is_given_up(tmp_path: Path) -> No
         return chat("too late")
 
     with serve(silent) as endpoint:
-        regenerate(options(tmp_path, endpoint.address, timeout=0.05, retries=0))
+        with NOTHING:
+            regenerate(options(tmp_path, endpoint.address, timeout=0.05, retries=0))
         over.set()
     assert set_aside(tmp_path)[0]["reason"] == "no answer within 0.05 s"
 
@@ -198,7 +199,10 @@ def test_a_server_that_does_not_answer_in_time_is_given_up(tmp_path: Path) -> No
 def test_a_server_that_is_not_there_is_set_down_as_such(tmp_path: Path) -> None:
     with serve(lambda request: chat("two")) as endpoint:
         pass
-    regenerate(options(tmp_path, endpoint.address, retries=0))
+    with pytest.raises(
+        ValueError, match="nothing was answered: all 1 .* line 1 because: no connection: .* names every"
+    ):
+        regenerate(options(tmp_path, endpoint.address, retries=0))
     assert set_aside(tmp_path)[0]["reason"].startswith("no connection: ")
 
 

@@ -4,6 +4,7 @@ The target counts: after token x comes x + 1. In its tokenizer, a to l are 4 to 
 <eos>, which is 1: it goes on from "j" with "k l <unk> <eos>".
 """
 
+import fcntl
 import io
 import json
 from collections.abc import Iterable
@@ -113,7 +114,7 @@ def test_training_reads_what_was_written(models: Path, tmp_path: Path, target: s
     dataset = load_dataset(str(tmp_path / "answers.jsonl"), section, load_tokenizer(str(models / target)))
     (first, second) = dataset.examples
     trained = [token for token, counts in zip(second.tokens, second.trained, strict=True) if counts]
-    assert trained == [13, 14, 15, 1]
+    assert trained == [13, 14, 15, 0, 1]  # its very tokens, the <unk> among them
     assert dataset.rows == 2 and len(first.tokens) < len(second.tokens)
 
 
@@ -276,6 +277,17 @@ def test_two_runs_do_not_write_one_file_together(tmp_path: Path) -> None:
         assert answers.done == set()
 
 
+def test_a_run_that_starts_while_another_writes_down_its_settings_does_not_write_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    with (tmp_path / "answers.jsonl.meta.json").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="another run is writing"):
+            AnswerFile(path, {"seed": 1}, {}, keep_truncated=True)
+    assert (tmp_path / "answers.jsonl.meta.json").read_text() == ""
+    with AnswerFile(path, {"seed": 2}, {}, keep_truncated=True):
+        assert json.loads((tmp_path / "answers.jsonl.meta.json").read_text())["settings"] == {"seed": 2}
+
+
 # --- what is asked --------------------------------------------------------------------------------------------------
 
 
@@ -316,6 +328,7 @@ def test_a_conversation_needs_a_chat_template(models: Path, tmp_path: Path) -> N
         ({"target": None}, "give --target for a model in this process, or --endpoint"),
         ({"endpoint": "http://127.0.0.1:9/v1"}, "give --target for a model in this process, or --endpoint"),
         ({"target": None, "endpoint": "http://127.0.0.1:9/v1"}, "say which with --model"),
+        ({"target": None, "endpoint": ""}, "say which with --model"),
         (
             {"target": None, "endpoint": "http://127.0.0.1:9/v1", "model": "m", "heads": "h"},
             "--heads and --draft speed",
@@ -349,3 +362,12 @@ def test_the_command_ends_with_a_table_of_what_was_done(models: Path, tmp_path: 
     assert told["conversations asked for"] == "2" and told["answered now"] == "1" and told["empty, set aside"] == "1"
     assert told["mean tokens of an answer"] == "4.0" and "tokens/s" in told
     assert CliRunner().invoke(app, [*words, source]).exit_code == BAD_INPUT  # which would overwrite the prompts
+
+
+def test_a_command_that_nothing_came_of_fails_and_names_no_file_that_is_not_there(models: Path, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "a " * 90}, {"prompt": "b " * 90}])
+    words = ["regenerate", "--target", str(models / "plain"), "--prompts", source, "--output"]
+    result = CliRunner().invoke(app, [*words, str(tmp_path / "answers.jsonl")])
+    assert result.exit_code == BAD_INPUT
+    assert "nothing was answered: all 2 conversations were set aside, that of line 1 because: " in result.output
+    assert "written:" not in result.output

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MARKED = "the template's generation marks"
 COMPARED = "prefixes of the template compared"
+_GOES_ON = "\ue000"  # for private use: no template has it
 
 Messages = Sequence[dict[str, Any]]
 
@@ -48,12 +49,26 @@ class ChatTemplate:
         """How the assistant's tokens are found."""
         return MARKED if self._has_marks else COMPARED
 
-    def encode(self, messages: Messages, where: str) -> list[Marked]:
-        """One sequence, or one for each answer; ``where`` names the row in errors."""
+    def prompt(self, messages: Messages, where: str) -> tuple[int, ...]:
+        """The tokens that ask for the answer to ``messages``; ``where`` names the row in errors."""
+        try:
+            text = self._asking(messages, where)
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"{where}: the chat template cannot hold this conversation: {error}") from error
+        tokens: Any = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tuple(tokens)
+
+    def encode(self, messages: Messages, where: str, cut_off: bool = False) -> list[Marked]:
+        """One sequence, or one for each answer; ``where`` names the row in errors.
+
+        Where the last answer was ``cut_off``, the end that the template gives it is not marked: nobody wrote it.
+        """
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError(f"{where}: the conversation has no answer of the assistant's, so nothing would be trained")
         try:
             encoded = [self._by_marks(messages)] if self._has_marks else self._by_comparison(messages, where)
+            if cut_off and messages[-1]["role"] == "assistant":
+                encoded[-1] = self._without_end(messages, encoded[-1])
         except (TemplateError, TypeError) as error:  # TypeError: a template adds texts to what is none
             raise ValueError(f"{where}: the chat template cannot hold this conversation: {error}") from error
         for sequence in encoded:
@@ -66,14 +81,22 @@ class ChatTemplate:
         )
         return Marked(tuple(encoded["input_ids"]), tuple(bool(mark) for mark in encoded["assistant_masks"]))
 
+    def _without_end(self, messages: Messages, marked: Marked) -> Marked:
+        """Marks up to where the text would change if the last answer went on."""
+        *before, last = messages
+        text = self._render(messages)
+        longer = self._render([*before, {**last, "content": last["content"] + _GOES_ON}])
+        end = next((place for place, here in enumerate(text) if not longer.startswith(here, place)), len(text))
+        offsets: Any = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        pairs = zip(marked.trained, offsets, strict=True)
+        return marked._replace(trained=tuple(mark and behind <= end for mark, (_, behind) in pairs))
+
     def _by_comparison(self, messages: Messages, where: str) -> list[Marked]:
-        if messages[0]["role"] == "assistant":
-            raise ValueError(f"{where}: the conversation begins with the assistant: begin it with the user's message")
         texts, spans = [], []
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            asked = self._render(messages[:index], add_generation_prompt=True)
+            asked = self._asking(messages[:index], where)
             answered = self._render(messages[: index + 1])
             if not answered.startswith(asked):
                 raise ValueError(
@@ -87,6 +110,11 @@ class ChatTemplate:
         if all(whole.startswith(text) for text in texts):
             return [self._tokenize(whole, spans)]
         return [self._tokenize(text, [span]) for text, span in zip(texts, spans, strict=True)]
+
+    def _asking(self, messages: Messages, where: str) -> str:
+        if not messages:
+            raise ValueError(f"{where}: the conversation begins with the assistant: begin it with the user's message")
+        return self._render(messages, add_generation_prompt=True)
 
     def _render(self, messages: Messages, add_generation_prompt: bool = False) -> str:
         text: Any = self._tokenizer.apply_chat_template(

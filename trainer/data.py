@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from decoding.prompts import encode_prompt
+from trainer.answers import read_answer
 from trainer.batch import Example, pack
 from trainer.chat import chat_template
 from trainer.recipe import DataSection
@@ -19,6 +20,8 @@ from trainer.rows import Row, Source, conversation, open_source
 
 ANSWER_TOKENS = "answer_tokens"
 """The field in which `headstart regenerate` keeps what the target wrote, a list of token ids for each answer."""
+TRUNCATED = "truncated"
+"""The field in which it says whether the last answer was cut off, so that it has no end."""
 _SHORTEST_TEXT = 8  # tokens; a last scrap of a text is left out
 _NAMED_ROWS = 5  # so many bad ones are named, all are counted
 _LOGGER = logging.getLogger(__name__)
@@ -39,18 +42,20 @@ class RowEncoder:
         self._section = section
         self._tokenizer = tokenizer
         self._template = chat_template(tokenizer, section.chat_template)
+        self._vocabulary = frozenset(tokenizer.get_vocab().values())
 
     def encode(self, row: Row) -> Encoded:
         """ValueError, naming the row, for one that cannot be used."""
         fields, where = row.fields(), row.where
         format = self._format_of(fields, where)
+        cut_off = fields.get(TRUNCATED) is True
         if format == "text":
             return Encoded(format, "the whole text", self._text_examples(fields, where))
         if format == "prompt_answer":
             prompt = _text(fields, self._section.prompt_field, where)
             answer = _text(fields, self._section.answer_field, where)
             if self._template is None and ANSWER_TOKENS not in fields:
-                return Encoded(format, "prompt and answer", (self._prompt_answer_example(prompt, answer),))
+                return Encoded(format, "prompt and answer", (self._prompt_answer_example(prompt, answer, cut_off),))
             messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
         else:
             messages = conversation(fields, format, where)
@@ -61,7 +66,7 @@ class RowEncoder:
                 f"{where}: the tokenizer has no chat template, which {format!r} rows need: name a file with one in "
                 "data.chat_template, or use prompt and answer"
             )
-        marked = self._template.encode(messages, where)
+        marked = self._template.encode(messages, where, cut_off)
         examples = tuple(Example(tokens, trained, trained.index(True)) for tokens, trained in marked)
         return Encoded(format, self._template.mask_source, examples)
 
@@ -78,16 +83,29 @@ class RowEncoder:
             raise ValueError(f"{where}: {ANSWER_TOKENS} holds no list for each of the {len(places)} answers: remove it")
         examples = []
         for place, tokens in zip(places, written, strict=True):
-            read = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+            if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+                raise ValueError(f"{where}: {ANSWER_TOKENS} holds {tokens!r:.60}, not a list of token ids: remove it")
+            if unknown := set(tokens) - self._vocabulary:
+                raise ValueError(
+                    f"{where}: {ANSWER_TOKENS} holds {min(unknown)}, which is no token of this tokenizer: regenerate "
+                    "the answers with this target, or remove the field"
+                )
+            cut_off = fields.get(TRUNCATED) is True and place == places[-1]
+            read = read_answer(self._tokenizer, tokens, cut_off)
             if read.strip() != messages[place]["content"].strip():
                 raise ValueError(
                     f"{where}: {ANSWER_TOKENS} are not the answer's text under this tokenizer: regenerate the answers "
                     "with this target, or remove the field"
                 )
-            prompt = encode_prompt(list(messages[:place]), self._tokenizer, chat=True)
+            prompt = self._prompt(messages[:place], where)
             trained = (False,) * len(prompt) + (True,) * len(tokens)
             examples.append(Example((*prompt, *tokens), trained, len(prompt)))
         return tuple(examples)
+
+    def _prompt(self, messages: Sequence[dict[str, Any]], where: str) -> tuple[int, ...]:
+        if self._template is None:
+            return encode_prompt(list(messages), self._tokenizer, chat=False)
+        return self._template.prompt(messages, where)
 
     def _format_of(self, fields: dict[str, Any], where: str) -> str:
         section = self._section
@@ -121,11 +139,11 @@ class RowEncoder:
         pieces = [tokens[i : i + length] for i in range(0, len(tokens), length)]
         return tuple(Example(tuple(piece), (True,) * len(piece), 0) for piece in pieces if len(piece) >= _SHORTEST_TEXT)
 
-    def _prompt_answer_example(self, prompt: str, answer: str) -> Example:
-        """Without a chat template: the prompt, the answer, and the end of the text."""
+    def _prompt_answer_example(self, prompt: str, answer: str, cut_off: bool) -> Example:
+        """Without a chat template: the prompt, the answer, and the end of the text, unless the answer has none."""
         prompt_tokens: list[int] = self._tokenizer(prompt)["input_ids"]
         answer_tokens: list[int] = self._tokenizer(answer, add_special_tokens=False)["input_ids"]
-        if self._tokenizer.eos_token_id is not None:
+        if self._tokenizer.eos_token_id is not None and not cut_off:
             answer_tokens = [*answer_tokens, self._tokenizer.eos_token_id]
         mask = [False] * len(prompt_tokens) + [True] * len(answer_tokens)
         return Example(tuple(prompt_tokens + answer_tokens), tuple(mask), len(prompt_tokens))

@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NamedTuple, cast
-from urllib.parse import urlsplit
 
 from openai import (
     APIConnectionError,
@@ -23,6 +22,7 @@ from openai import (
 )
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
+from pydantic import HttpUrl, ValidationError
 
 from decoding.loading import first_line
 from trainer.answers import Answered, Conversation, Key, Outcome, Problem, SetAside, whole_characters
@@ -60,8 +60,6 @@ class EndpointBackend:
         for name, least in (("concurrency", 1), ("retries", 0), ("timeout", 0.001)):
             if getattr(options, name) < least:
                 raise ValueError(f"{name} is {getattr(options, name)}: give at least {least}")
-        assert options.endpoint is not None
-        _check_address(options.endpoint)
         self._options = options
         self._key = os.environ.get(options.api_key_variable)
         if self._key and not all("!" <= character <= "~" for character in self._key):
@@ -70,7 +68,7 @@ class EndpointBackend:
                 "character that is not ASCII in it: copy the key into it once more"
             )
         self._client = AsyncOpenAI(
-            base_url=options.endpoint,
+            base_url=_address(options),
             api_key=self._key or "none",
             timeout=options.timeout,
             max_retries=options.retries,
@@ -154,7 +152,7 @@ class EndpointBackend:
                 f"the endpoint refuses the key (HTTP {error.status_code}): put the right one into the environment "
                 f"variable {self._options.api_key_variable}"
             ) from None  # the server may repeat the key, which a traceback would show
-        except NotFoundError as error:
+        except NotFoundError:
             raise ValueError(
                 f"the endpoint knows no model {self._options.model!r}, or has nothing at this address (HTTP 404): "
                 "check --model, and that --endpoint is the server's base address, which mostly ends in /v1"
@@ -194,15 +192,14 @@ class EndpointBackend:
         return f"{status}{reason[:300]}"  # cut off last: half a key would not be found
 
 
-def _check_address(address: str) -> None:
-    """ValueError for what no request can be sent to; it is not repeated, for an address may hold a password."""
+def _address(options: RegenerateOptions) -> str:
+    """The endpoint's; a wrong one is not repeated in the error, for it may hold a password."""
     try:
-        parts = urlsplit(address)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port beyond 65535, half an IPv6 address
-        usable = False
-    if not usable:
-        raise ValueError("--endpoint is not the address of a server: give one such as http://localhost:8000/v1")
+        return str(HttpUrl(options.endpoint or ""))
+    except ValidationError:
+        raise ValueError(
+            "--endpoint is not the address of a server: give one such as http://localhost:8000/v1"
+        ) from None
 
 
 def _read(completion: ChatCompletion | Completion) -> _Reply:

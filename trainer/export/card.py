@@ -20,6 +20,7 @@ CARD_NAME = "README.md"
 PROVENANCE_NAME = "provenance.json"
 _PROVENANCE_REMEDY = "the trainer writes it: copy it again from the training run, or remove it"
 _UNKNOWN_TARGET = "TARGET"
+_ADAPTED_TARGET = "ADAPTED_TARGET"
 _NOT_RECORDED = "not recorded"
 _LIBRARIES = {"headstart": "headstart", "vllm": "vllm", "draft": "transformers"}
 
@@ -55,6 +56,8 @@ class Provenance:
     """(file name, SHA-256, rows)"""
     recipe: str
     """JSON"""
+    adapted: bool
+    """Whether the target was trained too: the artefact then belongs to another model than ``target``."""
 
 
 def read_provenance(source: Path) -> Provenance | None:
@@ -79,6 +82,7 @@ def read_provenance(source: Path) -> Provenance | None:
             for name in data
         ),
         recipe=json.dumps(without_local_paths(recipe), indent=2, ensure_ascii=False) if recipe else "",
+        adapted=recipe.get("adapters") is not None,
     )
 
 
@@ -119,7 +123,7 @@ def render_card(artefact: Artefact, provenance: Provenance | None, measured: Mea
         front_matter=front_matter.to_yaml(),
         artefact=artefact,
         target=target,
-        target_argument=shlex.quote(target),
+        target_argument=_ADAPTED_TARGET if provenance and provenance.adapted else shlex.quote(target),
         provenance=provenance,
         measured=measured,
     )

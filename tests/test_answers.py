@@ -1,0 +1,118 @@
+"""What training makes of regenerated answers: the target's own tokens, and answers that were cut off."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_training import CHAT_TEMPLATE, tiny_tokenizer, write_rows
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from trainer.data import Dataset, load_dataset
+from trainer.recipe import DataSection
+
+UNMARKED = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+COMPARED = UNMARKED.replace("{% endfor %}", "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}")
+"""In these, <eos> is 1, <user> 2, <assistant> 3, a 4, b 5, ... l 15."""
+
+
+def load(folder: Path, rows: list[Any], tokenizer: PreTrainedTokenizerBase, **changes: Any) -> Dataset:
+    return load_dataset(
+        write_rows(folder / "rows.jsonl", rows), DataSection(train="x", heldout="x", **changes), tokenizer
+    )
+
+
+def chat(*contents: str, **fields: Any) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)], **fields}
+
+
+def trained(dataset: Dataset) -> list[list[int]]:
+    return [
+        [token for token, counts in zip(example.tokens, example.trained, strict=True) if counts]
+        for example in dataset.examples
+    ]
+
+
+def bytes_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte of UTF-8."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+# --- the target's own tokens ----------------------------------------------------------------------------------------
+
+
+def test_an_answer_that_was_cut_off_inside_a_character_is_trained_with_the_half_of_it(tmp_path: Path) -> None:
+    tokenizer = bytes_tokenizer()
+    half: list[int] = tokenizer("aé")["input_ids"][:2]  # é is two bytes
+    assert tokenizer.decode(half) == "a\N{REPLACEMENT CHARACTER}"
+    row = {"prompt": "b", "answer": "a", "answer_tokens": [half], "truncated": True}
+    assert trained(load(tmp_path, [row], tokenizer)) == [half]
+    with pytest.raises(ValueError, match="not the answer's text"):
+        load(tmp_path, [{**row, "truncated": False}], tokenizer)
+
+
+@pytest.mark.parametrize(
+    "tokens", ["a", None, ["a"], [None], [-1], [1.5], [True], [[4]], {}, [2**70], [4, 16]], ids=str
+)
+def test_what_is_no_list_of_the_tokenizers_tokens_is_refused_naming_the_row(tmp_path: Path, tokens: Any) -> None:
+    good, bad = ({"prompt": "c", "answer": "a", "answer_tokens": [each]} for each in ([4, 1], tokens))
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 2: answer_tokens holds .* remove"):
+        load(tmp_path, [good, bad], tiny_tokenizer())
+    dataset = load(tmp_path, [good, bad], tiny_tokenizer(), bad_rows="skip")
+    assert (len(dataset.examples), dataset.bad_rows) == (1, 1)
+
+
+def test_the_prompt_stands_in_the_template_that_the_recipe_names(tmp_path: Path) -> None:
+    (tmp_path / "other.jinja").write_text(COMPARED.replace("<user>", "l l"))
+    row = chat("c", "a", answer_tokens=[[4, 1]])
+    dataset = load(tmp_path, [row], tiny_tokenizer(CHAT_TEMPLATE), chat_template=str(tmp_path / "other.jinja"))
+    #                                      l   l   c <assistant> a <eos>
+    assert dataset.examples[0].tokens == (15, 15, 6, 3, 4, 1)
+    assert load(tmp_path, [row], tiny_tokenizer(CHAT_TEMPLATE)).examples[0].tokens == (2, 6, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("template", "contents", "message"),
+    [
+        ("{{ raise_exception('no c here') }}", ("c", "a"), "cannot hold this conversation: no c here"),
+        (CHAT_TEMPLATE, ("", "a"), "begins with the assistant"),
+    ],
+)
+def test_a_conversation_that_the_template_cannot_hold_is_refused_naming_the_row(
+    tmp_path: Path, template: str, contents: tuple[str, str], message: str
+) -> None:
+    row = chat(*contents, answer_tokens=[[4, 1]])
+    row["messages"] = [said for said in row["messages"] if said["content"]]
+    with pytest.raises(ValueError, match=rf"rows\.jsonl, line 1: .*{message}"):
+        load(tmp_path, [row], tiny_tokenizer(template))
+
+
+# --- a text that was cut off ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, COMPARED], ids=["marked", "compared"])
+@pytest.mark.parametrize(("truncated", "last"), [(True, [6, 7]), (False, [6, 7, 1])])
+def test_no_end_is_trained_after_the_answer_that_was_cut_off(
+    tmp_path: Path, template: str, truncated: bool, last: list[int]
+) -> None:
+    dataset = load(tmp_path, [chat("a", "b", "c", "c d", truncated=truncated)], tiny_tokenizer(template))
+    assert trained(dataset) == [[5, 1, *last]]  # the answer before it did end
+    assert dataset.examples[0].tokens[-1] == 1
+
+
+def test_a_template_that_trims_answers_gives_one_that_was_cut_off_no_end_either(tmp_path: Path) -> None:
+    trimming = COMPARED.replace("{{ message['content'] }} <eos>", "{{ message['content'] | trim }} <eos>")
+    assert trained(load(tmp_path, [chat("a", "c d  ", truncated=True)], tiny_tokenizer(trimming))) == [[6, 7]]
+
+
+@pytest.mark.parametrize(("truncated", "tokens"), [(True, [6, 7]), (False, [6, 7, 1])])
+def test_without_a_template_an_answer_that_was_cut_off_has_no_end(
+    tmp_path: Path, truncated: bool, tokens: list[int]
+) -> None:
+    row = {"prompt": "a", "answer": "c d", "truncated": truncated}
+    assert trained(load(tmp_path, [row], tiny_tokenizer())) == [tokens]
