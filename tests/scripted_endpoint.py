@@ -37,6 +37,18 @@ def completion(text: str, tokens: int = 3) -> Reply:
     return 200, {**_COMMON, "object": "text_completion", "choices": [choice], "usage": _usage(tokens)}
 
 
+def last_words(request: Request) -> str:
+    """What a chat ends with."""
+    content: str = request.body["messages"][-1]["content"]
+    return content
+
+
+def in_turn(*replies: Reply) -> Callable[[Request], Reply]:
+    """A script that gives the replies one after the other, and the last one for ever."""
+    left = iter(replies[:-1])
+    return lambda request: next(left, replies[-1])
+
+
 _COMMON: dict[str, Any] = {"id": "1", "created": 0, "model": "tiny"}
 
 

@@ -239,6 +239,23 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.parametrize(
+    "state",
+    [
+        "[]",
+        "null",
+        '"step"',
+        '{"step": 4, "tokens": 400, "identity": null}',
+        '{"step": "4", "tokens": 400, "identity": {}}',
+        '{"step": 4, "identity": {}}',
+    ],
+)
+def test_a_state_that_is_json_but_not_a_checkpoints_is_passed_over_as_damaged(tmp_path: Path, state: str) -> None:
+    save_steps(tmp_path, 2, 4)
+    (tmp_path / "step-00000004" / "state.json").write_text(state)
+    assert load(checkpoints(tmp_path), *trained_model()) == Progress(2, 200)
+
+
 def test_a_damaged_newest_checkpoint_does_not_crowd_out_the_good_ones_after_it(tmp_path: Path) -> None:
     """With one kept, the step-4 folder that cannot be read must not be what is kept."""
     save_steps(tmp_path, 2, 4, keep=2)

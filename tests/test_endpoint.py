@@ -1,20 +1,26 @@
 """Answers from a served target: what is asked, what is tried again, what is set aside."""
 
+import asyncio
+import gc
 import importlib.util
 import io
 import json
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
-from scripted_endpoint import Reply, Request, chat, completion, serve
+from scripted_endpoint import Reply, Request, chat, completion, in_turn, last_words, serve
 from tiny_training import write_rows
 
 from trainer import endpoint as endpoint_module
+from trainer.answers import Answered, Conversation, Outcome, read_conversations
+from trainer.cli import BAD_INPUT, guarded
+from trainer.endpoint import EndpointBackend
 from trainer.options import RegenerateOptions
 from trainer.regenerate import Summary, run_regenerate
 
@@ -37,6 +43,13 @@ def regenerate(chosen: RegenerateOptions) -> Summary:
     return run_regenerate(chosen, Console(file=io.StringIO()))
 
 
+def answers_nothing(chosen: RegenerateOptions) -> str:
+    """How a run complains of which nothing comes."""
+    with pytest.raises(ValueError, match="nothing was answered") as caught:
+        regenerate(chosen)
+    return str(caught.value)
+
+
 def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -47,17 +60,6 @@ def answers(folder: Path) -> list[str]:
 
 def set_aside(folder: Path) -> list[dict[str, Any]]:
     return rows(folder / "answers.jsonl.failed.jsonl")
-
-
-def last_words(request: Request) -> str:
-    content: str = request.body["messages"][-1]["content"]
-    return content
-
-
-def in_turn(*replies: Reply) -> Any:
-    """A script that gives the replies one after the other, and the last one for ever."""
-    left: Iterator[Reply] = iter(replies[:-1])
-    return lambda request: next(left, replies[-1])
 
 
 def test_an_answer_is_written_with_its_tokens_and_its_row(tmp_path: Path) -> None:
@@ -176,8 +178,8 @@ def test_what_never_passes_is_set_aside_and_the_run_goes_on(
 
 
 def test_a_request_that_is_wrong_in_itself_is_not_repeated(tmp_path: Path) -> None:
-    with serve(lambda request: (400, {"error": {"message": "prompt too long"}})) as endpoint, NOTHING:
-        regenerate(options(tmp_path, endpoint.address))
+    with serve(lambda request: (400, {"error": {"message": "prompt too long"}})) as endpoint:
+        assert "prompt too long" in answers_nothing(options(tmp_path, endpoint.address))
     assert len(endpoint.requests) == 1
     assert "HTTP 400" in set_aside(tmp_path)[0]["reason"] and "prompt too long" in set_aside(tmp_path)[0]["reason"]
 
@@ -190,8 +192,7 @@ def test_a_server_that_does_not_answer_in_time_is_given_up(tmp_path: Path) -> No
         return chat("too late")
 
     with serve(silent) as endpoint:
-        with NOTHING:
-            regenerate(options(tmp_path, endpoint.address, timeout=0.05, retries=0))
+        answers_nothing(options(tmp_path, endpoint.address, timeout=0.05, retries=0))
         over.set()
     assert set_aside(tmp_path)[0]["reason"] == "no answer within 0.05 s"
 
@@ -199,10 +200,7 @@ def test_a_server_that_does_not_answer_in_time_is_given_up(tmp_path: Path) -> No
 def test_a_server_that_is_not_there_is_set_down_as_such(tmp_path: Path) -> None:
     with serve(lambda request: chat("two")) as endpoint:
         pass
-    with pytest.raises(
-        ValueError, match="nothing was answered: all 1 .* line 1 because: no connection: .* names every"
-    ):
-        regenerate(options(tmp_path, endpoint.address, retries=0))
+    assert "that of line 1 because: no connection: " in answers_nothing(options(tmp_path, endpoint.address, retries=0))
     assert set_aside(tmp_path)[0]["reason"].startswith("no connection: ")
 
 
@@ -242,11 +240,84 @@ def test_a_model_that_is_not_served_ends_the_run_at_once(tmp_path: Path) -> None
 
 def test_the_key_is_in_no_file_even_if_the_server_repeats_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    with serve(lambda request: (500, {"error": {"message": f"no room for {KEY}"}})) as endpoint:
-        regenerate(options(tmp_path, endpoint.address, retries=0))
+    replies = in_turn(*((500, {"error": {"message": f"{'no room ' * length}{KEY}"}}) for length in (1, 31)))
+    with serve(replies) as endpoint:
+        complaint = answers_nothing(options(tmp_path, endpoint.address, ("one", "two"), retries=0, concurrency=1))
     assert "[the key]" in set_aside(tmp_path)[0]["reason"]
     written = [path.read_text() for path in tmp_path.iterdir()]
-    assert len(written) >= 3 and not any(KEY in text for text in written)
+    # The second message is so long that it is cut off in the middle of the key.
+    assert len(written) >= 3 and not any(KEY[:8] in text for text in (*written, complaint))
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("status", [401, 404])
+def test_the_key_is_not_printed_though_the_server_repeats_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    debug: bool,
+    status: int,
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    with serve(lambda request: (status, {"error": {"message": f"bad key {KEY}"}})) as endpoint:
+        chosen = options(tmp_path, endpoint.address, map(str, range(12)), concurrency=6)
+        assert guarded(partial(run_regenerate, chosen), debug) == BAD_INPUT
+    gc.collect()  # Python tells of errors that nobody asked for when their tasks go
+    printed = "".join(capfd.readouterr())
+    assert f"HTTP {status}" in printed and KEY not in printed
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("key", ["sk-tést", "sk-te st", "sk-test\n"])
+def test_a_key_that_no_header_can_hold_is_refused_before_anything_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    with pytest.raises(ValueError, match="variable OPENAI_API_KEY has a blank, a line break or a character") as caught:
+        regenerate(options(tmp_path, "http://127.0.0.1:9/v1"))
+    assert "sk-" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "localhost:8000/v1", "http://", "http://me:secret@127.0.0.1:99999/v1", "http://[::1/v1", "http://999.1.1.1"],
+)
+def test_what_is_no_address_is_refused_without_repeating_it(tmp_path: Path, address: str) -> None:
+    with pytest.raises(ValueError, match="not the address of a server: give one such as http://local") as caught:
+        regenerate(options(tmp_path, address))
+    assert "secret" not in str(caught.value) and not (tmp_path / "answers.jsonl.meta.json").exists()
+
+
+def test_what_was_answered_is_handed_over_before_a_refusal_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two end in the same moment, one well; the third is still under way, the fourth never asked."""
+    ended: list[str] = []
+
+    async def converse(self: EndpointBackend, conversation: Conversation) -> Outcome:
+        word = conversation.text
+        if word == "refused":
+            raise ValueError("the key is refused")
+        if word == "slow":
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append(word)
+        return Answered(conversation, ("fine",), 1, truncated=False)
+
+    async def close(self: Any) -> None:
+        ended.append("connections")
+
+    monkeypatch.setattr(EndpointBackend, "_converse", converse)
+    monkeypatch.setattr(endpoint_module.AsyncOpenAI, "close", close)
+    chosen = options(tmp_path, "http://127.0.0.1:9/v1", ("refused", "good", "slow", "late"), concurrency=3)
+    conversations = read_conversations(chosen.prompts, None, None, 1, chat=True)
+    outcomes = EndpointBackend(chosen).outcomes(conversations, (), lambda tokens: None)
+    assert [outcome.conversation.text for outcome in next(outcomes)] == ["good"]
+    with pytest.raises(ValueError, match="the key is refused"):
+        next(outcomes)
+    assert ended == ["slow", "connections"]
 
 
 def test_an_answer_that_is_cut_off_is_kept_and_marked(tmp_path: Path) -> None:
@@ -261,11 +332,11 @@ def test_an_answer_that_is_cut_off_is_kept_and_marked(tmp_path: Path) -> None:
 def test_an_answer_that_is_cut_off_can_be_dropped_and_is_not_asked_for_again(tmp_path: Path) -> None:
     with serve(lambda request: chat("half", "length")) as endpoint:
         chosen = options(tmp_path, endpoint.address, keep_truncated=False)
-        summary = regenerate(chosen)
-        regenerate(chosen)
+        for _ in range(2):
+            assert "did not end within the tokens allowed" in answers_nothing(chosen)
     assert len(endpoint.requests) == 1
     assert not (tmp_path / "answers.jsonl").exists()
-    assert set_aside(tmp_path)[0]["problem"] == "truncated" and summary.dropped == 1
+    assert set_aside(tmp_path)[0]["problem"] == "truncated"
 
 
 def test_a_server_that_counts_no_tokens_is_good_enough(tmp_path: Path) -> None:

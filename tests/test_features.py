@@ -251,6 +251,33 @@ def test_a_bad_file_is_named_and_it_alone_is_written_again(
     assert {file for file in before if before[file] != after[file]} <= {name}
 
 
+@pytest.mark.parametrize("fault", [damage, truncate, unseal, Path.unlink])
+@pytest.mark.parametrize("name", ["shard-00002.safetensors", "weights.safetensors"])
+def test_a_run_names_the_file_that_it_writes_again(tiny_llama: CausalLM, stored: Stored, fault: Any, name: str) -> None:
+    def said() -> str:
+        heard = Console(file=io.StringIO(), width=200)
+        section = FeaturesSection(folder=str(stored.folder))
+        ensure_features(tiny_llama, EXAMPLES, stored.folder, stored.identity, section, heard)
+        return heard.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO
+
+    fault(stored.folder / name)
+    assert f"features: {name} was damaged or half written, and is written again" in said()
+    assert "again" not in said()  # now it is whole
+
+
+def test_a_file_that_was_never_begun_is_not_called_damaged(tiny_llama: CausalLM, tmp_path: Path) -> None:
+    named: list[str] = []
+    write(tiny_llama, tmp_path, on_damaged=named.append)
+    (tmp_path / "shard-00001.safetensors").unlink()
+    (tmp_path / "shard-00001.json").unlink()
+    write(tiny_llama, tmp_path, on_damaged=named.append)
+    assert not named
+    damage(tmp_path / "shard-00000.safetensors")
+    truncate(tmp_path / "weights.safetensors")
+    write(tiny_llama, tmp_path, on_damaged=named.append)
+    assert named == ["shard-00000.safetensors", "weights.safetensors"]
+
+
 def test_without_its_manifest_a_folder_is_no_store_but_its_shards_are_used_again(
     tiny_llama: CausalLM, stored: Stored
 ) -> None:

@@ -455,7 +455,7 @@ def test_no_tensor_is_larger_than_the_logits_of_a_chunk(kind: str, term: Term) -
 
 
 def test_the_default_chunk_holds_a_set_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "_CHUNK_BYTES", 3 * VOCAB * 8 + 5)
+    monkeypatch.setattr(losses, "CHUNK_BYTES", 3 * VOCAB * 8 + 5)
     hidden, weight, labels = inputs()
     with LargestTensor() as watched:
         fused_loss(hidden, weight, labels, {"cross_entropy": 1.0})

@@ -10,9 +10,11 @@ from accelerate.state import AcceleratorState
 from tiny_training import recipe_content, toy_examples, write_corpus, write_target
 from typer.testing import CliRunner
 
+from trainer import planning
 from trainer.batch import Example, batch_indices
 from trainer.cli import app
-from trainer.measuring import Measured
+from trainer.measuring import Measured, Pace, Phase
+from trainer.medusa2 import Medusa2Objective
 from trainer.planning import Launch, Plan, Tokens, count_tokens, largest_batch, plan_training
 from trainer.read_recipe import parse_recipe
 from trainer.recipe import AnyRecipe, TrainingSection
@@ -124,10 +126,68 @@ def test_a_target_that_features_replace_takes_no_memory_and_evaluates_at_the_end
     assert (kept.evaluations, dropped.evaluations) == (4, 1)
 
 
-def test_hours_are_those_of_all_steps_and_evaluations() -> None:
-    measured = Measured(step=2.0, fastest=1.0, slowest=3.0, evaluation=30.0, features=40.0, peak_bytes=0)
+def test_hours_are_those_of_all_steps_each_at_its_phases_pace_and_of_evaluations() -> None:
+    alone = Pace(Phase("alone", 0, 300), step=2.0, fastest=1.0, slowest=3.0)
+    joint = Pace(Phase("joint", 300, 700), step=5.0, fastest=4.0, slowest=6.0)
+    measured = Measured((alone, joint), evaluation=30.0, features=40.0, peak_bytes=0)
     plan = Plan({}, {}, {}, Tokens(1, 1, 1, 1.0), steps=1000, evaluations=5, measured=measured, measured_memory=0)
-    assert plan.hours == pytest.approx((2000 + 150 + 40) / 3600)
+    assert plan.hours == pytest.approx((300 * 2 + 700 * 5 + 5 * 30 + 40) / 3600)
+
+
+@pytest.mark.parametrize(
+    ("heads_first", "phases", "done"),
+    [
+        (0, [("a step", 0, 8)], [0, 1, 2]),
+        (1, [("a step of the heads alone", 0, 1), ("a step with the adapters", 1, 7)], [0, 1, 2, 3]),
+        (5, [("a step of the heads alone", 0, 5), ("a step with the adapters", 5, 3)], [0, 1, 2, 5, 6, 7]),
+        (8, [("a step", 0, 8)], [0, 1, 2]),
+    ],
+)
+def test_heads_alone_and_heads_with_adapters_are_measured_each_by_its_own_steps(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch, heads_first: int, phases: list[Any], done: list[int]
+) -> None:
+    """Two of each behind one to warm up, from the step on at which the adapters join."""
+    steps: list[int] = []
+    own = Medusa2Objective.inputs
+    monkeypatch.setattr(
+        Medusa2Objective, "inputs", lambda self, batch, step: steps.append(step) or own(self, batch, step)
+    )
+    adapters = {"rank": 2, "modules": ["q_proj"], "heads_first_steps": heads_first}
+    plan = plan_training(recipe(workshop, training={"steps": 8}, adapters=adapters), steps=2)
+    assert plan.measured is not None and [pace.phase for pace in plan.measured.paces] == phases
+    assert steps == done
+    assert all(0 < pace.fastest <= pace.step <= pace.slowest for pace in plan.measured.paces)
+
+
+def test_processes_that_a_batch_cannot_be_dealt_out_to_are_refused_as_by_training(workshop: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"batch_size \(8\) is not .* training.micro_batch_size \(1\) times 3 processes"
+    ):
+        plan_training(recipe(workshop, training={"micro_batch_size": 1}), Launch(3), steps=0)
+
+
+def test_fewer_than_no_steps_are_refused_before_anything_is_loaded(workshop: Path) -> None:
+    with pytest.raises(ValueError, match="--steps is -1: give how many"):
+        plan_training(recipe(workshop, target="/nowhere"), steps=-1)
+
+
+def test_a_file_where_features_are_to_be_written_is_found_by_the_plan(workshop: Path) -> None:
+    taken = str(workshop / "train.jsonl")
+    with pytest.raises(ValueError, match=f"^features.folder is {taken}, but {taken} is a file"):
+        plan_training(recipe(workshop, features={"folder": taken}), steps=0)
+
+
+def test_the_embedded_target_is_built_before_its_plan(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Built(Exception):
+        pass
+
+    def build(target: str | None) -> None:
+        assert target == "quickstart"
+        raise Built
+
+    monkeypatch.setattr(planning, "ensure_built", build)
+    with pytest.raises(Built):
+        planning.print_plan(recipe(workshop, target="quickstart"), Launch(), 0)
 
 
 @pytest.mark.parametrize(("steps", "every", "count"), [(4, 1000, 1), (4, 2, 2), (5, 2, 3), (4, 4, 1), (4, 1, 4)])

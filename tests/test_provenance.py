@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,18 @@ import torch
 from accelerate.state import AcceleratorState
 from rich.console import Console
 from tiny_models import tiny_model
-from tiny_training import recipe_content, write_corpus, write_target
+from tiny_training import recipe_content, tiny_tokenizer, write_corpus, write_target
 from torch import nn
 
 from decoding.heads import MedusaHeads
 from decoding.loading import load_heads, load_model
 from decoding.target import CausalLM
+from trainer.assemble import assemble
 from trainer.provenance import FILE_NAME, fingerprint
 from trainer.read_recipe import parse_recipe
 from trainer.train import run_recipe
 
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MARKER = "s3cret-m4rker-that-must-not-leak"
 
 
@@ -89,15 +92,83 @@ def test_a_fingerprint_does_not_depend_on_the_device() -> None:
     assert fingerprint(model) == fingerprint(model.to("cuda"))
 
 
-def test_a_fingerprint_of_large_matrices_reads_a_sample_of_each() -> None:
-    """9,000 values: every third is read, so the first counts and the second does not."""
+def test_a_fingerprint_reads_every_value_of_a_large_matrix() -> None:
+    """Two that change by as much in opposite directions are seen too: it is no sum."""
     model = nn.Linear(90, 100, bias=False)
     before = fingerprint(model)
     with torch.no_grad():
-        model.weight.view(-1)[1] += 1
-        assert fingerprint(model) == before
-        model.weight.view(-1)[0] += 1
-    assert fingerprint(model) != before
+        model.weight.fill_(1)
+        assert (ones := fingerprint(model)) != before
+        model.weight.view(-1)[4567] += 1
+        model.weight.view(-1)[4568] -= 1
+    assert fingerprint(model) not in (ones, before)
+
+
+def test_a_fingerprint_changes_with_the_config_that_the_same_weights_are_run_by() -> None:
+    prints = {fingerprint(tiny_model(rope_parameters=rope)) for rope in (ROPE, {**ROPE, "rope_theta": 500.0})}
+    prints |= {fingerprint(tiny_model(rms_norm_eps=1e-3)), fingerprint(tiny_model())}
+    assert len(prints) == 3  # the first is the family's own
+
+
+def test_a_fingerprint_is_the_same_wherever_the_model_is_read_from(tmp_path: Path) -> None:
+    prints = set()
+    for name in ("here", "there"):
+        write_target(tmp_path / name)
+        prints.add(fingerprint(load_model(str(tmp_path / name), torch.float32)))
+    assert len(prints) == 1 and fingerprint(load_model(str(tmp_path / "here"), torch.bfloat16)) not in prints
+
+
+def identity_of(folder: Path, **sections: Any) -> dict[str, Any]:
+    recipe = parse_recipe({**recipe_content(folder, "medusa"), **sections})
+    return assemble(recipe, torch.device("cpu"), Console(file=io.StringIO())).identity()
+
+
+def test_soft_targets_from_the_best_logits_are_no_resumption_of_exact_ones(run_folder: Path) -> None:
+    soft = {"heads": {"loss": {"cross_entropy": 0, "forward_kl": 1}}}
+    exact = identity_of(run_folder, **soft)
+    assert identity_of(run_folder, **soft, features={"folder": str(run_folder / "all")}) == exact
+    best = identity_of(run_folder, **soft, features={"folder": str(run_folder / "best"), "top_k": 2})
+    assert [name for name in exact if best[name] != exact[name]] == ["features.top_k"]
+    # Where nothing is soft, the best logits are not read.
+    hard = {"folder": str(run_folder / "best"), "top_k": 2}
+    assert identity_of(run_folder, features=hard) == identity_of(run_folder)
+
+
+def test_the_same_file_read_by_another_tokenizer_is_other_training_data(run_folder: Path) -> None:
+    before = identity_of(run_folder)
+    words = ("<unk>", "<eos>", "<user>", "<assistant>", *"bacdefghijkl")
+    tiny_tokenizer(words=words).save_pretrained(run_folder / "target")
+    after = identity_of(run_folder)
+    assert [name for name in before if after[name] != before[name]] == ["training tokens"]
+
+
+def test_which_tokens_are_trained_is_part_of_the_training_data(run_folder: Path) -> None:
+    """A chat template may mark other tokens of the same text."""
+    recipe = parse_recipe(recipe_content(run_folder, "medusa"))
+    job = assemble(recipe, torch.device("cpu"), Console(file=io.StringIO()))
+    first, *others = job.dataset.examples
+    untrained = first._replace(trained=(False, *first.trained[1:]))
+    other = replace(job, dataset=replace(job.dataset, examples=[untrained, *others]))
+    assert other.identity()["training tokens"] != job.identity()["training tokens"]
+
+
+def test_how_adapters_are_written_at_the_end_does_not_bind_a_run(run_folder: Path) -> None:
+    merged, adapter, other = (
+        identity_of(run_folder, adapters={"rank": 2, "modules": ["q_proj"], **changes})
+        for changes in ({"export": "merged"}, {"export": "adapter"}, {"alpha": 3.0})
+    )
+    assert merged == adapter != other
+
+
+@pytest.mark.parametrize("name", ["output", "features.folder"])
+def test_a_file_where_a_folder_is_to_be_written_is_said_in_a_sentence(run_folder: Path, name: str) -> None:
+    (run_folder / "taken").write_text("mine")
+    content = recipe_content(run_folder, "medusa")
+    for place in (run_folder / "taken", run_folder / "taken" / "inside"):
+        content |= {"output": str(place)} if name == "output" else {"features": {"folder": str(place)}}
+        with pytest.raises(ValueError, match=rf"^{name} is {place}, but {run_folder}/taken is a file: give another"):
+            run_recipe(parse_recipe(content), Console(file=io.StringIO()))
+    assert (run_folder / "taken").read_text() == "mine"
 
 
 def test_a_finished_run_says_what_it_was_made_from(run_folder: Path) -> None:

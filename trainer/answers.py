@@ -145,7 +145,7 @@ def whole_characters(answer: str, truncated: bool) -> str:
     return answer.rstrip("\N{REPLACEMENT CHARACTER}") if truncated else answer
 
 
-def read_answer(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], truncated: bool) -> str:
+def read_answer(tokenizer: PreTrainedTokenizerBase, tokens: list[int], truncated: bool) -> str:
     """The text of an answer's tokens, as it is written down and as training compares it."""
     text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return whole_characters(str(text), truncated)

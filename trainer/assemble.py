@@ -14,6 +14,7 @@ from trainer.batch import check_documents_are_apart
 from trainer.data import Dataset, load_dataset
 from trainer.distill import DistillObjective
 from trainer.features import FeatureIdentity, FeatureStore, ensure_features
+from trainer.folders import check_can_be_folder
 from trainer.hidden import OnlineTarget, StoredFeatures
 from trainer.medusa import MedusaObjective
 from trainer.medusa2 import Medusa2Objective
@@ -22,11 +23,12 @@ from trainer.pretrain import PretrainObjective
 from trainer.provenance import fingerprint
 from trainer.quickstart import resolve
 from trainer.recipe import AnyRecipe, FeaturesSection, MedusaRecipe, PretrainRecipe
+from trainer.shards import digest_of_each
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is sped up. ``model`` is None where features stand in for it; ``fingerprint`` is of its weights."""
+    """What is sped up. ``model`` is None where features stand in for it; ``fingerprint`` is of all it is."""
 
     name: str
     model: CausalLM | None
@@ -50,13 +52,19 @@ class Job:
 
         But for the learning rate and the precision, which are what to change when the loss is no longer finite.
         """
-        content = self.recipe.model_dump(mode="json")
+        recipe = self.recipe
+        content = recipe.model_dump(mode="json")
         for free in ("name", "output", "evaluation", "checkpoint", "tracking", "features"):
             content.pop(free, None)
         for free in ("micro_batch_size", "learning_rate", "mixed_precision"):
             content["training"].pop(free)
+        if isinstance(recipe, MedusaRecipe):
+            if recipe.adapters is not None:
+                content["adapters"].pop("export")
+            if recipe.heads.loss.soft:  # by all of the target's logits, or by the best of them
+                content["features.top_k"] = recipe.features.top_k if recipe.features else 0
         content["target weights"] = self.target.fingerprint if self.target else None
-        content["training data"] = self.dataset.sha256
+        content["training tokens"] = digest_of_each(self.dataset.examples)
         return content
 
 
@@ -67,6 +75,7 @@ def assemble(
 
     Every process calls this; each writes its own share of the features.
     """
+    check_folders(recipe)
     target = load_target(recipe, device)
     tokenizer = load_recipe_tokenizer(recipe)
     heldout_section = recipe.data.model_copy(update={"split": recipe.data.heldout_split, "packing": False})
@@ -77,14 +86,8 @@ def assemble(
         return Job(recipe, tokenizer, dataset, heldout, None, PretrainObjective(tokenizer, recipe.model))
     assert target is not None and target.model is not None
     model = target.model
-    if recipe.data.packing:
-        check_documents_are_apart(model.model)
     if isinstance(recipe, MedusaRecipe) and recipe.features is not None:
-        identity = feature_identity(target, tokenizer, dataset, recipe.features)
-        store = ensure_features(
-            model, dataset.examples, Path(recipe.features.folder), identity, recipe.features,
-            console, process_index, num_processes,
-        )  # fmt: skip
+        store = features_of(target, tokenizer, dataset, recipe.features, console, process_index, num_processes)
         objective = _objective_on_features(recipe, target, store, device)
         if not recipe.features.keep_target:
             target = replace(target, model=None)
@@ -92,8 +95,15 @@ def assemble(
     return Job(recipe, tokenizer, dataset, heldout, target, _objective(recipe, model, tokenizer))
 
 
+def check_folders(recipe: AnyRecipe) -> None:
+    """ValueError if a file stands where the recipe writes a folder."""
+    check_can_be_folder(Path(recipe.output), "output")
+    if isinstance(recipe, MedusaRecipe) and recipe.features is not None:
+        check_can_be_folder(Path(recipe.features.folder), "features.folder")
+
+
 def load_target(recipe: AnyRecipe, device: torch.device) -> Target | None:
-    """The recipe's target on a device; None for a recipe that has none."""
+    """The recipe's target on a device, fit for its data; None for a recipe that has none."""
     if isinstance(recipe, PretrainRecipe):
         return None
     name, dtype = resolve(recipe.target), parse_dtype(recipe.dtype)
@@ -102,6 +112,8 @@ def load_target(recipe: AnyRecipe, device: torch.device) -> Target | None:
         raise ValueError(
             f"data.max_length is {recipe.data.max_length} but the target's context holds {model.max_positions} tokens"
         )
+    if recipe.data.packing:
+        check_documents_are_apart(model.model)
     return Target(name, model, dtype, fingerprint(model.model))
 
 
@@ -118,6 +130,23 @@ def feature_identity(
     """What features must have been made from to be used."""
     assert target.model is not None
     return FeatureIdentity.of(target.model, target.fingerprint, tokenizer, dataset.examples, section.top_k)
+
+
+def features_of(
+    target: Target,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: Dataset,
+    section: FeaturesSection,
+    console: Console,
+    process_index: int,
+    num_processes: int,
+) -> FeatureStore:
+    """The features of a data set, written where they are not there yet; every process calls this."""
+    assert target.model is not None
+    identity = feature_identity(target, tokenizer, dataset, section)
+    return ensure_features(
+        target.model, dataset.examples, Path(section.folder), identity, section, console, process_index, num_processes
+    )
 
 
 def _objective(recipe: AnyRecipe, target: CausalLM, tokenizer: PreTrainedTokenizerBase) -> Objective:

@@ -87,10 +87,9 @@ class Checkpoints:
         """
         for folder in reversed(self._all()):
             try:
-                state = json.loads((folder / _STATE).read_text())
+                identity, progress = _read_state(folder / _STATE)
                 weights, moments = load_file(folder / _WEIGHTS), load_file(folder / _OPTIMIZER)
-                identity, progress = state["identity"], Progress(state["step"], state["tokens"])
-            except (OSError, ValueError, KeyError, SafetensorError):
+            except (OSError, ValueError, SafetensorError):
                 continue
             changed = sorted(key for key in self._identity if identity.get(key) != self._identity[key])
             if changed:
@@ -100,3 +99,11 @@ class Checkpoints:
                 )
             return Saved(progress, weights, moments)
         return None
+
+
+def _read_state(path: Path) -> tuple[dict[str, Any], Progress]:
+    """The identity and the progress in a checkpoint's state.json; ValueError if it holds anything else."""
+    match json.loads(path.read_text()):
+        case {"identity": dict() as identity, "step": int() as step, "tokens": int() as tokens}:
+            return identity, Progress(step, tokens)
+    raise ValueError(f"{path} is no checkpoint's state")

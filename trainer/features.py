@@ -5,7 +5,6 @@ embeddings, and ``manifest.json``: what all of it was made from, and how many to
 are stored, so that any number of heads trains from the same features.
 """
 
-import hashlib
 import json
 import shutil
 import time
@@ -29,7 +28,16 @@ from decoding.target import CausalLM, capture_lm_head_input, last_position
 from trainer.batch import Batch, Example, collate
 from trainer.hidden import TopLogits
 from trainer.recipe import FeaturesSection
-from trainer.shards import Layout, digest_of, missing_files, shard_name, write_sealed, write_text
+from trainer.shards import (
+    Layout,
+    digest_of,
+    digest_of_each,
+    is_begun,
+    missing_files,
+    shard_name,
+    write_sealed,
+    write_text,
+)
 
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
 _BATCH_TOKENS = 8192  # of a forward, padding included; one example may be longer
@@ -39,6 +47,8 @@ _SPARE_BYTES = 1 << 28  # left free on the disk, with a twentieth of what is wri
 
 OnProgress = Callable[[int, int], None]
 """Called with the tokens this process has written, and how many it has to write."""
+OnDamaged = Callable[[str], None]
+"""Called with the name of a file that is there but not whole, before it is written again."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,7 @@ class FeatureIdentity:
     """What must be the same for features to be used again. Digests are SHA-256, as hexadecimal digits."""
 
     target: str
-    """`trainer.provenance.fingerprint` of its weights."""
+    """`trainer.provenance.fingerprint` of it."""
     tokenizer: str
     data: str
     """Token ids and document lengths of all examples, in order."""
@@ -70,7 +80,7 @@ class FeatureIdentity:
         return FeatureIdentity(
             target=fingerprint,
             tokenizer=digest_of(tokenizer.get_vocab()),
-            data=_data_digest(examples),
+            data=digest_of_each((example.tokens, example.lengths) for example in examples),
             hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
             dtype=str(target.dtype).removeprefix("torch."),
@@ -94,13 +104,6 @@ class FeatureIdentity:
         return 2 * self.vocab_size * self.hidden_size * self.torch_dtype.itemsize
 
 
-def _data_digest(examples: Sequence[Example]) -> str:
-    digest = hashlib.sha256()
-    for example in examples:
-        digest.update(repr((example.tokens, example.lengths)).encode())
-    return digest.hexdigest()
-
-
 def estimate_bytes(examples: Sequence[Example], identity: FeatureIdentity) -> int:
     """What the features of these examples take on disk, but for a few hundred bytes a file."""
     return sum(len(example.tokens) for example in examples) * identity.bytes_per_token + identity.weight_bytes
@@ -115,6 +118,7 @@ def write_features(
     process_index: int = 0,
     num_processes: int = 1,
     on_progress: OnProgress | None = None,
+    on_damaged: OnDamaged | None = None,
 ) -> None:
     """Write what is missing of the features of these examples; what is there and whole is left as it is.
 
@@ -125,6 +129,9 @@ def write_features(
     _check_space(folder, identity, layout)
     stamp = _stamp(identity, layout)
     missing = set(missing_files(folder, _names(layout)[process_index::num_processes], stamp, verify=True))
+    if on_damaged is not None:
+        for name in sorted(name for name in missing if is_begun(folder / name)):
+            on_damaged(name)
     if WEIGHTS in missing:
         write_sealed(folder / WEIGHTS, _weights(target, identity), stamp)
     shards = [shard for shard in range(len(layout.shards)) if shard_name(shard) in missing]
@@ -362,9 +369,13 @@ def ensure_features(
             done = written
             bar.update(task, completed=written, total=total)
 
+        def on_damaged(name: str) -> None:
+            console.print(f"features: {name} was damaged or half written, and is written again", soft_wrap=True)
+
         write_features(
-            target, examples, folder, identity, section.shard_tokens, process_index, num_processes, on_progress
-        )
+            target, examples, folder, identity, section.shard_tokens, process_index, num_processes,
+            on_progress, on_damaged,
+        )  # fmt: skip
     if main and done:
         speed = done / (time.perf_counter() - before)
         console.print(f"features: {done:,} tokens written here, {speed:,.0f} tokens/s")

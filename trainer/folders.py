@@ -19,7 +19,7 @@ def write_folder(destination: Path, write: Callable[[Path], None]) -> None:
         temporary.mkdir(parents=True)
         write(temporary)
         for path in (*temporary.rglob("*"), temporary):
-            _flush_to_disk(path)
+            flush_to_disk(path)
         if destination.exists():
             destination.rename(replaced)
         try:
@@ -28,7 +28,7 @@ def write_folder(destination: Path, write: Callable[[Path], None]) -> None:
             if replaced.exists():
                 replaced.rename(destination)
             raise
-        _flush_to_disk(destination.parent)
+        flush_to_disk(destination.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         if destination.exists():
@@ -59,9 +59,17 @@ def _is_running(process: int) -> bool:
     return True
 
 
-def _flush_to_disk(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
+    """Wait until a file or a folder is on the disk, and not only on its way there."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_can_be_folder(path: Path, name: str) -> None:
+    """ValueError where a file stands in the way of a folder, which the recipe calls ``name``."""
+    in_the_way = next((place for place in (path, *path.parents) if place.is_file()), None)
+    if in_the_way is not None:
+        raise ValueError(f"{name} is {path}, but {in_the_way} is a file: give another folder")

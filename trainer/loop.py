@@ -141,16 +141,21 @@ def _check_finite(name: str, value: float, progress: Progress) -> None:
         )
 
 
+def check_batch_divides(section: TrainingSection, processes: int) -> None:
+    """Every process has to have as many whole micro batches."""
+    if section.batch_size % (section.micro_batch_size * processes):
+        raise ValueError(
+            f"training.batch_size ({section.batch_size}) is not a multiple of training.micro_batch_size "
+            f"({section.micro_batch_size}) times {processes} processes"
+        )
+
+
 def _my_micro_batches(
     step: int, examples: Sequence[Example], section: TrainingSection, accelerator: Accelerator
 ) -> list[Batch]:
     """This process's share of the step's batch, dealt out in turn so that every process count trains the same batch."""
     world = accelerator.num_processes
-    if section.batch_size % (section.micro_batch_size * world):
-        raise ValueError(
-            f"training.batch_size ({section.batch_size}) is not a multiple of training.micro_batch_size "
-            f"({section.micro_batch_size}) times {world} processes"
-        )
+    check_batch_divides(section, world)
     indices = batch_indices(step, section.batch_size, len(examples), section.seed)[accelerator.process_index :: world]
     shares = (
         indices[start : start + section.micro_batch_size] for start in range(0, len(indices), section.micro_batch_size)

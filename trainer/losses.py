@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd", "acceptance"]
 Term = Literal["cross_entropy", Divergence]
 
-_CHUNK_BYTES = 128 * 2**20
+CHUNK_BYTES = 128 * 2**20
 """Logits of a chunk: fewer make the products with the weight slow, more make the memory grow and nothing faster."""
 _BLOCK_BYTES = 2 * 2**20
 """fp32 rows that are softmaxed together on a CPU: what stays in its cache."""
@@ -147,7 +147,7 @@ class _FusedLoss(torch.autograd.Function):
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        chunk = chunk or _rows_within(_CHUNK_BYTES, len(weight), dtype)
+        chunk = chunk or _rows_within(CHUNK_BYTES, len(weight), dtype)
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         correct = torch.zeros((), dtype=torch.long, device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None

@@ -3,38 +3,55 @@
 import resource
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import StringIO
 from itertools import pairwise
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
 
 from trainer.assemble import Job
 from trainer.batch import Example, collate
-from trainer.checkpoint import Checkpoints, Progress
+from trainer.checkpoint import Checkpoints, Progress, Saved
 from trainer.distributed import build_accelerator
 from trainer.hidden import OnlineTarget
 from trainer.loop import Hooks, train
-from trainer.recipe import MedusaRecipe
+from trainer.objective import Objective
+from trainer.recipe import AnyRecipe, MedusaRecipe
+from trainer.state import gather_weights
 from trainer.train import Evaluator
+
+
+class Phase(NamedTuple):
+    """Steps of a run that are of one kind: from step ``first`` (from 0), ``steps`` of them."""
+
+    name: str
+    first: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of a step in a phase: the median, the fastest and the slowest of those measured."""
+
+    phase: Phase
+    step: float
+    fastest: float
+    slowest: float
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds: the median, the fastest and the slowest step, an evaluation, writing all features (0: there are none).
+    """Seconds: of the steps, of an evaluation, of writing all features (0: there are none).
 
     ``peak_bytes``: see `peak_memory`, after the steps.
     """
 
-    step: float
-    fastest: float
-    slowest: float
+    paces: tuple[Pace, ...]
     evaluation: float
     features: float
     peak_bytes: int
@@ -44,43 +61,64 @@ class _Enough(Exception):  # not an error
     """The steps wanted are done."""
 
 
+class _BegunAt(Checkpoints):
+    """In place of a run's checkpoints: steps begin with the one asked for, and nothing is kept."""
+
+    def __init__(self, objective: Objective, step: int) -> None:
+        self._saved = Saved(Progress(step, 0), gather_weights(objective.module), {}) if step else None
+
+    def latest(self) -> Saved | None:
+        return self._saved
+
+    def save(self, saved: Saved) -> None:
+        """A run that is stopped would be saved."""
+
+
 def quiet() -> Console:
     """A console that nobody hears."""
     return Console(file=StringIO())
 
 
+def phases_of(recipe: AnyRecipe) -> list[Phase]:
+    """The kinds of steps in a run: adapters that join the heads later make two of it."""
+    steps = recipe.training.steps
+    alone = recipe.adapters.heads_first_steps if isinstance(recipe, MedusaRecipe) and recipe.adapters else 0
+    if not 0 < alone < steps:
+        return [Phase("a step", 0, steps)]
+    return [Phase("a step of the heads alone", 0, alone), Phase("a step with the adapters", alone, steps - alone)]
+
+
 def measure(job: Job, processes: int, steps: int, examples: Sequence[Example]) -> Measured:
-    """Do ``steps`` steps after one to warm up, an evaluation of one prompt, and a forward.
+    """Do ``steps`` steps of each phase after one to warm up, an evaluation of one prompt, and a forward.
 
     One process does its share of a batch, as each of ``processes`` would. ``examples`` are those to write features of.
     The objective is trained by it: assemble another one to train.
     """
+    paces = tuple(_pace(job, phase, processes, steps) for phase in phases_of(job.recipe))
+    peak = peak_memory()
+    return Measured(paces, _evaluation_seconds(job), _feature_seconds(job, examples) / processes, peak)
+
+
+def _pace(job: Job, phase: Phase, processes: int, steps: int) -> Pace:
+    """A phase too short for a step to warm up is measured with it."""
     section = job.recipe.training
-    share = section.model_copy(update={"batch_size": max(section.micro_batch_size, section.batch_size // processes)})
+    share = section.model_copy(update={"batch_size": section.batch_size // processes})
     stamps: list[float] = []
 
     def on_step(progress: Progress, figures: dict[str, float]) -> None:
         stamps.append(time.perf_counter())
-        if len(stamps) > steps:
+        if len(stamps) > min(steps + 1, phase.steps):
             raise _Enough
 
     accelerator = build_accelerator(section)
-    with tempfile.TemporaryDirectory() as scratch:
-        checkpoints = Checkpoints(Path(scratch), 1, {})
-        hooks = Hooks(on_step, lambda progress: None)
-        endless = share.model_copy(update={"steps": max(share.steps, steps + 2)})
-        with suppress(_Enough):
-            train(job.objective, job.dataset.examples, endless, accelerator, checkpoints, 1 << 30, 1 << 30, hooks)
-    peak = peak_memory()
-    taken = [after - start for start, after in pairwise(stamps)]
-    return Measured(
-        statistics.median(taken),
-        min(taken),
-        max(taken),
-        _evaluation_seconds(job),
-        _feature_seconds(job, examples) / processes,
-        peak,
-    )
+    checkpoints, hooks = _BegunAt(job.objective, phase.first), Hooks(on_step, lambda progress: None)
+    stamps.append(time.perf_counter())
+    with suppress(_Enough):
+        train(job.objective, job.dataset.examples, share, accelerator, checkpoints, 1 << 30, 1 << 30, hooks)
+    accelerator.free_memory()  # or this phase's optimizer would be there still during the next
+    seconds = [after - start for start, after in pairwise(stamps)]
+    taken = seconds[1:] or seconds
+    return Pace(phase, statistics.median(taken), min(taken), max(taken))
 
 
 def _evaluation_seconds(job: Job) -> float:

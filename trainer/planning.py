@@ -18,16 +18,18 @@ from rich.table import Table
 from torch import nn
 
 from decoding.target import CausalLM
-from trainer.assemble import Job, assemble, feature_identity
+from trainer.assemble import Job, assemble, check_folders, feature_identity
 from trainer.batch import Example, batch_indices
 from trainer.data import Dataset, load_dataset
 from trainer.features import estimate_bytes
+from trainer.loop import check_batch_divides
+from trainer.losses import CHUNK_BYTES
 from trainer.measuring import Measured, measure, peak_memory, quiet
 from trainer.optimizer import build_optimizers
 from trainer.quickstart import resolve
 from trainer.recipe import AnyRecipe, FeaturesSection, MedusaRecipe, PretrainRecipe, TrainingSection
+from trainer.train import ensure_built
 
-_LOGITS_CHUNK = 128 * 2**20  # what `trainer.losses` holds of logits at a time
 _LIBRARIES = 100_000_000  # what PyTorch and others load and keep of their own once they work, on a CPU
 _DIVERGENCE_ROWS = 1024  # that it softmaxes at a time, in fp32
 
@@ -81,16 +83,20 @@ class Plan:
         if self.measured is None:
             return None
         found = self.measured
-        seconds = found.step * self.steps + found.evaluation * self.evaluations + found.features
-        return seconds / 3600
+        stepping = sum(pace.step * pace.phase.steps for pace in found.paces)
+        return (stepping + found.evaluation * self.evaluations + found.features) / 3600
 
 
 def plan_training(recipe: AnyRecipe, launch: Launch | None = None, steps: int = 5) -> Plan:
     """The plan of a recipe, from ``steps`` real ones (0: from none); nothing is left behind on the disk.
 
-    A recipe with features is measured on features of a few rows.
+    A recipe with features is measured on features of a few rows. Raises ValueError for what training refuses.
     """
     launch, before = launch or Launch(), peak_memory()
+    if steps < 0:
+        raise ValueError(f"--steps is {steps}: give how many steps to measure the time by, or 0 for none")
+    check_batch_divides(recipe.training, launch.processes)
+    check_folders(recipe)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as scratch:
         job = assemble(_small(recipe, Path(scratch), steps), device, quiet())
@@ -231,7 +237,7 @@ def _passing_bytes(recipe: AnyRecipe, job: Job, largest: Largest) -> int:
     layer, frozen = 10 * hidden + 4 * inner, positions * (4 * hidden + 3 * inner) * target.dtype.itemsize
     if isinstance(recipe, MedusaRecipe):
         heads = trained * hidden * 4 * recipe.heads.num_heads * (2 + 3 * recipe.heads.num_layers)
-        heads += min(_LOGITS_CHUNK, trained * vocab * wide) * (1 if target.device.type == "cpu" else 3)
+        heads += min(CHUNK_BYTES, trained * vocab * wide) * (1 if target.device.type == "cpu" else 3)
         if recipe.adapters is None:
             return heads + (0 if recipe.features else frozen)
         adapted = 9 * (6 * hidden + inner)  # bytes
@@ -330,7 +336,10 @@ def _time(plan: Plan) -> dict[str, str]:
     if plan.measured is None or plan.hours is None:
         return {"not measured": "--steps 5 measures five steps"}
     found = plan.measured
-    rows = {"a step": f"{found.step:.2f} s ({found.fastest:.2f} to {found.slowest:.2f})"}
+    rows = {}
+    for pace in found.paces:
+        seconds = f"{pace.step:.2f} s ({pace.fastest:.2f} to {pace.slowest:.2f})"
+        rows[pace.phase.name] = seconds if len(found.paces) == 1 else f"{seconds} × {pace.phase.steps:,}"
     if plan.evaluations:
         rows["an evaluation"] = f"{found.evaluation:.1f} s × {plan.evaluations}"
     if found.features:
@@ -339,5 +348,6 @@ def _time(plan: Plan) -> dict[str, str]:
 
 
 def print_plan(recipe: AnyRecipe, launch: Launch, steps: int) -> None:
-    """`headstart plan-training`."""
+    """`headstart plan-training`; the embedded target is built first if it is not there."""
+    ensure_built(getattr(recipe, "target", None))
     Console().print(table_of(plan_training(recipe, launch, steps), recipe, launch))

@@ -203,7 +203,8 @@ class FeaturesSection(_Section):
     """Also store the target's best logits of each position, for soft losses without its lm_head; 0: none."""
     shard_tokens: Annotated[int, Field(ge=1024)] = 262_144
     keep_target: bool = True
-    """Keep the target beside the heads for the evaluations in between; if not, it is loaded again at the end."""
+    """Keep the target beside the heads for the evaluations in between. If not, it is loaded at the start, to write the
+    features or to check that they are its own, let go, and loaded again at the end."""
 
 
 class MedusaRecipe(_SpeculatorRecipe):

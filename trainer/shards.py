@@ -7,9 +7,8 @@ that write different shards need not wait for one another.
 
 import hashlib
 import json
-import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -18,6 +17,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+
+from trainer.folders import flush_to_disk
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,14 @@ def digest_of(content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def digest_of_each(items: Iterable[object]) -> str:
+    """SHA-256 of numbers, texts and tuples of them, one item after the other: the data need not be held twice."""
+    digest = hashlib.sha256()
+    for item in items:
+        digest.update(repr(item).encode())
+    return digest.hexdigest()
+
+
 def write_sealed(path: Path, tensors: dict[str, Tensor], made_from: str) -> None:
     """Write a safetensors file and then its seal; OSError if the disk will not take it."""
     partial = path.with_name(f".{path.name}.partial")
@@ -105,6 +114,11 @@ def is_whole(path: Path, made_from: str, verify: bool) -> bool:
         return False
 
 
+def is_begun(path: Path) -> bool:
+    """Whether anything of a file is there, whole or not: itself or its seal."""
+    return path.exists() or _seal_of(path).exists()
+
+
 def missing_files(folder: Path, names: Sequence[str], made_from: str, verify: bool) -> list[str]:
     """Those of the files that are not there, or not whole."""
     return [name for name in names if not is_whole(folder / name, made_from, verify)]
@@ -121,14 +135,6 @@ def _sha256(path: Path) -> str:
 
 def _settle(partial: Path, path: Path) -> None:
     """Give a file that is written its name, on the disk."""
-    _flush_to_disk(partial)
+    flush_to_disk(partial)
     partial.rename(path)
-    _flush_to_disk(path.parent)
-
-
-def _flush_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush_to_disk(path.parent)

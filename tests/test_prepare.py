@@ -1,0 +1,69 @@
+"""Features written ahead of a training: by the same rules as within it."""
+
+import io
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from rich.console import Console
+from tiny_models import tiny_model
+from tiny_training import recipe_content, write_corpus, write_target
+
+from trainer import distributed
+from trainer.assemble import assemble
+from trainer.prepare import prepare_features
+from trainer.read_recipe import parse_recipe
+from trainer.recipe import AnyRecipe
+
+
+@pytest.fixture
+def workshop(tmp_path: Path) -> Iterator[Path]:
+    """A target and texts to train on; accelerate's state is as new before and after."""
+    write_target(tmp_path / "target")
+    write_corpus(tmp_path)
+    AcceleratorState._reset_state(True)
+    yield tmp_path
+    AcceleratorState._reset_state(True)
+
+
+def shards_of(folder: Path) -> dict[str, int]:
+    """A file that is written anew is another file."""
+    return {path.name: path.stat().st_ino for path in folder.glob("*.safetensors")}
+
+
+def recipe_with_features(workshop: Path, **data: Any) -> AnyRecipe:
+    content = recipe_content(workshop, "medusa")
+    section = {"folder": str(workshop / "features")}
+    return parse_recipe({**content, "features": section, "data": {**content["data"], **data}})
+
+
+def test_features_written_ahead_are_those_that_training_reads(workshop: Path) -> None:
+    prepare_features(recipe_with_features(workshop), Console(file=io.StringIO()))
+    before = shards_of(workshop / "features")
+    heard = io.StringIO()
+    assemble(recipe_with_features(workshop), torch.device("cpu"), Console(file=heard))
+    assert before and shards_of(workshop / "features") == before and "written here" not in heard.getvalue()
+
+
+def test_packed_documents_that_would_see_one_another_are_refused_ahead_of_training_too(workshop: Path) -> None:
+    tiny_model("falcon").save_pretrained(workshop / "target")
+    with pytest.raises(ValueError, match=r"data\.packing is on, but a falcon model lets packed texts see one another"):
+        prepare_features(recipe_with_features(workshop, packing=True), Console(file=io.StringIO()))
+    assert not (workshop / "features").exists()
+
+
+def test_processes_that_write_features_wait_as_long_for_one_another_as_those_that_train(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The libraries' own limit of ten or thirty minutes is shorter than the writing of many shards."""
+    timeouts = []
+    own = distributed.InitProcessGroupKwargs
+    monkeypatch.setattr(
+        distributed, "InitProcessGroupKwargs", lambda **options: timeouts.append(options["timeout"]) or own(**options)
+    )
+    prepare_features(recipe_with_features(workshop), Console(file=io.StringIO()))
+    assert timeouts == [timedelta(hours=6)]
