@@ -173,12 +173,13 @@ MUTANTS = {
     ),
     # One token or one draw per context.
     "greedy: the root's token at a miss": Mutant(
-        "greedy", "greedy", "Verdict(tuple(path), best[node])", "Verdict(tuple(path), best[0])", WITH, TREE,
-        "one-hot target",
+        "greedy", "greedy", "Verdict(*proposal.tree.descend(best))",
+        "Verdict(proposal.tree.descend(best)[0], best[0])", WITH, TREE, "one-hot target",
     ),
     "greedy: the last child in place of the one that fits": Mutant(
-        "greedy", "greedy", "proposal.tree.child_with_token(node, best[node])",
-        "(proposal.tree.shape.children[node] or (None,))[-1]", WITH, PAIR, "one-hot target",
+        "greedy", "greedy", "Verdict(*proposal.tree.descend(best))",
+        "Verdict(proposal.tree.shape.children[0][-1:], best[proposal.tree.shape.children[0][-1]])", WITH, PAIR,
+        "one-hot target",
     ),
     "sampled verify: a second draw at a miss": Mutant(
         "sampled-verify", "sampled_verify", "Verdict(tuple(path), token)", "Verdict(tuple(path), source.draw(p[node]))",

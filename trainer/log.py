@@ -66,7 +66,8 @@ class Log:
         self._write(progress, {f"heldout/{name}": value for name, value in figures.items()})
         self._console.print(
             f"{self._recipe.name}: step {progress.step}, held out, greedy: "
-            + ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in figures.items())
+            + ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in figures.items()),
+            soft_wrap=True,
         )
         self._last_step = None  # the clock of the next step would include the evaluation
 

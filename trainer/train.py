@@ -158,5 +158,6 @@ def _announce(console: Console, job: Job) -> None:
     aim = f" for {recipe.target}" if isinstance(recipe, MedusaRecipe | DraftRecipe) else ""
     console.print(
         f"{recipe.name}: {recipe.kind}{aim}; {trained / 1e6:.2f}M parameters trained; {job.dataset.describe()}; "
-        f"{recipe.training.steps} steps of {recipe.training.batch_size} sequences"
+        f"{recipe.training.steps} steps of {recipe.training.batch_size} sequences",
+        soft_wrap=True,
     )
