@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -139,7 +140,7 @@ def test_the_same_file_read_by_another_tokenizer_is_other_training_data(run_fold
     words = ("<unk>", "<eos>", "<user>", "<assistant>", *"bacdefghijkl")
     tiny_tokenizer(words=words).save_pretrained(run_folder / "target")
     after = identity_of(run_folder)
-    assert [name for name in before if after[name] != before[name]] == ["training tokens"]
+    assert [name for name in before if after[name] != before[name]] == ["training data"]
 
 
 def test_which_tokens_are_trained_is_part_of_the_training_data(run_folder: Path) -> None:
@@ -149,7 +150,7 @@ def test_which_tokens_are_trained_is_part_of_the_training_data(run_folder: Path)
     first, *others = job.dataset.examples
     untrained = first._replace(trained=(False, *first.trained[1:]))
     other = replace(job, dataset=replace(job.dataset, examples=[untrained, *others]))
-    assert other.identity()["training tokens"] != job.identity()["training tokens"]
+    assert other.identity()["training data"] != job.identity()["training data"]
 
 
 def test_how_adapters_are_written_at_the_end_does_not_bind_a_run(run_folder: Path) -> None:
@@ -238,3 +239,13 @@ def test_a_sequence_longer_than_the_targets_context_is_refused_before_training(r
     with pytest.raises(ValueError, match=r"data\.max_length is 97 but the target's context holds 96 tokens"):
         run_recipe(parse_recipe(content), Console(file=io.StringIO()))
     assert not (run_folder / "run").exists()
+
+
+def test_a_target_and_data_that_were_moved_are_the_same_run(run_folder: Path) -> None:
+    shutil.copytree(run_folder / "target", run_folder / "moved")
+    content = recipe_content(run_folder, "medusa")["data"]
+    shutil.copy(content["train"], run_folder / "moved.jsonl")
+    moved = identity_of(
+        run_folder, target=str(run_folder / "moved"), data={**content, "train": str(run_folder / "moved.jsonl")}
+    )
+    assert moved == identity_of(run_folder)

@@ -50,21 +50,23 @@ class Job:
     def identity(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to be resumed: all that changes the result of a step.
 
-        But for the learning rate and the precision, which are what to change when the loss is no longer finite.
+        But for the learning rate and the precision, which are what to change when the loss is no longer finite. Target
+        and data are known by what is in them, wherever they lie.
         """
         recipe = self.recipe
         content = recipe.model_dump(mode="json")
-        for free in ("name", "output", "evaluation", "checkpoint", "tracking", "features"):
+        for free in ("name", "output", "evaluation", "checkpoint", "tracking", "features", "target", "data"):
             content.pop(free, None)
         for free in ("micro_batch_size", "learning_rate", "mixed_precision"):
             content["training"].pop(free)
         if isinstance(recipe, MedusaRecipe):
+            content["heads"].pop("tree_nodes")
             if recipe.adapters is not None:
                 content["adapters"].pop("export")
             if recipe.heads.loss.soft:  # by all of the target's logits, or by the best of them
                 content["features.top_k"] = recipe.features.top_k if recipe.features else 0
         content["target weights"] = self.target.fingerprint if self.target else None
-        content["training tokens"] = digest_of_each(self.dataset.examples)
+        content["training data"] = digest_of_each(self.dataset.examples)
         return content
 
 

@@ -233,4 +233,4 @@ def test_a_run_on_another_target_or_other_data_is_not_taken_for_this_one(worksho
     tiny_model(vocab=16).save_pretrained(other)
     tiny_tokenizer().save_pretrained(other)
     done = finish([*DIRECT, recipe, f"target={other}"], workshop)
-    assert done.returncode == 2 and "another data, target, target weights" in " ".join(done.stderr.split())
+    assert done.returncode == 2 and "a recipe with another target weights" in " ".join(done.stderr.split())
