@@ -117,3 +117,12 @@ def check_text_of_the_seed(target: CausalLM, drafter: Drafter) -> None:
         drafted = decode_batch(target, drafter, PROMPTS, config, 3)
         plain = decode_batch(target, None, PROMPTS, replace(config, rule=None), 3)
         assert [text.tokens for text in drafted] == [text.tokens for text in plain]
+
+
+def propose(
+    drafter: Drafter, target: CausalLM, hidden: torch.Tensor, bounds: Sequence[tuple[int, int]] = ()
+) -> list[Proposal]:
+    """What a drafter that keeps no state proposes, one row per hidden state; row i's text ends with token i."""
+    session = drafter.open(target, SamplingConfig(), len(hidden), 40)
+    every = bounds or [(99, 99)] * len(hidden)
+    return session.propose([DraftRequest([7, row], hidden[row], *bound) for row, bound in enumerate(every)])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from drafter_checks import check_greedy, check_penalised_greedy, check_text_of_the_seed
+from drafter_checks import check_greedy, check_penalised_greedy, check_text_of_the_seed, paths, propose
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -22,7 +22,7 @@ from decoding.drafters import MedusaDrafter
 from decoding.drafters.base import DraftRequest
 from decoding.generate import DecodingConfig, decode, decode_batch
 from decoding.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads, OutputLayer
-from decoding.proposal import Proposal, ProposalKind
+from decoding.proposal import ProposalKind
 from decoding.sampling import SamplingConfig
 from decoding.target import CausalLM
 
@@ -60,20 +60,6 @@ def counting_heads(count: int = 3) -> MedusaHeads:
         for k, head in enumerate(heads.heads):
             head.blocks[0].embedded.weight[:16, 16 * k :] = 100 * torch.eye(16)
     return heads
-
-
-def propose(
-    drafter: MedusaDrafter, target: CausalLM, hidden: torch.Tensor, bounds: Sequence[tuple[int, int]] = ()
-) -> list[Proposal]:
-    """One row per hidden state; row i's text ends with token i."""
-    session = drafter.open(target, SamplingConfig(), len(hidden), 40)
-    every = bounds or [(99, 99)] * len(hidden)
-    return session.propose([DraftRequest([7, row], hidden[row], *bound) for row, bound in enumerate(every)])
-
-
-def paths(proposal: Proposal) -> set[tuple[int, ...]]:
-    tree = proposal.tree
-    return {tuple(tree.token_list[at] for at in tree.shape.path(node)) for node in range(1, len(tree))}
 
 
 @torch.no_grad()
@@ -213,7 +199,7 @@ def test_a_static_tree_is_grown_from_each_nodes_own_distribution(tiny_llama: Cau
             before = tokens[path[:-1]]
             best = reference_logits(heads, tiny_llama, hidden[row], before).topk(path[-1] + 1).indices
             tokens[path] = [*before, int(best[-1])]
-        assert paths(proposal) == {tuple(text[1:]) for text in tokens.values() if len(text) > 1}
+        assert paths(proposal.tree) == {tuple(text[1:]) for text in tokens.values() if len(text) > 1}
         assert proposal.tree.token_list[0] == row and len(proposal.tree) == len(PATHS) + 1
         assert proposal.kind is ProposalKind.DETERMINISTIC and proposal.q is None
 
@@ -271,7 +257,7 @@ def test_a_dynamic_tree_is_the_best_of_all_trees_at_this_position(
                 shares = reference_logits(heads, tiny_llama, hidden[row], [row, *path]).softmax(-1).tolist()
                 products |= {(*path, token): products[path] * share for token, share in enumerate(shares)}
         best = sorted(products, key=products.__getitem__, reverse=True)[:nodes]
-        assert paths(proposal) == set(best[1:])
+        assert paths(proposal.tree) == set(best[1:])
         assert proposal.kind is ProposalKind.DETERMINISTIC and proposal.q is None
         assert proposal.tree.token_list == proposal.tree.tokens.tolist() and proposal.tree.token_list[0] == row
     assert nodes < 12 or proposals[0].tree.shape != proposals[1].tree.shape
@@ -303,7 +289,7 @@ def test_a_smaller_budget_drafts_a_part_of_the_whole_static_tree(tiny_llama: Cau
     for budget in drafter.budgets:
         (proposal,) = propose(drafter, tiny_llama, hidden, [budget])
         assert (proposal.tree.shape.max_depth, len(proposal.tree)) == budget
-        assert paths(proposal) <= paths(whole)
+        assert paths(proposal.tree) <= paths(whole.tree)
 
 
 def test_sequential_heads_run_in_their_own_dtype(tiny_llama: CausalLM) -> None:

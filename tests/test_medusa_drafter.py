@@ -2,11 +2,11 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from drafter_checks import paths, propose
 from hypothesis import given
 from hypothesis import strategies as st
 from test_generate_sampling import FALSE_ALARM, LENGTH, PROMPT, exact_probabilities, p_value, small_llama
@@ -14,10 +14,9 @@ from tiny_models import naive_greedy
 from torch import nn
 
 from decoding.drafters import MedusaDrafter
-from decoding.drafters.base import DraftRequest
 from decoding.generate import DecodingConfig, decode, decode_batch
 from decoding.heads import MedusaConfig, MedusaHeads, StackedHeads
-from decoding.proposal import Proposal, ProposalKind
+from decoding.proposal import ProposalKind
 from decoding.sampling import SamplingConfig
 from decoding.target import CausalLM
 from decoding.verify import SAMPLED_VERIFY
@@ -40,20 +39,6 @@ def trained_heads(target: CausalLM, shared: bool, count: int = 3) -> MedusaHeads
     """Heads that say what the target's lm_head says: right now and then."""
     config = MedusaConfig(target.hidden_size, target.vocab_size, count, tree=((0,),), shared_lm_head=shared)
     return MedusaHeads.for_target(target.model, config)
-
-
-def propose(
-    drafter: MedusaDrafter, target: CausalLM, hidden: torch.Tensor, bounds: Sequence[tuple[int, int]] = ()
-) -> list[Proposal]:
-    """One row per hidden state; row i's text ends with token i."""
-    session = drafter.open(target, SamplingConfig(), len(hidden), 40)
-    every = bounds or [(99, 99)] * len(hidden)
-    return session.propose([DraftRequest([7, row], hidden[row], *bound) for row, bound in enumerate(every)])
-
-
-def paths(proposal: Proposal) -> set[tuple[int, ...]]:
-    tree = proposal.tree
-    return {tuple(tree.token_list[at] for at in tree.shape.path(node)) for node in range(1, len(tree))}
 
 
 def reference_logits(heads: MedusaHeads, target: CausalLM, hidden: torch.Tensor) -> torch.Tensor:
@@ -98,13 +83,13 @@ def test_heads_that_are_stacked_again_are_not_copied_again(tiny_llama: CausalLM)
     first, second = MedusaDrafter(heads, PATHS), MedusaDrafter(heads, dynamic_nodes=6)
     for ours, theirs in zip(first._stacked._layers, second._stacked._layers, strict=True):
         assert [each.data_ptr() for each in ours] == [each.data_ptr() for each in theirs]
-    before = paths(propose(first, tiny_llama, hidden)[0])
+    before = paths(propose(first, tiny_llama, hidden)[0].tree)
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.neg_()
     after = propose(first, tiny_llama, hidden)[0]
-    assert paths(after) != before, "the first drafter runs the heads as they are"
-    assert paths(after) == paths(propose(MedusaDrafter(heads, PATHS), tiny_llama, hidden)[0])
+    assert paths(after.tree) != before, "the first drafter runs the heads as they are"
+    assert paths(after.tree) == paths(propose(MedusaDrafter(heads, PATHS), tiny_llama, hidden)[0].tree)
 
 
 def test_a_head_that_was_put_in_from_elsewhere_is_stacked_with_the_others(tiny_llama: CausalLM) -> None:
@@ -166,7 +151,7 @@ def test_a_static_tree_holds_the_heads_best_tokens_by_rank(tiny_llama: CausalLM,
     best = reference_logits(heads, tiny_llama, hidden).topk(3).indices.tolist()
     for row, proposal in enumerate(propose(MedusaDrafter(heads, PATHS), tiny_llama, hidden)):
         wanted = {tuple(best[depth][row][rank] for depth, rank in enumerate(path)) for path in PATHS}
-        assert paths(proposal) == wanted and proposal.tree.token_list[0] == row
+        assert paths(proposal.tree) == wanted and proposal.tree.token_list[0] == row
         assert proposal.kind is ProposalKind.DETERMINISTIC and proposal.q is None
 
 
@@ -188,7 +173,7 @@ def test_every_static_budget_gives_a_tree_of_just_that_size_that_holds_better_ra
     for budget in drafter.budgets:
         (proposal,) = propose(drafter, tiny_llama, hidden, [budget])
         assert (proposal.tree.shape.max_depth, len(proposal.tree)) == budget
-        assert paths(proposal) <= paths(whole)
+        assert paths(proposal.tree) <= paths(whole.tree)
 
 
 @given(depth=st.integers(0, 5), nodes=st.integers(1, 12), dynamic=st.sampled_from([None, 2, 7]))
@@ -217,7 +202,7 @@ def test_a_dynamic_tree_is_the_best_of_all_trees_at_this_position(
             for path in itertools.product(range(16), repeat=length):
                 products[path] = products[path[:-1]] * float(shares[length - 1, row, path[-1]])
         best = sorted(products, key=products.__getitem__, reverse=True)[:nodes]
-        assert paths(proposal) == set(best[1:])
+        assert paths(proposal.tree) == set(best[1:])
         assert proposal.kind is ProposalKind.DETERMINISTIC and proposal.q is None
         assert proposal.tree.token_list == proposal.tree.tokens.tolist()
     assert nodes < 5 or len({proposal.tree.shape for proposal in proposals}) > 1

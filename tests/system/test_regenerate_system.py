@@ -6,9 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 from tiny_models import tiny_model
 from tiny_training import tiny_tokenizer, write_rows
+from whole_runs import running, wait_until
 
 pytestmark = pytest.mark.system
 
@@ -58,31 +58,6 @@ def regenerate(desk: Path, *words: str) -> str:
     return done.stdout
 
 
-@contextmanager
-def running(command: list[str], cwd: Path) -> Iterator[subprocess.Popen[str]]:
-    """A program in a process group of its own, of which nothing is left afterwards."""
-    process = subprocess.Popen(
-        command, cwd=cwd, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if process.stderr:
-            process.stderr.close()
-
-
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert process.poll() is None, f"it ended with {process.returncode}: {process.communicate()[1][-3000:]}"
-        assert time.monotonic() < deadline, "it took too long"
-        time.sleep(0.005)
-
-
 def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -100,8 +75,8 @@ def served(desk: Path, model: str) -> Iterator[str]:
             return bool(urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).status == 200)
         return False
 
-    with running([*command, "--dtype", "float32"], desk) as process:
-        wait_until(is_up, process)
+    with running([*command, "--dtype", "float32"], desk, environment()) as process:
+        wait_until(is_up, process, DEADLINE)
         yield f"http://127.0.0.1:{port}/v1"
 
 
@@ -127,8 +102,8 @@ def test_a_run_that_is_killed_and_started_again_writes_the_bytes_of_one_that_was
     words += ["--temperature", "1", "--n", "2", "--seed", "11", "--limit", "60"]
     regenerate(desk, *words, "--output", "whole.jsonl")
     output = desk / "killed.jsonl"
-    with running([*HEADSTART, *words, "--output", output.name], desk) as process:
-        wait_until(lambda: output.is_file() and output.stat().st_size > 1000, process)
+    with running([*HEADSTART, *words, "--output", output.name], desk, environment()) as process:
+        wait_until(lambda: output.is_file() and output.stat().st_size > 1000, process, DEADLINE)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     whole = (desk / "whole.jsonl").read_bytes()

@@ -69,10 +69,10 @@ def run(command: list[str], cwd: Path, **changes: str | None) -> str:
 
 
 @contextmanager
-def running(command: list[str], cwd: Path) -> Iterator[subprocess.Popen[str]]:
+def running(command: list[str], cwd: Path, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
     """A run in a process group of its own, of which nothing is left afterwards."""
     process = subprocess.Popen(
-        command, cwd=cwd, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        command, cwd=cwd, env=env or environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
     try:
@@ -89,8 +89,8 @@ def kill_group(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + DEADLINE
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = DEADLINE) -> None:
+    deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, f"it ended with {process.returncode}: {process.communicate()[1][-3000:]}"
         assert time.monotonic() < deadline, "it took too long"
