@@ -10,16 +10,16 @@ plain decoding on every prompt set. An arm that is finished is not trained again
 # ruff: noqa: E402  # the path comes first: see below
 import argparse
 import json
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 # A script's own folder comes first in the path, where benchmarks/decoding.py would stand for the package.
 sys.path = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
+sys.path.append(str(Path(__file__).resolve().parent))
 
+from arms import ROOT, curve_of, slug, train, write
 from rich.console import Console
 from rich.table import Table
 
@@ -35,7 +35,6 @@ from decoding.target import CausalLM
 from trainer.medusa import rank_accuracies
 from trainer.medusa2 import TARGET_FOLDER
 
-ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes" / "storyteller-11m"
 ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Medusa-1": ("medusa1", ()),
@@ -49,8 +48,6 @@ ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Medusa-2": ("medusa2", ()),
 }
 """Name -> (recipe of storyteller-11m, overrides)."""
-SECONDS = "seconds.json"
-"""Wall time of an arm's training, imports and evaluations included."""
 OWN_ANSWERS = "Medusa-1 on the data's own answers"
 
 
@@ -65,16 +62,15 @@ def main() -> None:
         as_many = len(Path(options.answers).read_text().splitlines())
         arms[OWN_ANSWERS] = ("medusa1", (f"data.max_rows={as_many}",), options.own_answers)
     for name, (recipe, overrides, answers) in arms.items():
-        folder = Path(options.runs) / _slug(name)
-        if not (folder / "final").is_dir():
-            train(recipe, overrides, answers, folder, options)
+        folder = Path(options.runs) / slug(name)
+        train(RECIPES / f"{recipe}.yaml", [*_given(recipe, answers, options), *overrides], folder)
         results["arms"][name] = curve_of(folder)
     if options.train_only:
         return
     prompt_sets = {name: path for name, _, path in (each.partition("=") for each in options.prompts)}
     for target, names in _by_target(options.target, arms, Path(options.runs)).items():
         model, tokenizer = CausalLM(load_model(target, parse_dtype("bf16"))), load_tokenizer(target)
-        heads = {name: load_heads(Path(options.runs) / _slug(name) / "final", model) for name in names}
+        heads = {name: load_heads(Path(options.runs) / slug(name) / "final", model) for name in names}
         for prompt_set, path in prompt_sets.items():
             prompts = read_prompts(path, tokenizer, options.limit)
             ends = eos_token_ids(model.model, tokenizer)
@@ -89,7 +85,7 @@ def main() -> None:
                     measured[row["setting"]] = {
                         key: row[key] for key in ("tokens_per_pass", "speedup", "conditional_acceptance")
                     }
-            _write(results, out)
+            write(results, out)
     for prompt_set in prompt_sets:
         console.print(table(results, prompt_set))
 
@@ -111,41 +107,19 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _slug(name: str) -> str:
-    return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
-
-
-def train(recipe: str, overrides: Sequence[str], answers: str, folder: Path, options: argparse.Namespace) -> None:
-    """Run an arm to its end, and note the wall time beside it."""
-    command = [sys.executable, str(ROOT / "scripts" / "train.py"), str(RECIPES / f"{recipe}.yaml")]
-    command += [f"target={options.target}", f"data.train={answers}", f"data.heldout={options.heldout}"]
+def _given(recipe: str, answers: str, options: argparse.Namespace) -> list[str]:
+    """What all arms of a recipe share."""
+    given = [f"target={options.target}", f"data.train={answers}", f"data.heldout={options.heldout}"]
     if recipe == "medusa1":  # the target stands still: it is run once for all arms on the same answers
-        command += [f"features.folder={Path(options.runs) / 'features' / Path(answers).stem}"]
-    command += [f"output={folder}", f"training.steps={options.steps}", f"evaluation.every={max(options.steps // 5, 1)}"]
-    began = time.perf_counter()
-    subprocess.run([*command, *overrides], cwd=ROOT, check=True)
-    (folder / SECONDS).write_text(json.dumps({"seconds": time.perf_counter() - began}))
-
-
-def curve_of(folder: Path) -> dict[str, Any]:
-    """Wall time, tokens per target pass on the held-out prompts against trained tokens, and tokens/s (median)."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    # A step done again after a kill stands there twice, with the same figures but for the clock's.
-    held = list({line["step"]: line for line in lines if "heldout/tokens_per_pass" in line}.values())
-    steps = list({line["step"]: line for line in lines if "loss" in line}.values())
-    return {
-        **json.loads((folder / SECONDS).read_text()),
-        "curve": [[line["tokens"], line["heldout/tokens_per_pass"]] for line in held],
-        "tokens": steps[-1]["tokens"],
-        "training_tokens_per_second": sorted(line.get("tokens_per_second", 0) for line in steps)[len(steps) // 2],
-    }
+        given += [f"features.folder={Path(options.runs) / 'features' / Path(answers).stem}"]
+    return [*given, f"training.steps={options.steps}", f"evaluation.every={max(options.steps // 5, 1)}"]
 
 
 def _by_target(target: str, arms: dict[str, Any], runs: Path) -> dict[str, list[str]]:
     """Medusa-2 brings a target of its own."""
     grouped: dict[str, list[str]] = {}
     for name in arms:
-        own = runs / _slug(name) / "final" / TARGET_FOLDER
+        own = runs / slug(name) / "final" / TARGET_FOLDER
         grouped.setdefault(str(own) if own.is_dir() else target, []).append(name)
     return grouped
 
@@ -173,11 +147,6 @@ def methods(target: CausalLM, heads: dict[str, MedusaHeads], config: EvaluationC
         found.append(our_method(target, setting, PLAIN, None, decoding))
         found += [our_method(target, setting, name, drafter, decoding) for name, drafter in drafters.items()]
     return found
-
-
-def _write(results: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def table(results: dict[str, Any], prompt_set: str) -> Table:

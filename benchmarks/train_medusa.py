@@ -39,10 +39,11 @@ from decoding.machine import commit, hardware, versions
 from decoding.target import CausalLM
 from decoding.widen import widened_to
 from trainer.batch import Batch, Example, collate
-from trainer.features import FeatureIdentity, FeatureStore, write_features
+from trainer.features import FeatureIdentity, FeatureStore, FeatureWriter
 from trainer.hidden import HiddenStates, OnlineTarget, StoredFeatures
 from trainer.medusa import HeadInputs, MedusaObjective, MedusaTraining
 from trainer.recipe import HeadsSection, LossSection
+from trainer.store import write_store
 
 WAYS = ("fused", "plain")
 VARIANTS = ("own lm_heads", "shared lm_head", "soft targets")
@@ -260,10 +261,9 @@ def compare_features(options: argparse.Namespace) -> dict[str, Any]:
 def stored(target: CausalLM, batch: Batch, folder: Path) -> FeatureStore:
     """The features of a batch's rows. Nobody will ask whether they are of the right data: the identity is made up."""
     examples = [Example(tuple(row), (True,) * len(row), 0) for row in batch.tokens.tolist()]
-    identity = FeatureIdentity(
-        "benchmark", "none", "random", target.hidden_size, target.vocab_size, str(target.dtype).split(".")[-1], top_k=0
-    )
-    write_features(target, examples, folder, identity, shard_tokens=1 << 20)
+    dtype = str(target.dtype).split(".")[-1]
+    identity = FeatureIdentity("benchmark", "none", "random", target.vocab_size, dtype, target.hidden_size, top_k=0)
+    write_store(FeatureWriter(target, identity), examples, folder, shard_rows=1 << 20)
     return FeatureStore.open(folder, identity, verify=False)
 
 

@@ -8,9 +8,11 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
@@ -65,15 +67,78 @@ def trimmed_vocabulary(model: PreTrainedModel, token_ids: Iterable[int]) -> Caus
         raise ValueError(f"the lm_head is a {type(lm_head).__name__}: trim a draft before it is quantised")
     _check_tokens(tokens, lm_head.out_features)
     index = torch.tensor(tokens, device=lm_head.weight.device)
-    cut = nn.Linear(lm_head.in_features, len(tokens), bias=lm_head.bias is not None, device="meta")
-    cut.weight = nn.Parameter(lm_head.weight.detach()[index], requires_grad=False)
-    if lm_head.bias is not None:
-        cut.bias = nn.Parameter(lm_head.bias.detach()[index], requires_grad=False)
-    shared: dict[int, object] = {id(parameter): parameter for parameter in model.parameters()}
-    trimmed = copy.deepcopy(model, shared | {id(lm_head): cut})
-    trimmed.config.tie_word_embeddings = False
-    trimmed.config.get_text_config(decoder=True).tie_word_embeddings = False
-    return CausalLM(trimmed, output_tokens=index)
+    weight, bias = lm_head.weight.detach()[index], None if lm_head.bias is None else lm_head.bias.detach()[index]
+    return CausalLM(_with_lm_head(model, weight, bias), output_tokens=index)
+
+
+def with_filled_vocabulary(draft: CausalLM) -> PreTrainedModel:
+    """A trimmed draft with a whole lm_head, as a program that knows nothing of trimming can load it.
+
+    The row of a token that the draft cannot write is the mean of those it can. Its logit is then the mean of theirs,
+    never above the best: greedily such a model writes what the draft writes. It shares all other weights. A draft that
+    is not trimmed comes back as it is.
+    """
+    model: PreTrainedModel = draft.model
+    if (output_tokens := draft.output_tokens) is None:
+        return model
+    lm_head = model.get_output_embeddings()
+    assert isinstance(lm_head, nn.Linear), "trimmed_vocabulary made it"
+
+    def filled(rows: Tensor) -> Tensor:
+        mean = rows.float().mean(0, keepdim=True).to(rows.dtype)
+        return mean.repeat(draft.vocab_size, *[1] * (rows.ndim - 1)).index_copy(0, output_tokens, rows)
+
+    weight, bias = filled(lm_head.weight.detach()), None if lm_head.bias is None else filled(lm_head.bias.detach())
+    return _with_lm_head(model, weight, bias)
+
+
+def with_whole_vocabulary(draft: CausalLM, vocab_size: int) -> CausalLM:
+    """A draft that can decode on its own: its logits over ``vocab_size`` tokens, -inf for those it cannot write.
+
+    It shares its weights with the draft given, which stays as it is.
+    """
+    output_tokens = draft.output_tokens
+
+    def whole(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        output.logits = over_vocabulary(output.logits, output_tokens, vocab_size)
+        return output
+
+    model = copy.deepcopy(draft.model, _shared(draft.model))
+    model.register_forward_hook(whole)
+    alone = CausalLM(model)
+    alone.vocab_size = vocab_size
+    return alone
+
+
+def over_vocabulary(
+    logits: Float[Tensor, "*rows outputs"], output_tokens: Int[Tensor, " outputs"] | None, vocab_size: int
+) -> Float[Tensor, "*rows vocab"]:
+    """A draft's logits over a target's vocabulary: -inf for what the draft does not know, without what only it knows.
+
+    ``output_tokens``: the token of each output; None where output i is token i.
+    """
+    if output_tokens is not None:
+        whole = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
+        return whole.index_copy_(-1, output_tokens, logits)
+    missing = vocab_size - logits.shape[-1]
+    return nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[..., :vocab_size]
+
+
+def _with_lm_head(model: PreTrainedModel, weight: Tensor, bias: Tensor | None) -> PreTrainedModel:
+    """The model, its other weights shared, with a frozen lm_head of its own."""
+    lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    lm_head.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        lm_head.bias = nn.Parameter(bias, requires_grad=False)
+    other: PreTrainedModel = copy.deepcopy(model, _shared(model) | {id(model.get_output_embeddings()): lm_head})
+    other.config.tie_word_embeddings = False
+    other.config.get_text_config(decoder=True).tie_word_embeddings = False
+    return other
+
+
+def _shared(model: nn.Module) -> dict[int, Any]:
+    """For `copy.deepcopy`: copy everything but the parameters."""
+    return {id(parameter): parameter for parameter in model.parameters()}
 
 
 def write_output_tokens(folder: str | Path, token_ids: Iterable[int]) -> None:

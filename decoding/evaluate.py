@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from decoding.baselines import transformers_generate
 from decoding.drafters.base import Drafter
 from decoding.drafters.draft_model import DraftModelDrafter
-from decoding.generate import DecodingConfig, check_prompt, decode
+from decoding.generate import DecodingConfig, check_prompt, decode, decode_batch_steps
 from decoding.machine import commit, hardware, versions
-from decoding.metrics import StepCount, acceptance, predicted_speedup, ratio_of_sums, spread
+from decoding.metrics import Acceptance, StepCount, acceptance, predicted_speedup, ratio_of_sums, spread
 from decoding.plan import measure_cost_curve
 from decoding.policy import Policy, named_policy
 from decoding.sampling import SamplingConfig
@@ -299,15 +299,22 @@ def _compare(
     return {"identical": len(mine) - len(margins), "of": len(mine), "largest_margin": max(margins, default=0.0)}
 
 
+def measure_acceptance(
+    target: CausalLM, drafter: Drafter, prompts: Sequence[Sequence[int]], config: DecodingConfig, batch_size: int = 1
+) -> Acceptance:
+    """By the real loop, no peers and no clock. Prompt i is decoded with the seed ``config.seed + i``."""
+    texts: list[list[StepCount]] = [[] for _ in prompts]
+    for place, step in decode_batch_steps(target, drafter, prompts, config, batch_size):
+        if not step.is_prefill:
+            texts[place].append(step.counts)
+    return acceptance(texts)
+
+
 def acceptance_on(
     target: CausalLM, drafter: Drafter, prompts: Sequence[Sequence[int]], config: DecodingConfig
 ) -> dict[str, float]:
-    """The quick figures that training watches: the real loop on held-out prompts, no peers, no clock."""
-    texts = []
-    for prompt in prompts:
-        steps = decode(target, drafter, prompt, config).steps[1:]
-        texts.append([step.counts for step in steps])
-    figures = acceptance(texts)
+    """The quick figures that training watches, of `measure_acceptance`."""
+    figures = measure_acceptance(target, drafter, prompts, config)
     return {
         "tokens_per_pass": figures.tokens_per_pass.value,
         **{f"acceptance_{position}": share.value for position, share in enumerate(figures.conditional, start=1)},

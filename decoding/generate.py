@@ -106,7 +106,7 @@ def decode_steps(
     spares running again what the prompt shares with the text before. The call before can then not be gone on with.
     """
     # What does not fit is refused here, not when the first step is asked for.
-    batch = _Batch(target, drafter, [prompt], config, tokenizer, policy, 1, cache)
+    batch = _Batch(target, drafter, [prompt], config, tokenizer, policy, 1, cache, None)
     return (step for _, step in batch.run())
 
 
@@ -130,14 +130,16 @@ def decode_batch_steps(
     batch_size: int,
     tokenizer: TextDecoder | None = None,
     policy: Policy | None = None,
+    seeds: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, Step]]:
     """Decode prompts, ``batch_size`` at a time: (place of the prompt, from 0; its next step).
 
     Rows accept different lengths and end at different times; a row that ends makes room for the next prompt.
+    ``seeds`` gives each text one of its own, in place of those that its config gives by places.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}: give at least 1")
-    return _Batch(target, drafter, prompts, config, tokenizer, policy, min(batch_size, len(prompts)), None).run()
+    return _Batch(target, drafter, prompts, config, tokenizer, policy, min(batch_size, len(prompts)), None, seeds).run()
 
 
 def decode_batch(
@@ -159,15 +161,15 @@ def decode_batch(
 class _Text:
     """One text being decoded."""
 
-    def __init__(self, place: int, prompt: Sequence[int], config: DecodingConfig, target: CausalLM) -> None:
+    def __init__(self, place: int, prompt: Sequence[int], seed: int, config: DecodingConfig, target: CausalLM) -> None:
         self.place = place
         self.tokens = list(prompt)
         self.prompt_length = len(prompt)
         self.finished = False
         self.hidden = torch.empty(0)
         # Two streams of one seed: what is drafted does not shift what the target draws.
-        self.source = GeneratorSource.from_seed(config.seed + place, "verify")
-        self.draft_source = GeneratorSource.from_seed(config.seed + place, "draft")
+        self.source = GeneratorSource.from_seed(seed, "verify")
+        self.draft_source = GeneratorSource.from_seed(seed, "draft")
         self.history = History(config.sampling, len(prompt), target.vocab_size, target.device)
 
     def room(self, max_new_tokens: int) -> int:
@@ -196,6 +198,7 @@ class _Batch:
         policy: Policy | None,
         rows: int,
         cache: PreallocatedCache | None,
+        seeds: Sequence[int] | None,
     ) -> None:
         for prompt in prompts:
             check_prompt(target, prompt, config)
@@ -205,14 +208,14 @@ class _Batch:
         self.target, self.config, self.drafter = target, config, drafter
         self.policy: Policy = policy or FixedPolicy()
         self.stop = StopCheck(config.eos_token_ids, config.stop_strings, tokenizer)
-        self.waiting = deque(enumerate(prompts))
+        seeds = range(config.seed, config.seed + len(prompts)) if seeds is None else seeds
+        self.waiting = deque(zip(range(len(prompts)), prompts, seeds, strict=True))
         self.texts: list[_Text] = []
         self.rows = rows
         self.session = drafter.open(target, config.sampling, rows, longest) if drafter else None
         self.serves_calls = cache is not None
-        self.cache = (
-            cache if cache is not None else target.new_cache(longest + (drafter.max_nodes if drafter else 1), rows)
-        )
+        nodes = drafter.max_nodes if drafter else 1
+        self.cache = cache if cache is not None else target.new_cache(longest + nodes, rows)
 
     def run(self) -> Iterator[tuple[int, Step]]:
         """Until every prompt is decoded."""
@@ -302,11 +305,8 @@ class _Batch:
         if self.drafter:
             counts = [step.counts for step in steps]
             self.policy.observe(budget, len(texts), counts, draft_seconds, verify_seconds, total_seconds)
-        seconds = (draft_seconds / len(texts), verify_seconds / len(texts), total_seconds / len(texts))
-        return [
-            step._replace(draft_seconds=seconds[0], verify_seconds=seconds[1], total_seconds=seconds[2])
-            for step in steps
-        ]
+        draft, verify, total = (seconds / len(texts) for seconds in (draft_seconds, verify_seconds, total_seconds))
+        return [step._replace(draft_seconds=draft, verify_seconds=verify, total_seconds=total) for step in steps]
 
     def _budget(self) -> Budget:
         """What the policy chooses, which is not asked where no text has room for a draft."""

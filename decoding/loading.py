@@ -1,5 +1,6 @@
 """Reading targets, drafts and heads from a folder or the hub, with every mismatch found before anything runs."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,10 @@ def load_model(
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer that belongs to a model's folder or hub id."""
+    """The tokenizer that belongs to a model's folder or hub id; adapters saved without one have their base model's."""
+    adapters = Path(name) / "adapter_config.json"
+    if adapters.is_file() and not any(adapters.parent.glob("tokenizer*")):
+        name = str(json.loads(adapters.read_text()).get("base_model_name_or_path"))
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, HTTPError) as error:

@@ -19,6 +19,8 @@ from decoding.compress import (
     most_frequent_tokens,
     quantised,
     trimmed_vocabulary,
+    with_filled_vocabulary,
+    with_whole_vocabulary,
     write_output_tokens,
 )
 from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter
@@ -161,6 +163,55 @@ def test_a_vocabulary_that_makes_no_sense_is_refused(tmp_path: Path, tokens: tup
     with pytest.raises(ValueError, match=complaint):
         write_output_tokens(tmp_path, tokens)
     assert not (tmp_path / OUTPUT_TOKENS_NAME).exists()
+
+
+# --- a whole vocabulary again ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("vocab_size", [14, 16, 20])
+def test_a_trimmed_draft_decodes_on_its_own_and_never_writes_what_it_cannot(family: str, vocab_size: int) -> None:
+    """Gemma-2 bends its logits, so that -inf would not be -inf any more if it came before."""
+    draft = trimmed_vocabulary(tiny_model(family), KEPT)
+    alone = with_whole_vocabulary(draft, vocab_size)
+    logits = full_forward(alone.model, [3, 15, 4])
+    assert logits.shape == (3, vocab_size) and alone.vocab_size == vocab_size and alone.output_tokens is None
+    assert torch.equal(logits[:, list(KEPT)], full_forward(draft.model, [3, 15, 4]))
+    assert bool(logits[:, [token for token in range(vocab_size) if token not in KEPT]].eq(-torch.inf).all())
+    assert full_forward(draft.model, [1]).shape == (1, 6), "the draft given stays as it is"
+    assert alone.model.get_input_embeddings().weight is draft.model.get_input_embeddings().weight
+    for sampling in (SamplingConfig(), SamplingConfig(1.0)):
+        texts = decode_batch(alone, None, PROMPTS, DecodingConfig(12, sampling, seed=1), 2)
+        assert all(len(text.tokens) == 12 and set(text.tokens) <= set(KEPT) for text in texts)
+    greedy = decode(alone, None, [1, 2], DecodingConfig(8)).tokens
+    text = [1, 2]
+    while len(text) < 10:
+        text.append(KEPT[int(full_forward(draft.model, text)[-1].argmax())])
+    assert list(greedy) == text[2:]
+
+
+def test_a_draft_of_a_larger_padded_vocabulary_decodes_over_the_targets() -> None:
+    model = tiny_model(vocab=20)
+    logits = full_forward(with_whole_vocabulary(CausalLM(model), 16).model, [3, 4])
+    assert torch.equal(logits, full_forward(model, [3, 4])[:, :16])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_token_that_was_cut_off_gets_the_mean_logit_and_never_the_best(tied: bool) -> None:
+    draft = trimmed_vocabulary(tiny_model(tie_word_embeddings=tied), KEPT)
+    filled = full_forward(with_filled_vocabulary(draft), list(range(16)))
+    kept, others = filled[:, list(KEPT)], filled[:, [token for token in range(16) if token not in KEPT]]
+    torch.testing.assert_close(kept, full_forward(draft.model, list(range(16))))
+    torch.testing.assert_close(others, kept.mean(1, keepdim=True).expand_as(others))
+    assert bool((others < kept.amax(1, keepdim=True)).all())
+
+
+def test_a_bias_is_filled_too_and_a_whole_draft_is_left_alone() -> None:
+    model = tiny_model()
+    assert with_filled_vocabulary(CausalLM(model)) is model
+    model.get_output_embeddings().bias = torch.nn.Parameter(torch.arange(16.0))
+    bias: torch.Tensor = with_filled_vocabulary(trimmed_vocabulary(model, (1, 4))).get_output_embeddings().bias
+    assert bias.tolist() == [2.5, 1.0, 2.5, 2.5, 4.0, *[2.5] * 11]
 
 
 # --- a trimmed draft's folder --------------------------------------------------------------------------------------

@@ -16,14 +16,15 @@ from tiny_training import tiny_tokenizer, toy_examples
 from torch import Tensor
 
 from decoding.target import CausalLM, capture_lm_head_input
-from trainer import features
+from trainer import store as stores
 from trainer.batch import Example, collate
-from trainer.features import FeatureIdentity, FeatureStore, ensure_features, estimate_bytes, write_features
+from trainer.features import FeatureIdentity, FeatureStore, FeatureWriter, ensure_features
 from trainer.hidden import OnlineTarget, StoredFeatures
 from trainer.medusa import MedusaObjective
 from trainer.provenance import fingerprint
 from trainer.recipe import FeaturesSection, HeadsSection
 from trainer.shards import Layout
+from trainer.store import estimate_bytes, write_store
 
 EXAMPLES = toy_examples(12)  # of 4 to 12 tokens
 SHARD_TOKENS = 30  # three shards of EXAMPLES
@@ -36,7 +37,7 @@ def identity_of(target: CausalLM, examples: Sequence[Example] = EXAMPLES, top_k:
 
 def write(target: CausalLM, folder: Path, top_k: int = 0, **options: Any) -> FeatureIdentity:
     identity = identity_of(target, top_k=top_k)
-    write_features(target, EXAMPLES, folder, identity, SHARD_TOKENS, **options)
+    write_store(FeatureWriter(target, identity), EXAMPLES, folder, SHARD_TOKENS, **options)
     return identity
 
 
@@ -89,7 +90,7 @@ def test_documents_packed_into_one_example_are_stored_as_if_each_stood_alone(
     both = (*first, *second)
     packed = [Example(both, (True,) * len(both), 0, (len(first), len(second))), EXAMPLES[0]]
     identity = identity_of(tiny_llama, packed)
-    write_features(tiny_llama, packed, tmp_path, identity, SHARD_TOKENS)
+    write_store(FeatureWriter(tiny_llama, identity), packed, tmp_path, SHARD_TOKENS)
     hidden = FeatureStore.open(tmp_path, identity).hidden(collate(packed[:1], (0,)))[0]
     expected = torch.cat([alone(tiny_llama, first), alone(tiny_llama, second)])
     torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
@@ -167,9 +168,9 @@ def test_heads_learn_from_features_what_they_learn_from_the_target(
 
 
 def test_a_shard_holds_whole_examples_and_a_long_one_has_a_shard_of_its_own() -> None:
-    layout = Layout((3, 4, 3, 20, 5, 5), shard_tokens=10)
+    layout = Layout((3, 4, 3, 20, 5, 5), shard_rows=10)
     assert layout.shards == [range(3), range(3, 4), range(4, 6)]
-    assert [layout.tokens(shard) for shard in range(3)] == [10, 20, 10]
+    assert [layout.rows(shard) for shard in range(3)] == [10, 20, 10]
     assert layout.place(2) == (0, slice(7, 10))
     assert layout.place(3) == (1, slice(0, 20))
     assert layout.place(5) == (2, slice(5, 10))
@@ -190,7 +191,7 @@ def test_two_processes_write_half_each_and_together_all(tiny_llama: CausalLM, tm
 def test_what_is_complete_is_left_as_it_is_and_the_target_is_not_run(
     tiny_llama: CausalLM, stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(features, "_run_target", None)
+    monkeypatch.setattr(FeatureWriter, "rows", None)
     before = written_at(stored.folder)
     write(tiny_llama, stored.folder)
     assert written_at(stored.folder) == before and len(before) == 4  # three shards and the weights
@@ -213,7 +214,7 @@ def test_a_run_that_breaks_off_keeps_the_shards_it_finished(tiny_llama: CausalLM
 
 def test_features_that_were_begun_with_other_shards_go_on_with_those(tiny_llama: CausalLM, stored: Stored) -> None:
     before = written_at(stored.folder)
-    write_features(tiny_llama, EXAMPLES, stored.folder, stored.identity, shard_tokens=50)
+    write_store(FeatureWriter(tiny_llama, stored.identity), EXAMPLES, stored.folder, shard_rows=50)
     assert written_at(stored.folder) == before
 
 
@@ -296,7 +297,7 @@ def test_shards_that_lost_their_manifest_are_not_taken_for_those_of_other_data(
     (stored.folder / "manifest.json").unlink()
     backwards = EXAMPLES[::-1]
     identity = identity_of(tiny_llama, backwards)
-    write_features(tiny_llama, backwards, stored.folder, identity, SHARD_TOKENS)
+    write_store(FeatureWriter(tiny_llama, identity), backwards, stored.folder, SHARD_TOKENS)
     hidden = FeatureStore.open(stored.folder, identity).hidden(collate(backwards[:1], (0,)))[0]
     torch.testing.assert_close(hidden, alone(tiny_llama, backwards[0].tokens), rtol=1e-5, atol=1e-5)
 
@@ -322,7 +323,7 @@ def test_features_made_with_something_else_are_refused_by_its_name(
     with pytest.raises(ValueError, match=rf"features made with another {what}: give features.folder another folder"):
         FeatureStore.open(stored.folder, other)
     with pytest.raises(ValueError, match=f"features made with another {what}"):
-        write_features(tiny_llama, EXAMPLES, stored.folder, other, SHARD_TOKENS)
+        write_store(FeatureWriter(tiny_llama, other), EXAMPLES, stored.folder, SHARD_TOKENS)
 
 
 def test_an_identity_changes_with_the_target_the_tokenizer_and_each_token(tiny_llama: CausalLM) -> None:
@@ -365,8 +366,8 @@ def test_a_disk_that_is_too_small_is_refused_before_a_shard_is_written(
     tiny_llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They take 8 KB, and a quarter of a GB is kept free."""
-    disk_with(monkeypatch, free=features._SPARE_BYTES)
-    with pytest.raises(ValueError, match=r"take 0.00 GB more but the disk of .* has 0.27 GB free.*data.max_rows"):
+    disk_with(monkeypatch, free=stores._SPARE_BYTES)
+    with pytest.raises(ValueError, match=r"would take 0.00 GB more but the disk of .* has 0.27 GB free.*data.max_rows"):
         write(tiny_llama, tmp_path)
     assert not written_at(tmp_path)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import tiny_model
-from tiny_training import Recorder, ToyObjective, medusa_on, toy_examples, train_toy
+from tiny_training import Recorder, ToyObjective, interrupt, medusa_on, toy_examples, train_toy
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -35,10 +35,6 @@ def equal(some: list[Tensor], others: list[Tensor]) -> bool:
 
 def largest_difference(some: list[Tensor], others: list[Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(some, others, strict=True))
-
-
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def medusa() -> MedusaObjective:

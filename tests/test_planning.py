@@ -116,6 +116,20 @@ def test_disk_is_counted_and_nothing_is_left_on_it(workshop: Path) -> None:
     assert sorted(workshop.rglob("*")) == before
 
 
+def test_a_teacher_cache_is_counted_and_measured_on_a_few_rows(workshop: Path) -> None:
+    """Of 19 positions of each of 24 texts, at 8 tokens of 2 + 4 bytes and a total of 4."""
+    before = sorted(workshop.rglob("*"))
+    teacher = {"folder": str(workshop / "teacher"), "top_k": 5, "tail": 3}
+    plan = plan_training(recipe(workshop, "draft", draft={"teacher": teacher}), steps=1)
+    assert plan.disk["teacher cache"] == 24 * 19 * (8 * 6 + 4)
+    assert plan.measured is not None and plan.measured.writing > 0 and plan.tokens.read == 4 * 8 * 20
+    online = plan_training(recipe(workshop, "draft"), steps=0)
+    assert "teacher cache" not in online.disk
+    passing = "activations and logits, roughly"
+    assert plan.memory[passing] < online.memory[passing]  # the target is not run
+    assert sorted(workshop.rglob("*")) == before
+
+
 def test_a_target_that_features_replace_takes_no_memory_and_evaluates_at_the_end_alone(workshop: Path) -> None:
     features, every_step = {"folder": str(workshop / "features")}, {"every": 1}
     kept, dropped = (
@@ -129,7 +143,7 @@ def test_a_target_that_features_replace_takes_no_memory_and_evaluates_at_the_end
 def test_hours_are_those_of_all_steps_each_at_its_phases_pace_and_of_evaluations() -> None:
     alone = Pace(Phase("alone", 0, 300), step=2.0, fastest=1.0, slowest=3.0)
     joint = Pace(Phase("joint", 300, 700), step=5.0, fastest=4.0, slowest=6.0)
-    measured = Measured((alone, joint), evaluation=30.0, features=40.0, peak_bytes=0)
+    measured = Measured((alone, joint), evaluation=30.0, writing=40.0, peak_bytes=0)
     plan = Plan({}, {}, {}, Tokens(1, 1, 1, 1.0), steps=1000, evaluations=5, measured=measured, measured_memory=0)
     assert plan.hours == pytest.approx((300 * 2 + 700 * 5 + 5 * 30 + 40) / 3600)
 

@@ -1,4 +1,4 @@
-"""Features written ahead of a training: by the same rules as within it."""
+"""Features and teacher caches written ahead of a training: by the same rules as within it."""
 
 import io
 from collections.abc import Iterator
@@ -15,9 +15,12 @@ from tiny_training import recipe_content, write_corpus, write_target
 
 from trainer import distributed
 from trainer.assemble import assemble
+from trainer.batch import collate
 from trainer.prepare import prepare_features
 from trainer.read_recipe import parse_recipe
 from trainer.recipe import AnyRecipe
+from trainer.teacher_cache import TeacherStore
+from trainer.teachers import SampledTailTeacher
 
 
 @pytest.fixture
@@ -41,12 +44,44 @@ def recipe_with_features(workshop: Path, **data: Any) -> AnyRecipe:
     return parse_recipe({**content, "features": section, "data": {**content["data"], **data}})
 
 
+def recipe_with_teacher(workshop: Path, temperature: float = 1.0) -> AnyRecipe:
+    teacher = {"folder": str(workshop / "teacher"), "top_k": 5, "tail": 3}
+    draft = {"teacher": teacher, "loss": {"temperature": temperature}}
+    return parse_recipe({**recipe_content(workshop, "draft"), "draft": draft})
+
+
 def test_features_written_ahead_are_those_that_training_reads(workshop: Path) -> None:
     prepare_features(recipe_with_features(workshop), Console(file=io.StringIO()))
     before = shards_of(workshop / "features")
     heard = io.StringIO()
     assemble(recipe_with_features(workshop), torch.device("cpu"), Console(file=heard))
     assert before and shards_of(workshop / "features") == before and "written here" not in heard.getvalue()
+
+
+def test_a_teacher_cache_written_ahead_is_what_a_draft_is_trained_from(workshop: Path) -> None:
+    """24 texts of 20 tokens, of which 19 are predicted, at 8 tokens of 2 + 4 bytes and a total of 4."""
+    heard = io.StringIO()
+    store = prepare_features(recipe_with_teacher(workshop, 2.0), Console(file=heard, width=200))
+    before = shards_of(workshop / "teacher")
+    assert f"teacher cache: 456 positions in {workshop}/teacher, 0.000 GB: 52 bytes a position" in heard.getvalue()
+    again = io.StringIO()
+    job = assemble(recipe_with_teacher(workshop, 2.0), torch.device("cpu"), Console(file=again))
+    assert before and shards_of(workshop / "teacher") == before and "written here" not in again.getvalue()
+    assert isinstance(store, TeacherStore)
+    batch = collate(job.dataset.examples[:3], range(3))
+    (inputs,) = job.objective.inputs(batch, 0)
+    assert isinstance(inputs.teacher, SampledTailTeacher)
+    assert torch.equal(inputs.teacher.logits, store.rows(batch).logits) and inputs.teacher.temperature == 2.0
+    with pytest.raises(ValueError, match="holds a teacher cache made with another temperature"):
+        assemble(recipe_with_teacher(workshop, 1.5), torch.device("cpu"), Console(file=again))
+
+
+@pytest.mark.parametrize("kind", ["medusa", "draft"])
+def test_a_recipe_that_stores_nothing_has_nothing_to_write(workshop: Path, kind: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"no features section: give features\.folder=FOLDER .* draft\.teacher\.folder"
+    ):
+        prepare_features(parse_recipe(recipe_content(workshop, kind)), Console(file=io.StringIO()))
 
 
 def test_packed_documents_that_would_see_one_another_are_refused_ahead_of_training_too(workshop: Path) -> None:

@@ -50,13 +50,15 @@ def test_a_recipe_is_parsed_and_tells_how_to_launch_it(path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_has_medusa_1_and_medusa_2_with_hardware_and_an_honest_mark(family: str) -> None:
-    for kind in ("medusa1", "medusa2"):
+def test_a_family_has_heads_and_a_draft_with_hardware_and_an_honest_mark(family: str) -> None:
+    for kind in ("medusa1", "medusa2", "draft"):
         path = ROOT / "recipes" / family / f"{kind}.yaml"
         text = words(path)
         assert "Meant for " in text
         assert ("Not yet measured." in text) != ("Measured: see LOG.md." in text)
-        assert (loaded(path).adapters is not None) == (kind == "medusa2")
+        recipe = loaded(path)
+        assert recipe.kind == ("draft" if kind == "draft" else "medusa")
+        assert (getattr(recipe, "adapters", None) is not None) == (kind == "medusa2")
 
 
 def test_only_the_small_target_is_called_measured() -> None:
@@ -109,8 +111,9 @@ def test_a_recipe_of_a_small_target_or_for_any_trains_to_its_end_in_a_few_steps(
     given += [f"data.train={train}", f"data.heldout={heldout}", "dtype=fp32"]
     if path.stem == "medusa2":
         small += ["adapters.heads_first_steps=1"]
-    if path.stem == "draft":
-        small += ["draft.layers=[0]"]
+    if path.stem.startswith("draft"):
+        small += ["draft.init.from_target.layers=[0]", "draft.init.from_target.width=null", "draft.check_costs=false"]
+        small += ["draft.init.from_model=null", "draft.policy.max_new_tokens=4"]
     AcceleratorState._reset_state(True)
     final = run_recipe(load_recipe(path, [*given, *small]), Console(file=io.StringIO()))
     AcceleratorState._reset_state(True)

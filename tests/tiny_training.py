@@ -1,6 +1,8 @@
 """What training needs, in miniature: a tokenizer of 16 words, files of rows, a target on disk, a toy objective."""
 
 import json
+import os
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +25,7 @@ from trainer.loop import Hooks, train
 from trainer.medusa import MedusaObjective
 from trainer.objective import EVERYWHERE_THE_SAME, TermSums
 from trainer.recipe import HeadsSection, TrainingSection
+from trainer.source import Offline, Source
 
 WORDS = ("<unk>", "<eos>", "<user>", "<assistant>", *"abcdefghijkl")
 """Word i is token i: <eos> is 1, <user> 2, <assistant> 3, a 4, b 5, ... l 15."""
@@ -71,7 +74,7 @@ def write_corpus(folder: Path, rows: int = 24, length: int = 20) -> tuple[str, s
 def recipe_content(folder: Path, kind: str, **training: Any) -> dict[str, Any]:
     """A recipe on the target and the corpus in ``folder``, as plain values; its run goes to ``folder``/run."""
     section = {"steps": 4, "batch_size": 8, "micro_batch_size": 8, "mixed_precision": "no", "learning_rate": 3e-3}
-    return {
+    content: dict[str, Any] = {
         "kind": kind,
         "name": f"tiny {kind}",
         "output": str(folder / "run"),
@@ -86,6 +89,9 @@ def recipe_content(folder: Path, kind: str, **training: Any) -> dict[str, Any]:
         "evaluation": {"every": 1000, "prompts": 2, "prompt_tokens": 6, "max_new_tokens": 8},
         "tracking": "none",
     }
+    if kind == "draft":
+        content["draft"] = {"check_costs": False}  # of so small a target half is as slow as all of it
+    return content
 
 
 @contextmanager
@@ -163,12 +169,18 @@ def toy_examples(count: int = 12, vocab: int = 16) -> list[Example]:
     return examples
 
 
+def interrupt() -> None:
+    """Ask this process to stop, as a scheduler does."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 class Recorder:
     """Hooks that note every step's figures, and do at a step what a test wants done."""
 
     def __init__(self) -> None:
         self.figures: dict[int, dict[str, float]] = {}
         self.evaluated: list[int] = []
+        self.ends_at: set[int] = set()
         self.actions: dict[int, Any] = {}
 
     @property
@@ -176,7 +188,11 @@ class Recorder:
         return {step: figures["loss"] for step, figures in self.figures.items()}
 
     def hooks(self) -> Hooks:
-        return Hooks(self._on_step, lambda progress: self.evaluated.append(progress.step))
+        return Hooks(self._on_step, self._evaluate)
+
+    def _evaluate(self, progress: Progress) -> bool:
+        self.evaluated.append(progress.step)
+        return progress.step in self.ends_at
 
     def _on_step(self, progress: Progress, figures: dict[str, float]) -> None:
         self.figures[progress.step] = figures
@@ -188,7 +204,7 @@ def train_toy(
     folder: Path,
     objective: Any,
     recorder: Recorder | None = None,
-    examples: Sequence[Example] | None = None,
+    examples: Sequence[Example] | Source | None = None,
     checkpoint_every: int = 2,
     evaluate_every: int = 1000,
     **training: Any,
@@ -196,10 +212,12 @@ def train_toy(
     """Run the loop on one CPU process, with its checkpoints in ``folder``."""
     defaults = {"steps": 6, "batch_size": 8, "micro_batch_size": 8, "mixed_precision": "no", "learning_rate": 1e-2}
     section = TrainingSection.model_validate({**defaults, **training})
+    examples = toy_examples() if examples is None else examples
+    source = Offline(examples, section.batch_size, section.seed) if isinstance(examples, Sequence) else examples
     with cpu_accelerator(section.mixed_precision) as accelerator:
         return train(
             objective,
-            examples or toy_examples(),
+            source,
             section,
             accelerator,
             Checkpoints(folder, keep=2, identity={"seed": section.seed}),

@@ -8,22 +8,27 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from decoding.loading import load_model, load_tokenizer, parse_dtype
+from decoding.compress import quantised
+from decoding.loading import load_draft, load_model, load_tokenizer, parse_dtype
 from decoding.target import CausalLM
 from trainer.batch import check_documents_are_apart
 from trainer.data import Dataset, load_dataset
-from trainer.distill import DistillObjective
+from trainer.distill import DistillObjective, OnlineTeacher, TeacherRows
+from trainer.draft_init import initial_draft
 from trainer.features import FeatureIdentity, FeatureStore, ensure_features
 from trainer.folders import check_can_be_folder
 from trainer.hidden import OnlineTarget, StoredFeatures
 from trainer.medusa import MedusaObjective
 from trainer.medusa2 import Medusa2Objective
 from trainer.objective import Objective
+from trainer.on_policy import draft_source
 from trainer.pretrain import PretrainObjective
 from trainer.provenance import fingerprint
 from trainer.quickstart import resolve
-from trainer.recipe import AnyRecipe, FeaturesSection, MedusaRecipe, PretrainRecipe
+from trainer.recipe import AnyRecipe, DraftRecipe, FeaturesSection, MedusaRecipe, PretrainRecipe
 from trainer.shards import digest_of_each
+from trainer.source import Offline, Source
+from trainer.teacher_cache import teacher_of
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,10 @@ class Job:
                 content["adapters"].pop("export")
             if recipe.heads.loss.soft:  # by all of the target's logits, or by the best of them
                 content["features.top_k"] = recipe.features.top_k if recipe.features else 0
+        if isinstance(recipe, DraftRecipe):
+            content["draft"].pop("check_costs")
+            if recipe.draft.teacher is not None:
+                content["draft"]["teacher"] = {"top_k": recipe.draft.teacher.top_k, "tail": recipe.draft.teacher.tail}
         content["target weights"] = self.target.fingerprint if self.target else None
         content["training data"] = digest_of_each(self.dataset.examples)
         return content
@@ -94,7 +103,20 @@ def assemble(
         if not recipe.features.keep_target:
             target = replace(target, model=None)
         return Job(recipe, tokenizer, dataset, heldout, target, objective)
-    return Job(recipe, tokenizer, dataset, heldout, target, _objective(recipe, model, tokenizer))
+    if isinstance(recipe, DraftRecipe):
+        teacher = _teacher_of(recipe, target, tokenizer, dataset, console, process_index, num_processes)
+        return Job(recipe, tokenizer, dataset, heldout, target, _distilled(recipe, model, tokenizer, dataset, teacher))
+    return Job(recipe, tokenizer, dataset, heldout, target, _heads_on(recipe, model, tokenizer))
+
+
+def source_of(job: Job, process_index: int = 0, num_processes: int = 1, folder: Path | None = None) -> Source:
+    """Where a job's batches come from. ``folder``: see `trainer.on_policy.draft_source`."""
+    recipe, examples = job.recipe, job.dataset.examples
+    if not isinstance(job.objective, DistillObjective):
+        return Offline(examples, recipe.training.batch_size, recipe.training.seed)
+    assert isinstance(recipe, DraftRecipe) and job.target is not None and job.target.model is not None
+    draft = job.objective.draft_for_decoding
+    return draft_source(recipe, examples, job.target.model, job.tokenizer, draft, process_index, num_processes, folder)
 
 
 def check_folders(recipe: AnyRecipe) -> None:
@@ -102,6 +124,8 @@ def check_folders(recipe: AnyRecipe) -> None:
     check_can_be_folder(Path(recipe.output), "output")
     if isinstance(recipe, MedusaRecipe) and recipe.features is not None:
         check_can_be_folder(Path(recipe.features.folder), "features.folder")
+    if isinstance(recipe, DraftRecipe) and recipe.draft.teacher is not None:
+        check_can_be_folder(Path(recipe.draft.teacher.folder), "draft.teacher.folder")
 
 
 def load_target(recipe: AnyRecipe, device: torch.device) -> Target | None:
@@ -116,7 +140,10 @@ def load_target(recipe: AnyRecipe, device: torch.device) -> Target | None:
         )
     if recipe.data.packing:
         check_documents_are_apart(model.model)
-    return Target(name, model, dtype, fingerprint(model.model))
+    known = fingerprint(model.model)
+    if isinstance(recipe, DraftRecipe) and recipe.quantise is not None:
+        model = CausalLM(quantised(model.model))
+    return Target(name, model, dtype, known)
 
 
 def load_recipe_tokenizer(recipe: AnyRecipe) -> PreTrainedTokenizerBase:
@@ -151,16 +178,42 @@ def features_of(
     )
 
 
-def _objective(recipe: AnyRecipe, target: CausalLM, tokenizer: PreTrainedTokenizerBase) -> Objective:
-    assert not isinstance(recipe, PretrainRecipe)
+def _heads_on(recipe: MedusaRecipe, target: CausalLM, tokenizer: PreTrainedTokenizerBase) -> Objective:
     steps = recipe.training.steps
-    if isinstance(recipe, MedusaRecipe):
-        if recipe.adapters is not None:
-            return Medusa2Objective(target, tokenizer, recipe.heads, recipe.adapters, steps)
-        return MedusaObjective(OnlineTarget(target), recipe.heads, steps, target.dtype)
-    evaluated = recipe.evaluation.prompt_tokens + recipe.evaluation.max_new_tokens
-    longest = max(recipe.data.max_length, evaluated)
-    return DistillObjective(target, tokenizer, recipe.draft, recipe.trust_remote_code, longest)
+    if recipe.adapters is not None:
+        return Medusa2Objective(target, tokenizer, recipe.heads, recipe.adapters, steps)
+    return MedusaObjective(OnlineTarget(target), recipe.heads, steps, target.dtype)
+
+
+def _teacher_of(
+    recipe: DraftRecipe,
+    target: Target,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: Dataset,
+    console: Console,
+    process_index: int,
+    num_processes: int,
+) -> TeacherRows:
+    """The target, or its logits on disk, written where they are not there yet; every process calls this."""
+    assert target.model is not None
+    section = recipe.draft
+    if section.teacher is None:
+        return OnlineTeacher(target.model)
+    return teacher_of(
+        target, tokenizer, dataset, section.teacher, section.loss.temperature, console, process_index, num_processes
+    )
+
+
+def _distilled(
+    recipe: DraftRecipe, target: CausalLM, tokenizer: PreTrainedTokenizerBase, dataset: Dataset, teacher: TeacherRows
+) -> DistillObjective:
+    section, evaluation = recipe.draft, recipe.evaluation
+    written = section.policy.max_new_tokens if section.policy.generates else 0
+    longest = max(recipe.data.max_length + written, evaluation.prompt_tokens + evaluation.max_new_tokens)
+    initial = initial_draft(target, tokenizer, section, dataset.examples, recipe.trust_remote_code, longest)
+    named = section.loss.selection.reference
+    reference = None if named is None else load_draft(named, target, tokenizer, recipe.trust_remote_code)
+    return DistillObjective(target, teacher, tokenizer, initial, section, reference)
 
 
 def _objective_on_features(

@@ -43,7 +43,7 @@ class Batch:
     documents: Int[Tensor, "batch positions"]
     """Which document of its row a token belongs to, from 0; -1 on padding."""
     examples: tuple[int, ...]
-    """The place of each row in the data set."""
+    """The place of each row in the data set; -1 for one that is not in it."""
 
     def to(self, device: torch.device) -> "Batch":
         moved: dict[str, Any] = {

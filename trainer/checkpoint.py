@@ -50,6 +50,10 @@ class Checkpoints:
     def _all(self) -> list[Path]:
         return sorted(self._folder.glob("step-*"))
 
+    def steps(self) -> list[int]:
+        """Of the checkpoints there are."""
+        return [int(folder.name.removeprefix("step-")) for folder in self._all()]
+
     def save(self, saved: Saved) -> None:
         """Write a checkpoint and drop the oldest; raises OSError with the last good one untouched.
 

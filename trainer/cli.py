@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
-from trainer.options import EvaluateOptions, GenerateOptions, InspectOptions, RegenerateOptions
+from trainer.options import EvaluateOptions, GenerateOptions, InspectOptions, RealignOptions, RegenerateOptions
 
 _ERRORS = Console(stderr=True, highlight=False)
 INTERRUPTED = 143  # 128 + SIGTERM, as shells report it
@@ -91,10 +91,10 @@ def train(
 
 @app.command()
 def features(
-    recipe: Annotated[str, typer.Argument(help="YAML recipe with a features section.")],
+    recipe: Annotated[str, typer.Argument(help="YAML recipe with a features or a draft.teacher section.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the recipe.")] = None,
 ) -> None:
-    """Write the hidden states that a recipe trains from, ahead of its training; a killed run goes on where it was."""
+    """Write ahead what a recipe trains from, hidden states or a teacher cache; a killed run goes on where it was."""
 
     def work() -> None:
         from trainer.prepare import prepare_features
@@ -166,6 +166,15 @@ def regenerate(options: RegenerateOptions) -> None:
     from trainer.regenerate import run_regenerate
 
     run_regenerate(options)
+
+
+@app.command()
+@takes(RealignOptions)
+def realign(options: RealignOptions) -> None:
+    """Fit a stale draft to its target that was tuned since: answers, training, acceptance before and after."""
+    from trainer.realign import run_realign
+
+    run_realign(options)
 
 
 @data.command()

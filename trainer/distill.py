@@ -1,134 +1,225 @@
 """The distillation objective: a small draft learns the target's distribution at every trained token."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter, DraftModelDrafter
-from decoding.loading import check_same_tokenizer, load_model, load_tokenizer
 from decoding.target import CausalLM
+from trainer.adapters import base_of, refuse_embeddings, with_adapters
 from trainer.batch import Batch
-from trainer.losses import acceptance_rate, chunked_divergence
+from trainer.draft_init import InitialDraft, write_draft
+from trainer.draft_sections import DraftLossSection, DraftSection
+from trainer.fused import fused_loss, token_divergences
+from trainer.hidden import OnlineTarget, check_logits, logit_scale, read_at_lm_head
+from trainer.losses import LossMix
 from trainer.objective import EVERYWHERE_THE_SAME, TermSums
-from trainer.recipe import DraftSection
+from trainer.selection import kept_of, kept_positions
+from trainer.teachers import HiddenTeacher, Teacher
+
+if TYPE_CHECKING:  # slow to import, and not of use to every draft
+    from peft import PeftModel
+
+
+class TeacherRows(Protocol):
+    """What gives the target's distribution: the target itself, or its logits on disk."""
+
+    def rows(self, batch: Batch) -> Teacher:
+        """At the positions whose next token is trained, row by row."""
+        ...
+
+
+class OnlineTeacher:
+    """The target, run without gradients on every batch."""
+
+    def __init__(self, target: CausalLM) -> None:
+        self._states = OnlineTarget(target)
+
+    def rows(self, batch: Batch) -> HiddenTeacher:
+        """Its hidden states there; logits are made of them a chunk at a time."""
+        states = self._states
+        return HiddenTeacher(states.hidden(batch)[batch.labelled(1)], states.lm_head, states.transform)
+
+
+@dataclass(frozen=True)
+class DraftInputs:
+    """What a draft learns from: a batch, and at its labelled positions, row by row, the target's distribution."""
+
+    batch: Batch
+    teacher: Teacher | None
+    """None where only the data's tokens are learnt."""
+    reference: Float[Tensor, " labels"] | None = None
+    """How far a reference draft is from the target there."""
+
+
+class DraftLogits:
+    """How a model's logits come from its lm_head's products: what the losses have to know of a draft."""
+
+    def __init__(self, model: PreTrainedModel, output_tokens: Int[Tensor, " outputs"] | None, vocab_size: int) -> None:
+        """``vocab_size`` is the target's: of what only the draft knows nothing is learnt, nor decoded."""
+        check_logits(model, "draft")
+        config = model.config.get_text_config(decoder=True)
+        self._scale, self.soft_cap = logit_scale(config), getattr(config, "final_logit_softcapping", None)
+        self.output_tokens, self._vocab_size = output_tokens, vocab_size
+
+    def scaled(self, hidden: Tensor) -> Tensor:
+        return hidden if self._scale == 1.0 else hidden * self._scale
+
+    def known(self, lm_head: Float[Tensor, "outputs hidden"]) -> Float[Tensor, "known hidden"]:
+        return lm_head if self.output_tokens is not None else lm_head[: self._vocab_size]
+
+    def keywords(self) -> dict[str, Any]:
+        """For `trainer.fused`."""
+        return {"tokens": self.output_tokens, "soft_cap": self.soft_cap}
 
 
 class DistillTraining(nn.Module):
-    """The draft with its loss: a divergence from the target's distribution, where the next token is trained."""
+    """The draft with its losses: on its logits, and where it is asked for on its last hidden state."""
 
-    def __init__(self, draft: PreTrainedModel, section: DraftSection) -> None:
+    def __init__(
+        self, draft: "PreTrainedModel | PeftModel", logits: DraftLogits, loss: DraftLossSection, hidden_size: int
+    ) -> None:
+        """``hidden_size`` is the target's."""
         super().__init__()
         self.draft = draft
-        self._section = section
+        self._logits, self._loss = logits, loss
+        self._mix = LossMix(loss.mix, loss.temperature, loss.jsd_beta, loss.lk_eta) if loss.mix else None
+        width = CausalLM(self.base).hidden_size
+        self.projection: nn.Linear | None = None
+        if loss.hidden and width != hidden_size:  # learnt beside the draft, and no part of it
+            self.projection = nn.Linear(width, hidden_size, bias=False)
 
-    def forward(self, target_logits: Float[Tensor, "labels vocab"], batch: Batch) -> TermSums:
-        logits = self.draft(**batch.model_inputs(), use_cache=False).logits[batch.labelled(1)]
-        # One family may pad its vocabularies differently; what one side does not know, neither can be scored on.
-        shared = min(logits.shape[-1], target_logits.shape[-1])
-        logits, target_logits = logits[:, :shared], target_logits[:, :shared]
-        loss = chunked_divergence(logits, target_logits, self._section.objective, self._section.temperature)
-        return TermSums(loss[None], acceptance_rate(logits.detach(), target_logits)[None])
+    @property
+    def base(self) -> PreTrainedModel:
+        """The draft itself: peft put adapters into it."""
+        return self.draft if isinstance(self.draft, PreTrainedModel) else base_of(self.draft)
+
+    def forward(self, inputs: DraftInputs) -> TermSums:
+        """Losses (terms,) with, for those on the logits, Σ min(p, q): what token rejection accepts."""
+        found: list[TermSums] = []
+
+        def read(hidden: Tensor, lm_head: Tensor) -> None:
+            found.append(self._losses(inputs, hidden, lm_head))
+
+        with read_at_lm_head(self.base, read):
+            self.base(**inputs.batch.model_inputs(), use_cache=False)
+        return found[0]
+
+    def _losses(self, inputs: DraftInputs, hidden: Tensor, lm_head: Tensor) -> TermSums:
+        labelled, teacher = inputs.batch.labelled(1), inputs.teacher
+        x, labels, weight = hidden[labelled], inputs.batch.shifted(1)[labelled], self._logits.known(lm_head)
+        if self._loss.selection.keep < 1:
+            kept = self._kept(inputs, self._logits.scaled(x), weight)
+            x, labels, teacher = x[kept], labels[kept], None if teacher is None else teacher.at(kept)
+        losses, hits = [], []
+        if self._mix is not None:
+            found = fused_loss(self._logits.scaled(x), weight, labels, self._mix, teacher, **self._logits.keywords())
+            losses.append(found.loss)
+            hits.append(found.correct.to(found.loss.dtype) if teacher is None else found.accepted)
+        if self._loss.hidden:
+            assert isinstance(teacher, HiddenTeacher), "the recipe asks for hidden states of the target itself"
+            losses.append(self._hidden_loss(x, teacher.hidden))
+            hits.append(torch.zeros_like(losses[-1]))
+        return TermSums(torch.stack(losses), torch.stack(hits).detach())
+
+    def _kept(self, inputs: DraftInputs, x: Tensor, weight: Tensor) -> Int[Tensor, " kept"]:
+        assert inputs.teacher is not None, "tokens are selected by the target's distribution"
+        own = token_divergences(x, weight, inputs.teacher, self._loss.temperature, **self._logits.keywords())
+        worth = -own if inputs.reference is None else own - inputs.reference
+        return kept_positions(worth, inputs.batch.labelled(1), self._loss.selection.keep)
+
+    def _hidden_loss(self, x: Float[Tensor, "labels width"], target: Float[Tensor, "labels hidden"]) -> Tensor:
+        projected = x if self.projection is None else self.projection(x)
+        wanted = target.float()
+        error = (projected.float() - wanted).square().mean(-1)
+        return (error / wanted.square().mean(-1).clamp(min=torch.finfo(torch.float32).tiny)).sum()
 
 
 class DistillObjective:
-    """A draft, its frozen target, and the divergence between them."""
-
-    terms: tuple[str, ...] = ("divergence",)
-    hit_name = "acceptance"
+    """A draft, what teaches it, and the losses between them."""
 
     def __init__(
         self,
         target: CausalLM,
+        teacher: TeacherRows,
         tokenizer: PreTrainedTokenizerBase,
+        initial: InitialDraft,
         section: DraftSection,
-        trust_remote_code: bool = False,
-        longest: int = 0,
+        reference: CausalLM | None = None,
     ) -> None:
-        """``longest`` is how many tokens the draft will read at most, in training and in the evaluations."""
-        self._target = target
-        target.model.requires_grad_(False)
-        self._tokenizer = tokenizer
-        self._section = section
-        draft = _initial_draft(target, tokenizer, section, trust_remote_code)
-        limit = CausalLM(draft).max_positions
-        if limit is not None and limit < longest:
-            raise ValueError(
-                f"draft.init is {section.init!r}, whose context holds {limit} tokens, but would read {longest}: "
-                "lower data.max_length and the evaluation's tokens, or give another draft"
-            )
-        self.module: DistillTraining = DistillTraining(draft.train(), section)
+        """``reference`` is a draft that tokens are selected by. The finished draft has the target's dtype."""
+        self._teacher, self._tokenizer, self._section = teacher, tokenizer, section
+        self._dtype, loss = target.dtype, section.loss
+        self._needs_teacher = loss.mix.keys() != {"cross_entropy"} or loss.hidden > 0 or loss.selection.keep < 1
+        self.hit_name = "acceptance" if loss.mix.keys() != {"cross_entropy"} else "top1"
+        self.terms = tuple(name for name, wanted in (("logits", loss.mix), ("hidden", loss.hidden)) if wanted)
+        self._output_tokens = initial.output_tokens
+        logits = DraftLogits(initial.model, initial.output_tokens, target.vocab_size)
+        self._reference = _Reference(reference, target.vocab_size) if reference is not None else None
+        draft: PreTrainedModel | PeftModel = initial.model.train()
+        if section.lora is not None:
+            refuse_embeddings(initial.model, section.lora, "draft.lora")
+            draft = with_adapters(initial.model, section.lora, "draft.lora")
+        self.module: DistillTraining = DistillTraining(draft, logits, loss, target.hidden_size)
 
     def weights(self, step: int) -> tuple[float, ...]:
-        return (1.0,)
+        return tuple(self._section.loss.hidden if term == "hidden" else 1.0 for term in self.terms)
 
     def rates(self, step: int) -> Mapping[str, float]:
         return EVERYWHERE_THE_SAME
 
     def counts(self, batch: Batch) -> Float[Tensor, " terms"]:
-        return batch.labelled(1).sum()[None]
+        kept = kept_of(batch.labelled(1).sum(1), self._section.loss.selection.keep).sum()
+        return kept.expand(len(self.terms)).clone()
 
     def inputs(self, batch: Batch, step: int) -> tuple[Any, ...]:
-        with torch.no_grad():
-            logits = self._target.model(**batch.model_inputs(), use_cache=False).logits
-        return logits[batch.labelled(1)], batch
+        self.module.train()  # an evaluation or a generation leaves it as it decodes
+        teacher = self._teacher.rows(batch) if self._needs_teacher else None
+        reference = None
+        if self._reference is not None and teacher is not None:
+            reference = self._reference.divergences(batch, teacher, self._section.loss.temperature)
+        return (DraftInputs(batch, teacher, reference),)
 
-    def _draft_for_decoding(self) -> PreTrainedModel:
-        draft: PreTrainedModel = copy.deepcopy(self.module.draft)
-        draft.to(self._target.dtype)  # type: ignore[arg-type]  # transformers' stubs
-        draft.config.dtype = self._target.dtype
-        return draft
+    def draft_for_decoding(self) -> CausalLM:
+        """The draft as it is now, adapters merged, in the target's dtype: a copy that training leaves alone."""
+        draft: Any = copy.deepcopy(self.module.draft)
+        if self._section.lora is not None:
+            draft = cast("PeftModel", draft).merge_and_unload()
+        draft.to(self._dtype)
+        draft.config.dtype = self._dtype
+        draft.requires_grad_(False)
+        return CausalLM(draft, self._output_tokens)
 
     def drafter(self) -> Drafter:
-        return DraftModelDrafter(CausalLM(self._draft_for_decoding()), (1,) * self._section.num_draft_tokens)
+        return DraftModelDrafter(self.draft_for_decoding(), (1,) * self._section.num_draft_tokens)
 
     def save(self, folder: Path) -> None:
-        self._draft_for_decoding().save_pretrained(folder)
-        self._tokenizer.save_pretrained(folder)
+        write_draft(self.draft_for_decoding(), self._tokenizer, folder)
 
 
-def _initial_draft(
-    target: CausalLM, tokenizer: PreTrainedTokenizerBase, section: DraftSection, trust_remote_code: bool
-) -> PreTrainedModel:
-    """The untrained draft, in fp32 on the target's device."""
-    if section.init == "target":
-        draft = draft_from_target(target.model, section.layers)
-        draft.to(target.device, torch.float32)  # type: ignore[arg-type]  # transformers' stubs
-        return draft
-    check_same_tokenizer(tokenizer, load_tokenizer(section.init, trust_remote_code))
-    return load_model(section.init, torch.float32, target.device, trust_remote_code)
+class _Reference:
+    """A frozen draft beside the one that is trained (AdaSPEC, 2510.19779)."""
 
+    def __init__(self, draft: CausalLM, vocab_size: int) -> None:
+        self._model = draft.model.requires_grad_(False)
+        self._logits = DraftLogits(draft.model, draft.output_tokens, vocab_size)
 
-def draft_from_target(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
-    """A model of the target's own architecture that starts as the chosen layers of it, in the order given."""
-    config = copy.deepcopy(target.config.get_text_config(decoder=True))
-    total: int = config.num_hidden_layers
-    kept = [layer + total if layer < 0 else layer for layer in layers]
-    if not kept or min(kept) < 0 or max(kept) >= total:
-        raise ValueError(f"draft.layers is {list(layers)} but the target has layers 0 to {total - 1}")
-    config.num_hidden_layers = len(kept)
-    for name, value in config.to_dict().items():
-        if isinstance(value, list) and len(value) == total:  # layer_types, no_rope_layers and the like: one per layer
-            setattr(config, name, [value[layer] for layer in kept])
-    draft: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
-    state = {}
-    source = target.state_dict()
-    for name in draft.state_dict():
-        parts = name.split(".")
-        # The first number in a parameter's name is its layer, in every family (model.layers.3., transformer.h.3.).
-        position = next((index for index, part in enumerate(parts) if part.isdigit()), None)
-        if position is not None:
-            parts[position] = str(kept[int(parts[position])])
-        state[name] = source[".".join(parts)]
-    draft.load_state_dict(state)
-    ends = target.generation_config
-    if ends is not None:  # how texts end, and nothing of how the target likes to be sampled
-        draft.generation_config = GenerationConfig(
-            bos_token_id=ends.bos_token_id, eos_token_id=ends.eos_token_id, pad_token_id=ends.pad_token_id
-        )
-    return draft
+    @torch.no_grad()
+    def divergences(self, batch: Batch, teacher: Teacher, temperature: float) -> Float[Tensor, " labels"]:
+        """Its forward KL from the target at the labelled positions."""
+        found: list[Tensor] = []
+
+        def read(hidden: Tensor, lm_head: Tensor) -> None:
+            x, weight = self._logits.scaled(hidden[batch.labelled(1)]), self._logits.known(lm_head)
+            found.append(token_divergences(x, weight, teacher, temperature, **self._logits.keywords()))
+
+        with read_at_lm_head(self._model, read):
+            self._model(**batch.model_inputs(), use_cache=False)
+        return found[0]

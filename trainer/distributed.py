@@ -166,7 +166,8 @@ class _Zero:
 def whole_parameters(accelerator: Accelerator, module: nn.Module) -> Iterator[None]:
     """Every parameter of ``module`` whole on every process, as a plain module that one process alone may run and copy.
 
-    To be entered on all processes; nothing may be changed inside. ``module`` is the objective's own, not the wrapper.
+    To be entered on all processes. What is changed inside is lost to the training. ``module`` is the objective's own,
+    not the wrapper.
     """
     if zero_stage(accelerator) == 3:
         import deepspeed

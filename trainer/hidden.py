@@ -1,12 +1,14 @@
 """Where the heads' training gets the target's hidden states: from the target itself, or from features on disk."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from decoding.target import CausalLM, capture_lm_head_input, last_position
@@ -63,7 +65,7 @@ class OnlineTarget:
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
         with capture_lm_head_input(self._model, select=last_position) as captured:
             self._model(**batch.model_inputs(), use_cache=False)
-        return captured[0]
+        return captured[0].to(batch.tokens.device)  # a target spread over devices ends on another
 
     @torch.no_grad()
     def embedded(self, tokens: Int[Tensor, "batch positions"]) -> Float[Tensor, "batch positions hidden"]:
@@ -102,6 +104,29 @@ class StoredFeatures:
         return None if found is None else TopLogits(*(tensor.to(self._device) for tensor in found))
 
 
+@contextmanager
+def read_at_lm_head(model: nn.Module, read: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    """Hand what the lm_head reads, and its weight, to ``read`` from within its forward.
+
+    Only there is the weight whole when it is sharded. The layer itself writes the last position's logits alone.
+    """
+    layer: nn.Linear = model.get_output_embeddings()  # type: ignore[operator]  # nn.Module's getattr
+
+    def forward(hidden: Tensor) -> Tensor:
+        read(hidden, layer.weight)
+        return F.linear(last_position(hidden), layer.weight)
+
+    before = vars(layer).get("forward")  # launchers may have put one of their own there
+    layer.forward = forward  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        if before is None:
+            del layer.forward
+        else:
+            layer.forward = before  # type: ignore[method-assign]
+
+
 def logit_scale(config: PreTrainedConfig) -> float:
     """What a family multiplies its lm_head's products by: Granite divides them, Cohere has a factor."""
     factor, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
@@ -117,13 +142,13 @@ def logit_transform(config: PreTrainedConfig) -> LogitTransform | None:
 
 
 @torch.no_grad()
-def check_logits(model: PreTrainedModel) -> None:
-    """Refuse a target whose logits are anything else than `logit_transform` of its lm_head's products.
+def check_logits(model: PreTrainedModel, role: str = "target") -> None:
+    """Refuse a model whose logits are anything else than `logit_transform` of its lm_head's products.
 
-    Its own distribution would not be what soft targets are made of, and heads start from that lm_head.
+    Losses are formed from these products: its own distribution would not be what is learnt, or learns.
     """
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        raise ValueError("the target's lm_head has a bias, which heads have no place for: give another target")
+        raise ValueError(f"the {role}'s lm_head has a bias, which losses here have no place for: give another {role}")
     tokens = torch.tensor([[0, 1]], device=model.device)
     with capture_lm_head_input(model) as captured:
         logits = model(input_ids=tokens, use_cache=False).logits
@@ -132,6 +157,6 @@ def check_logits(model: PreTrainedModel) -> None:
     expected = products.mT if transform is None else transform(products.mT)
     if not torch.allclose(logits[0].float(), expected.float(), rtol=0.05, atol=0.05 * float(expected.abs().max())):
         raise ValueError(
-            f"the target ({model.config.model_type}) does more to its lm_head's products than this trainer knows of: "
-            "heads cannot be trained on it"
+            f"the {role} ({model.config.model_type}) does more to its lm_head's products than this trainer knows of: "
+            f"give another {role}"
         )

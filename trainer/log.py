@@ -61,11 +61,13 @@ class Log:
                 f"{self._recipe.name}: step {progress.step}/{self._recipe.training.steps}, {note}{speed}"
             )
 
-    def evaluation(self, progress: Progress, figures: dict[str, float]) -> None:
-        """Note the held-out figures, and say them."""
-        self._write(progress, {f"heldout/{name}": value for name, value in figures.items()})
+    def evaluation(self, progress: Progress, figures: dict[str, float], step: int | None = None) -> None:
+        """Note the held-out figures, and say them; ``step`` is that of the weights, where it is not the last."""
+        step, temperature = progress.step if step is None else step, self._recipe.evaluation.temperature
+        earlier = {"heldout/step": step} if step < progress.step else {}
+        self._write(progress, {**{f"heldout/{name}": value for name, value in figures.items()}, **earlier})
         self._console.print(
-            f"{self._recipe.name}: step {progress.step}, held out, greedy: "
+            f"{self._recipe.name}: step {step}, held out, {f'T={temperature:g}' if temperature else 'greedy'}: "
             + ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in figures.items()),
             soft_wrap=True,
         )

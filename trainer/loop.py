@@ -14,12 +14,13 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.batch import Batch, Example, batch_indices, collate
+from trainer.batch import Batch, collate
 from trainer.checkpoint import Checkpoints, Progress, Saved
 from trainer.distributed import Runner, prepare, whole_parameters
 from trainer.objective import Objective
 from trainer.optimizer import build_optimizers, set_learning_rates
 from trainer.recipe import TrainingSection
+from trainer.source import Source
 from trainer.state import gather_moments, gather_weights, load_moments, load_weights
 
 
@@ -32,8 +33,8 @@ class Hooks(NamedTuple):
 
     on_step: Callable[[Progress, dict[str, float]], None]
     """On every process, after each optimizer step, with its figures."""
-    evaluate: Callable[[Progress], None]
-    """On the main process; the others wait."""
+    evaluate: Callable[[Progress], bool]
+    """On the main process, while the others wait; again where a run goes on from that step. Whether to end here."""
 
 
 def learning_rate_at(step: int, section: TrainingSection) -> float:
@@ -47,7 +48,7 @@ def learning_rate_at(step: int, section: TrainingSection) -> float:
 
 def train(
     objective: Objective,
-    examples: Sequence[Example],
+    source: Source,
     section: TrainingSection,
     accelerator: Accelerator,
     checkpoints: Checkpoints,
@@ -55,7 +56,7 @@ def train(
     evaluate_every: int,
     hooks: Hooks,
 ) -> Progress:
-    """Train to the end of the recipe, from the last checkpoint if there is one.
+    """Train to the end of the recipe, or of an evaluation's patience, from the last checkpoint if there is one.
 
     Raises `Interrupted` after a SIGTERM (the state is saved first), and ValueError at a loss or a gradient that is
     not finite (the last good checkpoint stays).
@@ -73,28 +74,35 @@ def train(
     del saved
     with _stop_signals() as stop_requested:
         while progress.step < section.steps:
-            figures, tokens = _step(objective, runner, optimizers, examples, section, accelerator, progress)
+            due = progress.step > 0 and progress.step % evaluate_every == 0
+            if due and _evaluate(hooks, objective, accelerator, progress):
+                _save(accelerator, checkpoints, objective, optimizers, runner, progress)
+                break
+            written = _write(source, objective, section, accelerator, progress.step)
+            figures, tokens = _step(objective, runner, optimizers, source, section, accelerator, progress)
             progress = Progress(progress.step + 1, progress.tokens + tokens)
-            hooks.on_step(progress, figures)
+            hooks.on_step(progress, figures | written)
             last = progress.step == section.steps
             stop = _any_process(accelerator, stop_requested())
             if stop or last or progress.step % checkpoint_every == 0:
                 _save(accelerator, checkpoints, objective, optimizers, runner, progress)
             if stop and not last:
                 raise Interrupted(f"stopped at step {progress.step} of {section.steps}; the state is saved")
-            if not last and progress.step % evaluate_every == 0:
-                with whole_parameters(accelerator, objective.module):
-                    if accelerator.is_main_process:
-                        hooks.evaluate(progress)
-                    accelerator.wait_for_everyone()
     return progress
+
+
+def _evaluate(hooks: Hooks, objective: Objective, accelerator: Accelerator, progress: Progress) -> bool:
+    """Whether to end here, on every process."""
+    with whole_parameters(accelerator, objective.module):
+        enough = accelerator.is_main_process and hooks.evaluate(progress)
+        return _any_process(accelerator, enough)
 
 
 def _step(
     objective: Objective,
     runner: Runner,
     optimizers: Sequence[Optimizer],
-    examples: Sequence[Example],
+    source: Source,
     section: TrainingSection,
     accelerator: Accelerator,
     progress: Progress,
@@ -104,7 +112,7 @@ def _step(
     _seed_step(section.seed, step, accelerator.process_index)
     learning_rate = learning_rate_at(step, section)
     set_learning_rates(optimizers, learning_rate, objective.rates(step))
-    micro_batches = _my_micro_batches(step, examples, section, accelerator)
+    micro_batches = _my_micro_batches(step, source, section, accelerator)
     counts: Tensor = accelerator.reduce(sum(objective.counts(batch) for batch in micro_batches), "sum")
     weights = torch.tensor(objective.weights(step), device=counts.device)
     scale: Float[Tensor, " terms"] = weights / counts.clamp(min=1)
@@ -150,17 +158,30 @@ def check_batch_divides(section: TrainingSection, processes: int) -> None:
         )
 
 
-def _my_micro_batches(
-    step: int, examples: Sequence[Example], section: TrainingSection, accelerator: Accelerator
-) -> list[Batch]:
-    """This process's share of the step's batch, dealt out in turn so that every process count trains the same batch."""
-    world = accelerator.num_processes
-    check_batch_divides(section, world)
-    indices = batch_indices(step, section.batch_size, len(examples), section.seed)[accelerator.process_index :: world]
-    shares = (
-        indices[start : start + section.micro_batch_size] for start in range(0, len(indices), section.micro_batch_size)
-    )
-    return [collate([examples[index] for index in share], share).to(accelerator.device) for share in shares]
+def _my_positions(section: TrainingSection, accelerator: Accelerator) -> range:
+    """This process's share of a batch, dealt out in turn so that every process count trains the same batch."""
+    check_batch_divides(section, accelerator.num_processes)
+    return range(accelerator.process_index, section.batch_size, accelerator.num_processes)
+
+
+def _write(
+    source: Source, objective: Objective, section: TrainingSection, accelerator: Accelerator, step: int
+) -> dict[str, float]:
+    """Let the source write where a step needs it; its figures, of all processes together."""
+    if not source.writes_at(step):
+        return {}
+    with whole_parameters(accelerator, objective.module):
+        figures = source.write(step, _my_positions(section, accelerator))
+    values = torch.tensor(list(figures.values()), dtype=_widest(accelerator.device), device=accelerator.device)
+    sums: Tensor = accelerator.reduce(values, "sum")
+    return dict(zip(figures, sums.tolist(), strict=True))
+
+
+def _my_micro_batches(step: int, source: Source, section: TrainingSection, accelerator: Accelerator) -> list[Batch]:
+    rows = source.rows(step, _my_positions(section, accelerator))
+    shares = [rows[start : start + section.micro_batch_size] for start in range(0, len(rows), section.micro_batch_size)]
+    batches = (collate([row.example for row in share], [row.place for row in share]) for share in shares)
+    return [batch.to(accelerator.device) for batch in batches]
 
 
 def _seed_step(seed: int, step: int, process: int) -> None:

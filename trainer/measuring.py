@@ -13,17 +13,22 @@ from typing import NamedTuple
 
 import torch
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 
-from trainer.assemble import Job
+from trainer.assemble import Job, Target, feature_identity
 from trainer.batch import Example, collate
 from trainer.checkpoint import Checkpoints, Progress, Saved
+from trainer.data import Dataset
 from trainer.distributed import build_accelerator
-from trainer.hidden import OnlineTarget
+from trainer.features import FeatureWriter
+from trainer.heldout import Evaluator
 from trainer.loop import Hooks, train
 from trainer.objective import Objective
-from trainer.recipe import AnyRecipe, MedusaRecipe
+from trainer.recipe import AnyRecipe, DraftRecipe, MedusaRecipe
+from trainer.source import Offline
 from trainer.state import gather_weights
-from trainer.train import Evaluator
+from trainer.store import Writer
+from trainer.teacher_cache import TeacherWriter, teacher_identity
 
 
 class Phase(NamedTuple):
@@ -46,14 +51,14 @@ class Pace:
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds: of the steps, of an evaluation, of writing all features (0: there are none).
+    """Seconds: of the steps, of an evaluation, of writing all features or the teacher cache (0: there are none).
 
     ``peak_bytes``: see `peak_memory`, after the steps.
     """
 
     paces: tuple[Pace, ...]
     evaluation: float
-    features: float
+    writing: float
     peak_bytes: int
 
 
@@ -91,12 +96,12 @@ def phases_of(recipe: AnyRecipe) -> list[Phase]:
 def measure(job: Job, processes: int, steps: int, examples: Sequence[Example]) -> Measured:
     """Do ``steps`` steps of each phase after one to warm up, an evaluation of one prompt, and a forward.
 
-    One process does its share of a batch, as each of ``processes`` would. ``examples`` are those to write features of.
+    One process does its share of a batch, as each of ``processes`` would. ``examples`` are those to be written.
     The objective is trained by it: assemble another one to train.
     """
     paces = tuple(_pace(job, phase, processes, steps) for phase in phases_of(job.recipe))
     peak = peak_memory()
-    return Measured(paces, _evaluation_seconds(job), _feature_seconds(job, examples) / processes, peak)
+    return Measured(paces, _evaluation_seconds(job), _writing_seconds(job, examples) / processes, peak)
 
 
 def _pace(job: Job, phase: Phase, processes: int, steps: int) -> Pace:
@@ -111,10 +116,11 @@ def _pace(job: Job, phase: Phase, processes: int, steps: int) -> Pace:
             raise _Enough
 
     accelerator = build_accelerator(section)
-    checkpoints, hooks = _BegunAt(job.objective, phase.first), Hooks(on_step, lambda progress: None)
+    checkpoints, hooks = _BegunAt(job.objective, phase.first), Hooks(on_step, lambda progress: False)
     stamps.append(time.perf_counter())
     with suppress(_Enough):
-        train(job.objective, job.dataset.examples, share, accelerator, checkpoints, 1 << 30, 1 << 30, hooks)
+        source = Offline(job.dataset.examples, share.batch_size, share.seed)
+        train(job.objective, source, share, accelerator, checkpoints, 1 << 30, 1 << 30, hooks)
     accelerator.free_memory()  # or this phase's optimizer would be there still during the next
     seconds = [after - start for start, after in pairwise(stamps)]
     taken = seconds[1:] or seconds
@@ -133,18 +139,30 @@ def _evaluation_seconds(job: Job) -> float:
     return (time.perf_counter() - start) * section.prompts
 
 
-def _feature_seconds(job: Job, examples: Sequence[Example]) -> float:
+def _writing_seconds(job: Job, examples: Sequence[Example]) -> float:
     """From one micro batch."""
-    recipe = job.recipe
-    if not isinstance(recipe, MedusaRecipe) or recipe.features is None:
+    writer = None if job.target is None else writer_of(job.recipe, job.target, job.tokenizer, job.dataset)
+    if writer is None:
         return 0.0
-    assert job.target is not None and job.target.model is not None
-    few = job.dataset.examples[: recipe.training.micro_batch_size]
-    batch = collate(few, range(len(few))).to(job.target.model.device)
+    few = job.dataset.examples[: job.recipe.training.micro_batch_size]
+    batch = collate(few, range(len(few)))
     start = time.perf_counter()
-    OnlineTarget(job.target.model).hidden(batch).cpu()
+    for column in writer.rows(batch).values():
+        column.cpu()
     speed = sum(len(example.tokens) for example in few) / (time.perf_counter() - start)
     return sum(len(example.tokens) for example in examples) / speed
+
+
+def writer_of(recipe: AnyRecipe, target: Target, tokenizer: PreTrainedTokenizerBase, dataset: Dataset) -> Writer | None:
+    """Of the features or the teacher cache that a recipe learns from; None where it has neither."""
+    if isinstance(recipe, MedusaRecipe) and recipe.features is not None:
+        assert target.model is not None
+        return FeatureWriter(target.model, feature_identity(target, tokenizer, dataset, recipe.features))
+    if isinstance(recipe, DraftRecipe) and recipe.draft.teacher is not None:
+        assert target.model is not None
+        section, temperature = recipe.draft.teacher, recipe.draft.loss.temperature
+        return TeacherWriter(target.model, teacher_identity(target, tokenizer, dataset, section, temperature))
+    return None
 
 
 def peak_memory() -> int:

@@ -21,10 +21,12 @@ from decoding.heads import MedusaConfig, MedusaHead, MedusaHeads
 from decoding.plan import best_tree
 from decoding.target import CausalLM, capture_lm_head_input, last_position
 from trainer.batch import Batch
+from trainer.fused import FusedLoss, fused_loss
 from trainer.hidden import HiddenStates, LogitTransform, TopLogits
-from trainer.losses import HiddenTeacher, Teacher, TopKTeacher, fused_loss
+from trainer.losses import LossMix
 from trainer.objective import EVERYWHERE_THE_SAME, TermSums
 from trainer.recipe import HeadsSection, LossSection
+from trainer.teachers import HiddenTeacher, Teacher, TopKTeacher
 
 _RANKS = 10  # of each head's best tokens, as in Medusa's published trees
 
@@ -55,9 +57,9 @@ class MedusaTraining(nn.Module):
         """Losses and correct argmaxes, (heads,) each."""
         heads: Sequence[MedusaHead] = self.heads.heads  # type: ignore[assignment]  # ModuleList's items
         sums = [self._head(k, head, inputs) for k, head in enumerate(heads)]
-        return TermSums(torch.stack([loss for loss, _ in sums]), torch.stack([hits for _, hits in sums]))
+        return TermSums(torch.stack([found.loss for found in sums]), torch.stack([found.correct for found in sums]))
 
-    def _head(self, k: int, head: MedusaHead, inputs: HeadInputs) -> tuple[Tensor, Tensor]:
+    def _head(self, k: int, head: MedusaHead, inputs: HeadInputs) -> FusedLoss:
         ahead = k + 2  # head k at position t predicts token t+2+k
         rows, places = inputs.batch.labelled(ahead).nonzero(as_tuple=True)
         dtype = head.blocks[0].linear.weight.dtype  # type: ignore[union-attr]
@@ -69,12 +71,11 @@ class MedusaTraining(nn.Module):
         loss = partial(
             fused_loss,
             labels=inputs.batch.tokens[rows, places + ahead],
-            mix=self._loss.mix,
+            mix=LossMix(self._loss.mix, self._loss.temperature),
             teacher=_teacher(inputs, rows, places + ahead - 1) if self._loss.soft else None,
-            temperature=self._loss.temperature,
         )
         if head.lm_head is not None:  # inside its forward: only there are its weights whole when they are sharded
-            sums: tuple[Tensor, Tensor] = head.lm_head(x, read=loss)
+            sums: FusedLoss = head.lm_head(x, read=loss)
             return sums
         assert inputs.lm_head is not None, "heads without an lm_head are given the target's"
         return loss(x, inputs.lm_head)

@@ -1,22 +1,21 @@
 """The Medusa-2 objective: heads and the target's LoRA adapters, trained jointly (2401.10774, section 2.2.2)."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter, MedusaDrafter
 from decoding.target import CausalLM, capture_lm_head_input, last_position
+from trainer.adapters import base_of, merged_weights, refuse_embeddings, wake, with_adapters
 from trainer.batch import Batch
-from trainer.hidden import check_logits, logit_scale, logit_transform
-from trainer.losses import HiddenTeacher, fused_loss
+from trainer.fused import fused_loss
+from trainer.hidden import check_logits, logit_scale, logit_transform, read_at_lm_head
+from trainer.losses import LossMix
 from trainer.medusa import (
     HeadInputs,
     MedusaTraining,
@@ -28,6 +27,7 @@ from trainer.medusa import (
 )
 from trainer.objective import TermSums
 from trainer.recipe import AdaptersSection, HeadsSection
+from trainer.teachers import HiddenTeacher
 
 if TYPE_CHECKING:  # slow to import, and of use to this objective alone
     from peft import PeftModel
@@ -60,7 +60,7 @@ class JointTraining(nn.Module):
             with torch.enable_grad():
                 found.append(self._losses(batch, hidden, lm_head, teacher))
 
-        with torch.set_grad_enabled(joint), _read_at_lm_head(self._target, read):
+        with torch.set_grad_enabled(joint), read_at_lm_head(self._target, read):
             self._target(**batch.model_inputs(), use_cache=False)
         losses, hits = found[0]
         if not joint:  # data parallelism waits for the gradient of everything that is trained
@@ -71,7 +71,7 @@ class JointTraining(nn.Module):
     @property
     def _target(self) -> nn.Module:
         """The target itself: peft replaced layers inside it."""
-        return _base_of(self.model)
+        return base_of(self.model)
 
     def _losses(self, batch: Batch, hidden: Tensor, lm_head: Tensor, teacher: Tensor | None) -> TermSums:
         embedded = None
@@ -82,32 +82,9 @@ class JointTraining(nn.Module):
         losses, hits = self.heads(inputs)
         labelled, labels = batch.labelled(1), batch.shifted(1)
         was = None if teacher is None else HiddenTeacher(teacher[labelled], lm_head, self._transform)
-        mix = {"cross_entropy": 1.0} if was is None else {"forward_kl": 1.0}
-        base, correct = fused_loss(hidden[labelled] * self._scale, lm_head, labels[labelled], mix, was)  # type: ignore[arg-type]
-        return TermSums(torch.cat([losses, base[None]]), torch.cat([hits, correct[None]]))
-
-
-@contextmanager
-def _read_at_lm_head(model: nn.Module, read: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-    """Hand what the lm_head reads, and its weight, to ``read`` from within its forward.
-
-    Only there is the weight whole when it is sharded. The layer itself writes the last position's logits alone.
-    """
-    layer: nn.Linear = model.get_output_embeddings()  # type: ignore[operator]  # nn.Module's getattr
-
-    def forward(hidden: Tensor) -> Tensor:
-        read(hidden, layer.weight)
-        return F.linear(last_position(hidden), layer.weight)
-
-    before = vars(layer).get("forward")  # launchers may have put one of their own there
-    layer.forward = forward  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        if before is None:
-            del layer.forward
-        else:
-            layer.forward = before  # type: ignore[method-assign]
+        mix = LossMix({"cross_entropy": 1.0} if was is None else {"forward_kl": 1.0})
+        own = fused_loss(hidden[labelled] * self._scale, lm_head, labels[labelled], mix, was)
+        return TermSums(torch.cat([losses, own.loss[None]]), torch.cat([hits, own.correct[None]]))
 
 
 class Medusa2Objective:
@@ -132,7 +109,7 @@ class Medusa2Objective:
             # The name in transformers from 5.23 on, and the one before it.
             model, names = target.model, ("activation_checkpointing_enable", "gradient_checkpointing_enable")
             next(getattr(model, name) for name in names if hasattr(model, name))({"use_reentrant": False})
-        self.module: JointTraining = JointTraining(_with_adapters(target, adapters), training)
+        self.module: JointTraining = JointTraining(with_adapters(target.model, adapters, "adapters"), training)
 
     def _is_joint(self, step: int) -> bool:
         return step >= self._adapters.heads_first_steps
@@ -155,7 +132,7 @@ class Medusa2Objective:
         self.module.eval()
         teacher = self._as_it_was(batch) if joint and self._adapters.base_loss == "forward_kl" else None
         if joint:
-            _wake(self.module.model)
+            wake(self.module.model)
         return batch, joint, teacher
 
     @torch.no_grad()
@@ -181,73 +158,12 @@ class Medusa2Objective:
         if self._adapters.export == "adapter":
             self.module.model.save_pretrained(str(folder / TARGET_FOLDER))
             return
-        _base_of(self.module.model).save_pretrained(folder / TARGET_FOLDER, state_dict=_merged(self.module.model))
-
-
-def _base_of(model: "PeftModel") -> PreTrainedModel:
-    """The target itself: peft put the adapters into it."""
-    base: PreTrainedModel = model.get_base_model()  # type: ignore[assignment]  # of whatever peft was given
-    return base
-
-
-def _wake(model: "PeftModel") -> None:
-    """Switch on what is on in training alone: the adapters' dropout, and layers that can be run again (checkpointing).
-
-    The target's own dropout stays off: it is to be sped up as it decodes.
-    """
-    for name, module in model.named_modules():
-        module.training |= "lora_dropout" in name or isinstance(module, GradientCheckpointingLayer)
-
-
-def _merged(model: "PeftModel") -> dict[str, Tensor]:
-    """The target's weights on the host with the adapters' products added, under the names they had without them.
-
-    Merged one by one, so that no second target stands on the device; what was tied is tied still.
-    """
-    base, merged, copies = _base_of(model), {}, {}
-    for name, tensor in base.state_dict().items():
-        if ".lora_" in name:
-            continue
-        layer, _, leaf = name.rpartition(".base_layer.")
-        if tensor.data_ptr() not in copies:
-            whole = tensor.detach()
-            if layer and leaf == "weight":
-                (adapter,) = model.active_adapters
-                delta = base.get_submodule(layer).get_delta_weight(adapter)  # type: ignore[operator]  # peft's layer
-                whole = (whole + delta).to(whole.dtype)  # the sum in the adapters' fp32
-            copies[tensor.data_ptr()] = whole.cpu()
-        merged[f"{layer}.{leaf}" if layer else name] = copies[tensor.data_ptr()]
-    return merged
-
-
-def _with_adapters(target: CausalLM, section: AdaptersSection) -> "PeftModel":
-    """The target with untrained adapters (which change nothing yet) put into it; all else is frozen."""
-    from peft import LoraConfig, get_peft_model
-
-    target.model.requires_grad_(False)
-    config = LoraConfig(
-        r=section.rank,
-        lora_alpha=section.alpha,  # type: ignore[arg-type]  # a float is as good
-        lora_dropout=section.dropout,
-        target_modules=section.modules if isinstance(section.modules, str) else list(section.modules),
-        task_type="CAUSAL_LM",
-    )
-    try:
-        model: PeftModel = get_peft_model(target.model, config)
-    except ValueError as error:
-        raise ValueError(f"adapters.modules is {section.modules!r}, which peft cannot use: {error}") from error
-    return model
+        base_of(self.module.model).save_pretrained(folder / TARGET_FOLDER, state_dict=merged_weights(self.module.model))
 
 
 def _refuse_unfit(target: CausalLM, section: AdaptersSection) -> None:
-    model, chosen = target.model, section.modules
-    ends = (model.get_output_embeddings(), model.get_input_embeddings())
-    names = {name.rpartition(".")[2] for name, module in model.named_modules() if any(module is end for end in ends)}
-    if not isinstance(chosen, str) and (wrong := sorted(names & set(chosen))):
-        raise ValueError(
-            f"adapters.modules names {wrong[0]}, the target's embeddings, which heads start from or share and the "
-            "target may tie: leave it out"
-        )
+    model = target.model
+    refuse_embeddings(model, section, "adapters")
     if cap := getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None):
         raise ValueError(
             f"the target caps its logits softly at {cap}, through which its own loss is not trained here: "

@@ -116,6 +116,30 @@ class RegenerateOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RealignOptions:
+    """`headstart realign`."""
+
+    target: Annotated[str, Option(help="Hub id or folder of the tuned target: a whole one, or its LoRA adapters.")]
+    draft: Annotated[str, Option(help="Hub id or folder of the stale draft, which stays as it is.")]
+    prompts: Annotated[str, Option(help=".jsonl file with a prompt a line, such as the tuned target is asked.")]
+    output: Annotated[Path, Option(help="Folder of the run: final/ with the draft, realigned.json, and all between.")]
+    heldout: Annotated[
+        str | None, Option(help=".jsonl file of prompts to measure with; else the last 5% of --prompts, at most 50.")
+    ] = None
+    prompt_field: Annotated[str | None, Option(help="Field of the prompt; found by name if not given.")] = None
+    limit: Annotated[int | None, Option(help="How many rows of --prompts; all if not given.")] = None
+    temperature: Annotated[float, Option(help="Of the target's answers to learn from; 0 is greedy.")] = 0.0
+    max_new_tokens: Annotated[int, Option(help="Longest answer, in tokens.")] = 256
+    steps: Annotated[int, Option(help="Of the training.")] = 200
+    batch_size: Annotated[int, Option(help="Sequences of a training step, and prompts decoded at a time.")] = 16
+    learning_rate: Annotated[float, Option(help="At its height.")] = 1e-3
+    draft_tokens: Annotated[int, Option(help="Tokens the draft proposes at a time.")] = 4
+    seed: Annotated[int, Option(help="Same seed, same draft.")] = 0
+    dtype: Annotated[str, Option(help="bf16, fp16 or fp32, of the target and of the finished draft.")] = "bf16"
+    trust_remote_code: Annotated[bool, Option(help="Run code that comes with a hub model.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class InspectOptions:
     """`headstart data inspect`. What is not given is as the recipe says, else as recipes have it by default."""
 

@@ -18,20 +18,21 @@ from rich.table import Table
 from torch import nn
 
 from decoding.target import CausalLM
-from trainer.assemble import Job, assemble, check_folders, feature_identity
+from trainer.assemble import Job, assemble, check_folders
 from trainer.batch import Example, batch_indices
 from trainer.data import Dataset, load_dataset
-from trainer.features import estimate_bytes
+from trainer.distill import DistillTraining
+from trainer.fused import CHUNK_BYTES
 from trainer.loop import check_batch_divides
-from trainer.losses import CHUNK_BYTES
-from trainer.measuring import Measured, measure, peak_memory, quiet
+from trainer.measuring import Measured, measure, peak_memory, quiet, writer_of
 from trainer.optimizer import build_optimizers
 from trainer.quickstart import resolve
-from trainer.recipe import AnyRecipe, FeaturesSection, MedusaRecipe, PretrainRecipe, TrainingSection
+from trainer.recipe import AnyRecipe, DraftRecipe, FeaturesSection, MedusaRecipe, PretrainRecipe, TrainingSection
+from trainer.store import estimate_bytes
 from trainer.train import ensure_built
 
 _LIBRARIES = 100_000_000  # what PyTorch and others load and keep of their own once they work, on a CPU
-_DIVERGENCE_ROWS = 1024  # that it softmaxes at a time, in fp32
+_SOFTMAXED = 8  # tensors of fp32 that a divergence makes of a chunk's logits on a GPU; on a CPU they are in its cache
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,14 @@ class Plan:
             return None
         found = self.measured
         stepping = sum(pace.step * pace.phase.steps for pace in found.paces)
-        return (stepping + found.evaluation * self.evaluations + found.features) / 3600
+        return (stepping + found.evaluation * self.evaluations + found.writing) / 3600
 
 
 def plan_training(recipe: AnyRecipe, launch: Launch | None = None, steps: int = 5) -> Plan:
     """The plan of a recipe, from ``steps`` real ones (0: from none); nothing is left behind on the disk.
 
-    A recipe with features is measured on features of a few rows. Raises ValueError for what training refuses.
+    A recipe with features or a teacher cache is measured on those of a few rows. Raises ValueError for what training
+    refuses.
     """
     launch, before = launch or Launch(), peak_memory()
     if steps < 0:
@@ -101,7 +103,7 @@ def plan_training(recipe: AnyRecipe, launch: Launch | None = None, steps: int = 
     with tempfile.TemporaryDirectory() as scratch:
         job = assemble(_small(recipe, Path(scratch), steps), device, quiet())
         dataset = job.dataset
-        if isinstance(recipe, MedusaRecipe) and recipe.features is not None:
+        if _stores(recipe):
             dataset = load_dataset(resolve(recipe.data.train), recipe.data, job.tokenizer)
         tokens = count_tokens(dataset.examples, recipe.training)
         memory = memory_of(recipe, job, launch, largest_batch(dataset.examples, recipe.training, launch.processes))
@@ -118,13 +120,26 @@ def plan_training(recipe: AnyRecipe, launch: Launch | None = None, steps: int = 
         )
 
 
+def _stores(recipe: AnyRecipe) -> bool:
+    """Whether it writes features or a teacher cache."""
+    if isinstance(recipe, DraftRecipe):
+        return recipe.draft.teacher is not None
+    return _features(recipe) is not None
+
+
 def _small(recipe: AnyRecipe, scratch: Path, steps: int) -> AnyRecipe:
-    """The recipe with features of a few rows in a scratch folder; any other as it is."""
-    if not isinstance(recipe, MedusaRecipe) or recipe.features is None:
+    """The recipe with what it stores for a few rows in a scratch folder; any other as it is."""
+    if not _stores(recipe):
         return recipe
     rows = min(recipe.data.max_rows or 1 << 30, recipe.training.batch_size * max(steps, 1))
+    few = {"data": recipe.data.model_copy(update={"max_rows": rows})}
+    if isinstance(recipe, DraftRecipe):
+        assert recipe.draft.teacher is not None
+        teacher = recipe.draft.teacher.model_copy(update={"folder": str(scratch / "teacher")})
+        return recipe.model_copy(update={"draft": recipe.draft.model_copy(update={"teacher": teacher}), **few})
+    assert isinstance(recipe, MedusaRecipe) and recipe.features is not None
     features = recipe.features.model_copy(update={"folder": str(scratch / "features"), "keep_target": True})
-    return recipe.model_copy(update={"features": features, "data": recipe.data.model_copy(update={"max_rows": rows})})
+    return recipe.model_copy(update={"features": features, **few})
 
 
 def _evaluations(recipe: AnyRecipe) -> int:
@@ -221,8 +236,8 @@ def _passing_bytes(recipe: AnyRecipe, job: Job, largest: Largest) -> int:
 
     A trained transformer layer keeps about 10 hidden and 4 inner numbers of each position for its backward pass; a
     frozen one is at work on 4 and 3, and keeps nothing. A head keeps its input, and three states of each block, in
-    fp32. An adapted linear layer keeps what it reads twice in fp32, with a mask for dropout. Logits of heads exist a
-    chunk at a time; a draft's with their gradient, and those they are held against, all at once.
+    fp32. An adapted linear layer keeps what it reads twice in fp32, with a mask for dropout. Logits of heads and
+    drafts exist a chunk at a time, and so do those they are held against.
     """
     positions, trained = largest
     wide = 2 if recipe.training.mixed_precision == "bf16" else 4
@@ -233,20 +248,38 @@ def _passing_bytes(recipe: AnyRecipe, job: Job, largest: Largest) -> int:
         return positions * layer * shape.num_hidden_layers * wide + trained * vocab * (2 * wide + 8)
     assert job.target is not None and job.target.model is not None
     target = job.target.model
-    hidden, inner, vocab = target.hidden_size, _inner_size(target), target.vocab_size
-    layer, frozen = 10 * hidden + 4 * inner, positions * (4 * hidden + 3 * inner) * target.dtype.itemsize
-    if isinstance(recipe, MedusaRecipe):
-        heads = trained * hidden * 4 * recipe.heads.num_heads * (2 + 3 * recipe.heads.num_layers)
-        heads += min(CHUNK_BYTES, trained * vocab * wide) * (1 if target.device.type == "cpu" else 3)
-        if recipe.adapters is None:
-            return heads + (0 if recipe.features else frozen)
-        adapted = 9 * (6 * hidden + inner)  # bytes
-        if recipe.adapters.gradient_checkpointing:  # layers keep what they read, and are run again one by one
-            return heads + positions * ((target.num_layers * hidden + layer) * wide + adapted)
-        return heads + positions * target.num_layers * (layer * wide + adapted)
-    draft_layers = len(recipe.draft.layers) if recipe.draft.init == "target" else target.num_layers
-    logits = (positions + trained) * vocab * (target.dtype.itemsize + 2 * wide) + _DIVERGENCE_ROWS * vocab * 24
-    return frozen + positions * layer * draft_layers * wide + logits
+    hidden, inner = target.hidden_size, _inner_size(target)
+    frozen = positions * (4 * hidden + 3 * inner) * target.dtype.itemsize
+    if isinstance(recipe, DraftRecipe):
+        return _draft_bytes(recipe, job, largest, wide) + (0 if recipe.draft.teacher else frozen)
+    heads = trained * hidden * 4 * recipe.heads.num_heads * (2 + 3 * recipe.heads.num_layers)
+    heads += min(CHUNK_BYTES, trained * target.vocab_size * wide) * (1 if target.device.type == "cpu" else 3)
+    if recipe.adapters is None:
+        return heads + (0 if recipe.features else frozen)
+    if recipe.adapters.gradient_checkpointing:  # layers keep what they read, and are run again one by one
+        layers = target.num_layers * hidden * wide + _layer_bytes(target, wide, adapted=True)
+    else:
+        layers = target.num_layers * _layer_bytes(target, wide, adapted=True)
+    return heads + positions * layers
+
+
+def _layer_bytes(model: CausalLM, wide: int, adapted: bool) -> int:
+    """What a layer keeps of a position."""
+    hidden, inner = model.hidden_size, _inner_size(model)
+    return (10 * hidden + 4 * inner) * wide + (9 * (6 * hidden + inner) if adapted else 0)
+
+
+def _draft_bytes(recipe: DraftRecipe, job: Job, largest: Largest, wide: int) -> int:
+    """What passes through a draft: its layers, chunks of logits, and the gradients of what they are made from."""
+    module = job.objective.module
+    assert isinstance(module, DistillTraining)
+    draft, lm_head = CausalLM(module.base), module.base.get_output_embeddings().weight
+    on_cpu, softmaxed = lm_head.device.type == "cpu", 4 * _SOFTMAXED // wide
+    chunk = min(CHUNK_BYTES, largest.trained * len(lm_head) * wide)
+    logits = chunk * ((1 if recipe.draft.teacher else 2) + (0 if on_cpu else softmaxed))
+    gradients = largest.trained * draft.hidden_size * wide + (8 * lm_head.numel() if lm_head.requires_grad else 0)
+    layer = _layer_bytes(draft, wide, adapted=recipe.draft.lora is not None)
+    return largest.positions * draft.num_layers * layer + logits + gradients
 
 
 def _inner_size(target: CausalLM) -> int:
@@ -262,10 +295,9 @@ def disk_of(recipe: AnyRecipe, job: Job, dataset: Dataset) -> dict[str, int]:
     wide = 4
     if job.target is not None:
         wide = job.target.dtype.itemsize
-        features = _features(recipe)
-        if features is not None:
-            identity = feature_identity(job.target, job.tokenizer, dataset, features)
-            parts["features"] = estimate_bytes(dataset.examples, identity)
+        writer = writer_of(recipe, job.target, job.tokenizer, dataset)
+        if writer is not None:
+            parts[writer.identity.noun] = estimate_bytes(dataset.examples, writer.identity)
     checkpoint = 4 * trained + _moment_bytes(job, recipe.training)
     parts[f"checkpoints, {recipe.checkpoint.keep} and one being written"] = (recipe.checkpoint.keep + 1) * checkpoint
     parts["the finished artefact"] = trained * wide
@@ -342,8 +374,8 @@ def _time(plan: Plan) -> dict[str, str]:
         rows[pace.phase.name] = seconds if len(found.paces) == 1 else f"{seconds} × {pace.phase.steps:,}"
     if plan.evaluations:
         rows["an evaluation"] = f"{found.evaluation:.1f} s × {plan.evaluations}"
-    if found.features:
-        rows["writing the features"] = f"{found.features / 3600:.2f} h"
+    if found.writing:
+        rows["writing what it learns from"] = f"{found.writing / 3600:.2f} h"
     return {**rows, "together": f"{plan.hours:.2f} h"}
 
 

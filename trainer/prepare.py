@@ -1,4 +1,4 @@
-"""Writing a recipe's features ahead of its training, on a machine or at a time of its own."""
+"""Writing what a recipe learns from ahead of its training, on a machine or at a time of its own."""
 
 from rich.console import Console
 
@@ -7,25 +7,32 @@ from trainer.data import load_dataset
 from trainer.distributed import build_accelerator
 from trainer.features import FeatureStore
 from trainer.quickstart import resolve
-from trainer.recipe import AnyRecipe, MedusaRecipe
+from trainer.recipe import AnyRecipe, DraftRecipe, MedusaRecipe
+from trainer.teacher_cache import TeacherStore, teacher_of
 
 
-def prepare_features(recipe: AnyRecipe, console: Console | None = None) -> FeatureStore:
-    """Write what is missing of a recipe's features; under `accelerate launch`, every process its share."""
-    if not isinstance(recipe, MedusaRecipe) or recipe.features is None:
-        raise ValueError(f"{recipe.name} has no features section: give features.folder=FOLDER behind a medusa recipe")
+def prepare_features(recipe: AnyRecipe, console: Console | None = None) -> FeatureStore | TeacherStore:
+    """Write what is missing of a recipe's features, or of a draft's teacher cache.
+
+    Under `accelerate launch`, every process its share. ValueError for a recipe that has neither.
+    """
+    features = recipe.features if isinstance(recipe, MedusaRecipe) else None
+    teacher = recipe.draft.teacher if isinstance(recipe, DraftRecipe) else None
+    if features is None and teacher is None:
+        raise ValueError(
+            f"{recipe.name} has no features section: give features.folder=FOLDER behind a medusa recipe, or "
+            "draft.teacher.folder=FOLDER behind a draft's"
+        )
     check_folders(recipe)
     accelerator = build_accelerator(recipe.training)  # its processes have time to wait for one another
     target = load_target(recipe, accelerator.device)
     assert target is not None
     tokenizer = load_recipe_tokenizer(recipe)
     dataset = load_dataset(resolve(recipe.data.train), recipe.data, tokenizer)
-    return features_of(
-        target,
-        tokenizer,
-        dataset,
-        recipe.features,
-        console or Console(stderr=True),
-        accelerator.process_index,
-        accelerator.num_processes,
-    )
+    console = console or Console(stderr=True)
+    processes = accelerator.process_index, accelerator.num_processes
+    if isinstance(recipe, DraftRecipe):
+        assert teacher is not None
+        return teacher_of(target, tokenizer, dataset, teacher, recipe.draft.loss.temperature, console, *processes)
+    assert features is not None
+    return features_of(target, tokenizer, dataset, features, console, *processes)

@@ -2,17 +2,16 @@
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
+
+from trainer.draft_sections import DraftSection, LoraSection
+from trainer.section import Section
 
 if TYPE_CHECKING:  # a recipe is read without waiting for torch
     from trainer.losses import Term
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class DataSection(_Section):
+class DataSection(Section):
     """Rows to train on and to evaluate on.
 
     Each source is a .jsonl or .parquet file, a folder of such files, or a data set on the hub, ORG/NAME or
@@ -39,7 +38,7 @@ class DataSection(_Section):
     """What a row that cannot be read does to the run; skipped ones are named and counted."""
 
 
-class TrainingSection(_Section):
+class TrainingSection(Section):
     """The training loop. ``batch_size`` counts sequences per optimizer step over all processes together."""
 
     steps: Annotated[int, Field(ge=1)]
@@ -63,7 +62,7 @@ class TrainingSection(_Section):
         return "no" if value is False else value
 
 
-class EvaluationSection(_Section):
+class EvaluationSection(Section):
     """The real decoding loop on held-out prompts, during training and at its end."""
 
     every: Annotated[int, Field(ge=1)] = 200
@@ -72,14 +71,30 @@ class EvaluationSection(_Section):
     prompt_tokens: Annotated[int, Field(ge=1)] = 64
     """Plain texts have no prompt of their own: this many of their first tokens are taken."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 64
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    keep: Literal["last", "best"] = "last"
+    """Which weights are finished: those of the last step, or those with the most tokens per target pass."""
+    patience: Annotated[int, Field(ge=1)] | None = None
+    """Stop after so many evaluations without a new best; None: go on to the last step."""
+
+    @property
+    def decides(self) -> bool:
+        """Whether anything goes by the evaluations."""
+        return self.keep == "best" or self.patience is not None
+
+    @model_validator(mode="after")
+    def _there_is_something_to_go_by(self) -> "EvaluationSection":
+        if not self.prompts and self.decides:
+            raise ValueError("evaluation.keep=best and evaluation.patience go by evaluations: give evaluation.prompts")
+        return self
 
 
-class CheckpointSection(_Section):
+class CheckpointSection(Section):
     every: Annotated[int, Field(ge=1)] = 200
     keep: Annotated[int, Field(ge=1)] = 2
 
 
-class _Recipe(_Section):
+class _Recipe(Section):
     name: str
     output: str
     """Folder of the run: checkpoints/, metrics.jsonl, final/."""
@@ -107,11 +122,11 @@ class _SpeculatorRecipe(_Recipe):
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """The target's."""
     device_map: Literal["auto"] | None = None
-    """``auto`` spreads a target that fits no single device over all of them, to write features with one process."""
+    """``auto`` spreads a target that fits no single device over all of them, with one process."""
     trust_remote_code: bool = False
 
 
-class LossSection(_Section):
+class LossSection(Section):
     """How much of each loss a head is trained by; targets are the data's tokens, or soft: the target's distribution.
 
     ``acceptance`` is −log Σ min(p, q), the share of the head's distribution that token rejection would accept.
@@ -142,7 +157,7 @@ class LossSection(_Section):
         return set(self.mix) != {"cross_entropy"}
 
 
-class HeadsSection(_Section):
+class HeadsSection(Section):
     """Medusa heads: their shape, their losses, and the weight of head k in the loss."""
 
     num_heads: Annotated[int, Field(ge=1)] = 4
@@ -173,14 +188,9 @@ class HeadsSection(_Section):
         return self
 
 
-class AdaptersSection(_Section):
+class AdaptersSection(LoraSection):
     """Medusa-2: LoRA adapters on the target, trained jointly with the heads (2401.10774, section 2.2.2)."""
 
-    rank: Annotated[int, Field(ge=1)] = 32
-    alpha: Annotated[float, Field(gt=0)] = 16.0
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Which linear layers get an adapter, by the end of their names; ``all-linear`` leaves the lm_head out."""
     heads_first_steps: Annotated[int, Field(ge=0)] = 0
     """Steps in which the heads alone are trained, before the adapters join."""
     base_loss: Literal["cross_entropy", "forward_kl"] = "cross_entropy"
@@ -195,7 +205,7 @@ class AdaptersSection(_Section):
     """What final/target holds: the whole target with the adapters merged into it, or the adapters alone."""
 
 
-class FeaturesSection(_Section):
+class FeaturesSection(Section):
     """Train from the target's hidden states, written to disk once, instead of running it at every step."""
 
     folder: str
@@ -221,30 +231,33 @@ class MedusaRecipe(_SpeculatorRecipe):
             raise ValueError(
                 "features are the hidden states of a target that stays as it is: give adapters or features"
             )
+        if self.evaluation.decides and self.features is not None and not self.features.keep_target:
+            raise ValueError(
+                "evaluation.keep=best and evaluation.patience go by evaluations during the training, for which the "
+                "target has to stay: set features.keep_target=true"
+            )
         return self
-
-
-class DraftSection(_Section):
-    """The draft and its objective."""
-
-    init: str = "target"
-    """``target``: the chosen layers of the target with its embeddings; else a hub id or a folder of a small model."""
-    layers: tuple[int, ...] = (0,)
-    """With ``init: target``: which of its layers to keep; negative numbers count from its last."""
-    objective: Literal["forward_kl", "reverse_kl", "jsd", "tvd"] = "forward_kl"
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    num_draft_tokens: Annotated[int, Field(ge=1)] = 4
-    """Draft length of the evaluations."""
 
 
 class DraftRecipe(_SpeculatorRecipe):
     """A small draft distilled from the target."""
 
     kind: Literal["draft"]
+    quantise: Literal["int8"] | None = None
+    """Of the target while it teaches: the weights of its layers rounded by torchao, to fit where it would not."""
     draft: DraftSection = DraftSection()
 
+    @model_validator(mode="after")
+    def _what_is_written_stands_alone(self) -> "DraftRecipe":
+        if self.data.packing and self.draft.policy.generates:
+            raise ValueError(
+                "data.packing puts several examples in one sequence, but draft.policy answers prompts one by one: "
+                "set data.packing=false, or the shares of target, draft and loop to 0"
+            )
+        return self
 
-class PretrainSection(_Section):
+
+class PretrainSection(Section):
     """A small Llama from nothing, on the tokenizer in a folder."""
 
     tokenizer: str
@@ -260,6 +273,14 @@ class PretrainRecipe(_Recipe):
 
     kind: Literal["pretrain"]
     model: PretrainSection
+
+    @model_validator(mode="after")
+    def _nothing_goes_by_evaluations(self) -> "PretrainRecipe":
+        if self.evaluation.decides:
+            raise ValueError(
+                "evaluation.keep=best and evaluation.patience go by what a target gains, and here is none: remove them"
+            )
+        return self
 
 
 Recipe = Annotated[MedusaRecipe | DraftRecipe | PretrainRecipe, Field(discriminator="kind")]

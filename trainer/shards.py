@@ -1,4 +1,4 @@
-"""Files of features on disk: which examples a shard holds, and whether a file is there and whole.
+"""Files of a store on disk: which examples a shard holds, and whether a file is there and whole.
 
 Beside every file lies its seal, a JSON file with its size, its SHA-256 and what it was made from. The file is on the
 disk under its name before its seal is, so whatever a kill leaves behind has no seal, and is written anew. Processes
@@ -23,18 +23,18 @@ from trainer.folders import flush_to_disk
 
 @dataclass(frozen=True)
 class Layout:
-    """Which shard holds which examples: whole ones, in the order of the data, up to ``shard_tokens`` tokens a shard.
+    """Which shard holds which examples: whole ones, in the order of the data, up to ``shard_rows`` rows a shard.
 
     An example longer than that has a shard of its own.
     """
 
     lengths: tuple[int, ...]
-    """Tokens of each example."""
-    shard_tokens: int
+    """Rows of each example; one without any has a place of no rows."""
+    shard_rows: int
 
     @cached_property
     def _ends(self) -> list[int]:
-        """Tokens up to the end of each example."""
+        """Rows up to the end of each example."""
         return list(accumulate(self.lengths))
 
     @cached_property
@@ -42,7 +42,7 @@ class Layout:
         """The examples of each shard."""
         firsts, held = [0], 0
         for index, length in enumerate(self.lengths):
-            if held and held + length > self.shard_tokens:
+            if held and held + length > self.shard_rows:
                 firsts.append(index)
                 held = 0
             held += length
@@ -55,13 +55,13 @@ class Layout:
     def _before(self, index: int) -> int:
         return self._ends[index - 1] if index else 0
 
-    def tokens(self, shard: int) -> int:
-        """How many tokens a shard holds."""
+    def rows(self, shard: int) -> int:
+        """How many rows a shard holds."""
         examples = self.shards[shard]
         return self._before(examples.stop) - self._before(examples.start)
 
     def place(self, index: int) -> tuple[int, slice]:
-        """The shard of an example, and the rows in it that are its tokens."""
+        """The shard of an example, and the rows in it that are its own."""
         shard = bisect_right(self._firsts, index) - 1
         first = self._before(index) - self._before(self._firsts[shard])
         return shard, slice(first, first + self.lengths[index])

@@ -87,9 +87,13 @@ def load_moments(
 
 
 def _buffers(module: nn.Module) -> Tensors:
-    """Those that are saved."""
-    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    return {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name not in parameters}
+    """Those that are saved. Not by way of ``state_dict``, which shards again what FSDP has made whole."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, part in module.named_modules(remove_duplicate=False)
+        for name, buffer in part.named_buffers(recurse=False)
+        if name not in part._non_persistent_buffers_set
+    }
 
 
 def _check_same(here: set[str], saved: set[str]) -> None:

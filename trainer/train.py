@@ -2,59 +2,29 @@
 
 import importlib.util
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
 
-from decoding.evaluate import acceptance_on
-from decoding.generate import DecodingConfig, decode
-from decoding.loading import eos_token_ids
-from decoding.target import CausalLM
 from trainer import quickstart
-from trainer.assemble import Job, assemble, load_target
+from trainer.assemble import Job, assemble, load_target, source_of
 from trainer.checkpoint import Checkpoints, Progress
-from trainer.data import Dataset, heldout_prompts
+from trainer.costs import SIZES, Costs, check_pays, measure_costs
+from trainer.distill import DistillObjective
 from trainer.distributed import build_accelerator, describe, whole_parameters
 from trainer.folders import write_folder
+from trainer.heldout import Evaluator, Watch, evaluator_of
 from trainer.log import Log
 from trainer.loop import Hooks, train
-from trainer.objective import Objective, TreeObjective
+from trainer.objective import TreeObjective
 from trainer.provenance import provenance, write_provenance
-from trainer.recipe import AnyRecipe, DraftRecipe, EvaluationSection, MedusaRecipe
+from trainer.recipe import AnyRecipe, DraftRecipe, MedusaRecipe
 
 FINAL = "final"
-
-
-class Evaluator:
-    """The held-out evaluation: the real decoding loop, greedy, on the same prompts every time."""
-
-    def __init__(
-        self, target: CausalLM, tokenizer: PreTrainedTokenizerBase, heldout: Dataset, section: EvaluationSection
-    ) -> None:
-        self.target = target
-        self._section = section
-        self.prompts = self._prompts_of(heldout)
-        self.config = DecodingConfig(section.max_new_tokens, eos_token_ids=eos_token_ids(target.model, tokenizer))
-
-    def _prompts_of(self, dataset: Dataset) -> list[tuple[int, ...]]:
-        section = self._section
-        longest = (self.target.max_positions or 1 << 30) - section.max_new_tokens
-        return heldout_prompts(dataset.firsts, section.prompts, section.prompt_tokens, longest)
-
-    def figures(self, objective: Objective) -> dict[str, float]:
-        drafter = objective.drafter()
-        assert drafter is not None
-        return acceptance_on(self.target, drafter, self.prompts, self.config)
-
-    def greedy_texts(self, dataset: Dataset) -> list[tuple[Sequence[int], int]]:
-        """The target's own answers to prompts of another set, as (tokens, prompt length)."""
-        prompts = self._prompts_of(dataset)
-        return [((*prompt, *decode(self.target, None, prompt, self.config).tokens), len(prompt)) for prompt in prompts]
 
 
 def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
@@ -62,49 +32,67 @@ def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
     console = console or Console(stderr=True)
     accelerator = _accelerator(recipe)
     job = assemble(recipe, accelerator.device, console, accelerator.process_index, accelerator.num_processes)
-    output = Path(recipe.output)
+    output, identity = Path(recipe.output), job.identity()
+    checkpoints = Checkpoints(output / "checkpoints", recipe.checkpoint.keep, identity)
+    if accelerator.is_main_process:
+        _announce(console, job)
+    wanted = isinstance(recipe, DraftRecipe) and recipe.draft.check_costs and recipe.quantise is None
+    if wanted and not checkpoints.steps():  # what was begun may go on, however busy the machine is now
+        _check_costs(job, accelerator, console)
     if accelerator.is_main_process:
         output.mkdir(parents=True, exist_ok=True)
-        _announce(console, job)
-    log = Log(recipe, accelerator, console)
-    evaluator = _evaluator(job)
-
-    def evaluate(progress: Progress) -> None:
-        if evaluator is not None:
-            log.evaluation(progress, evaluator.figures(job.objective))
-
-    with log:
-        checkpoints = Checkpoints(output / "checkpoints", recipe.checkpoint.keep, job.identity())
+    with Log(recipe, accelerator, console) as log:
+        watch = Watch(job, identity, log, checkpoints)
         progress = train(
             job.objective,
-            job.dataset.examples,
+            source_of(job, accelerator.process_index, accelerator.num_processes),
             recipe.training,
             accelerator,
             checkpoints,
             recipe.checkpoint.every,
             recipe.evaluation.every,
-            Hooks(log.step, evaluate),
+            Hooks(log.step, watch.evaluate),
         )
         with whole_parameters(accelerator, job.objective.module):
             if accelerator.is_main_process:
-                evaluator = evaluator or _evaluator(_with_target(job, accelerator))
-                _finish(job, evaluator, output / FINAL, progress, accelerator)
-                evaluate(progress)
-                console.print(f"finished: {output / FINAL}", soft_wrap=True)
+                finished = watch.choose_weights(progress)
+                evaluator = evaluator_of(_with_target(job, accelerator))
+                _finish(job, evaluator, output / FINAL, finished, accelerator)
+                if evaluator is not None:
+                    log.evaluation(progress, evaluator.figures(job.objective), finished.step)
+                console.print(_end(recipe, progress, finished), soft_wrap=True)
         accelerator.wait_for_everyone()
     accelerator.end_training()
     return output / FINAL
 
 
-def _evaluator(job: Job) -> Evaluator | None:
-    if job.target is None or job.target.model is None or not job.recipe.evaluation.prompts:
-        return None
-    return Evaluator(job.target.model, job.tokenizer, job.heldout, job.recipe.evaluation)
+def _check_costs(job: Job, accelerator: Accelerator, console: Console) -> None:
+    """Refuse a draft that could not pay, on every process by the costs that the first one measures."""
+    assert isinstance(job.objective, DistillObjective) and job.target is not None and job.target.model is not None
+    shared = torch.zeros(1 + len(SIZES), device=accelerator.device)
+    if accelerator.is_main_process:
+        found = measure_costs(job.target.model, job.objective.draft_for_decoding())
+        shared += torch.tensor([found.draft_step, *found.target_pass.values()], device=shared.device)
+    draft_step, *passes = accelerator.reduce(shared, "sum").tolist()
+    line = check_pays(Costs(draft_step, dict(zip(SIZES, passes, strict=True))))
+    if accelerator.is_main_process:
+        console.print(line, soft_wrap=True)
+
+
+def _end(recipe: AnyRecipe, progress: Progress, finished: Progress) -> str:
+    """What a run ends with, in a line."""
+    steps, section = recipe.training.steps, recipe.evaluation
+    line = f"finished: {Path(recipe.output) / FINAL}"
+    if section.keep == "best":
+        line += f", the weights of step {finished.step}, which were the best"
+    if progress.step < steps:
+        line += f"; ended at step {progress.step} of {steps}, after {section.patience} evaluations without a new best"
+    return line
 
 
 def _with_target(job: Job, accelerator: Accelerator) -> Job:
     """The target again, where features stood in for it and it is to be evaluated."""
-    if job.target is None or not job.recipe.evaluation.prompts:
+    if job.target is None or job.target.model is not None or not job.recipe.evaluation.prompts:
         return job
     return replace(job, target=load_target(job.recipe, accelerator.device))
 

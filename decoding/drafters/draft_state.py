@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn import functional as F
 
+from decoding.compress import over_vocabulary
 from decoding.drafters.base import TextStart
 from decoding.history import History
 from decoding.sampling import GeneratorSource, HistoryRows, SamplingConfig
@@ -124,11 +123,7 @@ class DraftState:
         Padded vocabularies of one family differ in size: what the target does not know is never proposed, what the
         draft does not know has q = 0.
         """
-        if self.draft.output_tokens is not None:
-            whole = logits.new_full((*logits.shape[:-1], self._vocab_size), -torch.inf)
-            return whole.index_copy_(-1, self.draft.output_tokens, logits)
-        missing = self._vocab_size - logits.shape[-1]
-        return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[..., : self._vocab_size]
+        return over_vocabulary(logits, self.draft.output_tokens, self._vocab_size)
 
     def history_at(self, slot: int, text: Sequence[int], tree: TokenTree, nodes: Sequence[int]) -> HistoryRows:
         """What the sampling controls need to know at some nodes of a row's tree."""

@@ -72,6 +72,11 @@ def main() -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours), "resumed"
 
     with whole_parameters(BOTH, sharded.module):
+        if get_rank() == 0:  # as an evaluation keeps the best weights, and the end puts them back
+            assert close(gather_weights(sharded.module), ours), "kept"
+            load_weights(sharded.module, weights)
+            assert close(gather_weights(sharded.module), weights), "put back"
+            load_weights(sharded.module, ours)
         heads: nn.Module = copy.deepcopy(sharded.module.heads)
     assert not any(isinstance(parameter, DTensor) for parameter in heads.parameters())
     copied = {f"heads.{name}": tensor for name, tensor in heads.state_dict().items()}

@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from tiny_models import tiny_model
-from tiny_training import Recorder, toy_examples
+from tiny_training import Recorder, interrupt, toy_examples
 from torch import nn
 
 import trainer.loop
@@ -31,6 +31,7 @@ from trainer.loop import Hooks, Interrupted, train
 from trainer.medusa import HeadInputs, MedusaObjective, MedusaTraining
 from trainer.objective import TermSums
 from trainer.recipe import HeadsSection, TrainingSection
+from trainer.source import Offline
 
 STEPS = 8
 SETTINGS: dict[str, Any] = {"batch_size": 8, "micro_batch_size": 2, "mixed_precision": "no", "learning_rate": 1e-2}
@@ -98,18 +99,16 @@ def run(folder: Path, accelerator: Accelerator, recorder: Recorder, seed: int = 
     accelerator.free_memory()  # which of the run before it is done with
     objective = heads_objective(seed)
 
-    def evaluate(progress: Progress) -> None:
+    def evaluate(progress: Progress) -> bool:
         drafted = decode(target(), objective.drafter(), [1, 2, 3], DecodingConfig(max_new_tokens=6))
         assert drafted.tokens == decode(target(), None, [1, 2, 3], DecodingConfig(max_new_tokens=6)).tokens
         recorder.evaluated.append(progress.step)
+        return False
 
     hooks = Hooks(recorder.hooks().on_step, evaluate)
-    train(objective, EXAMPLES, SECTION, accelerator, Checkpoints(folder, 2, {}), 2, 3, hooks)
+    source = Offline(EXAMPLES, SECTION.batch_size, SECTION.seed)
+    train(objective, source, SECTION, accelerator, Checkpoints(folder, 2, {}), 2, 3, hooks)
     return objective
-
-
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def kill() -> None:

@@ -16,7 +16,7 @@ from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.heads import MedusaConfig, MedusaHeads
-from trainer.distill import draft_from_target
+from trainer.draft_init import draft_from_target
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_suite.py"

@@ -1,0 +1,49 @@
+"""Arms of a comparison: recipes with overrides, each trained in a process of its own, and what their logs say."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS = "seconds.json"
+"""Wall time of an arm's training, imports and evaluations included."""
+
+
+def slug(name: str) -> str:
+    """An arm's folder."""
+    return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
+
+
+def train(recipe: Path, overrides: Sequence[str], folder: Path, threads: int | None = None) -> None:
+    """Run a recipe to its end, and note the wall time beside it; a finished one is left as it is."""
+    if (folder / "final").is_dir():
+        return
+    command = [sys.executable, str(ROOT / "scripts" / "train.py"), str(recipe), f"output={folder}", *overrides]
+    limit = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    began = time.perf_counter()
+    subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, **limit})
+    (folder / SECONDS).write_text(json.dumps({"seconds": time.perf_counter() - began}))
+
+
+def curve_of(folder: Path) -> dict[str, Any]:
+    """Wall time, tokens per target pass on the held-out prompts against trained tokens, and tokens/s (median)."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    # A step done again after a kill stands there twice, with the same figures but for the clock's.
+    held = list({line["step"]: line for line in lines if "heldout/tokens_per_pass" in line}.values())
+    steps = list({line["step"]: line for line in lines if "loss" in line}.values())
+    return {
+        **json.loads((folder / SECONDS).read_text()),
+        "curve": [[line["tokens"], line["heldout/tokens_per_pass"]] for line in held],
+        "tokens": steps[-1]["tokens"],
+        "training_tokens_per_second": sorted(line.get("tokens_per_second", 0) for line in steps)[len(steps) // 2],
+    }
+
+
+def write(results: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")

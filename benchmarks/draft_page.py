@@ -1,0 +1,81 @@
+"""The results page of drafts: every table and the picture, from the JSON that was measured."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from draft_plot import plot
+
+SETTINGS = {"greedy": "greedy", "sampling": "T=1"}
+
+
+def publish(results: dict[str, Any], comparisons: Mapping[str, Sequence[str]], docs: Path) -> None:
+    """Write ``drafts-measured.md`` and ``drafts.svg`` into a folder."""
+    (docs / "drafts-measured.md").write_text(page(results, comparisons))
+    plot(results, comparisons["sizes"], docs / "drafts.svg")
+
+
+def page(results: dict[str, Any], comparisons: Mapping[str, Sequence[str]]) -> str:
+    """The page as Markdown. ``comparisons``: the arms of each, in order."""
+    return "\n".join(_lines(results, comparisons)) + "\n"
+
+
+def _lines(results: dict[str, Any], comparisons: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    machine, first = results["hardware"], next(iter(results["decoding"]))
+    yield "# Drafts, measured"
+    yield ""
+    yield (
+        f"`benchmarks/drafts.py` on {machine['processor']}, {machine['cores']} cores, {machine['threads']} threads; "
+        f"target storyteller-11m in bf16; every arm trained for {results['steps']} steps over the same prompts in the "
+        f"same order; commit {results['commit'][:12]}. {results['note']}"
+    )
+    yield ""
+    yield (
+        "Tokens per target pass count the target's own token and leave the prefill out, with 95% intervals over "
+        f"{results['prompts']} prompts a set. Four tokens are drafted unless a table says otherwise. Every arm is in "
+        "its tables, the losing ones too."
+    )
+    for part, names in comparisons.items():
+        yield f"\n## {part.capitalize()}\n"
+        yield from _acceptance_table(results, [name for name in names if name in results["arms"]])
+    yield f"\n## Speed-up by size, {first}\n"
+    yield from _speed_table(results, [name for name in comparisons["sizes"] if name in results["arms"]], first)
+    yield "\n![Speed-up against draft size, tokens per pass against trained tokens](drafts.svg)"
+
+
+def _acceptance_table(results: dict[str, Any], names: Sequence[str]) -> Iterator[str]:
+    sets = list(results["decoding"])
+    yield from _header(
+        ["arm", "parameters", *(f"{name}, {label}" for name in sets for label in SETTINGS.values()), "trained tokens"]
+    )
+    for name in names:
+        arm = results["arms"][name]
+        cells = [
+            "{value:.2f} [{low:.2f}, {high:.2f}]".format(
+                **results["decoding"][chosen][name][setting]["4"]["tokens_per_pass"]
+            )
+            for chosen in sets
+            for setting in SETTINGS
+        ]
+        yield _row([name, f"{arm['parameters'] / 1e6:.2f}M", *cells, f"{arm['tokens']:,}"])
+
+
+def _speed_table(results: dict[str, Any], names: Sequence[str], prompt_set: str) -> Iterator[str]:
+    lengths = list(results["decoding"][prompt_set][names[0]]["greedy"])
+    yield from _header(["arm", *(f"{label}, {length}" for label in SETTINGS.values() for length in lengths)])
+    for name in sorted(names, key=lambda name: results["arms"][name]["parameters"]):
+        measured = results["decoding"][prompt_set][name]
+        yield _row([name, *(_speed(measured[setting][length]) for setting in SETTINGS for length in lengths)])
+
+
+def _speed(found: dict[str, Any]) -> str:
+    return f"{found['speedup']['median']:.2f}× ({found['predicted_speedup']:.2f})"
+
+
+def _header(names: Sequence[str]) -> Iterator[str]:
+    yield _row(names)
+    yield "|---" * len(names) + "|"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

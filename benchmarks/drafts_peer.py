@@ -1,0 +1,397 @@
+"""Distilling a draft: Headstart against TRL's GKD trainer, from the same student, on the same tokens, in turns.
+
+The recipe's draft is made once, and its rows are tokenised once. Each side then trains it in processes of its own, in
+turns and with a seed a round: by forward KL on the rows (offline), and on what the student itself writes to the rows'
+prompts (on-policy). Tokens/s are trained tokens over the seconds of the steps, without loading and the first step.
+Every draft is then decoded with by the real loop, greedy and at T=1, four tokens drafted.
+
+    python -m venv /tmp/trl && /tmp/trl/bin/pip install trl==1.16.0 torch==2.13.0
+    python benchmarks/drafts_peer.py --target FOLDER --rows ANSWERS.jsonl --prompts TEST.jsonl \
+        --peer-python /tmp/trl/bin/python draft.init.from_target.layers=2
+"""
+
+# ruff: noqa: E402  # the path comes first: see below
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# This folder, where arms.py lies, has a script of a package's name: the repository comes first.
+_HERE = Path(__file__).resolve().parent
+sys.path = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE), str(_HERE)]
+
+import torch
+from arms import ROOT, slug, train, write
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedTokenizerBase
+
+from decoding.drafters import DraftModelDrafter
+from decoding.generate import DecodingConfig, decode
+from decoding.loading import eos_token_ids, load_draft, load_model, load_tokenizer, parse_dtype
+from decoding.machine import commit, hardware, versions
+from decoding.metrics import Estimate, StepCount, acceptance
+from decoding.prompts import read_prompts
+from decoding.sampling import SamplingConfig
+from decoding.target import CausalLM
+from trainer.batch import Example
+from trainer.data import load_dataset
+from trainer.draft_init import initial_draft, write_draft
+from trainer.read_recipe import load_recipe
+from trainer.recipe import DraftRecipe
+
+OURS, PEER, START = "Headstart", "TRL GKD", "untrained"
+PEER_SCRIPT = ROOT / "benchmarks" / "peer_gkd.py"
+PEER_RESULT = "training.json"  # as benchmarks/peer_gkd.py calls it, which only the peer's environment can import
+DRAFT_TOKENS = 4
+SPEED_WANTED = 1.5
+TEMPERATURES = {"greedy": 0.0, "T=1": 1.0}
+
+
+class Setting(NamedTuple):
+    """What is trained on: the share of it that the student writes, as TRL and as a recipe call it."""
+
+    lmbda: float
+    policy: tuple[str, ...]
+
+
+SETTINGS = {
+    "offline": Setting(0.0, ("draft.policy.offline=1", "draft.policy.draft=0")),
+    "on-policy": Setting(1.0, ("draft.policy.offline=0", "draft.policy.draft=1")),
+    "half on-policy": Setting(0.5, ("draft.policy.offline=0.5", "draft.policy.draft=0.5")),
+}
+
+
+def main() -> None:
+    options = _parse()
+    check_peer(options.peer_python)
+    runs = Path(options.runs)
+    recipe = recipe_of(options)
+    target, tokenizer = CausalLM(load_model(options.target, parse_dtype("bf16"))), load_tokenizer(options.target)
+    examples = load_dataset(options.rows, recipe.data, tokenizer).examples
+    rows = write_rows(examples, runs / "rows.jsonl")
+    student = write_student(target, tokenizer, recipe, examples, runs / "student")
+    results: dict[str, Any] = {
+        "hardware": hardware(),
+        "versions": versions(),
+        "commit": commit(),
+        "note": options.note,
+        "prompts": options.limit,
+        "max_new_tokens": options.max_new_tokens,
+        "training": recipe.training.model_dump(mode="json"),
+        "draft": recipe.draft.model_dump(mode="json"),
+        "settings": {},
+    }
+    for name in options.settings:
+        timed: dict[str, list[dict[str, Any]]] = {OURS: [], PEER: []}
+        for index in range(options.rounds):
+            timed[OURS].append(train_ours(name, student, runs, index, recipe.draft.policy.every, options))
+            timed[PEER].append(train_peer(name, student, rows, runs, index, recipe, options))
+        results["settings"][name] = speeds(timed)
+        write(results, Path(options.output))
+    folders = {START: [student]} | {
+        f"{name}: {side}": _folders(name, side, runs, options) for name, side in _arms(options)
+    }
+    measure(target, tokenizer, folders, results, options)
+    for name in options.settings:
+        results["settings"][name]["goals"] = goals(results, name)
+    write(results, Path(options.output))
+    (Console() if sys.stdout.isatty() else Console(width=150)).print(table(results))
+
+
+def _absolute(path: str) -> str:
+    """Our trainer runs in the repository's root, wherever this was called."""
+    return str(Path(path).resolve())
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the recipe")
+    parser.add_argument("--target", type=_absolute, required=True, help="folder of a small target")
+    parser.add_argument("--rows", type=_absolute, required=True, help="rows of `headstart regenerate`")
+    parser.add_argument("--prompts", type=_absolute, required=True, help="JSONL of held-out prompts to decode from")
+    parser.add_argument("--peer-python", required=True, help="the Python of an environment with trl")
+    parser.add_argument("--recipe", type=_absolute, default=str(ROOT / "recipes" / "any" / "draft.yaml"))
+    parser.add_argument("--settings", nargs="*", choices=list(SETTINGS), default=["offline", "on-policy"])
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each side; the seed is another in each")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--batch-size", type=int, default=16, help="sequences of a step, in one forward pass")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--max-length", type=int, default=512)
+    parser.add_argument("--policy-tokens", type=int, default=96, help="most new tokens that the student writes")
+    parser.add_argument("--threads", type=int, help="of each training process")
+    parser.add_argument("--limit", type=int, default=40, help="prompts to decode from")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="of the texts decoded in the end")
+    parser.add_argument(
+        "--runs", type=_absolute, default="runs/drafts-peer", help="a run that is finished there is not done again"
+    )
+    parser.add_argument("--output", default="drafts_peer.json")
+    parser.add_argument("--note", default="", help="what a reader has to know of this measurement")
+    return parser.parse_args()
+
+
+# --- what both sides start from -----------------------------------------------------------------------------------
+
+
+def check_peer(python: str) -> None:
+    """ValueError if TRL cannot be run: before an hour is spent on our own half."""
+    if subprocess.run([python, "-c", "import trl, datasets"], capture_output=True, check=False).returncode:
+        raise ValueError(f"{python} has no trl: make an environment with trl and torch, and give its Python")
+
+
+def _overrides(options: argparse.Namespace) -> list[str]:
+    """Of the recipe, on either side: AdamW and all that GKD has no counterpart of switched off."""
+    given = [f"target={options.target}", f"data.train={options.rows}", f"data.heldout={options.rows}"]
+    given += [f"data.max_length={options.max_length}", "name=peer", "tracking=none"]
+    given += [f"training.steps={options.steps}", f"training.learning_rate={options.learning_rate}"]
+    given += [f"training.{name}={options.batch_size}" for name in ("batch_size", "micro_batch_size")]
+    given += ["training.optimizer=adamw", "training.weight_decay=0", "training.max_grad_norm=1"]
+    given += ["training.mixed_precision=bf16", "draft.loss.forward_kl=1", "draft.check_costs=false"]
+    given += [f"draft.num_draft_tokens={DRAFT_TOKENS}", f"checkpoint.every={options.steps}"]
+    given += [f"draft.policy.max_new_tokens={options.policy_tokens}", "draft.policy.temperature=1"]
+    given += ["evaluation.prompts=0", "evaluation.keep=last", "evaluation.patience=null"]
+    return [*given, *options.overrides]
+
+
+def recipe_of(options: argparse.Namespace) -> DraftRecipe:
+    """What the student, the rows and the peer's settings are read from; ValueError if it is of no draft."""
+    recipe = load_recipe(options.recipe, [*_overrides(options), f"output={options.runs}"])
+    if not isinstance(recipe, DraftRecipe):
+        raise ValueError(f"{options.recipe} is of kind {recipe.kind!r}: give a recipe of kind draft")
+    return recipe
+
+
+def write_rows(examples: Sequence[Example], path: Path) -> Path:
+    """The very tokens we train on, for `benchmarks/peer_gkd.py`: a prompt of so many tokens, and then the answer."""
+    lines = []
+    for place, (tokens, trained, prompt_length, lengths) in enumerate(examples):
+        if (
+            lengths
+            or trained != (False,) * prompt_length + (True,) * (len(tokens) - prompt_length)
+            or not prompt_length
+        ):
+            raise ValueError(
+                f"example {place} is no prompt with one answer behind it, which is all that TRL's GKD trains on: "
+                "give rows of `headstart regenerate`, and set data.packing=false"
+            )
+        lines.append(json.dumps({"input_ids": tokens, "prompt_length": prompt_length}) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(lines))
+    return path
+
+
+def write_student(
+    target: CausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    recipe: DraftRecipe,
+    examples: Sequence[Example],
+    folder: Path,
+) -> Path:
+    """The recipe's untrained draft, in fp32; the one that is there already, if there is one."""
+    if not (folder / "config.json").is_file():
+        torch.manual_seed(recipe.training.seed)
+        initial = initial_draft(target, tokenizer, recipe.draft, examples, longest=recipe.data.max_length)
+        write_draft(CausalLM(initial.model, initial.output_tokens), tokenizer, folder)
+    return folder
+
+
+# --- training -----------------------------------------------------------------------------------------------------
+
+
+def _folder(name: str, side: str, runs: Path, index: int) -> Path:
+    return runs / f"{slug(name)}-{slug(side)}-{index}"
+
+
+def train_ours(
+    name: str, student: Path, runs: Path, index: int, every: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """One run of our trainer on the recipe; its figures."""
+    folder = _folder(name, OURS, runs, index)
+    overrides = [*_overrides(options), *SETTINGS[name].policy, f"training.seed={index}"]
+    overrides += [f"draft.init.from_model={student}", "draft.init.from_target=null", "draft.init.from_config=null"]
+    train(Path(options.recipe), overrides, folder, options.threads)
+    return our_figures(folder / "metrics.jsonl", every)
+
+
+def our_figures(path: Path, every: int) -> dict[str, Any]:
+    """Tokens and seconds of the steps of a run, without the first, or the first ``every`` that are written for at once.
+
+    A step's seconds are from the end of the one before it, what is written for it included.
+    """
+    lines = [line for line in map(json.loads, path.read_text().splitlines()) if "loss" in line]
+    tokens = [after["tokens"] - before["tokens"] for before, after in pairwise(lines)]
+    seconds = [count / line["tokens_per_second"] for count, line in zip(tokens, lines[1:], strict=True)]
+    first = max(1, every) - 1  # of these, which begin with the second step
+    if not seconds[first:]:
+        raise ValueError(f"{path} has {len(lines)} steps, of which the first {max(1, every)} are not timed: train more")
+    return {
+        "timed_steps": len(seconds[first:]),
+        "seconds_of_training": sum(seconds[first:]),
+        "trained_tokens": sum(tokens[first:]),
+        "tokens_per_second": sum(tokens[first:]) / sum(seconds[first:]),
+        "generation_seconds": sum(line.get("generated/seconds", 0.0) for line in lines[1:][first:]),
+        "trained_tokens_of_all_steps": lines[-1]["tokens"],
+    }
+
+
+def train_peer(
+    name: str, student: Path, rows: Path, runs: Path, index: int, recipe: DraftRecipe, options: argparse.Namespace
+) -> dict[str, Any]:
+    """One run of TRL's trainer with the recipe's settings; its figures."""
+    folder = _folder(name, PEER, runs, index)
+    if not (folder / PEER_RESULT).is_file():
+        limit = {} if options.threads is None else {"OMP_NUM_THREADS": str(options.threads)}
+        environment = {**os.environ, **limit, "TRL_EXPERIMENTAL_SILENCE": "1"}
+        command = peer_command(options.peer_python, SETTINGS[name], student, rows, folder, index, recipe)
+        subprocess.run(command, check=True, env=environment)
+    figures: dict[str, Any] = json.loads((folder / PEER_RESULT).read_text())
+    figures.pop("student")  # where it lies on this machine
+    return figures
+
+
+def peer_command(
+    python: str, setting: Setting, student: Path, rows: Path, folder: Path, seed: int, recipe: DraftRecipe
+) -> list[str]:
+    """`benchmarks/peer_gkd.py` with what the recipe says of the training. ``beta`` 0 is forward KL."""
+    training, policy = recipe.training, recipe.draft.policy
+    given = {
+        "student": student,
+        "teacher": recipe.target,
+        "rows": rows,
+        "output": folder,
+        "steps": training.steps,
+        "batch-size": training.batch_size,
+        "micro-batch-size": training.micro_batch_size,
+        "lmbda": setting.lmbda,
+        "beta": 0,
+        "temperature": policy.temperature,
+        "max-new-tokens": policy.max_new_tokens,
+        "learning-rate": training.learning_rate,
+        "warmup-fraction": training.warmup_fraction,
+        "adam-beta2": training.adam_beta2,
+        "max-length": recipe.data.max_length,
+        "seed": seed,
+    }
+    return [python, str(PEER_SCRIPT), *(part for key, value in given.items() for part in (f"--{key}", str(value)))]
+
+
+def speeds(timed: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Every run's figures, each side's median tokens/s, and the ratio of the medians."""
+    medians = {side: statistics.median(run["tokens_per_second"] for run in runs) for side, runs in timed.items()}
+    return {"runs": timed, "tokens_per_second": medians, "ratio": medians[OURS] / medians[PEER]}
+
+
+# --- decoding -----------------------------------------------------------------------------------------------------
+
+
+def _arms(options: argparse.Namespace) -> list[tuple[str, str]]:
+    return [(name, side) for name in options.settings for side in (OURS, PEER)]
+
+
+def _folders(name: str, side: str, runs: Path, options: argparse.Namespace) -> list[Path]:
+    """Where a side's drafts lie, one a round."""
+    folders = [_folder(name, side, runs, index) for index in range(options.rounds)]
+    return [folder / "final" for folder in folders] if side == OURS else folders
+
+
+def measure(
+    target: CausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    folders: dict[str, list[Path]],
+    results: dict[str, Any],
+    options: argparse.Namespace,
+) -> None:
+    """Decode with every draft of every arm, and note the acceptance over the rounds' drafts together."""
+    prompts = read_prompts(options.prompts, tokenizer, options.limit)
+    ends = eos_token_ids(target.model, tokenizer)
+    results["acceptance"], results["over_peer"] = {}, {}
+    for temperature_name, temperature in TEMPERATURES.items():
+        config = DecodingConfig(options.max_new_tokens, SamplingConfig(temperature), eos_token_ids=ends)
+        texts = {}
+        for arm, drafts in folders.items():
+            loaded = [load_draft(str(folder), target, tokenizer) for folder in drafts]
+            texts[arm] = [steps_of(target, loaded, prompt, config) for prompt in prompts]
+            figures = acceptance(texts[arm])
+            results["acceptance"].setdefault(arm, {})[temperature_name] = {
+                "tokens_per_pass": figures.tokens_per_pass._asdict(),
+                "conditional_acceptance": [estimate._asdict() for estimate in figures.conditional],
+            }
+        for name in options.settings:
+            ratio = paired_ratio(texts[f"{name}: {OURS}"], texts[f"{name}: {PEER}"])
+            results["over_peer"].setdefault(name, {})[temperature_name] = ratio._asdict()
+
+
+def steps_of(
+    target: CausalLM, drafts: Sequence[CausalLM], prompt: Sequence[int], config: DecodingConfig
+) -> list[StepCount]:
+    """The decoding steps of a prompt's texts, one of each draft: together, since they are no texts of their own."""
+    steps = []
+    for draft in drafts:
+        drafter = DraftModelDrafter(draft, (1,) * DRAFT_TOKENS)
+        steps += [step.counts for step in decode(target, drafter, prompt, config).steps[1:]]
+    return steps
+
+
+def paired_ratio(
+    ours: Sequence[Sequence[StepCount]], theirs: Sequence[Sequence[StepCount]], resamples: int = 1000
+) -> Estimate:
+    """Our tokens per pass over theirs on the same prompts, with a 95% bootstrap interval over the prompts."""
+    sums = torch.tensor(
+        [
+            [sum(step.emitted for step in mine), len(mine), sum(step.emitted for step in other), len(other)]
+            for mine, other in zip(ours, theirs, strict=True)
+        ],
+        dtype=torch.float64,
+    )
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randint(len(sums), (resamples, len(sums)), generator=generator)
+    tokens, passes, their_tokens, their_passes = torch.cat((sums.sum(0)[None], sums[chosen].sum(1))).T
+    value, *resampled = ((tokens / passes) / (their_tokens / their_passes)).tolist()
+    low, high = torch.tensor(resampled, dtype=torch.float64).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
+    return Estimate(value, float(low), float(high), len(sums))
+
+
+# --- what came out ------------------------------------------------------------------------------------------------
+
+
+def goals(results: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """Faster by half, and acceptance that no interval puts below the peer's."""
+    speed = results["settings"][name]["ratio"]
+    found = [{"goal": "tokens/s over TRL's", "wanted": SPEED_WANTED, "measured": speed, "met": speed >= SPEED_WANTED}]
+    for temperature, ratio in results["over_peer"][name].items():
+        goal = f"tokens per pass over TRL's, {temperature}"
+        found.append({"goal": goal, "wanted": 1.0, "measured": ratio["value"], "met": ratio["high"] >= 1.0})
+    return found
+
+
+def table(results: dict[str, Any]) -> Table:
+    """An arm a row; the untrained student first."""
+    shown = Table(title=f"{DRAFT_TOKENS} tokens drafted; medians and 95% intervals")
+    for column in ("arm", "trained tokens/s", "ratio", "tokens/pass greedy", "T=1", "over TRL's greedy", "T=1"):
+        shown.add_column(column)
+    for arm, by_temperature in results["acceptance"].items():
+        name, _, side = arm.partition(": ")
+        figures = [_interval(by_temperature[each]["tokens_per_pass"]) for each in TEMPERATURES]
+        speed, ratio, compared = "", "", ["", ""]
+        if side:
+            setting = results["settings"][name]
+            speed = f"{setting['tokens_per_second'][side]:,.0f}"
+            if side == OURS:
+                ratio = f"{setting['ratio']:.2f}×"
+                compared = [_interval(results["over_peer"][name][each], 3) for each in TEMPERATURES]
+        shown.add_row(arm, speed, ratio, *figures, *compared)
+    return shown
+
+
+def _interval(estimate: dict[str, float], digits: int = 2) -> str:
+    return "{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]".format(**estimate, digits=digits)
+
+
+if __name__ == "__main__":
+    main()

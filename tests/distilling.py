@@ -1,0 +1,53 @@
+"""A distillation objective on tiny models, and the loss it must have by the readable formulas."""
+
+from typing import Any
+
+import torch
+from tiny_training import WORDS, tiny_tokenizer
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decoding.target import CausalLM
+from trainer.batch import Batch, Example
+from trainer.distill import DistillObjective, OnlineTeacher
+from trainer.draft_init import initial_draft
+from trainer.draft_sections import DraftSection
+from trainer.losses import divergence
+from trainer.objective import TermSums
+
+EXAMPLES = (
+    Example((3, 1, 4, 1, 5, 9, 2, 6), (False,) * 4 + (True,) * 4, 4),
+    Example((2, 7, 1, 8), (True,) * 4, 0),
+)
+"""Positions 3 to 6 of the first text predict its answer, 0 to 2 of the second all but its first token: 7 labels."""
+
+
+def objective_for(
+    model: PreTrainedModel, reference: CausalLM | None = None, words: tuple[str, ...] = WORDS, **section: Any
+) -> DistillObjective:
+    """A draft of a tiny target's first layer, unless the section says otherwise."""
+    target, parsed, tokenizer = CausalLM(model), DraftSection.model_validate(section), tiny_tokenizer(words=words)
+    initial = initial_draft(target, tokenizer, parsed, EXAMPLES)
+    return DistillObjective(target, OnlineTeacher(target), tokenizer, initial, parsed, reference)
+
+
+def sums_of(objective: DistillObjective, batch: Batch) -> TermSums:
+    """One forward pass, without dropout."""
+    inputs = objective.inputs(batch, step=0)
+    objective.module.eval()
+    sums: TermSums = objective.module(*inputs)
+    return sums
+
+
+def labelled_logits(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """A model's own logits at the labelled positions, row by row."""
+    logits: Tensor = model(**batch.model_inputs(), use_cache=False).logits
+    return logits[batch.labelled(1)]
+
+
+def expected_loss(draft: PreTrainedModel, target: PreTrainedModel, batch: Batch, weights: dict[Any, float]) -> Tensor:
+    """Σ weight · divergence between the two models' own logits, by the readable formulas."""
+    with torch.no_grad():
+        wanted = labelled_logits(target, batch)
+    own = labelled_logits(draft, batch)
+    return torch.stack([weight * divergence(own, wanted, kind) for kind, weight in weights.items()]).sum()

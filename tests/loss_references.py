@@ -1,0 +1,102 @@
+"""Inputs of the losses, and what `fused_loss` computes in chunks: of all logits at once and by autograd."""
+
+from typing import get_args
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from trainer.losses import Divergence, LossMix, Term, divergence
+from trainer.teachers import HiddenTeacher, Teacher, TopKTeacher
+
+KINDS: tuple[Divergence, ...] = get_args(Divergence)
+WITHOUT_GRADIENT_INSIDE: tuple[Divergence, ...] = ("tvd_plus", "lk")
+"""Parts of these are held constant, which finite differences would not know."""
+SEEDS = st.integers(0, 2**31)
+TOKENS, HIDDEN, VOCAB = 13, 5, 7
+KEPT = 3
+TEACHERS = ("hidden", "top_k")
+
+MIXES: tuple[dict[Term, float], ...] = (
+    *({kind: 1.0} for kind in KINDS),
+    {"cross_entropy": 0.3, "forward_kl": 0.7},
+    {"tvd": 2.0, "cross_entropy": -0.5, "jsd": 1.5, "acceptance": 0.1, "reverse_kl": 0.4, "forward_kl": 1.1},
+    {"forward_kl": 1.0, "lk": 0.7, "tvd": 1.0, "tvd_plus": 0.3},
+)
+
+
+def inputs(dtype: torch.dtype = torch.float64, outputs: int = VOCAB) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, an lm_head, and labels from the whole vocabulary."""
+    hidden = torch.randn(TOKENS, HIDDEN, dtype=dtype, requires_grad=True)
+    weight = torch.randn(outputs, HIDDEN, dtype=dtype, requires_grad=True)
+    return hidden, weight, torch.randint(0, VOCAB, (TOKENS,))
+
+
+def one(term: Term) -> LossMix:
+    return LossMix({term: 1.0})
+
+
+def gradients(loss: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, of)
+
+
+def assert_same(loss: Tensor, expected: Tensor, *of: Tensor, tolerance: float = 1e-10) -> None:
+    """Two losses and their gradients."""
+    assert torch.allclose(loss, expected, rtol=0, atol=tolerance)
+    for ours, theirs in zip(gradients(loss, *of), gradients(expected, *of), strict=True):
+        assert torch.allclose(ours, theirs, rtol=0, atol=tolerance)
+
+
+def a_teacher(kind: str, dtype: torch.dtype = torch.float64) -> tuple[Teacher, Tensor]:
+    """A teacher, and all of the logits it knows or knows the best of."""
+    hidden, weight = torch.randn(TOKENS, HIDDEN + 1, dtype=dtype), torch.randn(VOCAB, HIDDEN + 1, dtype=dtype)
+    logits = hidden @ weight.T
+    return HiddenTeacher(hidden, weight) if kind == "hidden" else keep_best(logits, KEPT), logits
+
+
+def keep_best(logits: Tensor, count: int) -> TopKTeacher:
+    best = logits.topk(count)
+    return TopKTeacher(best.indices, best.values, logits.logsumexp(-1))
+
+
+def all_logits(logits: Tensor) -> HiddenTeacher:
+    """A teacher that gives these."""
+    return HiddenTeacher(logits, torch.eye(logits.shape[1], dtype=logits.dtype))
+
+
+def merged(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Log probabilities of the tokens kept, and of all others together."""
+    probabilities = logits.softmax(-1)
+    kept = probabilities.gather(1, tokens)
+    others = torch.ones_like(logits).scatter(1, tokens, 0.0)
+    return torch.cat((kept, (probabilities * others).sum(-1, keepdim=True)), 1).log()
+
+
+def reference(
+    logits: Tensor,
+    labels: Tensor,
+    mix: LossMix,
+    teacher: Teacher | None,
+    target_logits: Tensor,
+    tokens: Tensor | None = None,
+) -> Tensor:
+    """What `fused_loss` computes from the draft's logits and all of the target's."""
+    draft, target = logits / mix.temperature, target_logits / mix.temperature
+    if isinstance(teacher, TopKTeacher):
+        draft, target = merged(draft, teacher.tokens), merged(target, teacher.tokens)
+    total = torch.zeros((), dtype=logits.dtype)
+    for term, factor in mix.weights.items():
+        if term == "cross_entropy":
+            value = _cross_entropy(logits, labels, tokens)
+        else:
+            value = divergence(draft, target, term, tokens=tokens, beta=mix.beta, eta=mix.eta)
+        total = total + factor * value
+    return total
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, tokens: Tensor | None) -> Tensor:
+    known = list(range(logits.shape[1])) if tokens is None else tokens.tolist()
+    rows = [(row, known.index(label)) for row, label in enumerate(labels.tolist()) if label in known]
+    at, written = (torch.tensor(part) for part in zip(*rows, strict=True))
+    return F.cross_entropy(logits[at], written, reduction="sum")

@@ -1,0 +1,320 @@
+"""The best weights and the end of patience: by held-out figures, and the same however often a run is killed."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from rich.console import Console
+from safetensors.torch import load_file
+from tiny_models import counting_model
+from tiny_training import Recorder, ToyObjective, recipe_content, tiny_tokenizer, train_toy, write_corpus
+from torch import Tensor, nn
+
+from trainer import best as best_module
+from trainer import folders
+from trainer.best import Best
+from trainer.checkpoint import Checkpoints, Progress
+from trainer.heldout import Evaluator
+from trainer.objective import Objective
+from trainer.read_recipe import parse_recipe
+from trainer.recipe import EvaluationSection
+from trainer.train import run_recipe
+
+
+def best_in(folder: Path, checkpoints: list[int] | None = None, identity: Any = "a run", **section: Any) -> Best:
+    wanted = EvaluationSection.model_validate({"every": 2, "keep": "best", **section})
+    return Best(folder, wanted, identity, lambda: checkpoints or [])
+
+
+def module_of(value: float) -> nn.Module:
+    """One weight and a buffer, both of this value."""
+    module = nn.Linear(1, 1, bias=False)
+    module.register_buffer("seen", torch.tensor(value))
+    nn.init.constant_(module.weight, value)
+    return module
+
+
+def offer(best: Best, step: int, figure: float) -> bool:
+    """An evaluation whose weights are all of the step's number."""
+    return best.offer(Progress(step, 10 * step), figure, module_of(step))
+
+
+def restored(best: Best) -> float:
+    module = module_of(-1.0)
+    best.restore(module)
+    assert module.seen == module.weight.item()
+    return module.weight.item()
+
+
+def steps_kept(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in sorted(folder.glob("step-*"))]
+
+
+def test_the_weights_of_the_highest_figure_are_kept_and_come_back(tmp_path: Path) -> None:
+    best = best_in(tmp_path)
+    assert [offer(best, step, figure) for step, figure in ((2, 1.5), (4, 2.5), (6, 2.0))] == [True, True, False]
+    latest = best.latest()
+    assert latest is not None and (latest.progress, latest.figure) == (Progress(4, 40), 2.5)
+    assert restored(best) == 4
+    written = json.loads((tmp_path / "step-00000004" / "evaluation.json").read_text())
+    assert (written["step"], written["tokens_per_pass"]) == (4, 2.5)
+
+
+def test_a_figure_that_is_only_as_good_is_no_new_best(tmp_path: Path) -> None:
+    best = best_in(tmp_path)
+    assert offer(best, 2, 2.0) and not offer(best, 4, 2.0) and restored(best) == 2
+
+
+def test_an_evaluation_without_a_figure_is_never_the_best(tmp_path: Path) -> None:
+    best = best_in(tmp_path)
+    assert not offer(best, 2, math.nan) and best.latest() is None
+    assert offer(best, 4, 0.5) and not offer(best, 6, math.nan) and restored(best) == 4
+
+
+def test_patience_is_counted_in_steps_since_the_best(tmp_path: Path) -> None:
+    """Two evaluations, of every second step; what counts is on the disk, not in the process."""
+    offer(best_in(tmp_path, patience=2, keep="last"), 6, 1.0)
+    assert not (tmp_path / "step-00000006" / "weights.safetensors").exists()
+    again = best_in(tmp_path, patience=2, keep="last")
+    assert [again.is_enough(step) for step in (6, 8, 10, 12)] == [False, False, True, True]
+    assert not best_in(tmp_path).is_enough(1000)
+
+
+def test_patience_without_any_figure_ends_too(tmp_path: Path) -> None:
+    best = best_in(tmp_path, patience=2)
+    assert not best.is_enough(2) and best.is_enough(4)
+
+
+def test_a_best_is_dropped_when_no_checkpoint_can_ask_for_it(tmp_path: Path) -> None:
+    checkpoints: list[int] = []
+    best = best_in(tmp_path)
+    best._checkpoint_steps = lambda: checkpoints
+    offer(best, 2, 1.0)
+    offer(best, 4, 2.0)  # a run that went on from the beginning would find step 2 again
+    assert steps_kept(tmp_path) == [4]
+    checkpoints[:] = [5, 7]
+    offer(best, 8, 3.0)
+    assert steps_kept(tmp_path) == [4, 8]
+    checkpoints[:] = [9, 11]
+    offer(best, 12, 2.9)
+    assert steps_kept(tmp_path) == [4, 8]  # until there is another best
+    offer(best, 14, 4.0)
+    assert steps_kept(tmp_path) == [8, 14]
+
+
+def test_a_run_that_goes_on_from_before_its_best_finds_what_was_best_until_then(tmp_path: Path) -> None:
+    """The checkpoint is of step 5. This time step 6 comes out worse, as on other hardware it may."""
+    for step, figure in ((2, 1.0), (4, 2.0), (6, 3.0), (8, 4.0)):
+        offer(best_in(tmp_path, [5]), step, figure)
+    resumed = best_in(tmp_path, [5])
+    assert not offer(resumed, 6, 1.9) and restored(resumed) == 4
+    assert offer(resumed, 8, 2.1) and restored(resumed) == 8
+
+
+def test_what_another_run_left_does_not_count(tmp_path: Path) -> None:
+    offer(best_in(tmp_path), 2, 9.0)
+    other = best_in(tmp_path, identity="other prompts")
+    assert other.latest() is None and offer(other, 4, 1.0) and steps_kept(tmp_path) == [4]
+
+
+@pytest.mark.parametrize("damage", ["evaluation.json", "weights.safetensors"])
+def test_a_best_that_is_not_whole_does_not_count(tmp_path: Path, damage: str) -> None:
+    offer(best_in(tmp_path), 2, 9.0)
+    (tmp_path / "step-00000002" / damage).unlink()
+    assert best_in(tmp_path).latest() is None
+
+
+def test_a_full_disk_leaves_the_best_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    best = best_in(tmp_path)
+    offer(best, 2, 1.0)
+
+    def full(tensors: dict[str, Tensor], path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(best_module, "save_file", full)
+    with pytest.raises(OSError, match="no space left"):
+        offer(best, 4, 2.0)
+    assert restored(best_in(tmp_path)) == 2 and steps_kept(tmp_path) == [2]
+
+
+class Killed(Exception):  # not an error
+    """In place of a SIGKILL: nothing is saved."""
+
+
+class Watched(Recorder):
+    """A run that is best at steps 2, 6 and 8, and that dies where it is told to."""
+
+    def __init__(self, folder: Path, objective: ToyObjective, dies_at: tuple[str, int] | None = None) -> None:
+        super().__init__()
+        self.checkpoints = Checkpoints(folder / "checkpoints", 2, {"seed": 0})
+        section = EvaluationSection(every=2, keep="best", patience=2)
+        self.best = Best(folder / "best", section, "toy", self.checkpoints.steps)
+        self.module, self.dies_at = objective.module, dies_at
+
+    def _die(self, place: str, step: int) -> None:
+        if self.dies_at == (place, step):
+            raise Killed
+
+    def _evaluate(self, progress: Progress) -> bool:
+        super()._evaluate(progress)
+        self._die("checkpoint", progress.step)
+        figure = {2: 0.3, 4: 0.1, 6: 0.5, 8: 0.6}.get(progress.step, 0.2)
+        self.best.offer(progress, figure, self.module)
+        self._die("evaluation", progress.step)
+        return self.best.is_enough(progress.step)
+
+    def _on_step(self, progress: Progress, figures: dict[str, float]) -> None:
+        super()._on_step(progress, figures)
+        self._die("step", progress.step)
+
+
+def watched_run(folder: Path, dies_at: tuple[str, int] | None = None) -> tuple[Progress, Watched]:
+    objective = ToyObjective(dropout=0.3)
+    watched = Watched(folder, objective, dies_at)
+    settings = {"steps": 16, "learning_rate": 3e-2, "checkpoint_every": 3, "evaluate_every": 2}
+    return train_toy(folder / "checkpoints", objective, watched, **settings), watched
+
+
+def outcome(progress: Progress, watched: Watched) -> tuple[Progress, Any, list[float]]:
+    """Where it ended, what was best, and the weights that are finished."""
+    watched.best.restore(watched.module)
+    return progress, watched.best.latest(), [parameter.sum().item() for parameter in watched.module.parameters()]
+
+
+def test_a_run_killed_anywhere_ends_at_the_same_step_with_the_same_best_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After every step, after every evaluation, and between the two where there is a checkpoint."""
+    monkeypatch.setattr(folders, "flush_to_disk", lambda path: None)  # slow, and for worse than a kill
+    straight = outcome(*watched_run(tmp_path / "straight"))
+    ended, best = straight[0].step, straight[1]
+    assert (best.progress.step, ended) == (8, 12)
+    places = [("step", step) for step in range(1, 13)] + [("evaluation", step) for step in range(2, 13, 2)]
+    places += [("checkpoint", 6), ("checkpoint", 12)]
+    for number, place in enumerate(places):
+        folder = tmp_path / str(number)
+        with pytest.raises(Killed):
+            watched_run(folder, place)
+        assert outcome(*watched_run(folder)) == straight, place
+        assert outcome(*watched_run(folder)) == straight, f"{place}, and started once more"
+
+
+def workshop(folder: Path, kind: str, **evaluation: Any) -> dict[str, Any]:
+    """A recipe of ten steps that evaluates at every second, with a checkpoint of every step."""
+    counting_model().save_pretrained(folder / "target")
+    tiny_tokenizer().save_pretrained(folder / "target")
+    write_corpus(folder)
+    content = recipe_content(folder, kind, steps=10)
+    content["evaluation"] |= {"every": 2, "keep": "best", **evaluation}
+    return {**content, "checkpoint": {"every": 1, "keep": 100}}
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float]], list[tuple[int, float]]]:
+    """Makes evaluations find these figures one after the other; returns each one's tree nodes and temperature."""
+    asked: list[tuple[int, float]] = []
+
+    def script(figures: list[float]) -> list[tuple[int, float]]:
+        left = iter(figures)
+
+        def found(self: Evaluator, objective: Objective) -> dict[str, float]:
+            drafter = objective.drafter()
+            assert drafter is not None
+            asked.append((drafter.max_nodes, self.config.sampling.temperature))
+            return {"tokens_per_pass": next(left)}
+
+        monkeypatch.setattr(Evaluator, "figures", found)
+        return asked
+
+    return script
+
+
+def run(content: dict[str, Any]) -> str:
+    """What the run said."""
+    AcceleratorState._reset_state(True)
+    console = Console(width=200, record=True, file=(Path(content["output"]).parent / "said.txt").open("a"))
+    try:
+        run_recipe(parse_recipe(content), console)
+    finally:
+        AcceleratorState._reset_state(True)
+    return console.export_text()
+
+
+def finished(content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    final = Path(content["output"]) / "final"
+    return json.loads((final / "provenance.json").read_text()), load_file(final / "model.safetensors")
+
+
+def checkpointed(content: dict[str, Any], step: int) -> dict[str, Tensor]:
+    return load_file(Path(content["output"]) / "checkpoints" / f"step-{step:08d}" / "weights.safetensors")
+
+
+SCRIPT = [1.5, 3.0, 2.0, 2.5, 2.9, 3.5]
+"""Of steps 2, 4, 6, 8 and 10, and of what is finished."""
+
+
+def test_the_heads_of_the_best_step_are_finished_with_a_tree_of_their_own(
+    tmp_path: Path, scripted: Callable[..., list[tuple[int, float]]]
+) -> None:
+    """Steps are compared by chains, the last one's too; the tree comes after."""
+    content = workshop(tmp_path, "medusa", temperature=0.7)
+    content["heads"] = {"num_heads": 3, "tree_nodes": 9}
+    asked = scripted(SCRIPT)
+    said = run(content)
+    nodes, temperatures = zip(*asked, strict=True)
+    assert nodes[:5] == (4,) * 5 and nodes[5] != 4 and set(temperatures) == {0.7}
+    provenance, heads = finished(content)
+    best, last = checkpointed(content, 4), checkpointed(content, 10)
+    assert all(torch.equal(tensor, best[f"heads.{name}"]) for name, tensor in heads.items())
+    assert not all(torch.equal(tensor, last[f"heads.{name}"]) for name, tensor in heads.items())
+    assert provenance["steps"] == 4 and provenance["tokens"] > 0
+    assert "final, the weights of step 4, which were the best" in said and "step 4, held out, T=0.7" in said
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert (lines[-1]["step"], lines[-1]["heldout/step"], lines[-1]["heldout/tokens_per_pass"]) == (10, 4, 3.5)
+
+
+def test_patience_ends_a_run_which_then_finishes_and_is_not_gone_on_with(
+    tmp_path: Path, scripted: Callable[..., list[tuple[int, float]]]
+) -> None:
+    content = workshop(tmp_path, "medusa", patience=2)
+    scripted([*SCRIPT[:4], 3.0])
+    assert "ended at step 8 of 10, after 2 evaluations without a new best" in run(content)
+    first = finished(content)
+    assert first[0]["steps"] == 4 and not (tmp_path / "run" / "checkpoints" / "step-00000009").exists()
+    scripted([2.5, 3.0])
+    assert "ended at step 8 of 10" in run(content)
+    again = finished(content)
+    assert again[0]["steps"] == 4 and all(torch.equal(first[1][name], again[1][name]) for name in first[1])
+
+
+def test_the_last_weights_are_finished_if_they_are_the_best_or_if_the_last_are_wanted(
+    tmp_path: Path, scripted: Callable[..., list[tuple[int, float]]]
+) -> None:
+    content = workshop(tmp_path, "medusa")
+    scripted([1.5, 3.0, 2.0, 2.5, 3.1, 3.1])
+    assert "the weights of step 10, which were the best" in run(content)
+    assert finished(content)[0]["steps"] == 10
+    content["evaluation"]["keep"] = "last"
+    scripted([3.1])
+    assert "the best" not in run(content) and finished(content)[0]["steps"] == 10
+
+
+@pytest.mark.parametrize("decides", [{"keep": "best"}, {"patience": 1}])
+def test_without_a_target_during_training_nothing_can_go_by_evaluations(
+    tmp_path: Path, decides: dict[str, Any]
+) -> None:
+    content = recipe_content(tmp_path, "medusa")
+    content["evaluation"] |= decides
+    content["features"] = {"folder": "features", "keep_target": False}
+    with pytest.raises(ValueError, match=r"the target has to stay: set features\.keep_target=true"):
+        parse_recipe(content)
+    parse_recipe({**content, "features": {"folder": "features"}})
+    del content["features"], content["target"], content["dtype"]
+    with pytest.raises(ValueError, match="go by what a target gains, and here is none"):
+        parse_recipe({**content, "kind": "pretrain", "model": {"tokenizer": "here"}})

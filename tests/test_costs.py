@@ -1,0 +1,131 @@
+"""Whether a draft could pay, by costs that are given; and that costs are measured in the target's own passes."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.state import AcceleratorState
+from rich.console import Console
+from tiny_models import tiny_model
+from tiny_training import recipe_content, write_corpus, write_target
+
+from decoding.compress import trimmed_vocabulary
+from decoding.target import CausalLM
+from trainer import costs as costs_module
+from trainer import train as train_module
+from trainer.costs import DEEPEST, SIZES, Costs, best_depth, check_pays, measure_costs, payoff
+from trainer.read_recipe import parse_recipe
+from trainer.train import run_recipe
+
+
+def flat(draft_step: float) -> Costs:
+    """A target's pass costs the same over any number of tokens."""
+    return Costs(draft_step, dict.fromkeys(SIZES, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "draft_step", "depth", "speedup"),
+    [(0.6, 0.2, 2, 1.40), (0.7, 0.1, 4, 1.98), (0.8, 0.05, 8, 3.09), (0.9, 0.1, 10, 3.43)],
+)
+def test_the_best_draft_lengths_are_the_published_ones(
+    acceptance: float, draft_step: float, depth: int, speedup: float
+) -> None:
+    found = best_depth(acceptance, flat(draft_step))
+    assert found == (depth, pytest.approx(speedup, abs=0.005))
+
+
+def test_with_free_checking_a_gain_needs_an_acceptance_above_the_drafts_cost() -> None:
+    """One token: (1 + a) / (c + 1) > 1 where a > c. At acceptance 1 all 16 are drafted: 17 / (16 c + 1)."""
+    assert payoff(flat(0.2)) == (0.21, pytest.approx(17 / 4.2))
+    assert payoff(flat(0.505)) == (0.51, pytest.approx(17 / 9.08))
+
+
+def test_dearer_passes_over_more_tokens_are_counted() -> None:
+    """Two tokens cost 1.3 passes and any more 4: one token pays where 1 + a > 0.2 + 1.3, and no longer draft does."""
+    costs = Costs(0.2, {1: 1.0, 2: 1.3, **dict.fromkeys(range(3, DEEPEST + 2), 4.0)})
+    assert best_depth(0.6, costs) == (1, pytest.approx(1.6 / 1.5))
+    assert payoff(costs).least_acceptance == 0.51
+    assert best_depth(1.0, costs) == (16, pytest.approx(17 / 7.2))
+
+
+def test_what_could_be_gained_is_said_in_a_sentence() -> None:
+    what, when = check_pays(flat(0.2)).split("; ")
+    assert what == "costs here: a draft step takes 0.20 of a target pass"
+    assert when == "it pays from an acceptance of 0.21, at most 4.0x"
+
+
+@pytest.mark.parametrize("draft_step", [1.0, 1.4])
+def test_a_draft_as_slow_as_its_target_is_refused_with_the_figures_and_the_remedy(draft_step: float) -> None:
+    assert payoff(flat(draft_step)).least_acceptance is None
+    with pytest.raises(ValueError, match=r"a target pass here.*check_costs=false") as refused:
+        check_pays(flat(draft_step))
+    speedup = max((depth + 1) / (draft_step * depth + 1) for depth in range(1, DEEPEST + 1))
+    assert f"takes {draft_step:.2f} of a target pass" in str(refused.value)
+    assert f"at {speedup:.2f} times the speed of plain decoding" in str(refused.value)
+
+
+def test_a_target_whose_passes_are_dear_by_the_token_is_refused_a_cheap_draft() -> None:
+    """Where n tokens cost n passes there is nothing to gain, however cheap the draft."""
+    with pytest.raises(ValueError, match=r"this draft cannot pay: a step of it takes 0\.05"):
+        check_pays(Costs(0.05, {size: float(size) for size in SIZES}))
+
+
+def test_costs_are_counted_in_passes_of_the_target_over_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What looks cheaper over more tokens is noise: the pass over 3 is taken to cost as much as that over 2."""
+    target, draft = CausalLM(tiny_model()), CausalLM(tiny_model(num_hidden_layers=1))
+
+    def clock(model: CausalLM, sizes: Sequence[int], repeats: int = 15) -> dict[int, float]:
+        if model is draft:
+            return {1: 0.5}
+        return {**{size: 2.0 + size for size in sizes}, 1: 2.0, 2: 4.5, 3: 4.0}
+
+    monkeypatch.setattr(costs_module, "measure_cost_curve", clock)
+    found = measure_costs(target, draft)
+    assert found.draft_step == 0.25 and list(found.target_pass) == list(SIZES)
+    assert [found.target_pass[size] for size in (1, 2, 3, 4, 17)] == [1.0, 2.25, 2.25, 3.0, 9.5]
+
+
+def test_a_draft_of_a_trimmed_vocabulary_is_measured_like_any_other() -> None:
+    draft = trimmed_vocabulary(tiny_model(num_hidden_layers=1), (1, 4, 5))
+    found = measure_costs(CausalLM(tiny_model()), draft)
+    assert found.draft_step > 0 and found.target_pass[1] == 1.0
+    assert sorted(found.target_pass.values()) == list(found.target_pass.values())
+
+
+def flat_run(folder: Path, monkeypatch: pytest.MonkeyPatch, draft_step: float, **draft: Any) -> str:
+    """What a small training run says where a draft's step costs so much."""
+    content = recipe_content(folder, "draft", steps=1)
+    content["draft"] = draft
+    said = io.StringIO()
+    monkeypatch.setattr(train_module, "measure_costs", lambda target, draft: flat(draft_step))
+    AcceleratorState._reset_state(True)
+    try:
+        run_recipe(parse_recipe(content), Console(width=200, file=said))
+    finally:
+        AcceleratorState._reset_state(True)
+    return said.getvalue()
+
+
+@pytest.fixture
+def workshop(tmp_path: Path) -> Path:
+    write_target(tmp_path / "target")
+    write_corpus(tmp_path)
+    return tmp_path
+
+
+def test_a_draft_that_cannot_pay_is_refused_before_anything_is_written(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="this draft cannot pay"):
+        flat_run(workshop, monkeypatch, 1.1)
+    assert not (workshop / "run").exists()
+    assert "costs here" not in flat_run(workshop, monkeypatch, 1.1, check_costs=False)
+    assert (workshop / "run" / "final").is_dir()
+
+
+def test_costs_are_looked_at_once_and_a_run_under_way_goes_on(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run is not refused because the machine is busy with something else now."""
+    assert "it pays from an acceptance of 0.21, at most 4.0x" in flat_run(workshop, monkeypatch, 0.2)
+    assert "costs here" not in flat_run(workshop, monkeypatch, 1.1)

@@ -1,0 +1,142 @@
+"""What the fused loss does not do: hold more logits than a chunk's, compute anything twice, or in the wrong dtype."""
+
+from typing import Any, get_args
+
+import pytest
+import torch
+from loss_references import HIDDEN, TEACHERS, VOCAB, a_teacher, gradients, inputs, keep_best, one
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer import fused
+from trainer.fused import fused_loss, token_divergences
+from trainer.losses import LossMix, Term
+from trainer.teachers import HiddenTeacher, SampledTailTeacher
+
+CROSS_ENTROPY = one("cross_entropy")
+
+
+class LargestTensor(TorchDispatchMode):
+    """Counts the numbers in the largest tensor that any operation makes, and the matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+        self.products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(tensor, Tensor):
+                self.numbers = max(self.numbers, tensor.numel())
+        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return made
+
+
+def sample(logits: Tensor, kept: int, drawn: int) -> SampledTailTeacher:
+    """The best logits, and others as if they had been drawn."""
+    best = logits.topk(kept + drawn)
+    (tokens, tail), (known, tail_known) = (part.split((kept, drawn), 1) for part in (best.indices, best.values))
+    return SampledTailTeacher(tokens, known, logits.logsumexp(-1), tail, tail_known)
+
+
+@pytest.mark.parametrize("kind", [*TEACHERS, "sample"])
+@pytest.mark.parametrize("term", get_args(Term))
+def test_no_tensor_is_larger_than_the_logits_of_a_chunk(kind: str, term: Term) -> None:
+    tokens, vocab, chunk = 60, 100, 8
+    hidden = torch.randn(tokens, HIDDEN, requires_grad=True)
+    weight = torch.randn(vocab, HIDDEN, requires_grad=True)
+    target, lm_head = torch.randn(tokens, HIDDEN), weight.detach()
+    if kind == "hidden":
+        teacher: Any = HiddenTeacher(target, lm_head)
+    else:
+        teacher = keep_best(target @ lm_head.T, 4) if kind == "top_k" else sample(target @ lm_head.T, 4, 3)
+    with LargestTensor() as watched:
+        fused_loss(hidden, weight, torch.randint(vocab, (tokens,)), one(term), teacher, chunk=chunk).loss.backward()
+        token_divergences(hidden, weight, teacher, chunk=chunk)
+    assert watched.numbers == chunk * vocab  # and hidden states and weight are smaller
+    with LargestTensor() as watched:
+        F.cross_entropy(hidden @ weight.T, torch.randint(vocab, (tokens,))).backward()
+    assert watched.numbers == tokens * vocab  # the plain way is seen
+
+
+def test_the_default_chunk_holds_a_set_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "CHUNK_BYTES", 3 * VOCAB * 8 + 5)
+    hidden, weight, labels = inputs()
+    with LargestTensor() as watched:
+        fused_loss(hidden, weight, labels, CROSS_ENTROPY)
+    assert watched.products == 3 * 5  # 13 tokens are five chunks of three, each one product forward and two backward
+
+
+def test_a_chunk_is_small_enough_for_a_teacher_of_more_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "CHUNK_BYTES", 3 * VOCAB * 8)
+    hidden, weight, labels = inputs(outputs=2)
+    teacher, _ = a_teacher("hidden")
+    with LargestTensor() as watched:
+        fused_loss(hidden, weight, labels, one("jsd"), teacher)
+    assert watched.products == 4 * 5
+
+
+def test_a_frozen_weight_and_a_frozen_input_cost_no_product() -> None:
+    hidden, weight, labels = inputs()
+    for h, w, products in (
+        (hidden, weight, 3),
+        (hidden, weight.detach(), 2),
+        (hidden.detach(), weight, 2),
+        (hidden.detach(), weight.detach(), 1),
+    ):
+        with LargestTensor() as watched:
+            loss = fused_loss(h, w, labels, CROSS_ENTROPY).loss
+        assert watched.products == products and loss.requires_grad == (products > 1)
+    with LargestTensor() as watched, torch.no_grad():
+        loss = fused_loss(hidden, weight, labels, CROSS_ENTROPY).loss
+    assert watched.products == 1 and not loss.requires_grad
+
+
+def test_a_mix_asks_the_teacher_once_and_token_divergences_no_gradient() -> None:
+    hidden, weight, labels = inputs()
+    teacher, _ = a_teacher("hidden")
+    mix = LossMix({"cross_entropy": 1.0, "forward_kl": 1.0, "lk": 1.0, "jsd": 1.0})
+    with LargestTensor() as watched:
+        fused_loss(hidden, weight, labels, mix, teacher)
+    assert watched.products == 1 + 3
+    with LargestTensor() as watched:
+        token_divergences(hidden, weight, teacher)
+    assert watched.products == 1 + 1
+
+
+def test_a_teacher_beside_a_cross_entropy_only_says_what_is_accepted() -> None:
+    hidden, weight, labels = inputs()
+    plain = fused_loss(hidden, weight, labels, CROSS_ENTROPY)
+    watched = fused_loss(hidden, weight, labels, CROSS_ENTROPY, a_teacher("hidden")[0])
+    assert torch.equal(plain.loss, watched.loss) and watched.accepted > 0 == plain.accepted
+    ours, theirs = gradients(watched.loss, hidden, weight), gradients(plain.loss, hidden, weight)
+    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+
+
+def test_a_teacher_learns_nothing() -> None:
+    hidden, weight, labels = inputs()
+    teacher = HiddenTeacher(hidden, weight)
+    fused_loss(hidden.detach(), (2 * weight).detach().requires_grad_(), labels, one("jsd"), teacher).loss.backward()
+    assert hidden.grad is None and weight.grad is None
+
+
+@pytest.mark.parametrize("weights", [{"cross_entropy": 1.0}, {"cross_entropy": 0.5, "forward_kl": 0.5, "jsd": 0.5}])
+@pytest.mark.parametrize("kind", TEACHERS)
+def test_under_autocast_products_run_in_bf16_and_come_out_close_to_fp32(kind: str, weights: dict[Term, float]) -> None:
+    hidden, weight, labels = inputs(torch.float32)
+    teacher, _ = a_teacher(kind, dtype=torch.float32)
+    mix = LossMix(weights)
+    exact = fused_loss(hidden, weight, labels, mix, teacher, chunk=4).loss
+    exact_gradients = gradients(exact, hidden, weight)
+    exact_tokens = token_divergences(hidden, weight, teacher)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = fused_loss(hidden, weight, labels, mix, teacher, chunk=4).loss
+        tokens = token_divergences(hidden, weight, teacher)
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(exact.item(), rel=2e-2)
+    assert loss.item() != exact.item()  # bf16 it was
+    assert tokens.dtype == torch.float32 and 0 < (tokens - exact_tokens).norm() < 2e-2 * exact_tokens.norm()
+    for ours, theirs in zip(gradients(loss, hidden, weight), exact_gradients, strict=True):
+        assert ours.dtype == torch.float32
+        assert (ours - theirs).norm() < 2e-2 * theirs.norm()

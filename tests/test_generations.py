@@ -1,0 +1,203 @@
+"""Texts written during the training: whose they are, where they are learnt from, when they collapsed, their files."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from scripted_drafters import ScriptedDrafter
+from tiny_models import naive_greedy, tiny_model
+from tiny_policies import PROMPTS, draft, orders_of, policy_of, target, writer_of
+from tiny_training import tiny_tokenizer
+
+from decoding.compress import trimmed_vocabulary
+from decoding.target import CausalLM
+from trainer.batch import Example
+from trainer.generations import Kind, Order, WindowFiles, Written, is_collapsed
+
+TABLE = [token for row in range(12) for token in (7, 20 + row, 7, 40 + row, 7, 9)]
+"""Twelve rows of six tokens, of which two differ from row to row."""
+
+
+@pytest.mark.parametrize(
+    ("answer", "ended", "collapsed"),
+    [
+        ([1], True, True),  # nothing but the end
+        ([5, 1], True, False),
+        ([5] * 64, False, True),
+        ([5] * 63 + [1], True, False),  # it came to an end by itself
+        ([*range(96), *[5] * 32], False, True),
+        ([*range(97), *[5] * 31], False, False),  # 31 are too few for a long text
+        ([*range(64), *[5, 6, 7] * 11], False, True),
+        ([*range(64), *[5, 6, 7] * 10, 5, 6], False, True),  # cut off inside the eleventh
+        ([*range(20, 84), *range(16), *range(16), *range(16), *range(16)], False, True),
+        ([*range(20, 84), *range(16), *range(16), *range(16)], False, False),  # three times are no collapse
+        ([*range(20, 84), *[*range(17)] * 4], False, False),  # seventeen tokens are more than it looks for
+        ([5] * 40 + [6], False, False),  # it had got out of it
+        (TABLE, False, False),
+        (TABLE[:40], False, False),
+        ([3, 4, *[5] * 8], False, True),  # a short one: eight of ten
+        ([2, 3, 4, *[5] * 7], False, False),
+        ([5] * 7, False, False),  # too short to say
+    ],
+)
+def test_a_text_has_collapsed_if_it_is_empty_or_repeats_itself_to_no_end(
+    answer: list[int], ended: bool, collapsed: bool
+) -> None:
+    assert is_collapsed(answer, ended) == collapsed
+
+
+@pytest.mark.parametrize("length", [40, 64, 100])
+@pytest.mark.parametrize("period", range(1, 17))
+def test_every_period_is_seen_at_every_cut(period: int, length: int) -> None:
+    """Four times and 32 tokens, wherever in the period the text is cut off; one token less is not enough."""
+    for repeated in (max(32, 4 * period), max(32, 4 * period) - 1):
+        answer = [*range(100, 100 + max(0, 120 - repeated)), *[token % period for token in range(repeated)]]
+        assert is_collapsed(answer, False) == (repeated == max(32, 4 * period))
+
+
+@pytest.mark.parametrize("kind", ["target", "loop"])
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+def test_at_temperature_0_target_and_loop_write_what_the_target_writes_greedily(kind: Kind, batch_size: int) -> None:
+    writer = writer_of(policy_of(loop=1, temperature=0, batch_size=batch_size), ends=())
+    for text in writer.write(orders_of(kind), draft()):
+        prompt = PROMPTS[text.position]
+        assert text.tokens == (*prompt, *naive_greedy(target().model, prompt, 12)) and text.answer == text.tokens[-12:]
+        assert text.place == text.position and text.prompt_length == len(prompt)
+
+
+def test_at_temperature_0_the_draft_writes_what_it_writes_greedily() -> None:
+    for text in writer_of(policy_of(draft=1, temperature=0), ends=()).write(orders_of("draft"), draft()):
+        assert text.answer == naive_greedy(draft().model, PROMPTS[text.position], 12) and not text.rejected
+
+
+def test_a_text_goes_up_to_the_token_that_ends_it() -> None:
+    plain = naive_greedy(target().model, PROMPTS[0], 12)
+    writer = writer_of(policy_of(target=1, temperature=0), ends=(plain[4],))
+    (text,) = writer.write(orders_of("target", 1), draft())
+    assert text.answer == plain[: plain.index(plain[4]) + 1]
+
+
+def test_what_is_rejected_is_where_the_target_corrected_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chains of three: right, wrong, right · wrong at once · all right · of two, the second wrong · nothing.
+
+    The target writes t0 first. Then t1 is accepted and t2 corrected; t3 corrected; t4 t5 t6 accepted and t7 is a
+    bonus; t8 is accepted and t9 corrected; t10 and t11 come without a draft.
+    """
+    t = naive_greedy(target().model, PROMPTS[0], 12)
+    wrong = [(token + 1) % 16 for token in t]
+    drafter = ScriptedDrafter(
+        ((0, 1, 2), (t[1], wrong[2], t[3])),
+        ((0, 1, 2), (wrong[3], t[4], t[5])),
+        ((0, 1, 2), (t[4], t[5], t[6])),
+        ((0, 1), (t[8], wrong[9])),
+    )
+    monkeypatch.setattr("trainer.generations.DraftModelDrafter", lambda draft, branching: drafter)
+    (text,) = writer_of(policy_of(loop=1, temperature=0), ends=()).write(orders_of("loop", 1), draft())
+    assert text.answer == t and text.prompt_length == 3
+    assert text.rejected == (3 + 2, 3 + 3, 3 + 9)
+    places = [place for place, trained in enumerate(text.example(rejected_only=True).trained) if trained]
+    assert places == [5, 6, 12]
+    assert text.example(rejected_only=False) == Example((*PROMPTS[0], *t), (False,) * 3 + (True,) * 12, 3)
+
+
+def test_a_correction_that_ends_the_text_is_learnt_and_a_draft_cut_off_by_an_accepted_end_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    t = naive_greedy(target().model, PROMPTS[0], 12)
+    end = next(place for place in range(2, 12) if t.index(t[place]) == place)
+    wrong = (t[end] + 1) % 16
+    script = [((0,), (t[place],)) for place in range(1, end - 1, 2)]
+    for last, rejected in (((wrong,), True), ((t[end], wrong), False)):
+        start = 1 + 2 * len(script)
+        chain = (*t[start:end], *last)
+        drafter = ScriptedDrafter(*script, (tuple(range(len(chain))), chain))
+        monkeypatch.setattr("trainer.generations.DraftModelDrafter", lambda draft, branching, it=drafter: it)
+        writer = writer_of(policy_of(loop=1, temperature=0), ends=(t[end],))
+        (text,) = writer.write(orders_of("loop", 1), draft())
+        assert text.answer == t[: end + 1] and text.rejected == ((3 + end,) if rejected else ())
+
+
+def test_a_draft_that_is_the_target_is_never_rejected_and_trains_nothing() -> None:
+    for temperature in (0.0, 1.0):
+        for text in writer_of(policy_of(loop=1, temperature=temperature)).write(orders_of("loop"), target()):
+            assert not text.rejected and not any(text.example(rejected_only=True).trained)
+
+
+@pytest.mark.parametrize("kind", ["target", "draft", "loop"])
+def test_what_a_text_says_does_not_depend_on_those_beside_it(kind: Kind) -> None:
+    """At temperature 1, alone and among others, in an order or the other, in batches of any size."""
+    orders = orders_of(kind)
+    together = writer_of(policy_of(loop=1)).write(orders, draft())
+    assert writer_of(policy_of(loop=1, batch_size=3)).write(orders[::-1], draft()) == together
+    for order, text in zip(orders, together, strict=True):
+        assert writer_of(policy_of(loop=1)).write([order], draft()) == [text]
+    assert len({text.answer for text in together}) > 4
+
+
+def test_every_position_of_every_step_has_a_chance_of_its_own() -> None:
+    orders = [Order(step, position, 0, "target", PROMPTS[0]) for step in range(4) for position in range(4)]
+    texts = writer_of(policy_of(target=1), ends=()).write(orders, draft())
+    assert [(text.step, text.position) for text in texts] == [(order.step, order.position) for order in orders]
+    assert len({text.answer for text in texts}) == 16
+
+
+def test_a_draft_of_a_few_tokens_writes_only_those() -> None:
+    trimmed = trimmed_vocabulary(draft().model, [1, 4, 7, 9])
+    texts = writer_of(policy_of(draft=1)).write(orders_of("draft"), trimmed)
+    assert {token for text in texts for token in text.answer} == {1, 4, 7, 9}
+    for text in writer_of(policy_of(loop=1, temperature=0), ends=()).write(orders_of("loop"), trimmed):
+        assert text.answer == naive_greedy(target().model, PROMPTS[text.position], 12)
+
+
+def test_what_only_the_draft_knows_it_does_not_write() -> None:
+    """The lm_head of a draft whose vocabulary is padded further than the target's, and which prefers the padding."""
+    padded = tiny_model("llama", vocab=24, seed=1)
+    with torch.no_grad():
+        padded.get_output_embeddings().weight[16:] *= 30  # type: ignore[union-attr, operator, index]
+    texts = writer_of(policy_of(draft=1), ends=()).write(orders_of("draft"), CausalLM(padded))
+    assert max(token for text in texts for token in text.answer) < 16
+
+
+TEXT = Written(4, 2, 7, "loop", 2, (14, 15, 4, 5, 6), (3,), False)
+
+
+def files_in(folder: Path, process: int = 0, processes: int = 1, kept_steps: int = 100) -> WindowFiles:
+    return WindowFiles(folder, tiny_tokenizer(), kept_steps, process, processes)
+
+
+def test_texts_are_read_as_they_were_written_with_their_answers_to_look_at(tmp_path: Path) -> None:
+    files, other = files_in(tmp_path), TEXT._replace(position=3, kind="draft", rejected=(), collapsed=True)
+    files.write(4, [TEXT, other])
+    assert files.read(4) == [TEXT, other] and not files.read(3)
+    rows = [json.loads(line) for line in (tmp_path / "after-00000004-process-0-of-1.jsonl").read_text().splitlines()]
+    assert [row["text"] for row in rows] == ["a b c", "a b c"] and rows[1]["collapsed"]
+
+
+def test_what_all_processes_wrote_is_read(tmp_path: Path) -> None:
+    for process in (1, 0):
+        files_in(tmp_path, process, 2).write(4, [TEXT._replace(position=process)])
+    assert [text.position for text in files_in(tmp_path).read(4)] == [0, 1]
+
+
+def test_texts_that_are_written_again_by_another_number_of_processes_stand_there_once(tmp_path: Path) -> None:
+    for process in (0, 1):
+        files_in(tmp_path, process, 2).write(4, [TEXT._replace(position=process)])
+        files_in(tmp_path, process, 2).write(6, [TEXT._replace(step=6, position=process)])
+    files_in(tmp_path).write(4, [TEXT])
+    assert files_in(tmp_path).read(4) == [TEXT] and len(files_in(tmp_path).read(6)) == 2
+
+
+def test_texts_that_no_checkpoint_goes_back_to_are_removed(tmp_path: Path) -> None:
+    files = files_in(tmp_path, kept_steps=4)
+    for done in (0, 2, 4, 6):
+        files.write(done, [TEXT])
+    assert sorted(int(path.name.split("-")[1]) for path in tmp_path.iterdir()) == [2, 4, 6]
+
+
+@pytest.mark.parametrize("content", ['{"step": 1}\n', "[]\n", '{"step":', '{"tokens": 3}\n'])
+def test_a_damaged_file_is_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "after-00000004-process-0-of-1.jsonl"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=rf"{path.name} is damaged .*: remove the newer checkpoints"):
+        files_in(tmp_path).read(4)

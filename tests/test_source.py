@@ -1,0 +1,92 @@
+"""Sources of batches: a fixed set, and what the loop asks of one that writes."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_training import Recorder, ToyObjective, interrupt, toy_examples, train_toy
+from torch import Tensor
+
+from trainer.batch import Batch, Example, batch_indices
+from trainer.loop import Interrupted
+from trainer.source import BatchRow, Offline
+
+DATA = toy_examples(5)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_a_fixed_set_gives_the_examples_of_its_order_with_their_places(batch_size: int) -> None:
+    source = Offline(DATA, batch_size, seed=3)
+    for step in range(7):
+        indices = batch_indices(step, batch_size, 5, 3)
+        assert source.rows(step, range(batch_size)) == [BatchRow(DATA[index], index) for index in indices]
+        assert not source.writes_at(step)
+
+
+def test_every_process_gets_the_rows_of_its_positions() -> None:
+    source = Offline(DATA, 6, seed=0)
+    whole = source.rows(2, range(6))
+    assert source.rows(2, range(0, 6, 2)) == whole[::2] and source.rows(2, range(1, 6, 2)) == whole[1::2]
+
+
+class Diary:
+    """Writes every other step, and notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int, tuple[int, ...]]] = []
+
+    def writes_at(self, step: int) -> bool:
+        return step % 2 == 1
+
+    def write(self, step: int, positions: Sequence[int]) -> Mapping[str, float]:
+        self.asked.append(("write", step, tuple(positions)))
+        return {"generated/texts": 3.0, "generated/seconds": 0.5}
+
+    def rows(self, step: int, positions: Sequence[int]) -> list[BatchRow]:
+        self.asked.append(("rows", step, tuple(positions)))
+        return [BatchRow(Example((step, position), (False, True), 0), -1) for position in positions]
+
+
+def test_the_loop_lets_a_source_write_before_the_steps_that_need_it_and_logs_its_figures(tmp_path: Path) -> None:
+    diary, recorder = Diary(), Recorder()
+    train_toy(tmp_path, ToyObjective(), recorder, diary, steps=3, batch_size=4, micro_batch_size=2)
+    every = (0, 1, 2, 3)
+    assert diary.asked == [("rows", 0, every), ("write", 1, every), ("rows", 1, every), ("rows", 2, every)]
+    assert recorder.figures[2]["generated/texts"] == 3.0 and recorder.figures[2]["generated/seconds"] == 0.5
+    assert not {"generated/texts", "generated/seconds"} & (recorder.figures[1].keys() | recorder.figures[3].keys())
+
+
+def test_micro_batches_are_cut_of_the_rows_in_their_order(tmp_path: Path) -> None:
+    class Noting(ToyObjective):
+        def inputs(self, batch: Batch, step: int) -> tuple[Tensor, ...]:
+            seen.append((step, batch.tokens[:, 1].tolist(), batch.examples))
+            return super().inputs(batch, step)
+
+    seen: list[tuple[int, list[int], tuple[int, ...]]] = []
+    train_toy(tmp_path, Noting(), None, Diary(), steps=2, batch_size=4, micro_batch_size=2)
+    assert seen == [(step, rows, (-1, -1)) for step in (0, 1) for rows in ([0, 1], [2, 3])]
+
+
+def test_a_run_that_goes_on_asks_for_its_next_step(tmp_path: Path) -> None:
+    recorder, first, then = Recorder(), Diary(), Diary()
+    recorder.actions[2] = interrupt
+    with pytest.raises(Interrupted):
+        train_toy(tmp_path, ToyObjective(), recorder, first, steps=4)
+    recorder.actions.clear()
+    train_toy(tmp_path, ToyObjective(), recorder, then, steps=4)
+    assert [(what, step) for what, step, _ in then.asked] == [("rows", 2), ("write", 3), ("rows", 3)]
+
+
+def test_what_a_source_writes_with_is_not_what_dropout_draws_from(tmp_path: Path) -> None:
+    """The state of chance of a step is its own, whatever was drawn to write."""
+
+    class Wasteful(Diary):
+        def write(self, step: int, positions: Sequence[int]) -> Mapping[str, float]:
+            torch.rand(1000)
+            return super().write(step, positions)
+
+    plain, wasteful = Recorder(), Recorder()
+    train_toy(tmp_path / "a", ToyObjective(dropout=0.5), plain, Diary())
+    train_toy(tmp_path / "b", ToyObjective(dropout=0.5), wasteful, Wasteful())
+    assert plain.losses == wasteful.losses

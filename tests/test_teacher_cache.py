@@ -1,0 +1,299 @@
+"""A teacher cache: the target's own logits come back to the bit, its sample is fair, and no other cache is taken."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import full_forward, tiny_model
+from tiny_training import tiny_tokenizer, toy_examples
+from torch import Tensor
+
+from decoding.target import CausalLM
+from trainer import teacher_cache
+from trainer.batch import Batch, Example, collate
+from trainer.draft_sections import TeacherSection
+from trainer.features import FeatureIdentity, FeatureWriter
+from trainer.fused import fused_loss
+from trainer.losses import LossMix, divergence
+from trainer.provenance import fingerprint
+from trainer.store import estimate_bytes, write_store
+from trainer.teacher_cache import TeacherIdentity, TeacherStore, TeacherWriter, sample_tail
+
+EXAMPLES = toy_examples(12)  # of 4 to 12 tokens, some of them trained
+LABELLED = [int(collate([example]).labelled(1).sum()) for example in EXAMPLES]
+SHARD_ROWS = 12  # four shards of EXAMPLES
+
+
+def identity_of(
+    target: CausalLM,
+    examples: Sequence[Example] = EXAMPLES,
+    top_k: int = 3,
+    tail: int = 2,
+    temperature: float = 1.0,
+) -> TeacherIdentity:
+    section = TeacherSection(folder="anywhere", top_k=top_k, tail=tail)
+    return TeacherIdentity.of(target, fingerprint(target.model), tiny_tokenizer(), examples, section, temperature)
+
+
+def write(
+    target: CausalLM, folder: Path, shard_rows: int = SHARD_ROWS, examples: Sequence[Example] = EXAMPLES, **options: Any
+) -> TeacherStore:
+    """A complete cache."""
+    identity = identity_of(target, examples, **options)
+    write_store(TeacherWriter(target, identity), examples, folder, shard_rows)
+    return TeacherStore.open(folder, identity)
+
+
+def batch_of(*indices: int) -> Batch:
+    return collate([EXAMPLES[index] for index in indices], indices)
+
+
+def logits_at(target: CausalLM, indices: Sequence[int]) -> Tensor:
+    """The target's own at the labelled positions of these examples, each run alone."""
+    rows = []
+    for index in indices:
+        labelled = collate([EXAMPLES[index]]).labelled(1)[0]
+        rows.append(full_forward(target.model, EXAMPLES[index].tokens)[labelled])
+    return torch.cat(rows)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# What is stored
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "granite"])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_the_best_logits_are_the_models_own_where_the_next_token_is_trained(
+    family: str, temperature: float, tmp_path: Path
+) -> None:
+    changes = {"final_logit_softcapping": 2.0} if family == "gemma2" else {}
+    target = CausalLM(tiny_model(family, **changes))
+    found = write(target, tmp_path, temperature=temperature).rows(batch_of(7, 0, 11))
+    scores = logits_at(target, (7, 0, 11)) / temperature
+    assert len(found.tokens) == LABELLED[7] + LABELLED[0] + LABELLED[11]
+    torch.testing.assert_close(found.logits, scores.topk(3).values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.log_total, scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.tail_logits, scores.gather(1, found.tail_tokens), rtol=1e-5, atol=1e-5)
+    assert torch.equal(found.tokens, scores.topk(3).indices) and found.temperature == temperature
+    assert not (found.tail_tokens[:, :, None] == found.tokens[:, None]).any()
+
+
+def test_logits_come_back_to_the_bit_and_are_divided_by_the_temperature_in_fp32(tmp_path: Path) -> None:
+    """A third of a bf16 number is no bf16 number."""
+    target = CausalLM(tiny_model().bfloat16())
+    examples = sorted(EXAMPLES, key=lambda example: -len(example.tokens))  # as they are run
+    store = write(target, tmp_path, shard_rows=1000, examples=examples, temperature=3.0)
+    batch = collate(examples, range(12))
+    found = store.rows(batch)
+    with torch.inference_mode():
+        logits = target.model(**batch.model_inputs(), use_cache=False).logits[batch.labelled(1)].float()
+    tokens = torch.cat((found.tokens, found.tail_tokens), 1)
+    assert torch.equal(torch.cat((found.logits, found.tail_logits), 1), logits.gather(1, tokens) / 3)
+    assert torch.equal(found.log_total, (logits / 3).logsumexp(-1)) and found.logits.dtype == torch.float32
+
+
+def test_rows_come_in_the_order_of_the_batch_whatever_that_is(tiny_llama: CausalLM, tmp_path: Path) -> None:
+    store = write(tiny_llama, tmp_path)
+    each = [store.rows(batch_of(index)) for index in (5, 2, 5)]
+    together = store.rows(batch_of(5, 2, 5))
+    for name in ("tokens", "logits", "log_total", "tail_tokens", "tail_logits"):
+        assert torch.equal(getattr(together, name), torch.cat([getattr(rows, name) for rows in each]))
+
+
+def test_ids_beyond_two_bytes_come_back(tmp_path: Path) -> None:
+    target = CausalLM(tiny_model(vocab=70_000))
+    found = write(target, tmp_path, examples=EXAMPLES[:2], top_k=40, tail=5).rows(batch_of(0, 1))
+    logits = logits_at(target, (0, 1))
+    assert torch.equal(found.tokens, logits.topk(40).indices) and (found.tokens >= 1 << 16).any()
+    torch.testing.assert_close(found.tail_logits, logits.gather(1, found.tail_tokens), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("vocab_size", "size"), [(65_536, 244), (65_537, 304), (151_936, 304)])
+def test_sixty_tokens_in_bf16_take_244_or_304_bytes_a_position(vocab_size: int, size: int) -> None:
+    assert TeacherIdentity("", "", "", vocab_size, "bfloat16", top_k=48, tail=12, temperature=1.0).row_bytes == size
+
+
+def test_a_row_is_a_position_whose_next_token_is_trained_in_its_document(tiny_llama: CausalLM) -> None:
+    trained = (True, False, True, True, True, False, True)
+    packed = Example((1, 2, 3, 4, 5, 6, 7), trained, 0, (3, 1, 3))  # tokens 3 and 4 begin documents
+    nothing = Example((1, 2), (True, False), 0)
+    for example in (*EXAMPLES, packed, nothing):
+        assert identity_of(tiny_llama).rows_of(example) == int(collate([example]).labelled(1).sum())
+    assert identity_of(tiny_llama).rows_of(packed) == 2
+
+
+def test_an_example_without_a_trained_token_has_no_rows_and_is_not_run(
+    tiny_llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run: list[int] = []
+    rows = TeacherWriter.rows
+    monkeypatch.setattr(TeacherWriter, "rows", lambda self, batch: run.extend(batch.examples) or rows(self, batch))
+    nothing = Example((9,) * 40, (False,) * 40, 0)
+    examples = [nothing, *EXAMPLES[:3], nothing]
+    store = write(tiny_llama, tmp_path, examples=examples)
+    assert sorted(run) == [1, 2, 3]
+    found = store.rows(collate([nothing, EXAMPLES[0], nothing], (0, 1, 4)))
+    assert len(found.tokens) == LABELLED[0]
+    assert store.rows(collate([nothing], (0,))).tokens.shape == (0, 3)
+
+
+# The sample
+
+
+def test_a_draw_is_the_token_at_which_the_sum_of_probabilities_passes_its_number() -> None:
+    """Without token 0 the others have 0.2, 0.4, 0.2 and 0.2."""
+    scores = torch.tensor([[0.5, 0.1, 0.2, 0.1, 0.1]]).log()
+    numbers = torch.tensor([[0.0, 0.19, 0.21, 0.59, 0.61, 0.79, 0.81, 1 - 2**-53]], dtype=torch.float64)
+    assert sample_tail(scores, torch.tensor([[0]]), numbers).tolist() == [[1, 1, 2, 2, 3, 3, 4, 4]]
+
+
+def test_tokens_are_drawn_as_often_as_the_distribution_without_the_best_says() -> None:
+    """Numbers evenly spread hit each token as often as it is probable, to within one."""
+    scores = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)) * 2
+    best = scores.topk(4).indices
+    numbers = ((torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000).expand(3, -1)
+    drawn = sample_tail(scores, best, numbers)
+    counts = torch.stack([torch.bincount(row, minlength=50) for row in drawn])
+    expected = 10_000 * scores.scatter(1, best, -torch.inf).softmax(-1)
+    assert (counts - expected).abs().max() <= 1.01 and (counts.gather(1, best) == 0).all()
+
+
+@pytest.mark.parametrize("others", [1, 2, 3, 7, 41, 49])
+def test_a_best_token_at_the_end_of_the_vocabulary_is_not_drawn_by_rounding(others: int) -> None:
+    """Of equal shares in fp32 some numbers make a little more than 1 together, some less."""
+    scores = torch.tensor([[1.0] * others + [9.0]])
+    last = torch.tensor([[1 - 2**-53]], dtype=torch.float64)
+    assert sample_tail(scores, torch.tensor([[others]]), last).tolist() == [[others - 1]]
+
+
+def test_a_best_token_is_not_drawn_where_sums_rise_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = torch.tensor([[1e-16, 0.3, 1.0]], dtype=torch.float64)
+    monkeypatch.setattr(Tensor, "cumsum", lambda *args, **options: sums)
+    numbers = torch.tensor([[0.0, 0.2, 0.9]], dtype=torch.float64)
+    drawn = sample_tail(torch.tensor([[9.0, 0.0, 1.0]]), torch.tensor([[0]]), numbers)
+    assert drawn.tolist() == [[2, 1, 2]]  # for the first, the likeliest
+
+
+def test_where_the_best_are_all_that_is_possible_others_stand_for_nothing() -> None:
+    scores = torch.tensor([[0.0, -torch.inf, 1.0, -torch.inf]])
+    drawn = sample_tail(scores, torch.tensor([[0, 2]]), torch.tensor([[0.1, 0.9]], dtype=torch.float64))
+    assert drawn.tolist() == [[1, 3]]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_a_fine_sample_gives_the_loss_and_the_gradient_of_the_whole_vocabulary(
+    tiny_llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    """Draws spread evenly, 20,000 a row, are off by less than 1 in 20,000 each."""
+    spread = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
+    monkeypatch.setattr(teacher_cache, "_uniforms", lambda index, rows, tail: spread.expand(rows, -1))
+    rows = write(tiny_llama, tmp_path, tail=20_000, temperature=temperature).rows(batch_of(3, 8))
+    hidden = torch.randn(len(rows.tokens), 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    weight = torch.randn(16, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    found, expected = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    loss = fused_loss(found, weight, rows.tokens[:, 0], LossMix({"forward_kl": 1.0}, temperature), rows).loss
+    whole = divergence(expected @ weight.T, logits_at(tiny_llama, (3, 8)).double(), "forward_kl", temperature)
+    torch.autograd.backward([loss, whole])
+    assert float(loss.detach()) == pytest.approx(float(whole.detach()), rel=2e-3)
+    torch.testing.assert_close(found.grad, expected.grad, rtol=0, atol=2e-3)
+
+
+def test_draws_of_an_example_do_not_depend_on_its_neighbours_and_differ_between_examples(
+    tiny_llama: CausalLM, tmp_path: Path
+) -> None:
+    """The same text twice, in a cache of one shard and in one of many."""
+    examples = [*EXAMPLES, EXAMPLES[8]]
+    one, many = (write(tiny_llama, tmp_path / str(rows), rows, examples, tail=30) for rows in (1000, 4))
+    batch = collate(examples, range(13))
+    assert torch.equal(one.rows(batch).tail_tokens, many.rows(batch).tail_tokens)
+    twice = [one.rows(collate([EXAMPLES[8]], (index,))) for index in (8, 12)]
+    assert torch.equal(twice[0].tokens, twice[1].tokens)
+    assert not torch.equal(twice[0].tail_tokens, twice[1].tail_tokens)
+
+
+# Writing
+
+
+def test_any_number_of_processes_and_a_run_broken_off_write_the_same_files(
+    tiny_llama: CausalLM, tmp_path: Path
+) -> None:
+    writer = TeacherWriter(tiny_llama, identity_of(tiny_llama))
+
+    def break_off(written: int, total: int) -> None:
+        assert total == sum(LABELLED)
+        if written > total / 2:
+            raise KeyboardInterrupt
+
+    write_store(writer, EXAMPLES, tmp_path / "one", SHARD_ROWS)
+    for process in (1, 0, 2):
+        write_store(writer, EXAMPLES, tmp_path / "three", SHARD_ROWS, process, 3)
+    with pytest.raises(KeyboardInterrupt):
+        write_store(writer, EXAMPLES, tmp_path / "broken", SHARD_ROWS, on_progress=break_off)
+    begun = files_of(tmp_path / "broken")
+    write_store(writer, EXAMPLES, tmp_path / "broken", SHARD_ROWS)
+    whole = files_of(tmp_path / "one")
+    assert 2 < len(begun) < len(whole) and len(whole) > 8  # with the manifest, and a seal for each shard
+    assert whole == files_of(tmp_path / "three") == files_of(tmp_path / "broken")
+
+
+def test_the_estimate_is_what_the_files_take(tiny_llama: CausalLM, tmp_path: Path) -> None:
+    """Five tokens of two bytes and five fp32 logits, with their total: 34 bytes a position."""
+    store = write(tiny_llama, tmp_path)
+    shards = list(tmp_path.glob("*.safetensors"))
+    estimate = estimate_bytes(EXAMPLES, identity_of(tiny_llama))
+    assert estimate == 34 * sum(LABELLED) and store.rows(batch_of(0)).width == 5
+    assert estimate < sum(path.stat().st_size for path in shards) < estimate + 400 * len(shards)  # their headers
+
+
+# Other caches
+
+
+@pytest.mark.parametrize("what", ["target", "tokenizer", "data", "vocab_size", "dtype", "top_k", "tail", "temperature"])
+def test_a_cache_made_with_something_else_is_refused_by_its_name(
+    tiny_llama: CausalLM, tmp_path: Path, what: str
+) -> None:
+    write(tiny_llama, tmp_path)
+    number = what in ("vocab_size", "top_k", "tail", "temperature")
+    other = replace(identity_of(tiny_llama), **{what: 5 if number else "float64"})
+    expected = rf"holds a teacher cache made with another {what}: give draft\.teacher\.folder another folder"
+    with pytest.raises(ValueError, match=expected):
+        TeacherStore.open(tmp_path, other)
+    with pytest.raises(ValueError, match=expected):
+        write_store(TeacherWriter(tiny_llama, other), EXAMPLES, tmp_path, SHARD_ROWS)
+
+
+def test_an_identity_changes_with_each_token_and_with_what_is_trained(tiny_llama: CausalLM) -> None:
+    base, first = identity_of(tiny_llama), EXAMPLES[0]
+    changed = [
+        first._replace(tokens=(*first.tokens[:-1], (first.tokens[-1] + 1) % 16)),
+        first._replace(trained=(*first.trained[:-1], not first.trained[-1])),
+        first._replace(lengths=(1, 3)),
+    ]
+    for example in changed:
+        assert identity_of(tiny_llama, [example, *EXAMPLES[1:]]).data != base.data
+    assert identity_of(tiny_llama, EXAMPLES[::-1]).data != base.data
+    assert identity_of(CausalLM(tiny_model(seed=1))).target != base.target
+    assert identity_of(tiny_llama, temperature=2.0) != base
+
+
+def test_a_folder_of_features_is_no_teacher_cache(tiny_llama: CausalLM, tmp_path: Path) -> None:
+    features = FeatureIdentity.of(tiny_llama, fingerprint(tiny_llama.model), tiny_tokenizer(), EXAMPLES, 0)
+    write_store(FeatureWriter(tiny_llama, features), EXAMPLES, tmp_path, 1000)
+    before = files_of(tmp_path)
+    with pytest.raises(ValueError, match=r"holds something else than a teacher cache: give draft\.teacher\.folder"):
+        write(tiny_llama, tmp_path)
+    assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("top_k", [16, 48])
+def test_a_cache_that_leaves_no_rest_to_draw_from_is_refused(tiny_llama: CausalLM, top_k: int) -> None:
+    expected = rf"draft\.teacher\.top_k is {top_k} but the target knows 16 tokens: give fewer"
+    with pytest.raises(ValueError, match=expected):
+        identity_of(tiny_llama, top_k=top_k)
+    assert identity_of(tiny_llama, top_k=15).row_bytes == 17 * (2 + 4) + 4

@@ -1,0 +1,191 @@
+"""Where the divergences get the target's distribution from, a chunk of tokens at a time."""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+class TargetRows(NamedTuple):
+    """What is known of the target's logits at some positions.
+
+    All of them; or, with ``log_total``, those of ``tokens``. These are the best, and all others count as one outcome;
+    or the last ``drawn`` of them are a sample of the others, drawn with replacement in proportion to the target's
+    probabilities.
+    """
+
+    logits: Float[Tensor, "rows known"]
+    tokens: Int[Tensor, "rows known"] | None = None
+    log_total: Float[Tensor, " rows"] | None = None
+    drawn: int | None = None
+
+    def block(self, rows: slice) -> "TargetRows":
+        """Some of these rows."""
+        return self._each(lambda part: part[rows])
+
+    def to(self, device: torch.device) -> "TargetRows":
+        """These rows on a device."""
+        return self._each(lambda part: part.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "TargetRows":
+        logits, tokens, log_total, drawn = self
+        return TargetRows(
+            change(logits),
+            None if tokens is None else change(tokens),
+            None if log_total is None else change(log_total),
+            drawn,
+        )
+
+    def log_p(self, temperature: float, dtype: torch.dtype) -> Float[Tensor, "rows outcomes"]:
+        """Log probabilities of the outcomes: every token; or ``tokens`` in their order, and then the others as one.
+
+        Logits known with their total are at the loss's temperature already. What is impossible is given the smallest
+        finite number, so that it times a probability of 0 is 0.
+        """
+        lowest = torch.finfo(dtype).min
+        if self.log_total is None:
+            wide = self.logits.to(dtype)
+            return (wide if temperature == 1 else wide / temperature).log_softmax(-1).clamp_(min=lowest)
+        scores = self.logits.to(dtype) - self.log_total.to(dtype)[:, None]
+        if self.drawn is not None:
+            return scores.clamp_(min=lowest)
+        # What the best leave is known up to rounding: never nothing, or reverse_kl would be infinite by chance.
+        known = scores.exp().sum(-1, keepdim=True).clamp(max=1 - torch.finfo(dtype).eps)
+        return torch.cat((scores, torch.log1p(-known)), 1).log_softmax(-1).clamp_(min=lowest)
+
+    def weights(self, log_p: Float[Tensor, "rows outcomes"]) -> Float[Tensor, "rows outcomes"] | None:
+        """How many tokens each outcome stands for in a sum over all; None: one each."""
+        if self.drawn is None:
+            return None
+        p = log_p.exp()
+        best, sample = p.split((p.shape[1] - self.drawn, self.drawn), 1)
+        left = (1 - best.sum(-1, keepdim=True)).clamp_(min=0)
+        share = left / max(self.drawn, 1) / sample.clamp(min=torch.finfo(p.dtype).tiny)
+        return torch.cat((torch.ones_like(best), share), 1)
+
+
+class Teacher(Protocol):
+    """Gives the target's distribution for the divergences of `fused_loss`, a chunk of tokens at a time."""
+
+    @property
+    def width(self) -> int:
+        """How many logits it gives for a token."""
+
+    def rows(self, start: int, stop: int, temperature: float) -> TargetRows:
+        """For tokens ``start`` to ``stop``; ``temperature`` is the one the loss will divide the logits by."""
+
+    def at(self, index: Int[Tensor, " chosen"]) -> "Teacher":
+        """Of some of the tokens, in the order given."""
+
+
+class HiddenTeacher(NamedTuple):
+    """The target's hidden states and lm_head: soft targets without a [tokens, vocab] tensor.
+
+    A chunk's logits are ``transform(hidden @ weight.T)`` in the weight's dtype and on its device; ``transform`` is for
+    what a model does after its lm_head (a scale, a soft cap).
+    """
+
+    hidden: Float[Tensor, "tokens hidden"]
+    weight: Float[Tensor, "vocab hidden"]
+    transform: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def width(self) -> int:
+        return len(self.weight)
+
+    def rows(self, start: int, stop: int, temperature: float) -> TargetRows:
+        """Every logit of these tokens."""
+        logits = self.hidden[start:stop].to(self.weight) @ self.weight.T
+        return TargetRows(logits if self.transform is None else self.transform(logits))
+
+    def at(self, index: Int[Tensor, " chosen"]) -> "HiddenTeacher":
+        """Of some of the tokens."""
+        return self._replace(hidden=self.hidden[index])
+
+
+class TopKTeacher(NamedTuple):
+    """The target's best logits at each token and the logsumexp over all: the best are exact, the rest is one outcome.
+
+    Divergences are then those between distributions over k+1 outcomes: the tokens kept, and "any other". Merging
+    outcomes loses information, so every term but ``lk`` and ``tvd_plus`` is a lower bound of the term over the whole
+    vocabulary (for ``tvd`` and ``acceptance``: the overlap is overrated); equal to it where draft and target share out
+    the rest alike. Within the rest the draft keeps its own proportions. The tokens of a row are distinct, and fewer
+    than the vocabulary.
+
+    The total at another temperature cannot be told from this one: the loss's temperature must be 1.
+    """
+
+    tokens: Int[Tensor, "tokens k"]
+    logits: Float[Tensor, "tokens k"]
+    log_total: Float[Tensor, " tokens"]
+
+    @property
+    def width(self) -> int:
+        return self.tokens.shape[1]
+
+    def rows(self, start: int, stop: int, temperature: float) -> TargetRows:
+        """The best of these tokens; ValueError at a temperature."""
+        if temperature != 1:
+            raise ValueError(
+                f"the loss has temperature {temperature:g} but the best logits were stored with their total at 1: "
+                "set the temperature to 1, or store no top_k so that the target's lm_head is used"
+            )
+        return TargetRows(self.logits, self.tokens, self.log_total).block(slice(start, stop))
+
+    def at(self, index: Int[Tensor, " chosen"]) -> "TopKTeacher":
+        """Of some of the tokens."""
+        return TopKTeacher(*(part[index] for part in self))
+
+
+class SampledTailTeacher(NamedTuple):
+    """The target's best logits, and a sample of the rest that leaves losses and gradients unbiased.
+
+    The k best tokens are exact. Of the others, the tail, n were drawn with replacement in proportion to the target's
+    probabilities; one that was drawn with probability p among the whole stands for P / (n p) tokens, P being the
+    tail's whole probability. So every sum over the vocabulary is estimated without bias: ``forward_kl`` (its gradient
+    is q - p' with Σ p' = 1), ``reverse_kl``, ``jsd``, ``tvd`` and all their gradients. ``acceptance``, ``lk`` and
+    ``tvd_plus`` are functions of such sums, and come close as the tail's share falls or n grows; so does the value of
+    ``forward_kl``, though not its gradient, where the draft knows only some of the tokens.
+    The bias that top-k alone has, and this cure: Sparse Logit Sampling, 2503.16870.
+
+    Logits are divided by ``temperature`` already, which the loss's must equal; ``log_total`` is the logsumexp over all
+    of them, from logits as exact as those kept. Only a k of the whole vocabulary goes without a sample.
+    """
+
+    tokens: Int[Tensor, "tokens k"]
+    logits: Float[Tensor, "tokens k"]
+    log_total: Float[Tensor, " tokens"]
+    tail_tokens: Int[Tensor, "tokens n"]
+    tail_logits: Float[Tensor, "tokens n"]
+    temperature: float = 1.0
+
+    @property
+    def width(self) -> int:
+        return self.tokens.shape[1] + self.tail_tokens.shape[1]
+
+    def rows(self, start: int, stop: int, temperature: float) -> TargetRows:
+        """The best and the sample; ValueError at another temperature than theirs."""
+        if temperature != self.temperature:
+            raise ValueError(
+                f"the loss has temperature {temperature:g} but the target's logits were stored at "
+                f"{self.temperature:g}: set the temperature to {self.temperature:g}, or store them anew"
+            )
+        rows = slice(start, stop)
+        return TargetRows(
+            torch.cat((self.logits[rows], self.tail_logits[rows]), 1),
+            torch.cat((self.tokens[rows], self.tail_tokens[rows]), 1),
+            self.log_total[rows],
+            self.tail_tokens.shape[1],
+        )
+
+    def at(self, index: Int[Tensor, " chosen"]) -> "SampledTailTeacher":
+        """Of some of the tokens."""
+        return self._replace(
+            tokens=self.tokens[index],
+            logits=self.logits[index],
+            log_total=self.log_total[index],
+            tail_tokens=self.tail_tokens[index],
+            tail_logits=self.tail_logits[index],
+        )
