@@ -71,7 +71,7 @@ COMPARISONS: dict[str, dict[str, Arm]] = {
         "reverse KL": _loss(reverse_kl=1),
         "JSD": _loss(jsd=1),
         "TVD": _loss(tvd=1),
-        "TVD++": _loss(tvd_plus=1),
+        "TVD++, rewards normalised": _loss(tvd_plus=1),
         "acceptance": _loss(acceptance=1),
         "acceptance + KL": _loss(acceptance=0.5, forward_kl=0.5),
         "LK, adaptive": _loss(lk=1),
@@ -85,10 +85,8 @@ COMPARISONS: dict[str, dict[str, Arm]] = {
         "the target's answers at T=1": Arm(answers="sampled"),
         "the data's own answers": Arm(answers="own"),
         "half from the draft (GKD)": _policy("offline=0.5", "draft=0.5"),
-        "all from the draft": _policy("draft=1"),
         "half from the loop (Draft-OPD)": _policy("offline=0.5", "loop=0.5"),
         "offline, then the loop": _policy("offline=[1,0]", "loop=[0,1]"),
-        "the target answers at T=1 now": _policy("target=1"),
     },
     "starts": {
         BASE: Arm(),
@@ -100,15 +98,12 @@ COMPARISONS: dict[str, dict[str, Arm]] = {
     "vocabulary": {
         BASE: Arm(),
         "2,048 tokens": Arm(("draft.vocabulary=2048",)),
-        "1,024 tokens": Arm(("draft.vocabulary=1024",)),
         "512 tokens": Arm(("draft.vocabulary=512",)),
-        "256 tokens": Arm(("draft.vocabulary=256",)),
     },
     "sizes": {
         BASE: Arm(),
         "1 × 64": _shape(1, 64),
         "1 × 128": _shape(1, 128),
-        "1 × 256": _shape(1, 256),
         "one layer, full width": _shape(1, 320),
         "two layers, narrow": _shape(2, 192),
         "4 × 320": _shape(4, 320),
@@ -128,10 +123,12 @@ def main() -> None:
         publish(results, {part: list(arms) for part, arms in COMPARISONS.items()}, ROOT / "docs")
         return
     arms = {name: arm for part in options.comparisons for name, arm in COMPARISONS[part].items()}
+    assert len({slug(name) for name in arms}) == len(arms), "every arm has a folder of its own"
+    arms = {name: arm for name, arm in arms.items() if not options.arms or name in options.arms}
     results |= {"hardware": hardware(), "versions": versions(), "commit": commit(), "steps": options.steps}
     results |= {"prompts": options.limit, "note": options.note}
     if options.train or not options.measure:
-        for name, arm in list(arms.items())[options.share :: options.shares]:
+        for name, arm in arms.items():
             train(RECIPE, _overrides(arm, options), Path(options.runs) / slug(name), options.threads)
     if options.measure or not options.train:
         for name in arms:
@@ -153,8 +150,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--comparisons", nargs="*", choices=list(COMPARISONS), default=list(COMPARISONS))
     parser.add_argument("--train", action="store_true", help="train alone")
     parser.add_argument("--measure", action="store_true", help="measure alone")
-    parser.add_argument("--share", type=int, default=0, help="train every so many-th arm from this one on")
-    parser.add_argument("--shares", type=int, default=1)
+    parser.add_argument("--arms", nargs="*", help="these alone, of the comparisons")
     parser.add_argument("--threads", type=int, help="of each training process")
     parser.add_argument("--runs", default="runs/drafts")
     parser.add_argument("--output", default="drafts.json")

@@ -2,8 +2,9 @@
 
 The recipe's draft is made once, and its rows are tokenised once. Each side then trains it in processes of its own, in
 turns and with a seed a round: by forward KL on the rows (offline), and on what the student itself writes to the rows'
-prompts (on-policy). Tokens/s are trained tokens over the seconds of the steps, without loading and the first step.
-Every draft is then decoded with by the real loop, greedy and at T=1, four tokens drafted.
+prompts (on-policy). A step's batch is run in micro batches of several sizes, and each side is judged by the one that is
+fastest for it. Tokens/s are trained tokens over the seconds of the steps, without loading and the first step.
+The drafts are then decoded with by the real loop, greedy and at T=1, four tokens drafted.
 
     python -m venv /tmp/trl && /tmp/trl/bin/pip install trl==1.16.0 torch==2.13.0
     python benchmarks/drafts_peer.py --target FOLDER --rows ANSWERS.jsonl --prompts TEST.jsonl \
@@ -17,7 +18,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,17 +29,15 @@ sys.path = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).reso
 
 import torch
 from arms import ROOT, slug, train, write
+from peer_acceptance import DRAFT_TOKENS, TEMPERATURES, measure
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from decoding.drafters import DraftModelDrafter
-from decoding.generate import DecodingConfig, decode
-from decoding.loading import eos_token_ids, load_draft, load_model, load_tokenizer, parse_dtype
+from decoding.generate import DecodingConfig
+from decoding.loading import eos_token_ids, load_model, load_tokenizer, parse_dtype
 from decoding.machine import commit, hardware, versions
-from decoding.metrics import Estimate, StepCount, acceptance
 from decoding.prompts import read_prompts
-from decoding.sampling import SamplingConfig
 from decoding.target import CausalLM
 from trainer.batch import Example
 from trainer.data import load_dataset
@@ -49,9 +48,7 @@ from trainer.recipe import DraftRecipe
 OURS, PEER, START = "Headstart", "TRL GKD", "untrained"
 PEER_SCRIPT = ROOT / "benchmarks" / "peer_gkd.py"
 PEER_RESULT = "training.json"  # as benchmarks/peer_gkd.py calls it, which only the peer's environment can import
-DRAFT_TOKENS = 4
 SPEED_WANTED = 1.5
-TEMPERATURES = {"greedy": 0.0, "T=1": 1.0}
 
 
 class Setting(NamedTuple):
@@ -89,16 +86,14 @@ def main() -> None:
         "settings": {},
     }
     for name in options.settings:
-        timed: dict[str, list[dict[str, Any]]] = {OURS: [], PEER: []}
-        for index in range(options.rounds):
-            timed[OURS].append(train_ours(name, student, runs, index, recipe.draft.policy.every, options))
-            timed[PEER].append(train_peer(name, student, rows, runs, index, recipe, options))
-        results["settings"][name] = speeds(timed)
+        results["settings"][name] = speeds(train_in_turns(name, student, rows, recipe, options))
         write(results, Path(options.output))
-    folders = {START: [student]} | {
-        f"{name}: {side}": _folders(name, side, runs, options) for name, side in _arms(options)
-    }
-    measure(target, tokenizer, folders, results, options)
+    prompts = read_prompts(options.prompts, tokenizer, options.limit)
+    ends = eos_token_ids(target.model, tokenizer)
+    config = DecodingConfig(options.max_new_tokens, eos_token_ids=ends)
+    arms = {START: [student]} | trained_drafts(results, options)
+    pairs = {name: (f"{name}: {OURS}", f"{name}: {PEER}") for name in options.settings}
+    results |= measure(target, tokenizer, arms, pairs, prompts, config)
     for name in options.settings:
         results["settings"][name]["goals"] = goals(results, name)
     write(results, Path(options.output))
@@ -121,7 +116,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--settings", nargs="*", choices=list(SETTINGS), default=["offline", "on-policy"])
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side; the seed is another in each")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch-size", type=int, default=16, help="sequences of a step, in one forward pass")
+    parser.add_argument("--batch-size", type=int, default=16, help="sequences of a step")
+    parser.add_argument("--micro-batch-sizes", type=int, nargs="+", default=[16, 4], help="sequences of a forward pass")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--max-length", type=int, default=512)
     parser.add_argument("--policy-tokens", type=int, default=96, help="most new tokens that the student writes")
@@ -170,12 +166,9 @@ def recipe_of(options: argparse.Namespace) -> DraftRecipe:
 def write_rows(examples: Sequence[Example], path: Path) -> Path:
     """The very tokens we train on, for `benchmarks/peer_gkd.py`: a prompt of so many tokens, and then the answer."""
     lines = []
-    for place, (tokens, trained, prompt_length, lengths) in enumerate(examples):
-        if (
-            lengths
-            or trained != (False,) * prompt_length + (True,) * (len(tokens) - prompt_length)
-            or not prompt_length
-        ):
+    for place, (tokens, trained, prompt_length, documents) in enumerate(examples):
+        one_answer = trained == (False,) * prompt_length + (True,) * (len(tokens) - prompt_length)
+        if documents or not prompt_length or not one_answer:
             raise ValueError(
                 f"example {place} is no prompt with one answer behind it, which is all that TRL's GKD trains on: "
                 "give rows of `headstart regenerate`, and set data.packing=false"
@@ -204,19 +197,38 @@ def write_student(
 # --- training -----------------------------------------------------------------------------------------------------
 
 
-def _folder(name: str, side: str, runs: Path, index: int) -> Path:
-    return runs / f"{slug(name)}-{slug(side)}-{index}"
+class Run(NamedTuple):
+    """One training: what on, by whom, in micro batches of which size, and which round, whose number is its seed."""
+
+    setting: str
+    side: str
+    micro_batch_size: int
+    round: int
+
+    def folder(self, runs: str) -> Path:
+        return Path(runs) / slug(" ".join(map(str, self)))
 
 
-def train_ours(
-    name: str, student: Path, runs: Path, index: int, every: int, options: argparse.Namespace
-) -> dict[str, Any]:
+def train_in_turns(
+    name: str, student: Path, rows: Path, recipe: DraftRecipe, options: argparse.Namespace
+) -> dict[Run, dict[str, Any]]:
+    """The figures of every run of a setting."""
+    timed = {}
+    for index in range(options.rounds):
+        for size in options.micro_batch_sizes:
+            ours, theirs = (Run(name, side, size, index) for side in (OURS, PEER))
+            timed[ours] = train_ours(ours, student, recipe.draft.policy.every, options)
+            timed[theirs] = train_peer(theirs, student, rows, recipe, options)
+    return timed
+
+
+def train_ours(run: Run, student: Path, every: int, options: argparse.Namespace) -> dict[str, Any]:
     """One run of our trainer on the recipe; its figures."""
-    folder = _folder(name, OURS, runs, index)
-    overrides = [*_overrides(options), *SETTINGS[name].policy, f"training.seed={index}"]
+    overrides = [*_overrides(options), *SETTINGS[run.setting].policy, f"training.seed={run.round}"]
     overrides += [f"draft.init.from_model={student}", "draft.init.from_target=null", "draft.init.from_config=null"]
-    train(Path(options.recipe), overrides, folder, options.threads)
-    return our_figures(folder / "metrics.jsonl", every)
+    overrides += [f"training.micro_batch_size={run.micro_batch_size}"]
+    train(Path(options.recipe), overrides, run.folder(options.runs), options.threads)
+    return our_figures(run.folder(options.runs) / "metrics.jsonl", every)
 
 
 def our_figures(path: Path, every: int) -> dict[str, Any]:
@@ -227,37 +239,33 @@ def our_figures(path: Path, every: int) -> dict[str, Any]:
     lines = [line for line in map(json.loads, path.read_text().splitlines()) if "loss" in line]
     tokens = [after["tokens"] - before["tokens"] for before, after in pairwise(lines)]
     seconds = [count / line["tokens_per_second"] for count, line in zip(tokens, lines[1:], strict=True)]
-    first = max(1, every) - 1  # of these, which begin with the second step
+    first = every - 1  # of these, which begin with the second step
     if not seconds[first:]:
-        raise ValueError(f"{path} has {len(lines)} steps, of which the first {max(1, every)} are not timed: train more")
+        raise ValueError(f"{path} has {len(lines)} steps, of which the first {every} are not timed: train more")
     return {
         "timed_steps": len(seconds[first:]),
         "seconds_of_training": sum(seconds[first:]),
         "trained_tokens": sum(tokens[first:]),
         "tokens_per_second": sum(tokens[first:]) / sum(seconds[first:]),
-        "generation_seconds": sum(line.get("generated/seconds", 0.0) for line in lines[1:][first:]),
+        "generation_seconds": sum(line.get("generated/seconds", 0.0) for line in lines[every:]),
         "trained_tokens_of_all_steps": lines[-1]["tokens"],
     }
 
 
-def train_peer(
-    name: str, student: Path, rows: Path, runs: Path, index: int, recipe: DraftRecipe, options: argparse.Namespace
-) -> dict[str, Any]:
+def train_peer(run: Run, student: Path, rows: Path, recipe: DraftRecipe, options: argparse.Namespace) -> dict[str, Any]:
     """One run of TRL's trainer with the recipe's settings; its figures."""
-    folder = _folder(name, PEER, runs, index)
+    folder = run.folder(options.runs)
     if not (folder / PEER_RESULT).is_file():
         limit = {} if options.threads is None else {"OMP_NUM_THREADS": str(options.threads)}
         environment = {**os.environ, **limit, "TRL_EXPERIMENTAL_SILENCE": "1"}
-        command = peer_command(options.peer_python, SETTINGS[name], student, rows, folder, index, recipe)
+        command = peer_command(options.peer_python, run, student, rows, folder, recipe)
         subprocess.run(command, check=True, env=environment)
     figures: dict[str, Any] = json.loads((folder / PEER_RESULT).read_text())
     figures.pop("student")  # where it lies on this machine
     return figures
 
 
-def peer_command(
-    python: str, setting: Setting, student: Path, rows: Path, folder: Path, seed: int, recipe: DraftRecipe
-) -> list[str]:
+def peer_command(python: str, run: Run, student: Path, rows: Path, folder: Path, recipe: DraftRecipe) -> list[str]:
     """`benchmarks/peer_gkd.py` with what the recipe says of the training. ``beta`` 0 is forward KL."""
     training, policy = recipe.training, recipe.draft.policy
     given = {
@@ -267,8 +275,8 @@ def peer_command(
         "output": folder,
         "steps": training.steps,
         "batch-size": training.batch_size,
-        "micro-batch-size": training.micro_batch_size,
-        "lmbda": setting.lmbda,
+        "micro-batch-size": run.micro_batch_size,
+        "lmbda": SETTINGS[run.setting].lmbda,
         "beta": 0,
         "temperature": policy.temperature,
         "max-new-tokens": policy.max_new_tokens,
@@ -276,85 +284,36 @@ def peer_command(
         "warmup-fraction": training.warmup_fraction,
         "adam-beta2": training.adam_beta2,
         "max-length": recipe.data.max_length,
-        "seed": seed,
+        "seed": run.round,
     }
     return [python, str(PEER_SCRIPT), *(part for key, value in given.items() for part in (f"--{key}", str(value)))]
 
 
-def speeds(timed: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Every run's figures, each side's median tokens/s, and the ratio of the medians."""
-    medians = {side: statistics.median(run["tokens_per_second"] for run in runs) for side, runs in timed.items()}
-    return {"runs": timed, "tokens_per_second": medians, "ratio": medians[OURS] / medians[PEER]}
+def speeds(timed: Mapping[Run, dict[str, Any]]) -> dict[str, Any]:
+    """Every run's figures, the median tokens/s of each side and micro batch, and the ratio of both sides' best."""
+    groups: dict[str, dict[int, list[float]]] = {OURS: {}, PEER: {}}
+    for run, figures in timed.items():
+        groups[run.side].setdefault(run.micro_batch_size, []).append(figures["tokens_per_second"])
+    medians = {side: {size: statistics.median(each) for size, each in sizes.items()} for side, sizes in groups.items()}
+    best = {side: max(sizes, key=lambda size: sizes[size]) for side, sizes in medians.items()}
+    return {
+        "runs": [{**run._asdict(), **figures} for run, figures in timed.items()],
+        "tokens_per_second": {
+            side: {str(size): speed for size, speed in each.items()} for side, each in medians.items()
+        },
+        "micro_batch_size": best,
+        "ratio": medians[OURS][best[OURS]] / medians[PEER][best[PEER]],
+    }
 
 
-# --- decoding -----------------------------------------------------------------------------------------------------
-
-
-def _arms(options: argparse.Namespace) -> list[tuple[str, str]]:
-    return [(name, side) for name in options.settings for side in (OURS, PEER)]
-
-
-def _folders(name: str, side: str, runs: Path, options: argparse.Namespace) -> list[Path]:
-    """Where a side's drafts lie, one a round."""
-    folders = [_folder(name, side, runs, index) for index in range(options.rounds)]
-    return [folder / "final" for folder in folders] if side == OURS else folders
-
-
-def measure(
-    target: CausalLM,
-    tokenizer: PreTrainedTokenizerBase,
-    folders: dict[str, list[Path]],
-    results: dict[str, Any],
-    options: argparse.Namespace,
-) -> None:
-    """Decode with every draft of every arm, and note the acceptance over the rounds' drafts together."""
-    prompts = read_prompts(options.prompts, tokenizer, options.limit)
-    ends = eos_token_ids(target.model, tokenizer)
-    results["acceptance"], results["over_peer"] = {}, {}
-    for temperature_name, temperature in TEMPERATURES.items():
-        config = DecodingConfig(options.max_new_tokens, SamplingConfig(temperature), eos_token_ids=ends)
-        texts = {}
-        for arm, drafts in folders.items():
-            loaded = [load_draft(str(folder), target, tokenizer) for folder in drafts]
-            texts[arm] = [steps_of(target, loaded, prompt, config) for prompt in prompts]
-            figures = acceptance(texts[arm])
-            results["acceptance"].setdefault(arm, {})[temperature_name] = {
-                "tokens_per_pass": figures.tokens_per_pass._asdict(),
-                "conditional_acceptance": [estimate._asdict() for estimate in figures.conditional],
-            }
-        for name in options.settings:
-            ratio = paired_ratio(texts[f"{name}: {OURS}"], texts[f"{name}: {PEER}"])
-            results["over_peer"].setdefault(name, {})[temperature_name] = ratio._asdict()
-
-
-def steps_of(
-    target: CausalLM, drafts: Sequence[CausalLM], prompt: Sequence[int], config: DecodingConfig
-) -> list[StepCount]:
-    """The decoding steps of a prompt's texts, one of each draft: together, since they are no texts of their own."""
-    steps = []
-    for draft in drafts:
-        drafter = DraftModelDrafter(draft, (1,) * DRAFT_TOKENS)
-        steps += [step.counts for step in decode(target, drafter, prompt, config).steps[1:]]
-    return steps
-
-
-def paired_ratio(
-    ours: Sequence[Sequence[StepCount]], theirs: Sequence[Sequence[StepCount]], resamples: int = 1000
-) -> Estimate:
-    """Our tokens per pass over theirs on the same prompts, with a 95% bootstrap interval over the prompts."""
-    sums = torch.tensor(
-        [
-            [sum(step.emitted for step in mine), len(mine), sum(step.emitted for step in other), len(other)]
-            for mine, other in zip(ours, theirs, strict=True)
-        ],
-        dtype=torch.float64,
-    )
-    generator = torch.Generator().manual_seed(0)
-    chosen = torch.randint(len(sums), (resamples, len(sums)), generator=generator)
-    tokens, passes, their_tokens, their_passes = torch.cat((sums.sum(0)[None], sums[chosen].sum(1))).T
-    value, *resampled = ((tokens / passes) / (their_tokens / their_passes)).tolist()
-    low, high = torch.tensor(resampled, dtype=torch.float64).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
-    return Estimate(value, float(low), float(high), len(sums))
+def trained_drafts(results: dict[str, Any], options: argparse.Namespace) -> dict[str, list[Path]]:
+    """Where each side's drafts of a setting lie, one a round, of the micro batch that is fastest for it."""
+    found = {}
+    for name in options.settings:
+        for side, size in results["settings"][name]["micro_batch_size"].items():
+            folders = [Run(name, side, size, index).folder(options.runs) for index in range(options.rounds)]
+            found[f"{name}: {side}"] = [folder / "final" if side == OURS else folder for folder in folders]
+    return found
 
 
 # --- what came out ------------------------------------------------------------------------------------------------
@@ -373,7 +332,15 @@ def goals(results: dict[str, Any], name: str) -> list[dict[str, Any]]:
 def table(results: dict[str, Any]) -> Table:
     """An arm a row; the untrained student first."""
     shown = Table(title=f"{DRAFT_TOKENS} tokens drafted; medians and 95% intervals")
-    for column in ("arm", "trained tokens/s", "ratio", "tokens/pass greedy", "T=1", "over TRL's greedy", "T=1"):
+    for column in (
+        "arm",
+        "trained tokens/s (micro batch)",
+        "ratio",
+        "tokens/pass greedy",
+        "T=1",
+        "over TRL's greedy",
+        "T=1",
+    ):
         shown.add_column(column)
     for arm, by_temperature in results["acceptance"].items():
         name, _, side = arm.partition(": ")
@@ -381,7 +348,8 @@ def table(results: dict[str, Any]) -> Table:
         speed, ratio, compared = "", "", ["", ""]
         if side:
             setting = results["settings"][name]
-            speed = f"{setting['tokens_per_second'][side]:,.0f}"
+            size = setting["micro_batch_size"][side]
+            speed = f"{setting['tokens_per_second'][side][str(size)]:,.0f} ({size})"
             if side == OURS:
                 ratio = f"{setting['ratio']:.2f}×"
                 compared = [_interval(results["over_peer"][name][each], 3) for each in TEMPERATURES]

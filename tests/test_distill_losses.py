@@ -40,7 +40,9 @@ def test_loss_and_gradients_are_those_of_the_models_own_logits(family: str) -> N
     assert len(ours) >= 5
     for name, parameter in draft.named_parameters():
         assert parameter.grad is not None
-        assert torch.allclose(ours[name], parameter.grad, rtol=1e-3, atol=1e-5 * float(parameter.grad.abs().max())), name
+        assert torch.allclose(ours[name], parameter.grad, rtol=1e-3, atol=1e-5 * float(parameter.grad.abs().max())), (
+            name
+        )
 
 
 def test_what_is_counted_as_accepted_is_the_overlap_of_both_distributions() -> None:
@@ -80,9 +82,7 @@ def test_with_a_reference_the_tokens_with_most_to_gain_are_kept() -> None:
     own = kl_of_each(objective, target)
     wanted = labelled_logits(target, BATCH)
     theirs = labelled_logits(reference, BATCH)
-    gain = own - torch.stack(
-        [divergence(theirs[i : i + 1], wanted[i : i + 1], "forward_kl") for i in range(len(own))]
-    )
+    gain = own - torch.stack([divergence(theirs[i : i + 1], wanted[i : i + 1], "forward_kl") for i in range(len(own))])
     kept = [*gain[:4].topk(2).indices.tolist(), *(4 + gain[4:].topk(2).indices).tolist()]
     assert sums_of(objective, BATCH).losses.item() == pytest.approx(own[kept].sum().item(), rel=1e-4)
 

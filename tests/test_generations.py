@@ -56,10 +56,12 @@ def test_every_period_is_seen_at_every_cut(period: int, length: int) -> None:
         assert is_collapsed(answer, False) == (repeated == max(32, 4 * period))
 
 
-@pytest.mark.parametrize("kind", ["target", "loop"])
+@pytest.mark.parametrize(("kind", "speculate"), [("target", False), ("target", True), ("loop", False)])
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
-def test_at_temperature_0_target_and_loop_write_what_the_target_writes_greedily(kind: Kind, batch_size: int) -> None:
-    writer = writer_of(policy_of(loop=1, temperature=0, batch_size=batch_size), ends=())
+def test_at_temperature_0_target_and_loop_write_what_the_target_writes_greedily(
+    kind: Kind, speculate: bool, batch_size: int
+) -> None:
+    writer = writer_of(policy_of(loop=1, temperature=0, batch_size=batch_size, speculate=speculate), ends=())
     for text in writer.write(orders_of(kind), draft()):
         prompt = PROMPTS[text.position]
         assert text.tokens == (*prompt, *naive_greedy(target().model, prompt, 12)) and text.answer == text.tokens[-12:]
@@ -124,6 +126,12 @@ def test_a_draft_that_is_the_target_is_never_rejected_and_trains_nothing() -> No
             assert not text.rejected and not any(text.example(rejected_only=True).trained)
 
 
+@pytest.mark.parametrize("speculate", [False, True])
+def test_the_draft_helps_the_target_where_that_is_asked_for(speculate: bool) -> None:
+    texts = writer_of(policy_of(target=1, speculate=speculate)).write(orders_of("target"), draft())
+    assert any(text.rejected for text in texts) == speculate
+
+
 @pytest.mark.parametrize("kind", ["target", "draft", "loop"])
 def test_what_a_text_says_does_not_depend_on_those_beside_it(kind: Kind) -> None:
     """At temperature 1, alone and among others, in an order or the other, in batches of any size."""
@@ -154,7 +162,7 @@ def test_what_only_the_draft_knows_it_does_not_write() -> None:
     """The lm_head of a draft whose vocabulary is padded further than the target's, and which prefers the padding."""
     padded = tiny_model("llama", vocab=24, seed=1)
     with torch.no_grad():
-        padded.get_output_embeddings().weight[16:] *= 30  # type: ignore[union-attr, operator, index]
+        padded.get_output_embeddings().weight[16:] *= 30
     texts = writer_of(policy_of(draft=1), ends=()).write(orders_of("draft"), CausalLM(padded))
     assert max(token for text in texts for token in text.answer) < 16
 

@@ -134,7 +134,7 @@ def test_any_number_of_processes_trains_the_same_rows(tmp_path: Path, processes:
 
 
 def test_texts_are_written_for_several_steps_by_the_draft_as_it_is_at_the_first(tmp_path: Path) -> None:
-    asked = []
+    asked: list[int] = []
 
     def draft_now() -> CausalLM:
         asked.append(len(asked))
@@ -212,7 +212,7 @@ def stuck() -> CausalLM:
     """A draft that writes its last token again, to no end."""
     model = counting_model()
     with torch.no_grad():
-        model.get_output_embeddings().weight.copy_(torch.eye(16))  # type: ignore[union-attr, operator, arg-type]
+        model.get_output_embeddings().weight.copy_(torch.eye(16))
     return CausalLM(model)
 
 

@@ -15,6 +15,7 @@ from trainer.batch import Example, batch_indices
 from trainer.cli import app
 from trainer.measuring import Measured, Pace, Phase
 from trainer.medusa2 import Medusa2Objective
+from trainer.on_policy import PolicySource
 from trainer.planning import Launch, Plan, Tokens, count_tokens, largest_batch, plan_training
 from trainer.read_recipe import parse_recipe
 from trainer.recipe import AnyRecipe, TrainingSection
@@ -127,6 +128,23 @@ def test_a_teacher_cache_is_counted_and_measured_on_a_few_rows(workshop: Path) -
     assert "teacher cache" not in online.disk
     passing = "activations and logits, roughly"
     assert plan.memory[passing] < online.memory[passing]  # the target is not run
+    assert sorted(workshop.rglob("*")) == before
+
+
+def test_a_draft_that_writes_its_texts_is_measured_in_the_middle_of_the_run_and_leaves_none_of_them(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where half of them are written: for two steps each before steps 4 and 6, one to warm up and three measured."""
+    steps: list[int] = []
+    own = PolicySource.write
+    monkeypatch.setattr(
+        PolicySource, "write", lambda self, step, positions: steps.append(step) or own(self, step, positions)
+    )
+    before = sorted(workshop.rglob("*"))
+    policy = {"offline": [1, 0], "loop": [0, 1], "every": 2, "max_new_tokens": 8}
+    plan = plan_training(recipe(workshop, "draft", {"steps": 9}, draft={"policy": policy}), steps=3)
+    assert plan.measured is not None and steps == [4, 6]
+    assert [pace.phase for pace in plan.measured.paces] == [("a step", 0, 9)] and plan.measured.paces[0].fastest > 0
     assert sorted(workshop.rglob("*")) == before
 
 

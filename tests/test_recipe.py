@@ -56,8 +56,8 @@ def test_a_recipe_cannot_be_changed() -> None:
         (MEDUSA, {"draft": {}}, "unknown key 'draft'; did you mean 'data'?"),
         (MEDUSA, {"training": {"steps": 1, "learnin_rate": 1}}, "'training.learnin_rate'; did you mean 'learning_rate"),
         (MEDUSA, {"heads": {"num_head": 2}}, "unknown key 'heads.num_head'; did you mean 'num_heads'?"),
-        (DRAFT, {"draft": {"objektive": "jsd"}}, "unknown key 'draft.objektive'; did you mean 'objective'?"),
-        (DRAFT, {"draft": {"zzzz": 1}}, "'draft.zzzz'; valid keys are init, layers, num_draft_tokens, objective, temp"),
+        (DRAFT, {"draft": {"polisy": {}}}, "unknown key 'draft.polisy'; did you mean 'policy'?"),
+        (DRAFT, {"draft": {"zzzz": 1}}, "'draft.zzzz'; valid keys are check_costs, init, lora, loss, num_draft_tokens"),
         (PRETRAIN, {"model": {"tokenizer": "t", "hidden": 1}}, "unknown key 'model.hidden'; did you mean 'hidden_siz"),
     ],
 )
@@ -80,8 +80,13 @@ def test_a_misspelt_key_is_refused_with_the_nearest_valid_name(
         (MEDUSA, {"heads": {"decay": 1.5}}, "heads.decay: Input should be less than or equal to 1", "(got 1.5)"),
         (MEDUSA, {"data": {"train": "a", "heldout": "b", "max_length": 7}}, "data.max_length: ", "(got 7)"),
         (MEDUSA, {"evaluation": None}, "evaluation: ", "(got None)"),
-        (DRAFT, {"draft": {"objective": "kl"}}, "draft.objective: Input should be 'forward_kl', ", "(got 'kl')"),
-        (DRAFT, {"draft": {"layers": ["top"]}}, "draft.layers.0: Input should be a valid integer", "(got 'top')"),
+        (
+            DRAFT,
+            {"draft": {"policy": {"collapsed": "no"}}},
+            "draft.policy.collapsed: Input should be 'replace', ",
+            "(got 'no')",
+        ),
+        (DRAFT, {"draft": {"vocabulary": "all"}}, "draft.vocabulary: Input should be a valid integer", "(got 'all')"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_key(
@@ -129,8 +134,10 @@ def test_overrides_replace_and_add_single_values(tmp_path: Path) -> None:
 
 
 def test_a_list_is_overridden_as_a_whole(tmp_path: Path) -> None:
-    recipe = load_recipe(write(tmp_path, {**DRAFT, "draft": {"layers": [0, 1, 2]}}), ["draft.layers=[-1,0]"])
-    assert isinstance(recipe, DraftRecipe) and recipe.draft.layers == (-1, 0)
+    recipe = load_recipe(
+        write(tmp_path, {**DRAFT, "draft": {"policy": {"loop": [0, 1]}}}), ["draft.policy.loop=[1,0.5]"]
+    )
+    assert isinstance(recipe, DraftRecipe) and recipe.draft.policy.loop == (1, 0.5)
 
 
 @pytest.mark.parametrize("value", ["no", "'no'"])
@@ -150,11 +157,11 @@ def test_mixed_precision_no_is_understood_though_yaml_reads_no_as_false(tmp_path
         ("training=3", "training: "),
         ("training.steps=[", "is not a readable recipe: "),
         ("output=${nothing}", "is not a readable recipe: Interpolation key 'nothing' not found"),
-        ("draft.layers.0=1", "is not a readable recipe: "),
+        ("draft.policy.loop.0=1", "is not a readable recipe: "),
     ],
 )
 def test_a_bad_override_is_refused(tmp_path: Path, override: str, message: str) -> None:
-    path = write(tmp_path, {**DRAFT, "draft": {"layers": [0]}})
+    path = write(tmp_path, {**DRAFT, "draft": {"policy": {"loop": [0, 1]}}})
     with pytest.raises(ValueError) as error:
         load_recipe(path, [override])
     assert message in str(error.value) and "\n" not in str(error.value)
@@ -206,3 +213,47 @@ def test_what_a_recipe_leaves_open_is_asked_for_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"leaves output, target to you: give output=\.\.\. behind the recipe"):
         load_recipe(path)
     assert load_recipe(path, ["target=t", "output=o"]).output == "o"
+
+
+def drafts(**section: Any) -> dict[str, Any]:
+    return {**DRAFT, "draft": section}
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"init": {"from_model": "m", "from_config": {}}}, "draft.init gives from_model and from_config: give one of"),
+        ({"policy": {"loop": [1, 0]}}, "draft.policy gives every source the share 0 at the first or the last step"),
+        (
+            {"teacher": {"folder": "t"}, "policy": {"draft": 1}},
+            "draft.teacher holds the target's logits on the data's own answers, but draft.policy writes others",
+        ),
+        ({"teacher": {"folder": "t"}, "loss": {"hidden": 1}}, "draft.loss.hidden needs the target's hidden states"),
+    ],
+)
+def test_a_draft_section_that_contradicts_itself_is_refused(
+    tmp_path: Path, section: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        load_recipe(write(tmp_path, drafts(**section)))
+    assert message in str(error.value)
+
+
+def test_a_draft_learns_forward_kl_offline_unless_told_otherwise(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, drafts()))
+    assert isinstance(recipe, DraftRecipe)
+    assert recipe.draft.loss.mix == {"forward_kl": 1.0} and not recipe.draft.policy.generates
+    assert recipe.draft.policy.shares(0.5) == {"offline": 1, "target": 0, "draft": 0, "loop": 0}
+
+
+def test_shares_are_of_their_sum_and_move_on_a_line_between_first_and_last_step(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, drafts(policy={"offline": [3, 0], "loop": [0, 1], "draft": 1})))
+    assert isinstance(recipe, DraftRecipe)
+    shares = [recipe.draft.policy.shares(progress) for progress in (0.0, 0.5, 1.0)]
+    assert [share["offline"] for share in shares] == pytest.approx([3 / 4, 1.5 / 3, 0])
+    assert [share["loop"] for share in shares] == pytest.approx([0, 0.5 / 3, 1 / 2])
+
+
+def test_evaluations_are_needed_to_go_by_them(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"evaluation\.keep=best and evaluation\.patience go by evaluations"):
+        load_recipe(write(tmp_path, {**DRAFT, "evaluation": {"prompts": 0, "keep": "best"}}))

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ from tiny_training import Recorder, ToyObjective, interrupt, toy_examples, train
 from torch import Tensor
 
 from trainer.batch import Batch, Example, batch_indices
-from trainer.loop import Interrupted
+from trainer.loop import Interrupted, _my_positions
+from trainer.recipe import TrainingSection
 from trainer.source import BatchRow, Offline
 
 DATA = toy_examples(5)
@@ -28,6 +31,12 @@ def test_every_process_gets_the_rows_of_its_positions() -> None:
     source = Offline(DATA, 6, seed=0)
     whole = source.rows(2, range(6))
     assert source.rows(2, range(0, 6, 2)) == whole[::2] and source.rows(2, range(1, 6, 2)) == whole[1::2]
+
+
+def test_the_positions_of_a_batch_are_dealt_out_to_the_processes_in_turn() -> None:
+    section = TrainingSection(steps=1, batch_size=6, micro_batch_size=1)
+    shares = [_my_positions(section, cast(Any, SimpleNamespace(process_index=i, num_processes=3))) for i in range(3)]
+    assert [list(share) for share in shares] == [[0, 3], [1, 4], [2, 5]]
 
 
 class Diary:

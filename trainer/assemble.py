@@ -1,8 +1,10 @@
 """From a recipe to what is trained: target, data, features, objective."""
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from rich.console import Console
@@ -14,7 +16,7 @@ from decoding.target import CausalLM
 from trainer.batch import check_documents_are_apart
 from trainer.data import Dataset, load_dataset
 from trainer.distill import DistillObjective, OnlineTeacher, TeacherRows
-from trainer.draft_init import initial_draft
+from trainer.draft_init import InitialDraft, initial_draft
 from trainer.features import FeatureIdentity, FeatureStore, ensure_features
 from trainer.folders import check_can_be_folder
 from trainer.hidden import OnlineTarget, StoredFeatures
@@ -80,11 +82,17 @@ class Job:
 
 
 def assemble(
-    recipe: AnyRecipe, device: torch.device, console: Console, process_index: int = 0, num_processes: int = 1
+    recipe: AnyRecipe,
+    device: torch.device,
+    console: Console,
+    process_index: int = 0,
+    num_processes: int = 1,
+    check_draft: Callable[[CausalLM, CausalLM], None] | None = None,
 ) -> Job:
     """Load and check everything a recipe names, and write its features where they are wanted and not there yet.
 
-    Every process calls this; each writes its own share of the features.
+    Every process calls this; each writes its own share of the features. ``check_draft`` may refuse a target and its
+    draft, in the dtype it will decode in, before anything is spent on them.
     """
     check_folders(recipe)
     target = load_target(recipe, device)
@@ -104,8 +112,13 @@ def assemble(
             target = replace(target, model=None)
         return Job(recipe, tokenizer, dataset, heldout, target, objective)
     if isinstance(recipe, DraftRecipe):
+        initial = _initial_draft(recipe, model, tokenizer, dataset)
+        if check_draft is not None:
+            draft: Any = copy.deepcopy(initial.model)
+            check_draft(model, CausalLM(draft.to(target.dtype), initial.output_tokens))
+        target = as_teacher(recipe, target, device)
         teacher = _teacher_of(recipe, target, tokenizer, dataset, console, process_index, num_processes)
-        return Job(recipe, tokenizer, dataset, heldout, target, _distilled(recipe, model, tokenizer, dataset, teacher))
+        return Job(recipe, tokenizer, dataset, heldout, target, _distilled(recipe, target, tokenizer, initial, teacher))
     return Job(recipe, tokenizer, dataset, heldout, target, _heads_on(recipe, model, tokenizer))
 
 
@@ -133,17 +146,28 @@ def load_target(recipe: AnyRecipe, device: torch.device) -> Target | None:
     if isinstance(recipe, PretrainRecipe):
         return None
     name, dtype = resolve(recipe.target), parse_dtype(recipe.dtype)
-    model = CausalLM(load_model(name, dtype, device, recipe.trust_remote_code, recipe.device_map))
+    place = torch.device("cpu") if _is_quantised(recipe) else device  # where it fits until it is
+    model = CausalLM(load_model(name, dtype, place, recipe.trust_remote_code, recipe.device_map))
     if model.max_positions is not None and recipe.data.max_length > model.max_positions:
         raise ValueError(
             f"data.max_length is {recipe.data.max_length} but the target's context holds {model.max_positions} tokens"
         )
     if recipe.data.packing:
         check_documents_are_apart(model.model)
-    known = fingerprint(model.model)
-    if isinstance(recipe, DraftRecipe) and recipe.quantise is not None:
-        model = CausalLM(quantised(model.model))
-    return Target(name, model, dtype, known)
+    return Target(name, model, dtype, fingerprint(model.model))
+
+
+def as_teacher(recipe: AnyRecipe, target: Target, device: torch.device) -> Target:
+    """The target as it teaches: rounded in place if the recipe says so, which is after a draft was made of it."""
+    if not _is_quantised(recipe):
+        return target
+    assert target.model is not None
+    model: Any = quantised(target.model.model, lm_head=False)
+    return replace(target, model=CausalLM(model if recipe.device_map else model.to(device)))
+
+
+def _is_quantised(recipe: AnyRecipe) -> TypeGuard[DraftRecipe]:
+    return isinstance(recipe, DraftRecipe) and recipe.quantise is not None
 
 
 def load_recipe_tokenizer(recipe: AnyRecipe) -> PreTrainedTokenizerBase:
@@ -204,16 +228,27 @@ def _teacher_of(
     )
 
 
-def _distilled(
-    recipe: DraftRecipe, target: CausalLM, tokenizer: PreTrainedTokenizerBase, dataset: Dataset, teacher: TeacherRows
-) -> DistillObjective:
+def _initial_draft(
+    recipe: DraftRecipe, target: CausalLM, tokenizer: PreTrainedTokenizerBase, dataset: Dataset
+) -> InitialDraft:
     section, evaluation = recipe.draft, recipe.evaluation
     written = section.policy.max_new_tokens if section.policy.generates else 0
     longest = max(recipe.data.max_length + written, evaluation.prompt_tokens + evaluation.max_new_tokens)
-    initial = initial_draft(target, tokenizer, section, dataset.examples, recipe.trust_remote_code, longest)
+    return initial_draft(target, tokenizer, section, dataset.examples, recipe.trust_remote_code, longest)
+
+
+def _distilled(
+    recipe: DraftRecipe,
+    target: Target,
+    tokenizer: PreTrainedTokenizerBase,
+    initial: InitialDraft,
+    teacher: TeacherRows,
+) -> DistillObjective:
+    assert target.model is not None
+    section = recipe.draft
     named = section.loss.selection.reference
-    reference = None if named is None else load_draft(named, target, tokenizer, recipe.trust_remote_code)
-    return DistillObjective(target, teacher, tokenizer, initial, section, reference)
+    reference = None if named is None else load_draft(named, target.model, tokenizer, recipe.trust_remote_code)
+    return DistillObjective(target.model, teacher, tokenizer, initial, section, reference)
 
 
 def _objective_on_features(

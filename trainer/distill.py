@@ -160,7 +160,7 @@ class DistillObjective:
         self._needs_teacher = loss.mix.keys() != {"cross_entropy"} or loss.hidden > 0 or loss.selection.keep < 1
         self.hit_name = "acceptance" if loss.mix.keys() != {"cross_entropy"} else "top1"
         self.terms = tuple(name for name, wanted in (("logits", loss.mix), ("hidden", loss.hidden)) if wanted)
-        self._output_tokens = initial.output_tokens
+        self.output_tokens = initial.output_tokens
         logits = DraftLogits(initial.model, initial.output_tokens, target.vocab_size)
         self._reference = _Reference(reference, target.vocab_size) if reference is not None else None
         draft: PreTrainedModel | PeftModel = initial.model.train()
@@ -195,7 +195,7 @@ class DistillObjective:
         draft.to(self._dtype)
         draft.config.dtype = self._dtype
         draft.requires_grad_(False)
-        return CausalLM(draft, self._output_tokens)
+        return CausalLM(draft, self.output_tokens)
 
     def drafter(self) -> Drafter:
         return DraftModelDrafter(self.draft_for_decoding(), (1,) * self._section.num_draft_tokens)

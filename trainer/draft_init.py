@@ -210,8 +210,9 @@ def draft_from_config(
     base = target.config.get_text_config(decoder=True)
     _check_known(base, changes)
     config = copy.deepcopy(base)
-    layers = changes.get(base.attribute_map.get("num_hidden_layers"), changes.get("num_hidden_layers"))
-    _set_layers(config, _evenly_spaced(layers or base.num_hidden_layers, base.num_hidden_layers))
+    names = ("num_hidden_layers", base.attribute_map.get("num_hidden_layers", "num_hidden_layers"))  # GPT-2: n_layer
+    layers = next((changes[name] for name in names if name in changes), base.num_hidden_layers)
+    _set_layers(config, _evenly_spaced(layers, base.num_hidden_layers))
     try:
         config = type(base).from_dict({**config.to_dict(), **_heads_that_follow(base, changes), **changes})
         draft = _new_model(config, torch.float32, trust_remote_code)

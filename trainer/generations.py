@@ -114,9 +114,9 @@ class TextWriter:
             "loop": (target, drafter),
         }
         written = []
-        for writer in set(writers.values()):
-            of_it = [order for order in orders if writers[order.kind] == writer]
-            written += self._decode(of_it, *writer)
+        for writer in dict.fromkeys(writers.values()):
+            if of_it := [order for order in orders if writers[order.kind] == writer]:
+                written += self._decode(of_it, *writer)
         return sorted(written)
 
     def _decode(self, orders: Sequence[Order], model: CausalLM, drafter: Drafter | None) -> list[Written]:

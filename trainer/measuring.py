@@ -3,19 +3,21 @@
 import resource
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from trainer.assemble import Job, Target, feature_identity
+from trainer.assemble import Job, Target, feature_identity, source_of
 from trainer.batch import Example, collate
 from trainer.checkpoint import Checkpoints, Progress, Saved
 from trainer.data import Dataset
@@ -25,7 +27,6 @@ from trainer.heldout import Evaluator
 from trainer.loop import Hooks, train
 from trainer.objective import Objective
 from trainer.recipe import AnyRecipe, DraftRecipe, MedusaRecipe
-from trainer.source import Offline
 from trainer.state import gather_weights
 from trainer.store import Writer
 from trainer.teacher_cache import TeacherWriter, teacher_identity
@@ -108,23 +109,39 @@ def _pace(job: Job, phase: Phase, processes: int, steps: int) -> Pace:
     """A phase too short for a step to warm up is measured with it."""
     section = job.recipe.training
     share = section.model_copy(update={"batch_size": section.batch_size // processes})
+    its_own = replace(job, recipe=job.recipe.model_copy(update={"training": share}))
     stamps: list[float] = []
+    wrote: list[float] = []
 
     def on_step(progress: Progress, figures: dict[str, float]) -> None:
         stamps.append(time.perf_counter())
+        wrote.append(figures.get("generated/seconds", 0.0))
         if len(stamps) > min(steps + 1, phase.steps):
             raise _Enough
 
     accelerator = build_accelerator(section)
-    checkpoints, hooks = _BegunAt(job.objective, phase.first), Hooks(on_step, lambda progress: False)
+    begin = _BegunAt(job.objective, _first_step(job.recipe, phase))
+    hooks = Hooks(on_step, lambda progress: False)
     stamps.append(time.perf_counter())
-    with suppress(_Enough):
-        source = Offline(job.dataset.examples, share.batch_size, share.seed)
-        train(job.objective, source, share, accelerator, checkpoints, 1 << 30, 1 << 30, hooks)
+    with suppress(_Enough), tempfile.TemporaryDirectory() as folder:
+        source = source_of(its_own, folder=Path(folder))
+        train(job.objective, source, share, accelerator, begin, 1 << 30, 1 << 30, hooks)
     accelerator.free_memory()  # or this phase's optimizer would be there still during the next
-    seconds = [after - start for start, after in pairwise(stamps)]
-    taken = seconds[1:] or seconds
-    return Pace(phase, statistics.median(taken), min(taken), max(taken))
+    seconds = [after - start - writing for (start, after), writing in zip(pairwise(stamps), wrote, strict=True)]
+    taken, writings = seconds[1:] or seconds, [writing for writing in wrote if writing]
+    each = statistics.median(writings[1:] or writings or [0.0]) / _steps_written_for(job.recipe)
+    return Pace(phase, statistics.median(taken) + each, min(taken) + each, max(taken) + each)
+
+
+def _first_step(recipe: AnyRecipe, phase: Phase) -> int:
+    """With texts to write, whose shares may change over the run: one in its middle at which some are written."""
+    every = _steps_written_for(recipe)
+    return phase.steps // 2 // every * every if isinstance(recipe, DraftRecipe) else phase.first
+
+
+def _steps_written_for(recipe: AnyRecipe) -> int:
+    """At a time."""
+    return recipe.draft.policy.every if isinstance(recipe, DraftRecipe) else 1
 
 
 def _evaluation_seconds(job: Job) -> float:

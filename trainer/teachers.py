@@ -147,7 +147,8 @@ class SampledTailTeacher(NamedTuple):
     tail's whole probability. So every sum over the vocabulary is estimated without bias: ``forward_kl`` (its gradient
     is q - p' with Σ p' = 1), ``reverse_kl``, ``jsd``, ``tvd`` and all their gradients. ``acceptance``, ``lk`` and
     ``tvd_plus`` are functions of such sums, and come close as the tail's share falls or n grows; so does the value of
-    ``forward_kl``, though not its gradient, where the draft knows only some of the tokens.
+    ``forward_kl``, though not its gradient, where the draft knows only some of the tokens. A sample is no good to
+    ``reverse_kl`` all the same: where the draft says what the target does not, it weighs q / p, which has no bound.
     The bias that top-k alone has, and this cure: Sparse Logit Sampling, 2503.16870.
 
     Logits are divided by ``temperature`` already, which the loss's must equal; ``log_total`` is the logsumexp over all

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +11,14 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from rich.console import Console
 
+from decoding.target import CausalLM
 from trainer import quickstart
 from trainer.assemble import Job, assemble, load_target, source_of
 from trainer.checkpoint import Checkpoints, Progress
 from trainer.costs import SIZES, Costs, check_pays, measure_costs
 from trainer.distill import DistillObjective
 from trainer.distributed import build_accelerator, describe, whole_parameters
+from trainer.draft_init import coverage
 from trainer.folders import write_folder
 from trainer.heldout import Evaluator, Watch, evaluator_of
 from trainer.log import Log
@@ -24,28 +27,25 @@ from trainer.objective import TreeObjective
 from trainer.provenance import provenance, write_provenance
 from trainer.recipe import AnyRecipe, DraftRecipe, MedusaRecipe
 
-FINAL = "final"
+CHECKPOINTS, FINAL = "checkpoints", "final"
 
 
 def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
     """Train a recipe to its end, resuming if it was stopped before; returns the folder of the finished artefact."""
     console = console or Console(stderr=True)
     accelerator = _accelerator(recipe)
-    job = assemble(recipe, accelerator.device, console, accelerator.process_index, accelerator.num_processes)
+    rank, world = accelerator.process_index, accelerator.num_processes
+    job = assemble(recipe, accelerator.device, console, rank, world, _cost_check(recipe, accelerator, console))
     output, identity = Path(recipe.output), job.identity()
-    checkpoints = Checkpoints(output / "checkpoints", recipe.checkpoint.keep, identity)
-    if accelerator.is_main_process:
-        _announce(console, job)
-    wanted = isinstance(recipe, DraftRecipe) and recipe.draft.check_costs and recipe.quantise is None
-    if wanted and not checkpoints.steps():  # what was begun may go on, however busy the machine is now
-        _check_costs(job, accelerator, console)
+    checkpoints = Checkpoints(output / CHECKPOINTS, recipe.checkpoint.keep, identity)
     if accelerator.is_main_process:
         output.mkdir(parents=True, exist_ok=True)
+        _announce(console, job)
     with Log(recipe, accelerator, console) as log:
         watch = Watch(job, identity, log, checkpoints)
         progress = train(
             job.objective,
-            source_of(job, accelerator.process_index, accelerator.num_processes),
+            source_of(job, rank, world),
             recipe.training,
             accelerator,
             checkpoints,
@@ -66,17 +66,26 @@ def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
     return output / FINAL
 
 
-def _check_costs(job: Job, accelerator: Accelerator, console: Console) -> None:
-    """Refuse a draft that could not pay, on every process by the costs that the first one measures."""
-    assert isinstance(job.objective, DistillObjective) and job.target is not None and job.target.model is not None
-    shared = torch.zeros(1 + len(SIZES), device=accelerator.device)
-    if accelerator.is_main_process:
-        found = measure_costs(job.target.model, job.objective.draft_for_decoding())
-        shared += torch.tensor([found.draft_step, *found.target_pass.values()], device=shared.device)
-    draft_step, *passes = accelerator.reduce(shared, "sum").tolist()
-    line = check_pays(Costs(draft_step, dict(zip(SIZES, passes, strict=True))))
-    if accelerator.is_main_process:
-        console.print(line, soft_wrap=True)
+def _cost_check(
+    recipe: AnyRecipe, accelerator: Accelerator, console: Console
+) -> Callable[[CausalLM, CausalLM], None] | None:
+    """Refuses a draft that could not pay, on every process by the costs that the first one measures; None: unasked."""
+    if not isinstance(recipe, DraftRecipe) or not recipe.draft.check_costs or recipe.quantise is not None:
+        return None
+    if any((Path(recipe.output) / CHECKPOINTS).glob("*")):
+        return None  # what was begun may go on, however busy the machine is now
+
+    def check(target: CausalLM, draft: CausalLM) -> None:
+        shared = torch.zeros(1 + len(SIZES), device=accelerator.device)
+        if accelerator.is_main_process:
+            found = measure_costs(target, draft)
+            shared += torch.tensor([found.draft_step, *found.target_pass.values()], device=shared.device)
+        draft_step, *passes = accelerator.reduce(shared, "sum").tolist()
+        line = check_pays(Costs(draft_step, dict(zip(SIZES, passes, strict=True))))
+        if accelerator.is_main_process:
+            console.print(line, soft_wrap=True)
+
+    return check
 
 
 def _end(recipe: AnyRecipe, progress: Progress, finished: Progress) -> str:
@@ -149,3 +158,7 @@ def _announce(console: Console, job: Job) -> None:
         f"{recipe.training.steps} steps of {recipe.training.batch_size} sequences",
         soft_wrap=True,
     )
+    written = job.objective.output_tokens if isinstance(job.objective, DistillObjective) else None
+    if written is not None:
+        share = coverage(job.dataset.examples, written)
+        console.print(f"the draft writes {len(written):,} tokens, {share:.1%} of those trained", soft_wrap=True)

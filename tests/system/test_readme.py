@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.DOTALL)
 TRAINING = (ROOT / "docs" / "training.md").read_text()
+DRAFTS = (ROOT / "docs" / "drafts.md").read_text()
 _TINY_RECIPE = (
     "training.steps=2 training.batch_size=2 training.micro_batch_size=2 data.max_length=64 evaluation.prompts=1 "
     "evaluation.max_new_tokens=4 tracking=none"
@@ -28,6 +29,7 @@ TINY = {  # what makes a command quick, behind its own words
     "headstart train": _TINY_RECIPE,
     "headstart features": _TINY_RECIPE,
     "headstart plan-training": _TINY_RECIPE,
+    "headstart realign": "--steps 2 --batch-size 2 --max-new-tokens 12",
     "headstart regenerate": "--limit 2 --max-new-tokens 12 --batch-size 2",
     "accelerate launch": "training.steps=1 training.batch_size=2 training.micro_batch_size=2 evaluation.prompts=1 "
     "evaluation.max_new_tokens=4",
@@ -99,6 +101,16 @@ def test_every_command_of_the_page_on_training_runs_in_the_order_given(desk: Pat
     for command in found:
         run(command, desk, environment)
     assert (desk / "runs" / "stored" / "final" / "model.safetensors").is_file()
+
+
+@pytest.mark.system
+def test_every_command_of_the_page_on_drafts_runs_in_the_order_given(desk: Path, environment: dict[str, str]) -> None:
+    found = commands(DRAFTS)
+    assert len(found) == 10
+    for command in found:
+        draft = "recipes/any/draft" in command
+        run(command + " draft.check_costs=false draft.policy.max_new_tokens=8" * draft, desk, environment)
+    assert (desk / "runs" / "realigned" / "realigned.json").is_file()
 
 
 def run(command: str, desk: Path, environment: dict[str, str]) -> None:

@@ -1,0 +1,122 @@
+"""A draft that learns from what is written during its training, under several launchers, through kills."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from whole_runs import (
+    ACCELERATE,
+    DIRECT,
+    ROOT,
+    SCRIPT,
+    TWO_PROCESSES,
+    environment,
+    kill_group,
+    losses,
+    provenance,
+    run,
+    running,
+    steps_done,
+    wait_until,
+    write_recipe,
+    write_workshop,
+)
+
+from decoding.drafters import DraftModelDrafter
+from decoding.generate import DecodingConfig, decode
+from decoding.loading import load_draft, load_model, load_tokenizer, parse_dtype
+from decoding.target import CausalLM
+
+pytestmark = pytest.mark.system
+
+STEPS = 12
+POLICY = {"offline": [1, 0], "draft": 1, "loop": [0, 1], "max_new_tokens": 6, "every": 3}
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_workshop(tmp_path_factory.mktemp("workshop"))
+
+
+def recipe(workshop: Path, name: str) -> tuple[str, Path]:
+    """A recipe with generated rows, trimmed vocabulary and the best weights kept; and where its run goes."""
+    output = workshop / name
+    path = Path(write_recipe(workshop, "draft", output, every=5, steps=STEPS, micro_batch_size=2))
+    content: dict[str, Any] = yaml.safe_load(path.read_text())
+    content["draft"] |= {"policy": POLICY, "vocabulary": 10, "num_draft_tokens": 2}
+    content["evaluation"] |= {"every": 4, "keep": "best"}
+    path.write_text(yaml.safe_dump(content))
+    return str(path), output
+
+
+@pytest.fixture(scope="module")
+def alone(workshop: Path) -> Path:
+    path, output = recipe(workshop, "alone")
+    run([*DIRECT, path], workshop)
+    return output
+
+
+def written(output: Path) -> list[Any]:
+    """Every text that was written, whichever process wrote it."""
+    rows = [
+        json.loads(line) for file in (output / "generated").glob("*.jsonl") for line in file.read_text().splitlines()
+    ]
+    return sorted((row["step"], row["position"], row["kind"], row["tokens"]) for row in rows)
+
+
+def test_its_batches_are_mixed_of_the_datas_rows_the_drafts_and_the_loops(alone: Path, workshop: Path) -> None:
+    kinds = {kind for _, _, kind, _ in written(alone)}
+    assert kinds == {"draft", "loop"} and len(written(alone)) >= STEPS * 8 // 2
+    target = CausalLM(load_model(str(workshop / "target"), parse_dtype("fp32")))
+    draft = load_draft(str(alone / "final"), target, load_tokenizer(str(workshop / "target")))
+    assert draft.output_tokens is not None and len(draft.output_tokens) == 10
+    steps = decode(target, DraftModelDrafter(draft, (1, 1)), [4, 5], DecodingConfig(max_new_tokens=9)).steps
+    assert [token for step in steps for token in step.tokens] == [6, 7, 8, 9, 10, 11, 12, 13, 14]
+
+
+def test_two_processes_write_and_learn_what_one_does(alone: Path, workshop: Path) -> None:
+    path, output = recipe(workshop, "pair")
+    run([*TWO_PROCESSES, path], workshop)
+    assert provenance(output)["num_processes"] == 2
+    assert written(output) == written(alone)
+    for step, loss in losses(alone).items():
+        assert losses(output)[step] == pytest.approx(loss, rel=1e-4)
+
+
+def test_so_do_two_processes_that_share_the_parameters(alone: Path, workshop: Path) -> None:
+    pytest.importorskip("deepspeed", reason="DeepSpeed is an optional extra")
+    path, output = recipe(workshop, "zero3")
+    config = str(ROOT / "recipes" / "accelerate" / "zero3.yaml")
+    command = [*ACCELERATE, "--config_file", config, "--main_process_port", "0", SCRIPT, path]
+    run(command, workshop, ACCELERATE_USE_CPU=None, CUDA_VISIBLE_DEVICES="")
+    assert provenance(output)["zero_stage"] == 3
+    assert written(output) == written(alone)
+    for step, loss in losses(alone).items():
+        assert losses(output)[step] == pytest.approx(loss, rel=1e-4)
+
+
+def test_a_run_killed_between_two_times_of_writing_goes_on_to_the_same_draft(alone: Path, workshop: Path) -> None:
+    path, output = recipe(workshop, "killed")
+    with running([*DIRECT, path], workshop) as process:
+        wait_until(lambda: steps_done(output) >= 7, process)  # the last checkpoint is that of step 5, texts are of 3
+        kill_group(process)
+    run([*DIRECT, path], workshop)
+    assert losses(output) == losses(alone)
+    one, other = ((folder / "final" / "model.safetensors").read_bytes() for folder in (output, alone))
+    assert one == other
+
+
+def test_a_draft_that_cannot_pay_is_refused_before_its_first_step(workshop: Path) -> None:
+    """It has six times the target's layers."""
+    path, output = recipe(workshop, "slow")
+    content = yaml.safe_load(Path(path).read_text())
+    content["draft"] |= {"check_costs": True, "vocabulary": None}
+    layers = load_model(str(workshop / "target"), parse_dtype("fp32")).config.num_hidden_layers
+    content["draft"]["init"] = {"from_config": {"num_hidden_layers": 6 * layers}}
+    Path(path).write_text(yaml.safe_dump(content))
+    with running([*DIRECT, path], workshop, environment()) as process:
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == 2 and not losses(output)
+    assert "draft.check_costs=false" in said and "Traceback" not in said

@@ -1,0 +1,224 @@
+"""A stale draft and a target that was tuned since go in, a draft that fits comes out; nothing is spent in vain."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from peft import LoraConfig, get_peft_model
+from rich.console import Console
+from safetensors.torch import load_file
+from tiny_models import counting_model
+from tiny_training import WORDS, counting_text, tiny_tokenizer, write_rows
+from transformers import PreTrainedModel
+
+from decoding.drafters import DraftModelDrafter
+from decoding.evaluate import measure_acceptance
+from decoding.generate import DecodingConfig
+from decoding.loading import load_draft, load_model, load_tokenizer
+from decoding.target import CausalLM
+from trainer import realign
+from trainer.options import RealignOptions
+from trainer.realign import run_realign, split_prompts
+from trainer.recipe import DraftRecipe
+
+
+def save(model: PreTrainedModel, folder: Path) -> None:
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+
+
+def tuned() -> PreTrainedModel:
+    """A model that counts in twos, where the one the draft was made for counted in ones."""
+    model = counting_model()
+    with torch.no_grad():
+        lm_head: Any = model.get_output_embeddings()
+        lm_head.weight.copy_(torch.eye(16).roll(2, dims=0))
+    return model
+
+
+def write_workshop(folder: Path) -> Path:
+    """A tuned target, a stale draft, and 40 prompts."""
+    save(tuned(), folder / "tuned")
+    save(counting_model(), folder / "stale")
+    write_rows(folder / "prompts.jsonl", [{"prompt": counting_text(i, 2 + i % 3)} for i in range(40)])
+    return folder
+
+
+@pytest.fixture
+def workshop(tmp_path: Path) -> Path:
+    return write_workshop(tmp_path)
+
+
+def run(options: RealignOptions, console: Console | None = None) -> dict[str, Any]:
+    AcceleratorState._reset_state(True)
+    try:
+        return run_realign(options, console or Console(file=io.StringIO()))
+    finally:
+        AcceleratorState._reset_state(True)
+
+
+def options(workshop: Path, **changes: Any) -> RealignOptions:
+    given: dict[str, Any] = {
+        "target": str(workshop / "tuned"),
+        "draft": str(workshop / "stale"),
+        "prompts": str(workshop / "prompts.jsonl"),
+        "output": workshop / "run",
+        "max_new_tokens": 12,
+        "steps": 20,
+        "learning_rate": 0.1,
+        "dtype": "fp32",
+    }
+    return RealignOptions(**{**given, **changes})
+
+
+class Straight(NamedTuple):
+    """A run that nothing disturbed, and all it said."""
+
+    workshop: Path
+    report: dict[str, Any]
+    said: str
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
+    workshop = write_workshop(tmp_path_factory.mktemp("straight"))
+    console = Console(record=True, width=160, file=io.StringIO())
+    report = run(options(workshop), console)
+    return Straight(workshop, report, console.export_text())
+
+
+def final_of(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(output / "final" / "model.safetensors")
+
+
+def test_a_stale_draft_fits_its_tuned_target_again(straight: Straight) -> None:
+    """Nothing that it drafts is right before and nearly all of it after; what is reported is what the loop measures."""
+    workshop, report, said = straight
+    before, after = (report[when]["greedy"] for when in ("before", "after"))
+    assert before["tokens_per_pass"]["value"] == 1.0 and before["accepted_per_drafted"]["value"] == 0.0
+    assert after["tokens_per_pass"]["value"] > 3 and after["accepted_per_drafted"]["low"] > 0.8
+    assert report["after"]["T=1"]["tokens_per_pass"]["low"] > report["before"]["T=1"]["tokens_per_pass"]["high"]
+    assert json.loads((workshop / "run" / "realigned.json").read_text()) == report and report["heldout_prompts"] == 2
+    assert "the stale draft, greedy: 1.000 (1.000 to 1.000) tokens per pass" in said and "95% intervals" in said
+
+    target = CausalLM(load_model(str(workshop / "tuned"), torch.float32))
+    draft = load_draft(str(workshop / "run" / "final"), target, load_tokenizer(str(workshop / "tuned")))
+    prompts = [[WORDS.index(word) for word in counting_text(i, 2 + i % 3).split()] for i in (38, 39)]
+    config = DecodingConfig(12, eos_token_ids=(1,))
+    again = measure_acceptance(target, DraftModelDrafter(draft, (1,) * 4), prompts, config)
+    assert after["tokens_per_pass"] == again.tokens_per_pass._asdict()
+    assert after["accepted_per_drafted"] == again.accepted_per_drafted._asdict()
+
+
+@pytest.mark.parametrize("dies_in", ["run_regenerate", "run_recipe", "_measure"])
+def test_a_run_that_broke_off_goes_on_to_the_same_draft(
+    straight: Straight, monkeypatch: pytest.MonkeyPatch, dies_in: str
+) -> None:
+    """Before the second lot of answers, before the training, and before the measurement at the end."""
+    output = straight.workshop / dies_in
+    work, calls = getattr(realign, dies_in), 0
+
+    def dies(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if dies_in == "run_recipe" or calls == 2:
+            raise KeyboardInterrupt
+        return work(*arguments)
+
+    monkeypatch.setattr(realign, dies_in, dies)
+    with pytest.raises(KeyboardInterrupt):
+        run(options(straight.workshop, output=output))
+    monkeypatch.undo()
+    resumed = run(options(straight.workshop, output=output))
+    ours, theirs = final_of(output), final_of(straight.workshop / "run")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert (resumed["before"], resumed["after"]) == (straight.report["before"], straight.report["after"])
+
+
+def test_the_stale_draft_is_measured_once(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have been replaced by then: a folder that a server loads from. Other options are measured anew."""
+    first = realign._measure_stale(prepared(options(workshop)))
+    monkeypatch.setattr(realign, "_measure", lambda *arguments: pytest.fail("measured again"))
+    assert realign._measure_stale(options(workshop)) == first
+    with pytest.raises(pytest.fail.Exception, match="measured again"):
+        realign._measure_stale(options(workshop, draft_tokens=2))
+
+
+def prepared(options: RealignOptions) -> RealignOptions:
+    split_prompts(options)
+    return options
+
+
+def rows_of(file: Path) -> list[str]:
+    return [json.loads(line)["prompt"] for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("rows", "limit", "sizes"),
+    [(200, None, [186, 4, 10]), (5000, None, [4934, 16, 50]), (3, None, [1, 1, 1]), (200, 100, [93, 2, 5])],
+)
+def test_every_prompt_serves_one_purpose(tmp_path: Path, rows: int, limit: int | None, sizes: list[int]) -> None:
+    """The last 5% and at most 50 to measure with; 2% and at most 16 before them to choose by; the first to learn."""
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"Zoë {i}"} for i in range(rows)])
+    split_prompts(options(tmp_path, prompts=prompts, limit=limit))
+    parts = [rows_of(tmp_path / "run" / f"{name}.jsonl") for name in ("prompts", "choosing", "heldout")]
+    assert [len(part) for part in parts] == sizes
+    assert [row for part in parts for row in part] == [f"Zoë {i}" for i in range(limit or rows)]
+
+
+def test_held_out_prompts_of_ones_own_leave_the_others_to_learn_from(tmp_path: Path) -> None:
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{i}"} for i in range(100)])
+    heldout = write_rows(tmp_path / "own.jsonl", [{"prompt": f"own {i}"} for i in range(60)])
+    split_prompts(options(tmp_path, prompts=prompts, heldout=heldout))
+    parts = [rows_of(tmp_path / "run" / f"{name}.jsonl") for name in ("prompts", "choosing", "heldout")]
+    assert [len(part) for part in parts] == [98, 2, 50] and parts[2][-1] == "own 49"
+
+
+def test_too_few_prompts_are_refused(tmp_path: Path) -> None:
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "a"}] * 2)
+    with pytest.raises(ValueError, match="leaves 1 prompts to learn from: give at least 3, best hundreds"):
+        split_prompts(options(tmp_path, prompts=prompts))
+
+
+def refused(options: RealignOptions) -> str:
+    """What a run is refused with, before anything is answered."""
+    with pytest.raises(ValueError) as error:
+        run(options)
+    assert not list(options.output.parent.rglob("*-answers.jsonl"))
+    return str(error.value)
+
+
+def test_a_draft_of_another_tokenizer_is_refused_before_anything_is_generated(workshop: Path) -> None:
+    tiny_tokenizer(words=[*WORDS[:5], "c", "b", *WORDS[7:]]).save_pretrained(workshop / "stale")
+    assert "the draft's tokenizer is not the target's: token" in refused(options(workshop))
+
+
+def test_what_cannot_be_trained_is_refused_before_anything_is_generated(workshop: Path) -> None:
+    assert "max_new_tokens is 90, which with 64 of a prompt" in refused(options(workshop, max_new_tokens=90))
+    assert "training.learning_rate: Input should be greater than 0" in refused(options(workshop, learning_rate=0.0))
+    assert "steps is 0: give at least 1" in refused(options(workshop, steps=0))
+    again = options(workshop, draft=str(workshop / "run" / "final"))
+    assert "name another output to realign it again" in refused(again)
+
+
+def test_adapters_are_a_target_too(workshop: Path) -> None:
+    """As peft saves them: without a tokenizer, and without the model they adapt."""
+    adapted = get_peft_model(tuned(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    adapted.peft_config["default"].base_model_name_or_path = str(workshop / "tuned")
+    adapted.save_pretrained(str(workshop / "adapters"))
+    found = realign._measure_stale(prepared(options(workshop, target=str(workshop / "adapters"))))
+    assert found == realign._measure_stale(options(workshop))
+
+
+def test_the_recipe_starts_from_the_stale_draft_and_keeps_the_best(workshop: Path) -> None:
+    recipe = realign.recipe_of(options(workshop, batch_size=6, steps=500, seed=3, draft_tokens=7), 96)
+    assert isinstance(recipe, DraftRecipe) and recipe.draft.init.from_model == str(workshop / "stale")
+    training = recipe.training
+    assert (training.steps, training.batch_size, training.micro_batch_size, training.seed) == (500, 6, 2, 3)
+    assert recipe.draft.num_draft_tokens == 7 and recipe.draft.loss.mix == {"forward_kl": 1.0}
+    assert (recipe.evaluation.keep, recipe.evaluation.every, recipe.data.max_length) == ("best", 50, 96)
+    assert realign.recipe_of(options(workshop), 1 << 20).data.max_length == 1024
