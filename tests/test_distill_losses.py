@@ -1,4 +1,4 @@
-"""What a draft's objective is made of: mixed losses on any family, chosen tokens, hidden states, trimmed vocabularies."""
+"""What a draft is trained by: mixed losses on any family, chosen tokens, hidden states, trimmed vocabularies."""
 
 from pathlib import Path
 from typing import Any

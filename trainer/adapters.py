@@ -36,9 +36,11 @@ def with_adapters(model: PreTrainedModel, section: LoraSection, key: str) -> "Pe
 
 def refuse_embeddings(model: PreTrainedModel, section: LoraSection, key: str) -> None:
     """ValueError where an adapter is asked for on the embeddings or the lm_head, which may be tied or shared."""
+    if isinstance(section.modules, str):
+        return
     ends = (model.get_output_embeddings(), model.get_input_embeddings())
-    names = {name.rpartition(".")[2] for name, module in model.named_modules() if any(module is end for end in ends)}
-    if not isinstance(section.modules, str) and (wrong := sorted(names & set(section.modules))):
+    names = [f".{name}" for name, module in model.named_modules() if any(module is end for end in ends)]
+    if wrong := [chosen for chosen in section.modules if any(name.endswith(f".{chosen}") for name in names)]:
         raise ValueError(f"{key}.modules names {wrong[0]}, embeddings which may be tied or shared: leave it out")
 
 

@@ -1,6 +1,7 @@
 """From a recipe to what is trained: target, data, features, objective."""
 
 import copy
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from decoding.target import CausalLM
 from trainer.batch import check_documents_are_apart
 from trainer.data import Dataset, load_dataset
 from trainer.distill import DistillObjective, OnlineTeacher, TeacherRows
-from trainer.draft_init import InitialDraft, initial_draft
+from trainer.draft_init import InitialDraft, check_reads, initial_draft
 from trainer.features import FeatureIdentity, FeatureStore, ensure_features
 from trainer.folders import check_can_be_folder
 from trainer.hidden import OnlineTarget, StoredFeatures
@@ -41,6 +42,8 @@ class Target:
     model: CausalLM | None
     dtype: torch.dtype
     fingerprint: str
+    rounding: str | None = None
+    """How the weights of ``model`` were rounded, after the fingerprint was taken."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,9 @@ class Job:
                 content["features.top_k"] = recipe.features.top_k if recipe.features else 0
         if isinstance(recipe, DraftRecipe):
             content["draft"].pop("check_costs")
+            content["draft"]["init"].pop("from_model")  # its weights are where the checkpoints began
+            if isinstance(self.objective, DistillObjective) and self.objective.reference is not None:
+                content["draft"]["loss"]["selection"]["reference"] = fingerprint(self.objective.reference.model)
             if recipe.draft.teacher is not None:
                 content["draft"]["teacher"] = {"top_k": recipe.draft.teacher.top_k, "tail": recipe.draft.teacher.tail}
         content["target weights"] = self.target.fingerprint if self.target else None
@@ -113,12 +119,20 @@ def assemble(
         return Job(recipe, tokenizer, dataset, heldout, target, objective)
     if isinstance(recipe, DraftRecipe):
         initial = _initial_draft(recipe, model, tokenizer, dataset)
+        reference = _reference_of(recipe, model, tokenizer, dataset)
         if check_draft is not None:
             draft: Any = copy.deepcopy(initial.model)
             check_draft(model, CausalLM(draft.to(target.dtype), initial.output_tokens))
         target = as_teacher(recipe, target, device)
         teacher = _teacher_of(recipe, target, tokenizer, dataset, console, process_index, num_processes)
-        return Job(recipe, tokenizer, dataset, heldout, target, _distilled(recipe, target, tokenizer, initial, teacher))
+        return Job(
+            recipe,
+            tokenizer,
+            dataset,
+            heldout,
+            target,
+            _distilled(recipe, target, tokenizer, initial, teacher, reference),
+        )
     return Job(recipe, tokenizer, dataset, heldout, target, _heads_on(recipe, model, tokenizer))
 
 
@@ -145,6 +159,11 @@ def load_target(recipe: AnyRecipe, device: torch.device) -> Target | None:
     """The recipe's target on a device, fit for its data; None for a recipe that has none."""
     if isinstance(recipe, PretrainRecipe):
         return None
+    if recipe.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "device_map=auto spreads the target over all devices for one process, but several were launched: launch "
+            "one, or set device_map=null"
+        )
     name, dtype = resolve(recipe.target), parse_dtype(recipe.dtype)
     place = torch.device("cpu") if _is_quantised(recipe) else device  # where it fits until it is
     model = CausalLM(load_model(name, dtype, place, recipe.trust_remote_code, recipe.device_map))
@@ -163,7 +182,7 @@ def as_teacher(recipe: AnyRecipe, target: Target, device: torch.device) -> Targe
         return target
     assert target.model is not None
     model: Any = quantised(target.model.model, lm_head=False)
-    return replace(target, model=CausalLM(model if recipe.device_map else model.to(device)))
+    return replace(target, model=CausalLM(model if recipe.device_map else model.to(device)), rounding=recipe.quantise)
 
 
 def _is_quantised(recipe: AnyRecipe) -> TypeGuard[DraftRecipe]:
@@ -231,10 +250,16 @@ def _teacher_of(
 def _initial_draft(
     recipe: DraftRecipe, target: CausalLM, tokenizer: PreTrainedTokenizerBase, dataset: Dataset
 ) -> InitialDraft:
-    section, evaluation = recipe.draft, recipe.evaluation
-    written = section.policy.max_new_tokens if section.policy.generates else 0
-    longest = max(recipe.data.max_length + written, evaluation.prompt_tokens + evaluation.max_new_tokens)
-    return initial_draft(target, tokenizer, section, dataset.examples, recipe.trust_remote_code, longest)
+    return initial_draft(
+        target, tokenizer, recipe.draft, dataset.examples, recipe.trust_remote_code, _longest(recipe, target)
+    )
+
+
+def _longest(recipe: DraftRecipe, target: CausalLM) -> int:
+    """Tokens that a draft will read at most: an answer behind a prompt, which the target's context has room for."""
+    policy, evaluation = recipe.draft.policy, recipe.evaluation
+    answers = [policy.max_new_tokens if policy.generates else 0, evaluation.max_new_tokens if evaluation.prompts else 0]
+    return min(recipe.data.max_length + max(answers), target.max_positions or 1 << 30)
 
 
 def _distilled(
@@ -243,12 +268,23 @@ def _distilled(
     tokenizer: PreTrainedTokenizerBase,
     initial: InitialDraft,
     teacher: TeacherRows,
+    reference: CausalLM | None,
 ) -> DistillObjective:
     assert target.model is not None
-    section = recipe.draft
-    named = section.loss.selection.reference
-    reference = None if named is None else load_draft(named, target.model, tokenizer, recipe.trust_remote_code)
-    return DistillObjective(target.model, teacher, tokenizer, initial, section, reference)
+    return DistillObjective(target.model, teacher, tokenizer, initial, recipe.draft, reference)
+
+
+def _reference_of(
+    recipe: DraftRecipe, target: CausalLM, tokenizer: PreTrainedTokenizerBase, dataset: Dataset
+) -> CausalLM | None:
+    """The draft that tokens are chosen by, if there is one."""
+    named = recipe.draft.loss.selection.reference
+    if named is None:
+        return None
+    reference = load_draft(named, target, tokenizer, recipe.trust_remote_code)
+    longest = _longest(recipe, target)
+    check_reads(reference, target, "draft.loss.selection.reference", dataset.examples, longest)
+    return reference
 
 
 def _objective_on_features(

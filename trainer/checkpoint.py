@@ -72,7 +72,7 @@ class Checkpoints:
 
         try:
             write_folder(newest, write)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             last = self._all()[-1:]
             raise OSError(
                 f"the checkpoint of step {progress.step} could not be written ({error}); "

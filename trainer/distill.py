@@ -102,7 +102,8 @@ class DistillTraining(nn.Module):
         return self.draft if isinstance(self.draft, PreTrainedModel) else base_of(self.draft)
 
     def forward(self, inputs: DraftInputs) -> TermSums:
-        """Losses (terms,) with, for those on the logits, Σ min(p, q): what token rejection accepts."""
+        """Losses (terms,), with Σ min(p, q), what token rejection accepts; for the data's tokens alone, how many are
+        right."""
         found: list[TermSums] = []
 
         def read(hidden: Tensor, lm_head: Tensor) -> None:
@@ -120,13 +121,14 @@ class DistillTraining(nn.Module):
             x, labels, teacher = x[kept], labels[kept], None if teacher is None else teacher.at(kept)
         losses, hits = [], []
         if self._mix is not None:
-            found = fused_loss(self._logits.scaled(x), weight, labels, self._mix, teacher, **self._logits.keywords())
+            imitated = teacher if self._mix.soft else None
+            found = fused_loss(self._logits.scaled(x), weight, labels, self._mix, imitated, **self._logits.keywords())
             losses.append(found.loss)
-            hits.append(found.correct.to(found.loss.dtype) if teacher is None else found.accepted)
+            hits.append(found.accepted if self._mix.soft else found.correct.to(found.loss.dtype))
         if self._loss.hidden:
             assert isinstance(teacher, HiddenTeacher), "the recipe asks for hidden states of the target itself"
             losses.append(self._hidden_loss(x, teacher.hidden))
-            hits.append(torch.zeros_like(losses[-1]))
+            hits.append(torch.full_like(losses[-1], torch.nan))  # there is nothing to hit
         return TermSums(torch.stack(losses), torch.stack(hits).detach())
 
     def _kept(self, inputs: DraftInputs, x: Tensor, weight: Tensor) -> Int[Tensor, " kept"]:
@@ -162,7 +164,8 @@ class DistillObjective:
         self.terms = tuple(name for name, wanted in (("logits", loss.mix), ("hidden", loss.hidden)) if wanted)
         self.output_tokens = initial.output_tokens
         logits = DraftLogits(initial.model, initial.output_tokens, target.vocab_size)
-        self._reference = _Reference(reference, target.vocab_size) if reference is not None else None
+        self.reference = reference
+        self._chooser = _Chooser(reference, target.vocab_size) if reference is not None else None
         draft: PreTrainedModel | PeftModel = initial.model.train()
         if section.lora is not None:
             refuse_embeddings(initial.model, section.lora, "draft.lora")
@@ -183,8 +186,8 @@ class DistillObjective:
         self.module.train()  # an evaluation or a generation leaves it as it decodes
         teacher = self._teacher.rows(batch) if self._needs_teacher else None
         reference = None
-        if self._reference is not None and teacher is not None:
-            reference = self._reference.divergences(batch, teacher, self._section.loss.temperature)
+        if self._chooser is not None and teacher is not None:
+            reference = self._chooser.divergences(batch, teacher, self._section.loss.temperature)
         return (DraftInputs(batch, teacher, reference),)
 
     def draft_for_decoding(self) -> CausalLM:
@@ -204,8 +207,8 @@ class DistillObjective:
         write_draft(self.draft_for_decoding(), self._tokenizer, folder)
 
 
-class _Reference:
-    """A frozen draft beside the one that is trained (AdaSPEC, 2510.19779)."""
+class _Chooser:
+    """A frozen draft beside the one that is trained, by which tokens are chosen (AdaSPEC, 2510.19779)."""
 
     def __init__(self, draft: CausalLM, vocab_size: int) -> None:
         self._model = draft.model.requires_grad_(False)

@@ -30,7 +30,7 @@ from decoding.compress import (
 from decoding.loading import check_same_tokenizer, eos_token_ids, load_model, load_tokenizer
 from decoding.target import CausalLM
 from trainer.batch import Example
-from trainer.draft_sections import DraftSection, FromTargetSection, InitSection
+from trainer.draft_sections import DraftSection, FromTargetSection
 from trainer.prune import measured, narrow_sizes, pruned
 
 
@@ -67,7 +67,8 @@ def initial_draft(
         model = _from_target(target, init.from_target or FromTargetSection(), examples, trust_remote_code)
     model.to(target.device, torch.float32)  # type: ignore[arg-type]  # transformers' stubs
     draft = CausalLM(model)
-    _check_fits(draft, target, init, examples, longest)
+    given = "from_model" if init.from_model else "from_config" if init.from_config else "from_target"
+    check_reads(draft, target, f"draft.init.{given}", examples, longest)
     known = min(draft.vocab_size, target.vocab_size)
     if section.vocabulary is not None:
         if written is not None:
@@ -217,7 +218,15 @@ def draft_from_config(
         config = type(base).from_dict({**config.to_dict(), **_heads_that_follow(base, changes), **changes})
         draft = _new_model(config, torch.float32, trust_remote_code)
         _check_runs(draft)
-    except (StrictDataclassError, ValueError, TypeError, RuntimeError, LookupError, ZeroDivisionError) as error:
+    except (
+        StrictDataclassError,
+        ValueError,
+        TypeError,
+        RuntimeError,
+        LookupError,
+        ArithmeticError,
+        AssertionError,
+    ) as error:
         last = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
         reason = last.removeprefix("ValueError: ").removeprefix("TypeError: ")
         raise ValueError(f"draft.init.from_config makes no {base.model_type} model: {reason}") from error
@@ -233,7 +242,7 @@ def _check_known(base: PreTrainedConfig, changes: Mapping[str, Any]) -> None:
         if key == "vocab_size":
             raise ValueError(f"draft.init.from_config.{key} is the target's: leave it out, and give draft.vocabulary")
         if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=3, cutoff=0.4)
+            nearest = difflib.get_close_matches(str(key), known, n=3, cutoff=0.4)
             remedy = f"did you mean {' or '.join(nearest)}?" if nearest else f"give some of {', '.join(sorted(known))}"
             raise ValueError(
                 f"draft.init.from_config has the key {key!r}, which a {base.model_type} config lacks: {remedy}"
@@ -279,21 +288,18 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, trust_remote
         raise ValueError(f"draft.init.from_model: {error}") from error
 
 
-def _check_fits(
-    draft: CausalLM, target: CausalLM, init: InitSection, examples: Sequence[Example], longest: int
-) -> None:
-    """Refuse a draft that could not read what it will be given."""
-    given = "from_model" if init.from_model else "from_config" if init.from_config else "from_target"
+def check_reads(draft: CausalLM, target: CausalLM, key: str, examples: Sequence[Example], longest: int) -> None:
+    """Refuse a draft, which the recipe calls ``key``, that could not read what it will be given."""
     if draft.max_positions is not None and draft.max_positions < longest:
         raise ValueError(
-            f"the context of the draft from draft.init.{given} holds {draft.max_positions} tokens, but it would read "
+            f"the context of the draft from {key} holds {draft.max_positions} tokens, but it would read "
             f"{longest}: lower data.max_length and the evaluation's tokens, or give another draft"
         )
     if draft.vocab_size < target.vocab_size:  # one family pads its vocabularies to several sizes
         largest = max(max(example.tokens) for example in examples)
         if largest >= draft.vocab_size:
             raise ValueError(
-                f"the draft from draft.init.{given} knows the tokens 0 to {draft.vocab_size - 1}, but the training "
+                f"the draft from {key} knows the tokens 0 to {draft.vocab_size - 1}, but the training "
                 f"data holds token {largest}: give a draft with the target's vocabulary"
             )
 
@@ -308,7 +314,7 @@ def _most_frequent(
     """The commonest trained tokens below ``known``, and whatever ends a text."""
     if count > known:
         raise ValueError(f"draft.vocabulary is {count} but target and draft share {known} tokens: lower it")
-    ends = {*eos_token_ids(target.model), *eos_token_ids(target.model, tokenizer)}
+    ends = {*eos_token_ids(target.model, tokenizer)}
     if tokenizer.eos_token_id is not None:
         ends.add(tokenizer.eos_token_id)
     always = sorted(token for token in ends if token < known)

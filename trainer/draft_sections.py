@@ -63,6 +63,15 @@ class SelectionSection(Section):
     """A draft distilled before: kept are the tokens at which its forward KL is lowest against the draft's own, where
     there is most to gain. Without it the hardest tokens are dropped, those of the highest KL."""
 
+    @model_validator(mode="after")
+    def _a_reference_has_something_to_choose(self) -> "SelectionSection":
+        if self.reference is not None and self.keep == 1:
+            raise ValueError(
+                "draft.loss.selection.reference chooses among tokens, of which all are kept: set "
+                "draft.loss.selection.keep below 1, or leave the reference out"
+            )
+        return self
+
 
 class DraftLossSection(Section):
     """How much of each loss; with no weight at all, forward KL. See `trainer.losses`."""
@@ -187,6 +196,10 @@ class DraftSection(Section):
             raise ValueError(
                 "draft.teacher holds the target's logits on the data's own answers, but draft.policy writes others: "
                 "set draft.teacher=null, or the shares of target, draft and loop to 0"
+            )
+        if self.teacher is not None and set(self.loss.mix) == {"cross_entropy"} and self.loss.selection.keep == 1:
+            raise ValueError(
+                "draft.loss learns the data's tokens alone, for which no teacher is asked: set draft.teacher=null"
             )
         if self.teacher is not None and self.loss.hidden:
             raise ValueError(

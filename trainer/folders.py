@@ -5,6 +5,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 
 def write_folder(destination: Path, write: Callable[[Path], None]) -> None:
     """Fill a folder through ``write``, on the disk before it takes its name; one that was there is replaced.
@@ -17,7 +19,10 @@ def write_folder(destination: Path, write: Callable[[Path], None]) -> None:
     _clear_what_a_kill_left(destination)
     try:
         temporary.mkdir(parents=True)
-        write(temporary)
+        try:
+            write(temporary)
+        except SafetensorError as error:
+            raise OSError(f"{destination} could not be written ({error}): make room and start again") from error
         for path in (*temporary.rglob("*"), temporary):
             flush_to_disk(path)
         if destination.exists():

@@ -1,5 +1,6 @@
 """The held-out evaluations of a run, and what goes by them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -84,6 +85,11 @@ class Watch:
         self._evaluated_at = progress.step
         if self._best is None:
             return False
+        if math.isnan(figures[CRITERION]):
+            raise ValueError(
+                "every held-out answer ended with its first token, so that nothing says how good the draft is: give "
+                "data.heldout prompts to be answered, or set evaluation.keep=last and evaluation.patience=null"
+            )
         self._best.offer(progress, figures[CRITERION], self._objective.module)
         return self._best.is_enough(progress.step)
 

@@ -132,7 +132,8 @@ def _step(
     figures = {"loss": loss, "learning_rate": learning_rate, "grad_norm": norm}
     for position, term in enumerate(objective.terms):
         figures[f"loss/{term}"] = float(sums[0, position])
-        figures[f"{objective.hit_name}/{term}"] = float(sums[1, position])
+        if not sums[1, position].isnan():
+            figures[f"{objective.hit_name}/{term}"] = float(sums[1, position])
     return figures, int(counts[0])
 
 

@@ -13,7 +13,10 @@ from trainer.batch import Batch
 
 
 class TermSums(NamedTuple):
-    """Per term of the loss: its sum over this batch's labels (differentiable), and how many labels were hit."""
+    """Per term of the loss: its sum over this batch's labels (differentiable), and how many labels were hit.
+
+    NaN for a term that hits nothing.
+    """
 
     losses: Float[Tensor, " terms"]
     hits: Float[Tensor, " terms"]

@@ -204,7 +204,7 @@ def memory_of(recipe: AnyRecipe, job: Job, launch: Launch, largest: Largest) -> 
     features = _features(recipe)
     if job.target is not None and (features is None or features.keep_target):
         assert job.target.model is not None
-        parts["target"] = _frozen_bytes(job.target.model.model)
+        parts["target"] = _frozen_bytes(job, job.target.model)
     buckets = 2 if launch.processes > 1 and launch.zero_stage == 0 else 1  # DDP sums gradients in a copy
     parts["trained weights, fp32"] = launch.shared(4 * trained, 3)
     parts["gradients, fp32"] = launch.shared(4 * trained * buckets, 2)
@@ -217,8 +217,10 @@ def memory_of(recipe: AnyRecipe, job: Job, launch: Launch, largest: Largest) -> 
     return parts
 
 
-def _frozen_bytes(model: nn.Module) -> int:
-    return sum(p.numel() * p.itemsize for p in model.parameters() if not p.requires_grad)
+def _frozen_bytes(job: Job, target: CausalLM) -> int:
+    """Of a target without its adapters."""
+    trained = {id(p) for p in job.objective.module.parameters() if p.requires_grad}
+    return sum(p.numel() * p.itemsize for p in target.model.parameters() if id(p) not in trained)
 
 
 def _moment_bytes(job: Job, section: TrainingSection) -> int:
@@ -300,10 +302,14 @@ def disk_of(recipe: AnyRecipe, job: Job, dataset: Dataset) -> dict[str, int]:
             parts[writer.identity.noun] = estimate_bytes(dataset.examples, writer.identity)
     checkpoint = 4 * trained + _moment_bytes(job, recipe.training)
     parts[f"checkpoints, {recipe.checkpoint.keep} and one being written"] = (recipe.checkpoint.keep + 1) * checkpoint
+    if recipe.evaluation.keep == "best":  # of each checkpoint's time the best, for a run that goes on from it
+        parts[f"the best weights, {recipe.checkpoint.keep + 1} times"] = (recipe.checkpoint.keep + 1) * 4 * trained
+    if isinstance(job.objective, DistillObjective):
+        trained = sum(parameter.numel() for parameter in job.objective.module.base.parameters())
     parts["the finished artefact"] = trained * wide
     if isinstance(recipe, MedusaRecipe) and recipe.adapters is not None and recipe.adapters.export == "merged":
         assert job.target is not None and job.target.model is not None
-        parts["the merged target"] = _frozen_bytes(job.target.model.model)
+        parts["the merged target"] = _frozen_bytes(job, job.target.model)
     return parts
 
 

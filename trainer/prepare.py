@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from trainer.assemble import check_folders, features_of, load_recipe_tokenizer, load_target
+from trainer.assemble import as_teacher, check_folders, features_of, load_recipe_tokenizer, load_target
 from trainer.data import load_dataset
 from trainer.distributed import build_accelerator
 from trainer.features import FeatureStore
@@ -27,6 +27,7 @@ def prepare_features(recipe: AnyRecipe, console: Console | None = None) -> Featu
     accelerator = build_accelerator(recipe.training)  # its processes have time to wait for one another
     target = load_target(recipe, accelerator.device)
     assert target is not None
+    target = as_teacher(recipe, target, accelerator.device)
     tokenizer = load_recipe_tokenizer(recipe)
     dataset = load_dataset(resolve(recipe.data.train), recipe.data, tokenizer)
     console = console or Console(stderr=True)

@@ -112,6 +112,8 @@ def split_prompts(options: RealignOptions) -> None:
         rows = rows[: len(rows) - len(heldout)]
     else:
         heldout = [line.rstrip(b"\n") for _, line in read_lines(resolve(options.heldout))][:_MOST_HELDOUT]
+        if not heldout:
+            raise ValueError(f"{options.heldout} holds no prompts to measure with: give some, or leave it out")
     if len(rows) < choosing + 1 or not heldout:
         raise ValueError(f"{options.prompts} leaves {len(rows)} prompts to learn from: give at least 3, best hundreds")
     options.output.mkdir(parents=True, exist_ok=True)
@@ -184,7 +186,7 @@ def recipe_of(options: RealignOptions, positions: int) -> AnyRecipe:
 
 
 def _measure_stale(options: RealignOptions) -> Fit:
-    """The stale draft's figures, kept on disk: the folder it came from may be gone when a run goes on."""
+    """The stale draft's figures, kept on disk for a run that goes on."""
     made_by = {name: str(value) for name, value in vars(options).items() if name != "output"}
     made_by["heldout rows"] = hashlib.sha256((options.output / _HELDOUT).read_bytes()).hexdigest()
     file = options.output / _STALE

@@ -192,7 +192,8 @@ def teacher_identity(
 ) -> TeacherIdentity:
     """What a teacher cache must have been made from to be used."""
     assert target.model is not None
-    return TeacherIdentity.of(target.model, target.fingerprint, tokenizer, dataset.examples, section, temperature)
+    known = target.fingerprint if target.rounding is None else f"{target.fingerprint} {target.rounding}"
+    return TeacherIdentity.of(target.model, known, tokenizer, dataset.examples, section, temperature)
 
 
 def teacher_of(

@@ -72,7 +72,7 @@ def _cost_check(
     """Refuses a draft that could not pay, on every process by the costs that the first one measures; None: unasked."""
     if not isinstance(recipe, DraftRecipe) or not recipe.draft.check_costs or recipe.quantise is not None:
         return None
-    if any((Path(recipe.output) / CHECKPOINTS).glob("*")):
+    if any((Path(recipe.output) / CHECKPOINTS).glob("step-*")):
         return None  # what was begun may go on, however busy the machine is now
 
     def check(target: CausalLM, draft: CausalLM) -> None:
