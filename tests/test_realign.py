@@ -40,11 +40,16 @@ def tuned() -> PreTrainedModel:
     return model
 
 
+def prompt(index: int) -> str:
+    """Two or three letters of which the last is an even token, so that counting on in twos never comes to an end."""
+    return counting_text(index, 3 - index % 2)
+
+
 def write_workshop(folder: Path) -> Path:
     """A tuned target, a stale draft, and 40 prompts."""
     save(tuned(), folder / "tuned")
     save(counting_model(), folder / "stale")
-    write_rows(folder / "prompts.jsonl", [{"prompt": counting_text(i, 2 + i % 3)} for i in range(40)])
+    write_rows(folder / "prompts.jsonl", [{"prompt": prompt(i)} for i in range(40)])
     return folder
 
 
@@ -107,7 +112,7 @@ def test_a_stale_draft_fits_its_tuned_target_again(straight: Straight) -> None:
 
     target = CausalLM(load_model(str(workshop / "tuned"), torch.float32))
     draft = load_draft(str(workshop / "run" / "final"), target, load_tokenizer(str(workshop / "tuned")))
-    prompts = [[WORDS.index(word) for word in counting_text(i, 2 + i % 3).split()] for i in (38, 39)]
+    prompts = [[WORDS.index(word) for word in prompt(index).split()] for index in (38, 39)]
     config = DecodingConfig(12, eos_token_ids=(1,))
     again = measure_acceptance(target, DraftModelDrafter(draft, (1,) * 4), prompts, config)
     assert after["tokens_per_pass"] == again.tokens_per_pass._asdict()

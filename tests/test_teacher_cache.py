@@ -8,19 +8,22 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import full_forward, tiny_model
-from tiny_training import tiny_tokenizer, toy_examples
+from tiny_training import tiny_tokenizer, toy_examples, write_rows
 from torch import Tensor
 
 from decoding.target import CausalLM
 from trainer import teacher_cache
+from trainer.assemble import Target
 from trainer.batch import Batch, Example, collate
+from trainer.data import load_dataset
 from trainer.draft_sections import TeacherSection
 from trainer.features import FeatureIdentity, FeatureWriter
 from trainer.fused import fused_loss
 from trainer.losses import LossMix, divergence
 from trainer.provenance import fingerprint
+from trainer.recipe import DataSection
 from trainer.store import estimate_bytes, write_store
-from trainer.teacher_cache import TeacherIdentity, TeacherStore, TeacherWriter, sample_tail
+from trainer.teacher_cache import TeacherIdentity, TeacherStore, TeacherWriter, sample_tail, teacher_identity
 
 EXAMPLES = toy_examples(12)  # of 4 to 12 tokens, some of them trained
 LABELLED = [int(collate([example]).labelled(1).sum()) for example in EXAMPLES]
@@ -280,6 +283,19 @@ def test_an_identity_changes_with_each_token_and_with_what_is_trained(tiny_llama
     assert identity_of(tiny_llama, EXAMPLES[::-1]).data != base.data
     assert identity_of(CausalLM(tiny_model(seed=1))).target != base.target
     assert identity_of(tiny_llama, temperature=2.0) != base
+
+
+def test_a_target_with_rounded_weights_is_another_one(tiny_llama: CausalLM, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [{"text": "a b c d e f g h"}])
+    dataset = load_dataset(data, DataSection(train=data, heldout=data), tiny_tokenizer())
+    section = TeacherSection(folder="anywhere", top_k=3, tail=2)
+    exact = Target("tiny", tiny_llama, torch.float32, "itself")
+    identities = [
+        teacher_identity(target, tiny_tokenizer(), dataset, section, 1.0)
+        for target in (exact, replace(exact, rounding="int8"))
+    ]
+    assert identities[0].target == "itself" != identities[1].target
+    assert replace(identities[1], target="itself") == identities[0]
 
 
 def test_a_folder_of_features_is_no_teacher_cache(tiny_llama: CausalLM, tmp_path: Path) -> None:

@@ -304,7 +304,7 @@ def disk_of(recipe: AnyRecipe, job: Job, dataset: Dataset) -> dict[str, int]:
     parts[f"checkpoints, {recipe.checkpoint.keep} and one being written"] = (recipe.checkpoint.keep + 1) * checkpoint
     if recipe.evaluation.keep == "best":  # of each checkpoint's time the best, for a run that goes on from it
         parts[f"the best weights, {recipe.checkpoint.keep + 1} times"] = (recipe.checkpoint.keep + 1) * 4 * trained
-    if isinstance(job.objective, DistillObjective):
+    if isinstance(job.objective.module, DistillTraining):
         trained = sum(parameter.numel() for parameter in job.objective.module.base.parameters())
     parts["the finished artefact"] = trained * wide
     if isinstance(recipe, MedusaRecipe) and recipe.adapters is not None and recipe.adapters.export == "merged":
