@@ -112,7 +112,7 @@ COMPARISONS: dict[str, dict[str, Arm]] = {
 """Comparison -> arm -> what differs. An arm that is in several of them is trained once. The base is one layer, pruned
 to a width of 192, which learns the target's greedy answers by forward KL."""
 LENGTHS = (2, 4, 6)
-"""Draft lengths measured in the comparison of sizes; all else is measured at 4."""
+"""Draft lengths measured in the comparison of sizes, on the first prompt set; all else is measured at 4."""
 
 
 def main() -> None:
@@ -182,9 +182,12 @@ def measure(names: Sequence[str], results: dict[str, Any], options: argparse.Nam
     for name, draft in drafts.items():
         results["arms"][name]["parameters"] = sum(weight.numel() for weight in draft.model.parameters())
     config = EvaluationConfig(options.max_new_tokens, eos_token_ids=eos_token_ids(target.model, tokenizer))
-    for prompt_set, path in (each.split("=", 1) for each in options.prompts):
+    sets = dict(each.split("=", 1) for each in options.prompts)
+    first = next(iter({**results["decoding"], **sets}))
+    for prompt_set, path in sets.items():
         prompts = read_prompts(path, tokenizer, options.limit)
-        report = evaluate(target, methods(target, drafts, config), prompts, config)
+        lengths = LENGTHS if prompt_set == first else (4,)
+        report = evaluate(target, methods(target, drafts, config, lengths), prompts, config)
         found = results["decoding"].setdefault(prompt_set, {})
         results["cost_curve_ms"] = report["cost_curve_ms"]
         for row in report["rows"]:
@@ -196,14 +199,16 @@ def measure(names: Sequence[str], results: dict[str, Any], options: argparse.Nam
         write(results, Path(options.output))
 
 
-def methods(target: CausalLM, drafts: dict[str, CausalLM], config: EvaluationConfig) -> list[Method]:
-    """Plain decoding, and every draft at its lengths, greedy and at T=1."""
+def methods(
+    target: CausalLM, drafts: dict[str, CausalLM], config: EvaluationConfig, lengths: Sequence[int]
+) -> list[Method]:
+    """Plain decoding, and every draft, those of the sizes at each of the lengths, greedy and at T=1."""
     found = []
     for setting, sampling in (("greedy", SamplingConfig()), ("sampling", SamplingConfig(temperature=1.0))):
         decoding = DecodingConfig(config.max_new_tokens, sampling, eos_token_ids=config.eos_token_ids)
         found.append(our_method(target, setting, PLAIN, None, decoding))
         for name, draft in drafts.items():
-            for length in LENGTHS if name in COMPARISONS["sizes"] else (4,):
+            for length in lengths if name in COMPARISONS["sizes"] else (4,):
                 drafter = DraftModelDrafter(draft, (1,) * length)
                 found.append(our_method(target, setting, f"{name} @{length}", drafter, decoding))
     return found

@@ -101,12 +101,16 @@ def final_of(output: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_stale_draft_fits_its_tuned_target_again(straight: Straight) -> None:
-    """Nothing that it drafts is right before and nearly all of it after; what is reported is what the loop measures."""
+    """Nothing that it drafts is right before and all of it after: 11 tokens behind the first, in three passes.
+
+    What is reported is what the loop measures.
+    """
     workshop, report, said = straight
     before, after = (report[when]["greedy"] for when in ("before", "after"))
     assert before["tokens_per_pass"]["value"] == 1.0 and before["accepted_per_drafted"]["value"] == 0.0
-    assert after["tokens_per_pass"]["value"] > 3 and after["accepted_per_drafted"]["low"] > 0.8
-    assert report["after"]["T=1"]["tokens_per_pass"]["low"] > report["before"]["T=1"]["tokens_per_pass"]["high"]
+    assert after["tokens_per_pass"]["value"] == pytest.approx(11 / 3) and after["accepted_per_drafted"]["low"] > 0.8
+    sampled = [report[when]["T=1"]["accepted_per_drafted"]["value"] for when in ("before", "after")]
+    assert sampled[0] < 0.05 and sampled[1] > 0.1
     assert json.loads((workshop / "run" / "realigned.json").read_text()) == report and report["heldout_prompts"] == 2
     assert "the stale draft, greedy: 1.000 (1.000 to 1.000) tokens per pass" in said and "95% intervals" in said
 

@@ -228,6 +228,9 @@ def drafts(**section: Any) -> dict[str, Any]:
             {"teacher": {"folder": "t"}, "policy": {"draft": 1}},
             "draft.teacher holds the target's logits on the data's own answers, but draft.policy writes others",
         ),
+        ({"teacher": {"folder": "t"}, "loss": {"reverse_kl": 1}}, "draft.loss.reverse_kl cannot be learnt"),
+        ({"teacher": {"folder": "t"}, "loss": {"cross_entropy": 1}}, "draft.loss learns the data's tokens alone"),
+        ({"loss": {"selection": {"reference": "r"}}}, "draft.loss.selection.reference chooses among tokens"),
         ({"teacher": {"folder": "t"}, "loss": {"hidden": 1}}, "draft.loss.hidden needs the target's hidden states"),
     ],
 )

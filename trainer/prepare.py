@@ -34,7 +34,6 @@ def prepare_features(recipe: AnyRecipe, console: Console | None = None) -> Featu
     processes = accelerator.process_index, accelerator.num_processes
     if isinstance(recipe, DraftRecipe):
         assert teacher is not None
-        target, temperature = as_teacher(recipe, target, accelerator.device), recipe.draft.loss.temperature
-        return teacher_of(target, tokenizer, dataset, teacher, temperature, console, *processes)
+        return teacher_of(target, tokenizer, dataset, teacher, recipe.draft.loss.temperature, console, *processes)
     assert features is not None
     return features_of(target, tokenizer, dataset, features, console, *processes)
