@@ -31,8 +31,9 @@ def _lines(results: dict[str, Any], comparisons: Mapping[str, Sequence[str]]) ->
     )
     yield ""
     yield (
-        "Tokens per target pass count the target's own token and leave the prefill out, with 95% intervals over "
-        f"{results['prompts']} prompts a set. Four tokens are drafted unless a table says otherwise. Every arm is in "
+        "Tokens per target pass count the target's own token and leave the prefill out, with 95% intervals over the "
+        f"prompts ({', '.join(f'{name} {count}' for name, count in results['prompts'].items())}). Four tokens are "
+        "drafted unless a table says otherwise. Every arm is in "
         "its tables, the losing ones too."
     )
     for part, names in comparisons.items():

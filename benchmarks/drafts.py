@@ -126,7 +126,7 @@ def main() -> None:
     assert len({slug(name) for name in arms}) == len(arms), "every arm has a folder of its own"
     arms = {name: arm for name, arm in arms.items() if not options.arms or name in options.arms}
     results |= {"hardware": hardware(), "versions": versions(), "commit": commit(), "steps": options.steps}
-    results |= {"prompts": options.limit, "note": options.note}
+    results["note"] = options.note
     if options.train or not options.measure:
         for name, arm in arms.items():
             train(RECIPE, _overrides(arm, options), Path(options.runs) / slug(name), options.threads)
@@ -189,6 +189,7 @@ def measure(names: Sequence[str], results: dict[str, Any], options: argparse.Nam
         lengths = LENGTHS if prompt_set == first else (4,)
         report = evaluate(target, methods(target, drafts, config, lengths), prompts, config)
         found = results["decoding"].setdefault(prompt_set, {})
+        results.setdefault("prompts", {})[prompt_set] = len(prompts)
         results["cost_curve_ms"] = report["cost_curve_ms"]
         for row in report["rows"]:
             if row["method"] == PLAIN:

@@ -229,5 +229,5 @@ def test_the_recipe_starts_from_the_stale_draft_and_keeps_the_best(workshop: Pat
     training = recipe.training
     assert (training.steps, training.batch_size, training.micro_batch_size, training.seed) == (500, 6, 2, 3)
     assert recipe.draft.num_draft_tokens == 7 and recipe.draft.loss.mix == {"forward_kl": 1.0}
-    assert (recipe.evaluation.keep, recipe.evaluation.every, recipe.data.max_length) == ("best", 50, 96)
+    assert (recipe.evaluation.keep, recipe.evaluation.every, recipe.data.max_length) == ("best", 50, 84)
     assert realign.recipe_of(options(workshop), 1 << 20).data.max_length == 1024

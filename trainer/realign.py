@@ -158,7 +158,7 @@ def recipe_of(options: RealignOptions, positions: int) -> AnyRecipe:
         "data": {
             "train": str(answers_to(options.output / _PROMPTS)),
             "heldout": str(answers_to(options.output / _CHOOSING)),
-            "max_length": min(positions, max(_SEQUENCE_TOKENS, 2 * options.max_new_tokens)),
+            "max_length": min(positions - options.max_new_tokens, max(_SEQUENCE_TOKENS, 2 * options.max_new_tokens)),
         },
         "draft": {
             "init": {"from_model": options.draft},

@@ -1,0 +1,75 @@
+"""A target rounded to int8 while it teaches: what is rounded, and what is made of the target as it was."""
+
+import io
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from tiny_models import full_forward, tiny_model
+from tiny_training import recipe_content, write_corpus, write_target
+from torch import nn
+
+from decoding.compress import quantised
+from trainer.assemble import Job, assemble
+from trainer.batch import collate
+from trainer.distill import DistillObjective
+from trainer.provenance import fingerprint
+from trainer.read_recipe import parse_recipe
+
+
+@pytest.fixture(autouse=True)
+def halving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands in for torchao: to round is to halve every weight."""
+
+    def quantize_(model: nn.Module, config: object, wanted: Any) -> None:
+        for name, module in model.named_modules():
+            if wanted(module, name):
+                module.weight.data.mul_(0.5)
+
+    fake = SimpleNamespace(quantize_=quantize_, Int8WeightOnlyConfig=lambda: None)
+    monkeypatch.setitem(sys.modules, "torchao.quantization", fake)
+
+
+def test_all_linear_layers_are_rounded_and_the_lm_head_if_that_is_asked_for() -> None:
+    for lm_head in (True, False):
+        model, before = tiny_model(), tiny_model()
+        assert quantised(model, lm_head) is model
+        for (name, ours), theirs in zip(model.named_parameters(), before.parameters(), strict=True):
+            is_rounded = "_proj" in name or (lm_head and name == "lm_head.weight")
+            assert torch.equal(ours, theirs * 0.5 if is_rounded else theirs), name
+
+
+def job_of(folder: Path, **changes: Any) -> Job:
+    write_target(folder / "target")
+    write_corpus(folder)
+    recipe = parse_recipe({**recipe_content(folder, "draft"), **changes})
+    return assemble(recipe, torch.device("cpu"), Console(file=io.StringIO()))
+
+
+def test_a_rounded_target_teaches_and_a_draft_is_made_of_it_as_it_was(tmp_path: Path) -> None:
+    whole, job = job_of(tmp_path), job_of(tmp_path, quantise="int8")
+    assert job.target is not None and job.target.model is not None and whole.target is not None
+    assert isinstance(job.objective, DistillObjective) and isinstance(whole.objective, DistillObjective)
+    rounded, as_it_was = quantised(tiny_model(), lm_head=False), tiny_model()
+    assert torch.equal(full_forward(job.target.model.model, [4, 5]), full_forward(rounded, [4, 5]))
+    drafts = [objective.draft_for_decoding().model for objective in (job.objective, whole.objective)]
+    assert torch.equal(full_forward(drafts[0], [4, 5]), full_forward(drafts[1], [4, 5]))
+    assert job.target.fingerprint == whole.target.fingerprint == fingerprint(as_it_was)
+    batch = collate(job.dataset.examples[:2], range(2))
+    (ours,), (theirs,) = (objective.inputs(batch, 0) for objective in (job.objective, whole.objective))
+    assert not torch.equal(ours.teacher.hidden, theirs.teacher.hidden)
+    assert torch.equal(ours.teacher.weight, theirs.teacher.weight)
+
+
+def test_a_target_that_accelerate_spreads_teaches_as_one_that_is_not(tmp_path: Path) -> None:
+    """On one device there is nothing to spread; what it does to the target's layers must not show."""
+    spread, whole = job_of(tmp_path, device_map="auto"), job_of(tmp_path)
+    batch = collate(whole.dataset.examples[:2], range(2))
+    (ours,), (theirs,) = (job.objective.inputs(batch, 0) for job in (spread, whole))
+    assert torch.equal(ours.teacher.hidden, theirs.teacher.hidden)
+    losses = [job.objective.module(*job.objective.inputs(batch, 0)).losses for job in (spread, whole)]
+    assert torch.equal(*losses)
