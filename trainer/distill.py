@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter, DraftModelDrafter
-from decoding.target import CausalLM
+from decoding.target import CausalLM, capture_lm_head_input, last_position
 from trainer.adapters import base_of, refuse_embeddings, with_adapters
 from trainer.batch import Batch
 from trainer.draft_init import InitialDraft, write_draft
 from trainer.draft_sections import DraftLossSection, DraftSection
 from trainer.fused import fused_loss, token_divergences
-from trainer.hidden import OnlineTarget, check_logits, logit_scale, read_at_lm_head
+from trainer.hidden import OnlineTarget, check_logits, logit_scale, read_at_lm_head, replaced_forward
 from trainer.losses import LossMix
 from trainer.objective import EVERYWHERE_THE_SAME, TermSums
 from trainer.selection import kept_of, kept_positions
@@ -104,14 +104,13 @@ class DistillTraining(nn.Module):
     def forward(self, inputs: DraftInputs) -> TermSums:
         """Losses (terms,), with Σ min(p, q), what token rejection accepts; for the data's tokens alone, how many are
         right."""
-        found: list[TermSums] = []
-
-        def read(hidden: Tensor, lm_head: Tensor) -> None:
-            found.append(self._losses(inputs, hidden, lm_head))
-
-        with read_at_lm_head(self.base, read):
+        layer: nn.Linear = self.base.get_output_embeddings()
+        with capture_lm_head_input(self.base, last_position) as captured:
             self.base(**inputs.batch.model_inputs(), use_cache=False)
-        return found[0]
+        # The losses are what the layer returns: ZeRO-3 makes its weight whole again for the gradient of nothing else.
+        with replaced_forward(layer, lambda hidden: self._losses(inputs, hidden, layer.weight)):
+            sums: TermSums = layer(captured[0])
+        return sums
 
     def _losses(self, inputs: DraftInputs, hidden: Tensor, lm_head: Tensor) -> TermSums:
         labelled, teacher = inputs.batch.labelled(1), inputs.teacher

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -116,15 +116,22 @@ def read_at_lm_head(model: nn.Module, read: Callable[[Tensor, Tensor], None]) ->
         read(hidden, layer.weight)
         return F.linear(last_position(hidden), layer.weight)
 
+    with replaced_forward(layer, forward):
+        yield
+
+
+@contextmanager
+def replaced_forward(layer: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a layer do something else when it is called, inside the hooks that make its weight whole."""
     before = vars(layer).get("forward")  # launchers may have put one of their own there
-    layer.forward = forward  # type: ignore[method-assign,assignment]
+    layer.forward = forward
     try:
         yield
     finally:
         if before is None:
             del layer.forward
         else:
-            layer.forward = before  # type: ignore[method-assign]
+            layer.forward = before
 
 
 def logit_scale(config: PreTrainedConfig) -> float:

@@ -72,9 +72,9 @@ def test_launched_heads_train_load_and_speed_up_decoding(workshop: Path, medusa_
 
 def test_a_launched_draft_trains_loads_and_decodes(workshop: Path) -> None:
     output = workshop / "draft"
-    overrides = ["training.steps=6", "draft.layers=[-1]", "draft.objective=tvd"]
+    overrides = ["training.steps=6", "draft.init.from_target.layers=[-1]", "draft.loss.tvd=1"]
     run([*ONE_PROCESS, write_recipe(workshop, "draft", output), *overrides], workshop)
-    assert len(losses(output)) == 6 and provenance(output)["recipe"]["draft"]["layers"] == [-1]
+    assert len(losses(output)) == 6 and provenance(output)["recipe"]["draft"]["loss"]["tvd"] == 1
     target = target_of(workshop)
     draft = load_draft(str(output / "final"), target, load_tokenizer(str(workshop / "target")))
     assert draft.num_layers == 1
