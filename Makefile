@@ -11,7 +11,7 @@ demo: .venv/.ready
 
 # Lint, types, import layers, every test.
 test: check
-	$(BIN)/python -m pytest -m system
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m system
 
 # What a contributor runs before each commit: the same without the tests that launch programs.
 check: lint

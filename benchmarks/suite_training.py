@@ -12,22 +12,26 @@ from torch import Tensor
 
 from decoding.target import CausalLM
 from trainer.batch import Batch, Example, collate
-from trainer.distill import DistillObjective
+from trainer.distill import DistillObjective, OnlineTeacher
+from trainer.draft_init import initial_draft
+from trainer.draft_sections import DraftSection
 from trainer.hidden import OnlineTarget
 from trainer.medusa import MedusaObjective
 from trainer.objective import Objective
 from trainer.optimizer import build_optimizers
-from trainer.recipe import DraftSection, HeadsSection, TrainingSection
+from trainer.recipe import HeadsSection, TrainingSection
 
 
-def objective_for(kind: str, stage: Stage, longest: int, steps: int) -> Objective:
+def objective_for(kind: str, stage: Stage, steps: int) -> Objective:
     """Medusa heads, or a draft made of the target's first layer."""
+    target = CausalLM(stage.model)
     if kind == "medusa":
-        target = CausalLM(stage.model)
         return MedusaObjective(OnlineTarget(target), HeadsSection(num_heads=4), steps, target.dtype)
     # The tokenizer is only written beside what is saved, and nothing is.
     no_tokenizer: Any = None
-    return DistillObjective(CausalLM(stage.model), no_tokenizer, DraftSection(layers=(0,)), longest=longest)
+    section = DraftSection()
+    initial = initial_draft(target, no_tokenizer, section, ())
+    return DistillObjective(target, OnlineTeacher(target), no_tokenizer, initial, section)
 
 
 def measure_training(
@@ -38,7 +42,7 @@ def measure_training(
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    objective = objective_for(kind, stage, max(len(example.tokens) for example in examples), steps)
+    objective = objective_for(kind, stage, steps)
     device = stage.model.device
     section = TrainingSection(steps=steps, batch_size=batch_size, micro_batch_size=batch_size)
     optimizers = build_optimizers(objective.module, section)

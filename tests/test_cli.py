@@ -18,7 +18,7 @@ from decoding.sampling import SamplingConfig
 from decoding.verify import SAMPLED_VERIFY
 from trainer import commands
 from trainer.cli import BAD_INPUT, app
-from trainer.options import EvaluateOptions, GenerateOptions
+from trainer.options import EvaluateOptions, GenerateOptions, RealignOptions
 
 CLI = CliRunner()
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -98,7 +98,7 @@ def test_every_option_reaches_the_decoder(models: Path, monkeypatch: pytest.Monk
     assert calls == [(DecodingConfig(5, sampling, SAMPLED_VERIFY, (0,), ("a", "b"), seed=3), "measured")]
 
 
-@pytest.mark.parametrize("options", [EvaluateOptions, GenerateOptions])
+@pytest.mark.parametrize("options", [EvaluateOptions, GenerateOptions, RealignOptions])
 def test_defaults_and_help_of_the_options_stand_in_one_place(options: type) -> None:
     name = options.__name__.removesuffix("Options").lower()
     command = get_command(app).commands[name]  # type: ignore[attr-defined]  # a group's

@@ -11,8 +11,16 @@ from transformers import GenerationConfig
 
 from decoding.baselines import transformers_generate
 from decoding.drafters import DraftModelDrafter, PromptLookupDrafter
-from decoding.evaluate import EvaluationConfig, acceptance_on, evaluate, standard_methods, write_report
+from decoding.evaluate import (
+    EvaluationConfig,
+    acceptance_on,
+    evaluate,
+    measure_acceptance,
+    standard_methods,
+    write_report,
+)
 from decoding.generate import DecodingConfig, decode
+from decoding.metrics import acceptance
 from decoding.plan import measure_cost_curve
 from decoding.report import COLUMNS, markdown_table, table_rows, terminal_table, write_html
 from decoding.sampling import SamplingConfig
@@ -195,3 +203,17 @@ def test_the_peer_takes_no_control_from_the_models_own_generation_config(tiny_ll
         assert tiny_llama.model.generation_config is peculiar
     finally:
         tiny_llama.model.generation_config = own
+
+
+def test_acceptance_is_measured_on_texts_of_seeds_of_their_own_alone_and_in_batches(
+    tiny_llama: CausalLM, tiny_draft: CausalLM
+) -> None:
+    drafter, sampling = DraftModelDrafter(tiny_draft, (1, 1)), SamplingConfig(temperature=1.0)
+    texts = []
+    for seed, prompt in enumerate(PROMPTS, start=5):
+        steps = decode(tiny_llama, drafter, prompt, DecodingConfig(12, sampling, seed=seed)).steps[1:]
+        texts.append([step.counts for step in steps])
+    config = DecodingConfig(12, sampling, seed=5)
+    assert acceptance(texts).accepted_per_drafted.value > 0
+    for batch_size in (1, 3):
+        assert measure_acceptance(tiny_llama, drafter, PROMPTS, config, batch_size) == acceptance(texts)

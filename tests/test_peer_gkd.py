@@ -189,8 +189,8 @@ def test_acceptance_is_compared_prompt_by_prompt(decoded: ModuleType) -> None:
     def text(emitted: int, passes: int) -> list[StepCount]:
         return [StepCount(emitted // passes, 0, 4, 4)] * passes
 
-    # 12 and 24 tokens, in twice the passes on the other side: 36/9 against 36/18.
-    ours, theirs = [text(12, 3), text(24, 6)], [text(12, 6), text(24, 12)]
+    # Four tokens a pass against two, over 9 passes and over 15.
+    ours, theirs = [text(12, 3), text(24, 6)], [text(6, 3), text(24, 12)]
     ratio = decoded.paired_ratio(ours, theirs)
     assert tuple(ratio) == (2.0, 2.0, 2.0, 2)
     mixed = decoded.paired_ratio([text(12, 3), text(12, 12)], [text(12, 6), text(12, 6)])
