@@ -38,7 +38,7 @@ def _draw_sizes(axes: Axes, results: dict[str, Any], names: Sequence[str], promp
         predicted = [each["predicted_speedup"] for each in best]
         axes.plot(millions, predicted, color=colour, linestyle=":", marker="x", label=f"{label}, predicted")
     axes.axhline(1, color="grey", linewidth=0.8)
-    axes.set(xlabel="parameters of the draft, millions", ylabel="speed-up over plain decoding, best of 2, 4, 6 drafted")
+    axes.set(xlabel="parameters of the draft, millions", ylabel="speed-up over plain (best of 2, 4, 6 drafted)")
     axes.legend(fontsize=8)
 
 
@@ -47,5 +47,5 @@ def _draw_curves(axes: Axes, results: dict[str, Any], names: Sequence[str]) -> N
         tokens, values = zip(*results["arms"][name]["curve"], strict=True)
         label = f"{results['arms'][name]['parameters'] / 1e6:.2f}M ({name})"
         axes.plot([count / 1000 for count in tokens], values, marker=".", label=label)
-    axes.set(xlabel="trained tokens, thousands", ylabel="tokens per target pass, held-out prompts, greedy")
+    axes.set(xlabel="trained tokens, thousands", ylabel="tokens per target pass, held out, greedy")
     axes.legend(fontsize=7)

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# A script's own folder comes first in the path, where benchmarks/decoding.py would stand for the package.
-sys.path = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
-sys.path.append(str(Path(__file__).resolve().parent))
+# This folder, where arms.py lies, has a script of a package's name: the repository comes first.
+_HERE = Path(__file__).resolve().parent
+sys.path = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE), str(_HERE)]
 
 from arms import ROOT, curve_of, slug, train, write
 from draft_page import publish
