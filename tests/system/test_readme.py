@@ -153,6 +153,8 @@ def test_every_file_the_pages_point_to_is_there() -> None:
     for page, minimum in (
         (ROOT / "README.md", 20),
         (ROOT / "docs" / "training.md", 5),
+        (ROOT / "docs" / "drafts.md", 3),
+        (ROOT / "docs" / "drafts-measured.md", 1),
         (ROOT / "docs" / "multi-node.md", 1),
     ):
         text = page.read_text()
