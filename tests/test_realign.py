@@ -224,10 +224,11 @@ def test_adapters_are_a_target_too(workshop: Path) -> None:
 
 
 def test_the_recipe_starts_from_the_stale_draft_and_keeps_the_best(workshop: Path) -> None:
-    recipe = realign.recipe_of(options(workshop, batch_size=6, steps=500, seed=3, draft_tokens=7), 96)
+    recipe = realign.recipe_of(options(workshop, batch_size=6, steps=500, seed=3, draft_tokens=7, temperature=0.6), 96)
     assert isinstance(recipe, DraftRecipe) and recipe.draft.init.from_model == str(workshop / "stale")
     training = recipe.training
     assert (training.steps, training.batch_size, training.micro_batch_size, training.seed) == (500, 6, 2, 3)
+    assert recipe.evaluation.temperature == 0.6  # the best is chosen as the target is used
     assert recipe.draft.num_draft_tokens == 7 and recipe.draft.loss.mix == {"forward_kl": 1.0}
     assert (recipe.evaluation.keep, recipe.evaluation.every, recipe.data.max_length) == ("best", 50, 84)
     assert realign.recipe_of(options(workshop), 1 << 20).data.max_length == 1024

@@ -128,7 +128,9 @@ class RealignOptions:
     ] = None
     prompt_field: Annotated[str | None, Option(help="Field of the prompt; found by name if not given.")] = None
     limit: Annotated[int | None, Option(help="How many rows of --prompts; all if not given.")] = None
-    temperature: Annotated[float, Option(help="Of the target's answers to learn from; 0 is greedy.")] = 0.0
+    temperature: Annotated[
+        float, Option(help="Of the answers to learn from: best the one the target is used at; 0 is greedy.")
+    ] = 0.0
     max_new_tokens: Annotated[int, Option(help="Longest answer, in tokens.")] = 256
     steps: Annotated[int, Option(help="Of the training.")] = 200
     batch_size: Annotated[int, Option(help="Sequences of a training step, and prompts decoded at a time.")] = 16

@@ -45,6 +45,7 @@ REPORT = "realigned.json"
 _STALE = "stale.json"
 _PROMPTS, _CHOOSING, _HELDOUT = "prompts.jsonl", "choosing.jsonl", "heldout.jsonl"
 _MOST_CHOOSING, _MOST_HELDOUT = 16, 50
+_NAMES = {"tokens_per_pass": "tokens per pass", "accepted_per_drafted": "accepted/drafted"}
 _TEMPERATURES = {"greedy": 0.0, "T=1": 1.0}
 _PROMPT_TOKENS, _SEQUENCE_TOKENS = 64, 1024
 
@@ -150,7 +151,7 @@ def recipe_of(options: RealignOptions, positions: int) -> AnyRecipe:
     every = max(1, options.steps // 10)
     content: dict[str, Any] = {
         "kind": "draft",
-        "name": f"{Path(options.draft).name} realigned",
+        "name": "realigned draft",
         "output": str(options.output),
         "target": options.target,
         "dtype": options.dtype,
@@ -177,6 +178,7 @@ def recipe_of(options: RealignOptions, positions: int) -> AnyRecipe:
             "prompts": _MOST_CHOOSING,
             "prompt_tokens": _PROMPT_TOKENS,
             "max_new_tokens": options.max_new_tokens,
+            "temperature": options.temperature,
             "keep": "best",
         },
         "checkpoint": {"every": every},
@@ -251,7 +253,7 @@ def table_of(report: dict[str, Any]) -> Table:
     for setting, figures in report["before"].items():
         for figure in figures:
             values = [_shown(report[when][setting][figure]) for when in ("before", "after")]
-            table.add_row(setting, figure.replace("_", " "), *values)
+            table.add_row(setting, _NAMES[figure], *values)
     return table
 
 

@@ -41,7 +41,7 @@ def test_a_killed_realignment_typed_again_ends_with_the_draft_of_one_that_was_no
         process.wait()
     assert not (killed / "final").exists() and not (killed / "realigned.json").exists()
     said = run(command("killed"), workshop, **path)
-    assert "stale realigned: step 30" in said and "accepted per drafted" in said
+    assert "realigned draft: step 30" in said and "accepted/drafted" in said
     ours, theirs = (load_file(workshop / name / "final" / "model.safetensors") for name in ("killed", "whole"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     report = json.loads((killed / "realigned.json").read_text())
