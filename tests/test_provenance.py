@@ -249,3 +249,15 @@ def test_a_target_and_data_that_were_moved_are_the_same_run(run_folder: Path) ->
         run_folder, target=str(run_folder / "moved"), data={**content, "train": str(run_folder / "moved.jsonl")}
     )
     assert moved == identity_of(run_folder)
+
+
+def test_a_draft_is_known_by_the_weights_it_starts_from_wherever_they_lie(run_folder: Path) -> None:
+    """The same draft in two folders is one run, another draft is not."""
+
+    def identity(name: str) -> dict[str, Any]:
+        draft = {"check_costs": False, "init": {"from_model": str(run_folder / name)}}
+        return identity_of(run_folder, kind="draft", draft=draft)
+
+    for name, seed in (("one", 1), ("moved", 1), ("other", 2)):
+        write_target(run_folder / name, seed=seed, num_hidden_layers=1)
+    assert identity("one") == identity("moved") != identity("other")

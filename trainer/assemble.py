@@ -60,8 +60,8 @@ class Job:
     def identity(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to be resumed: all that changes the result of a step.
 
-        But for the learning rate and the precision, which are what to change when the loss is no longer finite. Target
-        and data are known by what is in them, wherever they lie.
+        But for the learning rate and the precision, which are what to change when the loss is no longer finite. Target,
+        data and drafts are known by what is in them, wherever they lie. To be asked before anything is trained.
         """
         recipe = self.recipe
         content = recipe.model_dump(mode="json")
@@ -77,8 +77,10 @@ class Job:
                 content["features.top_k"] = recipe.features.top_k if recipe.features else 0
         if isinstance(recipe, DraftRecipe):
             content["draft"].pop("check_costs")
-            content["draft"]["init"].pop("from_model")  # its weights are where the checkpoints began
-            if isinstance(self.objective, DistillObjective) and self.objective.reference is not None:
+            assert isinstance(self.objective, DistillObjective)
+            if recipe.draft.init.from_model is not None:
+                content["draft"]["init"]["from_model"] = fingerprint(self.objective.module.base)
+            if self.objective.reference is not None:
                 content["draft"]["loss"]["selection"]["reference"] = fingerprint(self.objective.reference.model)
             if recipe.draft.teacher is not None:
                 content["draft"]["teacher"] = {"top_k": recipe.draft.teacher.top_k, "tail": recipe.draft.teacher.tail}
@@ -125,14 +127,9 @@ def assemble(
             check_draft(model, CausalLM(draft.to(target.dtype), initial.output_tokens))
         target = as_teacher(recipe, target, device)
         teacher = _teacher_of(recipe, target, tokenizer, dataset, console, process_index, num_processes)
-        return Job(
-            recipe,
-            tokenizer,
-            dataset,
-            heldout,
-            target,
-            _distilled(recipe, target, tokenizer, initial, teacher, reference),
-        )
+        assert target.model is not None
+        distilled = DistillObjective(target.model, teacher, tokenizer, initial, recipe.draft, reference)
+        return Job(recipe, tokenizer, dataset, heldout, target, distilled)
     return Job(recipe, tokenizer, dataset, heldout, target, _heads_on(recipe, model, tokenizer))
 
 
@@ -260,18 +257,6 @@ def _longest(recipe: DraftRecipe, target: CausalLM) -> int:
     policy, evaluation = recipe.draft.policy, recipe.evaluation
     answers = [policy.max_new_tokens if policy.generates else 0, evaluation.max_new_tokens if evaluation.prompts else 0]
     return min(recipe.data.max_length + max(answers), target.max_positions or 1 << 30)
-
-
-def _distilled(
-    recipe: DraftRecipe,
-    target: Target,
-    tokenizer: PreTrainedTokenizerBase,
-    initial: InitialDraft,
-    teacher: TeacherRows,
-    reference: CausalLM | None,
-) -> DistillObjective:
-    assert target.model is not None
-    return DistillObjective(target.model, teacher, tokenizer, initial, recipe.draft, reference)
 
 
 def _reference_of(

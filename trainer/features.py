@@ -20,7 +20,7 @@ from decoding.target import CausalLM, capture_lm_head_input, last_position
 from trainer.batch import Batch, Example
 from trainer.hidden import TopLogits
 from trainer.recipe import FeaturesSection
-from trainer.shards import digest_of, digest_of_each
+from trainer.shards import digest_of_each
 from trainer.store import BATCH_TOKENS, Column, Identity, Store, ensure_store, tokens_of_a_forward
 
 _LOGIT_ROWS = 1024  # in fp32 at a time
@@ -50,12 +50,9 @@ class FeatureIdentity(Identity):
         if top_k > target.vocab_size:
             raise ValueError(f"features.top_k is {top_k} but the target knows {target.vocab_size} tokens")
         return FeatureIdentity(
-            target=fingerprint,
-            tokenizer=digest_of(tokenizer.get_vocab()),
+            **Identity.of_target(target, fingerprint, tokenizer),
             data=digest_of_each((example.tokens, example.lengths) for example in examples),
             hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            dtype=str(target.dtype).removeprefix("torch."),
             top_k=top_k,
         )
 

@@ -21,8 +21,10 @@ from rich.console import Console
 from rich.progress import Progress as ProgressBar
 from safetensors import safe_open
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from decoding.machine import commit, versions
+from decoding.target import CausalLM
 from trainer.batch import Batch, Example, collate
 from trainer.shards import (
     Layout,
@@ -79,6 +81,16 @@ class Identity(ABC):
     vocab_size: int
     dtype: str
     """The target's, as torch names it: ``bfloat16``."""
+
+    @staticmethod
+    def of_target(target: CausalLM, fingerprint: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """The fields that a target and its tokenizer give."""
+        return {
+            "target": fingerprint,
+            "tokenizer": digest_of(tokenizer.get_vocab()),
+            "vocab_size": target.vocab_size,
+            "dtype": str(target.dtype).removeprefix("torch."),
+        }
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -26,7 +26,7 @@ from decoding.target import CausalLM, capture_lm_head_input
 from trainer.batch import Batch, Example
 from trainer.data import Dataset
 from trainer.draft_sections import TeacherSection
-from trainer.shards import digest_of, digest_of_each
+from trainer.shards import digest_of_each
 from trainer.store import Column, Identity, Store, ensure_store, tokens_of_a_forward
 from trainer.teachers import SampledTailTeacher
 
@@ -68,11 +68,8 @@ class TeacherIdentity(Identity):
                 "give fewer, so that there is a rest to draw from"
             )
         return TeacherIdentity(
-            target=fingerprint,
-            tokenizer=digest_of(tokenizer.get_vocab()),
+            **Identity.of_target(target, fingerprint, tokenizer),
             data=digest_of_each((example.tokens, bytes(example.trained), example.lengths) for example in examples),
-            vocab_size=target.vocab_size,
-            dtype=str(target.dtype).removeprefix("torch."),
             top_k=section.top_k,
             tail=section.tail,
             temperature=temperature,
