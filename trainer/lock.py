@@ -1,0 +1,63 @@
+"""A folder that one run writes at a time."""
+
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+LOCK_NAME = "run.lock"
+_ASK_EVERY = 15.0  # seconds
+
+
+@contextmanager
+def hold(folder: Path, on_wait: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Keep other runs out of ``folder``, which is made if need be, for as long as this context lasts.
+
+    A process that is killed holds nothing any more. A process may hold a folder more than once. ValueError, naming the
+    process and the host, where another run holds the folder; with ``on_wait``, which is told so every 15 seconds, wait
+    for the end of that run instead.
+    """
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK_NAME
+    lock = FileLock(path, is_singleton=True)
+    while True:
+        try:
+            lock.acquire(timeout=0 if on_wait is None else _ASK_EVERY)
+            break
+        except Timeout:
+            holder = _holder(path)
+            if on_wait is None:
+                raise ValueError(
+                    f"{folder} is being written by {holder}: wait for its end, or give another output folder"
+                ) from None
+            on_wait(f"waiting for {holder}, which writes {folder}")
+    try:
+        path.write_text(json.dumps(_self_description()))
+        yield
+    finally:
+        if lock.lock_counter == 1:
+            path.unlink(missing_ok=True)  # while it is held: whoever opened it meanwhile sees that, and opens another
+        lock.release()
+        if made:
+            with suppress(OSError):  # something was written
+                folder.rmdir()
+
+
+def _self_description() -> dict[str, str | int]:
+    since = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"process": os.getpid(), "host": socket.gethostname(), "since": since}
+
+
+def _holder(path: Path) -> str:
+    """The process that holds a lock, as it has written itself down."""
+    try:
+        content = json.loads(path.read_text())
+        return f"process {content['process']} on {content['host']} (since {content['since']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
