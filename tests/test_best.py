@@ -123,10 +123,29 @@ def test_what_another_run_left_does_not_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["evaluation.json", "weights.safetensors"])
-def test_a_best_that_is_not_whole_does_not_count(tmp_path: Path, damage: str) -> None:
+def test_a_best_that_is_not_whole_stops_the_run_and_stays(tmp_path: Path, damage: str) -> None:
+    """Without it the run would finish other weights than the best, and nobody would know."""
     offer(best_in(tmp_path), 2, 9.0)
     (tmp_path / "step-00000002" / damage).unlink()
-    assert best_in(tmp_path).latest() is None
+    with pytest.raises(ValueError, match=r"step-00000002, the best weights up to its step, cannot be read \(.*remove"):
+        best_in(tmp_path)
+    assert steps_kept(tmp_path) == [2]
+
+
+def test_a_best_that_was_damaged_since_is_not_finished(tmp_path: Path) -> None:
+    best = best_in(tmp_path)
+    offer(best, 2, 9.0)
+    weights = tmp_path / "step-00000002" / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    with pytest.raises(ValueError, match=r"cannot be read \(weights.safetensors is damaged: its "):
+        restored(best)
+
+
+def test_weights_that_are_not_finite_are_never_the_best(tmp_path: Path) -> None:
+    best = best_in(tmp_path)
+    with pytest.raises(ValueError, match=r"step 2 holds weights that are no numbers: .* lower training.learning_rate"):
+        best.offer(Progress(2, 20), 9.0, module_of(math.nan))
+    assert steps_kept(tmp_path) == []
 
 
 def test_a_full_disk_leaves_the_best_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

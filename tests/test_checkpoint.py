@@ -2,7 +2,9 @@
 
 import errno
 import json
+import math
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from trainer.recipe import TrainingSection
 from trainer.state import gather_moments, gather_weights, load_moments, load_weights
 
 IDENTITY: dict[str, Any] = {"kind": "medusa", "training": {"steps": 10, "betas": (0.9, 0.95)}, "data": {"train": "a"}}
-FILES = ["optimizer.safetensors", "state.json", "weights.safetensors"]
+FILES = ["SHA256SUMS", "optimizer.safetensors", "state.json", "weights.safetensors"]
 
 
 def trained_model(seed: int = 0, steps: int = 3, **changes: Any) -> tuple[nn.Module, list[Optimizer]]:
@@ -59,6 +61,11 @@ def save_steps(folder: Path, *steps: int, keep: int = 2) -> nn.Module:
     for step in steps:
         save(checkpoints(folder, keep), model, optimizers, Progress(step, 100 * step))
     return model
+
+
+def load_file_of(checkpoint: Path) -> dict[str, Tensor]:
+    """Its weights, read past every check."""
+    return load_file(checkpoint / "weights.safetensors")
 
 
 def names(folder: Path) -> list[str]:
@@ -179,7 +186,7 @@ def test_no_file_of_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert sorted(path.name for path in files) == FILES
     for path in files:
-        assert path.suffix in (".json", ".safetensors")
+        assert path.suffix in (".json", ".safetensors") or path.name == "SHA256SUMS"
         assert not path.read_bytes().startswith((b"\x80", b"PK"))
     json.loads((tmp_path / "step-00000001" / "state.json").read_text())
 
@@ -204,7 +211,7 @@ def test_a_full_disk_at_the_first_checkpoint_says_that_there_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk_full_after_a_part(monkeypatch)
-    with pytest.raises(OSError, match=r"step 2 could not be written .*; there is none before it: make room"):
+    with pytest.raises(OSError, match=r"step 2 could not be written .*; there is no checkpoint before it: make room"):
         save_steps(tmp_path, 2)
     assert names(tmp_path) == []
 
@@ -246,7 +253,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
         "null",
         '"step"',
         '{"step": 4, "tokens": 400, "identity": null}',
-        '{"step": "4", "tokens": 400, "identity": {}}',
+        '{"step": "4", "tokens": 400, "identity": {}, "stretches": []}',
         '{"step": 4, "identity": {}}',
     ],
 )
@@ -257,18 +264,110 @@ def test_a_state_that_is_json_but_not_a_checkpoints_is_passed_over_as_damaged(tm
 
 
 def test_a_damaged_newest_checkpoint_does_not_crowd_out_the_good_ones_after_it(tmp_path: Path) -> None:
-    """With one kept, the step-4 folder that cannot be read must not be what is kept."""
+    """With one kept, the step-4 folder that cannot be read must not be what is kept; nor is it deleted."""
     save_steps(tmp_path, 2, 4, keep=2)
     truncate(tmp_path / "step-00000004" / "weights.safetensors")
     save_steps(tmp_path, 3, keep=1)
-    assert names(tmp_path) == ["step-00000003"]
+    assert names(tmp_path) == ["step-00000003", "unreadable-step-00000004"]
 
 
-def test_if_all_are_damaged_nothing_is_loaded(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found_by_the_checksum(tmp_path: Path) -> None:
+    """The file is as long as before and reads as safetensors: nothing else would tell."""
+    save_steps(tmp_path, 2, 4)
+    weights = tmp_path / "step-00000004" / "weights.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert len(load_file(weights)) > 2
+    found = checkpoints(tmp_path)
+    assert load(found, *trained_model()) == Progress(2, 200)
+    (passed,) = found.unreadable
+    assert str(passed).startswith(
+        f"{tmp_path}/step-00000004 (weights.safetensors is damaged: its {len(content):,} bytes"
+    )
+
+
+def test_the_checksums_are_what_sha256sum_reads(tmp_path: Path) -> None:
     save_steps(tmp_path, 2)
-    shutil.rmtree(tmp_path / "step-00000002")
-    (tmp_path / "step-00000002").mkdir()
-    assert load(checkpoints(tmp_path), *trained_model()) is None
+    done = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=tmp_path / "step-00000002", capture_output=True)
+    assert done.returncode == 0 and done.stdout.decode().splitlines() == [f"{name}: OK" for name in FILES[1:]]
+
+
+def test_if_none_can_be_read_the_run_does_not_start_over(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2, 4)
+    truncate(tmp_path / "step-00000002" / "weights.safetensors")
+    shutil.rmtree(tmp_path / "step-00000004")
+    (tmp_path / "step-00000004").mkdir()
+    with pytest.raises(ValueError) as error:
+        load(checkpoints(tmp_path), *trained_model())
+    said = str(error.value)
+    assert said.startswith(f"none of the 2 checkpoints can be read: {tmp_path}/step-00000004 (SHA256SUMS is missing); ")
+    assert f"{tmp_path}/step-00000002 (weights.safetensors is damaged: its " in said
+    assert f"another output folder or remove {tmp_path}" in said
+    assert names(tmp_path) == ["step-00000002", "step-00000004"]
+
+
+def test_a_disk_that_fails_for_a_moment_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be read is passed over, stays through the saves that follow, and is whole afterwards."""
+    model = save_steps(tmp_path, 2, 4)
+    whole = trainer.checkpoint.load_file
+
+    def load_file(path: Path) -> dict[str, Tensor]:
+        if "step-00000004" in str(path):
+            raise OSError(errno.EIO, "Input/output error")
+        return whole(path)
+
+    with monkeypatch.context() as failing:
+        failing.setattr(trainer.checkpoint, "load_file", load_file)
+        found = checkpoints(tmp_path, keep=1)
+        assert load(found, *trained_model()) == Progress(2, 200)
+        assert "Input/output error" in found.unreadable[0].reason
+    save(found, *trained_model(), Progress(3, 300))
+    save(found, *trained_model(), Progress(4, 400))
+    assert names(tmp_path) == ["step-00000004", "unreadable-step-00000004"]
+    stored = load_file_of(tmp_path / "unreadable-step-00000004")
+    assert all(torch.equal(stored[name], tensor) for name, tensor in gather_weights(model).items())
+    assert load(checkpoints(tmp_path), *trained_model()) == Progress(4, 400)
+
+
+def test_what_is_set_aside_twice_has_two_names(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2, 4)
+    for _ in range(2):
+        truncate(tmp_path / "step-00000004" / "weights.safetensors")
+        found = checkpoints(tmp_path)
+        load(found, *trained_model())
+        save(found, *trained_model(), Progress(4, 400))
+    expected = ["step-00000002", "step-00000004", "unreadable-step-00000004", "unreadable-step-00000004-2"]
+    assert names(tmp_path) == expected
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("part", ["weights", "moments"])
+def test_a_checkpoint_whose_values_are_not_finite_is_passed_over(tmp_path: Path, part: str, value: float) -> None:
+    save_steps(tmp_path, 2)
+    model, optimizers = trained_model()
+    saved = Saved(Progress(4, 400), gather_weights(model), gather_moments(model, optimizers))
+    tensors: dict[str, Tensor] = getattr(saved, part)
+    name = next(name for name, tensor in tensors.items() if tensor.ndim)
+    tensors[name].view(-1)[0] = value
+    assert saved.non_finite() == [name]
+    checkpoints(tmp_path).save(saved)
+    found = checkpoints(tmp_path)
+    assert load(found, *trained_model()) == Progress(2, 200)
+    assert found.unreadable[0].reason == f"{name} holds values that are not finite"
+
+
+def test_the_settings_of_every_stretch_of_steps_are_kept(tmp_path: Path) -> None:
+    """A stretch begins where a run goes on under other settings, and one in which no step was done leaves no trace."""
+    for step, rate in ((2, 0.1), (4, 0.1), (6, 0.2), (6, 0.3), (8, 0.3)):
+        run = Checkpoints(tmp_path, 2, IDENTITY, {"learning_rate": rate})
+        load(run, *trained_model())
+        save(run, *trained_model(), Progress(step, 100 * step))
+    assert run.stretches == [
+        {"first_step": 0, "learning_rate": 0.1},
+        {"first_step": 4, "learning_rate": 0.2},
+        {"first_step": 6, "learning_rate": 0.3},
+    ]
 
 
 def test_another_recipe_is_refused_naming_what_differs(tmp_path: Path) -> None:

@@ -168,7 +168,8 @@ def test_a_nan_loss_stops_the_run_names_the_step_and_is_not_applied(tmp_path: Pa
 
     recorder.actions[3] = poison
     with pytest.raises(
-        ValueError, match=r"the loss is nan at step 4; the last good checkpoint is kept: lower training\."
+        ValueError,
+        match=r"the loss is nan at step 4; the last good checkpoint, .*step-00000002, is kept: lower training\.",
     ):
         train_toy(tmp_path, objective, recorder)
     assert list(recorder.figures) == [1, 2, 3]
@@ -201,12 +202,38 @@ class _InfiniteSlope(torch.autograd.Function):
         return gradient * torch.inf
 
 
+def test_weights_that_a_step_made_infinite_are_not_saved(tmp_path: Path) -> None:
+    """Loss and gradient of step 4 are finite; what its learning rate makes of them is not."""
+    objective, recorder = ToyObjective(), Recorder()
+    straight = ToyObjective()
+    train_toy(tmp_path / "a", straight, checkpoint_every=1)
+    recorder.actions[4] = lambda: objective.module.middle.weight.data.fill_(math.inf)
+    with pytest.raises(ValueError) as error:
+        train_toy(tmp_path / "b", objective, recorder, checkpoint_every=1)
+    said = str(error.value)
+    assert said.startswith("step 4 left weights or moments that are not finite (middle.weight), which are not saved; ")
+    assert f"the last good checkpoint, {tmp_path / 'b'}/step-00000003, is kept: lower training.learning_rate" in said
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["step-00000002", "step-00000003"]
+    again, resumed = ToyObjective(seed=1), Recorder()
+    train_toy(tmp_path / "b", again, resumed, checkpoint_every=1)
+    assert resumed.resumed_at == [3] and list(resumed.figures) == [4, 5, 6]
+    assert equal(weights(again.module), weights(straight.module))
+
+
+def test_a_run_whose_last_step_made_its_weights_infinite_does_not_end_well(tmp_path: Path) -> None:
+    objective, recorder = ToyObjective(), Recorder()
+    recorder.actions[6] = lambda: objective.module.middle.weight.data.fill_(math.nan)
+    with pytest.raises(ValueError, match=r"step 6 left weights or moments that are not finite \(middle\.weight\)"):
+        train_toy(tmp_path, objective, recorder)
+
+
 def test_an_infinite_gradient_of_a_finite_loss_stops_the_run_before_it_is_applied(tmp_path: Path) -> None:
     objective = ToyObjective()
     objective.module.middle.register_forward_hook(lambda module, args, output: _InfiniteSlope.apply(output))
     before = weights(objective.module)
     with pytest.raises(
-        ValueError, match=r"the gradient's norm is (inf|nan) at step 1; the last good checkpoint is kept"
+        ValueError,
+        match=r"the gradient's norm is (inf|nan) at step 1; there is no checkpoint before it: lower training\.",
     ):
         train_toy(tmp_path, objective, checkpoint_every=1)
     assert equal(weights(objective.module), before) and not list(tmp_path.iterdir())

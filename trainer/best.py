@@ -3,7 +3,8 @@
 Every new best gets a folder best/step-N of its own: the trained weights, and the step with its figure. What an
 evaluation finds is a function of the weights, and each folder beats those of all steps before it, so a run that was
 killed and goes on from a checkpoint, at whatever step, finds in them what it would have known: an evaluation that is
-done again drops the folders from its own step on. A folder goes when no checkpoint could ask for it any more.
+done again drops the folders from its own step on. A folder goes when no checkpoint could ask for it any more. One that
+cannot be read stops the run and stays: without it the run would finish other weights than the best.
 """
 
 import hashlib
@@ -16,8 +17,9 @@ from typing import Any, NamedTuple
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from decoding.finite import check_finite
 from trainer.checkpoint import Progress
-from trainer.folders import write_folder
+from trainer.folders import check_seal, write_folder
 from trainer.recipe import EvaluationSection
 from trainer.state import gather_weights, load_weights
 
@@ -40,11 +42,13 @@ class Best:
     ) -> None:
         """``identity``, as plain JSON values, is all that makes figures comparable: what another one left is dropped.
 
-        ``checkpoint_steps``: of the checkpoints there are now.
+        ``checkpoint_steps``: of the checkpoints there are now. ValueError where what is there is damaged.
         """
         self._folder, self._section = folder, section
         self._identity = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
         self._checkpoint_steps = checkpoint_steps
+        for step in self._known():
+            _check_whole(self._place(step))
 
     def offer(self, progress: Progress, figure: float, module: nn.Module) -> bool:
         """Take note of an evaluation; whether it is the best so far, a tie is not. Parameters must be whole."""
@@ -77,7 +81,9 @@ class Best:
         """Load the best weights into a module that is whole."""
         best = self.latest()
         assert best is not None, "there is a best"
-        load_weights(module, load_file(self._place(best.progress.step) / _WEIGHTS))
+        place = self._place(best.progress.step)
+        _check_whole(place)
+        load_weights(module, load_file(place / _WEIGHTS))
 
     def _place(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}"
@@ -87,18 +93,20 @@ class Best:
 
         def write(folder: Path) -> None:
             if self._keeps_weights:
-                save_file(gather_weights(module), folder / _WEIGHTS)
+                weights = gather_weights(module)
+                check_finite(weights, f"step {progress.step}", "lower training.learning_rate and start again to resume")
+                save_file(weights, folder / _WEIGHTS)
             content = {"step": progress.step, "tokens": progress.tokens, CRITERION: figure, "identity": self._identity}
             (folder / _EVALUATION).write_text(json.dumps(content, indent=2) + "\n")
 
-        write_folder(self._place(progress.step), write)
+        write_folder(self._place(progress.step), write, sealed=True)
 
     @property
     def _keeps_weights(self) -> bool:
         return self._section.keep == "best"
 
     def _known(self) -> dict[int, Evaluated]:
-        """By step, what is on the disk of this run; anything else in its place is removed."""
+        """By step, what is on the disk of this run; what another run left is removed."""
         known = {}
         for folder in sorted(self._folder.glob("step-*")):
             found = self._read(folder)
@@ -109,10 +117,24 @@ class Best:
         return known
 
     def _read(self, folder: Path) -> Evaluated | None:
+        """An evaluation; None if it is another run's. ValueError if it cannot be read."""
         try:
             content = json.loads((folder / _EVALUATION).read_text())
-        except (OSError, ValueError):
-            return None
-        if content["identity"] != self._identity or (self._keeps_weights and not (folder / _WEIGHTS).is_file()):
-            return None
-        return Evaluated(Progress(content["step"], content["tokens"]), content[CRITERION])
+            evaluated = Evaluated(Progress(content["step"], content["tokens"]), content[CRITERION])
+            return evaluated if content["identity"] == self._identity else None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise _damaged(folder, error) from error
+
+
+def _check_whole(folder: Path) -> None:
+    try:
+        check_seal(folder)
+    except (OSError, ValueError) as error:
+        raise _damaged(folder, error) from error
+
+
+def _damaged(folder: Path, error: Exception) -> ValueError:
+    return ValueError(
+        f"{folder}, the best weights up to its step, cannot be read ({error}). Nothing was changed: start again if the "
+        "disk failed for a moment, else remove the folder, and the run goes on as if that evaluation had found less"
+    )

@@ -1,5 +1,6 @@
-"""Folders that appear whole or not at all."""
+"""Folders that appear whole or not at all, and that say by a checksum of each file what of them was damaged since."""
 
+import hashlib
 import os
 import shutil
 from collections.abc import Callable
@@ -7,12 +8,16 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+CHECKSUMS = "SHA256SUMS"
+"""The file of a sealed folder with the checksum of every other, as `sha256sum -c` reads it."""
 
-def write_folder(destination: Path, write: Callable[[Path], None]) -> None:
+
+def write_folder(destination: Path, write: Callable[[Path], None], sealed: bool = False) -> None:
     """Fill a folder through ``write``, on the disk before it takes its name; one that was there is replaced.
 
     Whatever goes wrong, a full disk or a kill, what was at ``destination`` before is there still, or is put back by
-    the next call. Several processes may write the same folder: the last one wins.
+    the next call. Several processes may write the same folder: the last one wins. A ``sealed`` folder gets a checksum
+    of each file, by which `check_seal` finds damage.
     """
     temporary = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
     replaced = destination.with_name(f".{destination.name}.{os.getpid()}.replaced")
@@ -21,6 +26,8 @@ def write_folder(destination: Path, write: Callable[[Path], None]) -> None:
         temporary.mkdir(parents=True)
         try:
             write(temporary)
+            if sealed:
+                _seal(temporary)
         except SafetensorError as error:
             raise OSError(f"{destination} could not be written ({error}): make room and start again") from error
         for path in (*temporary.rglob("*"), temporary):
@@ -38,6 +45,36 @@ def write_folder(destination: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         if destination.exists():
             shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _seal(folder: Path) -> None:
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    (folder / CHECKSUMS).write_text("".join(f"{sha256_of(path)}  {path.name}\n" for path in files))
+
+
+def check_seal(folder: Path) -> None:
+    """Raise ValueError, naming the file, where a sealed folder is not as it was written; OSError where the disk fails.
+
+    Reads every file to its end: about a second a GB.
+    """
+    try:
+        lines = (folder / CHECKSUMS).read_text().splitlines()
+    except FileNotFoundError:
+        raise ValueError(f"{CHECKSUMS} is missing") from None
+    sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    if not sums:
+        raise ValueError(f"{CHECKSUMS} is empty")
+    for name, digest in sums.items():
+        if not (folder / name).is_file():
+            raise ValueError(f"{name} is missing")
+        if sha256_of(folder / name) != digest:
+            raise ValueError(f"{name} is damaged: its {(folder / name).stat().st_size:,} bytes have another checksum")
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, as hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _clear_what_a_kill_left(destination: Path) -> None:

@@ -1,16 +1,22 @@
-"""What a run says while it trains: metrics.jsonl, the tracker, and a progress bar."""
+"""What a run says while it trains: metrics.jsonl, the tracker, and a progress bar.
+
+metrics.jsonl has each step once. Where a run goes on from a checkpoint, the lines of the steps that it repeats move to
+metrics.superseded.jsonl.
+"""
 
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
-from trainer.checkpoint import Progress
+from trainer.checkpoint import Checkpoints, Progress
 from trainer.recipe import AnyRecipe
+from trainer.shards import write_text
 
 
 class Log:
@@ -43,6 +49,33 @@ class Log:
 
     def __exit__(self, *exception: object) -> None:
         self._bar.stop()
+
+    def resumed(self, progress: Progress, checkpoints: Checkpoints) -> None:
+        """Say where the run goes on, under which settings if they changed, and without which checkpoints."""
+        if not self._active:
+            return
+        self._supersede(progress)
+        self._bar.update(self._task, completed=progress.step)
+        steps = self._recipe.training.steps
+        lines = [f"{passed} cannot be used: passed over, and kept" for passed in checkpoints.unreadable]
+        lines.append(f"{self._recipe.name}: going on from step {progress.step} of {steps}")
+        for line in (*lines, *_changes(checkpoints.stretches, progress)):
+            self._console.print(line, soft_wrap=True, markup=False)
+
+    def _supersede(self, progress: Progress) -> None:
+        """Move the lines of steps, and of an evaluation, that will be done again out of metrics.jsonl."""
+        if not self._file.exists():
+            return
+        at_end = progress.step == self._recipe.training.steps
+        evaluates = at_end or progress.step % self._recipe.evaluation.every == 0
+        kept: list[str] = []
+        superseded: list[str] = []
+        for line in self._file.read_text().splitlines(keepends=True):
+            (superseded if _is_repeated(line, progress.step, evaluates) else kept).append(line)
+        if superseded:
+            with self._file.with_name("metrics.superseded.jsonl").open("a") as lines:
+                lines.write("".join(line if line.endswith("\n") else f"{line}\n" for line in superseded))
+            write_text(self._file, "".join(kept))
 
     def step(self, progress: Progress, figures: dict[str, float]) -> None:
         """Note a step's figures and its speed."""
@@ -78,3 +111,26 @@ class Log:
         if self._active:
             with self._file.open("a") as lines:
                 lines.write(json.dumps({"step": progress.step, "tokens": progress.tokens, **figures}) + "\n")
+
+
+def _is_repeated(line: str, step: int, evaluates: bool) -> bool:
+    """True for a line of metrics that a run writes again when it goes on from ``step``, and for half a line."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return True
+    evaluation = any(name.startswith("heldout/") for name in row)
+    return bool(row["step"] > step or (row["step"] == step and evaluation and evaluates))
+
+
+def _changes(stretches: list[dict[str, Any]], progress: Progress) -> list[str]:
+    """A line for each setting that is another than before the run was stopped."""
+    now = stretches[-1]
+    if now["first_step"] != progress.step or len(stretches) < 2:
+        return []
+    before = stretches[-2]
+    return [
+        f"training.{name} is {value} from here on; it was {before.get(name)}"
+        for name, value in now.items()
+        if name != "first_step" and value != before.get(name)
+    ]

@@ -35,6 +35,8 @@ class Hooks(NamedTuple):
     """On every process, after each optimizer step, with its figures."""
     evaluate: Callable[[Progress], bool]
     """On the main process, while the others wait; again where a run goes on from that step. Whether to end here."""
+    on_resume: Callable[[Progress], None] = lambda progress: None
+    """On every process, where a run goes on from a checkpoint, before its first step."""
 
 
 def learning_rate_at(step: int, section: TrainingSection) -> float:
@@ -58,14 +60,15 @@ def train(
 ) -> Progress:
     """Train to the end of the recipe, or of an evaluation's patience, from the last checkpoint if there is one.
 
-    Raises `Interrupted` after a SIGTERM (the state is saved first), and ValueError at a loss or a gradient that is
-    not finite (the last good checkpoint stays).
+    Raises `Interrupted` after a SIGTERM (the state is saved first), and ValueError at a loss, a gradient, or weights
+    to be saved that are not finite (the last good checkpoint stays).
     """
     optimizers = build_optimizers(objective.module, section, objective.rates(0).keys())
     saved = checkpoints.latest()
     progress = saved.progress if saved else Progress(0, 0)
     _check_one_run(accelerator, progress)
     if saved:
+        hooks.on_resume(progress)
         load_weights(objective.module, saved.weights)
     objective.module.to(accelerator.device)
     runner = prepare(accelerator, objective.module, optimizers, section)
@@ -79,11 +82,14 @@ def train(
                 _save(accelerator, checkpoints, objective, optimizers, runner, progress)
                 break
             written = _write(source, objective, section, accelerator, progress.step)
-            figures, tokens = _step(objective, runner, optimizers, source, section, accelerator, progress)
+            try:
+                figures, tokens = _step(objective, runner, optimizers, source, section, accelerator, progress)
+            except _NotFinite as error:
+                raise ValueError(f"{error}; {checkpoints.last_good()}: {_REMEDY}") from None
             progress = Progress(progress.step + 1, progress.tokens + tokens)
             hooks.on_step(progress, figures | written)
             last = progress.step == section.steps
-            stop = _any_process(accelerator, stop_requested())
+            stop = any_process(accelerator, stop_requested())
             if stop or last or progress.step % checkpoint_every == 0:
                 _save(accelerator, checkpoints, objective, optimizers, runner, progress)
             if stop and not last:
@@ -95,7 +101,7 @@ def _evaluate(hooks: Hooks, objective: Objective, accelerator: Accelerator, prog
     """Whether to end here, on every process."""
     with whole_parameters(accelerator, objective.module):
         enough = accelerator.is_main_process and hooks.evaluate(progress)
-        return _any_process(accelerator, enough)
+        return any_process(accelerator, enough)
 
 
 def _step(
@@ -142,12 +148,16 @@ def _widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+class _NotFinite(Exception):  # which the loop turns into a sentence that knows the checkpoints
+    """A figure of a step is NaN or infinite."""
+
+
+_REMEDY = "lower training.learning_rate, or set training.mixed_precision=no, and start again to resume"
+
+
 def _check_finite(name: str, value: float, progress: Progress) -> None:
     if not math.isfinite(value):
-        raise ValueError(
-            f"the {name} is {value} at step {progress.step + 1}; the last good checkpoint is kept: lower "
-            "training.learning_rate, or set training.mixed_precision=no, and start again to resume from it"
-        )
+        raise _NotFinite(f"the {name} is {value} at step {progress.step + 1}")
 
 
 def check_batch_divides(section: TrainingSection, processes: int) -> None:
@@ -198,12 +208,20 @@ def _save(
     runner: Runner,
     progress: Progress,
 ) -> None:
-    """Gathered by all processes, written by the first."""
+    """Gathered by all processes, written by the first; ValueError on all of them for what is not finite."""
     main = accelerator.is_main_process
     weights = gather_weights(objective.module, runner.engine, keep=main)
     moments = gather_moments(objective.module, optimizers, runner.engine, keep=main)
+    saved = Saved(progress, weights, moments)
+    broken = saved.non_finite()
+    if any_process(accelerator, bool(broken)):
+        named = f" ({broken[0]}{f' and {len(broken) - 1} more tensors' if broken[1:] else ''})" if broken else ""
+        raise ValueError(
+            f"step {progress.step} left weights or moments that are not finite{named}, which are not saved; "
+            f"{checkpoints.last_good()}: {_REMEDY}"
+        )
     if main:
-        checkpoints.save(Saved(progress, weights, moments))
+        checkpoints.save(saved)
     accelerator.wait_for_everyone()
 
 
@@ -217,7 +235,7 @@ def _check_one_run(accelerator: Accelerator, progress: Progress) -> None:
         )
 
 
-def _any_process(accelerator: Accelerator, flag: bool) -> bool:
+def any_process(accelerator: Accelerator, flag: bool) -> bool:
     """True on every process if it is on one: all must leave the loop at the same step."""
     if accelerator.num_processes == 1:
         return flag

@@ -1,7 +1,7 @@
-"""What every section of a recipe is: frozen, and without keys that nobody reads."""
+"""What every section of a recipe is: frozen, without keys that nobody reads, and without infinite numbers."""
 
 from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

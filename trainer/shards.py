@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.folders import flush_to_disk
+from trainer.folders import flush_to_disk, sha256_of
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def write_sealed(path: Path, tensors: dict[str, Tensor], made_from: str) -> None
         save_file(tensors, partial)
     except SafetensorError as error:
         raise OSError(f"{path} could not be written ({error}): make room and start again to go on") from error
-    seal = {"made_from": made_from, "bytes": partial.stat().st_size, "sha256": _sha256(partial)}
+    seal = {"made_from": made_from, "bytes": partial.stat().st_size, "sha256": sha256_of(partial)}
     _settle(partial, path)
     write_text(_seal_of(path), json.dumps(seal))
 
@@ -109,7 +109,7 @@ def is_whole(path: Path, made_from: str, verify: bool) -> bool:
         seal = json.loads(_seal_of(path).read_text())
         if seal["made_from"] != made_from or seal["bytes"] != path.stat().st_size:
             return False
-        return not verify or bool(seal["sha256"] == _sha256(path))
+        return not verify or bool(seal["sha256"] == sha256_of(path))
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -126,11 +126,6 @@ def missing_files(folder: Path, names: Sequence[str], made_from: str, verify: bo
 
 def _seal_of(path: Path) -> Path:
     return path.with_suffix(".json")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _settle(partial: Path, path: Path) -> None:

@@ -2,18 +2,22 @@
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from rich.console import Console
+from safetensors import safe_open
 
+from decoding.finite import check_finite
 from decoding.target import CausalLM
 from trainer import quickstart
-from trainer.assemble import Job, assemble, load_target, source_of
+from trainer.assemble import Job, assemble, check_folders, load_target, source_of
 from trainer.checkpoint import Checkpoints, Progress
 from trainer.costs import SIZES, Costs, check_pays, measure_costs
 from trainer.distill import DistillObjective
@@ -21,8 +25,9 @@ from trainer.distributed import build_accelerator, describe, whole_parameters
 from trainer.draft_init import coverage
 from trainer.folders import write_folder
 from trainer.heldout import Evaluator, Watch, evaluator_of
+from trainer.lock import hold
 from trainer.log import Log
-from trainer.loop import Hooks, train
+from trainer.loop import Hooks, any_process, train
 from trainer.objective import TreeObjective
 from trainer.provenance import provenance, write_provenance
 from trainer.recipe import AnyRecipe, DraftRecipe, MedusaRecipe
@@ -33,13 +38,35 @@ CHECKPOINTS, FINAL = "checkpoints", "final"
 def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
     """Train a recipe to its end, resuming if it was stopped before; returns the folder of the finished artefact."""
     console = console or Console(stderr=True)
+    check_folders(recipe)
     accelerator = _accelerator(recipe)
+    with _alone_in(Path(recipe.output), accelerator):
+        _run(recipe, accelerator, console)
+    accelerator.end_training()
+    return Path(recipe.output) / FINAL
+
+
+@contextmanager
+def _alone_in(output: Path, accelerator: Accelerator) -> Iterator[None]:
+    """Hold the run's folder; where another run does, ValueError on every process."""
+    refusal: ValueError | None = None
+    with ExitStack() as held:
+        if accelerator.is_main_process:
+            try:
+                held.enter_context(hold(output))
+            except ValueError as error:
+                refusal = error
+        if any_process(accelerator, refusal is not None):
+            raise refusal or ValueError(f"another run is writing {output}, as the first process says")
+        yield
+
+
+def _run(recipe: AnyRecipe, accelerator: Accelerator, console: Console) -> None:
     rank, world = accelerator.process_index, accelerator.num_processes
     job = assemble(recipe, accelerator.device, console, rank, world, _cost_check(recipe, accelerator, console))
     output, identity = Path(recipe.output), job.identity()
-    checkpoints = Checkpoints(output / CHECKPOINTS, recipe.checkpoint.keep, identity)
+    checkpoints = Checkpoints(output / CHECKPOINTS, recipe.checkpoint.keep, identity, _settings(recipe, world))
     if accelerator.is_main_process:
-        output.mkdir(parents=True, exist_ok=True)
         _announce(console, job)
     with Log(recipe, accelerator, console) as log:
         watch = Watch(job, identity, log, checkpoints)
@@ -51,19 +78,23 @@ def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
             checkpoints,
             recipe.checkpoint.every,
             recipe.evaluation.every,
-            Hooks(log.step, watch.evaluate),
+            Hooks(log.step, watch.evaluate, lambda progress: log.resumed(progress, checkpoints)),
         )
         with whole_parameters(accelerator, job.objective.module):
             if accelerator.is_main_process:
                 finished = watch.choose_weights(progress)
                 evaluator = evaluator_of(_with_target(job, accelerator))
-                _finish(job, evaluator, output / FINAL, finished, accelerator)
+                _finish(job, evaluator, output / FINAL, finished, checkpoints, accelerator)
                 if evaluator is not None:
                     log.evaluation(progress, evaluator.figures(job.objective), finished.step)
                 console.print(_end(recipe, progress, finished), soft_wrap=True)
         accelerator.wait_for_everyone()
-    accelerator.end_training()
-    return output / FINAL
+
+
+def _settings(recipe: AnyRecipe, num_processes: int) -> dict[str, Any]:
+    """What of a recipe and its launch may change where a run goes on, and bears on the figures of its steps."""
+    names = ("learning_rate", "mixed_precision", "micro_batch_size")
+    return {**{name: getattr(recipe.training, name) for name in names}, "num_processes": num_processes}
 
 
 def _cost_check(
@@ -107,9 +138,17 @@ def _with_target(job: Job, accelerator: Accelerator) -> Job:
 
 
 def _finish(
-    job: Job, evaluator: Evaluator | None, destination: Path, progress: Progress, accelerator: Accelerator
+    job: Job,
+    evaluator: Evaluator | None,
+    destination: Path,
+    progress: Progress,
+    checkpoints: Checkpoints,
+    accelerator: Accelerator,
 ) -> None:
-    """Choose the heads' tree; write the artefact with its provenance, whole or not at all."""
+    """Choose the heads' tree; write the artefact with its provenance, whole or not at all.
+
+    ValueError if a weight is not finite in the dtype that is written.
+    """
     objective = job.objective
     objective.module.eval()  # the target may be part of it
     if isinstance(objective, TreeObjective) and evaluator is not None:
@@ -120,14 +159,23 @@ def _finish(
         job.target.fingerprint if job.target else None,
         progress.step,
         progress.tokens,
-        describe(accelerator),
+        {**describe(accelerator), "stretches": [s for s in checkpoints.stretches if s["first_step"] < progress.step]},
     )
 
     def write(folder: Path) -> None:
         objective.save(folder)
+        _check_weights(folder)
         write_provenance(folder, made_from)
 
     write_folder(destination, write)
+
+
+def _check_weights(folder: Path) -> None:
+    for path in sorted(folder.rglob("*.safetensors")):
+        with safe_open(path, framework="pt") as stored:
+            for name in stored.keys():  # noqa: SIM118  # not a mapping
+                remedy = "lower training.learning_rate, or set dtype to one with a wider range, such as bf16"
+                check_finite({name: stored.get_tensor(name)}, f"what was to be written as {path.name}", remedy)
 
 
 def ensure_built(target: str | None) -> None:

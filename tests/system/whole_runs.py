@@ -97,21 +97,27 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], se
         time.sleep(0.002)
 
 
-def metrics(output: Path) -> list[dict[str, Any]]:
+def metrics(output: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """The whole lines of a run's metrics so far."""
-    file = output / "metrics.jsonl"
+    file = output / name
     if not file.is_file():
         return []
     text = file.read_text()
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
+def repeated(output: Path) -> list[dict[str, Any]]:
+    """The lines of steps that were done again after a kill, as they were before it."""
+    return metrics(output, "metrics.superseded.jsonl")
+
+
 def losses(output: Path) -> dict[int, float]:
-    """Each step's loss; a step that was done twice, before a kill and after it, must have had the same."""
-    found: dict[int, float] = {}
-    for line in metrics(output):
-        if "loss" in line:
-            assert found.setdefault(line["step"], line["loss"]) == line["loss"]
+    """Each step's loss, once; a step that was done before a kill and after it must have had the same."""
+    found = {line["step"]: line["loss"] for line in metrics(output) if "loss" in line}
+    assert len(found) == len([line for line in metrics(output) if "loss" in line])
+    for line in repeated(output):
+        if "loss" in line and line["step"] in found:
+            assert found[line["step"]] == line["loss"]
     return found
 
 
