@@ -291,6 +291,24 @@ def test_without_its_manifest_a_folder_is_no_store_but_its_shards_are_used_again
     assert written_at(stored.folder) == before
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"lengths": []}'])
+def test_a_manifest_that_cannot_be_read_stops_the_run_and_loses_nothing(
+    tiny_llama: CausalLM, stored: Stored, content: str
+) -> None:
+    """Taken for a new folder, it would be written over, whosever it is."""
+    (stored.folder / "manifest.json").write_text(content)
+    before = written_at(stored.folder)
+    with pytest.raises(
+        ValueError, match=r"manifest\.json cannot be read \(.*\)\. Nothing was changed: .* remove the file"
+    ):
+        write(tiny_llama, stored.folder)
+    assert written_at(stored.folder) == before and (stored.folder / "manifest.json").read_text() == content
+    (stored.folder / "manifest.json").unlink()
+    write(tiny_llama, stored.folder)
+    assert written_at(stored.folder) == before
+    FeatureStore.open(*stored)
+
+
 def test_shards_that_lost_their_manifest_are_not_taken_for_those_of_other_data(
     tiny_llama: CausalLM, stored: Stored
 ) -> None:

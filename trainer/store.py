@@ -11,6 +11,7 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
@@ -26,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from decoding.machine import commit, versions
 from decoding.target import CausalLM
 from trainer.batch import Batch, Example, collate
+from trainer.lock import hold
 from trainer.shards import (
     Layout,
     digest_of,
@@ -205,13 +207,20 @@ def _begin(
 
 
 def _read_manifest(folder: Path) -> dict[str, Any] | None:
-    """None where there is none that can be read."""
+    """None where there is none; ValueError where it cannot be read, and so nobody knows whose shards these are."""
+    path = folder / MANIFEST
     try:
-        content = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError):
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict) or not {"identity", "shard_tokens", "lengths"} <= content.keys():
+            raise ValueError("it is no manifest")
+    except FileNotFoundError:
         return None
-    needed = {"identity", "shard_tokens", "lengths"}
-    return content if isinstance(content, dict) and needed <= content.keys() else None
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}). Nothing was changed: start again if the disk failed for a moment, else "
+            "remove the file, and the shards that are whole and of this data are used again"
+        ) from error
+    return content
 
 
 def _check_identity(folder: Path, found: dict[str, Any], wanted: Identity) -> None:
@@ -335,8 +344,30 @@ def ensure_store(
 ) -> None:
     """Write what is not there yet, with the disk all of it takes said before.
 
-    Every process calls this, and waits for the others at the end.
+    Every process calls this, and waits for the others at the end. Where another run writes the same folder, it waits
+    for that one, and uses what it wrote.
     """
+    main = process_index == 0
+    with hold(folder, lambda line: console.print(line, soft_wrap=True)) if main else nullcontext():
+        _wait_for_all(num_processes)
+        _write_missing(writer, examples, folder, shard_rows, console, process_index, num_processes)
+        _wait_for_all(num_processes)
+
+
+def _wait_for_all(num_processes: int) -> None:
+    if num_processes > 1:
+        PartialState().wait_for_everyone()
+
+
+def _write_missing(
+    writer: Writer,
+    examples: Sequence[Example],
+    folder: Path,
+    shard_rows: int,
+    console: Console,
+    process_index: int,
+    num_processes: int,
+) -> None:
     identity, main = writer.identity, process_index == 0
     noun, row = identity.noun, identity.row
     if main:
@@ -357,8 +388,6 @@ def ensure_store(
     if main and done:
         speed = done / (time.perf_counter() - before)
         console.print(f"{noun}: {done:,} {row}s written here, {speed:,.0f} {row}s/s")
-    if num_processes > 1:
-        PartialState().wait_for_everyone()
 
 
 def _size_of(examples: Sequence[Example], identity: Identity, folder: Path) -> str:

@@ -184,7 +184,11 @@ def ensure_built(target: str | None) -> None:
         return
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("the quickstart target is not built yet: train once with one process, which builds it first")
-    run_recipe(quickstart.recipe())
+    console = Console(stderr=True)
+    with hold(quickstart.folder().parent, lambda line: console.print(line, soft_wrap=True, markup=False)):
+        if quickstart.is_built():  # by the run that was waited for
+            return
+        run_recipe(quickstart.recipe(), console)
     AcceleratorState._reset_state(True)  # what comes next in this process may want another precision
 
 
