@@ -9,7 +9,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from trainer.export.card import Artefact, read_provenance, read_report, render_card
-from trainer.export.redact import basename, is_hub_id, without_local_paths
+from decoding.redact import basename, is_hub_id, without_local_paths
 
 ESTIMATE = {"value": 2.314, "low": 2.2, "high": 2.43, "observations": 12}
 SPREAD = {"median": 1.712, "low_quartile": 1.6, "high_quartile": 1.82, "observations": 12}

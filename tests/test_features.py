@@ -21,7 +21,7 @@ from trainer.batch import Example, collate
 from trainer.features import FeatureIdentity, FeatureStore, FeatureWriter, ensure_features
 from trainer.hidden import OnlineTarget, StoredFeatures
 from trainer.medusa import MedusaObjective
-from trainer.provenance import fingerprint
+from decoding.fingerprint import fingerprint
 from trainer.recipe import FeaturesSection, HeadsSection
 from trainer.shards import Layout
 from trainer.store import estimate_bytes, write_store

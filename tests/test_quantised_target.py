@@ -17,7 +17,7 @@ from decoding.compress import quantised
 from trainer.assemble import Job, assemble
 from trainer.batch import collate
 from trainer.distill import DistillObjective
-from trainer.provenance import fingerprint
+from decoding.fingerprint import stored_fingerprint
 from trainer.read_recipe import parse_recipe
 
 
@@ -58,7 +58,7 @@ def test_a_rounded_target_teaches_and_a_draft_is_made_of_it_as_it_was(tmp_path: 
     assert torch.equal(full_forward(job.target.model.model, [4, 5]), full_forward(rounded, [4, 5]))
     drafts = [objective.draft_for_decoding().model for objective in (job.objective, whole.objective)]
     assert torch.equal(full_forward(drafts[0], [4, 5]), full_forward(drafts[1], [4, 5]))
-    assert job.target.fingerprint == whole.target.fingerprint == fingerprint(as_it_was)
+    assert job.target.fingerprint == whole.target.fingerprint == stored_fingerprint(tmp_path / "target")
     batch = collate(job.dataset.examples[:2], range(2))
     (ours,), (theirs,) = (objective.inputs(batch, 0) for objective in (job.objective, whole.objective))
     assert not torch.equal(ours.teacher.hidden, theirs.teacher.hidden)

@@ -20,7 +20,7 @@ from trainer.draft_sections import TeacherSection
 from trainer.features import FeatureIdentity, FeatureWriter
 from trainer.fused import fused_loss
 from trainer.losses import LossMix, divergence
-from trainer.provenance import fingerprint
+from decoding.fingerprint import fingerprint
 from trainer.recipe import DataSection
 from trainer.store import estimate_bytes, write_store
 from trainer.teacher_cache import TeacherIdentity, TeacherStore, TeacherWriter, sample_tail, teacher_identity

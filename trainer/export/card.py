@@ -14,7 +14,7 @@ from huggingface_hub import ModelCardData
 from jinja2 import Environment, StrictUndefined
 
 from trainer.export.measured import Measured, read_measured
-from trainer.export.redact import basename, is_hub_id, without_local_paths
+from decoding.redact import basename, is_hub_id, without_local_paths
 
 CARD_NAME = "README.md"
 PROVENANCE_NAME = "provenance.json"
