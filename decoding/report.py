@@ -103,7 +103,7 @@ def caption(report: dict[str, Any]) -> str:
     """What was measured, on what."""
     machine = report["hardware"]
     place = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads"
-    return (
+    return one_line(
         f"{report['parameters'] / 1e6:.1f}M-parameter target in {report['dtype']} on {place}; "
         f"{report['prompts']} prompts, up to {report['max_new_tokens']} new tokens, batch 1; commit {report['commit']}"
     )

@@ -164,4 +164,4 @@ def _count(value: Any) -> str:
 
 def _pairs(values: dict[str, Any]) -> str:
     """``torch 2.13.0, transformers 5.23.0``"""
-    return ", ".join(f"{name} {without_local_paths(value)}" for name, value in values.items()) or _NOT_RECORDED
+    return ", ".join(f"{name} {value}" for name, value in without_local_paths(values).items()) or _NOT_RECORDED
