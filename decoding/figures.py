@@ -89,7 +89,9 @@ def greedy_sentence(report: dict[str, Any]) -> str:
     if differing > early:
         sentence += f", {_judged(largest, dtype)}"
     if early:
-        sentence += f"; {_count_of(early)} ended where the other went on, which rounding does not explain: a fault to report"
+        sentence += (
+            f"; {_count_of(early)} ended where the other went on, which rounding does not explain: a fault to report"
+        )
     return f"{sentence}."
 
 

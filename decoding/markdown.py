@@ -12,7 +12,9 @@ _LINKED = re.compile(r"(?i)(?<=[a-z])(:)(?=//)|(?<=\bwww)(\.)|(@)|(?<=mailto)(:)
 def one_line(value: Any) -> str:
     """The text on one line, without control characters, among them those that colour or rewrite a terminal."""
     visible = "".join(" " if character.isspace() else character for character in str(value))
-    return " ".join("".join(character for character in visible if unicodedata.category(character) not in _HIDDEN).split())
+    return " ".join(
+        "".join(character for character in visible if unicodedata.category(character) not in _HIDDEN).split()
+    )
 
 
 _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn")

@@ -56,7 +56,9 @@ def ratio_of_sums(pairs: Sequence[tuple[float, float]], resamples: int = 1000) -
 
     Steps of one text are correlated, so texts are what is resampled; the resampling is seeded.
     """
-    return _resampled(torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2), lambda sums: sums[0] / sums[1], resamples)
+    return _resampled(
+        torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2), lambda sums: sums[0] / sums[1], resamples
+    )
 
 
 def ratio_of_rates(texts: Sequence[tuple[float, float, float, float]], resamples: int = 1000) -> Estimate:

@@ -26,7 +26,9 @@ _TOKENS = (  # as their makers mark them: Hugging Face, OpenAI, GitHub, GitLab, 
     r"A[KS]IA[0-9A-Z]{12,}",
     r"(?:(?<=Bearer )|(?<=bearer ))[\w.~+/-]{8,}=*",
 )
-_KEYS = r"(?:api[_-]?key|apikey|password|passwd|secret|access[_-]?key|(?:access|auth|hf|private)[_-]?token|authorization)"
+_KEYS = (
+    r"(?:api[_-]?key|apikey|password|passwd|secret|access[_-]?key|(?:access|auth|hf|private)[_-]?token|authorization)"
+)
 _SECRET = re.compile(rf"\b(?:{'|'.join(_TOKENS)})|(?<=://)[^/\s@]+(?=@)")
 _QUERY = re.compile(r"([?&;][\w-]*(?:token|key|secret|password|signature|sig)=)[^&#;\s'\"`)\]>]+", re.IGNORECASE)
 _SECRET_KEY = re.compile(rf"(?:.*[_-])?{_KEYS}|token", re.IGNORECASE)

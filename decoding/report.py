@@ -116,9 +116,9 @@ def notes(report: dict[str, Any]) -> str:
 
 _NOTES = (
     "Tokens per target pass: 95% interval over prompts, prefill left out, the target's own token included. "
-    "Accepted at i: share kept of the drafts at least i deep whose first i-1 tokens were kept (and how many those are). "
+    "Accepted at i: share kept of the drafts at least i deep whose first i-1 tokens were kept (of how many). "
     "Same: greedy texts identical to plain decoding's. "
-    "Speed-up: all tokens over all seconds, divided by the same of plain decoding by the same loop on the same prompts, "
+    "Speed-up: all tokens over all seconds, divided by plain decoding's by the same loop on the same prompts, "
     "prefill left out, 95% interval over prompts; then the median [quartiles] of the ratios of paired runs."
 )
 
@@ -262,7 +262,9 @@ def acceptance_figure(report: dict[str, Any]) -> Figure:
                 continue
             positions = range(1, len(found) + 1)
             colour = _COLOURS[names.index(row["method"]) % len(_COLOURS)]
-            axes.plot(positions, _values(found, "value"), "o-", color=colour, label=one_line(row["method"]), markersize=4)
+            axes.plot(
+                positions, _values(found, "value"), "o-", color=colour, label=one_line(row["method"]), markersize=4
+            )
             axes.fill_between(
                 positions,
                 _values(found, "low"),

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from decoding.redact import basename, is_hub_id, published_command, without_local_paths
+from decoding.redact import basename, is_hub_id, without_local_paths
 from trainer.export.card import Artefact, read_provenance, read_report, render_card
 from trainer.export.measured import read_measured
 

@@ -98,7 +98,9 @@ def hostile_provenance(name: str) -> dict[str, Any]:
 def hostile_report(name: str) -> dict[str, Any]:
     found = report()
     rows = [{**row, "setting": name, "method": name if row.get("artefact") else row["method"]} for row in found["rows"]]
-    rows = [{**row, "artefact": kind} for row in rows for kind in (("heads", "draft") if row.get("artefact") else (None,))]
+    rows = [
+        {**row, "artefact": kind} for row in rows for kind in (("heads", "draft") if row.get("artefact") else (None,))
+    ]
     hardware = {"processor": name, "threads": name, "gpu": name}
     return {**found, "rows": rows, "hardware": hardware, "commit": name, "dtype": name, "prompts": name}
 
@@ -163,7 +165,10 @@ def test_no_secret_gets_onto_a_card_in_whatever_field_it_stands(tmp_path: Path) 
     ("words", "published"),
     [
         (["/opt/bin/headstart", "evaluate", "--target", "org/t"], "headstart evaluate --target org/t"),
-        (["headstart", "--prompts", "/home/zoe/p.jsonl", "--heads=~/h/final"], "headstart --prompts p.jsonl --heads=final"),
+        (
+            ["headstart", "--prompts", "/home/zoe/p.jsonl", "--heads=~/h/final"],
+            "headstart --prompts p.jsonl --heads=final",
+        ),
         (["x", "--api-key", "swordfish", "--api-key=swordfish"], "x --api-key '(withheld)' '--api-key=(withheld)'"),
         (["x", "--max-new-tokens", "8", "--title", "a b"], "x --max-new-tokens 8 --title 'a b'"),
         (["x", "ghp_0123456789abcdefABCDEF0123456789abcd"], "x '(withheld)'"),

@@ -90,7 +90,7 @@ def test_a_ratio_of_rates_is_that_of_all_tokens_over_all_seconds() -> None:
 
 
 def test_a_ratio_of_rates_draws_a_text_with_both_its_sides() -> None:
-    """Every text is twice as fast, so every draw of texts is; sides drawn apart would differ by texts of other sizes."""
+    """Every text is twice as fast, so every draw is; with sides drawn apart the texts' sizes would tell."""
     estimate = ratio_of_rates([(float(i), 1.0 * i, 2.0 * i, 4.0 * i) for i in range(1, 20)])
     assert estimate[:3] == pytest.approx((2.0, 2.0, 2.0)) and estimate.observations == 19
 

@@ -17,11 +17,11 @@ from tiny_models import tiny_model
 from tiny_training import recipe_content, tiny_tokenizer, write_corpus, write_target
 from torch import nn
 
+from decoding.fingerprint import fingerprint, stored_fingerprint
 from decoding.heads import MedusaHeads
 from decoding.loading import load_heads, load_model
 from decoding.target import CausalLM
 from trainer.assemble import assemble
-from decoding.fingerprint import fingerprint, stored_fingerprint
 from trainer.provenance import FILE_NAME
 from trainer.read_recipe import parse_recipe
 from trainer.train import run_recipe

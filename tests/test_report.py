@@ -1,4 +1,4 @@
-"""What a report says of its figures: totals before medians, shares with their counts, and sentences its data bear out."""
+"""What a report says of its figures: totals before medians, shares with counts, sentences that its data bear out."""
 
 import io
 import json
@@ -181,7 +181,9 @@ def test_a_figure_that_could_not_be_measured_is_a_dash_everywhere(tmp_path: Path
     assert estimate({**ESTIMATE, "low": None}) == "2.50"
     report = of_rows(parted(0, 1, None, early=1))
     report["cost_curve_ms"] = {"1": 1.0}
-    empty = dict.fromkeys(("speedup_of_totals", "tokens_per_second", "tokens_per_pass", "accepted_per_drafted"), NOTHING)
+    empty = dict.fromkeys(
+        ("speedup_of_totals", "tokens_per_second", "tokens_per_pass", "accepted_per_drafted"), NOTHING
+    )
     pairs = dict.fromkeys(("speedup", "speedup_with_prefill", "speedup_over_transformers"), NO_SPREAD)
     lists = {"conditional_acceptance": [NOTHING], "unconditional_acceptance": [NOTHING]}
     rest = {"accepted_length_histogram": {}, "time_split": None, "predicted_speedup": None}

@@ -23,8 +23,8 @@ def check_measured(report: dict[str, Any], name: str, source: Path, kind: str) -
         if wanted is not None and measured is None:
             raise ValueError(f"{name} measured no {role}: {_REMEDY}")
         if wanted is not None and measured != wanted:
-            whose = f"that in {source}" if role == kind else f"the one that the {kind} in {source} belong to"
-            raise ValueError(f"{name} measured another {role} ({measured}) than {whose} ({wanted}): {_REMEDY}")
+            mine = f"{source} holds" if role == kind else f"what {source} holds was trained for"
+            raise ValueError(f"{name} measured the {role} {measured}, but {mine} {wanted}: {_REMEDY}")
 
 
 def _target_of(source: Path) -> str | None:

@@ -95,9 +95,7 @@ def _row(row: dict[str, Any]) -> MeasuredRow:
         speedup_with_prefill=speedup(row, "speedup_with_prefill"),
         over_transformers=speedup(row, "speedup_over_transformers"),
         identical=identical(row.get("identical_to_plain")),
-        positions=tuple(
-            (_of(share), _of(other)) for share, other in zip(conditional, unconditional, strict=True)
-        ),
+        positions=tuple((_of(share), _of(other)) for share, other in zip(conditional, unconditional, strict=True)),
     )
 
 
