@@ -6,6 +6,8 @@ from typing import Any
 
 from draft_plot import plot
 
+from decoding.figures import NONE, estimate, number
+
 SETTINGS = {"greedy": "greedy", "sampling": "T=1"}
 
 
@@ -40,6 +42,9 @@ def _lines(results: dict[str, Any], comparisons: Mapping[str, Sequence[str]]) ->
         yield f"\n## {part.capitalize()}\n"
         yield from _acceptance_table(results, [name for name in names if name in results["arms"]])
     yield f"\n## Speed-up by size, {first}\n"
+    in_full = any("speedup_of_totals" in found for found in _measured(results, first))
+    totals = "All tokens/s over plain decoding's, with its 95% interval; then the" if in_full else "The"
+    yield f"{totals} median of paired runs over plain decoding, and in brackets what the cost curve predicts.\n"
     yield from _speed_table(results, [name for name in comparisons["sizes"] if name in results["arms"]], first)
     yield "\n![Speed-up against draft size, tokens per pass against trained tokens](drafts.svg)"
 
@@ -69,8 +74,17 @@ def _speed_table(results: dict[str, Any], names: Sequence[str], prompt_set: str)
         yield _row([name, *(_speed(measured[setting][length]) for setting in SETTINGS for length in lengths)])
 
 
+def _measured(results: dict[str, Any], prompt_set: str) -> Iterator[dict[str, Any]]:
+    """Each arm's figures under each setting at each length."""
+    for by_setting in results["decoding"][prompt_set].values():
+        for by_length in by_setting.values():
+            yield from by_length.values()
+
+
 def _speed(found: dict[str, Any]) -> str:
-    return f"{found['speedup']['median']:.2f}× ({found['predicted_speedup']:.2f})"
+    median = f"{found['speedup']['median']:.2f}× ({number(found['predicted_speedup'])})"
+    totals = estimate(found.get("speedup_of_totals"), "×")
+    return median if totals == NONE else f"{totals}; median {median}"
 
 
 def _header(names: Sequence[str]) -> Iterator[str]:

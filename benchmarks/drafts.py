@@ -28,6 +28,7 @@ from rich.table import Table
 
 from decoding.drafters import DraftModelDrafter
 from decoding.evaluate import PLAIN, EvaluationConfig, Method, evaluate, our_method
+from decoding.figures import speedup
 from decoding.generate import DecodingConfig
 from decoding.loading import eos_token_ids, load_draft, load_model, load_tokenizer, parse_dtype
 from decoding.machine import commit, hardware, versions
@@ -195,7 +196,8 @@ def measure(names: Sequence[str], results: dict[str, Any], options: argparse.Nam
             if row["method"] == PLAIN:
                 continue
             name, _, length = row["method"].rpartition(" @")
-            keys = ("tokens_per_pass", "accepted_per_drafted", "conditional_acceptance", "speedup", "predicted_speedup")
+            keys = ("tokens_per_pass", "accepted_per_drafted", "conditional_acceptance", "predicted_speedup")
+            keys += ("speedup_of_totals", "speedup")
             found.setdefault(name, {}).setdefault(row["setting"], {})[length] = {key: row[key] for key in keys}
         write(results, Path(options.output))
 
@@ -229,7 +231,7 @@ def table(results: dict[str, Any], part: str, prompt_set: str) -> Table:
             name,
             f"{arm['parameters'] / 1e6:.2f}M",
             *("{value:.2f} [{low:.2f}, {high:.2f}]".format(**each["tokens_per_pass"]) for each in by_setting),
-            *(f"{each['speedup']['median']:.2f}×" for each in by_setting),
+            *(speedup(each) for each in by_setting),
             f"{arm['tokens']:,}",
         )
     return shown

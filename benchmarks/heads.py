@@ -25,6 +25,7 @@ from rich.table import Table
 
 from decoding.drafters import MedusaDrafter
 from decoding.evaluate import PLAIN, EvaluationConfig, Method, evaluate, our_method
+from decoding.figures import speedup
 from decoding.generate import DecodingConfig, decode
 from decoding.heads import MedusaHeads
 from decoding.loading import eos_token_ids, load_heads, load_model, load_tokenizer, parse_dtype
@@ -83,7 +84,8 @@ def main() -> None:
                 if row["method"] in heads:
                     measured = results["arms"][row["method"]].setdefault("decoding", {}).setdefault(prompt_set, {})
                     measured[row["setting"]] = {
-                        key: row[key] for key in ("tokens_per_pass", "speedup", "conditional_acceptance")
+                        key: row[key]
+                        for key in ("tokens_per_pass", "speedup_of_totals", "speedup", "conditional_acceptance")
                     }
             write(results, out)
     for prompt_set in prompt_sets:
@@ -166,7 +168,7 @@ def table(results: dict[str, Any], prompt_set: str) -> Table:
                 "{value:.2f} [{low:.2f}, {high:.2f}]".format(**measured[setting]["tokens_per_pass"])
                 for setting in ("greedy", "sampling")
             ),
-            *(f"{measured[setting]['speedup']['median']:.2f}×" for setting in ("greedy", "sampling")),
+            *(speedup(measured[setting]) for setting in ("greedy", "sampling")),
             f"{arm['seconds']:.0f}",
         )
     return shown

@@ -17,7 +17,15 @@ from decoding.drafters.base import Drafter
 from decoding.drafters.draft_model import DraftModelDrafter
 from decoding.generate import DecodingConfig, check_prompt, decode, decode_batch_steps
 from decoding.machine import commit, hardware, versions
-from decoding.metrics import Acceptance, StepCount, acceptance, predicted_speedup, ratio_of_sums, spread
+from decoding.metrics import (
+    Acceptance,
+    StepCount,
+    acceptance,
+    predicted_speedup,
+    ratio_of_rates,
+    ratio_of_sums,
+    spread,
+)
 from decoding.plan import measure_cost_curve
 from decoding.policy import Policy, named_policy
 from decoding.sampling import SamplingConfig
@@ -50,6 +58,8 @@ class Method:
     decode: Callable[[Sequence[int], int], Run]
     """(prompt, seed) -> Run"""
     max_nodes: int = 1
+    artefact: str | None = None
+    """What drafts: "heads", "draft", or None where nothing was trained for it."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +100,9 @@ def our_method(
         )
 
     label = "lossy" if config.rule is not None and not config.rule.lossless else "lossless"
-    return Method(setting, name, label, run, drafter.max_nodes if drafter else 1)
+    if drafter is None:
+        return Method(setting, name, label, run)
+    return Method(setting, name, label, run, drafter.max_nodes, drafter.artefact)
 
 
 def transformers_method(
@@ -107,7 +119,7 @@ def transformers_method(
         text = transformers_generate(target, prompt, replace(config, seed=seed), assistant, num_assistant_tokens)
         return Run(text.tokens, len(text.tokens) - text.first_tokens, text.first_seconds, text.decode_seconds)
 
-    return Method(setting, name, "lossless", run)
+    return Method(setting, name, "lossless", run, artefact="draft" if assistant is not None else None)
 
 
 def standard_methods(target: CausalLM, drafters: dict[str, Drafter], config: EvaluationConfig) -> list[Method]:
@@ -213,11 +225,12 @@ def _row(
         "setting": method.setting,
         "method": method.name,
         "label": method.label,
+        "artefact": method.artefact,
         "tokens_per_second": _tokens_per_second(mine, len(prompts), with_prefill=False),
         "tokens_per_second_with_prefill": _tokens_per_second(mine, len(prompts), with_prefill=True),
-        "speedup": _speedup(mine, plain),
-        "speedup_with_prefill": _speedup(mine, plain, with_prefill=True),
-        "speedup_over_transformers": _speedup(mine, peer) if peer else None,
+        **_speedups("speedup", mine, plain, len(prompts)),
+        **_speedups("speedup_with_prefill", mine, plain, len(prompts), with_prefill=True),
+        **_speedups("speedup_over_transformers", mine, peer, len(prompts)),
     }
     if method.setting == "greedy":
         row["identical_to_plain"] = _compare(mine, plain, target, prompts)
@@ -228,12 +241,34 @@ def _row(
     return row
 
 
-def _tokens_per_second(mine: Sequence[Run], prompts: int, with_prefill: bool) -> dict[str, float]:
-    """Over all runs, with an interval over prompts: the rounds of one prompt are no texts of their own."""
+def _tokens_and_seconds(mine: Sequence[Run], prompts: int, with_prefill: bool) -> list[tuple[float, float]]:
+    """A pair for each prompt, all its rounds together: the rounds of one prompt are no texts of their own."""
     tokens = [len(run.tokens) if with_prefill else run.decode_tokens for run in mine]
     seconds = [run.decode_seconds + (run.first_seconds if with_prefill else 0) for run in mine]
-    pairs = [(float(sum(tokens[prompt::prompts])), sum(seconds[prompt::prompts])) for prompt in range(prompts)]
-    return ratio_of_sums(pairs)._asdict()
+    return [(float(sum(tokens[prompt::prompts])), sum(seconds[prompt::prompts])) for prompt in range(prompts)]
+
+
+def _tokens_per_second(mine: Sequence[Run], prompts: int, with_prefill: bool) -> dict[str, float]:
+    """Over all runs, with an interval over prompts."""
+    return ratio_of_sums(_tokens_and_seconds(mine, prompts, with_prefill))._asdict()
+
+
+def _speedups(
+    name: str, mine: Sequence[Run], other: Sequence[Run] | None, prompts: int, with_prefill: bool = False
+) -> dict[str, Any]:
+    """Tokens per second over the other's: ``name`` is the spread of paired runs, ``name``_of_totals that of all runs.
+
+    The totals weigh a prompt by its tokens; the spread weighs all alike, those of a few tokens too.
+    """
+    if other is None:
+        return {f"{name}_of_totals": None, name: None}
+    both = [
+        (*ours, *theirs)
+        for ours, theirs in zip(
+            *(_tokens_and_seconds(runs, prompts, with_prefill) for runs in (mine, other)), strict=True
+        )
+    ]
+    return {f"{name}_of_totals": ratio_of_rates(both)._asdict(), name: _paired(mine, other, with_prefill)}
 
 
 def _speed(run: Run, with_prefill: bool) -> float:
@@ -242,7 +277,7 @@ def _speed(run: Run, with_prefill: bool) -> float:
     return run.decode_tokens / run.decode_seconds if run.decode_tokens and run.decode_seconds else 0.0
 
 
-def _speedup(mine: Sequence[Run], other: Sequence[Run], with_prefill: bool = False) -> dict[str, float]:
+def _paired(mine: Sequence[Run], other: Sequence[Run], with_prefill: bool) -> dict[str, float]:
     """Tokens per second over the other's on the same prompt in the same round."""
     pairs = [(_speed(a, with_prefill), _speed(b, with_prefill)) for a, b in zip(mine, other, strict=True)]
     return spread([a / b for a, b in pairs if a and b])._asdict()
@@ -283,20 +318,28 @@ def _compare(
 
     In fp32 on a CPU all must. In bf16 a pass over n tokens rounds differently from n passes over one, so near-ties
     fall either way: the largest margin between the two candidates' logits at a parting says that this is what it was.
+    ``ended_early`` counts texts of which one ended where the other went on, which no near-tie explains; the margin is
+    that of the others, null where there are none.
     """
-    margins = []
+    margins: list[float] = []
+    ended_early = 0
     for index, (ours, theirs) in enumerate(zip(mine, plain, strict=True)):
         if ours.tokens == theirs.tokens:
             continue
         prompt = prompts[index % len(prompts)]
         at = next((i for i, (a, b) in enumerate(zip(ours.tokens, theirs.tokens, strict=False)) if a != b), None)
-        if at is None:  # one ended where the other went on: no near-tie explains that
-            margins.append(math.inf)
+        if at is None:
+            ended_early += 1
             continue
         text = [*prompt, *theirs.tokens[:at]]
         logits = target.prefill([text], target.new_cache(len(text))).logits[0].float()
         margins.append(abs(float(logits[ours.tokens[at]] - logits[theirs.tokens[at]])))
-    return {"identical": len(mine) - len(margins), "of": len(mine), "largest_margin": max(margins, default=0.0)}
+    return {
+        "identical": len(mine) - len(margins) - ended_early,
+        "of": len(mine),
+        "largest_margin": max(margins, default=None if ended_early else 0.0),
+        "ended_early": ended_early,
+    }
 
 
 def measure_acceptance(

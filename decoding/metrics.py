@@ -10,11 +10,12 @@ Acceptance means four things in the literature; each has its own name here:
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 _Z95 = 1.959964
 
@@ -55,16 +56,33 @@ def ratio_of_sums(pairs: Sequence[tuple[float, float]], resamples: int = 1000) -
 
     Steps of one text are correlated, so texts are what is resampled; the resampling is seeded.
     """
-    values = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2)
-    total = values.sum(0)
-    if len(pairs) == 0 or total[1] == 0:
-        return Estimate(math.nan, math.nan, math.nan, len(pairs))
+    return _resampled(
+        torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2), lambda sums: sums[0] / sums[1], resamples
+    )
+
+
+def ratio_of_rates(texts: Sequence[tuple[float, float, float, float]], resamples: int = 1000) -> Estimate:
+    """How many times as fast the first of two is as the second, over all texts together.
+
+    A text is (tokens, seconds) of the first, then of the second: total tokens over total seconds of the one, divided by
+    the same of the other. The bootstrap interval is over texts, each drawn with both its sides; the draws are seeded.
+    """
+    values = torch.tensor(texts, dtype=torch.float64).reshape(-1, 4)
+    return _resampled(values, lambda sums: sums[0] / sums[1] * (sums[3] / sums[2]), resamples)
+
+
+def _resampled(values: Tensor, ratio: Callable[[Tensor], Tensor], resamples: int) -> Estimate:
+    """``ratio`` of the columns' sums, with its 95% interval over rows drawn again, (texts, columns)."""
+    texts = len(values)
+    total = ratio(values.sum(0)) if texts else torch.tensor(math.nan)
+    if not total.isfinite():
+        return Estimate(math.nan, math.nan, math.nan, texts)
     generator = torch.Generator().manual_seed(0)
-    chosen = torch.randint(len(pairs), (resamples, len(pairs)), generator=generator)
-    sums = values[chosen].sum(1)
-    ratios = sums[:, 0] / sums[:, 1]
-    low, high = ratios.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return Estimate(float(total[0] / total[1]), low, high, len(pairs))
+    chosen = torch.randint(texts, (resamples, texts), generator=generator)
+    ratios = ratio(values[chosen].sum(1).T)
+    finite = ratios[ratios.isfinite()]  # draws of empty texts alone say nothing
+    low, high = finite.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return Estimate(float(total), low, high, texts)
 
 
 class Spread(NamedTuple):

@@ -1,13 +1,17 @@
 """A report (see `decoding.evaluate`) as a table in the terminal and as a page with pictures, in one file."""
 
 import io
+import math
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import matplotlib
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
+
+from decoding.figures import NONE, estimate, greedy_sentence, identical, number, shares, speedup
+from decoding.markdown import one_line, text
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -18,12 +22,15 @@ from matplotlib.figure import Figure
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 _SPLIT = {"draft": "#E69F00", "verify": "#0072B2", "overhead": "#999999"}
 
+_literal = matplotlib.rc_context({"text.parse_math": False})
+"""For figures with names of others' making, in which a dollar is a dollar."""
+
 COLUMNS = (
     "setting",
     "method",
     "promise",
     "tokens per target pass",
-    "accepted at 1, 2, …",
+    "accepted at 1, 2, … (of)",
     "tokens/s",
     "speed-up",
     "over transformers",
@@ -33,7 +40,7 @@ COLUMNS = (
 def markdown_table(report: dict[str, Any]) -> str:
     """The table in Markdown, for a README or a card."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---|---|---|" + "---:|" * (len(COLUMNS) - 3)]
-    lines += ["| " + " | ".join(row) + " |" for row in table_rows(report)]
+    lines += ["| " + " | ".join([*map(text, row[:3]), *row[3:]]) + " |" for row in table_rows(report)]
     return "\n".join(lines)
 
 
@@ -41,14 +48,14 @@ def table_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
     """The report's figures as text, a tuple per method in the order of `COLUMNS`."""
     return [
         (
-            row["setting"],
-            row["method"],
+            one_line(row["setting"]),
+            one_line(row["method"]),
             _promise(row),
-            _estimate(row.get("tokens_per_pass")),
-            " ".join(f"{share['value']:.2f}" for share in row.get("conditional_acceptance", [])[:5]) or "–",
-            f"{row['tokens_per_second']['value'] or 0:.0f}",
-            _spread(row["speedup"]),
-            _spread(row["speedup_over_transformers"]),
+            estimate(row.get("tokens_per_pass")),
+            shares(row.get("conditional_acceptance"), most=5),
+            number(row["tokens_per_second"]["value"], digits=0),
+            speedup(row),
+            speedup(row, "speedup_over_transformers"),
         )
         for row in report["rows"]
     ]
@@ -59,7 +66,7 @@ MORE_COLUMNS = (
     "method",
     "speed-up with the prefill",
     "speed-up predicted from the cost curve",
-    "accepted per drafted",
+    "accepted per drafted (of)",
     "accepted lengths: passes",
 )
 
@@ -68,16 +75,20 @@ def more_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
     """What the page says beyond the table, a tuple per drafter in the order of `MORE_COLUMNS`."""
     return [
         (
-            row["setting"],
-            row["method"],
-            _spread(row["speedup_with_prefill"]),
-            f"{row['predicted_speedup']:.2f}×" if row["predicted_speedup"] is not None else "–",
-            _estimate(row["accepted_per_drafted"]),
+            one_line(row["setting"]),
+            one_line(row["method"]),
+            speedup(row, "speedup_with_prefill"),
+            f"{row['predicted_speedup']:.2f}×" if row.get("predicted_speedup") is not None else NONE,
+            _share(row["accepted_per_drafted"]),
             ", ".join(f"{length}: {count}" for length, count in row["accepted_length_histogram"].items()),
         )
         for row in report["rows"]
         if row.get("conditional_acceptance")
     ]
+
+
+def _share(figure: dict[str, Any]) -> str:
+    return f"{estimate(figure)} ({figure['observations']:,})"
 
 
 def _promise(row: dict[str, Any]) -> str:
@@ -88,41 +99,35 @@ def _promise(row: dict[str, Any]) -> str:
     return f"{row['label']}, {same['identical']}/{same['of']} same"
 
 
-def _estimate(figure: dict[str, float] | None) -> str:
-    if not figure or figure["value"] is None:
-        return "–"
-    return f"{figure['value']:.2f} [{figure['low']:.2f}, {figure['high']:.2f}]"
-
-
-def _spread(figure: dict[str, float] | None) -> str:
-    if not figure or figure["median"] is None:
-        return "–"
-    return f"{figure['median']:.2f}× [{figure['low_quartile']:.2f}, {figure['high_quartile']:.2f}]"
-
-
 def caption(report: dict[str, Any]) -> str:
     """What was measured, on what."""
     machine = report["hardware"]
     place = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads"
-    return (
+    return one_line(
         f"{report['parameters'] / 1e6:.1f}M-parameter target in {report['dtype']} on {place}; "
         f"{report['prompts']} prompts, up to {report['max_new_tokens']} new tokens, batch 1; commit {report['commit']}"
     )
 
 
-NOTES = (
+def notes(report: dict[str, Any]) -> str:
+    """How the table is to be read, and what its greedy texts say."""
+    return " ".join(filter(None, (_NOTES, greedy_sentence(report))))
+
+
+_NOTES = (
     "Tokens per target pass: 95% interval over prompts, prefill left out, the target's own token included. "
-    "Accepted at i: share kept of the drafts at least i deep whose first i-1 tokens were kept. "
-    "Same: greedy texts identical to plain decoding's (in bf16 near-ties may fall either way). "
-    "Speed-up: tokens/s over plain decoding by the same loop on the same prompt, prefill left out; median [quartiles]."
+    "Accepted at i: share kept of the drafts at least i deep whose first i-1 tokens were kept (of how many). "
+    "Same: greedy texts identical to plain decoding's. "
+    "Speed-up: all tokens over all seconds, divided by plain decoding's by the same loop on the same prompts, "
+    "prefill left out, 95% interval over prompts; then the median [quartiles] of the ratios of paired runs."
 )
 
 
 def terminal_table(report: dict[str, Any]) -> Table:
     """The table for a terminal."""
     table = Table(
-        title=report.get("title"),
-        caption=escape(f"{caption(report)}\n{NOTES}"),
+        title=Text(one_line(report.get("title") or "")),
+        caption=Text(f"{caption(report)}\n{notes(report)}"),
         title_style="bold",
         caption_justify="left",
     )
@@ -134,7 +139,7 @@ def terminal_table(report: dict[str, Any]) -> Table:
             table.add_section()
         previous = row[0]
         style = "yellow" if row[2].startswith("lossy") else None
-        table.add_row(*row, style=style)
+        table.add_row(*(Text(cell.replace("; ", "\n")) for cell in row), style=style)
     return table
 
 
@@ -150,16 +155,23 @@ def write_html(report: dict[str, Any], path: Path) -> None:
         ("What a target pass costs here", cost_figure(report)),
     ]
     page = environment.get_template("report.html.j2").render(
-        title=report.get("title") or "Headstart report",
+        title=one_line(report.get("title") or "Headstart report"),
         caption=caption(report),
-        notes=NOTES,
+        notes=_NOTES,
+        sentence=greedy_sentence(report),
         columns=COLUMNS,
         rows=table_rows(report),
         pictures=[(title, _svg(figure)) for title, figure in pictures],
         more_columns=MORE_COLUMNS,
         more=more_rows(report),
-        greedy=[(row["method"], row["identical_to_plain"]) for row in report["rows"] if "identical_to_plain" in row],
-        dtype=report["dtype"],
+        greedy=[
+            (row["method"], identical(row["identical_to_plain"]))
+            for row in report["rows"]
+            if row.get("identical_to_plain")
+        ],
+        command=report.get("command"),
+        fingerprints=report.get("fingerprints"),
+        settings=report.get("settings"),
         versions=report["versions"],
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -184,8 +196,12 @@ def _grid(axes: Axes, axis: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+@_literal
 def speedup_figure(report: dict[str, Any]) -> Figure:
-    """A bar per method under each setting, with quartiles; lossy ones hatched."""
+    """A bar per method under each setting: of all tokens/s, with its interval; lossy ones hatched.
+
+    A dot with a line stands for the median of paired runs and its quartiles.
+    """
     settings = _settings(report)
     counts = [sum(row["setting"] == setting for row in report["rows"]) for setting in settings]
     figure, all_axes = plt.subplots(
@@ -194,30 +210,46 @@ def speedup_figure(report: dict[str, Any]) -> Figure:
     for axes, setting in zip(all_axes[:, 0], settings, strict=True):
         rows = [row for row in report["rows"] if row["setting"] == setting][::-1]
         for position, row in enumerate(rows):
-            figures = row["speedup"]
-            if figures["median"] is None:
-                continue
-            low, high = figures["median"] - figures["low_quartile"], figures["high_quartile"] - figures["median"]
-            peer = row["method"].startswith("transformers")
-            axes.barh(
-                position,
-                figures["median"],
-                xerr=[[low], [high]],
-                color="#bbbbbb" if peer or row["method"] == "plain" else _COLOURS[0],
-                hatch="//" if row["label"] == "lossy" else None,
-                edgecolor="white",
-                error_kw={"linewidth": 1, "capsize": 2},
-            )
-            axes.text(figures["high_quartile"] + 0.03, position, f"{figures['median']:.2f}×", va="center", fontsize=8)
-        axes.set_yticks(range(len(rows)), [row["method"] for row in rows], fontsize=9)
+            _draw_speedup(axes, position, row)
+        axes.set_yticks(range(len(rows)), [one_line(row["method"]) for row in rows], fontsize=9)
         axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
-        axes.set_title(setting, loc="left", fontsize=10)
+        axes.set_title(one_line(setting), loc="left", fontsize=10)
         _grid(axes, "x")
-    all_axes[-1, 0].set_xlabel("speed-up over plain decoding, median and quartiles over prompts (hatched: lossy)")
+    all_axes[-1, 0].set_xlabel(
+        "speed-up over plain decoding: bar and label, all tokens/s with 95% interval;\n"
+        "dot and line, median and quartiles of paired runs (hatched: lossy)"
+    )
     figure.tight_layout()
     return figure
 
 
+def _draw_speedup(axes: Axes, position: int, row: dict[str, Any]) -> None:
+    totals, pairs = row.get("speedup_of_totals") or {}, row.get("speedup") or {}
+    right = 0.0
+    if totals.get("value") is not None:
+        value = totals["value"]
+        low, high = (value if totals[end] is None else totals[end] for end in ("low", "high"))
+        axes.barh(
+            position,
+            value,
+            xerr=[[max(value - low, 0)], [max(high - value, 0)]],
+            color="#bbbbbb" if row["method"].startswith("transformers") or row["method"] == "plain" else _COLOURS[0],
+            hatch="//" if row["label"] == "lossy" else None,
+            edgecolor="white",
+            error_kw={"linewidth": 1, "capsize": 2},
+        )
+        right = high
+    if pairs.get("median") is not None:
+        ends = (pairs["low_quartile"], pairs["high_quartile"])
+        axes.plot(ends, (position + 0.22,) * 2, color=_COLOURS[1], linewidth=1)
+        axes.plot(pairs["median"], position + 0.22, "o", color=_COLOURS[1], markersize=3)
+        right = max(right, pairs["high_quartile"])
+    shown = totals.get("value") if totals.get("value") is not None else pairs.get("median")
+    if shown is not None:
+        axes.text(right + 0.03, position, f"{shown:.2f}×", va="center", fontsize=8)
+
+
+@_literal
 def acceptance_figure(report: dict[str, Any]) -> Figure:
     """Unconditional acceptance at each position, a line per drafter, with 95% intervals."""
     settings = _settings(report)
@@ -225,23 +257,23 @@ def acceptance_figure(report: dict[str, Any]) -> Figure:
     names = list(dict.fromkeys(row["method"] for row in report["rows"] if row.get("unconditional_acceptance")))
     for axes, setting in zip(all_axes[0], settings, strict=True):
         for row in report["rows"]:
-            shares = row.get("unconditional_acceptance")
-            if row["setting"] != setting or not shares:
+            found = row.get("unconditional_acceptance")
+            if row["setting"] != setting or not found:
                 continue
-            positions = range(1, len(shares) + 1)
+            positions = range(1, len(found) + 1)
             colour = _COLOURS[names.index(row["method"]) % len(_COLOURS)]
             axes.plot(
-                positions, [share["value"] for share in shares], "o-", color=colour, label=row["method"], markersize=4
+                positions, _values(found, "value"), "o-", color=colour, label=one_line(row["method"]), markersize=4
             )
             axes.fill_between(
                 positions,
-                [s["low"] for s in shares],
-                [s["high"] for s in shares],
+                _values(found, "low"),
+                _values(found, "high"),
                 color=colour,
                 alpha=0.15,
                 linewidth=0,
             )
-        axes.set_title(setting, loc="left", fontsize=10)
+        axes.set_title(one_line(setting), loc="left", fontsize=10)
         axes.set_xlabel("position in the draft")
         axes.set_ylim(0, 1)
         axes.xaxis.get_major_locator().set_params(integer=True)
@@ -254,6 +286,12 @@ def acceptance_figure(report: dict[str, Any]) -> Figure:
     return figure
 
 
+def _values(figures: list[dict[str, Any]], key: str) -> list[float]:
+    """What could not be measured is left out of a line."""
+    return [math.nan if figure[key] is None else figure[key] for figure in figures]
+
+
+@_literal
 def time_figure(report: dict[str, Any]) -> Figure:
     """Share of the decoding time in the draft, in the target's pass, and in neither."""
     rows = [row for row in report["rows"] if row.get("time_split")][::-1]
@@ -266,7 +304,8 @@ def time_figure(report: dict[str, Any]) -> Figure:
                 position, share, left=left, color=colour, label=part if position == 0 else None, edgecolor="white"
             )
             left += share
-    axes.set_yticks(range(len(rows)), [f"{row['method']} ({row['setting']})" for row in rows], fontsize=9)
+    labels = [one_line(f"{row['method']} ({row['setting']})") for row in rows]
+    axes.set_yticks(range(len(rows)), labels, fontsize=9)
     axes.set_xlabel("share of the decoding time")
     axes.set_xlim(0, 1)
     axes.legend(fontsize=8, ncols=3, frameon=False, loc="lower left", bbox_to_anchor=(0, 1))

@@ -16,12 +16,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from decoding.loading import load_model
+from decoding.fingerprint import stored_fingerprint
 from trainer import quickstart
 from trainer.cli import guarded
 from trainer.commands import EvaluateOptions, run_evaluate
 from trainer.export import export
-from trainer.provenance import fingerprint
 from trainer.train import ensure_built
 
 ROOT = Path(__file__).parent.parent
@@ -60,7 +59,7 @@ def discard_stale(recipe: str) -> None:
     provenance = Path(artefact(recipe)) / "provenance.json"
     if provenance.is_file():
         trained_on = json.loads(provenance.read_text())["target"]["fingerprint"]
-        if trained_on != fingerprint(load_model(str(quickstart.folder()))):
+        if trained_on != stored_fingerprint(quickstart.folder()):
             print(f"{provenance.parent.parent} was trained on another target: starting over")
             shutil.rmtree(provenance.parent.parent)
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 
+from decoding.figures import greedy_sentence
+from decoding.markdown import text
 from decoding.report import caption, markdown_table, speedup_figure
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,7 +28,8 @@ def results_folder(report: dict[str, Any]) -> Path:
 
 def readme_block(report: dict[str, Any]) -> str:
     """What stands between the README's markers."""
-    return f"{BEGIN}\n{markdown_table(report)}\n\n{caption(report)}.\n{END}"
+    below = " ".join(filter(None, (f"{caption(report)}.", greedy_sentence(report))))
+    return f"{BEGIN}\n{markdown_table(report)}\n\n{text(below)}\n{END}"
 
 
 def main(source: str, name: str) -> None:

@@ -8,11 +8,13 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
+from decoding.redact import basename, is_hub_id, without_local_paths
 from trainer.export.card import Artefact, read_provenance, read_report, render_card
-from trainer.export.redact import basename, is_hub_id, without_local_paths
+from trainer.export.measured import read_measured
 
 ESTIMATE = {"value": 2.314, "low": 2.2, "high": 2.43, "observations": 12}
 SPREAD = {"median": 1.712, "low_quartile": 1.6, "high_quartile": 1.82, "observations": 12}
+TOTALS = {"value": 1.512, "low": 1.4, "high": 1.62, "observations": 12}
 SHARES = [
     {"value": 0.71, "low": 0.69, "high": 0.73, "observations": 2812},
     {"value": 0.48, "low": 0.45, "high": 0.51, "observations": 1996},
@@ -22,13 +24,15 @@ SHARES = [
 def report() -> dict[str, Any]:
     """As `decoding.evaluate.evaluate` returns it: a lossless row, a lossy one, and a peer without acceptance."""
     figures = {
+        "artefact": "heads",
+        "speedup_of_totals": TOTALS,
         "tokens_per_pass": ESTIMATE,
         "conditional_acceptance": SHARES,
         "unconditional_acceptance": SHARES,
         "speedup": SPREAD,
         "speedup_with_prefill": SPREAD,
     }
-    greedy = {"identical": 11, "of": 12, "largest_margin": 0.03125}
+    greedy = {"identical": 11, "of": 12, "largest_margin": 0.03125, "ended_early": 0}
     peer = {"setting": "greedy", "method": "transformers generate", "label": "lossless", "speedup": SPREAD}
     return {
         "hardware": {"processor": "Example CPU", "cores": 2, "threads": 2, "gpu": "Example GPU"},
@@ -76,7 +80,9 @@ def card_of(
         (folder / "provenance.json").write_text(json.dumps(provenance))
     if report is not None:
         (folder / "report.json").write_text(json.dumps(report))
-    measured = read_report(folder / "report.json") if report is not None else None
+    kind = "draft" if format == "draft" else "heads"
+    path = folder / "report.json"
+    measured = read_measured(without_local_paths(read_report(path)), str(path), kind) if report is not None else None
     heads = 0 if format == "draft" else 2
     artefact = Artefact(format, 1234, "bfloat16", hidden_size=8, vocab_size=12, layers=2, heads=heads, tree_nodes=4)
     return render_card(artefact, read_provenance(folder), measured)
@@ -85,14 +91,15 @@ def card_of(
 def test_the_card_holds_every_figure_with_its_label_and_what_it_was_measured_on(tmp_path: Path) -> None:
     card = card_of(tmp_path, report=report())
     rows = [line for line in card.splitlines() if line.startswith("| ") and "**" in line]
+    median = "median 1.71× [1.60, 1.82]"
     assert rows == [
-        "| greedy | transformers generate | **lossless** | – | – | 1.71× (1.60–1.82) | 1.71× (1.60–1.82) | – |",
-        "| greedy | medusa | **lossless** | 2.31 [2.20–2.43] | 0.71 / 0.48 "
-        "| 1.71× (1.60–1.82) | 1.71× (1.60–1.82) | 1.71× (1.60–1.82) |",
-        "| T=1, typical | a\\|b | **lossy** | 2.31 [2.20–2.43] | 0.71 / 0.48 "
-        "| 1.71× (1.60–1.82) | 1.71× (1.60–1.82) | – |",
+        f"| greedy | transformers generate | **lossless** | – | – | {median} | {median} | – |",
+        f"| greedy | medusa | **lossless** | 2.31 [2.20, 2.43] | 0.71 (2,812) / 0.48 (1,996) "
+        f"| 1.51× [1.40, 1.62]; {median} | {median} | {median} |",
+        f"| T=1, typical | a\\|b | **lossy** | 2.31 [2.20, 2.43] | 0.71 (2,812) / 0.48 (1,996) "
+        f"| 1.51× [1.40, 1.62]; {median} | {median} | – |",
     ]
-    assert "| greedy | medusa | 2 | 0.48 [0.45–0.51] of 1,996 | 0.48 [0.45–0.51] of 1,996 |" in card
+    assert "| greedy | medusa | 2 | 0.48 [0.45, 0.51] of 1,996 | 0.48 [0.45, 0.51] of 1,996 |" in card
     for fact in ("Example GPU", "Example CPU", "bfloat16", "12 prompts", "96 new tokens", "abc123def456"):
         assert fact in card
     assert "medusa: 11 of 12, largest logit margin where they part 0.0312" in card

@@ -1,6 +1,7 @@
 """The command line: what it prints, its exit codes, its one-line errors."""
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -12,8 +13,11 @@ from tiny_tokenizer import byte_tokenizer
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from decoding.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
 from decoding.generate import DecodingConfig, Step
 from decoding.heads import MedusaConfig, MedusaHeads
+from decoding.loading import load_tokenizer
+from decoding.prompts import read_prompts
 from decoding.sampling import SamplingConfig
 from decoding.verify import SAMPLED_VERIFY
 from trainer import commands
@@ -128,6 +132,40 @@ def test_evaluate_writes_the_report_and_prints_the_table(
     assert {row["setting"] for row in report["rows"]} == {"greedy", "T=1"}
     assert (tmp_path / "report.html").stat().st_size > 10_000
     assert "transformers generate" in output and "lossless, 2/2 same" in output
+    by = {row["method"]: row["artefact"] for row in report["rows"]}
+    assert by["plain"] is by["prompt lookup"] is by["transformers generate"] is None
+    assert by["medusa, tree of 9"] == "heads" and by["transformers assisted, 4 tokens"] == "draft"
+    assert by["draft model, 4 tokens"] == by["draft model, tree of 4"] == "draft"
+
+
+def test_a_report_says_what_it_measured_and_how_and_no_path_or_secret(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = "ghp_" + 30 * "a"
+    words = [
+        "evaluate", "--target", str(models / "target"), "--heads", str(models / "heads"), "--prompts",
+        str(models / "prompts.jsonl"), "--limit", "2", "--max-new-tokens", "4", "--dtype", "fp32", "--output",
+        str(tmp_path), "--settings", "greedy", "--title", f"of {models}/target with {secret}",
+    ]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["/opt/zoe/bin/headstart", *words])
+    code, _ = run(*words)
+    assert code == 0
+    written = (tmp_path / "report.json").read_text()
+    report = json.loads(written)
+    tokenizer = load_tokenizer(str(models / "target"))
+    assert report["fingerprints"] == {
+        "target": stored_fingerprint(models / "target"),
+        "heads": stored_fingerprint(models / "heads"),
+        "draft": None,
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "prompts": prompts_fingerprint(read_prompts(models / "prompts.jsonl", tokenizer, 2, None, None)),
+    }
+    assert report["command"].startswith("headstart evaluate --target target --heads heads --prompts prompts.jsonl ")
+    assert report["settings"]["max_new_tokens"] == 4 and report["settings"]["dtype"] == "fp32"
+    page = (tmp_path / "report.html").read_text()
+    for leak in (secret, str(models), str(tmp_path), "zoe"):
+        assert leak not in written and leak not in page
+    assert report["command"].replace("'", "&#39;") in page and report["fingerprints"]["heads"] in page
 
 
 ERRORS = {

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ from tiny_models import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from decoding.fingerprint import stored_fingerprint
 from decoding.heads import MedusaConfig, MedusaHeads
 from trainer.export import FORMATS, export
 from trainer.export.vllm import read_vllm_heads
@@ -57,6 +59,17 @@ def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_json(path: Path, value: Any) -> Path:
     path.write_text(json.dumps(value))
     return path
+
+
+def report_of(**fingerprints: str | None) -> dict[str, Any]:
+    """A report of heads or a draft, of one row each, with prompt lookup."""
+    drafted = [("medusa", "heads"), ("draft model", "draft"), ("prompt lookup", None), ("plain", None)]
+    drafted += [("transformers generate", None), ("transformers assisted", "draft")]
+    rows = [
+        {"setting": "T=1, typical", "method": method, "label": "lossy", "artefact": artefact}
+        for method, artefact in drafted
+    ]
+    return {"fingerprints": fingerprints, "rows": rows}
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -185,11 +198,79 @@ def test_a_draft_comes_back_with_bit_equal_logits_and_its_tokenizer(draft_folder
     assert not any(str(draft_folder.parent) in path.read_text(errors="replace") for path in summary.folder.iterdir())
 
 
+def export_with(source: Path, destination: Path, report: dict[str, Any], format: str = "headstart") -> str:
+    """The card of an export with a report."""
+    path = write_json(destination.with_name("report.json"), report)
+    export(source, destination, format, path, overwrite=True)
+    return (destination / "README.md").read_text()
+
+
+def test_a_report_of_other_weights_does_not_get_onto_a_card(heads_folder: Path, tmp_path: Path) -> None:
+    mine, out = stored_fingerprint(heads_folder), tmp_path / "out"
+    refused = [
+        ({"rows": report_of()["rows"]}, "does not tell by fingerprints what it measured"),
+        (report_of(heads=None), "measured no heads"),
+        (report_of(draft="0" * 16), "measured no heads"),
+        (report_of(heads="0" * 16), rf"measured the heads 0{{16}}, but .* holds {mine}"),
+    ]
+    for report, complaint in refused:
+        with pytest.raises(
+            ValueError, match=f"{complaint}.*: measure this one with `headstart evaluate`, or export wi"
+        ):
+            export_with(heads_folder, out, report)
+    assert not out.exists()
+    export_with(heads_folder, out, report_of(heads=mine))
+
+
+def test_a_report_on_another_target_does_not_get_onto_a_card(heads_folder: Path, tmp_path: Path) -> None:
+    mine = stored_fingerprint(heads_folder)
+    write_json(heads_folder / "provenance.json", {"target": {"name": "org/target", "fingerprint": "feedfacecafebeef"}})
+    with pytest.raises(
+        ValueError, match=r"measured the target 0{16}, but what .* holds was trained for feedfacecafebeef"
+    ):
+        export_with(heads_folder, tmp_path / "out", report_of(heads=mine, target="0" * 16))
+    export_with(heads_folder, tmp_path / "out", report_of(heads=mine, target="feedfacecafebeef"))
+
+
+def test_heads_that_were_trained_with_adapters_are_measured_on_the_adapted_target(
+    heads_folder: Path, tmp_path: Path
+) -> None:
+    mine = stored_fingerprint(heads_folder)
+    provenance = {"recipe": {"adapters": {"rank": 8}}, "target": {"name": "org/t", "fingerprint": "feedfacecafebeef"}}
+    write_json(heads_folder / "provenance.json", provenance)
+    tiny_model().save_pretrained(heads_folder / "target")
+    with pytest.raises(ValueError, match=r"measured the target feedfacecafebeef, but what"):
+        export_with(heads_folder, tmp_path / "out", report_of(heads=mine, target="feedfacecafebeef"))
+    adapted = stored_fingerprint(heads_folder / "target")
+    assert "medusa" in export_with(heads_folder, tmp_path / "out", report_of(heads=mine, target=adapted))
+
+
+def test_a_report_measured_before_an_export_in_our_format_fits_what_was_exported(
+    heads_folder: Path, draft_folder: Path, tmp_path: Path
+) -> None:
+    for source, format, kind in ((heads_folder, "headstart", "heads"), (draft_folder, "draft", "draft")):
+        exported = tmp_path / f"exported {kind}"
+        export(source, exported, format)
+        report = report_of(**{kind: stored_fingerprint(source)})
+        assert "| T=1, typical |" in export_with(exported, tmp_path / f"again {kind}", report, format)
+
+
+def test_a_card_shows_the_rows_of_its_own_artefact_plain_decoding_and_transformers(
+    heads_folder: Path, draft_folder: Path, tmp_path: Path
+) -> None:
+    report = report_of(heads=stored_fingerprint(heads_folder), draft=stored_fingerprint(draft_folder))
+    shown = {}
+    for source, format in ((heads_folder, "headstart"), (draft_folder, "draft")):
+        card = export_with(source, tmp_path / format, report, format)
+        shown[format] = re.findall(r"^\| T=1, typical \| ([^|]+) \| \*\*", card, re.MULTILINE)
+    assert shown["headstart"] == ["medusa", "plain", "transformers generate"]
+    assert shown["draft"] == ["draft model", "plain", "transformers generate", "transformers assisted"]
+
+
 @pytest.mark.parametrize("format", ["headstart", "vllm"])
 def test_every_export_carries_a_card_with_what_is_known(heads_folder: Path, tmp_path: Path, format: str) -> None:
     write_json(heads_folder / "provenance.json", {"target": {"name": "org/target-1b"}})
-    rows = [{"setting": "T=1, typical", "method": "medusa", "label": "lossy"}]
-    report = write_json(tmp_path / "report.json", {"rows": rows})
+    report = write_json(tmp_path / "report.json", report_of(heads=stored_fingerprint(heads_folder)))
     summary = export(heads_folder, tmp_path / "out", format, report)
     card = (summary.folder / "README.md").read_text()
     assert "base_model: org/target-1b" in card and "| T=1, typical | medusa | **lossy** |" in card

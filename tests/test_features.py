@@ -15,13 +15,13 @@ from tiny_models import full_forward, tiny_model
 from tiny_training import tiny_tokenizer, toy_examples
 from torch import Tensor
 
+from decoding.fingerprint import fingerprint
 from decoding.target import CausalLM, capture_lm_head_input
 from trainer import store as stores
 from trainer.batch import Example, collate
 from trainer.features import FeatureIdentity, FeatureStore, FeatureWriter, ensure_features
 from trainer.hidden import OnlineTarget, StoredFeatures
 from trainer.medusa import MedusaObjective
-from trainer.provenance import fingerprint
 from trainer.recipe import FeaturesSection, HeadsSection
 from trainer.shards import Layout
 from trainer.store import estimate_bytes, write_store

@@ -10,6 +10,7 @@ from decoding.metrics import (
     expected_tokens,
     predicted_speedup,
     proportion,
+    ratio_of_rates,
     ratio_of_sums,
     spread,
 )
@@ -79,3 +80,23 @@ def test_predicted_speedups_are_those_of_the_closed_form(rate: float, cost: floa
 
 def test_a_perfect_draft_gives_its_depth_and_one() -> None:
     assert expected_tokens(1.0, 7) == 8
+
+
+def test_a_ratio_of_rates_is_that_of_all_tokens_over_all_seconds() -> None:
+    texts = [(10.0, 1.0, 10.0, 2.0), (10.0, 1.0, 10.0, 2.0), (1000.0, 1000.0, 1000.0, 1000.0)]
+    estimate = ratio_of_rates(texts)
+    assert estimate.value == pytest.approx(1004 / 1002) and estimate == ratio_of_rates(texts)
+    assert estimate.low == pytest.approx(1.0) and estimate.high == pytest.approx(2.0)
+
+
+def test_a_ratio_of_rates_draws_a_text_with_both_its_sides() -> None:
+    """Every text is twice as fast, so every draw is; with sides drawn apart the texts' sizes would tell."""
+    estimate = ratio_of_rates([(float(i), 1.0 * i, 2.0 * i, 4.0 * i) for i in range(1, 20)])
+    assert estimate[:3] == pytest.approx((2.0, 2.0, 2.0)) and estimate.observations == 19
+
+
+def test_texts_without_tokens_leave_the_others_their_ratio_and_alone_have_none() -> None:
+    estimate = ratio_of_rates([(0.0, 0.0, 0.0, 0.0), (4.0, 1.0, 4.0, 2.0)])
+    assert estimate == (2.0, 2.0, 2.0, 2)
+    assert all(math.isnan(figure) for figure in ratio_of_rates([(0.0, 0.0, 0.0, 0.0)])[:3])
+    assert math.isnan(ratio_of_rates([]).value)

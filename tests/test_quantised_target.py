@@ -14,10 +14,10 @@ from tiny_training import recipe_content, write_corpus, write_target
 from torch import nn
 
 from decoding.compress import quantised
+from decoding.fingerprint import stored_fingerprint
 from trainer.assemble import Job, assemble
 from trainer.batch import collate
 from trainer.distill import DistillObjective
-from trainer.provenance import fingerprint
 from trainer.read_recipe import parse_recipe
 
 
@@ -54,11 +54,11 @@ def test_a_rounded_target_teaches_and_a_draft_is_made_of_it_as_it_was(tmp_path: 
     whole, job = job_of(tmp_path), job_of(tmp_path, quantise="int8")
     assert job.target is not None and job.target.model is not None and whole.target is not None
     assert isinstance(job.objective, DistillObjective) and isinstance(whole.objective, DistillObjective)
-    rounded, as_it_was = quantised(tiny_model(), lm_head=False), tiny_model()
+    rounded = quantised(tiny_model(), lm_head=False)
     assert torch.equal(full_forward(job.target.model.model, [4, 5]), full_forward(rounded, [4, 5]))
     drafts = [objective.draft_for_decoding().model for objective in (job.objective, whole.objective)]
     assert torch.equal(full_forward(drafts[0], [4, 5]), full_forward(drafts[1], [4, 5]))
-    assert job.target.fingerprint == whole.target.fingerprint == fingerprint(as_it_was)
+    assert job.target.fingerprint == whole.target.fingerprint == stored_fingerprint(tmp_path / "target")
     batch = collate(job.dataset.examples[:2], range(2))
     (ours,), (theirs,) = (objective.inputs(batch, 0) for objective in (job.objective, whole.objective))
     assert not torch.equal(ours.teacher.hidden, theirs.teacher.hidden)

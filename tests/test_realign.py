@@ -157,6 +157,25 @@ def test_the_stale_draft_is_measured_once(workshop: Path, monkeypatch: pytest.Mo
         realign._measure_stale(options(workshop, draft_tokens=2))
 
 
+@pytest.mark.parametrize("damage", ['{"options": {', "[]", "{}", '{"options": {}, "fit": 3}'])
+def test_a_kept_measurement_that_cannot_be_read_is_made_again(workshop: Path, damage: str) -> None:
+    first = realign._measure_stale(prepared(options(workshop)))
+    kept = workshop / "run" / "stale.json"
+    whole = kept.read_text()
+    kept.write_text(damage)
+    assert realign._measure_stale(options(workshop)) == first and kept.read_text() == whole
+
+
+def test_a_target_that_was_tuned_again_in_its_place_is_measured_anew(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    realign._measure_stale(prepared(options(workshop)))
+    save(counting_model(), workshop / "tuned")
+    monkeypatch.setattr(realign, "_measure", lambda *arguments: pytest.fail("measured again"))
+    with pytest.raises(pytest.fail.Exception, match="measured again"):
+        realign._measure_stale(options(workshop))
+
+
 def prepared(options: RealignOptions) -> RealignOptions:
     split_prompts(options)
     return options

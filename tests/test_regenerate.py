@@ -235,6 +235,7 @@ def test_a_larger_limit_goes_on_where_the_smaller_one_ended(models: Path, tmp_pa
         ({"prompt_field": "prompt"}, "prompt_field None, not 'prompt'"),
         ({"keep_truncated": False}, "keep_truncated True, not False"),
         ({"target": "random"}, "target_fingerprint"),
+        ({"dtype": "fp32"}, "dtype 'bf16', not 'fp32'"),
         ({"rows": ["a", "c"]}, "prompts_sha256"),
     ],
     ids=lambda value: str(value),
@@ -264,6 +265,41 @@ def test_a_half_written_line_is_cut_off_when_the_file_is_opened(tmp_path: Path) 
     with AnswerFile(path, {}, {}, keep_truncated=True) as answers:
         assert answers.done == {Key(1, 0)}
     assert path.read_text() == '{"row": 1, "sample": 0}\n'
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "complaint"),
+    [
+        ("answers.jsonl", b'{"row": 1, "sample": 0}\n{"row": 2, "sam}\n', r"answers\.jsonl, line 2 is damaged"),
+        ("answers.jsonl", b'{"row": 1}\n', r"answers\.jsonl, line 1 is damaged \(it is no object with row, sample\)"),
+        ("answers.jsonl.failed.jsonl", b"\xff\xfe\n", r"failed\.jsonl, line 1 is damaged"),
+        ("answers.jsonl.failed.jsonl", b"[1]\n", r"failed\.jsonl, line 1 is damaged"),
+    ],
+)
+def test_a_damaged_line_is_named_and_said_to_be_answered_again_once_it_is_deleted(
+    tmp_path: Path, file: str, content: bytes, complaint: str
+) -> None:
+    path = tmp_path / "answers.jsonl"
+    with AnswerFile(path, {}, {}, keep_truncated=True):
+        (tmp_path / file).write_bytes(content)
+    for _ in range(2):  # what is refused is not left locked
+        with pytest.raises(ValueError, match=f"{complaint}.*: delete that line, and what it held is answered again"):
+            AnswerFile(path, {}, {}, keep_truncated=True)
+    assert (tmp_path / file).read_bytes() == content
+
+
+@pytest.mark.parametrize("damage", [b'{"settings": {"se', b"\xff", b"[]", b'{"settings": 3}', b""])
+def test_damaged_settings_are_named_where_there_are_answers_and_written_anew_where_there_are_none(
+    tmp_path: Path, damage: bytes
+) -> None:
+    path, meta = tmp_path / "answers.jsonl", tmp_path / "answers.jsonl.meta.json"
+    meta.write_bytes(damage)
+    with AnswerFile(path, {"seed": 1}, {}, keep_truncated=True):
+        assert json.loads(meta.read_text())["settings"] == {"seed": 1}
+    path.write_text('{"row": 1, "sample": 0}\n')
+    meta.write_bytes(damage or b" ")
+    with pytest.raises(ValueError, match=r"answers\.jsonl\.meta\.json is damaged.*or name another output"):
+        AnswerFile(path, {"seed": 1}, {}, keep_truncated=True)
 
 
 def test_two_runs_do_not_write_one_file_together(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from tiny_models import full_forward, tiny_model
 from tiny_training import tiny_tokenizer, toy_examples, write_rows
 from torch import Tensor
 
+from decoding.fingerprint import fingerprint
 from decoding.target import CausalLM
 from trainer import teacher_cache
 from trainer.assemble import Target
@@ -20,7 +21,6 @@ from trainer.draft_sections import TeacherSection
 from trainer.features import FeatureIdentity, FeatureWriter
 from trainer.fused import fused_loss
 from trainer.losses import LossMix, divergence
-from trainer.provenance import fingerprint
 from trainer.recipe import DataSection
 from trainer.store import estimate_bytes, write_store
 from trainer.teacher_cache import TeacherIdentity, TeacherStore, TeacherWriter, sample_tail, teacher_identity

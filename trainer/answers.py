@@ -15,8 +15,10 @@ from typing import Any, Literal, NamedTuple, Protocol, TextIO
 
 from transformers import PreTrainedTokenizerBase
 
+from decoding.loading import first_line
 from decoding.prompts import check_messages, prompt_of, read_rows
 
+_KEYS = frozenset({"row", "sample"})
 Message = dict[str, str]
 Problem = Literal["empty", "truncated", "failed"]
 
@@ -152,15 +154,32 @@ def read_answer(tokenizer: PreTrainedTokenizerBase, tokens: list[int], truncated
 
 
 class _Lines:
-    """A file of JSON objects that grows by whole lines, and starts without the half one that a kill left."""
+    """A file of JSON objects that grows by whole lines, and starts without the half one that a kill left.
 
-    def __init__(self, path: Path) -> None:
+    ``keys`` are what every object has. ValueError names a line that is damaged.
+    """
+
+    def __init__(self, path: Path, keys: frozenset[str] = frozenset()) -> None:
         self.path = path
         content = path.read_bytes() if path.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
         if len(whole) < len(content):
             os.truncate(path, len(whole))
-        self.rows: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
+        lines = enumerate(whole.split(b"\n")[:-1], start=1)
+        self.rows: list[dict[str, Any]] = [self._read(line, number, keys) for number, line in lines]
+
+    def _read(self, line: bytes, number: int, keys: frozenset[str]) -> dict[str, Any]:
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            problem = first_line(error)
+        else:
+            if isinstance(row, dict) and keys <= row.keys():
+                return row
+            problem = f"it is no object with {', '.join(sorted(keys))}"
+        raise ValueError(
+            f"{self.path}, line {number} is damaged ({problem}): delete that line, and what it held is answered again"
+        )
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
         """Write the rows and wait until the disk has them."""
@@ -174,8 +193,9 @@ class _Lines:
 
     def replace(self, rows: Sequence[dict[str, Any]]) -> None:
         """Put other rows in the file's place, in one step."""
-        fresh = _Lines(self.path.with_name(self.path.name + ".new"))
-        fresh.path.write_bytes(b"")
+        path = self.path.with_name(self.path.name + ".new")
+        path.write_bytes(b"")
+        fresh = _Lines(path)
         fresh.append(rows)
         os.replace(fresh.path, self.path)
         self.rows = list(rows)
@@ -191,8 +211,12 @@ class AnswerFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._held = _hold(path, settings, about)
         self._keep_truncated = keep_truncated
-        self._answers = _Lines(path)
-        self._set_aside = _Lines(path.with_name(path.name + ".failed.jsonl"))
+        try:
+            self._answers = _Lines(path, _KEYS)
+            self._set_aside = _Lines(_set_aside_of(path), _KEYS | {"again", "reason"})
+        except ValueError:
+            self._held.close()
+            raise
         settled = [row for row in self._set_aside.rows if not row["again"]]
         if len(settled) < len(self._set_aside.rows):
             self._set_aside.replace(settled)
@@ -274,15 +298,34 @@ def _hold(path: Path, settings: dict[str, Any], about: dict[str, Any]) -> TextIO
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"another run is writing {path}: wait for its end, or name another output") from None
-        file.seek(0)
-        if written := file.read():
-            _check_settings(path, json.loads(written)["settings"], settings)
-        else:
+        written = _settings_of(meta)
+        if written is not None:
+            _check_settings(path, written, settings)
+        elif any(lines.exists() and lines.stat().st_size for lines in (path, _set_aside_of(path))):
+            raise ValueError(
+                f"{meta} is damaged, so nothing tells how {path} was made: put that file back, or name another output"
+            )
+        else:  # nothing was answered yet
+            file.truncate(0)
             file.write(json.dumps({"settings": settings, "about": about}, indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())  # before any answer is
         on_error.pop_all()
     return file
+
+
+def _settings_of(meta: Path) -> dict[str, Any] | None:
+    """None where the file is empty or damaged."""
+    try:
+        settings = json.loads(meta.read_bytes())["settings"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return settings if isinstance(settings, dict) else None
+
+
+def _set_aside_of(path: Path) -> Path:
+    """Where the conversations without an answer stand."""
+    return path.with_name(path.name + ".failed.jsonl")
 
 
 def _check_settings(path: Path, written: dict[str, Any], settings: dict[str, Any]) -> None:

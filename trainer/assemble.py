@@ -12,6 +12,7 @@ from rich.console import Console
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from decoding.compress import quantised
+from decoding.fingerprint import fingerprint, stored_fingerprint
 from decoding.loading import load_draft, load_model, load_tokenizer, parse_dtype
 from decoding.target import CausalLM
 from trainer.batch import check_documents_are_apart
@@ -26,7 +27,6 @@ from trainer.medusa2 import Medusa2Objective
 from trainer.objective import Objective
 from trainer.on_policy import draft_source
 from trainer.pretrain import PretrainObjective
-from trainer.provenance import fingerprint
 from trainer.quickstart import resolve
 from trainer.recipe import AnyRecipe, DraftRecipe, FeaturesSection, MedusaRecipe, PretrainRecipe
 from trainer.shards import digest_of_each
@@ -36,14 +36,14 @@ from trainer.teacher_cache import teacher_of
 
 @dataclass(frozen=True)
 class Target:
-    """What is sped up. ``model`` is None where features stand in for it; ``fingerprint`` is of all it is."""
+    """What is sped up. ``model`` is None where features stand in for it; ``fingerprint`` is of what is stored."""
 
     name: str
     model: CausalLM | None
     dtype: torch.dtype
     fingerprint: str
     rounding: str | None = None
-    """How the weights of ``model`` were rounded, after the fingerprint was taken."""
+    """How the weights of ``model`` were rounded once they were loaded."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def load_target(recipe: AnyRecipe, device: torch.device) -> Target | None:
         )
     if recipe.data.packing:
         check_documents_are_apart(model.model)
-    return Target(name, model, dtype, fingerprint(model.model))
+    return Target(name, model, dtype, stored_fingerprint(name, recipe.trust_remote_code))
 
 
 def as_teacher(recipe: AnyRecipe, target: Target, device: torch.device) -> Target:

@@ -191,7 +191,9 @@ def export(
     source: Annotated[Path, typer.Argument(help="The final/ folder of a training run.")],
     destination: Annotated[Path, typer.Argument(help="A new folder.")],
     format: Annotated[str, typer.Option(help="headstart or vllm for heads, draft for a draft.")],
-    report: Annotated[Path | None, typer.Option(help="report.json of an evaluation, for the model card.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="report.json of an evaluation of these weights, for the model card.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace what is in the folder.")] = False,
 ) -> None:
     """Write heads or a draft in a format that servers load, with a model card; read it back and compare."""

@@ -1,7 +1,8 @@
 """What the commands that decode do: evaluate and generate."""
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers.utils import logging
 from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, PromptLookupDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.evaluate import EvaluationConfig, evaluate, standard_methods, write_report
+from decoding.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
 from decoding.generate import DecodingConfig, Step, decode, decode_steps
 from decoding.loading import (
     eos_token_ids,
@@ -25,6 +27,7 @@ from decoding.loading import (
 )
 from decoding.policy import named_policy
 from decoding.prompts import encode_prompt, read_prompts
+from decoding.redact import published_command, without_local_paths
 from decoding.report import terminal_table, write_html
 from decoding.sampling import SamplingConfig
 from decoding.speculate import named_rule
@@ -75,6 +78,7 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
     prompts = read_prompts(
         resolve(options.prompts), tokenizer, options.limit, options.prompt_field, options.prompt_tokens
     )
+    made_by = _made_by(options, tokenizer, prompts)  # now: a file may be another when all is measured
     config = EvaluationConfig(
         max_new_tokens=options.max_new_tokens,
         rounds=options.rounds,
@@ -88,12 +92,32 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
     with _progress(console) as bar:
         task = bar.add_task("evaluating", total=total)
         report = evaluate(target, methods, prompts, config, lambda: bar.advance(task))
-    report["title"] = options.title or f"{Path(options.target).name} on {Path(options.prompts).name}"
+    title = options.title or f"{Path(options.target).name} on {Path(options.prompts).name}"
+    report = {"title": without_local_paths(title), **made_by, **report}
     write_report(report, options.output / "report.json")
     write_html(report, options.output / "report.html")
     _wide(console).print(terminal_table(report))
     console.print(f"written: {options.output / 'report.json'}, {options.output / 'report.html'}", highlight=False)
     return report
+
+
+def _made_by(
+    options: EvaluateOptions, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """What a report says of how it was made: the command, its settings, and fingerprints of all that was measured."""
+    trusted = options.trust_remote_code
+    named = {"target": resolve(options.target), "heads": options.heads, "draft": options.draft}
+    kept_apart = {*named, "prompts", "output", "title"}
+    settings = {name: value for name, value in vars(options).items() if name not in kept_apart}
+    return {
+        "command": published_command(sys.argv),
+        "settings": without_local_paths(settings),
+        "fingerprints": {
+            **{name: stored_fingerprint(model, trusted) if model else None for name, model in named.items()},
+            "tokenizer": tokenizer_fingerprint(tokenizer),
+            "prompts": prompts_fingerprint(prompts),
+        },
+    }
 
 
 def _progress(console: Console) -> Progress:
@@ -109,7 +133,7 @@ def _progress(console: Console) -> Progress:
 
 def _wide(console: Console) -> Console:
     """Where nobody set a width (a file, a pipe), give the table the room it needs."""
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(file=console.file, width=172)
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(file=console.file, width=190)
 
 
 def run_generate(options: GenerateOptions, console: Console | None = None) -> None:

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from decoding.drafters import DraftModelDrafter
 from decoding.evaluate import measure_acceptance
+from decoding.fingerprint import stored_fingerprint
 from decoding.generate import DecodingConfig
 from decoding.loading import (
     check_same_tokenizer,
@@ -189,14 +190,34 @@ def recipe_of(options: RealignOptions, positions: int) -> AnyRecipe:
 
 def _measure_stale(options: RealignOptions) -> Fit:
     """The stale draft's figures, kept on disk for a run that goes on."""
+    file = options.output / _STALE
+    kept = _kept(file, options) if file.exists() else None
+    if kept is not None:
+        return kept
+    found = _measure(options, options.draft)
+    write_text(file, json.dumps({"options": _made_by(options), "fit": found._asdict()}, indent=2) + "\n")
+    return found
+
+
+def _made_by(options: RealignOptions) -> dict[str, str]:
+    """What figures of the stale draft depend on: options, target, held-out rows; its folder may hold another by now."""
     made_by = {name: str(value) for name, value in vars(options).items() if name != "output"}
     made_by["heldout rows"] = hashlib.sha256((options.output / _HELDOUT).read_bytes()).hexdigest()
-    file = options.output / _STALE
-    if file.exists() and (kept := json.loads(file.read_text()))["options"] == made_by:
-        return Fit(**kept["fit"])
-    found = _measure(options, options.draft)
-    write_text(file, json.dumps({"options": made_by, "fit": found._asdict()}, indent=2) + "\n")
-    return found
+    made_by["target weights"] = stored_fingerprint(resolve(options.target), options.trust_remote_code)
+    return made_by
+
+
+def _kept(file: Path, options: RealignOptions) -> Fit | None:
+    """The figures in a file; None where they were measured of something else, or cannot be read."""
+    try:
+        kept = json.loads(file.read_bytes())
+        if kept["options"] != _made_by(options):
+            return None
+        fit = Fit(**kept["fit"])
+        _said(fit.figures)
+        return fit
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _measure(options: RealignOptions, name: str) -> Fit:

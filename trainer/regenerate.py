@@ -19,6 +19,7 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter
+from decoding.fingerprint import stored_fingerprint
 from decoding.generate import DecodingConfig, check_prompt, decode_batch_steps
 from decoding.loading import eos_token_ids, load_draft, load_heads, load_model, load_tokenizer, parse_dtype
 from decoding.machine import commit, versions
@@ -37,7 +38,6 @@ from trainer.answers import (
     read_conversations,
 )
 from trainer.options import RegenerateOptions
-from trainer.provenance import fingerprint
 from trainer.quickstart import resolve
 from trainer.train import ensure_built
 
@@ -308,7 +308,8 @@ def _target(options: RegenerateOptions, sampling: SamplingConfig) -> tuple[Backe
     )
     chat = tokenizer.chat_template is not None
     backend = TargetBackend(target, tokenizer, drafter, config, options.batch_size)
-    return backend, {"chat": chat, "target_fingerprint": fingerprint(target.model)}
+    fingerprint = stored_fingerprint(name, trusted)
+    return backend, {"chat": chat, "dtype": options.dtype, "target_fingerprint": fingerprint}
 
 
 def _endpoint(options: RegenerateOptions) -> tuple[Backend, dict[str, Any]]:

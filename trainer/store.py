@@ -77,7 +77,7 @@ class Identity(ABC):
     """The recipe's, that names the folder."""
 
     target: str
-    """`trainer.provenance.fingerprint` of it."""
+    """`decoding.fingerprint.stored_fingerprint` of it."""
     tokenizer: str
     data: str
     vocab_size: int

@@ -61,6 +61,8 @@ class Drafter(ABC):
     """Opens sessions; holds models and settings, which never change."""
 
     name: str
+    artefact: str | None = None
+    """What was trained for it: "heads", "draft", or None."""
 
     @property
     @abstractmethod

@@ -44,6 +44,7 @@ class CascadeDrafter(TextDrafter):
     """
 
     name = "cascade"
+    artefact = "draft"
 
     def __init__(self, draft: CausalLM, inner: TextDrafter, num_draft_tokens: int = 8) -> None:
         if num_draft_tokens < 1:

@@ -36,6 +36,7 @@ class DraftModelDrafter(Drafter):
     """
 
     name = "draft model"
+    artefact = "draft"
 
     def __init__(
         self,

@@ -28,6 +28,7 @@ class DraftTreeDrafter(Drafter):
     """
 
     name = "draft tree"
+    artefact = "draft"
 
     def __init__(self, draft: CausalLM, depth: int = 5, width: int = 4, nodes: int = 24) -> None:
         if depth < 1 or width < 1:

@@ -34,6 +34,7 @@ class HybridDrafter(Drafter):
         self.first = first
         self.lookup = lookup
         self.name = f"{first.name} with {lookup.name}"
+        self.artefact = first.artefact
 
     @property
     def budgets(self) -> tuple[Budget, ...]:

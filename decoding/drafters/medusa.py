@@ -30,6 +30,7 @@ class MedusaDrafter(Drafter):
     """
 
     name = "medusa"
+    artefact = "heads"
 
     def __init__(
         self, heads: MedusaHeads, tree: Sequence[Sequence[int]] | None = None, dynamic_nodes: int | None = None

@@ -31,6 +31,7 @@ class OtherTokenizerDrafter(TextDrafter):
     """
 
     name = "draft model with another tokenizer"
+    artefact = "draft"
 
     def __init__(
         self,

@@ -12,12 +12,12 @@ from test_training_system import DIRECT, TWO_PROCESSES, finish, run, running, wa
 from tiny_models import counting_model
 from tiny_training import counting_text, recipe_content, tiny_tokenizer, write_rows
 
+from decoding.fingerprint import stored_fingerprint
 from decoding.loading import load_model
 from decoding.target import CausalLM
 from trainer.batch import collate
 from trainer.data import load_dataset
 from trainer.features import FeatureIdentity, FeatureStore
-from trainer.provenance import fingerprint
 from trainer.recipe import DataSection
 
 pytestmark = pytest.mark.system
@@ -68,7 +68,7 @@ def test_a_kill_in_the_middle_costs_no_finished_shard(workshop: Path, tmp_path: 
     target, tokenizer = CausalLM(load_model(str(workshop / "target"), torch.float32)), tiny_tokenizer()
     section = DataSection(train=str(workshop / "train.jsonl"), heldout="", max_length=32)
     examples = load_dataset(section.train, section, tokenizer).examples
-    identity = FeatureIdentity.of(target, fingerprint(target.model), tokenizer, examples, 0)
+    identity = FeatureIdentity.of(target, stored_fingerprint(workshop / "target"), tokenizer, examples, 0)
     hidden = FeatureStore.open(folder, identity).hidden(collate(examples, range(ROWS)))
     # The counting target's state is 4 at the index of its last token and 0 elsewhere.
     expected = 4 * torch.nn.functional.one_hot(torch.tensor([example.tokens for example in examples]), 16)

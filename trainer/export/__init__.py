@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from decoding.redact import without_local_paths
 from trainer.export.card import CARD_NAME, Artefact, read_provenance, read_report, render_card
 from trainer.export.hub import push
+from trainer.export.measured import Measured, read_measured
 from trainer.folders import write_folder
 
 __all__ = ["FORMATS", "ExportSummary", "export", "push"]
@@ -38,13 +40,13 @@ def export(
     replaces an earlier export, and never a folder that holds anything else.
 
     `ValueError`: an unknown format, or one that does not fit the artefact; no weights; a destination that is not
-    empty; a report that is not one; a read-back that differs.
+    empty; a report that is not one, or of other weights; a read-back that differs.
     """
     source, destination = Path(source), Path(destination)
     _check_source(source, format)
     _check_destination(source, destination, overwrite)
     provenance = read_provenance(source)
-    measured = read_report(Path(report)) if report is not None else None
+    measured = _measured(Path(report), source, format) if report is not None else None
     compared: list[str] = []
 
     def write(folder: Path) -> None:
@@ -57,6 +59,17 @@ def export(
     write_folder(destination, write)
     files = {path.name: path.stat().st_size for path in sorted(destination.iterdir())}
     return ExportSummary(format, destination, files, compared[0])
+
+
+def _measured(report: Path, source: Path, format: str) -> Measured:
+    """The report's figures for the card, if it is of the weights in ``source``."""
+    from trainer.export.match import check_measured
+
+    kind = "heads" if FORMATS[format] == "heads" else "draft"
+    stored = read_report(report)
+    measured = read_measured(without_local_paths(stored), str(report), kind)
+    check_measured(stored, str(report), source, kind)
+    return measured
 
 
 def _write(source: Path, folder: Path, format: str) -> tuple[Artefact, str]:

@@ -13,8 +13,9 @@ from typing import Any
 from huggingface_hub import ModelCardData
 from jinja2 import Environment, StrictUndefined
 
-from trainer.export.measured import Measured, read_measured
-from trainer.export.redact import basename, is_hub_id, without_local_paths
+from decoding.markdown import code, fenced, one_line, text
+from decoding.redact import basename, is_hub_id, without_local_paths
+from trainer.export.measured import Measured
 
 CARD_NAME = "README.md"
 PROVENANCE_NAME = "provenance.json"
@@ -60,25 +61,36 @@ class Provenance:
     """Whether the target was trained too: the artefact then belongs to another model than ``target``."""
 
 
-def read_provenance(source: Path) -> Provenance | None:
-    """``provenance.json`` beside the weights; None if there is none. `ValueError` if it is not a JSON object."""
+def read_stored_provenance(source: Path) -> dict[str, Any] | None:
+    """``provenance.json`` beside the weights; None if there is none.
+
+    `ValueError` if it is no JSON object, or one whose recipe, target, versions, hardware or data are none.
+    """
     path = source / PROVENANCE_NAME
     if not path.is_file():
         return None
     stored = read_json_object(path, _PROVENANCE_REMEDY)
-    recipe, target = _object(stored, "recipe", path), _object(stored, "target", path)
+    objects = {key: _object(stored, key, path) for key in ("recipe", "target", "versions", "hardware", "data")}
+    return {**stored, **objects}
+
+
+def read_provenance(source: Path) -> Provenance | None:
+    """What the card says of ``provenance.json``; None if there is none. Errors: see `read_stored_provenance`."""
+    stored = read_stored_provenance(source)
+    if stored is None:
+        return None
+    path, recipe, target, data = source / PROVENANCE_NAME, stored["recipe"], stored["target"], stored["data"]
     name = str(target.get("name") or recipe.get("target") or _UNKNOWN_TARGET)
-    data = _object(stored, "data", path)
     return Provenance(
         commit=_text(stored.get("commit")),
-        versions=_pairs(_object(stored, "versions", path)),
-        hardware=_pairs(_object(stored, "hardware", path)),
-        target=name if is_hub_id(name) else basename(name),
+        versions=_pairs(stored["versions"]),
+        hardware=_pairs(stored["hardware"]),
+        target=name if is_hub_id(name) else one_line(without_local_paths(basename(name))) or _UNKNOWN_TARGET,
         fingerprint=_text(target.get("fingerprint")),
         steps=_count(stored.get("steps")),
         tokens=_count(stored.get("tokens")),
         data=tuple(
-            (basename(name), _text(_object(data, name, path).get("sha256")), _count(data[name].get("rows")))
+            (_text(basename(name)), _text(_object(data, name, path).get("sha256")), _count(data[name].get("rows")))
             for name in data
         ),
         recipe=json.dumps(without_local_paths(recipe), indent=2, ensure_ascii=False) if recipe else "",
@@ -86,12 +98,12 @@ def read_provenance(source: Path) -> Provenance | None:
     )
 
 
-def read_report(path: Path) -> Measured:
-    """The figures in a report by `decoding.evaluate`. `ValueError` if it is missing or something else."""
+def read_report(path: Path) -> dict[str, Any]:
+    """A report by `decoding.evaluate`. `ValueError` if it is missing or something else."""
     remedy = "give the report.json that `headstart evaluate` wrote"
     if not path.is_file():
         raise ValueError(f"there is no report {path}: {remedy}, or export without one")
-    return read_measured(without_local_paths(read_json_object(path, remedy)), str(path))
+    return read_json_object(path, remedy)
 
 
 def read_json_object(path: Path, remedy: str) -> dict[str, Any]:
@@ -106,7 +118,11 @@ def read_json_object(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def render_card(artefact: Artefact, provenance: Provenance | None, measured: Measured | None) -> str:
-    """The card's text: YAML front matter for the Hub, then Markdown. It states plainly what is not known."""
+    """The card's text: YAML front matter for the Hub, then Markdown. It states plainly what is not known.
+
+    All that comes from a recipe, a report or a name goes through one of the filters `text`, `code`, `fenced` or
+    `quoted`, so that nothing of it becomes Markdown.
+    """
     target = provenance.target if provenance else _UNKNOWN_TARGET
     kind = "draft-model" if artefact.format == "draft" else "hydra" if artefact.sequential else "medusa"
     front_matter = ModelCardData(
@@ -118,6 +134,7 @@ def render_card(artefact: Artefact, provenance: Provenance | None, measured: Mea
     environment = Environment(  # the output is Markdown, not HTML
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False
     )
+    environment.filters |= {"text": text, "code": code, "fenced": fenced, "quoted": json.dumps}
     template = environment.from_string(files("trainer.export").joinpath("card.md.j2").read_text(encoding="utf-8"))
     return template.render(
         front_matter=front_matter.to_yaml(),
@@ -147,4 +164,4 @@ def _count(value: Any) -> str:
 
 def _pairs(values: dict[str, Any]) -> str:
     """``torch 2.13.0, transformers 5.23.0``"""
-    return ", ".join(f"{name} {without_local_paths(value)}" for name, value in values.items()) or _NOT_RECORDED
+    return ", ".join(f"{name} {value}" for name, value in without_local_paths(values).items()) or _NOT_RECORDED

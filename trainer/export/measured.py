@@ -1,11 +1,12 @@
-"""The figures of a report by `decoding.evaluate`, as texts for tables."""
+"""The figures of a report by `decoding.evaluate` that belong on an artefact's card, as texts for tables."""
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from decoding.figures import NONE, estimate, greedy_sentence, identical, shares, speedup
+
 _LABELS = ("lossless", "lossy")
-_NONE = "–"
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Measured:
     rounds: str
     max_new_tokens: str
     commit: str
+    greedy: str
+    """What the greedy texts of these rows say."""
     rows: tuple[MeasuredRow, ...]
 
     @property
@@ -42,8 +45,12 @@ class Measured:
         return any(row.label == "lossy" for row in self.rows)
 
 
-def read_measured(report: dict[str, Any], name: str) -> Measured:
-    """A report's figures; ``name`` is the report's, for errors. `ValueError` if a row lacks its promise."""
+def read_measured(report: dict[str, Any], name: str, kind: str) -> Measured:
+    """The figures for the card of heads or a draft; ``name`` is the report's, for errors.
+
+    They are those of ``kind`` ("heads" or "draft"), of plain decoding, and of the peers that need nothing else.
+    `ValueError` if a row lacks its promise or holds what is no figure.
+    """
     rows = report.get("rows")
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"{name} holds no rows of figures: give the report.json that `headstart evaluate` wrote")
@@ -52,74 +59,59 @@ def read_measured(report: dict[str, Any], name: str) -> Measured:
             raise ValueError(
                 f"{name} labels {row.get('method')!r} {row.get('label')!r}, not lossless or lossy: evaluate again"
             )
-    return Measured(
-        hardware=_hardware(report.get("hardware") or {}),
-        dtype=_cell(report.get("dtype")),
-        prompts=_cell(report.get("prompts")),
-        rounds=_cell(report.get("rounds")),
-        max_new_tokens=_cell(report.get("max_new_tokens")),
-        commit=_cell(report.get("commit")),
-        rows=tuple(_row(row) for row in rows),
-    )
+    shown = list(_rows_of(rows, kind))
+    try:
+        return Measured(
+            hardware=_hardware(report.get("hardware") or {}),
+            dtype=_said(report.get("dtype")),
+            prompts=_said(report.get("prompts")),
+            rounds=_said(report.get("rounds")),
+            max_new_tokens=_said(report.get("max_new_tokens")),
+            commit=_said(report.get("commit")),
+            greedy=greedy_sentence({**report, "rows": shown}),
+            rows=tuple(_row(row) for row in shown),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{name} holds something else than a figure ({error!r}): evaluate again") from error
+
+
+def _rows_of(rows: list[dict[str, Any]], kind: str) -> Iterator[dict[str, Any]]:
+    for row in rows:
+        drafted_by, method = row.get("artefact"), str(row.get("method"))
+        if drafted_by == kind or (drafted_by is None and (method == "plain" or method.startswith("transformers"))):
+            yield row
 
 
 def _row(row: dict[str, Any]) -> MeasuredRow:
     conditional = row.get("conditional_acceptance") or []
     unconditional = row.get("unconditional_acceptance") or []
     return MeasuredRow(
-        setting=_cell(row.get("setting")),
-        method=_cell(row.get("method")),
+        setting=_said(row.get("setting")),
+        method=_said(row.get("method")),
         label=row["label"],
-        tokens_per_pass=_estimate(row.get("tokens_per_pass")),
-        acceptance=" / ".join(_number(share["value"]) for share in conditional) or _NONE,
-        speedup=_spread(row.get("speedup")),
-        speedup_with_prefill=_spread(row.get("speedup_with_prefill")),
-        over_transformers=_spread(row.get("speedup_over_transformers")),
-        identical=_identical(row.get("identical_to_plain")),
-        positions=tuple(
-            (_estimate(share, counted=True), _estimate(other, counted=True))
-            for share, other in zip(conditional, unconditional, strict=True)
-        ),
+        tokens_per_pass=estimate(row.get("tokens_per_pass")),
+        acceptance=shares(conditional, between=" / "),
+        speedup=speedup(row),
+        speedup_with_prefill=speedup(row, "speedup_with_prefill"),
+        over_transformers=speedup(row, "speedup_over_transformers"),
+        identical=identical(row.get("identical_to_plain")),
+        positions=tuple((_of(share), _of(other)) for share, other in zip(conditional, unconditional, strict=True)),
     )
+
+
+def _of(share: dict[str, Any]) -> str:
+    """``0.48 [0.45, 0.51] of 1,996``"""
+    text = estimate(share)
+    return text if text == NONE else f"{text} of {share['observations']:,}"
 
 
 def _hardware(hardware: dict[str, Any]) -> str:
     """The accelerator if there was one, and the processor with the threads it ran."""
-    processor = _cell(hardware.get("processor"))
+    processor = _said(hardware.get("processor"))
     if hardware.get("threads"):
         processor += f" ({hardware['threads']} threads)"
-    return f"{_cell(hardware['gpu'])}, {processor}" if hardware.get("gpu") else processor
+    return f"{_said(hardware['gpu'])}, {processor}" if hardware.get("gpu") else processor
 
 
-def _number(value: float | None) -> str:
-    return _NONE if value is None or math.isnan(value) else f"{value:.2f}"
-
-
-def _estimate(estimate: dict[str, Any] | None, counted: bool = False) -> str:
-    """``2.31 [2.20–2.43]``, with ``of 812`` if counted."""
-    if estimate is None or _number(estimate["value"]) == _NONE:
-        return _NONE
-    text = f"{_number(estimate['value'])} [{_number(estimate['low'])}–{_number(estimate['high'])}]"
-    return f"{text} of {estimate['observations']:,}" if counted else text
-
-
-def _spread(spread: dict[str, Any] | None) -> str:
-    """``1.71× (1.62–1.80)``"""
-    if spread is None or _number(spread["median"]) == _NONE:
-        return _NONE
-    return f"{_number(spread['median'])}× ({_number(spread['low_quartile'])}–{_number(spread['high_quartile'])})"
-
-
-def _identical(compared: dict[str, Any] | None) -> str:
-    """``11 of 12, largest logit margin 0.03``"""
-    if compared is None:
-        return ""
-    text = f"{compared['identical']} of {compared['of']}"
-    if compared["identical"] == compared["of"]:
-        return text
-    return f"{text}, largest logit margin where they part {compared['largest_margin']:.3g}"
-
-
-def _cell(value: Any) -> str:
-    """A text that stays inside its table cell."""
-    return _NONE if value is None else " ".join(str(value).split()).replace("|", "\\|")
+def _said(value: Any) -> str:
+    return NONE if value is None else str(value)

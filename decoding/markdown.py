@@ -1,0 +1,45 @@
+"""Text of others' making inside Markdown: whatever it holds, it is shown, and makes no link, image, tag or column."""
+
+import re
+import unicodedata
+from typing import Any
+
+_SPECIAL = re.compile(r"[\\`*_\[\]<>&|~$!#]")
+_LINKED = re.compile(r"(?i)(?<=[a-z])(:)(?=//)|(?<=\bwww)(\.)|(@)|(?<=mailto)(:)|(?<=xmpp)(:)")
+"""What a bare address is recognised by where addresses become links by themselves."""
+
+
+def one_line(value: Any) -> str:
+    """The text on one line, without control characters, among them those that colour or rewrite a terminal."""
+    visible = "".join(" " if character.isspace() else character for character in str(value))
+    return " ".join(
+        "".join(character for character in visible if unicodedata.category(character) not in _HIDDEN).split()
+    )
+
+
+_HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn")
+
+
+def text(value: Any) -> str:
+    """As plain text, in a paragraph or a table's cell."""
+    escaped = _SPECIAL.sub(lambda found: f"\\{found.group()}", one_line(value))
+    return _LINKED.sub(lambda found: f"\\{found.group()}", escaped)
+
+
+def code(value: Any) -> str:
+    """As a code span outside tables, where a bar would end the cell."""
+    line = one_line(value)
+    fence = "`" * (_longest_run(line) + 1)
+    pad = " " if line.startswith("`") or line.endswith("`") else ""
+    return f"{fence}{pad}{line}{pad}{fence}" if line else text("–")
+
+
+def fenced(value: str, language: str) -> str:
+    """As a block of code, of several lines; its fence is longer than any inside it."""
+    fence = "`" * max(3, _longest_run(value) + 1)
+    return f"{fence}{language}\n{value}\n{fence}"
+
+
+def _longest_run(value: str) -> int:
+    """Of backticks."""
+    return max((len(run) for run in re.findall("`+", value)), default=0)

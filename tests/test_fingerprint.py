@@ -1,0 +1,134 @@
+"""What is stored under a name is known by its bytes: however it is loaded, cut into files, or planned."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_model
+from tiny_training import CHAT_TEMPLATE, WORDS, recipe_content, tiny_tokenizer, write_corpus, write_target
+
+from decoding.compress import write_output_tokens
+from decoding.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
+from decoding.heads import MedusaConfig, MedusaHeads
+from trainer.assemble import load_target
+from trainer.read_recipe import parse_recipe
+
+
+def test_a_targets_fingerprint_does_not_depend_on_the_dtype_it_is_loaded_in(tmp_path: Path) -> None:
+    write_target(tmp_path / "target")
+    write_corpus(tmp_path)
+    found = set()
+    for dtype in ("fp32", "bf16"):
+        recipe = parse_recipe({**recipe_content(tmp_path, "medusa"), "dtype": dtype})
+        target = load_target(recipe, torch.device("cpu"))
+        assert target is not None and str(target.dtype) in ("torch.float32", "torch.bfloat16")
+        found.add(target.fingerprint)
+    assert found == {stored_fingerprint(tmp_path / "target")} and len(found.pop()) == 16
+
+
+def test_a_fingerprint_does_not_depend_on_how_the_weights_are_cut_into_files(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.save_pretrained(tmp_path / "whole")
+    model.save_pretrained(tmp_path / "cut", max_shard_size="4KB")
+    assert len(list((tmp_path / "cut").glob("*.safetensors"))) > 2
+    assert stored_fingerprint(tmp_path / "whole") == stored_fingerprint(tmp_path / "cut")
+
+
+def test_a_fingerprint_changes_with_one_bit_of_a_weight_its_dtype_its_name_and_the_config(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "one")
+
+    def changed(name: str, change: Callable[[Path], object]) -> str:
+        shutil.copytree(tmp_path / "one", tmp_path / name)
+        change(tmp_path / name)
+        return stored_fingerprint(tmp_path / name)
+
+    prints = {
+        stored_fingerprint(tmp_path / "one"),
+        changed("bit", _flip_last_bit),
+        changed("dtype", lambda folder: _rewrite(folder, lambda state: {k: v.bfloat16() for k, v in state.items()})),
+        changed("name", lambda folder: _rewrite(folder, lambda state: {f"x{k}": v for k, v in state.items()})),
+        changed("config", lambda folder: _set(folder / "config.json", rms_norm_eps=1e-3)),
+    }
+    assert len(prints) == 5
+    assert changed("elsewhere", lambda folder: _set(folder / "config.json", use_cache=False)) in prints
+
+
+def _flip_last_bit(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def _rewrite(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path)
+
+
+def _set(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_a_draft_cut_to_other_tokens_is_another_draft(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "draft")
+    prints = {stored_fingerprint(tmp_path / "draft")}
+    for tokens in ((1, 2), (1, 3)):
+        write_output_tokens(tmp_path / "draft", tokens)
+        prints.add(stored_fingerprint(tmp_path / "draft"))
+    assert len(prints) == 3
+
+
+def test_heads_with_another_tree_are_the_same_heads(tmp_path: Path) -> None:
+    heads = MedusaHeads(MedusaConfig(hidden_size=8, vocab_size=12, num_heads=2, tree=((0,), (1,))))
+    heads.save_pretrained(tmp_path / "heads")
+    before = stored_fingerprint(tmp_path / "heads")
+    heads.config = replace(heads.config, tree=((0,), (0, 0)))
+    heads.save_pretrained(tmp_path / "heads")
+    assert stored_fingerprint(tmp_path / "heads") == before
+    with torch.no_grad():
+        next(heads.parameters()).add_(1)
+    heads.save_pretrained(tmp_path / "heads")
+    assert stored_fingerprint(tmp_path / "heads") != before
+
+
+def test_adapters_are_known_by_their_weights_and_by_the_base_they_belong_to(tmp_path: Path) -> None:
+    def adapters(name: str, base: str, seed: int) -> str:
+        base_model = tiny_model()
+        torch.manual_seed(seed)
+        model = get_peft_model(base_model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+        model.peft_config["default"].base_model_name_or_path = str(tmp_path / base)
+        model.save_pretrained(str(tmp_path / name))
+        return stored_fingerprint(tmp_path / name)
+
+    tiny_model().save_pretrained(tmp_path / "base")
+    tiny_model().save_pretrained(tmp_path / "copy of it")
+    tiny_model(seed=1).save_pretrained(tmp_path / "another")
+    one = adapters("one", "base", 0)
+    assert adapters("same", "copy of it", 0) == one, "the base's weights count, not where they lie"
+    assert len({one, adapters("other base", "another", 0), adapters("other weights", "base", 1)}) == 3
+
+
+def test_what_cannot_be_read_is_named_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere' cannot be read"):
+        stored_fingerprint(tmp_path / "nowhere")
+    tiny_model().save_pretrained(tmp_path / "short")
+    weights = tmp_path / "short" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(ValueError, match=r"model\.safetensors ends before its tensor .*write it again"):
+        stored_fingerprint(tmp_path / "short")
+
+
+def test_tokenizers_and_prompts_are_known_by_what_they_make_of_a_text(tmp_path: Path) -> None:
+    other_words = (*WORDS[:4], *"bacdefghijkl")
+    tokenizers = (tiny_tokenizer(), tiny_tokenizer(CHAT_TEMPLATE), tiny_tokenizer(words=other_words))
+    assert len({tokenizer_fingerprint(tokenizer) for tokenizer in tokenizers}) == 3
+    assert tokenizer_fingerprint(tiny_tokenizer()) == tokenizer_fingerprint(tiny_tokenizer())
+    assert prompts_fingerprint([(1, 2), (3,)]) == prompts_fingerprint([[1, 2], [3]])
+    assert prompts_fingerprint([(1, 2), (3,)]) != prompts_fingerprint([(1,), (2, 3)])

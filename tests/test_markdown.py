@@ -1,0 +1,185 @@
+"""Names of others' making in a card and a report: shown as they are, and never Markdown, HTML or a secret."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from rich.console import Console
+from test_card import PROVENANCE, card_of, report
+from test_report import of_rows
+
+from decoding.markdown import code, fenced, one_line, text
+from decoding.redact import published_command, without_local_paths
+from decoding.report import markdown_table, speedup_figure, terminal_table, write_html
+
+HOSTILE = [
+    "a\n\n# heading",
+    "a\n- item\n\n| a | b |\n|---|---|",
+    "![x](http://evil.example/x.png)",
+    "[x](javascript:alert(1))",
+    "a`](http://evil.example)`b",
+    "`` ` ``",
+    "``",
+    "<script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "a | b | c",
+    "a\\| b",
+    "*a* _b_ **c** ~~d~~ &lt;b&gt;",
+    "http://evil.example www.evil.example <http://evil.example>",
+    "```\n# heading\n```",
+    "a\x1b[31mred\u202edetrever",
+    "$x^$ \\(y\\)",
+]
+READER = MarkdownIt("commonmark", {"linkify": True, "html": True}).enable(["table", "strikethrough"])
+HARMLESS = {"inline", "text", "softbreak", "code_inline", "text_special"}
+
+
+def tokens(markdown: str) -> list[Token]:
+    """All of a text's tokens, those inside paragraphs too."""
+    found = READER.parse(markdown)
+    return [token for block in found for token in (block, *(block.children or []))]
+
+
+def kinds(markdown: str) -> list[str]:
+    return [token.type for token in tokens(markdown)]
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_a_text_is_shown_as_it_is_and_makes_nothing(hostile: str) -> None:
+    for written in (text(hostile), code(hostile)):
+        assert set(kinds(f"Target: {written}, and more")) <= HARMLESS | {"paragraph_open", "paragraph_close"}
+        shown = "".join(token.content for token in tokens(f"Target: {written}, and more") if token.type != "inline")
+        assert "".join(shown.split()) == "".join(f"Target: {one_line(hostile)}, and more".split())
+    row = kinds(f"| {text(hostile)} | b |\n|---|---|\n| {text(hostile)} | d |")
+    assert row.count("td_open") == row.count("th_open") == 2
+    assert not {"image", "link_open", "html_inline", "em_open", "s_open"} & set(row)
+
+
+def test_an_address_is_no_link_where_addresses_become_links_by_themselves() -> None:
+    for address in ("http://evil.example", "HTTPS://evil.example", "www.evil.example", "zoe@evil.example"):
+        assert text(address) != address and text(address).replace("\\", "") == address
+
+
+@pytest.mark.parametrize("content", ["a ``` b", "a\n```\n# heading\n````\n![x](http://e)", "~~~", ""])
+def test_a_block_of_code_ends_where_it_should(content: str) -> None:
+    block, paragraph, *_ = tokens(f"{fenced(content, 'json')}\n\nbehind it")
+    assert block.type == "fence" and block.content.rstrip("\n") == content and block.info == "json"
+    assert paragraph.type == "paragraph_open"
+
+
+@pytest.mark.parametrize("format", ["headstart", "vllm", "draft"])
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_a_card_has_the_same_parts_whatever_the_names_are(tmp_path: Path, format: str, hostile: str) -> None:
+    def card(name: str) -> list[str]:
+        found = card_of(tmp_path, format, hostile_provenance(name), hostile_report(name))
+        _, front_matter, body = found.split("---\n", 2)
+        assert "evil" not in front_matter and "heading" not in front_matter
+        return [kind for kind in kinds(body) if kind not in HARMLESS]
+
+    assert card(hostile) == card("harmless")
+
+
+def hostile_provenance(name: str) -> dict[str, Any]:
+    return {
+        **PROVENANCE,
+        "commit": name,
+        "versions": {name: name, "torch": name},
+        "hardware": {"processor": name},
+        "recipe": {"name": name, name: name, "target": name},
+        "data": {name: {"sha256": name, "rows": 3}},
+        "target": {"name": name, "fingerprint": name},
+    }
+
+
+def hostile_report(name: str) -> dict[str, Any]:
+    found = report()
+    rows = [{**row, "setting": name, "method": name if row.get("artefact") else row["method"]} for row in found["rows"]]
+    rows = [
+        {**row, "artefact": kind} for row in rows for kind in (("heads", "draft") if row.get("artefact") else (None,))
+    ]
+    hardware = {"processor": name, "threads": name, "gpu": name}
+    return {**found, "rows": rows, "hardware": hardware, "commit": name, "dtype": name, "prompts": name}
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_a_reports_tables_and_pictures_survive_any_name(tmp_path: Path, hostile: str) -> None:
+    named = of_rows(None, cost_curve_ms={"1": 1.0}, title=hostile, versions={hostile: hostile}, commit=hostile)
+    figures = {"unconditional_acceptance": [], "conditional_acceptance": []}
+    split = {"time_split": {"draft": 0.5, "verify": 0.25, "overhead": 0.25}}
+    named["rows"][0] |= {"method": hostile, "setting": hostile, **figures, **split}
+    named |= {"command": hostile, "settings": {hostile: hostile}, "fingerprints": {hostile: hostile}}
+    table = kinds(markdown_table(named))
+    assert table.count("tr_open") == 2 and table.count("td_open") == 8
+    assert not {"image", "link_open", "html_inline", "em_open", "s_open"} & set(table)
+    write_html(named, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<svg") == 4 and not any(tag in page for tag in ("<script", "<img", "<b>", "<a "))
+    label = speedup_figure(named).axes[0].get_yticklabels()[0]
+    assert label.get_text() == one_line(hostile) and not label.get_parse_math()
+    console = Console(file=io.StringIO(), width=200)
+    console.print(terminal_table(named))
+    assert "\x1b" not in console.file.getvalue()  # type: ignore[attr-defined]  # the StringIO above
+
+
+def test_square_brackets_in_a_name_are_no_markup_of_the_terminal() -> None:
+    named = of_rows(None, title="[bold red]loud[/]")
+    named["rows"][0]["method"] = "[link=http://evil.example]x[/link]"
+    console = Console(file=io.StringIO(), width=300)
+    console.print(terminal_table(named))
+    said = console.file.getvalue()  # type: ignore[attr-defined]  # the StringIO above
+    assert "[bold red]loud[/]" in said and "[link=http://evil.example]x[/link]" in said
+
+
+# --- secrets --------------------------------------------------------------------------------------------------------
+
+SECRETS = {
+    "ghp_0123456789abcdefABCDEF0123456789abcd": "(withheld)",
+    "gho_0123456789abcdefABCDEF0123456789abcd": "(withheld)",
+    "ghs_0123456789abcdefABCDEF0123456789abcd": "(withheld)",
+    "github_pat_11ABCDEFG0abcdefghijkl_mnopqrstuvwxyz": "(withheld)",
+    "glpat-abcdefghij0123456789": "(withheld)",
+    "AKIAIOSFODNN7EXAMPLE": "(withheld)",
+    "https://host/v1?token=swordfish&n=3": "https://host/v1?token=(withheld)&n=3",
+    "https://host/v1?n=3&api_key=swordfish": "https://host/v1?n=3&api_key=(withheld)",
+    "Authorization: Bearer abc.def-ghi_jkl": "Authorization: Bearer (withheld)",
+}
+
+
+@pytest.mark.parametrize(("secret", "published"), SECRETS.items())
+def test_secrets_are_withheld_from_texts(secret: str, published: str) -> None:
+    assert without_local_paths(f"with {secret} in it") == f"with {published} in it"
+
+
+def test_no_secret_gets_onto_a_card_in_whatever_field_it_stands(tmp_path: Path) -> None:
+    for secret in SECRETS:
+        card = card_of(tmp_path, "headstart", hostile_provenance(secret), hostile_report(secret))
+        for found in ("0123456789", "ABCDEFG0", "AKIAIOS", "swordfish", "abc.def"):
+            assert found not in card
+
+
+@pytest.mark.parametrize(
+    ("words", "published"),
+    [
+        (["/opt/bin/headstart", "evaluate", "--target", "org/t"], "headstart evaluate --target org/t"),
+        (
+            ["headstart", "--prompts", "/home/zoe/p.jsonl", "--heads=~/h/final"],
+            "headstart --prompts p.jsonl --heads=final",
+        ),
+        (["x", "--api-key", "swordfish", "--api-key=swordfish"], "x --api-key '(withheld)' '--api-key=(withheld)'"),
+        (["x", "--max-new-tokens", "8", "--title", "a b"], "x --max-new-tokens 8 --title 'a b'"),
+        (["x", "ghp_0123456789abcdefABCDEF0123456789abcd"], "x '(withheld)'"),
+    ],
+)
+def test_a_command_is_published_without_paths_and_secrets(words: list[str], published: str) -> None:
+    assert published_command(words) == published
+
+
+def test_a_folder_that_is_here_is_published_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "zoe" / "heads").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert published_command(["x", "--heads", "zoe/heads", "zoe/other"]) == "x --heads heads zoe/other"
+    json.dumps(published_command([]))

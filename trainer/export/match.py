@@ -1,0 +1,42 @@
+"""A report's figures go on the card of the very weights that were measured, and on no other."""
+
+from pathlib import Path
+from typing import Any
+
+from decoding.fingerprint import stored_fingerprint
+from trainer.export.card import read_stored_provenance
+from trainer.medusa2 import TARGET_FOLDER
+
+_REMEDY = "measure this one with `headstart evaluate`, or export without a report"
+
+
+def check_measured(report: dict[str, Any], name: str, source: Path, kind: str) -> None:
+    """`ValueError` unless the report measured the artefact in ``source``, on the target it belongs to.
+
+    ``kind`` is "heads" or "draft"; ``name`` is the report's, for errors.
+    """
+    found = report.get("fingerprints")
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} does not tell by fingerprints what it measured: {_REMEDY}")
+    for role, wanted in ((kind, stored_fingerprint(source)), ("target", _target_of(source))):
+        measured = found.get(role)
+        if wanted is not None and measured is None:
+            raise ValueError(f"{name} measured no {role}: {_REMEDY}")
+        if wanted is not None and measured != wanted:
+            mine = f"{source} holds" if role == kind else f"what {source} holds was trained for"
+            raise ValueError(f"{name} measured the {role} {measured}, but {mine} {wanted}: {_REMEDY}")
+
+
+def _target_of(source: Path) -> str | None:
+    """The fingerprint of the target that the artefact in ``source`` belongs to; None where it is not recorded.
+
+    Heads that were trained with adapters belong to the adapted target beside them, not to the one they started on.
+    """
+    stored = read_stored_provenance(source)
+    if stored is None:
+        return None
+    if stored["recipe"].get("adapters") is not None:
+        adapted = source / TARGET_FOLDER
+        return stored_fingerprint(adapted) if adapted.is_dir() else None
+    fingerprint = stored["target"].get("fingerprint")
+    return None if fingerprint is None else str(fingerprint)
