@@ -69,6 +69,12 @@ PROVENANCE: dict[str, Any] = {
 }
 
 
+STRETCHES = [
+    {"first_step": 0, "learning_rate": 1e-3, "mixed_precision": "bf16"},
+    {"first_step": 20, "learning_rate": 5e-4, "mixed_precision": "no"},
+]
+
+
 def card_of(
     folder: Path,
     format: str = "headstart",
@@ -193,3 +199,17 @@ def test_heads_of_an_adapted_target_are_not_said_to_belong_to_the_target_it_was_
     assert "are of no use with `org/target-1b` itself or any other model" in card
     assert "headstart generate --target ADAPTED_TARGET --heads DIR" in card and "--target org/target-1b" not in card
     assert "ADAPTED_TARGET" not in card_of(tmp_path, provenance=PROVENANCE)
+
+
+def test_the_learning_rate_of_every_stretch_of_steps_is_on_the_card(tmp_path: Path) -> None:
+    """Steps count from 1, as in the metrics."""
+    card = card_of(tmp_path, provenance={**PROVENANCE, "stretches": STRETCHES})
+    first = r"- Trained from step 1: learning\_rate 0.001, mixed\_precision bf16"
+    assert f"{first}\n- Trained from step 21: learning\_rate 0.0005, mixed\_precision no\n" in card
+    assert "Trained from" not in card_of(tmp_path, provenance=PROVENANCE)
+
+
+@pytest.mark.parametrize("stretches", ["x", [1], {"first_step": 0}])
+def test_stretches_that_are_none_are_one_sentence(tmp_path: Path, stretches: Any) -> None:
+    with pytest.raises(ValueError, match=r"provenance\.json holds .* as stretches: the trainer writes it"):
+        card_of(tmp_path, provenance={**PROVENANCE, "stretches": stretches})

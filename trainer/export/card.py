@@ -53,6 +53,8 @@ class Provenance:
     fingerprint: str
     steps: str
     tokens: str
+    settings: tuple[str, ...]
+    """A line for each stretch of steps that was trained under settings of its own, such as the learning rate"""
     data: tuple[tuple[str, str, str], ...]
     """(file name, SHA-256, rows)"""
     recipe: str
@@ -89,6 +91,7 @@ def read_provenance(source: Path) -> Provenance | None:
         fingerprint=_text(target.get("fingerprint")),
         steps=_count(stored.get("steps")),
         tokens=_count(stored.get("tokens")),
+        settings=_settings(stored),
         data=tuple(
             (_text(basename(name)), _text(_object(data, name, path).get("sha256")), _count(data[name].get("rows")))
             for name in data
@@ -96,6 +99,18 @@ def read_provenance(source: Path) -> Provenance | None:
         recipe=json.dumps(without_local_paths(recipe), indent=2, ensure_ascii=False) if recipe else "",
         adapted=recipe.get("adapters") is not None,
     )
+
+
+def _settings(stored: dict[str, Any]) -> tuple[str, ...]:
+    """``from step 1: learning_rate 0.001, ...``; steps count from 1 here, as in the metrics."""
+    stretches = stored.get("stretches") or []
+    if not isinstance(stretches, list) or not all(isinstance(stretch, dict) for stretch in stretches):
+        raise ValueError(f"{PROVENANCE_NAME} holds {stretches!r:.60} as stretches: {_PROVENANCE_REMEDY}")
+    lines = []
+    for stretch in stretches:
+        first, held = stretch.get("first_step"), {k: v for k, v in stretch.items() if k != "first_step"}
+        lines.append(f"from step {first + 1 if isinstance(first, int) else _NOT_RECORDED}: {_pairs(held)}")
+    return tuple(lines)
 
 
 def read_report(path: Path) -> dict[str, Any]:
