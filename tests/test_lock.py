@@ -40,7 +40,7 @@ def test_a_folder_held_elsewhere_is_refused_naming_process_and_host(tmp_path: Pa
             raise AssertionError("held twice")
         said = str(error.value)
         assert said.startswith(f"{tmp_path / 'run'} is being written by process {other.pid} on {socket.gethostname()}")
-        assert said.endswith("wait for its end, or give another output folder")
+        assert said.endswith("wait for its end, or give another output")
 
 
 def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:

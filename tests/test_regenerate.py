@@ -4,7 +4,6 @@ The target counts: after token x comes x + 1. In its tokenizer, a to l are 4 to 
 <eos>, which is 1: it goes on from "j" with "k l <unk> <eos>".
 """
 
-import fcntl
 import io
 import json
 from collections.abc import Iterable
@@ -23,6 +22,7 @@ from decoding.loading import load_tokenizer
 from trainer.answers import AnswerFile, Key, read_conversations
 from trainer.cli import BAD_INPUT, app
 from trainer.data import load_dataset
+from trainer.lock import hold_file
 from trainer.options import RegenerateOptions
 from trainer.recipe import DataSection
 from trainer.regenerate import Summary, run_regenerate
@@ -306,7 +306,7 @@ def test_two_runs_do_not_write_one_file_together(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     with (
         AnswerFile(path, {}, {}, keep_truncated=True),
-        pytest.raises(ValueError, match=r"another run is writing .*: wait for its end"),
+        pytest.raises(ValueError, match=r"answers.jsonl is being written by process \d+ on .*: wait for its end"),
     ):
         AnswerFile(path, {}, {}, keep_truncated=True)
     with AnswerFile(path, {}, {}, keep_truncated=True) as answers:
@@ -315,11 +315,9 @@ def test_two_runs_do_not_write_one_file_together(tmp_path: Path) -> None:
 
 def test_a_run_that_starts_while_another_writes_down_its_settings_does_not_write_its_own(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
-    with (tmp_path / "answers.jsonl.meta.json").open("a") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match="another run is writing"):
-            AnswerFile(path, {"seed": 1}, {}, keep_truncated=True)
-    assert (tmp_path / "answers.jsonl.meta.json").read_text() == ""
+    with hold_file(path), pytest.raises(ValueError, match="is being written by process"):
+        AnswerFile(path, {"seed": 1}, {}, keep_truncated=True)
+    assert not list(tmp_path.iterdir())
     with AnswerFile(path, {"seed": 2}, {}, keep_truncated=True):
         assert json.loads((tmp_path / "answers.jsonl.meta.json").read_text())["settings"] == {"seed": 2}
 

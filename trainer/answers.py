@@ -4,19 +4,20 @@ Beside the answers (``NAME.jsonl``) stand ``NAME.jsonl.meta.json``, which says h
 ``NAME.jsonl.failed.jsonl`` with the conversations that were set aside, each with its reason.
 """
 
-import fcntl
 import json
 import os
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TextIO
+from typing import Any, Literal, NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from decoding.loading import first_line
 from decoding.prompts import check_messages, prompt_of, read_rows
+from trainer.lock import hold_file
+from trainer.shards import write_text
 
 _KEYS = frozenset({"row", "sample"})
 Message = dict[str, str]
@@ -209,14 +210,13 @@ class AnswerFile:
 
     def __init__(self, path: Path, settings: dict[str, Any], about: dict[str, Any], keep_truncated: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._held = _hold(path, settings, about)
         self._keep_truncated = keep_truncated
-        try:
+        with ExitStack() as until_read:
+            until_read.enter_context(hold_file(path))
+            _begin(path, settings, about)
             self._answers = _Lines(path, _KEYS)
             self._set_aside = _Lines(_set_aside_of(path), _KEYS | {"again", "reason"})
-        except ValueError:
-            self._held.close()
-            raise
+            self._held = until_read.pop_all()
         settled = [row for row in self._set_aside.rows if not row["again"]]
         if len(settled) < len(self._set_aside.rows):
             self._set_aside.replace(settled)
@@ -284,41 +284,27 @@ def _set_aside_row(outcome: SetAside) -> dict[str, Any]:
     }
 
 
-def _hold(path: Path, settings: dict[str, Any], about: dict[str, Any]) -> TextIO:
-    """Keep other runs away for as long as the file returned is open, which a killed process's is not.
-
-    It is the file that says how the answers are made: written by the first run, compared by those that go on.
-    """
+def _begin(path: Path, settings: dict[str, Any], about: dict[str, Any]) -> None:
+    """Write down how the answers are made, or compare it with how those that are there were made."""
     meta = path.with_name(path.name + ".meta.json")
     if path.exists() and not (meta.exists() and meta.stat().st_size):
         raise ValueError(f"{path} is there already and was not written by this command: name another output")
-    with ExitStack() as on_error:
-        file = on_error.enter_context(meta.open("a+", encoding="utf-8"))
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another run is writing {path}: wait for its end, or name another output") from None
-        written = _settings_of(meta)
-        if written is not None:
-            _check_settings(path, written, settings)
-        elif any(lines.exists() and lines.stat().st_size for lines in (path, _set_aside_of(path))):
-            raise ValueError(
-                f"{meta} is damaged, so nothing tells how {path} was made: put that file back, or name another output"
-            )
-        else:  # nothing was answered yet
-            file.truncate(0)
-            file.write(json.dumps({"settings": settings, "about": about}, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())  # before any answer is
-        on_error.pop_all()
-    return file
+    written = _settings_of(meta)
+    if written is not None:
+        _check_settings(path, written, settings)
+    elif any(lines.exists() and lines.stat().st_size for lines in (path, _set_aside_of(path))):
+        raise ValueError(
+            f"{meta} is damaged, so nothing tells how {path} was made: put that file back, or name another output"
+        )
+    else:  # nothing was answered yet; on the disk before any answer is
+        write_text(meta, json.dumps({"settings": settings, "about": about}, indent=2) + "\n")
 
 
 def _settings_of(meta: Path) -> dict[str, Any] | None:
-    """None where the file is empty or damaged."""
+    """None where the file is not there, empty or damaged."""
     try:
         settings = json.loads(meta.read_bytes())["settings"]
-    except (ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
     return settings if isinstance(settings, dict) else None
 

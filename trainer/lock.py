@@ -1,4 +1,4 @@
-"""A folder that one run writes at a time."""
+"""Folders and files that one run writes at a time."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 LOCK_NAME = "run.lock"
 _ASK_EVERY = 15.0  # seconds
@@ -24,8 +24,25 @@ def hold(folder: Path, on_wait: Callable[[str], None] | None = None) -> Iterator
     """
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / LOCK_NAME
-    lock = FileLock(path, is_singleton=True)
+    try:
+        with _acquired(FileLock(folder / LOCK_NAME, is_singleton=True), folder, on_wait):
+            yield
+    finally:
+        if made:
+            with suppress(OSError):  # something was written
+                folder.rmdir()
+
+
+@contextmanager
+def hold_file(path: Path) -> Iterator[None]:
+    """Keep other runs away from the file ``path``, by a lock beside it; ValueError where another run holds it."""
+    with _acquired(FileLock(path.with_name(f"{path.name}.lock")), path, None):
+        yield
+
+
+@contextmanager
+def _acquired(lock: BaseFileLock, held: Path, on_wait: Callable[[str], None] | None) -> Iterator[None]:
+    path = Path(lock.lock_file)
     while True:
         try:
             lock.acquire(timeout=0 if on_wait is None else _ASK_EVERY)
@@ -34,9 +51,9 @@ def hold(folder: Path, on_wait: Callable[[str], None] | None = None) -> Iterator
             holder = _holder(path)
             if on_wait is None:
                 raise ValueError(
-                    f"{folder} is being written by {holder}: wait for its end, or give another output folder"
+                    f"{held} is being written by {holder}: wait for its end, or give another output"
                 ) from None
-            on_wait(f"waiting for {holder}, which writes {folder}")
+            on_wait(f"waiting for {holder}, which writes {held}")
     try:
         path.write_text(json.dumps(_self_description()))
         yield
@@ -44,9 +61,6 @@ def hold(folder: Path, on_wait: Callable[[str], None] | None = None) -> Iterator
         if lock.lock_counter == 1:
             path.unlink(missing_ok=True)  # while it is held: whoever opened it meanwhile sees that, and opens another
         lock.release()
-        if made:
-            with suppress(OSError):  # something was written
-                folder.rmdir()
 
 
 def _self_description() -> dict[str, str | int]:
