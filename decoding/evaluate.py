@@ -59,7 +59,7 @@ class Method:
     """(prompt, seed) -> Run"""
     max_nodes: int = 1
     artefact: str | None = None
-    """What drafts: "heads", "draft", or None where nothing was trained for it."""
+    """The trained artefact that drafts: "heads", "draft", or None."""
 
 
 @dataclass(frozen=True)

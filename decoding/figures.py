@@ -6,7 +6,7 @@ from typing import Any
 
 NONE = "–"
 _NEAR = {"bfloat16": 0.5, "float16": 0.1, "float32": 0.01}
-"""Logits that lie this close may change places by rounding; the margin is that of logits of some tens."""
+"""Logits of some tens that lie this close may change places by rounding."""
 
 Figure = dict[str, Any] | None
 """`decoding.metrics.Estimate` or `Spread` as JSON; None where it was not measured."""
@@ -65,7 +65,7 @@ def _count_of(number: int) -> str:
 
 
 def greedy_sentence(report: dict[str, Any]) -> str:
-    """What this report's greedy texts say beside plain decoding's; empty where it has none."""
+    """A sentence on how this report's greedy texts compare with plain decoding's; empty where it has none."""
     compared = [
         row["identical_to_plain"]
         for row in report["rows"]

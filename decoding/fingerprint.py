@@ -22,7 +22,7 @@ from decoding.loading import TOKENIZER_PROBE, first_line, is_heads_folder
 
 _DIGITS = 16
 _SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "dtype", "auto_map", "use_cache")
-"""What a config holds of where a model came from and how it is run."""
+"""Keys of a config that tell where a model came from and how it is run, not what it computes."""
 _ADAPTERS_SAY_NOTHING = ("base_model_name_or_path", "revision", "peft_version", "inference_mode", "auto_mapping")
 _ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _INDEX = f"{WEIGHTS_NAME}.index.json"
@@ -85,7 +85,7 @@ def prompts_fingerprint(prompts: Sequence[Sequence[int]]) -> str:
 
 
 def _described(name: str, trust_remote_code: bool) -> Any:
-    """What a model computes beside its weights, as JSON values."""
+    """All that a model computes by beside its weights, as JSON values."""
     if is_heads_folder(name):
         config = json.loads((Path(name) / "config.json").read_text())
         return {key: value for key, value in config.items() if key != "tree"}

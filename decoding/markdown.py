@@ -6,28 +6,25 @@ from typing import Any
 
 _SPECIAL = re.compile(r"[\\`*_\[\]<>&|~$!#]")
 _LINKED = re.compile(r"(?i)(?<=[a-z])(:)(?=//)|(?<=\bwww)(\.)|(@)|(?<=mailto)(:)|(?<=xmpp)(:)")
-"""What a bare address is recognised by where addresses become links by themselves."""
+"""Marks of a bare address, by which some renderers make a link of it."""
+_HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn")
+"""Unicode's categories of characters that show nothing themselves."""
 
 
 def one_line(value: Any) -> str:
     """The text on one line, without control characters, among them those that colour or rewrite a terminal."""
-    visible = "".join(" " if character.isspace() else character for character in str(value))
-    return " ".join(
-        "".join(character for character in visible if unicodedata.category(character) not in _HIDDEN).split()
-    )
-
-
-_HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn")
+    words = str(value).split()
+    return " ".join("".join(c for c in word if unicodedata.category(c) not in _HIDDEN) for word in words)
 
 
 def text(value: Any) -> str:
-    """As plain text, in a paragraph or a table's cell."""
+    """Escape the text, for a paragraph or a table's cell."""
     escaped = _SPECIAL.sub(lambda found: f"\\{found.group()}", one_line(value))
     return _LINKED.sub(lambda found: f"\\{found.group()}", escaped)
 
 
 def code(value: Any) -> str:
-    """As a code span outside tables, where a bar would end the cell."""
+    """Write a code span, for anywhere but a table, where a bar would end the cell."""
     line = one_line(value)
     fence = "`" * (_longest_run(line) + 1)
     pad = " " if line.startswith("`") or line.endswith("`") else ""
@@ -35,7 +32,7 @@ def code(value: Any) -> str:
 
 
 def fenced(value: str, language: str) -> str:
-    """As a block of code, of several lines; its fence is longer than any inside it."""
+    """Write a block of code of several lines; its fence is longer than any inside it."""
     fence = "`" * max(3, _longest_run(value) + 1)
     return f"{fence}{language}\n{value}\n{fence}"
 

@@ -84,7 +84,7 @@ def _published(arguments: Sequence[str]) -> Iterator[str]:
 
 def _published_value(value: str) -> str:
     """A file or folder that is here by its name alone, however it is written."""
-    return basename(value) if value and os.path.exists(value) else str(without_local_paths(value))
+    return str(without_local_paths(basename(value) if value and os.path.exists(value) else value))
 
 
 def _is_secret_key(key: Any) -> bool:

@@ -110,7 +110,7 @@ def caption(report: dict[str, Any]) -> str:
 
 
 def notes(report: dict[str, Any]) -> str:
-    """How the table is to be read, and what its greedy texts say."""
+    """Explain the table, and say how its greedy texts compare."""
     return " ".join(filter(None, (_NOTES, greedy_sentence(report))))
 
 
@@ -287,7 +287,7 @@ def acceptance_figure(report: dict[str, Any]) -> Figure:
 
 
 def _values(figures: list[dict[str, Any]], key: str) -> list[float]:
-    """What could not be measured is left out of a line."""
+    """One number of each figure; NaN, which a line leaves out, where it was not measured."""
     return [math.nan if figure[key] is None else figure[key] for figure in figures]
 
 

@@ -111,6 +111,37 @@ def test_the_card_holds_every_figure_with_its_label_and_what_it_was_measured_on(
     assert "medusa: 11 of 12, largest logit margin where they part 0.0312" in card
 
 
+def test_figures_that_could_not_be_measured_are_dashes_on_the_card(tmp_path: Path) -> None:
+    """As where a text ended with its first token, or one that ended early is all that differs."""
+
+    def without_figures(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: without_figures(held) for key, held in value.items()}
+        if isinstance(value, list):
+            return [without_figures(held) for held in value]
+        return None if isinstance(value, float) else value
+
+    early = {"identical": 11, "of": 12, "largest_margin": None, "ended_early": 1}
+    unmeasured = without_figures(report())
+    unmeasured["rows"][1]["identical_to_plain"] = early
+    card = card_of(tmp_path, report=unmeasured)
+    assert "| greedy | medusa | **lossless** | – | – / – | – | – | – |" in card and "None" not in card
+    assert "- Greedy texts equal to plain decoding's, medusa: 11 of 12, one ended early." in card
+    assert "one ended where the other went on, which rounding does not explain: a fault to report." in card
+    unmeasured["rows"][1]["identical_to_plain"] = {**early, "ended_early": 0}
+    assert "medusa: 11 of 12, largest logit margin where they part –." in card_of(tmp_path, report=unmeasured)
+
+
+@pytest.mark.parametrize(
+    "damage", [{"speedup": "fast"}, {"tokens_per_pass": {"value": "2"}}, {"identical_to_plain": 3}]
+)
+def test_a_report_with_what_is_no_figure_is_refused_in_one_sentence(tmp_path: Path, damage: dict[str, Any]) -> None:
+    damaged = report()
+    damaged["rows"][1] |= damage
+    with pytest.raises(ValueError, match=r"report\.json holds something else than a figure .*: evaluate again"):
+        card_of(tmp_path, report=damaged)
+
+
 def test_the_card_holds_the_provenance_and_no_path_of_the_users_machine(tmp_path: Path) -> None:
     card = card_of(tmp_path, provenance=PROVENANCE, report=report() | {"commit": "/home/zoe/checkout at abc"})
     for fact in ("0123456789ab-dirty", "torch 2.13.0", "1,500", "2,500,000", "feedfacecafebeef", "ab" * 32, "1,234"):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
+from matplotlib import pyplot as plt
 from rich.console import Console
 from test_card import PROVENANCE, card_of, report
 from test_report import of_rows
@@ -34,7 +35,7 @@ HOSTILE = [
     "a\x1b[31mred\u202edetrever",
     "$x^$ \\(y\\)",
 ]
-READER = MarkdownIt("commonmark", {"linkify": True, "html": True}).enable(["table", "strikethrough"])
+READER = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
 HARMLESS = {"inline", "text", "softbreak", "code_inline", "text_special"}
 
 
@@ -118,8 +119,10 @@ def test_a_reports_tables_and_pictures_survive_any_name(tmp_path: Path, hostile:
     write_html(named, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert page.count("<svg") == 4 and not any(tag in page for tag in ("<script", "<img", "<b>", "<a "))
-    label = speedup_figure(named).axes[0].get_yticklabels()[0]
+    figure = speedup_figure(named)
+    label = figure.axes[0].get_yticklabels()[0]
     assert label.get_text() == one_line(hostile) and not label.get_parse_math()
+    plt.close(figure)
     console = Console(file=io.StringIO(), width=200)
     console.print(terminal_table(named))
     assert "\x1b" not in console.file.getvalue()  # type: ignore[attr-defined]  # the StringIO above

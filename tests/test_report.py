@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib import pyplot as plt
 from rich.console import Console
 
-from decoding.evaluate import EvaluationConfig, Method, Run, evaluate
+from decoding.drafters import DraftModelDrafter, HybridDrafter, MedusaDrafter, PromptLookupDrafter
+from decoding.drafters.draft_tree import DraftTreeDrafter
+from decoding.evaluate import EvaluationConfig, Method, Run, evaluate, standard_methods
 from decoding.figures import counted, estimate, greedy_sentence, identical, number, shares, speedup
+from decoding.heads import MedusaConfig, MedusaHeads
 from decoding.report import markdown_table, speedup_figure, table_rows, terminal_table, write_html
 from decoding.target import CausalLM
 
@@ -85,9 +89,11 @@ def test_every_table_and_the_page_say_both_speed_ups_the_totals_first(tiny_llama
     page = (tmp_path / "report.html").read_text()
     for place in (markdown_table(report), page):
         assert "1.09× [1.00, 2.00]; median 2.00× [1.50, 2.00]" in place
-    drawn = speedup_figure(report).axes[0]
+    figure = speedup_figure(report)
+    drawn = figure.axes[0]
     assert [bar.get_width() for bar in drawn.patches] == [pytest.approx(24 / 22)]  # type: ignore[attr-defined]
     assert [text.get_text() for text in drawn.texts] == ["1.09×"]
+    plt.close(figure)
 
 
 def test_a_share_is_said_with_what_it_is_a_share_of() -> None:
@@ -100,6 +106,24 @@ def test_a_share_is_said_with_what_it_is_a_share_of() -> None:
     report["rows"][0]["conditional_acceptance"] = found
     report["rows"][0]["unconditional_acceptance"] = found
     assert table_rows(report)[0][4] == "0.89 (1,312) 1.00 (1)" and "| 0.89 (1,312) 1.00 (1) |" in markdown_table(report)
+
+
+def test_a_method_says_which_artefact_drafts_for_it(tiny_llama: CausalLM, tiny_draft: CausalLM) -> None:
+    draft, lookup = DraftModelDrafter(tiny_draft, (1, 1)), PromptLookupDrafter()
+    heads = MedusaDrafter(MedusaHeads.for_target(tiny_llama.model, MedusaConfig(16, 16)))
+    drafters = [draft, DraftTreeDrafter(tiny_draft), HybridDrafter(heads, lookup), heads, lookup]
+    assert [drafter.artefact for drafter in drafters] == ["draft", "draft", "heads", "heads", None]
+    config = EvaluationConfig(settings=("greedy",))
+    methods = standard_methods(tiny_llama, {"heads": heads, "draft": draft, "lookup": lookup}, config)
+    assert {method.name: method.artefact for method in methods} == {
+        "plain": None,
+        "transformers generate": None,
+        "transformers assisted, 2 tokens": "draft",
+        "transformers assisted, its defaults": "draft",
+        "heads": "heads",
+        "draft": "draft",
+        "lookup": None,
+    }
 
 
 # --- what greedy texts say ------------------------------------------------------------------------------------------

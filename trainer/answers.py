@@ -310,7 +310,7 @@ def _settings_of(meta: Path) -> dict[str, Any] | None:
 
 
 def _set_aside_of(path: Path) -> Path:
-    """Where the conversations without an answer stand."""
+    """The file of the conversations without an answer."""
     return path.with_name(path.name + ".failed.jsonl")
 
 

@@ -104,7 +104,7 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
 def _made_by(
     options: EvaluateOptions, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """What a report says of how it was made: the command, its settings, and fingerprints of all that was measured."""
+    """The report's account of itself: the command, its settings, and fingerprints of all that was measured."""
     trusted = options.trust_remote_code
     named = {"target": resolve(options.target), "heads": options.heads, "draft": options.draft}
     kept_apart = {*named, "prompts", "output", "title"}

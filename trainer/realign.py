@@ -200,7 +200,7 @@ def _measure_stale(options: RealignOptions) -> Fit:
 
 
 def _made_by(options: RealignOptions) -> dict[str, str]:
-    """What figures of the stale draft depend on: options, target, held-out rows; its folder may hold another by now."""
+    """All that the stale figures depend on but the draft, whose folder may hold another by now."""
     made_by = {name: str(value) for name, value in vars(options).items() if name != "output"}
     made_by["heldout rows"] = hashlib.sha256((options.output / _HELDOUT).read_bytes()).hexdigest()
     made_by["target weights"] = stored_fingerprint(resolve(options.target), options.trust_remote_code)

@@ -62,7 +62,7 @@ class Drafter(ABC):
 
     name: str
     artefact: str | None = None
-    """What was trained for it: "heads", "draft", or None."""
+    """The trained artefact that drafts: "heads", "draft", or None."""
 
     @property
     @abstractmethod

@@ -37,7 +37,7 @@ class Measured:
     max_new_tokens: str
     commit: str
     greedy: str
-    """What the greedy texts of these rows say."""
+    """A sentence on the greedy texts of these rows."""
     rows: tuple[MeasuredRow, ...]
 
     @property
