@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging
 
 from decoding.compress import read_output_tokens, trimmed_vocabulary
-from decoding.heads import FORMAT, MedusaHeads
+from decoding.header import read_object
+from decoding.heads import CONFIG_NAME, FORMAT, MedusaHeads, read_config
 from decoding.target import CausalLM
 
 TOKENIZER_PROBE = "def speculate(prompt):\n    return 'Zoë said: 3 + 4 = 7'  "
@@ -112,10 +113,9 @@ def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedToken
 
 
 def load_heads(folder: str | Path, target: CausalLM) -> MedusaHeads:
-    """Heads in the target's dtype, on its device, checked against it."""
-    heads = MedusaHeads.from_pretrained(folder, dtype=target.dtype, device=target.device)
-    heads.check_fits(target.hidden_size, target.vocab_size)
-    return heads
+    """Heads in the target's dtype, on its device, checked against it before their weights are read."""
+    read_config(Path(folder)).check_fits(target.hidden_size, target.vocab_size)
+    return MedusaHeads.from_pretrained(folder, dtype=target.dtype, device=target.device)
 
 
 def load_draft(
@@ -153,8 +153,8 @@ def load_draft(
 
 def is_heads_folder(folder: str | Path) -> bool:
     """Whether a folder holds heads in this project's own format."""
-    config = Path(folder) / "config.json"
-    return config.is_file() and f'"format": "{FORMAT}"' in config.read_text()
+    config = Path(folder) / CONFIG_NAME
+    return config.is_file() and read_object(config, "give heads or a model").get("format") == FORMAT
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[int, ...]:
