@@ -39,7 +39,7 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def read_header(path: Path, remedy: str) -> dict[str, StoredTensor]:
-    """Read a safetensors file's names, dtypes and shapes, without its values. ValueError if it is missing or cut off."""
+    """Read a safetensors file's names, dtypes and shapes, not its values. ValueError if it is missing or cut off."""
     try:
         with safe_open(path, framework="pt") as file:
             stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # not a mapping

@@ -23,9 +23,7 @@ def checked_paths(paths: object, vocab_size: int) -> tuple[tuple[int, ...], ...]
     Every prefix of a path must be there, every path once, and ranks are below ``vocab_size``.
     """
     if not isinstance(paths, list | tuple):
-        raise ValueError(
-            f"the tree is {reprlib.repr(paths)}: give a list of paths of ranks, such as [[0], [1], [0, 0]]"
-        )
+        raise ValueError(f"the tree is {reprlib.repr(paths)}: give paths of ranks, such as [[0], [1], [0, 0]]")
     if len(paths) > MOST_NODES:
         raise ValueError(f"the tree has {len(paths)} nodes: give at most {MOST_NODES}")
     known: set[tuple[int, ...]] = {()}
@@ -36,9 +34,7 @@ def checked_paths(paths: object, vocab_size: int) -> tuple[tuple[int, ...], ...]
         if path[:-1] not in known:
             raise ValueError(f"tree path {shown} has no parent: add {reprlib.repr(list(path[:-1]))} to the paths")
         if path[-1] >= vocab_size:
-            raise ValueError(
-                f"tree path {shown} has a rank of {path[-1]}: with {vocab_size} tokens ranks are below that"
-            )
+            raise ValueError(f"tree path {shown} has a rank of {path[-1]}: {vocab_size} tokens have ranks below that")
         known.add(path)
     return tuple(map(tuple, paths))
 
@@ -49,9 +45,7 @@ def _checked_path(path: object) -> tuple[int, ...]:
         raise ValueError(f"tree path {reprlib.repr(path)} is no list of ranks: give one such as [0, 1]")
     for rank in path:
         if type(rank) is not int or rank < 0:
-            raise ValueError(
-                f"tree path {reprlib.repr(path)} holds {reprlib.repr(rank)}: ranks are whole numbers from 0"
-            )
+            raise ValueError(f"tree path {reprlib.repr(path)} holds {reprlib.repr(rank)}: give whole numbers from 0")
     return tuple(path)
 
 

@@ -101,7 +101,7 @@ def test_two_files_are_written_and_neither_is_a_pickle(tmp_path: Path) -> None:
         (lambda tensors: tensors.pop("heads.1.lm_head.weight"), r"heads\.1\.lm_head\.weight is missing"),
         (
             lambda tensors: tensors.update({"heads.9.lm_head.weight": torch.ones(1)}),
-            r"heads\.9\.lm_head\.weight is unknown",
+            r"heads\.9.* is unknown",
         ),
         (lambda tensors: tensors.update({"heads.0.lm_head.weight": torch.ones(4, 16)}), r"size mismatch.*heads\.0"),
     ],

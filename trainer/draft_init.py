@@ -27,7 +27,7 @@ from decoding.compress import (
     with_filled_vocabulary,
     write_output_tokens,
 )
-from decoding.loading import check_same_tokenizer, eos_token_ids, load_model, load_tokenizer
+from decoding.loading import check_same_tokenizer, eos_token_ids, load_model, load_tokenizer, reason
 from decoding.target import CausalLM
 from trainer.batch import Example
 from trainer.draft_sections import DraftSection, FromTargetSection
@@ -227,9 +227,7 @@ def draft_from_config(
         ArithmeticError,
         AssertionError,
     ) as error:
-        last = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
-        reason = last.removeprefix("ValueError: ").removeprefix("TypeError: ")
-        raise ValueError(f"draft.init.from_config makes no {base.model_type} model: {reason}") from error
+        raise ValueError(f"draft.init.from_config makes no {base.model_type} model: {reason(error)}") from error
     _keep_ends(draft, target)
     return draft
 
