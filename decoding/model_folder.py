@@ -144,17 +144,21 @@ def _check_count(path: Path, key: str, value: object) -> None:
 
 
 def _check_sizes(path: Path, config: Mapping[str, Any], header: Mapping[str, StoredTensor]) -> None:
-    """Compare the sizes in a config with the tensors there are."""
+    """Compare the sizes in a config with the tensors there are, whose weights are floats unless it quantises them."""
     dims = {size for tensor in header.values() for size in tensor.shape}
     numbered = [int(part) for name in header if (part := _layer_of(name)) is not None]
     most = max(numbered) + 1 if numbered else max(dims, default=0)
     for key in _LAYERS:
         if isinstance(layers := config.get(key), int) and layers > most:
             raise ValueError(f"{path} has {layers} as {key}, but the weights beside it have {most} layers: {_REMEDY}")
-    has_inner = config.get("model_type") in _INNER_FAMILIES and "quantization_config" not in config
+    plain = "quantization_config" not in config
+    has_inner = config.get("model_type") in _INNER_FAMILIES and plain
     for key in (*_WIDTHS, *(_INNER if has_inner else ())):
         if isinstance(size := config.get(key), int) and size not in dims:
             raise ValueError(f"{path} has {size} as {key}, which no tensor in the weights beside it has: {_REMEDY}")
+    for name, tensor in header.items() if plain else ():
+        if name.endswith(".weight") and not tensor.dtype.startswith(("F", "BF")):
+            raise ValueError(f"the weights beside {path} hold {name} in {tensor.dtype}, which is no float: {_REMEDY}")
 
 
 def _layer_of(name: str) -> str | None:

@@ -32,6 +32,7 @@ from decoding.target import CausalLM
 from trainer.batch import Example
 from trainer.draft_sections import DraftSection, FromTargetSection
 from trainer.prune import measured, narrow_sizes, pruned
+from trainer.transformers4 import write_model
 
 
 class InitialDraft(NamedTuple):
@@ -90,10 +91,9 @@ def write_draft(draft: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Pat
     every server can load it.
     """
     whole = with_filled_vocabulary(draft)
-    whole.save_pretrained(folder)
+    write_model(whole, tokenizer, folder)
     if draft.output_tokens is not None:
         write_output_tokens(folder, draft.output_tokens.tolist())
-    tokenizer.save_pretrained(folder)
 
 
 def coverage(examples: Sequence[Example], tokens: Sequence[int] | Int[Tensor, " outputs"]) -> float:

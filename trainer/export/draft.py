@@ -10,6 +10,7 @@ from decoding.finite import check_finite
 from decoding.loading import TOKENIZER_PROBE, load_model, load_tokenizer
 from trainer.export.card import Artefact
 from trainer.export.readback import check_bit_equal
+from trainer.transformers4 import write_model
 
 _PROBE_LENGTH = 16
 
@@ -21,8 +22,7 @@ def write(source: Path, folder: Path) -> tuple[Artefact, str]:
     """
     model, tokenizer = _load(source)
     check_finite(dict(model.named_parameters()), f"{source}", "give an earlier checkpoint, or train the draft again")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    write_model(model, tokenizer, folder)
     if (output_tokens := read_output_tokens(model, str(source))) is not None:
         write_output_tokens(folder, output_tokens)
     read_model, read_tokenizer = _load(folder)
