@@ -166,7 +166,7 @@ def read_output_tokens(model: PreTrainedModel, name: str) -> tuple[int, ...] | N
         raise ValueError(f"{name} is to be trimmed by {file_name!r}: only {OUTPUT_TOKENS_NAME} beside it is read")
     try:
         tokens = json.loads(Path(str(cached_file(name, file_name))).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{name} is to be trimmed by its {file_name}, which cannot be read: {error}") from error
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise ValueError(f"{file_name} of {name} is no list of token ids: write it with write_output_tokens")

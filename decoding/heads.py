@@ -6,26 +6,30 @@ to t+1+k, of which all but the first are drafts of the heads before it (Hydra, 2
 """
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from decoding.finite import check_finite
+from decoding.header import check_tensors, check_whole, read_object
+from decoding.tree import checked_paths
+
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 FORMAT = "headstart-medusa"
+_REMEDY = "give heads as headstart wrote them"
 
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """Shape of the heads and the tree they draft.
+    """Shape of the heads and the tree they draft; ValueError for sizes that are none and for a tree that is none.
 
     ``tree`` lists paths of ranks: ``(0, 2)`` is head 1's third best token after head 0's best. Every prefix is there.
     With ``shared_lm_head`` no head has a Linear of its own: all of them write through the target's lm_head.
@@ -41,11 +45,43 @@ class MedusaConfig:
     sequential: bool = False
 
     def __post_init__(self) -> None:
-        deepest = max((len(path) for path in self.tree), default=0)
+        for name, least in (("hidden_size", 1), ("vocab_size", 1), ("num_heads", 1), ("num_layers", 0)):
+            check_whole(name, getattr(self, name), least)
+        for name in ("shared_lm_head", "sequential"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: give true or false")
+        paths = checked_paths(self.tree, self.vocab_size)
+        deepest = max((len(path) for path in paths), default=0)
         if deepest > self.num_heads:
             raise ValueError(f"the tree is {deepest} deep but there are {self.num_heads} heads: shorten its paths")
+        object.__setattr__(self, "tree", paths)
         if self.sequential and self.num_layers < 1:
             raise ValueError("sequential heads read tokens in their first block, but num_layers is 0: give at least 1")
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the name and shape of every tensor of such heads, head by head."""
+        for head in range(self.num_heads):
+            for layer in range(self.num_layers):
+                block = f"heads.{head}.blocks.{layer}"
+                yield f"{block}.linear.weight", (self.hidden_size, self.hidden_size)
+                yield f"{block}.linear.bias", (self.hidden_size,)
+                if self.sequential and layer == 0:
+                    yield f"{block}.embedded.weight", (2 * self.hidden_size, (head + 1) * self.hidden_size)
+            if not self.shared_lm_head:
+                yield f"heads.{head}.lm_head.weight", (self.vocab_size, self.hidden_size)
+
+    def check_fits(self, hidden_size: int, vocab_size: int) -> None:
+        """Refuse a target of another width or vocabulary."""
+        if self.hidden_size != hidden_size:
+            raise ValueError(
+                f"these heads read hidden states of size {self.hidden_size} but the target's have size "
+                f"{hidden_size}: give heads that were trained on this target"
+            )
+        if self.vocab_size != vocab_size:
+            raise ValueError(
+                f"these heads predict {self.vocab_size} tokens but the target knows {vocab_size}: "
+                "give heads that were trained on this target"
+            )
 
 
 def _zero_linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
@@ -229,39 +265,49 @@ class MedusaHeads(nn.Module):
     ) -> "MedusaHeads":
         """Read heads written by `save_pretrained`, in their stored dtype unless another is given.
 
-        Every tensor must be there and nothing else.
+        Every tensor must be there and nothing else, all of them finite in the dtype asked for. ValueError before
+        anything is built where ``config.json`` and the weights do not describe the same heads.
         """
         folder = Path(folder)
-        for name in (CONFIG_NAME, WEIGHTS_NAME):
-            if not (folder / name).is_file():
-                raise ValueError(f"{folder} holds no Medusa heads: {name} is missing")
-        stored = json.loads((folder / CONFIG_NAME).read_text())
-        if stored.pop("format", None) != FORMAT:
-            raise ValueError(f"{folder / CONFIG_NAME} does not describe Medusa heads (no format: {FORMAT!r})")
-        try:
-            tree = tuple(tuple(path) for path in stored.pop("tree"))
-            heads = MedusaHeads(MedusaConfig(**stored, tree=tree))
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{folder / CONFIG_NAME} does not describe Medusa heads: {error}") from error
-        try:
-            weights = load_file(folder / WEIGHTS_NAME)
-            heads.to(next(iter(weights.values())).dtype).load_state_dict(weights)
-        except (SafetensorError, RuntimeError, StopIteration) as error:
-            raise ValueError(f"{folder / WEIGHTS_NAME} does not fit its config: {error}") from error
-        return heads.to(device=device, dtype=dtype or next(heads.parameters()).dtype).eval()
+        config = read_config(folder)
+        check_tensors(folder / WEIGHTS_NAME, config.shapes(), _REMEDY)
+        return loaded(config, load_file(folder / WEIGHTS_NAME), folder, dtype).to(device)
 
-    def check_fits(self, hidden_size: int, vocab_size: int) -> None:
-        """Refuse a target of another width or vocabulary."""
-        if self.config.hidden_size != hidden_size:
-            raise ValueError(
-                f"these heads read hidden states of size {self.config.hidden_size} but the target's have size "
-                f"{hidden_size}: give heads that were trained on this target"
-            )
-        if self.config.vocab_size != vocab_size:
-            raise ValueError(
-                f"these heads predict {self.config.vocab_size} tokens but the target knows {vocab_size}: "
-                "give heads that were trained on this target"
-            )
+
+def loaded(
+    config: MedusaConfig, weights: dict[str, Tensor], folder: Path, dtype: torch.dtype | None = None
+) -> MedusaHeads:
+    """Heads with these weights, ready to decode, in the weights' own dtype unless another is given.
+
+    ValueError, in which ``folder`` is said to hold them, for a weight that is not finite or will not be in ``dtype``.
+    """
+    check_finite(weights, f"{folder}", "give an earlier checkpoint, or train the heads again")
+    stored = next(iter(weights.values())).dtype
+    heads = MedusaHeads(config).to(stored)
+    heads.load_state_dict(weights)
+    if dtype not in (None, stored):
+        heads.to(dtype)
+        check_finite(heads.state_dict(), f"{folder} in {dtype}", "give a dtype of a wider range, such as bf16")
+    return heads.eval()
+
+
+def read_config(folder: Path) -> MedusaConfig:
+    """Read the ``config.json`` beside the weights of heads. ValueError unless it is one of heads in our format."""
+    for name in (CONFIG_NAME, WEIGHTS_NAME):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} holds no Medusa heads: {name} is missing")
+    stored = read_object(folder / CONFIG_NAME, _REMEDY)
+    known = [field.name for field in fields(MedusaConfig)]
+    if stored.pop("format", None) != FORMAT:
+        raise ValueError(f"{folder / CONFIG_NAME} does not describe Medusa heads (no format: {FORMAT!r}): {_REMEDY}")
+    if unknown := [key for key in stored if key not in known]:
+        raise ValueError(f"{folder / CONFIG_NAME} does not describe Medusa heads: {unknown[0]} is unknown; {_REMEDY}")
+    if missing := [key for key in ("hidden_size", "vocab_size", "tree") if key not in stored]:
+        raise ValueError(f"{folder / CONFIG_NAME} does not describe Medusa heads: {missing[0]} is missing; {_REMEDY}")
+    try:
+        return MedusaConfig(**stored)
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG_NAME} does not describe Medusa heads: {error}") from error
 
 
 class StackedHeads:

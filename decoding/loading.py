@@ -1,21 +1,42 @@
 """Reading targets, drafts and heads from a folder or the hub, with every mismatch found before anything runs."""
 
-import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # its base for all that goes wrong on the way
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # its base for all that goes wrong on the way
+    HTTPError,
+    StrictDataclassError,
+)
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from decoding.compress import read_output_tokens, trimmed_vocabulary
-from decoding.heads import FORMAT, MedusaHeads
+from decoding.finite import check_finite
+from decoding.header import read_object
+from decoding.heads import CONFIG_NAME, FORMAT, MedusaHeads, read_config
+from decoding.model_folder import adapted_model, check_model_folder
 from decoding.target import CausalLM
 
 TOKENIZER_PROBE = "def speculate(prompt):\n    return 'Zoë said: 3 + 4 = 7'  "
 """A text with what tokenizers differ on: blanks at both ends of lines, digits, an accent."""
+
+UNREADABLE = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    SafetensorError,
+    HTTPError,
+    StrictDataclassError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    AssertionError,
+    ImportError,
+)
+"""What transformers raises, from its own lines and its libraries', for a model or a config that it cannot make."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -33,23 +54,37 @@ def default_device() -> torch.device:
 
 def load_model(
     name: str,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | Literal["auto"] = torch.bfloat16,
     device: torch.device | None = None,
     trust_remote_code: bool = False,
     device_map: str | None = None,
 ) -> PreTrainedModel:
-    """A causal LM from a folder or a hub id, from safetensors only.
+    """A causal LM from a folder or a hub id, from safetensors only, every weight of it from there.
 
+    ``dtype="auto"`` keeps the stored one. A folder's config is compared with its weights before anything is built.
     ``device_map="auto"`` spreads it over all devices there are, by accelerate, instead of moving it to one.
     """
     _check_folder(name)
+    if Path(name).is_dir():
+        check_model_folder(Path(name))
     logging.disable_progress_bar()  # of the weights' reading: over before it is drawn
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, device_map=device_map
+        read: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            device_map=device_map,
+            output_loading_info=True,
         )
-    except (OSError, RuntimeError, SafetensorError, HTTPError) as error:
-        raise ValueError(f"no model could be read from {name!r}: {first_line(error)}") from error
+    except UNREADABLE as error:
+        raise ValueError(f"no model could be read from {name!r}: {reason(error)}") from error
+    model: PreTrainedModel = read[0]
+    if missing := sorted(read[1]["missing_keys"]):
+        raise ValueError(
+            f"the weights of {name} lack {missing[0]}, one of {len(missing)} that its config asks for, and would have "
+            "random values there: give a folder with all of them"
+        )
     if device_map is None:
         model.to(device or default_device())  # type: ignore[arg-type]  # transformers' stubs
     model.eval()
@@ -58,13 +93,12 @@ def load_model(
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer that belongs to a model's folder or hub id; adapters saved without one have their base model's."""
-    adapters = Path(name) / "adapter_config.json"
-    if adapters.is_file() and not any(adapters.parent.glob("tokenizer*")):
-        name = str(json.loads(adapters.read_text()).get("base_model_name_or_path"))
+    if (base := adapted_model(Path(name))) is not None and not any(Path(name).glob("tokenizer*")):
+        name = base
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, HTTPError) as error:
-        raise ValueError(f"no tokenizer could be read from {name!r}: {first_line(error)}") from error
+    except UNREADABLE as error:
+        raise ValueError(f"no tokenizer could be read from {name!r}: {reason(error)}") from error
     return tokenizer
 
 
@@ -84,7 +118,22 @@ def _check_folder(name: str) -> None:
 
 def first_line(error: BaseException) -> str:
     """What an error says first, or its name where it says nothing: library errors run over many lines."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return _lines(error)[0]
+
+
+def reason(error: BaseException) -> str:
+    """What an error says, in one line: transformers' checks of a config say why in their last."""
+    if "ignore_mismatched_sizes" in str(error):  # its remedy, which here nobody can take
+        return "the sizes in its config.json are not those of its weights"
+    if not isinstance(error, StrictDataclassError):
+        return first_line(error)
+    return _lines(error)[-1].removeprefix("ValueError: ").removeprefix("TypeError: ")
+
+
+def _lines(error: BaseException) -> list[str]:
+    """The lines of an error, at least one, none so long that a value in it hides the rest."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    return [line if len(line) <= 300 else f"{line[:300]}..." for line in lines]
 
 
 def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
@@ -112,10 +161,9 @@ def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedToken
 
 
 def load_heads(folder: str | Path, target: CausalLM) -> MedusaHeads:
-    """Heads in the target's dtype, on its device, checked against it."""
-    heads = MedusaHeads.from_pretrained(folder, dtype=target.dtype, device=target.device)
-    heads.check_fits(target.hidden_size, target.vocab_size)
-    return heads
+    """Heads in the target's dtype, on its device, checked against it before their weights are read."""
+    read_config(Path(folder)).check_fits(target.hidden_size, target.vocab_size)
+    return MedusaHeads.from_pretrained(folder, dtype=target.dtype, device=target.device)
 
 
 def load_draft(
@@ -131,6 +179,7 @@ def load_draft(
     `compress.write_output_tokens` wrote to gives a draft with a trimmed vocabulary.
     """
     draft = load_model(name, target.dtype, target.device, trust_remote_code)
+    check_finite(dict(draft.named_parameters()), f"the draft {name} in {target.dtype}", _finite_remedy(target.dtype))
     if tokenizer is not None and not other_tokenizer:
         own_tokenizer = load_tokenizer(name, trust_remote_code)
         try:
@@ -151,10 +200,15 @@ def load_draft(
     return trimmed_vocabulary(draft, output_tokens)
 
 
+def _finite_remedy(dtype: torch.dtype) -> str:
+    narrow = "give a dtype of a wider range, such as bf16, or " if dtype == torch.float16 else "give "
+    return f"{narrow}an earlier checkpoint of it"
+
+
 def is_heads_folder(folder: str | Path) -> bool:
     """Whether a folder holds heads in this project's own format."""
-    config = Path(folder) / "config.json"
-    return config.is_file() and f'"format": "{FORMAT}"' in config.read_text()
+    config = Path(folder) / CONFIG_NAME
+    return config.is_file() and read_object(config, "give heads or a model").get("format") == FORMAT
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[int, ...]:

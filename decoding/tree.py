@@ -4,6 +4,7 @@ Node 0 is the root: the last token already emitted, whose keys and values the ta
 Every other node is a drafted token that follows its parent. A chain is a tree with one branch.
 """
 
+import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -11,6 +12,41 @@ from functools import cached_property, lru_cache
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+
+MOST_NODES = 4096
+"""What a tree written down may have: the mask of one so large takes 16 MiB, and no target verifies it in one pass."""
+
+
+def checked_paths(paths: object, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    """Return paths of child ranks, as a file or a recipe holds them, as tuples; ValueError where they make no tree.
+
+    Every prefix of a path must be there, every path once, and ranks are below ``vocab_size``.
+    """
+    if not isinstance(paths, list | tuple):
+        raise ValueError(f"the tree is {reprlib.repr(paths)}: give paths of ranks, such as [[0], [1], [0, 0]]")
+    if len(paths) > MOST_NODES:
+        raise ValueError(f"the tree has {len(paths)} nodes: give at most {MOST_NODES}")
+    known: set[tuple[int, ...]] = {()}
+    for path in sorted(map(_checked_path, paths), key=len):
+        shown = reprlib.repr(list(path))
+        if path in known:
+            raise ValueError(f"tree path {shown} is there twice: list each path once")
+        if path[:-1] not in known:
+            raise ValueError(f"tree path {shown} has no parent: add {reprlib.repr(list(path[:-1]))} to the paths")
+        if path[-1] >= vocab_size:
+            raise ValueError(f"tree path {shown} has a rank of {path[-1]}: {vocab_size} tokens have ranks below that")
+        known.add(path)
+    return tuple(map(tuple, paths))
+
+
+def _checked_path(path: object) -> tuple[int, ...]:
+    """A path that is a list of ranks, and not empty."""
+    if not isinstance(path, list | tuple) or not path:
+        raise ValueError(f"tree path {reprlib.repr(path)} is no list of ranks: give one such as [0, 1]")
+    for rank in path:
+        if type(rank) is not int or rank < 0:
+            raise ValueError(f"tree path {reprlib.repr(path)} holds {reprlib.repr(rank)}: give whole numbers from 0")
+    return tuple(path)
 
 
 @dataclass(frozen=True)

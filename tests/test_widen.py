@@ -181,7 +181,7 @@ def test_the_source_is_left_alone_and_the_padding_is_the_generators() -> None:
 def test_widened_heads_on_a_stand_in_predict_what_the_heads_predict_on_its_source() -> None:
     model, heads = source(), random_heads()
     wide, wide_heads = widened(model, 4, 1), widened_heads(heads, 4)
-    wide_heads.check_fits(wide.config.hidden_size, wide.config.vocab_size)
+    wide_heads.config.check_fits(wide.config.hidden_size, wide.config.vocab_size)
     with torch.inference_mode():
         assert torch.allclose(wide_heads(last_hidden(wide)), heads(last_hidden(model)), rtol=1e-4, atol=1e-4)
 

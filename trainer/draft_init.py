@@ -27,11 +27,12 @@ from decoding.compress import (
     with_filled_vocabulary,
     write_output_tokens,
 )
-from decoding.loading import check_same_tokenizer, eos_token_ids, load_model, load_tokenizer
+from decoding.loading import check_same_tokenizer, eos_token_ids, load_model, load_tokenizer, reason
 from decoding.target import CausalLM
 from trainer.batch import Example
 from trainer.draft_sections import DraftSection, FromTargetSection
 from trainer.prune import measured, narrow_sizes, pruned
+from trainer.transformers4 import write_model
 
 
 class InitialDraft(NamedTuple):
@@ -90,10 +91,9 @@ def write_draft(draft: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Pat
     every server can load it.
     """
     whole = with_filled_vocabulary(draft)
-    whole.save_pretrained(folder)
+    write_model(whole, tokenizer, folder)
     if draft.output_tokens is not None:
         write_output_tokens(folder, draft.output_tokens.tolist())
-    tokenizer.save_pretrained(folder)
 
 
 def coverage(examples: Sequence[Example], tokens: Sequence[int] | Int[Tensor, " outputs"]) -> float:
@@ -227,9 +227,7 @@ def draft_from_config(
         ArithmeticError,
         AssertionError,
     ) as error:
-        last = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
-        reason = last.removeprefix("ValueError: ").removeprefix("TypeError: ")
-        raise ValueError(f"draft.init.from_config makes no {base.model_type} model: {reason}") from error
+        raise ValueError(f"draft.init.from_config makes no {base.model_type} model: {reason(error)}") from error
     _keep_ends(draft, target)
     return draft
 

@@ -28,6 +28,7 @@ from trainer.medusa import (
 from trainer.objective import TermSums
 from trainer.recipe import AdaptersSection, HeadsSection
 from trainer.teachers import HiddenTeacher
+from trainer.transformers4 import write_model
 
 if TYPE_CHECKING:  # slow to import, and of use to this objective alone
     from peft import PeftModel
@@ -154,11 +155,12 @@ class Medusa2Objective:
     def save(self, folder: Path) -> None:
         """The heads, and in ``target/`` the target they belong to: whole, or its adapters alone."""
         heads_for_decoding(self.module.heads.heads, self._dtype).save_pretrained(folder)
-        self._tokenizer.save_pretrained(folder / TARGET_FOLDER)
         if self._adapters.export == "adapter":
+            self._tokenizer.save_pretrained(folder / TARGET_FOLDER)
             self.module.model.save_pretrained(str(folder / TARGET_FOLDER))
             return
-        base_of(self.module.model).save_pretrained(folder / TARGET_FOLDER, state_dict=merged_weights(self.module.model))
+        merged = merged_weights(self.module.model)
+        write_model(base_of(self.module.model), self._tokenizer, folder / TARGET_FOLDER, merged)
 
 
 def _refuse_unfit(target: CausalLM, section: AdaptersSection) -> None:

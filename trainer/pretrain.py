@@ -14,6 +14,7 @@ from decoding.drafters import Drafter
 from trainer.batch import Batch
 from trainer.objective import EVERYWHERE_THE_SAME, TermSums
 from trainer.recipe import PretrainSection
+from trainer.transformers4 import write_model
 
 
 class LanguageModelTraining(nn.Module):
@@ -72,5 +73,4 @@ class PretrainObjective:
         model.to(torch.bfloat16)  # type: ignore[arg-type]  # transformers' stubs
         model.config.dtype = torch.bfloat16
         model.generation_config = GenerationConfig.from_model_config(model.config)
-        model.save_pretrained(folder)
-        self._tokenizer.save_pretrained(folder)
+        write_model(model, self._tokenizer, folder)

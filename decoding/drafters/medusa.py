@@ -59,7 +59,7 @@ class MedusaDrafter(Drafter):
         return tree_budgets(min(self.heads.config.num_heads, self.dynamic_nodes - 1), self.dynamic_nodes)
 
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "MedusaSession":
-        self.heads.check_fits(target.hidden_size, target.vocab_size)
+        self.heads.config.check_fits(target.hidden_size, target.vocab_size)
         if self.heads.config.sequential:
             return MedusaSession(partial(self._grow.propose, heads=SequentialHeads(self.heads, target.model)))
         lm_head: nn.Module | None = None

@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.compress import read_output_tokens, write_output_tokens
-from decoding.loading import TOKENIZER_PROBE, first_line
+from decoding.finite import check_finite
+from decoding.loading import TOKENIZER_PROBE, load_model, load_tokenizer
 from trainer.export.card import Artefact
 from trainer.export.readback import check_bit_equal
+from trainer.transformers4 import write_model
 
 _PROBE_LENGTH = 16
 
@@ -19,8 +21,8 @@ def write(source: Path, folder: Path) -> tuple[Artefact, str]:
     Returns what the card says about it, and a sentence on what was compared.
     """
     model, tokenizer = _load(source)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    check_finite(dict(model.named_parameters()), f"{source}", "give an earlier checkpoint, or train the draft again")
+    write_model(model, tokenizer, folder)
     if (output_tokens := read_output_tokens(model, str(source))) is not None:
         write_output_tokens(folder, output_tokens)
     read_model, read_tokenizer = _load(folder)
@@ -41,19 +43,13 @@ def write(source: Path, folder: Path) -> tuple[Artefact, str]:
 
 def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer from a local folder, in the stored dtype, on the CPU."""
+    model = load_model(str(folder), "auto", torch.device("cpu"))
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", use_safetensors=True, local_files_only=True
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder} holds no causal LM that transformers can read: {first_line(error)}") from error
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
+        return model, load_tokenizer(str(folder))
+    except ValueError as error:
         raise ValueError(
             f"{folder} holds no tokenizer, which servers need beside a draft: save the target's there"
         ) from error
-    return model.eval(), tokenizer
 
 
 @torch.inference_mode()

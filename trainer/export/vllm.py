@@ -5,16 +5,20 @@ config key that holds both "num" and "heads" is renamed to ``num_heads``, so the
 """
 
 import json
+import reprlib
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from decoding.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads
+from decoding.header import check_tensors, check_whole, read_object
+from decoding.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads, loaded
+from decoding.tree import MOST_NODES
 from trainer.export.card import Artefact
-from trainer.export.headstart import describe_heads, read_trained_heads
+from trainer.export.headstart import describe_heads
 from trainer.export.readback import check_bit_equal
+
+_REMEDY = "export the heads again"
 
 
 def vllm_config(config: MedusaConfig) -> dict[str, Any]:
@@ -32,15 +36,14 @@ def vllm_config(config: MedusaConfig) -> dict[str, Any]:
     }
 
 
-def vllm_names(config: MedusaConfig) -> dict[str, str]:
-    """Our tensor name -> vLLM's; vLLM ignores any other in silence."""
-    names = {}
-    for head in range(config.num_heads):
-        for layer in range(config.num_layers):
-            for part in ("weight", "bias"):
-                names[f"heads.{head}.blocks.{layer}.linear.{part}"] = f"blocks.{head}.layers.{layer}.{part}"
-        names[f"heads.{head}.lm_head.weight"] = f"lm_heads.{head}.weight"
-    return names
+def vllm_name(name: str) -> str:
+    """Translate our name of a tensor into vLLM's; vLLM ignores any other in silence."""
+    match name.split("."):
+        case ["heads", head, "blocks", layer, "linear", part]:
+            return f"blocks.{head}.layers.{layer}.{part}"
+        case ["heads", head, "lm_head", "weight"]:
+            return f"lm_heads.{head}.weight"
+    raise AssertionError(f"{name} is of heads that vLLM has no place for")
 
 
 def write(source: Path, folder: Path) -> tuple[Artefact, str]:
@@ -48,7 +51,7 @@ def write(source: Path, folder: Path) -> tuple[Artefact, str]:
 
     Returns what the card says about them, and a sentence on what was compared.
     """
-    heads = read_trained_heads(source)
+    heads = MedusaHeads.from_pretrained(source)
     if heads.config.sequential:
         raise ValueError(
             f"the heads in {source} read one another's tokens, which vLLM's Medusa heads do not: "
@@ -59,9 +62,9 @@ def write(source: Path, folder: Path) -> tuple[Artefact, str]:
             f"the heads in {source} share the target's lm_head, a copy of which vLLM wants in their file: "
             "give format headstart, or train heads with heads.shared_lm_head=false"
         )
-    names, state = vllm_names(heads.config), heads.state_dict()
+    state = heads.state_dict()
     (folder / CONFIG_NAME).write_text(json.dumps(vllm_config(heads.config), indent=2) + "\n")
-    tensors = {names[name]: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    tensors = {vllm_name(name): tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
     check_bit_equal(state, read_vllm_heads(folder).state_dict(), folder)
     return describe_heads(
@@ -75,21 +78,9 @@ def read_vllm_heads(folder: Path) -> MedusaHeads:
     Stricter than vLLM, which ignores unknown tensors and leaves missing ones random: either is a `ValueError` here.
     """
     config = _read_config(folder)
-    names = vllm_names(config)
-    try:
-        stored = load_file(folder / WEIGHTS_NAME)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{folder / WEIGHTS_NAME} cannot be read: {error}") from error
-    missing, unknown = sorted(set(names.values()) - stored.keys()), sorted(stored.keys() - set(names.values()))
-    if missing or unknown:
-        what = f"{missing[0]} is missing" if missing else f"{unknown[0]} is unknown"
-        raise ValueError(f"{folder / WEIGHTS_NAME} does not fit its config: {what}; export the heads again")
-    heads = MedusaHeads(config).to(next(iter(stored.values())).dtype)
-    try:
-        heads.load_state_dict({ours: stored[theirs] for ours, theirs in names.items()})
-    except RuntimeError as error:
-        raise ValueError(f"{folder / WEIGHTS_NAME} does not fit its config: {error}") from error
-    return heads.eval()
+    check_tensors(folder / WEIGHTS_NAME, ((vllm_name(name), shape) for name, shape in config.shapes()), _REMEDY)
+    stored = load_file(folder / WEIGHTS_NAME)
+    return loaded(config, {name: stored[vllm_name(name)] for name, _ in config.shapes()}, folder)
 
 
 def _read_config(folder: Path) -> MedusaConfig:
@@ -97,24 +88,25 @@ def _read_config(folder: Path) -> MedusaConfig:
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise ValueError(f"{folder} holds no heads in vLLM's format: {CONFIG_NAME} is missing")
-    stored = json.loads(path.read_text())
+    stored = read_object(path, _REMEDY)
+    sizes = ("hidden_size", "vocab_size", "num_heads", "num_hidden_layers")
+    if missing := [key for key in sizes if key not in stored]:
+        raise ValueError(f"{path} is not vLLM's Medusa config: {missing[0]} is missing; {_REMEDY}")
+    hidden_size, vocab_size, num_heads, num_layers = (stored[key] for key in sizes)
     try:
-        num_heads = int(stored["num_heads"])
-        config = MedusaConfig(
-            hidden_size=stored["hidden_size"],
-            vocab_size=stored["vocab_size"],
-            num_heads=num_heads,
-            num_layers=stored["num_hidden_layers"],
-            tree=tuple((0,) * depth for depth in range(1, num_heads + 1)),
-        )
-    except KeyError as error:
-        raise ValueError(f"{path} is not vLLM's Medusa config: {error.args[0]} is missing") from error
+        check_whole("num_heads", num_heads)
+        if num_heads > MOST_NODES:
+            raise ValueError(f"num_heads is {num_heads}: give at most {MOST_NODES}")
+        chain = tuple((0,) * depth for depth in range(1, num_heads + 1))
+        config = MedusaConfig(hidden_size, vocab_size, num_heads, num_layers, chain)
+    except ValueError as error:
+        raise ValueError(f"{path} is not vLLM's Medusa config: {error}") from error
     expected = vllm_config(config)
     wrong = [key for key in expected if stored.get(key) != expected[key]] + [
         key for key in stored if key not in expected
     ]
     if wrong:
         raise ValueError(
-            f"{path} would not load as these heads: {wrong[0]} is {stored.get(wrong[0])!r}; export the heads again"
+            f"{path} would not load as these heads: {wrong[0]} is {reprlib.repr(stored.get(wrong[0]))}; {_REMEDY}"
         )
     return config

@@ -1,0 +1,113 @@
+"""Exported drafts, read by a real transformers 4."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import pytest
+import torch
+from older_readers import DRAFTS, PROBE, VOCABULARY
+from tiny_models import full_forward, tiny_model
+from tiny_tokenizer import byte_tokenizer
+
+from decoding.loading import load_tokenizer
+from trainer.export import export
+from trainer.folders import write_folder
+
+pytestmark = pytest.mark.system
+
+PINNED = ("transformers==4.57.6", "tokenizers==0.22.2", "huggingface_hub==0.36.0")
+TEXT = "a ~b"
+SPECIAL = ["~", "^"]
+TOLERANCE = 1e-5
+"""Of logits some 10 apart: experts are added up in another order. All others are equal to the bit."""
+
+
+@pytest.fixture(scope="module")
+def version_4() -> Path:
+    """A folder with the old packages, kept from run to run; it is there whole or not at all."""
+    root = os.environ.get("HEADSTART_CACHE") or platformdirs.user_cache_dir("headstart")
+    python = f"py{sys.version_info.major}{sys.version_info.minor}"
+    folder = Path(root) / "-".join([python, *(package.replace("==", "-") for package in PINNED)])
+
+    def install(into: Path) -> None:
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(into), *PINNED]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{' '.join(command)}: {done.stderr[-2000:]}"
+
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        write_folder(folder, install)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every draft of `older_readers`, exported; folders are numbered in their order."""
+    root = tmp_path_factory.mktemp("drafts")
+    for number, (family, changes) in enumerate(DRAFTS.values()):
+        source = root / "source" / str(number)
+        tiny_model(family, vocab=VOCABULARY, **changes).save_pretrained(source)
+        tokenizer = byte_tokenizer()
+        tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
+        tokenizer.save_pretrained(source)
+        (root / "exported").mkdir(exist_ok=True)
+        export(source, root / "exported" / str(number), "draft")
+    return root
+
+
+def read_by(version_4: Path, folder: Path) -> dict[str, Any]:
+    """What `reads_with_version_4` prints; the packages it needs beside are this environment's."""
+    script = Path(__file__).with_name("reads_with_version_4.py")
+    environment = {**os.environ, "PYTHONPATH": str(version_4), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), str(folder), json.dumps(PROBE), TEXT]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    content: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert content["version"] == "4.57.6", "the subprocess runs the old version"
+    found: dict[str, Any] = content["read"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def read(version_4: Path, drafts: Path) -> dict[str, Any]:
+    return read_by(version_4, drafts / "exported")
+
+
+def test_version_4_reads_every_exported_draft_as_the_same_model_and_tokenizer(
+    drafts: Path, read: dict[str, Any]
+) -> None:
+    assert len(read) == len(DRAFTS) > 15
+    differing = {}
+    for number, (name, (family, changes)) in enumerate(DRAFTS.items()):
+        model = tiny_model(family, vocab=VOCABULARY, attention="eager", **changes)
+        found = read[str(number)]
+        difference = (torch.tensor(found["logits"]) - full_forward(model, PROBE)).abs().max().item()
+        if difference > (TOLERANCE if "moe" in name else 0):
+            differing[name] = difference
+        tokenizer = load_tokenizer(str(drafts / "exported" / str(number)))
+        assert found["ids"] == tokenizer(TEXT)["input_ids"] and SPECIAL[0] in found["special"], name
+        assert found["special"] == sorted(tokenizer.all_special_tokens), name
+    assert not differing
+
+
+def test_without_the_older_keys_version_4_reads_another_model_in_silence(
+    version_4: Path, drafts: Path, read: dict[str, Any]
+) -> None:
+    """The fault that is guarded against here, on a copy of one draft."""
+    number = str(list(DRAFTS).index("llama, llama3"))
+    stripped = drafts / "stripped" / number
+    stripped.mkdir(parents=True)
+    for path in (drafts / "exported" / number).iterdir():
+        (stripped / path.name).write_bytes(path.read_bytes())
+    config = json.loads((stripped / "config.json").read_text())
+    older = {key: config.pop(key) for key in ("rope_theta", "rope_scaling")}
+    assert older["rope_theta"] == 5e5
+    (stripped / "config.json").write_text(json.dumps(config))
+    whole = read[number]["logits"]
+    other = read_by(version_4, drafts / "stripped")[number]["logits"]
+    assert (torch.tensor(whole) - torch.tensor(other)).abs().max() > 0.1
