@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from decoding.attention import copy_free_attention
+from decoding.attention import copy_free_attention, leave_out_cudnn
 from decoding.cache import PreallocatedCache
 from decoding.static import StaticSteps, nodes_at
 from decoding.tree import TokenTree, TreeShape
@@ -137,6 +137,7 @@ class CausalLM:
         ``eager`` as they are (to see that they are right). Such a model decodes one batch at a time.
         """
         _refuse_unfit(model)
+        leave_out_cudnn()  # whatever is decoded with, evaluated, taught by or distilled passes here, the peers' model too
         self.model = model.eval()
         self.output_tokens = None if output_tokens is None else output_tokens.to(model.device)
         text_config = model.config.get_text_config(decoder=True)
