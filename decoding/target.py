@@ -113,10 +113,29 @@ def _max_positions(text_config: PreTrainedConfig) -> int | None:
     keys in the cache, of every row, would be void as soon as one row grows beyond.
     """
     longest: int | None = getattr(text_config, "max_position_embeddings", None)
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    by_layer = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
-    limits = [part["original_max_position_embeddings"] for part in by_layer if part.get("rope_type") == "longrope"]
+    found = _rope_parameters(text_config)
+    limits = [part["original_max_position_embeddings"] for part in found if part.get("rope_type") == "longrope"]
     return min([*limits, *([] if longest is None else [longest])], default=None)
+
+
+def _rope_parameters(text_config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """The rotary embeddings' parameters: one set, or one for each type of layer."""
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    return [part for part in (rope, *rope.values()) if isinstance(part, dict)]
+
+
+def _refuse_changing_rope(text_config: PreTrainedConfig) -> None:
+    """Refuse to fix the shapes of a model that asks its positions how far they reach before it turns its keys.
+
+    That is a question to the device, which no CUDA graph can record (transformers' `dynamic_rope_update`; longrope is
+    free of it in its latest versions alone).
+    """
+    kinds = {str(part.get("rope_type", "default")) for part in _rope_parameters(text_config)}
+    if changing := sorted(kind for kind in kinds if "dynamic" in kind or kind == "longrope"):
+        raise ValueError(
+            f"the model's rotary embeddings are {' and '.join(changing)}, which choose their frequencies by the longest "
+            "position of each step, so that its steps cannot have fixed shapes: leave static out"
+        )
 
 
 class CausalLM:
@@ -137,7 +156,7 @@ class CausalLM:
         ``eager`` as they are (to see that they are right). Such a model decodes one batch at a time.
         """
         _refuse_unfit(model)
-        leave_out_cudnn()  # whatever is decoded with, evaluated, taught by or distilled passes here, the peers' model too
+        leave_out_cudnn()  # whatever decodes, teaches or is distilled passes here, and the peers decode with it too
         self.model = model.eval()
         self.output_tokens = None if output_tokens is None else output_tokens.to(model.device)
         text_config = model.config.get_text_config(decoder=True)
@@ -153,6 +172,7 @@ class CausalLM:
         self._static: StaticSteps | None = None
         self._static_cache: PreallocatedCache | None = None
         if static is not None:
+            _refuse_changing_rope(text_config)
             self._static = StaticSteps(model, self._forward, self._windows(), self.max_positions, self.dtype, static)
 
     @property

@@ -179,8 +179,9 @@ def head_counts(batch: Batch, num_heads: int) -> Float[Tensor, " heads"]:
 
 
 def heads_for_decoding(heads: MedusaHeads, dtype: torch.dtype) -> MedusaHeads:
-    """A copy that decoding may keep while training goes on."""
-    return copy.deepcopy(heads).to(dtype).eval()
+    """A copy that decoding may keep while training goes on, cast as it is copied: fp32 is never held twice."""
+    cast = {id(p): nn.Parameter(p.detach().to(dtype, copy=True), p.requires_grad) for p in heads.parameters()}
+    return copy.deepcopy(heads, cast).eval()  # which takes for a copy what it finds there
 
 
 def fit_tree(heads: MedusaHeads, target: CausalLM, texts: Sequence[tuple[Sequence[int], int]], tree_nodes: int) -> None:
