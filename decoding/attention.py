@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -52,6 +53,15 @@ def grouped_attention(
 
 AttentionInterface.register(NAME, grouped_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def leave_out_cudnn() -> None:
+    """Switch off cuDNN's attention in this process, for this project's models and for transformers' peers alike.
+
+    On recent GPUs torch tries it first, and it builds a plan for every new key length: a text that grows by a token a
+    step, and batches padded to lengths of their own, would pay tens of milliseconds each time.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @contextmanager

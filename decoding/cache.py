@@ -9,7 +9,7 @@ there is nothing to move).
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ class _Block:
 
     slots: Sequence[int]
     starts: Sequence[int]
-    positions: Tensor | None
-    """(rows, block), where the rows start at different lengths; None where all start alike."""
+    positions: tuple[Tensor, ...] | None
+    """(rows, block) on each device, where the rows start at different lengths; None where all start alike."""
     keys: int
     """How many positions of the buffers are attended to."""
 
@@ -37,14 +37,24 @@ class _Block:
         return not any(self.starts)
 
 
+class _Buffers(NamedTuple):
+    """The keys and values of all layers on one device, (layers, rows, heads, capacity, dim)."""
+
+    keys: Tensor
+    values: Tensor
+    row_index: Tensor
+    """(rows,)"""
+
+
 class PreallocatedLayer(CacheLayerMixin):
-    """One layer's share of the buffers."""
+    """One layer's share of the buffers, on the device ``place`` (from 0) of those there are."""
 
     is_sliding = False
 
-    def __init__(self, owner: "PreallocatedCache") -> None:
+    def __init__(self, owner: "PreallocatedCache", place: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers' annotations are partial
         self._owner = owner
+        self._place = place
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self._owner.allocate(key_states, value_states)
@@ -72,9 +82,9 @@ class PreallocatedLayer(CacheLayerMixin):
             self.keys[:rows, :, start : start + size] = key_states
             self.values[:rows, :, start : start + size] = value_states
         else:
-            row_index = owner.row_index[:rows, None]
-            self.keys[row_index, :, block.positions] = key_states.transpose(1, 2)
-            self.values[row_index, :, block.positions] = value_states.transpose(1, 2)
+            row_index, positions = owner.row_index(self._place)[:rows, None], block.positions[self._place]
+            self.keys[row_index, :, positions] = key_states.transpose(1, 2)
+            self.values[row_index, :, positions] = value_states.transpose(1, 2)
         return self.keys[:rows, :, : block.keys], self.values[:rows, :, : block.keys]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -90,7 +100,7 @@ class PreallocatedLayer(CacheLayerMixin):
 
 
 class PreallocatedCache(Cache):
-    """Keys and values of every layer and row in two stacked buffers, allocated at first use.
+    """Keys and values of every layer and row in two stacked buffers on each device, allocated at first use.
 
     ``capacity`` is a first size in positions, not a limit: a longer text doubles the buffers (one copy, amortised).
     Sliding-window layers keep all positions here, so that rejected tokens can always be dropped; the window is in
@@ -98,8 +108,14 @@ class PreallocatedCache(Cache):
     serve several calls, are the tokens of row 0 whose keys it holds for certain.
     """
 
-    def __init__(self, num_layers: int, capacity: int, rows: int = 1) -> None:
-        self._own_layers = [PreallocatedLayer(self) for _ in range(num_layers)]
+    def __init__(
+        self, num_layers: int, capacity: int, rows: int = 1, devices: Sequence[torch.device] | None = None
+    ) -> None:
+        """``devices``: where each layer's keys arrive; None where all arrive on one device, which the first tells."""
+        self._devices: tuple[torch.device | None, ...] = tuple(dict.fromkeys(devices)) if devices else (None,)
+        places = [self._devices.index(device) for device in devices] if devices else [0] * num_layers
+        self._members = [[i for i in range(num_layers) if places[i] == place] for place in range(len(self._devices))]
+        self._own_layers = [PreallocatedLayer(self, place) for place in places]
         super().__init__(layers=list(self._own_layers))
         self.rows = rows
         self.capacity = max(capacity, 1)
@@ -108,12 +124,11 @@ class PreallocatedCache(Cache):
         self.buffers = 0
         """Names the buffers: a graph that was recorded on others is void."""
         self.lease = 0
-        self.row_index = torch.arange(rows)
         self.text: tuple[int, ...] = ()
-        self._keys: Tensor | None = None  # (layers, rows, heads, capacity, dim)
-        self._values: Tensor | None = None
-        self._handed_out: Tensor | None = None
-        """The keys whose views the layers have: an interrupt may come between the buffers and the views."""
+        self._held: tuple[_Buffers, ...] = ()
+        """One for each device; none before the first block."""
+        self._handed_out = self._held
+        """Those whose views the layers have: an interrupt may come between the buffers and the views."""
 
     def begin(self, slots: Sequence[int], size: int, device: torch.device) -> None:
         """Announce a forward that writes ``size`` positions behind each of these rows.
@@ -125,8 +140,7 @@ class PreallocatedCache(Cache):
         self.reserve(max(starts) + size)
         positions = None
         if len(set(starts)) > 1:
-            begin = torch.tensor(starts).to(device, non_blocking=True)
-            positions = begin[:, None] + torch.arange(size, device=device)
+            positions = tuple(_positions(starts, size, place or device) for place in self._devices)
         self.block = _Block(tuple(slots), tuple(starts), positions, max(starts) + size)
 
     def begin_static(self, positions: Tensor, keys: int) -> None:
@@ -135,7 +149,7 @@ class PreallocatedCache(Cache):
         Nothing here depends on how long the rows are: see `decoding.static`.
         """
         rows = len(positions)
-        self.block = _Block(range(rows), (keys,) * rows, positions, keys)
+        self.block = _Block(range(rows), (keys,) * rows, (positions,), keys)
 
     def end(self, written: Sequence[int]) -> None:
         """The forward is done; of each row's block, ``written`` positions hold its own tokens, the rest is padding."""
@@ -152,13 +166,17 @@ class PreallocatedCache(Cache):
         """Make room for ``needed`` positions in each row."""
         if needed > self.capacity:
             self._grow(needed)
-        elif self._handed_out is not self._keys:
+        elif self._handed_out is not self._held:
             self._hand_out_views()
 
     @property
     def device(self) -> torch.device | None:
-        """Where the buffers are; None before the first block."""
-        return None if self._keys is None else self._keys.device
+        """Where the first layer's buffers are; None before the first block."""
+        return self._held[0].keys.device if self._held else None
+
+    def row_index(self, place: int) -> Tensor:
+        """(rows,) on a device, by its place among those there are."""
+        return self._held[place].row_index
 
     def restart(self, capacity: int) -> None:
         """Drop all texts and serve another generation from the same buffers; the one before may use it no more."""
@@ -181,15 +199,23 @@ class PreallocatedCache(Cache):
             )
 
     def allocate(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate both buffers with the shapes of the first block seen, (batch, heads, positions, dim)."""
-        keys, values = (self._new_buffer(states, self.capacity) for states in (key_states, value_states))
-        self._keys, self._values = keys, values
+        """Allocate all buffers with the shapes of the first block seen, (batch, heads, positions, dim)."""
+        self._held = tuple(
+            self._new_buffers(place, key_states, value_states, self.capacity) for place in range(len(self._devices))
+        )
         self._hand_out_views()
 
-    def _new_buffer(self, like: Tensor, capacity: int) -> Tensor:
+    def _new_buffers(self, place: int, keys: Tensor, values: Tensor, capacity: int) -> _Buffers:
+        """Empty ones for the layers on a device; heads, widths and dtypes are those of ``keys`` and ``values``."""
+        device = self._devices[place] or keys.device
+        layers = len(self._members[place])
+        new_keys, new_values = (self._new_buffer(like, layers, capacity, device) for like in (keys, values))
+        return _Buffers(new_keys, new_values, torch.arange(self.rows, device=device))
+
+    def _new_buffer(self, like: Tensor, layers: int, capacity: int, device: torch.device) -> Tensor:
         heads, _, dim = like.shape[-3:]
         # Zeros, not empty: attention reads masked positions too, and 0 * NaN is NaN.
-        return like.new_zeros(len(self._own_layers), self.rows, heads, capacity, dim)
+        return like.new_zeros(layers, self.rows, heads, capacity, dim, device=device)
 
     def _grow(self, needed: int) -> None:
         """Double the buffers until ``needed`` positions fit, keeping what is in them.
@@ -199,30 +225,34 @@ class PreallocatedCache(Cache):
         old = capacity = self.capacity
         while capacity < needed:
             capacity *= 2
-        if self._keys is not None and self._values is not None:
-            keys, values = (self._new_buffer(buffer, capacity) for buffer in (self._keys, self._values))
-            keys[..., :old, :] = self._keys[..., :old, :]
-            values[..., :old, :] = self._values[..., :old, :]
-            self._keys, self._values = keys, values
+        if self._held:
+            grown = []
+            for place, held in enumerate(self._held):
+                new = self._new_buffers(place, held.keys, held.values, capacity)
+                new.keys[..., :old, :] = held.keys[..., :old, :]
+                new.values[..., :old, :] = held.values[..., :old, :]
+                grown.append(new)
+            self._held = tuple(grown)
             self._hand_out_views()
         self.capacity = capacity
 
     def _hand_out_views(self) -> None:
-        assert self._keys is not None and self._values is not None
         self.buffers = next(_BUFFERS)
-        self.row_index = self.row_index.to(self._keys.device)
-        for index, layer in enumerate(self._own_layers):
-            layer.keys, layer.values = self._keys[index], self._values[index]
-            layer.is_initialized = True
-        self._handed_out = self._keys
+        for members, held in zip(self._members, self._held, strict=True):
+            for index, number in enumerate(members):
+                layer = self._own_layers[number]
+                layer.keys, layer.values = held.keys[index], held.values[index]
+                layer.is_initialized = True
+        self._handed_out = self._held
 
     @torch.inference_mode()
     def commit(self, slot: int, start: int, kept: Sequence[int]) -> None:
         """Of the block a row wrote at ``start``, keep the nodes ``kept`` (increasing), in that order; drop the rest."""
-        if self._keys is not None and self._values is not None and list(kept) != list(range(len(kept))):
-            index = torch.tensor(kept).to(self._keys.device, non_blocking=True) + start
-            for buffer in (self._keys[:, slot], self._values[:, slot]):
-                buffer[..., start : start + len(kept), :] = buffer.index_select(-2, index)
+        if list(kept) != list(range(len(kept))):
+            for held in self._held:
+                index = torch.tensor(kept).to(held.keys.device, non_blocking=True) + start
+                for buffer in (held.keys[:, slot], held.values[:, slot]):
+                    buffer[..., start : start + len(kept), :] = buffer.index_select(-2, index)
         self.truncate(slot, start + len(kept))
 
     def truncate(self, slot: int, length: int) -> None:
@@ -241,8 +271,14 @@ class PreallocatedCache(Cache):
     def move(self, slot: int, to: int) -> None:
         """Let the row in ``slot`` go on in slot ``to``, whose own content is dropped."""
         length = self.lengths[slot]
-        if slot != to and self._keys is not None and self._values is not None:
-            for buffer in (self._keys, self._values):
-                buffer[:, to, :, :length] = buffer[:, slot, :, :length]
+        if slot != to:
+            for held in self._held:
+                for buffer in (held.keys, held.values):
+                    buffer[:, to, :, :length] = buffer[:, slot, :, :length]
         self.lengths[slot] = 0
         self.lengths[to] = length
+
+
+def _positions(starts: Sequence[int], size: int, device: torch.device) -> Tensor:
+    """The ``size`` positions from each start on, (rows, size)."""
+    return torch.tensor(starts).to(device, non_blocking=True)[:, None] + torch.arange(size, device=device)

@@ -180,11 +180,11 @@ class MedusaHead(nn.Module):
 def _written(
     head: MedusaHead, features: Float[Tensor, "*batch hidden"], lm_head: nn.Module | None
 ) -> Float[Tensor, "*batch vocab"]:
-    """Logits by the head's own layer or the target's, which may be of another dtype."""
+    """Logits by the head's own layer or the target's, which may be of another dtype or lie on another device."""
     writer = lm_head if head.lm_head is None else head.lm_head
     if writer is None:
         raise ValueError("these heads share the target's lm_head: give it as lm_head")
-    logits: Tensor = writer(features.to(next(writer.parameters()).dtype))
+    logits: Tensor = writer(features.to(next(writer.parameters())))
     return logits
 
 
@@ -321,7 +321,7 @@ class StackedHeads:
     def __init__(self, heads: MedusaHeads) -> None:
         assert not heads.config.sequential, "sequential heads cannot run at once"
         self._heads: list[MedusaHead] = list(heads.heads)  # type: ignore[arg-type]  # ModuleList's items
-        self._dtype = next(heads.parameters()).dtype
+        self._like = next(heads.parameters())
         self._layers: list[tuple[Tensor, Tensor]] = []
         for layer in range(heads.config.num_layers):
             linears: list[nn.Linear] = [head.blocks[layer].linear for head in self._heads]  # type: ignore[misc]
@@ -332,8 +332,11 @@ class StackedHeads:
     def __call__(
         self, hidden: Float[Tensor, "rows hidden"], count: int, lm_head: nn.Module | None = None
     ) -> Float[Tensor, "count rows vocab"]:
-        """Logits of the first ``count`` heads. ``lm_head`` is the target's, for heads that share it."""
-        x = hidden.to(self._dtype).expand(count, -1, -1)
+        """Logits of the first ``count`` heads, where their layers to the vocabulary lie.
+
+        ``lm_head`` is the target's, for heads that share it.
+        """
+        x = hidden.to(self._like).expand(count, -1, -1)
         for weight, bias in self._layers:
             x = x + F.silu(torch.baddbmm(bias[:count], x, weight[:count].mT))
         if self._heads[0].lm_head is None:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from decoding.architecture import is_spread
 from decoding.compress import read_output_tokens, trimmed_vocabulary
 from decoding.finite import check_finite
 from decoding.header import read_object
@@ -62,8 +63,11 @@ def load_model(
     """A causal LM from a folder or a hub id, from safetensors only, every weight of it from there.
 
     ``dtype="auto"`` keeps the stored one. A folder's config is compared with its weights before anything is built.
-    ``device_map="auto"`` spreads it over all devices there are, by accelerate, instead of moving it to one.
+    ``device_map="auto"`` spreads it over all devices there are, by accelerate, instead of moving it to one. ValueError
+    where it does not fit them: what accelerate leaves on the host or on disk is there for no other layer to read.
     """
+    if device_map not in (None, "auto"):
+        raise ValueError(f"device_map is {device_map!r}: give auto, or leave it out")
     _check_folder(name)
     if Path(name).is_dir():
         check_model_folder(Path(name))
@@ -87,6 +91,11 @@ def load_model(
         )
     if device_map is None:
         model.to(device or default_device())  # type: ignore[arg-type]  # transformers' stubs
+    elif is_spread(model) and (left := sorted({"cpu", "disk"} & {str(d) for d in model.hf_device_map.values()})):
+        raise ValueError(
+            f"{name} does not fit the devices there are: accelerate left a part of it on the {' and the '.join(left)}, "
+            "from where every pass would fetch it; give more devices, or a smaller target"
+        )
     model.eval()
     return model
 

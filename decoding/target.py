@@ -3,15 +3,22 @@
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from decoding.attention import copy_free_attention
+from decoding.architecture import (
+    key_devices,
+    layer_types,
+    max_positions,
+    refuse_changing_rope,
+    refuse_several_devices,
+)
+from decoding.attention import copy_free_attention, leave_out_cudnn
 from decoding.cache import PreallocatedCache
 from decoding.static import StaticSteps, nodes_at
 from decoding.tree import TokenTree, TreeShape
@@ -97,28 +104,6 @@ def _refuse_unfit(model: PreTrainedModel) -> None:
         raise ValueError(f"{type(model).__name__} has no lm_head: load the model with AutoModelForCausalLM")
 
 
-def _layer_types(text_config: PreTrainedConfig) -> tuple[str, ...]:
-    """The type of each layer, where the architecture has several: then it takes a mask for each type.
-
-    Others (Mistral) carry what their config file says of types along, but give every layer the same mask.
-    """
-    declared = hasattr(type(text_config), "layer_types")
-    return tuple(getattr(text_config, "layer_types", None) or ()) if declared else ()
-
-
-def _max_positions(text_config: PreTrainedConfig) -> int | None:
-    """How long a text may become.
-
-    Where longrope has other frequencies for long texts than for short ones, no longer than the short ones reach: all
-    keys in the cache, of every row, would be void as soon as one row grows beyond.
-    """
-    longest: int | None = getattr(text_config, "max_position_embeddings", None)
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    by_layer = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
-    limits = [part["original_max_position_embeddings"] for part in by_layer if part.get("rope_type") == "longrope"]
-    return min([*limits, *([] if longest is None else [longest])], default=None)
-
-
 class CausalLM:
     """A causal language model ready to decode with: rows of different lengths, its own cache, tree attention.
 
@@ -137,6 +122,7 @@ class CausalLM:
         ``eager`` as they are (to see that they are right). Such a model decodes one batch at a time.
         """
         _refuse_unfit(model)
+        leave_out_cudnn()  # whatever decodes, teaches or is distilled passes here, and the peers decode with it too
         self.model = model.eval()
         self.output_tokens = None if output_tokens is None else output_tokens.to(model.device)
         text_config = model.config.get_text_config(decoder=True)
@@ -144,14 +130,16 @@ class CausalLM:
         # What the lm_head reads; some models (the smallest OPT) are wider inside.
         self.hidden_size: int = getattr(model.get_output_embeddings(), "in_features", text_config.hidden_size)
         self.vocab_size: int = text_config.vocab_size
-        self.max_positions = _max_positions(text_config)
-        self._layer_types = _layer_types(text_config)
+        self.max_positions = max_positions(text_config)
+        self._layer_types = layer_types(text_config)
         window = getattr(text_config, "sliding_window", None)
         self._window: int | None = window if getattr(text_config, "use_sliding_window", True) else None
         self._tree_masks: dict[TreeShape, Tensor] = {}
         self._static: StaticSteps | None = None
         self._static_cache: PreallocatedCache | None = None
         if static is not None:
+            refuse_changing_rope(text_config)
+            refuse_several_devices(model)
             self._static = StaticSteps(model, self._forward, self._windows(), self.max_positions, self.dtype, static)
 
     @property
@@ -161,8 +149,13 @@ class CausalLM:
 
     @property
     def device(self) -> torch.device:
+        """Where tokens go in; of a model that is spread over several devices, all that comes out is brought there."""
         device: torch.device = self.model.device
         return device
+
+    @cached_property
+    def _key_devices(self) -> tuple[torch.device, ...] | None:
+        return key_devices(self.model)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -172,7 +165,7 @@ class CausalLM:
     def new_cache(self, capacity: int, rows: int = 1) -> PreallocatedCache:
         """Room for ``rows`` texts of about ``capacity`` positions."""
         if self._static is None:
-            return PreallocatedCache(self.num_layers, capacity, rows)
+            return PreallocatedCache(self.num_layers, capacity, rows, self._key_devices)
         capacity = self._static.capacity(capacity)
         if self._static_cache is None or self._static_cache.rows < rows:
             self._static_cache = PreallocatedCache(self.num_layers, capacity, rows)
@@ -240,7 +233,11 @@ class CausalLM:
             return last_position
         index = torch.tensor(lengths, device=self.device) - 1
         rows = torch.arange(len(lengths), device=self.device)
-        return lambda hidden: hidden[rows, index][:, None]
+
+        def select(hidden: Tensor) -> Tensor:
+            return hidden[rows.to(hidden.device), index.to(hidden.device)][:, None]
+
+        return select
 
     def _run_trees(
         self,
@@ -289,7 +286,8 @@ class CausalLM:
             output = model(
                 input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
             )
-        return ModelOutput(captured[0] if select is None else select(captured[0]), output.logits)
+        hidden = captured[0] if select is None else select(captured[0])
+        return ModelOutput(hidden.to(tokens.device), output.logits.to(tokens.device))
 
     def _forward(
         self,

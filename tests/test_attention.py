@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from decoding.attention import NAME, copy_free_attention, grouped_attention
 from decoding.cache import PreallocatedCache
+from decoding.machine import hardware
 from decoding.target import CausalLM
 from decoding.tree import TokenTree, TreeShape
 
@@ -190,3 +191,30 @@ def test_two_models_of_one_config_may_run_inside_one_another() -> None:
     with copy_free_attention(model), copy_free_attention(model):
         assert model.config._attn_implementation == NAME
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_whoever_decodes_attends_without_cudnn() -> None:
+    """Its plan for every new key length would be paid at every step, by the peers on the same model too."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    CausalLM(tiny_model("llama"))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_a_report_from_a_gpu_says_what_attention_ran_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch._C, "_get_sdp_priority_order", lambda: [3, 1, 2, 0, 4])  # as on sm90
+    CausalLM(tiny_model("llama"))
+    found = hardware()
+    assert (found["gpu"], found["gpus"]) == ("a GPU", 2)
+    assert found["attention"] == "flash, efficient, math (off: cudnn)"
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        assert hardware()["attention"] == "cudnn, flash, efficient, math"
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def test_a_report_without_a_gpu_says_nothing_of_its_attention() -> None:
+    assert torch.cuda.is_available() or "attention" not in hardware()

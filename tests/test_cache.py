@@ -276,12 +276,12 @@ def test_growth_that_fails_for_lack_of_memory_leaves_the_cache_as_it_was(
     cache = filled(tiny_llama, PREFIX, capacity=8)
     allocate, left = cache._new_buffer, fails_at
 
-    def fail(like: Tensor, capacity: int) -> Tensor:
+    def fail(*wanted: Any) -> Tensor:
         nonlocal left
         left -= 1
         if left == 0:
             raise MemoryError
-        return allocate(like, capacity)
+        return allocate(*wanted)
 
     with monkeypatch.context() as patch:
         patch.setattr(cache, "_new_buffer", fail)
@@ -302,8 +302,7 @@ def test_an_interrupt_between_new_buffers_and_the_layers_views_of_them_is_made_g
     cache = filled(tiny_llama, PREFIX, capacity=8)
 
     def hand_out_the_first() -> None:
-        assert cache._keys is not None and cache._values is not None
-        layers_of(cache)[0].keys, layers_of(cache)[0].values = cache._keys[0], cache._values[0]
+        layers_of(cache)[0].keys, layers_of(cache)[0].values = cache._held[0].keys[0], cache._held[0].values[0]
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

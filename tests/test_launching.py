@@ -5,11 +5,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from tiny_training import ToyObjective, cpu_accelerator
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from trainer.distributed import build_accelerator, describe, prepare, whole_parameters
+from trainer.distributed import build_accelerator, describe, prepare, sharded_precision, whole_parameters
 from trainer.optimizer import build_optimizers
 from trainer.recipe import TrainingSection
 
@@ -35,6 +37,34 @@ def test_the_precision_is_the_recipes(monkeypatch: pytest.MonkeyPatch, precision
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")  # as a launcher's configuration might
     section = TrainingSection.model_validate({"steps": 1, "mixed_precision": precision})
     assert build_accelerator(section).mixed_precision == precision
+
+
+def test_ddp_keeps_no_second_copy_of_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    handler = build_accelerator(SECTION).ddp_handler
+    assert handler is not None and handler.gradient_as_bucket_view
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [("bf16", MixedPrecisionPolicy(torch.bfloat16, torch.float32, None)), ("no", MixedPrecisionPolicy())],
+)
+def test_fsdp2_rounds_products_and_neither_sums_of_gradients_nor_losses(
+    monkeypatch: pytest.MonkeyPatch, precision: str, expected: MixedPrecisionPolicy
+) -> None:
+    """accelerate's own policy has bf16 in all three places; launched_fsdp.py shows what that does to a loss."""
+    section = TrainingSection.model_validate({"steps": 1, "mixed_precision": precision})
+    plugin = SimpleNamespace(mixed_precision_policy=MixedPrecisionPolicy(*[torch.bfloat16] * 3))
+    of_fsdp2 = SimpleNamespace(
+        distributed_type=DistributedType.FSDP,
+        is_fsdp2=True,
+        num_processes=1,
+        state=SimpleNamespace(fsdp_plugin=plugin),
+    )
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setattr("trainer.distributed.Accelerator", lambda **options: of_fsdp2)
+    assert build_accelerator(section).state.fsdp_plugin.mixed_precision_policy == expected
+    assert sharded_precision(section) == expected
 
 
 def test_fsdp_on_a_cpu_is_refused_and_not_quietly_something_else(monkeypatch: pytest.MonkeyPatch) -> None:

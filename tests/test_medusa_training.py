@@ -1,5 +1,6 @@
 """The Medusa-1 objective: which label belongs to which head, what is trained, and what stays as it was."""
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,13 +11,16 @@ import pytest
 import torch
 from tiny_models import counting_model, full_forward, tiny_model
 from tiny_training import Recorder, medusa_on, toy_examples, train_toy
+from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from decoding.generate import DecodingConfig, decode
 from decoding.heads import MedusaHeads
 from decoding.target import CausalLM
 from trainer.batch import Batch, Example, collate
-from trainer.medusa import HeadInputs, MedusaObjective, head_weights, rank_accuracies
+from trainer.medusa import HeadInputs, MedusaObjective, head_weights, heads_for_decoding, rank_accuracies
 from trainer.recipe import HeadsSection, LossSection
 
 COUNTING = Example(tuple(i % 16 for i in range(20)), (True,) * 20, 0)
@@ -349,3 +353,50 @@ def test_rank_accuracies_begin_with_the_second_new_token_for_head_0(counting: Ca
     knowing_heads(objective, (2,))
     shares = rank_accuracies(counting, objective.module.heads, [((9, 9, 4, 5, 6, 2), 3)])
     assert shares[0][0] == 0.5
+
+
+class NewMemory(TorchDispatchMode):
+    """Adds up the bytes of all tensors made while it lasts, by dtype."""
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self._kept: list[Tensor] = []
+        self.bytes: dict[torch.dtype, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self._known:
+                self._known.add(tensor.untyped_storage().data_ptr())
+                self._kept.append(tensor)  # so that no other takes its place in memory
+                self.bytes[tensor.dtype] = self.bytes.get(tensor.dtype, 0) + tensor.nbytes
+        return out
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_heads_are_cast_while_they_are_copied(counting: CausalLM, shared: bool) -> None:
+    """Of 8B own lm_heads a copy in fp32 on the way would be 8 GB, beside the training."""
+    heads = medusa_on(counting, HeadsSection(num_heads=3, shared_lm_head=shared)).module.heads
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_()
+    expected = copy.deepcopy(heads).to(torch.bfloat16)
+    size = sum(parameter.numel() for parameter in heads.parameters())
+    with NewMemory(list(heads.parameters())) as made:
+        found = heads_for_decoding(heads, torch.bfloat16)
+    assert made.bytes == {torch.bfloat16: 2 * size}
+    assert not found.training and found.config == heads.config
+    for ours, theirs in zip(found.parameters(), expected.parameters(), strict=True):
+        assert ours.dtype == torch.bfloat16 and torch.equal(ours, theirs)
+
+
+def test_heads_for_decoding_are_a_copy_also_where_nothing_is_cast(counting: CausalLM) -> None:
+    heads = medusa_on(counting, HEADS).module.heads
+    found = heads_for_decoding(heads, torch.float32)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(1)
+    assert not any(
+        torch.equal(ours, theirs) for ours, theirs in zip(found.parameters(), heads.parameters(), strict=True)
+    )

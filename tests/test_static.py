@@ -74,6 +74,37 @@ def test_static_shapes_survive_hostile_trees_in_batches_of_any_size(batch_size: 
         assert decoded(static, hostile, GREEDY, batch_size) == texts
 
 
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 24,
+}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize("static", ["eager", "graphs", "compile"])
+@pytest.mark.parametrize(
+    ("family", "rope", "named"),
+    [
+        ("llama", DYNAMIC, "dynamic"),
+        ("phi3", LONGROPE, "longrope"),
+        ("gemma3", {"full_attention": DYNAMIC, "sliding_attention": PLAIN_ROPE}, "dynamic"),
+    ],
+)
+def test_static_steps_are_refused_where_each_step_would_ask_how_far_it_reaches(
+    family: str, rope: dict[str, object], named: str, static: str
+) -> None:
+    """At construction: a CUDA graph would fail while it is recorded, in the middle of a text."""
+    changes: dict[str, object] = {"original_max_position_embeddings": 24} if family == "phi3" else {}
+    model = tiny_model(family, rope_parameters=rope, **changes)
+    with pytest.raises(ValueError, match=rf"rotary embeddings are {named}, which .*: leave static out"):
+        CausalLM(model, static=static)
+    assert not CausalLM(model).is_static
+
+
 def rows_of(output: ModelOutput, sizes: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(output.hidden[row, :size], output.logits[row, :size]) for row, size in enumerate(sizes)]
 

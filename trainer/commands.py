@@ -44,7 +44,14 @@ def _load(options: ModelOptions, chains: bool = True) -> tuple[CausalLM, PreTrai
         raise ValueError("--draft-tree says how a draft model drafts: give one with --draft")
     ensure_built(options.target)
     name = resolve(options.target)
-    target = CausalLM(load_model(name, parse_dtype(options.dtype), trust_remote_code=options.trust_remote_code))
+    target = CausalLM(
+        load_model(
+            name,
+            parse_dtype(options.dtype),
+            trust_remote_code=options.trust_remote_code,
+            device_map=options.device_map,
+        )
+    )
     tokenizer = load_tokenizer(name, options.trust_remote_code)
     drafters: dict[str, Drafter] = {}
     if options.draft:

@@ -70,7 +70,7 @@ class OnlineTarget:
     @torch.no_grad()
     def embedded(self, tokens: Int[Tensor, "batch positions"]) -> Float[Tensor, "batch positions hidden"]:
         embeddings: Tensor = self._model.get_input_embeddings()(tokens)
-        return embeddings
+        return embeddings.to(tokens.device)
 
     def top_k(self, batch: Batch) -> TopLogits | None:
         return None
@@ -159,9 +159,10 @@ def check_logits(model: PreTrainedModel, role: str = "target") -> None:
     tokens = torch.tensor([[0, 1]], device=model.device)
     with capture_lm_head_input(model) as captured:
         logits = model(input_ids=tokens, use_cache=False).logits
-    products = model.get_output_embeddings().weight @ captured[0][0].mT
+    weight = model.get_output_embeddings().weight
+    products = weight @ captured[0][0].to(weight.device).mT
     transform = logit_transform(model.config.get_text_config(decoder=True))
-    expected = products.mT if transform is None else transform(products.mT)
+    expected = (products.mT if transform is None else transform(products.mT)).to(logits.device)
     if not torch.allclose(logits[0].float(), expected.float(), rtol=0.05, atol=0.05 * float(expected.abs().max())):
         raise ValueError(
             f"the {role} ({model.config.model_type}) does more to its lm_head's products than this trainer knows of: "

@@ -133,6 +133,7 @@ class MedusaObjective:
         self._steps = steps
         self._dtype = dtype
         self.terms = tuple(f"head_{k}" for k in range(section.num_heads))
+        self._lm_head: Tensor | None = None
         self.module: MedusaTraining = MedusaTraining(initial_heads(states.lm_head, section), section.loss)
 
     def weights(self, step: int) -> tuple[float, ...]:
@@ -153,11 +154,17 @@ class MedusaObjective:
                 batch,
                 states.hidden(batch),
                 states.embedded(batch.tokens) if section.sequential else None,
-                states.lm_head if uses_lm_head else None,
+                self._lm_head_on(batch.tokens.device) if uses_lm_head else None,
                 top_k,
                 states.transform,
             ),
         )
+
+    def _lm_head_on(self, device: torch.device) -> Float[Tensor, "vocab hidden"]:
+        """The target's, where the heads are: a target spread over several devices may have it on another."""
+        if self._lm_head is None or self._lm_head.device != device:
+            self._lm_head = self._states.lm_head.to(device)
+        return self._lm_head
 
     def drafter(self) -> Drafter:
         return MedusaDrafter(heads_for_decoding(self.module.heads, self._dtype))
@@ -179,8 +186,9 @@ def head_counts(batch: Batch, num_heads: int) -> Float[Tensor, " heads"]:
 
 
 def heads_for_decoding(heads: MedusaHeads, dtype: torch.dtype) -> MedusaHeads:
-    """A copy that decoding may keep while training goes on."""
-    return copy.deepcopy(heads).to(dtype).eval()
+    """A copy that decoding may keep while training goes on, cast as it is copied: fp32 is never held twice."""
+    cast = {id(p): nn.Parameter(p.detach().to(dtype, copy=True), p.requires_grad) for p in heads.parameters()}
+    return copy.deepcopy(heads, cast).eval()  # which takes for a copy what it finds there
 
 
 def fit_tree(heads: MedusaHeads, target: CausalLM, texts: Sequence[tuple[Sequence[int], int]], tree_nodes: int) -> None:
@@ -200,21 +208,23 @@ def rank_accuracies(
     counts = torch.zeros(heads.config.num_heads, _RANKS)
     totals = torch.zeros(heads.config.num_heads, 1)
     lm_head, embed = target.model.get_output_embeddings(), target.model.get_input_embeddings()
+    device = next(heads.parameters()).device
     for tokens, prompt_length in texts:
         ids = torch.tensor([list(tokens)], device=target.device)
         with capture_lm_head_input(target.model, select=last_position) as captured:
             target.model(input_ids=ids, use_cache=False)
-        embedded = embed(ids[0]) if heads.config.sequential else None
+        hidden, text = captured[0][0].to(device), ids[0].to(device)
+        embedded = embed(ids[0]).to(device) if heads.config.sequential else None
         for k, head in enumerate(heads.heads):
             first = max(prompt_length - 1, 0)  # the position whose lm_head wrote the first new token
-            labels = ids[0, first + k + 2 :]
+            labels = text[first + k + 2 :]
             if not len(labels):
                 continue
             before = None
             if embedded is not None:  # (labels, k+1, hidden): the tokens between the state and the label
                 before = embedded[first + 1 : -1].unfold(0, k + 1, 1).transpose(1, 2)
-            logits = head(captured[0][0, first : first + len(labels)], lm_head, before)
-            best = logits.topk(min(_RANKS, heads.config.vocab_size)).indices
+            logits = head(hidden[first : first + len(labels)], lm_head, before)
+            best = logits.topk(min(_RANKS, heads.config.vocab_size)).indices.to(device)
             counts[k, : best.shape[1]] += (best == labels[:, None]).sum(0).cpu()
             totals[k] += len(labels)
     shares: list[list[float]] = (counts / totals.clamp(min=1)).tolist()

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from decoding.architecture import is_spread
 from decoding.drafters import Drafter, MedusaDrafter
 from decoding.target import CausalLM, capture_lm_head_input, last_position
 from trainer.adapters import base_of, merged_weights, refuse_embeddings, wake, with_adapters
@@ -165,6 +166,11 @@ class Medusa2Objective:
 
 def _refuse_unfit(target: CausalLM, section: AdaptersSection) -> None:
     model = target.model
+    if is_spread(model):
+        raise ValueError(
+            "adapters train the target itself, which device_map=auto spread over several devices: set device_map=null, "
+            "or train heads alone (a recipe without adapters)"
+        )
     refuse_embeddings(model, section, "adapters")
     if cap := getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None):
         raise ValueError(

@@ -10,6 +10,11 @@ from typing import Annotated
 from typer import Argument, Option
 
 
+DeviceMap = Annotated[
+    str | None, Option(help="auto spreads a target that fits no single GPU over all of them; by default one holds it.")
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """Which models to decode with."""
@@ -28,6 +33,7 @@ class ModelOptions:
     dtype: Annotated[
         str, Option(help="bf16, fp16 or fp32. On a CPU with AVX512-BF16 or AMX, bf16 is the fast one.")
     ] = "bf16"
+    device_map: DeviceMap = None
     trust_remote_code: Annotated[bool, Option(help="Run code that comes with a hub model.")] = False
 
 
@@ -103,6 +109,7 @@ class RegenerateOptions:
     draft_tokens: Annotated[int, Option(help="Tokens the draft model proposes at a time.")] = 4
     batch_size: Annotated[int, Option(help="Prompts decoded at a time in this process.")] = 16
     dtype: Annotated[str, Option(help="bf16, fp16 or fp32, of a target in this process.")] = "bf16"
+    device_map: DeviceMap = None
     trust_remote_code: Annotated[bool, Option(help="Run code that comes with a hub model.")] = False
     completions: Annotated[
         bool, Option("--completions", help="Continue the prompts through the endpoint's /completions; else it chats.")
@@ -138,6 +145,7 @@ class RealignOptions:
     draft_tokens: Annotated[int, Option(help="Tokens the draft proposes at a time.")] = 4
     seed: Annotated[int, Option(help="Same seed, same draft.")] = 0
     dtype: Annotated[str, Option(help="bf16, fp16 or fp32, of the target and of the finished draft.")] = "bf16"
+    device_map: DeviceMap = None
     trust_remote_code: Annotated[bool, Option(help="Run code that comes with a hub model.")] = False
 
 

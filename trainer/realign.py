@@ -138,6 +138,7 @@ def _questions(options: RealignOptions, name: str) -> RegenerateOptions:
         batch_size=options.batch_size,
         seed=options.seed,
         dtype=options.dtype,
+        device_map=options.device_map,
         trust_remote_code=options.trust_remote_code,
     )
 
@@ -156,6 +157,7 @@ def recipe_of(options: RealignOptions, positions: int) -> AnyRecipe:
         "output": str(options.output),
         "target": options.target,
         "dtype": options.dtype,
+        "device_map": options.device_map,
         "trust_remote_code": options.trust_remote_code,
         "data": {
             "train": str(answers_to(options.output / _PROMPTS)),
@@ -225,7 +227,8 @@ def _measure(options: RealignOptions, name: str) -> Fit:
     trusted = options.trust_remote_code
     tokenizer = load_tokenizer(resolve(options.target), trusted)
     check_same_tokenizer(tokenizer, load_tokenizer(name, trusted))
-    target = CausalLM(load_model(resolve(options.target), parse_dtype(options.dtype), trust_remote_code=trusted))
+    name_of_target, dtype = resolve(options.target), parse_dtype(options.dtype)
+    target = CausalLM(load_model(name_of_target, dtype, trust_remote_code=trusted, device_map=options.device_map))
     draft = load_draft(name, target, None, trusted)
     positions = min((m.max_positions for m in (target, draft) if m.max_positions is not None), default=1 << 30)
     if positions < _PROMPT_TOKENS + options.max_new_tokens:

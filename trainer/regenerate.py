@@ -278,6 +278,8 @@ def _check(options: RegenerateOptions, sampling: SamplingConfig) -> None:
         raise ValueError("--endpoint serves models by name: say which with --model")
     if options.endpoint is not None and (options.heads or options.draft):
         raise ValueError("--heads and --draft speed up a --target in this process; an --endpoint decodes as it likes")
+    if options.endpoint is not None and options.device_map:
+        raise ValueError("--device-map spreads a --target in this process; an --endpoint places its model itself")
     if options.endpoint is None and options.completions:
         raise ValueError("--completions is the choice of an --endpoint; a --target goes by its chat template")
     if options.heads and options.draft:
@@ -293,7 +295,8 @@ def _target(options: RegenerateOptions, sampling: SamplingConfig) -> tuple[Backe
     assert options.target is not None
     ensure_built(options.target)
     name, trusted = resolve(options.target), options.trust_remote_code
-    target = CausalLM(load_model(name, parse_dtype(options.dtype), trust_remote_code=trusted))
+    dtype = parse_dtype(options.dtype)
+    target = CausalLM(load_model(name, dtype, trust_remote_code=trusted, device_map=options.device_map))
     tokenizer = load_tokenizer(name, trusted)
     drafter: Drafter | None = None
     if options.heads:

@@ -26,15 +26,18 @@ class SequentialHeads:
         assert embeddings is not None, "these heads read no tokens"
         self._embeddings = embeddings
         self._heads: list[MedusaHead] = list(heads.heads)  # type: ignore[arg-type]  # ModuleList's items
-        self._dtype = next(heads.parameters()).dtype
+        self._like = next(heads.parameters())
         self._lm_head: nn.Module = target.get_output_embeddings()  # type: ignore[operator]  # nn.Module's getattr
 
     def logits(
         self, hidden: Float[Tensor, "nodes hidden"], paths: Int[Tensor, "nodes tokens"]
     ) -> Float[Tensor, "nodes vocab"]:
-        """What may follow each path of tokens, the root first, behind the hidden state its root was written from."""
+        """What may follow each path of tokens, the root first, behind the hidden state its root was written from.
+
+        The logits are where the head's layer to the vocabulary lies.
+        """
         head = self._heads[paths.shape[1] - 1]
-        logits: Tensor = head(hidden.to(self._dtype), self._lm_head, self._embeddings(paths).to(self._dtype))
+        logits: Tensor = head(hidden.to(self._like), self._lm_head, self._embeddings(paths).to(self._like))
         return logits
 
 
@@ -118,7 +121,7 @@ class StaticGrowth:
         tokens = roots.new_zeros(sum(sizes))
         tokens[plan.roots] = roots
         for level in plan.levels:
-            best = heads.logits(hidden[level.rows], tokens[level.paths]).topk(level.width).indices
+            best = heads.logits(hidden[level.rows], tokens[level.paths]).topk(level.width).indices.to(tokens.device)
             tokens[level.children] = best[level.child_parents, level.child_ranks]
         trees = [TokenTree(of_row, shape) for of_row, shape in zip(tokens.split(sizes), plan.shapes, strict=True)]
         return [Proposal(tree, ProposalKind.DETERMINISTIC) for tree in trees]

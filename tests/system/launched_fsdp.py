@@ -13,14 +13,14 @@ import torch
 from accelerate.utils import DistributedType
 from launched_heads import EXAMPLES, SECTION, heads_objective
 from torch import nn
-from torch.distributed import destroy_process_group, get_rank, init_process_group
+from torch.distributed import all_reduce, destroy_process_group, get_rank, init_process_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainer.batch import collate
-from trainer.distributed import whole_parameters
+from trainer.distributed import sharded_precision, whole_parameters
 from trainer.medusa import MedusaObjective
 from trainer.optimizer import build_optimizers
 from trainer.state import gather_moments, gather_weights, load_moments, load_weights
@@ -49,9 +49,34 @@ def close(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> boo
     return all(torch.allclose(some[key], others[key], atol=1e-5) for key in some)
 
 
+def check_rounding(mine: slice) -> None:
+    """In bf16 a loss and the sum of two processes' gradients come back as a whole module in bf16 gives them, in fp32.
+
+    The loss is a sum over tokens, made large enough that bf16 has no number near it.
+    """
+    whole, sharded = heads_objective(0), heads_objective(0)
+    whole.module.to(torch.bfloat16)
+    section = SECTION.model_copy(update={"mixed_precision": "bf16"})
+    fully_shard(sharded.module, mesh=init_device_mesh("cpu", (2,)), mp_policy=sharded_precision(section))
+    batch = collate(EXAMPLES[:8][mine], range(8)[mine])
+    expected, found = (of.module(*of.inputs(batch, 0)).losses * 97 for of in (whole, sharded))
+    assert expected.dtype == torch.float32 and bool((expected != expected.bfloat16()).any())
+    assert torch.equal(found, expected), f"losses {found.tolist()} where {expected.tolist()} are right"
+    for losses in (expected, found):
+        losses.sum().backward()
+    named = dict(sharded.module.named_parameters())
+    for name, parameter in whole.module.named_parameters():
+        assert parameter.grad is not None
+        mean, shard_of_it = parameter.grad.float() / 2, named[name].grad
+        all_reduce(mean)
+        assert isinstance(shard_of_it, DTensor) and shard_of_it.dtype == torch.float32
+        assert torch.allclose(shard_of_it.full_tensor(), mean, rtol=1e-5, atol=0), f"gradient of {name}"
+
+
 def main() -> None:
     init_process_group("gloo")
     mine = slice(get_rank(), None, 2)
+    check_rounding(mine)
     whole, sharded = heads_objective(0), heads_objective(0)
     of_whole, of_sharded = build_optimizers(whole.module, SECTION), shard(sharded)
     assert all(isinstance(parameter, DTensor) for parameter in sharded.module.parameters())

@@ -40,12 +40,15 @@ EXAMPLES = toy_examples(12, vocab=15)  # an odd vocabulary: no tensor of the hea
 
 
 WRAPPERS: list[str] = []
+BUCKET_VIEWS: list[bool | None] = []
+"""Of DDP: whether gradients are views of what is sent."""
 
 
 def noting_prepare(*args: Any) -> Runner:
-    """What the loop does, noting the class of what it trains through."""
+    """What the loop does, noting what it trains through."""
     runner = prepare(*args)
     WRAPPERS.append(type(runner.module).__name__)
+    BUCKET_VIEWS.append(getattr(runner.module, "gradient_as_bucket_view", None))
     return runner
 
 
@@ -132,7 +135,7 @@ def first(folder: Path, accelerator: Accelerator) -> None:
     straight = Recorder()
     objective = run(folder / "straight", accelerator, straight)
     save(folder / "straight", objective, accelerator)
-    note(folder / "straight", straight, accelerator, wrapper=WRAPPERS[-1])
+    note(folder / "straight", straight, accelerator, wrapper=WRAPPERS[-1], bucket_views=BUCKET_VIEWS[-1])
     if (folder / "chain").exists():
         chained = Recorder()
         begun = max(int(path.name.removeprefix("step-")) for path in (folder / "chain").glob("step-*"))

@@ -107,6 +107,7 @@ def test_what_was_asked_for_is_what_ran(kind: str, launched: Callable[[str], Pat
     assert found["num_processes"] == 2 and found["zero_stage"] == int(
         kind.removeprefix("zero") if "zero" in kind else 0
     )
+    assert kind != "ddp" or found["bucket_views"] is True
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -160,6 +160,41 @@ def test_a_measurement_that_does_not_end_is_cut_and_those_behind_it_are_named() 
     assert written == [["first"]] * 3
 
 
+GPU_TESTS = """
+import signal
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+def test_first():
+    pass
+
+def test_wrong():
+    assert False
+
+def test_endless():
+    try:
+        signal.raise_signal(signal.SIGALRM)  # the time is over here
+    finally:
+        REPLACED
+
+def test_last():
+    pass
+"""
+
+
+@pytest.mark.parametrize("replaced", ["pass", "raise RuntimeError('the capture was interrupted')"])
+def test_a_test_that_time_was_up_in_has_not_failed(tmp_path: Path, replaced: str) -> None:
+    (tmp_path / f"test_cut_{len(replaced)}.py").write_text(GPU_TESTS.replace("REPLACED", replaced))
+    item = gpu_suite.Item("tests/gpu", lambda seconds: gpu_suite.run_gpu_tests(seconds, tmp_path))
+    report, _ = run_part([item], 60)
+    found = report["parts"]["part"]["tests/gpu"]
+    assert (found["passed"], found["failed"]) == (1, 1) and "test_wrong" in found["failures"][0]
+    assert report["failed"] == []
+    (left_out,) = report["skipped"]
+    assert left_out["item"].endswith("::test_endless") and left_out["why"] == "time was up while it ran"
+
+
 def test_a_measurement_that_fails_leaves_the_others_their_figures() -> None:
     def fails(seconds: float) -> None:
         raise ValueError("out of luck")

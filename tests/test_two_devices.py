@@ -1,0 +1,220 @@
+"""Targets that accelerate spread over several devices: they decode and are trained on as those that one device holds."""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from rich.console import Console
+from test_medusa_drafter import random_heads
+from tiny_models import tiny_model
+from tiny_training import recipe_content, tiny_tokenizer, write_corpus, write_target
+from two_devices import MixedDevicesError, moved, spread, two_devices
+
+from decoding.cache import PreallocatedCache
+from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, PromptLookupDrafter
+from decoding.drafters.draft_tree import DraftTreeDrafter
+from decoding.generate import DecodingConfig, decode_batch, decode_steps
+from decoding.heads import MedusaConfig, MedusaHeads
+from decoding.loading import load_model
+from decoding.sampling import SamplingConfig
+from decoding.target import CausalLM
+from decoding.tree import TokenTree, TreeShape
+from trainer.medusa2 import Medusa2Objective
+from trainer.optimizer import build_optimizers
+from trainer.read_recipe import parse_recipe
+from trainer.recipe import AdaptersSection, HeadsSection
+from trainer.train import run_recipe
+
+PROMPTS = ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7], [9])
+"""Of other lengths, so that rows are ragged; more than the batch has rows, so that rows are refilled and moved."""
+GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(temperature=1.0, repetition_penalty=1.1)
+DRAFTERS = (
+    *("plain", "chain", "tree", "draft tree", "prompt lookup"),
+    *("medusa", "shared medusa", "dynamic medusa", "hydra", "shared hydra", "dynamic hydra"),
+)
+CPU = torch.device("cpu")
+Devices = tuple[torch.device, torch.device]
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
+    # These tensors have no memory whose place could be looked at, to see whether weights lie side by side already.
+    monkeypatch.setattr("decoding.heads._side_by_side", lambda parts: torch.stack([part.detach() for part in parts]))
+    with two_devices() as found:
+        yield found
+
+
+def heads_of(name: str, width: int) -> MedusaHeads:
+    if "hydra" not in name:
+        return random_heads("shared" in name, width=width, layers=1)
+    torch.manual_seed(5)
+    config = MedusaConfig(width, 16, num_heads=2, shared_lm_head="shared" in name, sequential=True, tree=((0,), (0, 0)))
+    heads = MedusaHeads(config)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter)
+    return heads
+
+
+def drafter(name: str, family: str, width: int, device: torch.device | None = None) -> Drafter | None:
+    """On the device that targets begin on, or on the CPU."""
+    if name == "plain":
+        return None
+    if name == "prompt lookup":
+        return PromptLookupDrafter(3)
+    if "medusa" in name or "hydra" in name:
+        heads = heads_of(name, width)
+        if device is not None:
+            moved(heads, device)
+        return MedusaDrafter(heads, dynamic_nodes=6 if "dynamic" in name else None)
+    model = tiny_model(family, seed=1)
+    draft = CausalLM(model if device is None else moved(model, device))  # type: ignore[arg-type]
+    if name == "draft tree":
+        return DraftTreeDrafter(draft, depth=3, width=2, nodes=7)
+    return DraftModelDrafter(draft, (1, 1, 1) if name == "chain" else (2, 2))
+
+
+def texts_of(target: CausalLM, drafted: Drafter | None, sampling: SamplingConfig) -> list[tuple[int, ...]]:
+    config = DecodingConfig(6, sampling, logprobs=True)
+    return [text.tokens for text in decode_batch(target, drafted, PROMPTS, config, 3)]
+
+
+def test_what_is_mixed_is_noticed(devices: Devices) -> None:
+    """The devices of these tests refuse what CUDA refuses, and nothing else."""
+    here, there = torch.ones(3, device=devices[0]), torch.ones(3).to(devices[1])
+    with pytest.raises(
+        MixedDevicesError, match="add.Tensor of tensors that lie apart: .3,. on spread:0, .3,. on spread:1"
+    ):
+        here + there
+    with pytest.raises(MixedDevicesError):
+        here + torch.ones(3)
+    with pytest.raises(MixedDevicesError):
+        here[torch.zeros(1, dtype=torch.long, device=devices[1])]
+    assert (here + here.to(there.device).to(here.device) * torch.tensor(2.0)).tolist() == [3, 3, 3]
+    assert here[torch.tensor([0])].device == devices[0] and here.cpu().device.type == "cpu"
+
+
+@pytest.mark.parametrize(("name", "sampling"), [*((name, GREEDY) for name in DRAFTERS), ("tree", SAMPLED)])
+def test_a_spread_target_writes_the_texts_of_a_whole_one(devices: Devices, name: str, sampling: SamplingConfig) -> None:
+    whole = CausalLM(tiny_model("llama"))
+    expected = texts_of(whole, drafter(name, "llama", whole.hidden_size), sampling)
+    target = CausalLM(spread(tiny_model("llama"), devices))
+    assert texts_of(target, drafter(name, "llama", whole.hidden_size, target.device), sampling) == expected
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt2", "falcon"])
+def test_every_architecture_may_be_spread(devices: Devices, family: str) -> None:
+    """Masks by type of layer, windows, weights that are tied across devices, positions that are learnt."""
+    expected = texts_of(CausalLM(tiny_model(family)), drafter("tree", family, 0), GREEDY)
+    target = CausalLM(spread(tiny_model(family), devices))
+    assert texts_of(target, drafter("tree", family, 0, target.device), GREEDY) == expected
+
+
+def row_of(cache: PreallocatedCache, slot: int) -> list[list[float]]:
+    """Keys and values of a row, layer after layer, up to its length."""
+    end, layers = cache.lengths[slot], list(cache.layers)
+    kept = [tensor[slot, :, :end] for layer in layers for tensor in (layer.keys, layer.values)]
+    return [tensor.flatten().tolist() for tensor in kept]
+
+
+def test_buffers_on_two_devices_hold_what_those_on_one_hold(devices: Devices) -> None:
+    """Over random trees and acceptances, while the buffers grow, rows move, and texts begin anew."""
+    chance = random.Random(3)
+    models = (
+        CausalLM(tiny_model("llama", num_hidden_layers=5)),
+        CausalLM(spread(tiny_model("llama", num_hidden_layers=5), devices)),
+    )
+    caches = [model.new_cache(4, 3) for model in models]
+    for model, cache in zip(models, caches, strict=True):
+        model.prefill([[3, 1, 4], [1], [5, 9]], cache)
+    for step in range(8):
+        trees, paths = [], []
+        for _ in range(3):
+            parents = (-1, *(chance.randrange(node) for node in range(1, chance.randint(1, 6))))
+            shape = TreeShape(parents)
+            trees.append(TokenTree(torch.tensor([chance.randrange(16) for _ in parents]), shape))
+            paths.append((0, *shape.path(chance.randrange(len(parents)))))
+        for model, cache in zip(models, caches, strict=True):
+            starts = list(cache.lengths)
+            model.verify(trees, cache)
+            for slot, path in enumerate(paths):
+                cache.commit(slot, starts[slot], path)
+            if step == 5:
+                cache.truncate(1, 0)
+                cache.move(2, 1)
+                model.prefill([[2, 7, 1, 8]], cache, [2])
+        assert caches[0].lengths == caches[1].lengths and caches[0].capacity == caches[1].capacity
+        for slot in range(3):
+            for ours, theirs in zip(row_of(caches[1], slot), row_of(caches[0], slot), strict=True):
+                assert ours == pytest.approx(theirs, abs=1e-5)
+    assert caches[0].capacity > 4
+    assert [held.keys.device for held in caches[1]._held] == list(devices)
+    assert [len(held.keys) for held in caches[1]._held] == [3, 2]
+
+
+def test_a_prompt_goes_on_where_the_last_one_was_on_every_device(devices: Devices) -> None:
+    whole, target = CausalLM(tiny_model("llama")), CausalLM(spread(tiny_model("llama"), devices))
+    cache, config = target.new_cache(8), DecodingConfig(5)
+    for prompt in ([1, 2, 3], [1, 2, 3, 4, 5], [7]):
+        ours, theirs = (
+            [step.tokens for step in decode_steps(model, None, prompt, config, cache=held)]
+            for model, held in ((target, cache), (whole, None))
+        )
+        assert ours == theirs
+
+
+def test_steps_of_fixed_shapes_are_refused_on_several_devices(devices: Devices) -> None:
+    model = spread(tiny_model("llama"), devices)
+    with pytest.raises(
+        ValueError, match="spread over 2 devices, and steps of fixed shapes run on one: leave static out"
+    ):
+        CausalLM(model, static="graphs")
+
+
+@pytest.mark.parametrize("kind", ["medusa", "shared", "soft", "draft"])
+def test_a_run_on_a_spread_target_trains_and_evaluates_as_on_a_whole_one(
+    devices: Devices, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Up to the figures of evaluations, which decode: the run that trained for hours and died there."""
+
+    def load(*args: Any, **named: Any) -> Any:
+        device_map = args[4] if len(args) > 4 else named.get("device_map")
+        return spread(load_model(*args[:4]), devices) if device_map == "auto" else load_model(*args, **named)
+
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setattr("trainer.assemble.load_model", load)
+    # What is trained is on the CPU. `Module.to` keeps parameters what they are between real devices, but not here.
+    monkeypatch.setattr(
+        "trainer.loop.build_optimizers", lambda module, *rest: build_optimizers(moved(module, CPU), *rest)
+    )
+    write_target(tmp_path / "target", seed=3)
+    write_corpus(tmp_path)
+    heads = {"shared": {"shared_lm_head": True}, "soft": {"loss": {"cross_entropy": 0, "forward_kl": 1}}}
+    rows = {}
+    for name, device_map in (("whole", None), ("spread", "auto")):
+        content = recipe_content(tmp_path, "draft" if kind == "draft" else "medusa")
+        content |= {"output": str(tmp_path / name), "device_map": device_map}
+        content["evaluation"]["every"] = 2
+        if kind != "draft":
+            content["heads"] = {"num_heads": 2, "tree_nodes": 4, **heads.get(kind, {})}
+        AcceleratorState._reset_state(True)
+        run_recipe(parse_recipe(content, "test"), Console(quiet=True))
+        rows[name] = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+    AcceleratorState._reset_state(True)
+    kept = [
+        [{k: v for k, v in row.items() if "loss" in k or "accept" in k or "pass" in k} for row in rows[name]]
+        for name in ("spread", "whole")
+    ]
+    assert sum("heldout/tokens_per_pass" in row for row in kept[0]) == 2 and len(kept[0]) == len(kept[1])
+    for ours, theirs in zip(*kept, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def test_adapters_on_a_spread_target_are_refused_before_anything_is_trained(devices: Devices) -> None:
+    target = CausalLM(spread(tiny_model("llama"), devices))
+    with pytest.raises(ValueError, match="device_map=auto spread over several devices: set device_map=null"):
+        Medusa2Objective(target, tiny_tokenizer(), HeadsSection(num_heads=2), AdaptersSection(), 10)
