@@ -137,6 +137,7 @@ def _pieces(example: Example, tokenizer: PreTrainedTokenizerBase) -> Iterator[tu
 def _table(dataset: Dataset) -> Table:
     table = Table(title=escape(dataset.path), title_justify="left", show_header=False)
     rows = [(f"rows, {name}", f"{count:,}") for name, count in dataset.formats.items()]
+    rows += [(f"rows, {name}", f"{count:,}") for name, count in dataset.fields.items()]
     rows += [
         ("rows, bad and skipped", f"{dataset.bad_rows:,}"),
         ("what is trained", " and ".join(dataset.mask_sources)),

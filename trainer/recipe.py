@@ -25,8 +25,10 @@ class DataSection(Section):
     heldout_split: str = "test"
     format: Literal["auto", "text", "messages", "sharegpt", "prompt_answer"] = "auto"
     text_field: str = "text"
-    prompt_field: str = "prompt"
-    answer_field: str = "answer"
+    prompt_field: str | None = None
+    """None: the first that a row has of `decoding.prompts.PROMPT_FIELDS`."""
+    answer_field: str | None = None
+    """None: the first that a row has of `decoding.prompts.ANSWER_FIELDS`."""
     chat_template: str | None = None
     """A Jinja file that replaces the tokenizer's chat template."""
     max_length: Annotated[int, Field(ge=8)] = 512
