@@ -6,8 +6,8 @@ from typing import Any
 
 import jinja2
 import matplotlib
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -121,9 +121,8 @@ NOTES = (
 def terminal_table(report: dict[str, Any]) -> Table:
     """The table for a terminal."""
     table = Table(
-        title=report.get("title"),
-        caption=escape(f"{caption(report)}\n{NOTES}"),
-        title_style="bold",
+        title=Text(report.get("title") or "", style="bold"),  # texts: what a user wrote is no markup
+        caption=Text(f"{caption(report)}\n{NOTES}", style="table.caption"),
         caption_justify="left",
     )
     for index, column in enumerate(COLUMNS):

@@ -119,9 +119,8 @@ class RowEncoder:
             "prompt_answer": self._missing(fields),
             "text": _unless_there(section.text_field, fields),
         }
-        if section.format != "auto":
-            format = section.format
-        else:
+        format: str = section.format
+        if format == "auto":
             format = next((name for name, lack in missing.items() if lack is None), "")
             if section.prompt_field or section.answer_field:  # what was named must be there, not only a text
                 format = {"text": "prompt_answer", "": "prompt_answer"}.get(format, format)

@@ -104,8 +104,9 @@ class _Recipe(Section):
     training: TrainingSection
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
-    tracking: Literal["wandb", "none"] = "wandb"
-    """wandb runs offline unless WANDB_API_KEY is set; metrics.jsonl is written in any case."""
+    tracking: Literal["wandb", "none"] | None = None
+    """None: wandb only where WANDB_API_KEY is set. Without a key of its own wandb runs offline, silently; metrics.jsonl
+    is written in any case."""
 
     @model_validator(mode="after")
     def _batches_divide(self) -> "_Recipe":
