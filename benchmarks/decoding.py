@@ -54,6 +54,7 @@ from decoding.target import CausalLM
 from decoding.throughput import measure_throughput
 from decoding.tree import TokenTree
 from decoding.widen import widened_heads, widened_to
+from trainer.console import standard_output
 
 BEST = ", measured"
 
@@ -280,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     heads = load_heads(options.heads, target) if options.heads else None
     prompts = read_prompts(options.prompts, tokenizer, 2 if options.short else options.limit, options.prompt_field)
     eos = eos_token_ids(model, tokenizer)
-    console = Console(width=150)
+    console = standard_output(width=150)
     report: dict[str, Any] = {"hardware": hardware(), "versions": versions(), "commit": commit(), "targets": {}}
     name = Path(options.target).name
     report["targets"][name] = measure(target, draft, heads, prompts, eos, options, None)

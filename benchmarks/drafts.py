@@ -23,7 +23,6 @@ sys.path = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).reso
 
 from arms import ROOT, curve_of, slug, train, write
 from draft_page import publish
-from rich.console import Console
 from rich.table import Table
 
 from decoding.drafters import DraftModelDrafter
@@ -35,6 +34,7 @@ from decoding.machine import commit, hardware, versions
 from decoding.prompts import read_prompts
 from decoding.sampling import SamplingConfig
 from decoding.target import CausalLM
+from trainer.console import standard_output
 
 RECIPE = ROOT / "recipes" / "storyteller-11m" / "draft.yaml"
 BASE = "forward KL"
@@ -137,7 +137,9 @@ def main() -> None:
         measure(list(arms), results, options)
         for part in options.comparisons:
             for prompt_set in results["decoding"]:
-                (Console() if sys.stdout.isatty() else Console(width=150)).print(table(results, part, prompt_set))
+                (standard_output() if sys.stdout.isatty() else standard_output(width=150)).print(
+                    table(results, part, prompt_set)
+                )
 
 
 def _parse() -> argparse.Namespace:

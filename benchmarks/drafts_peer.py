@@ -30,7 +30,6 @@ sys.path = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).reso
 import torch
 from arms import ROOT, slug, train, write
 from peer_acceptance import DRAFT_TOKENS, TEMPERATURES, measure
-from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
@@ -40,6 +39,7 @@ from decoding.machine import commit, hardware, versions
 from decoding.prompts import read_prompts
 from decoding.target import CausalLM
 from trainer.batch import Example
+from trainer.console import standard_output
 from trainer.data import load_dataset
 from trainer.draft_init import initial_draft, write_draft
 from trainer.read_recipe import load_recipe
@@ -97,7 +97,7 @@ def main() -> None:
     for name in options.settings:
         results["settings"][name]["goals"] = goals(results, name)
     write(results, Path(options.output))
-    (Console() if sys.stdout.isatty() else Console(width=150)).print(table(results))
+    (standard_output() if sys.stdout.isatty() else standard_output(width=150)).print(table(results))
 
 
 def _absolute(path: str) -> str:

@@ -20,7 +20,6 @@ _HERE = Path(__file__).resolve().parent
 sys.path = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE), str(_HERE)]
 
 from arms import ROOT, curve_of, slug, train, write
-from rich.console import Console
 from rich.table import Table
 
 from decoding.drafters import MedusaDrafter
@@ -33,6 +32,7 @@ from decoding.machine import commit, hardware, versions
 from decoding.prompts import read_prompts
 from decoding.sampling import SamplingConfig
 from decoding.target import CausalLM
+from trainer.console import standard_output
 from trainer.medusa import rank_accuracies
 from trainer.medusa2 import TARGET_FOLDER
 
@@ -54,7 +54,7 @@ OWN_ANSWERS = "Medusa-1 on the data's own answers"
 
 def main() -> None:
     options = _parse()
-    console = Console() if sys.stdout.isatty() else Console(width=150)
+    console = standard_output() if sys.stdout.isatty() else standard_output(width=150)
     out = Path(options.output)
     results = json.loads(out.read_text()) if out.is_file() else {"arms": {}, "reports": {}}
     results |= {"hardware": hardware(), "versions": versions(), "commit": commit(), "steps": options.steps}

@@ -39,6 +39,7 @@ from decoding.machine import commit, hardware, versions
 from decoding.target import CausalLM
 from decoding.widen import widened_to
 from trainer.batch import Batch, Example, collate
+from trainer.console import standard_output
 from trainer.features import FeatureIdentity, FeatureStore, FeatureWriter
 from trainer.hidden import HiddenStates, OnlineTarget, StoredFeatures
 from trainer.medusa import HeadInputs, MedusaObjective, MedusaTraining
@@ -379,7 +380,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.short:
         options.vocabularies, options.hidden_size, options.rows, options.length = [256], 16, 2, 32
         options.steps, options.rounds, options.parameters = 1, 1, 2e6
-    console = Console(width=150)
+    console = standard_output(width=150)
     report: dict[str, Any] = {"hardware": hardware(), "versions": versions(), "commit": commit()}
     report["settings"] = {key: value for key, value in vars(options).items() if key not in ("output", "case", "target")}
     report["losses"] = []

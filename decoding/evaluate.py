@@ -343,13 +343,25 @@ def _compare(
 
 
 def measure_acceptance(
-    target: CausalLM, drafter: Drafter, prompts: Sequence[Sequence[int]], config: DecodingConfig, batch_size: int = 1
+    target: CausalLM,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    config: DecodingConfig,
+    batch_size: int = 1,
+    on_text: Callable[[], None] = lambda: None,
 ) -> Acceptance:
-    """By the real loop, no peers and no clock. Prompt i is decoded with the seed ``config.seed + i``."""
+    """By the real loop, no peers and no clock. Prompt i is decoded with the seed ``config.seed + i``.
+
+    ``on_text`` is called after each text, for a progress bar.
+    """
     texts: list[list[StepCount]] = [[] for _ in prompts]
+    room = [config.max_new_tokens for _ in prompts]
     for place, step in decode_batch_steps(target, drafter, prompts, config, batch_size):
         if not step.is_prefill:
             texts[place].append(step.counts)
+        room[place] -= len(step.tokens)
+        if not room[place] or (step.tokens and step.tokens[-1] in config.eos_token_ids):
+            on_text()
     return acceptance(texts)
 
 

@@ -1,4 +1,4 @@
-"""Prompts from files, as token ids."""
+"""Prompts and answers in the rows of files: where they stand, and prompts as token ids."""
 
 import json
 from collections.abc import Iterator
@@ -7,7 +7,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-_FIELDS = ("prompt", "question", "instruction", "turns", "messages", "text")
+PROMPT_FIELDS = ("prompt", "question", "instruction", "turns", "messages", "text")
+ANSWER_FIELDS = ("answer", "response", "output", "completion", "solution", "canonical_solution", "code", "instances")
+"""``instances`` is self-instruct's: a list of an input and an output each, of which the first counts."""
+_INPUT = "input"
+"""Alpaca's second half of an instruction: the text that it is about."""
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -69,9 +73,9 @@ def read_prompts(
 ) -> list[tuple[int, ...]]:
     """The first ``limit`` prompts of a .jsonl file.
 
-    ``field`` names where the prompt stands; by default the first of prompt, question, instruction, turns (the first
-    one), messages (up to the first answer) or text. With ``prompt_tokens``, only so many first tokens are taken, which
-    is how a plain text becomes a prompt.
+    ``field`` names where the prompt stands; by default the first of prompt, question, instruction (with its input),
+    turns (the first one), messages (up to the first answer) or text. A text without an answer beside it is continued,
+    not answered. With ``prompt_tokens``, only the first tokens are taken, which is how a plain text becomes a prompt.
     """
     prompts: list[tuple[int, ...]] = []
     for number, row in read_rows(path):
@@ -79,21 +83,53 @@ def read_prompts(
             break
         where = f"{path}, line {number}"
         name, value = prompt_of(row, field, where)
-        templated = chat and (field is not None or name != "text")  # a text is to be continued, unless asked for
-        tokens = encode_prompt(_before_the_answer(value, where), tokenizer, templated)
+        plain = field is None and name == "text" and find_answer(row) is None
+        tokens = encode_prompt(_before_the_answer(value, where), tokenizer, chat and not plain)
         prompts.append(tokens[:prompt_tokens] if prompt_tokens else tokens)
     if not prompts:
         raise ValueError(f"{path} holds no prompts: give a .jsonl file with one a line")
     return prompts
 
 
+def find_prompt(row: dict[str, Any]) -> str | None:
+    """The first known field of a prompt that a row has."""
+    return next((name for name in PROMPT_FIELDS if name in row), None)
+
+
+def find_answer(row: dict[str, Any]) -> str | None:
+    """The first known field of an answer that a row has."""
+    return next((name for name in ANSWER_FIELDS if name in row), None)
+
+
 def prompt_of(row: dict[str, Any], field: str | None, where: str) -> tuple[str, Any]:
-    """The field that holds a row's prompt, and what it holds: the one named, else the first that is a known one."""
-    name = field or next((name for name in _FIELDS if name in row), None)
+    """The field that holds a row's prompt, and what it holds: the one named, else the first that is a known one.
+
+    An ``instruction`` is followed by the row's ``input``, if that is not empty.
+    """
+    name = field or find_prompt(row)
     if name is None or name not in row:
-        wanted = repr(field) if field else f"any of {', '.join(_FIELDS)}"
+        wanted = repr(field) if field else f"any of {', '.join(PROMPT_FIELDS)}"
         raise ValueError(f"{where}: no field {wanted}; the row has {', '.join(sorted(row))}")
-    return name, row[name]
+    value = row[name]
+    if name != "instruction" or not isinstance(value, str):
+        return name, value
+    text = (_first_instance(row, where) if "instances" in row else row).get(_INPUT) or ""
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: field {_INPUT!r} holds {type(text).__name__}, not text")
+    return name, f"{value}\n\n{text}" if text.strip() else value
+
+
+def answer_of(row: dict[str, Any], name: str, where: str) -> Any:
+    """What a row's field of the answer holds."""
+    return _first_instance(row, where).get("output") if name == "instances" else row[name]
+
+
+def _first_instance(row: dict[str, Any], where: str) -> dict[str, Any]:
+    instances = row["instances"]
+    if not isinstance(instances, list) or not instances or not isinstance(instances[0], dict):
+        raise ValueError(f"{where}: the instances are {instances!r:.60}, not a list of an input and an output each")
+    first: dict[str, Any] = instances[0]
+    return first
 
 
 def _before_the_answer(value: Any, where: str) -> str | list[dict[str, str]]:

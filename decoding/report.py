@@ -126,9 +126,8 @@ _NOTES = (
 def terminal_table(report: dict[str, Any]) -> Table:
     """The table for a terminal."""
     table = Table(
-        title=Text(one_line(report.get("title") or "")),
-        caption=Text(f"{caption(report)}\n{notes(report)}"),
-        title_style="bold",
+        title=Text(one_line(report.get("title") or ""), style="bold"),
+        caption=Text(f"{caption(report)}\n{notes(report)}", style="table.caption"),
         caption_justify="left",
     )
     for index, column in enumerate(COLUMNS):

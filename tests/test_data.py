@@ -49,6 +49,34 @@ def test_without_a_chat_template_the_answer_and_the_end_of_text_are_trained(tmp_
     assert example == Example((4, 5, 6, 7, 1), (False, False, True, True, True), 2)
 
 
+@pytest.mark.parametrize(
+    ("row", "fields"),
+    [
+        ({"question": "a b", "answer": "c"}, "question with answer"),
+        ({"instruction": "a b", "input": "", "output": "c"}, "instruction with output"),
+        ({"instruction": "a", "input": "b", "output": "c", "text": "a b c"}, "instruction with output"),
+        ({"instruction": "a", "instances": [{"input": "b", "output": "c"}], "id": "1"}, "instruction with instances"),
+        ({"instruction": "a b", "response": "c"}, "instruction with response"),
+        ({"prompt": "a b", "completion": "c"}, "prompt with completion"),
+        ({"prompt": "a b", "canonical_solution": "c", "test": "d"}, "prompt with canonical_solution"),
+        ({"text": "a b", "code": "c", "task_id": 1}, "text with code"),
+    ],
+)
+def test_the_usual_fields_of_prompts_and_answers_are_found_by_their_names(
+    tmp_path: Path, row: dict[str, Any], fields: str
+) -> None:
+    dataset = load_all(tmp_path, [row], CHAT_TEMPLATE)
+    assert dataset.examples == (Example((2, 4, 5, 3, 6, 1), (False,) * 4 + (True,) * 2, 4),)
+    assert dataset.fields == {fields: 1} and f"(1 prompt_answer: {fields})" in dataset.describe()
+
+
+def test_a_row_with_a_conversation_and_a_prompt_is_the_conversation(tmp_path: Path) -> None:
+    row = chat("a b", "c") | {"question": "d", "answer": "e"}
+    dataset = load_all(tmp_path, [row], CHAT_TEMPLATE)
+    assert dataset.formats == {"messages": 1} and dataset.fields == {}
+    assert dataset.examples[0].tokens == (2, 4, 5, 3, 6, 1)
+
+
 def test_a_template_that_marks_nothing_is_refused_naming_the_line(tmp_path: Path) -> None:
     empty = "{% if messages | length > 9 %}{% generation %}{% endgeneration %}{% endif %}"
     empty += CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
@@ -113,8 +141,24 @@ def test_a_bare_string_is_a_text(tmp_path: Path) -> None:
             {},
             r"line 2: the row has the fields \['body', 'id'\] but training needs 'messages', 'conv",
         ),
-        ({"prompt": "a"}, {}, r"line 2: the row has the fields \['prompt'\] but .* 'prompt' with 'answer', or 'text'"),
-        ({"prompt": "a"}, {"format": "prompt_answer"}, r"line 2: the row has no field 'answer' \(it has \['prompt'\]"),
+        (
+            {"prompt": "a"},
+            {},
+            r"line 2: the row has the fields \['prompt'\] but .* a prompt \(prompt, .* an answer \(answer, .*or 'text'",
+        ),
+        ({"prompt": "a"}, {"format": "prompt_answer"}, r"2: the row has no field of answer, .* \(it has \['prompt'\]"),
+        (
+            {"question": "a", "answer": "b"},
+            {"prompt_field": "prompt"},
+            r"line 2: the row has no field 'prompt' \(it has",
+        ),
+        ({"text": "a", "prompt": "b"}, {"answer_field": "answer"}, r"line 2: the row has no field 'answer' \(it has"),
+        (
+            {"instruction": "a", "instances": [], "prompt_": 1},
+            {},
+            "line 2: the instances are .*, not a list of an input",
+        ),
+        ({"instruction": "a", "input": 3, "output": "b"}, {}, "line 2: field 'input' holds int, not text"),
         ({"x": 1}, {"format": "text"}, r"line 2: the row has no field 'text' \(it has \['x'\]"),
         ({"text": 5}, {}, "line 2: field 'text' holds int, not text"),
         ({"prompt": "a", "answer": None}, {}, "line 2: field 'answer' holds NoneType, not text"),
@@ -190,11 +234,11 @@ def test_a_data_set_is_described_in_one_sentence_with_every_count(tmp_path: Path
     rows += [{"prompt": "a b c d e f g h", "answer": "i"}, {"other": 1}]
     dataset = load_all(tmp_path, rows, max_length=8, bad_rows="skip")
     assert dataset.describe() == (
-        "4 rows (3 prompt_answer), 2 sequences, 7 of 12 tokens trained, 1 cut at 8 tokens, "
+        "4 rows (3 prompt_answer: prompt with answer), 2 sequences, 7 of 12 tokens trained, 1 cut at 8 tokens, "
         "1 left out with nothing to train in 8 tokens, 1 bad rows skipped"
     )
     assert load_all(tmp_path, rows[:1], max_length=8).describe() == (
-        "1 rows (1 prompt_answer), 1 sequences, 3 of 4 tokens trained"
+        "1 rows (1 prompt_answer: prompt with answer), 1 sequences, 3 of 4 tokens trained"
     )
 
 

@@ -86,7 +86,8 @@ def test_a_packed_data_set_says_how_full_it_is_and_keeps_its_prompts_apart(tmp_p
     dataset = load_dataset(write_rows(tmp_path / "rows.jsonl", rows), section, tiny_tokenizer())
     assert [each.lengths for each in dataset.examples] == [(4, 4), (4, 4), ()]
     assert dataset.describe() == (
-        "5 rows (5 prompt_answer), 3 sequences, 10 of 20 tokens trained, packed, 83% full"  # 20 / 24
+        "5 rows (5 prompt_answer: prompt with answer), 3 sequences, "
+        "10 of 20 tokens trained, packed, 83% full"  # 20 / 24
     )
     assert [first.tokens for first in dataset.firsts] == [(4, 5, 6, 1)] * 5
 

@@ -129,4 +129,5 @@ def test_the_command_reads_a_source_and_its_options(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     assert "<user> a <assistant>⟦ b <eos>⟧" in result.output and "2% full" in result.output  # 10 of 512
-    assert CliRunner().invoke(app, ["data", "inspect", path, "--target", target]).exit_code == 2
+    result = CliRunner().invoke(app, ["data", "inspect", path, "--target", target])  # nor need the field be named
+    assert result.exit_code == 0 and "question with answer" in result.output

@@ -6,6 +6,7 @@ import pytest
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.prompts import encode_prompt, read_prompts
+from trainer.answers import read_conversations
 
 CHAT = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}{% if add_generation_prompt %}:{% endif %}"
 
@@ -21,6 +22,27 @@ def written(folder: Path, text: str) -> Path:
 )
 def test_the_prompt_is_found_by_its_fields_name(tmp_path: Path, row: str) -> None:
     assert read_prompts(written(tmp_path, row), byte_tokenizer(), 5) == [tuple(b"ab")]
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ('{"instruction": "ab", "input": "c d", "output": "e"}', b"ab\n\nc d"),
+        ('{"instruction": "ab", "input": "", "output": "e"}', b"ab"),
+        ('{"instruction": "ab", "instances": [{"input": "c", "output": "e"}]}', b"ab\n\nc"),
+    ],
+)
+def test_what_an_instruction_is_about_stands_behind_it(tmp_path: Path, row: str, prompt: bytes) -> None:
+    path = written(tmp_path, row)
+    assert read_prompts(path, byte_tokenizer(), 5) == [tuple(prompt)]
+    assert read_prompts(path, byte_tokenizer(), 5, field="instruction") == [tuple(prompt)]
+    (conversation,) = read_conversations(path, None, None, 1, chat=True)
+    assert conversation.text == prompt.decode()
+
+
+def test_a_text_with_its_answer_beside_it_is_asked_not_continued(tmp_path: Path) -> None:
+    path = written(tmp_path, '{"text": "a", "code": "b"}\n{"text": "a"}\n')
+    assert read_prompts(path, byte_tokenizer(CHAT), 2) == [tuple(b"<a>:"), tuple(b"a")]
 
 
 def test_messages_give_their_first_one(tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
 
+from trainer.console import say, say_error, standard_error
 from trainer.options import EvaluateOptions, GenerateOptions, InspectOptions, RealignOptions, RegenerateOptions
+from trainer.quiet import quiet_libraries
 
-_ERRORS = Console(stderr=True, highlight=False)
+_ERRORS = standard_error()
 INTERRUPTED = 143  # 128 + SIGTERM, as shells report it
 BAD_INPUT = 2
 
@@ -34,26 +35,22 @@ Options = TypeVar("Options")
 
 def guarded(work: Callable[[], None], debug: bool = False) -> int:
     """Run ``work``; turn what goes wrong into one sentence and an exit code, or with ``debug`` into a traceback."""
+    if not debug:
+        quiet_libraries()
     from trainer.loop import Interrupted
 
     try:
         work()
     except Interrupted as stop:
-        _ERRORS.print(f"{stop}: start the same command again to resume", soft_wrap=True)
+        say(_ERRORS, f"{stop}: start the same command again to resume")
         return INTERRUPTED
     except (ValueError, OSError) as error:
         if debug:
             traceback.print_exc()
         else:
-            _ERRORS.print(f"[bold red]error:[/] {_escape(error)}", soft_wrap=True)
+            say_error(_ERRORS, " ".join(str(error).split()) or type(error).__name__)
         return BAD_INPUT
     return 0
-
-
-def _escape(error: BaseException) -> str:
-    from rich.markup import escape
-
-    return escape(" ".join(str(error).split()) or type(error).__name__)
 
 
 def run_train(recipe_path: str, overrides: Sequence[str]) -> int:

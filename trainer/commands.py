@@ -1,6 +1,5 @@
 """What the commands that decode do: evaluate and generate."""
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -8,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -33,7 +31,9 @@ from decoding.sampling import SamplingConfig
 from decoding.speculate import named_rule
 from decoding.stream import stream_pieces
 from decoding.target import CausalLM
+from trainer.console import say, standard_output, wide
 from trainer.options import EvaluateOptions, GenerateOptions, ModelOptions
+from trainer.progress import ProgressBar
 from trainer.quickstart import resolve
 from trainer.train import ensure_built
 
@@ -78,7 +78,7 @@ def _tree_bounds(text: str) -> tuple[int, int, int]:
 
 def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> dict[str, Any]:
     """Measure, print the table, write report.json and report.html; returns the report."""
-    console = console or Console()
+    console = console or standard_output()
     logging.set_verbosity_error()  # `generate` warns about the draft length that assisted generation is given
     target, tokenizer, drafters = _load(options)
     drafters["prompt lookup"] = PromptLookupDrafter()
@@ -96,15 +96,14 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
     )
     methods = standard_methods(target, drafters, config)
     total = len(methods) * (len(prompts) * config.rounds + 1)
-    with _progress(console) as bar:
-        task = bar.add_task("evaluating", total=total)
-        report = evaluate(target, methods, prompts, config, lambda: bar.advance(task))
+    with ProgressBar(console, "evaluating", total) as bar:
+        report = evaluate(target, methods, prompts, config, bar.advance)
     title = options.title or f"{Path(options.target).name} on {Path(options.prompts).name}"
     report = {"title": without_local_paths(title), **made_by, **report}
     write_report(report, options.output / "report.json")
     write_html(report, options.output / "report.html")
-    _wide(console).print(terminal_table(report))
-    console.print(f"written: {options.output / 'report.json'}, {options.output / 'report.html'}", highlight=False)
+    wide(console).print(terminal_table(report))
+    say(console, f"written: {options.output / 'report.json'}, {options.output / 'report.html'}")
     return report
 
 
@@ -127,25 +126,9 @@ def _made_by(
     }
 
 
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
-
-
-def _wide(console: Console) -> Console:
-    """Where nobody set a width (a file, a pipe), give the table the room it needs."""
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(file=console.file, width=190)
-
-
 def run_generate(options: GenerateOptions, console: Console | None = None) -> None:
     """Stream the text in two colours and say what speculation gained."""
-    console = console or Console(highlight=False)
+    console = console or standard_output()
     target, tokenizer, drafters = _load(options, chains=not options.draft_tree)
     if options.lookup:
         drafters["prompt lookup"] = PromptLookupDrafter()
@@ -166,13 +149,15 @@ def run_generate(options: GenerateOptions, console: Console | None = None) -> No
             yield step
 
     for piece in stream_pieces(watched(), tokenizer, hidden=config.eos_token_ids):
-        console.print(piece.text, end="", style="green" if piece.drafted else None, markup=False, soft_wrap=True)
+        console.print(
+            piece.text, end="", style="green" if piece.drafted else None, markup=False, emoji=False, soft_wrap=True
+        )
     console.print()
     plain = None
     if drafter is not None and options.compare:
         plain = decode(target, None, prompt, replace(config, rule=None), tokenizer).steps
     name, label = next(iter(drafters), "plain decoding"), config.rule.label if config.rule else "lossless"
-    console.print(_summary(steps, plain, f"{name} ({label})"), style="dim", soft_wrap=True)
+    say(console, _summary(steps, plain, f"{name} ({label})"), style="dim")
 
 
 def _decoding_config(options: GenerateOptions, eos: tuple[int, ...]) -> DecodingConfig:

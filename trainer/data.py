@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from decoding.prompts import encode_prompt
+from decoding.prompts import ANSWER_FIELDS, PROMPT_FIELDS, answer_of, encode_prompt, find_answer, find_prompt, prompt_of
 from trainer.answers import read_answer
 from trainer.batch import Example, pack
 from trainer.chat import chat_template
@@ -22,6 +22,7 @@ ANSWER_TOKENS = "answer_tokens"
 """The field in which `headstart regenerate` keeps what the target wrote, a list of token ids for each answer."""
 TRUNCATED = "truncated"
 """The field in which it says whether the last answer was cut off, so that it has no end."""
+_ASKED = tuple(name for name in PROMPT_FIELDS if name != "messages")  # which hold their answers
 _SHORTEST_TEXT = 8  # tokens; a last scrap of a text is left out
 _NAMED_ROWS = 5  # so many bad ones are named, all are counted
 _LOGGER = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ class Encoded(NamedTuple):
     format: str
     mask_source: str
     examples: tuple[Example, ...]
+    fields: tuple[str, str] | None = None
+    """Where a prompt and its answer were found."""
 
 
 class RowEncoder:
@@ -51,16 +54,17 @@ class RowEncoder:
         cut_off = fields.get(TRUNCATED) is True
         if format == "text":
             return Encoded(format, "the whole text", self._text_examples(fields, where))
+        found: tuple[str, str] | None = None
         if format == "prompt_answer":
-            prompt = _text(fields, self._section.prompt_field, where)
-            answer = _text(fields, self._section.answer_field, where)
+            found, prompt, answer = self._prompt_and_answer(fields, where)
             if self._template is None and ANSWER_TOKENS not in fields:
-                return Encoded(format, "prompt and answer", (self._prompt_answer_example(prompt, answer, cut_off),))
+                example = self._prompt_answer_example(prompt, answer, cut_off)
+                return Encoded(format, "prompt and answer", (example,), found)
             messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
         else:
             messages = conversation(fields, format, where)
         if ANSWER_TOKENS in fields:
-            return Encoded(format, "the target's own tokens", self._written_examples(messages, fields, where))
+            return Encoded(format, "the target's own tokens", self._written_examples(messages, fields, where), found)
         if self._template is None:
             raise ValueError(
                 f"{where}: the tokenizer has no chat template, which {format!r} rows need: name a file with one in "
@@ -68,7 +72,7 @@ class RowEncoder:
             )
         marked = self._template.encode(messages, where, cut_off)
         examples = tuple(Example(tokens, trained, trained.index(True)) for tokens, trained in marked)
-        return Encoded(format, self._template.mask_source, examples)
+        return Encoded(format, self._template.mask_source, examples, found)
 
     def _written_examples(
         self, messages: Sequence[dict[str, Any]], fields: dict[str, Any], where: str
@@ -109,32 +113,55 @@ class RowEncoder:
 
     def _format_of(self, fields: dict[str, Any], where: str) -> str:
         section = self._section
-        needed = {
-            "messages": ["messages"],
-            "sharegpt": ["conversations"],
-            "prompt_answer": [section.prompt_field, section.answer_field],
-            "text": [section.text_field],
+        missing = {
+            "messages": _unless_there("messages", fields),
+            "sharegpt": _unless_there("conversations", fields),
+            "prompt_answer": self._missing(fields),
+            "text": _unless_there(section.text_field, fields),
         }
-        if section.format == "auto":
-            for name, names in needed.items():
-                if all(field in fields for field in names):
-                    return name
+        format: str = section.format
+        if format == "auto":
+            format = next((name for name, lack in missing.items() if lack is None), "")
+            if section.prompt_field or section.answer_field:  # what was named must be there, not only a text
+                format = {"text": "prompt_answer", "": "prompt_answer"}.get(format, format)
+        if not format:
             raise ValueError(
-                f"{where}: the row has the fields {sorted(fields)} but training needs 'messages', 'conversations', "
-                f"{section.prompt_field!r} with {section.answer_field!r}, or {section.text_field!r}: "
+                f"{where}: the row has the fields {sorted(fields)} but training needs 'messages', 'conversations', a "
+                f"prompt ({', '.join(_ASKED)}) with an answer ({', '.join(ANSWER_FIELDS)}), or {section.text_field!r}: "
                 "set data.prompt_field, data.answer_field or data.text_field"
             )
-        for field in needed[section.format]:
-            if field not in fields:
-                raise ValueError(
-                    f"{where}: the row has no field {field!r} (it has {sorted(fields)}): "
-                    "name the right field in the recipe's data section, or set data.format"
-                )
-        return section.format
+        if missing[format] is not None:
+            raise ValueError(
+                f"{where}: the row has no field {missing[format]} (it has {sorted(fields)}): "
+                "name the right field in the recipe's data section, or set data.format"
+            )
+        return format
+
+    def _missing(self, fields: dict[str, Any]) -> str | None:
+        """What keeps a row from being a prompt with its answer."""
+        for named, found, known in (
+            (self._section.prompt_field, find_prompt(fields), _ASKED),
+            (self._section.answer_field, find_answer(fields), ANSWER_FIELDS),
+        ):
+            if named is not None and named not in fields:
+                return repr(named)
+            if named is None and found not in known:
+                return f"of {', '.join(known)}"
+        return None
+
+    def _prompt_and_answer(self, fields: dict[str, Any], where: str) -> tuple[tuple[str, str], str, str]:
+        """Their fields, and their texts."""
+        question, prompt = prompt_of(fields, self._section.prompt_field, where)
+        reply = self._section.answer_field or find_answer(fields)
+        assert reply is not None, "the format says that there is one"
+        answer = answer_of(fields, reply, where)
+        return (question, reply), _text(prompt, question, where), _text(answer, reply, where)
 
     def _text_examples(self, fields: dict[str, Any], where: str) -> tuple[Example, ...]:
         """A plain text as consecutive sequences, every token trained."""
-        tokens: list[int] = self._tokenizer(_text(fields, self._section.text_field, where))["input_ids"]
+        tokens: list[int] = self._tokenizer(_text(fields[self._section.text_field], self._section.text_field, where))[
+            "input_ids"
+        ]
         length = self._section.max_length
         pieces = [tokens[i : i + length] for i in range(0, len(tokens), length)]
         return tuple(Example(tuple(piece), (True,) * len(piece), 0) for piece in pieces if len(piece) >= _SHORTEST_TEXT)
@@ -149,8 +176,11 @@ class RowEncoder:
         return Example(tuple(prompt_tokens + answer_tokens), tuple(mask), len(prompt_tokens))
 
 
-def _text(fields: dict[str, Any], field: str, where: str) -> str:
-    value = fields[field]
+def _unless_there(field: str, fields: dict[str, Any]) -> str | None:
+    return None if field in fields else repr(field)
+
+
+def _text(value: Any, field: str, where: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{where}: field {field!r} holds {type(value).__name__}, not text")
     return value
@@ -169,6 +199,8 @@ class Dataset:
     """Of all the rows read from, and of the file of the chat template if there is one."""
     formats: dict[str, int]
     """Rows of each format."""
+    fields: dict[str, int]
+    """Rows of prompts and answers by the fields that hold them."""
     mask_sources: dict[str, int]
     """Rows by how their trained tokens were found."""
     truncated: int
@@ -201,8 +233,9 @@ class Dataset:
     def describe(self) -> str:
         """One sentence with every count."""
         formats = " and ".join(f"{count:,} {name}" for name, count in self.formats.items())
+        found = f": {' and '.join(self.fields)}" if self.fields else ""
         parts = [
-            f"{self.rows:,} rows ({formats})",
+            f"{self.rows:,} rows ({formats}{found})",
             f"{len(self.examples):,} sequences",
             f"{self.trained_tokens:,} of {self.tokens:,} tokens trained",
         ]
@@ -239,6 +272,7 @@ def load_dataset(path: str, section: DataSection, tokenizer: PreTrainedTokenizer
     firsts: list[Example] = []
     bad: list[ValueError] = []
     formats: Counter[str] = Counter()
+    fields: Counter[str] = Counter()
     mask_sources: Counter[str] = Counter()
     truncated = skipped = 0
     for _, encoded in encoded_rows(source, section, tokenizer):
@@ -247,6 +281,8 @@ def load_dataset(path: str, section: DataSection, tokenizer: PreTrainedTokenizer
             continue
         formats[encoded.format] += 1
         mask_sources[encoded.mask_source] += 1
+        if encoded.fields is not None:
+            fields[" with ".join(encoded.fields)] += 1
         pairs = [(whole, cut(whole, section.max_length)) for whole in encoded.examples]
         kept = [short for _, short in pairs if short is not None]
         truncated += sum(short is not None and len(short.tokens) < len(whole.tokens) for whole, short in pairs)
@@ -264,6 +300,7 @@ def load_dataset(path: str, section: DataSection, tokenizer: PreTrainedTokenizer
         path=path,
         sha256=_digest(source, section),
         formats=dict(formats),
+        fields=dict(fields),
         mask_sources=dict(mask_sources),
         truncated=truncated,
         skipped=skipped,

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from decoding.loading import load_tokenizer
 from trainer import quickstart
 from trainer.batch import Example
+from trainer.console import say, standard_output, title
 from trainer.data import Dataset, Encoded, cut, encoded_rows, load_dataset
 from trainer.options import InspectOptions
 from trainer.read_recipe import load_recipe
@@ -46,11 +46,11 @@ class _Task(NamedTuple):
 
 def run_inspect(options: InspectOptions, console: Console | None = None) -> Dataset:
     """Print the first rows and a table of the whole source; returns the data set."""
-    console = console or Console(highlight=False)
+    console = console or standard_output()
     task = _task(options)
     colour = console.is_terminal and not console.no_color
-    shown = "in [green]green[/]" if colour else f"between {_BEGIN} and {_END}"
-    console.print(f"{escape(task.path)}: the trained tokens are {shown}", soft_wrap=True)
+    shown = ("green", "green") if colour else f"between {_BEGIN} and {_END}"
+    say(console, Text.assemble(f"{task.path}: the trained tokens are {'in ' if colour else ''}", shown))
     source = open_source(task.path, task.section.split)
     for row, encoded in islice(encoded_rows(source, task.section, task.tokenizer), options.rows):
         _print_row(console, task, row, encoded, colour)
@@ -94,7 +94,7 @@ def _section(base: DataSection, options: InspectOptions) -> DataSection:
 def _print_row(console: Console, task: _Task, row: Row, encoded: Encoded | ValueError, colour: bool) -> None:
     console.print()
     if isinstance(encoded, ValueError):
-        console.print(Text(f"skipped: {encoded}", style="red"), soft_wrap=True)
+        say(console, Text(f"skipped: {encoded}", style="red"))
         return
     for example in encoded.examples:
         kept = cut(example, task.section.max_length)
@@ -104,10 +104,10 @@ def _print_row(console: Console, task: _Task, row: Row, encoded: Encoded | Value
         else:
             cut_at = f", cut to {len(kept.tokens)}" if len(kept.tokens) < len(example.tokens) else ""
             heading = f"{length}{cut_at}, {sum(kept.trained)} trained ({encoded.mask_source})"
-        console.print(Text(f"{row.where}: {encoded.format}, {heading}", style="bold"), soft_wrap=True)
-        console.print(marked_text(kept or example, task.tokenizer, colour), soft_wrap=True)
+        say(console, Text(f"{row.where}: {encoded.format}, {heading}", style="bold"))
+        say(console, marked_text(kept or example, task.tokenizer, colour))
     if not encoded.examples:
-        console.print(Text(f"{row.where}: {encoded.format}, left out: too short", style="bold"), soft_wrap=True)
+        say(console, Text(f"{row.where}: {encoded.format}, left out: too short", style="bold"))
 
 
 def marked_text(example: Example, tokenizer: PreTrainedTokenizerBase, colour: bool) -> Text:
@@ -135,8 +135,9 @@ def _pieces(example: Example, tokenizer: PreTrainedTokenizerBase) -> Iterator[tu
 
 
 def _table(dataset: Dataset) -> Table:
-    table = Table(title=escape(dataset.path), title_justify="left", show_header=False)
+    table = Table(title=title(dataset.path), title_justify="left", show_header=False)
     rows = [(f"rows, {name}", f"{count:,}") for name, count in dataset.formats.items()]
+    rows += [(f"rows, {name}", f"{count:,}") for name, count in dataset.fields.items()]
     rows += [
         ("rows, bad and skipped", f"{dataset.bad_rows:,}"),
         ("what is trained", " and ".join(dataset.mask_sources)),
@@ -150,5 +151,5 @@ def _table(dataset: Dataset) -> Table:
         ("sha256", dataset.sha256[:16]),
     ]
     for name, value in rows:
-        table.add_row(name, value)
+        table.add_row(Text(name), value)
     return table

@@ -11,10 +11,10 @@ from typing import Any
 
 from accelerate import Accelerator
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as ProgressBar
 
 from trainer.checkpoint import Checkpoints, Progress
+from trainer.console import say
+from trainer.progress import ProgressBar
 from trainer.recipe import AnyRecipe
 from trainer.shards import write_text
 
@@ -28,39 +28,28 @@ class Log:
         self._console = console
         self._active = accelerator.is_main_process
         self._file = Path(recipe.output) / "metrics.jsonl"
-        self._bar = ProgressBar(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=console,
-            disable=not (self._active and console.is_terminal),
-        )
-        self._task = self._bar.add_task(recipe.name, total=recipe.training.steps, note="")
-        self._last_line = time.monotonic()
+        self._bar = ProgressBar(console, f"{recipe.name}, steps", recipe.training.steps, active=self._active)
         self._last_step: tuple[float, int] | None = None
 
     def __enter__(self) -> "Log":
         wandb = {"name": self._recipe.name, "dir": self._recipe.output}
         self._accelerator.init_trackers("headstart", self._recipe.model_dump(mode="json"), {"wandb": wandb})
-        self._bar.start()
+        self._bar.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
+        self._bar.__exit__(*exception)
 
     def resumed(self, progress: Progress, checkpoints: Checkpoints) -> None:
         """Say where the run goes on, under which settings if they changed, and without which checkpoints."""
         if not self._active:
             return
         self._supersede(progress)
-        self._bar.update(self._task, completed=progress.step)
+        self._bar.begin(progress.step)
         steps = self._recipe.training.steps
         lines = [f"{passed} cannot be used: passed over, and kept" for passed in checkpoints.unreadable]
         lines.append(f"{self._recipe.name}: going on from step {progress.step} of {steps}")
-        for line in (*lines, *_changes(checkpoints.stretches, progress)):
-            self._console.print(line, soft_wrap=True, markup=False)
+        say(self._console, *lines, *_changes(checkpoints.stretches, progress))
 
     def _supersede(self, progress: Progress) -> None:
         """Move the lines of steps, and of an evaluation, that will be done again out of metrics.jsonl."""
@@ -85,24 +74,20 @@ class Log:
             figures = {**figures, "tokens_per_second": (progress.tokens - tokens) / (now - before)}
         self._last_step = (now, progress.tokens)
         self._write(progress, figures)
-        note = f"loss {figures['loss']:.3f}"
-        self._bar.update(self._task, completed=progress.step, note=note)
-        if self._active and not self._console.is_terminal and time.monotonic() - self._last_line > 15:
-            self._last_line = time.monotonic()
-            speed = f", {figures['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in figures else ""
-            self._console.print(
-                f"{self._recipe.name}: step {progress.step}/{self._recipe.training.steps}, {note}{speed}"
-            )
+        if not self._bar.completed:
+            self._bar.begin(progress.step - 1)  # of a run that goes on
+        speed = f", {figures['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in figures else ""
+        self._bar.update(progress.step, note=f"loss {figures['loss']:.3f}{speed}")
 
     def evaluation(self, progress: Progress, figures: dict[str, float], step: int | None = None) -> None:
         """Note the held-out figures, and say them; ``step`` is that of the weights, where it is not the last."""
         step, temperature = progress.step if step is None else step, self._recipe.evaluation.temperature
         earlier = {"heldout/step": step} if step < progress.step else {}
         self._write(progress, {**{f"heldout/{name}": value for name, value in figures.items()}, **earlier})
-        self._console.print(
+        say(
+            self._console,
             f"{self._recipe.name}: step {step}, held out, {f'T={temperature:g}' if temperature else 'greedy'}: "
             + ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in figures.items()),
-            soft_wrap=True,
         )
         self._last_step = None  # the clock of the next step would include the evaluation
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.assemble import Job, Target, feature_identity, source_of
 from trainer.batch import Example, collate
 from trainer.checkpoint import Checkpoints, Progress, Saved
+from trainer.console import standard_output
 from trainer.data import Dataset
 from trainer.distributed import build_accelerator
 from trainer.features import FeatureWriter
@@ -82,7 +83,7 @@ class _BegunAt(Checkpoints):
 
 def quiet() -> Console:
     """A console that nobody hears."""
-    return Console(file=StringIO())
+    return standard_output(file=StringIO())
 
 
 def phases_of(recipe: AnyRecipe) -> list[Phase]:

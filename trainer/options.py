@@ -9,7 +9,6 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-
 DeviceMap = Annotated[
     str | None, Option(help="auto spreads a target that fits no single GPU over all of them; by default one holds it.")
 ]
@@ -163,8 +162,8 @@ class InspectOptions:
     split: Annotated[str | None, Option(help="Of a data set on the hub.")] = None
     format: Annotated[str | None, Option(help="auto, text, messages, sharegpt or prompt_answer.")] = None
     text_field: Annotated[str | None, Option(help="Field of a plain text.")] = None
-    prompt_field: Annotated[str | None, Option(help="Field of a prompt.")] = None
-    answer_field: Annotated[str | None, Option(help="Field of its answer.")] = None
+    prompt_field: Annotated[str | None, Option(help="Field of a prompt; found by name if not given.")] = None
+    answer_field: Annotated[str | None, Option(help="Field of its answer; found by name if not given.")] = None
     chat_template: Annotated[str | None, Option(help="Jinja file that replaces the tokenizer's chat template.")] = None
     max_length: Annotated[int | None, Option(help="Longest sequence, in tokens.")] = None
     max_rows: Annotated[int | None, Option(help="Read only so many rows.")] = None

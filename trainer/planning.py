@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from decoding.target import CausalLM
 from trainer.assemble import Job, assemble, check_folders
 from trainer.batch import Example, batch_indices
+from trainer.console import standard_output, title
 from trainer.data import Dataset, load_dataset
 from trainer.distill import DistillTraining
 from trainer.fused import CHUNK_BYTES
@@ -319,7 +319,7 @@ def _features(recipe: AnyRecipe) -> FeaturesSection | None:
 
 def table_of(plan: Plan, recipe: AnyRecipe, launch: Launch) -> Table:
     """The plan to read."""
-    table = Table("what", "part", "amount", title=f"{recipe.name}: what it will take")
+    table = Table("what", "part", "amount", title=title(f"{recipe.name}: what it will take"))
 
     def add(what: str, parts: Mapping[str, str]) -> None:
         for part, amount in parts.items():
@@ -388,4 +388,4 @@ def _time(plan: Plan) -> dict[str, str]:
 def print_plan(recipe: AnyRecipe, launch: Launch, steps: int) -> None:
     """`headstart plan-training`; the embedded target is built first if it is not there."""
     ensure_built(getattr(recipe, "target", None))
-    Console().print(table_of(plan_training(recipe, launch, steps), recipe, launch))
+    standard_output().print(table_of(plan_training(recipe, launch, steps), recipe, launch))

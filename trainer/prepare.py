@@ -3,6 +3,7 @@
 from rich.console import Console
 
 from trainer.assemble import as_teacher, check_folders, features_of, load_recipe_tokenizer, load_target
+from trainer.console import standard_error
 from trainer.data import load_dataset
 from trainer.distributed import build_accelerator
 from trainer.features import FeatureStore
@@ -30,7 +31,7 @@ def prepare_features(recipe: AnyRecipe, console: Console | None = None) -> Featu
     target = as_teacher(recipe, target, accelerator.device)
     tokenizer = load_recipe_tokenizer(recipe)
     dataset = load_dataset(resolve(recipe.data.train), recipe.data, tokenizer)
-    console = console or Console(stderr=True)
+    console = console or standard_error()
     processes = accelerator.process_index, accelerator.num_processes
     if isinstance(recipe, DraftRecipe):
         assert teacher is not None

@@ -33,8 +33,10 @@ from decoding.prompts import encode_prompt, read_lines
 from decoding.sampling import SamplingConfig
 from decoding.target import CausalLM
 from trainer.answers import read_conversations
+from trainer.console import say, standard_output
 from trainer.folders import check_can_be_folder
 from trainer.options import RealignOptions, RegenerateOptions
+from trainer.progress import ProgressBar
 from trainer.quickstart import resolve
 from trainer.read_recipe import parse_recipe
 from trainer.recipe import AnyRecipe
@@ -67,17 +69,17 @@ class Fit(NamedTuple):
 
 def run_realign(options: RealignOptions, console: Console | None = None) -> dict[str, Any]:
     """Measure the stale draft, let the target answer, train, measure again; prints and returns the report."""
-    console = console or Console()
+    console = console or standard_output()
     _check(options)
     ensure_built(options.target)
     split_prompts(options)
-    before = _measure_stale(options)
-    console.print(f"the stale draft, {_said(before.figures)}", highlight=False, soft_wrap=True)
+    before = _measure_stale(options, console)
+    say(console, f"the stale draft, {_said(before.figures)}")
     recipe = recipe_of(options, before.positions)
     for name in (_PROMPTS, _CHOOSING):
         run_regenerate(_questions(options, name), console)
     final = run_recipe(recipe, console)
-    after = _measure(options, str(final))
+    after = _measure(options, str(final), console)
     report = {
         "target": options.target,
         "draft": options.draft,
@@ -92,7 +94,7 @@ def run_realign(options: RealignOptions, console: Console | None = None) -> dict
     }
     write_text(options.output / REPORT, json.dumps(report, indent=2) + "\n")
     console.print(table_of(report))
-    console.print(f"written: {final}, {options.output / REPORT}", highlight=False, soft_wrap=True)
+    say(console, f"written: {final}, {options.output / REPORT}")
     return report
 
 
@@ -190,13 +192,13 @@ def recipe_of(options: RealignOptions, positions: int) -> AnyRecipe:
     return parse_recipe(content, "realign")
 
 
-def _measure_stale(options: RealignOptions) -> Fit:
+def _measure_stale(options: RealignOptions, console: Console) -> Fit:
     """The stale draft's figures, kept on disk for a run that goes on."""
     file = options.output / _STALE
     kept = _kept(file, options) if file.exists() else None
     if kept is not None:
         return kept
-    found = _measure(options, options.draft)
+    found = _measure(options, options.draft, console)
     write_text(file, json.dumps({"options": _made_by(options), "fit": found._asdict()}, indent=2) + "\n")
     return found
 
@@ -222,7 +224,7 @@ def _kept(file: Path, options: RealignOptions) -> Fit | None:
         return None
 
 
-def _measure(options: RealignOptions, name: str) -> Fit:
+def _measure(options: RealignOptions, name: str, console: Console) -> Fit:
     """Load target and draft, refuse what does not fit, and decode the held-out prompts with them."""
     trusted = options.trust_remote_code
     tokenizer = load_tokenizer(resolve(options.target), trusted)
@@ -245,7 +247,7 @@ def _measure(options: RealignOptions, name: str) -> Fit:
             f"no held-out prompt leaves room for {options.max_new_tokens} new tokens: lower max_new_tokens"
         )
     ends = eos_token_ids(target.model, tokenizer)
-    return Fit(_figures(target, draft, prompts, options, ends), len(prompts), positions)
+    return Fit(_figures(target, draft, prompts, options, ends, console), len(prompts), positions)
 
 
 def _figures(
@@ -254,12 +256,14 @@ def _figures(
     prompts: Sequence[Sequence[int]],
     options: RealignOptions,
     ends: tuple[int, ...],
+    console: Console,
 ) -> Figures:
     drafter = DraftModelDrafter(draft, (1,) * options.draft_tokens)
     found = {}
     for setting, temperature in _TEMPERATURES.items():
         config = DecodingConfig(options.max_new_tokens, SamplingConfig(temperature), eos_token_ids=ends)
-        acceptance = measure_acceptance(target, drafter, prompts, config, options.batch_size)
+        with ProgressBar(console, f"measuring the draft, {setting}", len(prompts)) as bar:
+            acceptance = measure_acceptance(target, drafter, prompts, config, options.batch_size, bar.advance)
         if not acceptance.passes:
             raise ValueError(f"every text ended with its first token, {setting}: give held-out prompts to be answered")
         found[setting] = {

@@ -25,8 +25,10 @@ class DataSection(Section):
     heldout_split: str = "test"
     format: Literal["auto", "text", "messages", "sharegpt", "prompt_answer"] = "auto"
     text_field: str = "text"
-    prompt_field: str = "prompt"
-    answer_field: str = "answer"
+    prompt_field: str | None = None
+    """None: the first that a row has of `decoding.prompts.PROMPT_FIELDS`."""
+    answer_field: str | None = None
+    """None: the first that a row has of `decoding.prompts.ANSWER_FIELDS`."""
     chat_template: str | None = None
     """A Jinja file that replaces the tokenizer's chat template."""
     max_length: Annotated[int, Field(ge=8)] = 512
@@ -102,8 +104,9 @@ class _Recipe(Section):
     training: TrainingSection
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
-    tracking: Literal["wandb", "none"] = "wandb"
-    """wandb runs offline unless WANDB_API_KEY is set; metrics.jsonl is written in any case."""
+    tracking: Literal["wandb", "none"] | None = None
+    """None: wandb only where WANDB_API_KEY is set. Without a key of its own wandb runs offline, silently; metrics.jsonl
+    is written in any case."""
 
     @model_validator(mode="after")
     def _batches_divide(self) -> "_Recipe":

@@ -6,7 +6,6 @@ was tuned by reinforcement, heads trained on other people's answers learn a dist
 
 import hashlib
 import importlib.util
-import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 
 from jinja2 import TemplateError
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
@@ -37,7 +35,9 @@ from trainer.answers import (
     read_answer,
     read_conversations,
 )
+from trainer.console import say, standard_output
 from trainer.options import RegenerateOptions
+from trainer.progress import ProgressBar
 from trainer.quickstart import resolve
 from trainer.train import ensure_built
 
@@ -210,7 +210,7 @@ class Summary:
 
 def run_regenerate(options: RegenerateOptions, console: Console | None = None) -> Summary:
     """Answer what is not answered yet; prints and returns what was done."""
-    console = console or Console()
+    console = console or standard_output()
     sampling = SamplingConfig(temperature=options.temperature, top_p=options.top_p)
     _check(options, sampling)
     backend, made_by = _target(options, sampling) if options.endpoint is None else _endpoint(options)
@@ -234,41 +234,28 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
         summary = _run(backend, conversations, answers, console)
     console.print(summary.table())
     answers.check_not_empty()
-    console.print(f"written: {options.output}", highlight=False, soft_wrap=True)
+    say(console, f"written: {options.output}")
     return summary
 
 
 def _run(backend: Backend, conversations: Sequence[Conversation], answers: AnswerFile, console: Console) -> Summary:
     wanted = {conversation.key for conversation in conversations}
     summary = Summary(len(conversations), len(wanted & answers.done))
-    start, tokens = time.perf_counter(), 0
-    with _progress(console) as bar:
-        task = bar.add_task("answering", total=len(conversations), completed=summary.before, speed=0.0)
+    tokens = 0
+    with ProgressBar(console, "answering", len(conversations), summary.before) as bar:
 
         def on_tokens(count: int) -> None:
             nonlocal tokens
             tokens += count
-            bar.update(task, speed=tokens / (time.perf_counter() - start))
+            bar.update(note=f"{tokens / bar.seconds:,.0f} tokens/s")
 
         for outcomes in backend.outcomes(conversations, answers.done, on_tokens):
             for outcome in answers.add(outcomes):
                 summary.count(outcome)
-                bar.advance(task)
-    summary.seconds = time.perf_counter() - start
+                bar.advance()
+        summary.seconds = bar.seconds
     answers.finish()
     return summary
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[speed]:.0f} tokens/s"),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
 
 
 def _check(options: RegenerateOptions, sampling: SamplingConfig) -> None:

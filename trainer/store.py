@@ -8,7 +8,6 @@ tensors it has, is said by an `Identity`; a `Writer` makes them.
 import json
 import math
 import shutil
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -19,7 +18,6 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 import torch
 from accelerate import PartialState
 from rich.console import Console
-from rich.progress import Progress as ProgressBar
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -27,7 +25,9 @@ from transformers import PreTrainedTokenizerBase
 from decoding.machine import commit, versions
 from decoding.target import CausalLM
 from trainer.batch import Batch, Example, collate
+from trainer.console import say
 from trainer.lock import hold
+from trainer.progress import ProgressBar
 from trainer.shards import (
     Layout,
     digest_of,
@@ -348,7 +348,7 @@ def ensure_store(
     for that one, and uses what it wrote.
     """
     main = process_index == 0
-    with hold(folder, lambda line: console.print(line, soft_wrap=True)) if main else nullcontext():
+    with hold(folder, lambda line: say(console, line)) if main else nullcontext():
         _wait_for_all(num_processes)
         _write_missing(writer, examples, folder, shard_rows, console, process_index, num_processes)
         _wait_for_all(num_processes)
@@ -371,23 +371,19 @@ def _write_missing(
     identity, main = writer.identity, process_index == 0
     noun, row = identity.noun, identity.row
     if main:
-        console.print(f"{noun}: {_size_of(examples, identity, folder)}", soft_wrap=True)
-    done, before = 0, time.perf_counter()
-    with ProgressBar(console=console, disable=not (main and console.is_terminal)) as bar:
-        task = bar.add_task(f"writing the {noun}", total=None)
+        say(console, f"{noun}: {_size_of(examples, identity, folder)}")
+    with ProgressBar(console, f"writing the {noun}", None, active=main) as bar:
 
         def on_progress(written: int, total: int) -> None:
-            nonlocal done
-            done = written
-            bar.update(task, completed=written, total=total)
+            bar.update(written, total=total, note=f"{written / bar.seconds:,.0f} {row}s/s")
 
         def on_damaged(name: str) -> None:
-            console.print(f"{noun}: {name} was damaged or half written, and is written again", soft_wrap=True)
+            say(console, f"{noun}: {name} was damaged or half written, and is written again")
 
         write_store(writer, examples, folder, shard_rows, process_index, num_processes, on_progress, on_damaged)
-    if main and done:
-        speed = done / (time.perf_counter() - before)
-        console.print(f"{noun}: {done:,} {row}s written here, {speed:,.0f} {row}s/s")
+    if main and bar.completed:
+        speed = bar.completed / bar.seconds
+        say(console, f"{noun}: {bar.completed:,} {row}s written here, {speed:,.0f} {row}s/s")
 
 
 def _size_of(examples: Sequence[Example], identity: Identity, folder: Path) -> str:

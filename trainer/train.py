@@ -1,6 +1,5 @@
 """From a recipe to a finished folder: assemble, train, evaluate, write."""
 
-import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,6 +18,7 @@ from decoding.target import CausalLM
 from trainer import quickstart
 from trainer.assemble import Job, assemble, check_folders, load_target, source_of
 from trainer.checkpoint import Checkpoints, Progress
+from trainer.console import say, standard_error
 from trainer.costs import SIZES, Costs, check_pays, measure_costs
 from trainer.distill import DistillObjective
 from trainer.distributed import build_accelerator, describe, whole_parameters
@@ -31,13 +31,14 @@ from trainer.loop import Hooks, any_process, train
 from trainer.objective import TreeObjective
 from trainer.provenance import provenance, write_provenance
 from trainer.recipe import AnyRecipe, DraftRecipe, MedusaRecipe
+from trainer.tracking import address_of, is_installed, tracker_of
 
 CHECKPOINTS, FINAL = "checkpoints", "final"
 
 
 def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
     """Train a recipe to its end, resuming if it was stopped before; returns the folder of the finished artefact."""
-    console = console or Console(stderr=True)
+    console = console or standard_error()
     check_folders(recipe)
     accelerator = _accelerator(recipe)
     with _alone_in(Path(recipe.output), accelerator):
@@ -69,6 +70,8 @@ def _run(recipe: AnyRecipe, accelerator: Accelerator, console: Console) -> None:
     if accelerator.is_main_process:
         _announce(console, job)
     with Log(recipe, accelerator, console) as log:
+        if (address := address_of(accelerator)) is not None:
+            say(console, f"figures also go to {address}")
         watch = Watch(job, identity, log, checkpoints)
         progress = train(
             job.objective,
@@ -87,7 +90,7 @@ def _run(recipe: AnyRecipe, accelerator: Accelerator, console: Console) -> None:
                 _finish(job, evaluator, output / FINAL, finished, checkpoints, accelerator)
                 if evaluator is not None:
                     log.evaluation(progress, evaluator.figures(job.objective), finished.step)
-                console.print(_end(recipe, progress, finished), soft_wrap=True)
+                say(console, _end(recipe, progress, finished))
         accelerator.wait_for_everyone()
 
 
@@ -114,7 +117,7 @@ def _cost_check(
         draft_step, *passes = accelerator.reduce(shared, "sum").tolist()
         line = check_pays(Costs(draft_step, dict(zip(SIZES, passes, strict=True))))
         if accelerator.is_main_process:
-            console.print(line, soft_wrap=True)
+            say(console, line)
 
     return check
 
@@ -184,8 +187,8 @@ def ensure_built(target: str | None) -> None:
         return
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("the quickstart target is not built yet: train once with one process, which builds it first")
-    console = Console(stderr=True)
-    with hold(quickstart.folder().parent, lambda line: console.print(line, soft_wrap=True, markup=False)):
+    console = standard_error()
+    with hold(quickstart.folder().parent, lambda line: say(console, line)):
         if quickstart.is_built():  # by the run that was waited for
             return
         run_recipe(quickstart.recipe(), console)
@@ -193,24 +196,21 @@ def ensure_built(target: str | None) -> None:
 
 
 def _accelerator(recipe: AnyRecipe) -> Accelerator:
-    wandb = recipe.tracking == "wandb" and importlib.util.find_spec("wandb") is not None
-    if wandb and "WANDB_API_KEY" not in os.environ:
-        os.environ.setdefault("WANDB_MODE", "offline")
-    return build_accelerator(recipe.training, log_with="wandb" if wandb else None, project_dir=recipe.output)
+    return build_accelerator(recipe.training, log_with=tracker_of(recipe.tracking), project_dir=recipe.output)
 
 
 def _announce(console: Console, job: Job) -> None:
     recipe, module = job.recipe, job.objective.module
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    if recipe.tracking == "wandb" and importlib.util.find_spec("wandb") is None:
-        console.print("wandb is not installed: figures go to metrics.jsonl alone")
+    if recipe.tracking == "wandb" and not is_installed():
+        say(console, "wandb is not installed: figures go to metrics.jsonl alone")
     aim = f" for {recipe.target}" if isinstance(recipe, MedusaRecipe | DraftRecipe) else ""
-    console.print(
+    say(
+        console,
         f"{recipe.name}: {recipe.kind}{aim}; {trained / 1e6:.2f}M parameters trained; {job.dataset.describe()}; "
         f"{recipe.training.steps} steps of {recipe.training.batch_size} sequences",
-        soft_wrap=True,
     )
     written = job.objective.output_tokens if isinstance(job.objective, DistillObjective) else None
     if written is not None:
         share = coverage(job.dataset.examples, written)
-        console.print(f"the draft writes {len(written):,} tokens, {share:.1%} of those trained", soft_wrap=True)
+        say(console, f"the draft writes {len(written):,} tokens, {share:.1%} of those trained")

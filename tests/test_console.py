@@ -1,0 +1,107 @@
+"""What a user wrote is printed as it is, brackets and all; other libraries say nothing of their own."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate.state import AcceleratorState
+from rich.console import Console
+from rich.table import Table
+from tiny_training import recipe_content, tiny_tokenizer, write_corpus, write_rows, write_target
+
+from decoding.report import terminal_table
+from trainer.console import say_error, standard_output, title
+from trainer.inspection import run_inspect
+from trainer.options import InspectOptions
+from trainer.read_recipe import parse_recipe
+from trainer.train import run_recipe
+
+BRACKETS = "a[/x] :smile: [red]b"
+
+
+def test_a_console_prints_brackets_and_colons_as_they_are() -> None:
+    heard = io.StringIO()
+    console = standard_output(file=heard, width=200, force_terminal=True, no_color=True)
+    table = Table(BRACKETS, title=BRACKETS)
+    table.add_row(BRACKETS)
+    console.print(BRACKETS)
+    console.print(table)
+    assert heard.getvalue().count(BRACKETS) == 4
+
+
+def test_an_error_keeps_the_brackets_of_what_it_names_behind_a_red_word() -> None:
+    heard = io.StringIO()
+    say_error(Console(file=heard, width=20, force_terminal=True, color_system="standard"), f"{BRACKETS} is wrong")
+    assert heard.getvalue() == f"\x1b[1;31merror:\x1b[0m {BRACKETS} is wrong\n"
+
+
+def test_a_title_with_brackets_stands_over_its_table_whatever_the_console() -> None:
+    heard = io.StringIO()
+    table = Table("x", title=title(BRACKETS), width=60)
+    Console(file=heard, width=80).print(table)
+    assert BRACKETS in heard.getvalue().splitlines()[0]
+
+
+def test_the_report_of_an_evaluation_takes_any_title() -> None:
+    heard = io.StringIO()
+    hardware = {"gpu": "[/b]", "processor": "p", "cores": 1, "threads": 1}
+    report = {"title": BRACKETS, "hardware": hardware, "parameters": 1, "dtype": "bf16", "prompts": 1, "rows": []}
+    table = terminal_table({**report, "max_new_tokens": 1, "commit": "c"})
+    Console(file=heard, width=172).print(table)
+    assert BRACKETS in heard.getvalue() and "on [/b]; 1 prompts" in heard.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_recipe_with_brackets_in_its_name_trains_to_its_end(tmp_path: Path, terminal: bool) -> None:
+    write_target(tmp_path / "target")
+    write_corpus(tmp_path)
+    heard, content = io.StringIO(), {**recipe_content(tmp_path, "medusa", steps=2), "name": BRACKETS}
+    AcceleratorState._reset_state(True)
+    try:
+        final = run_recipe(parse_recipe(content), Console(file=heard, width=300, force_terminal=terminal))
+    finally:
+        AcceleratorState._reset_state(True)
+    assert final.is_dir() and heard.getvalue().count(f"{BRACKETS}") >= 2
+
+
+def test_data_in_a_folder_with_brackets_is_inspected(tmp_path: Path) -> None:
+    (tmp_path / "[b]").mkdir()
+    path, heard = write_rows(tmp_path / "[b]" / "rows.jsonl", [{"prompt": "a", "answer": "b"}]), io.StringIO()
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    run_inspect(InspectOptions(source=path, target=str(tmp_path / "target")), Console(file=heard, width=400))
+    assert heard.getvalue().count("[b]") == 3  # the heading, the row, the table
+
+
+def test_the_command_line_quiets_other_libraries_and_debug_does_not() -> None:
+    program = "\n".join(
+        [
+            "import os, sys, warnings, logging",
+            "from trainer.cli import guarded",
+            "def work():",
+            "    import datasets",
+            "    from huggingface_hub.utils import are_progress_bars_disabled",
+            "    from transformers.utils import logging as transformers_logging",
+            "    print(datasets.is_progress_bar_enabled(), are_progress_bars_disabled())",
+            "    print(transformers_logging.get_verbosity() == transformers_logging.ERROR)",
+            "    logging.getLogger('accelerate.utils').warning('chatter of a log')",
+            "    warnings.warn_explicit('chatter of a warning', UserWarning, 'f.py', 1, module='peft.tuners')",
+            "    warnings.warn_explicit('a word of our own', UserWarning, 'f.py', 1, module='decoding.model')",
+            "sys.exit(guarded(work, debug=sys.argv[1] == 'debug'))",
+        ]
+    )
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_", "DATA"))}
+
+    def said(mode: str) -> tuple[str, str]:
+        run = subprocess.run([sys.executable, "-c", program, mode], capture_output=True, text=True, env=clean)
+        assert run.returncode == 0, run.stderr
+        return run.stdout, run.stderr
+
+    pytest.importorskip("datasets", reason="an optional extra")
+    quiet, quiet_errors = said("quiet")
+    assert quiet.split() == ["False", "True", "True"]
+    assert "chatter" not in quiet_errors and "a word of our own" in quiet_errors
+    loud, loud_errors = said("debug")
+    assert loud.split() == ["True", "False", "False"] and loud_errors.count("chatter") >= 1

@@ -1,0 +1,91 @@
+"""What long commands say on their way."""
+
+import io
+
+from rich.console import Console
+
+from trainer.progress import ProgressBar
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def lines_of(heard: io.StringIO) -> list[str]:
+    return heard.getvalue().splitlines()
+
+
+def bar(heard: io.StringIO, clock: Clock, total: int | None, completed: int = 0, active: bool = True) -> ProgressBar:
+    console = Console(file=heard, width=40)
+    return ProgressBar(console, "answering [/b]", total, completed, active=active, clock=clock)
+
+
+def test_without_a_terminal_a_line_comes_every_15_seconds_and_not_sooner() -> None:
+    heard, clock = io.StringIO(), Clock()
+    with bar(heard, clock, 1792, completed=72) as progress:
+        for second in range(1, 41):
+            clock.now = 100.0 + second
+            progress.advance(2)
+            progress.update(note="310 tokens/s")
+    assert lines_of(heard) == [
+        # 30 in 15 s, the 72 of before left out of the pace: 1,690 more take 845 s
+        "answering [/b]: 102/1,792, 310 tokens/s, about 14 min left",
+        "answering [/b]: 132/1,792, 310 tokens/s, about 14 min left",
+    ]
+
+
+def test_what_is_left_is_not_told_before_anything_is_done() -> None:
+    heard, clock = io.StringIO(), Clock()
+    with bar(heard, clock, 10) as progress:
+        clock.now += 16
+        progress.update(note="5 tokens/s")
+        clock.now += 16
+        progress.update(10, note="")
+    assert lines_of(heard) == ["answering [/b]: 0/10, 5 tokens/s", "answering [/b]: 10/10"]
+
+
+def test_short_and_long_rests_have_fitting_units_and_a_total_may_come_late() -> None:
+    heard, clock = io.StringIO(), Clock()
+    with bar(heard, clock, None) as progress:
+        clock.now += 20
+        progress.update(1)
+        clock.now += 20
+        progress.update(2, total=4)
+        clock.now += 20
+        progress.update(3, total=3000)
+    endings = [line.removeprefix("answering [/b]: ") for line in lines_of(heard)]
+    assert endings == ["1", "2/4, about 40 s left", "3/3,000, about 16.6 h left"]
+
+
+def test_only_an_active_process_says_anything() -> None:
+    heard, clock = io.StringIO(), Clock()
+    with bar(heard, clock, 10, active=False) as progress:
+        clock.now += 60
+        progress.advance()
+    assert lines_of(heard) == []
+
+
+def test_work_that_goes_on_has_its_pace_from_where_it_began() -> None:
+    heard, clock = io.StringIO(), Clock()
+    with bar(heard, clock, 100) as progress:
+        clock.now += 50  # a checkpoint was read
+        progress.begin(90)
+        clock.now += 16
+        progress.update(92)
+    assert lines_of(heard) == ["answering [/b]: 92/100, about 64 s left"]
+
+
+def test_on_a_terminal_a_bar_is_drawn_in_place_of_lines_and_brackets_stay() -> None:
+    heard, clock = io.StringIO(), Clock()
+    console = Console(file=heard, width=120, force_terminal=True)
+    with ProgressBar(console, "answering [/b]", 10, clock=clock) as progress:
+        clock.now += 60
+        progress.update(3, note="[/c] 5 tokens/s")
+    assert "answering [/b]" in heard.getvalue() and "[/c] 5 tokens/s" in heard.getvalue()
+    assert "3/10" in heard.getvalue() and "about" not in heard.getvalue()

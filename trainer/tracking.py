@@ -1,0 +1,45 @@
+"""Whether a run's figures go to wandb too, and whether wandb sends them anywhere."""
+
+import importlib.util
+import os
+
+from accelerate import Accelerator
+
+
+def is_installed() -> bool:
+    return importlib.util.find_spec("wandb") is not None
+
+
+def tracker_of(tracking: str | None) -> str | None:
+    """``wandb`` where a recipe asks for it, or asks for nothing and ``WANDB_API_KEY`` is set; only if it is installed.
+
+    Without a key, in the environment or from ``wandb login``, wandb then runs offline.
+    """
+    wanted = tracking == "wandb" or (tracking is None and bool(os.environ.get("WANDB_API_KEY")))
+    if not wanted or not is_installed():
+        return None
+    os.environ.setdefault("WANDB_SILENT", "true")
+    decided = "WANDB_MODE" in os.environ or bool(os.environ.get("WANDB_API_KEY"))
+    if not decided and not _is_logged_in():
+        os.environ["WANDB_MODE"] = "offline"
+    return "wandb"
+
+
+def _is_logged_in() -> bool:
+    """Whether wandb has a key by its own means: ~/.netrc, its settings. Asks neither the user nor the network."""
+    import wandb
+
+    try:
+        return bool(wandb.login(prompt=False, verify=False))
+    except wandb.Error as error:
+        raise ValueError(f"wandb cannot use its login ({error}): run 'wandb login', or set tracking=none") from error
+    finally:
+        wandb.teardown()  # or the run would go on by the settings of now
+
+
+def address_of(accelerator: Accelerator) -> str | None:
+    """The page of the run that wandb sends figures to; None where it sends none."""
+    if not any(tracker.name == "wandb" for tracker in accelerator.trackers):
+        return None
+    url: str | None = accelerator.get_tracker("wandb", unwrap=True).url
+    return url
