@@ -58,6 +58,10 @@ def workshop(tmp_path: Path) -> Path:
     return write_workshop(tmp_path)
 
 
+def measure_stale(options: RealignOptions) -> realign.Fit:
+    return realign._measure_stale(options, Console(file=io.StringIO()))
+
+
 def run(options: RealignOptions, console: Console | None = None) -> dict[str, Any]:
     AcceleratorState._reset_state(True)
     try:
@@ -150,30 +154,30 @@ def test_a_run_that_broke_off_goes_on_to_the_same_draft(
 
 def test_the_stale_draft_is_measured_once(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have been replaced by then: a folder that a server loads from. Other options are measured anew."""
-    first = realign._measure_stale(prepared(options(workshop)))
+    first = measure_stale(prepared(options(workshop)))
     monkeypatch.setattr(realign, "_measure", lambda *arguments: pytest.fail("measured again"))
-    assert realign._measure_stale(options(workshop)) == first
+    assert measure_stale(options(workshop)) == first
     with pytest.raises(pytest.fail.Exception, match="measured again"):
-        realign._measure_stale(options(workshop, draft_tokens=2))
+        measure_stale(options(workshop, draft_tokens=2))
 
 
 @pytest.mark.parametrize("damage", ['{"options": {', "[]", "{}", '{"options": {}, "fit": 3}'])
 def test_a_kept_measurement_that_cannot_be_read_is_made_again(workshop: Path, damage: str) -> None:
-    first = realign._measure_stale(prepared(options(workshop)))
+    first = measure_stale(prepared(options(workshop)))
     kept = workshop / "run" / "stale.json"
     whole = kept.read_text()
     kept.write_text(damage)
-    assert realign._measure_stale(options(workshop)) == first and kept.read_text() == whole
+    assert measure_stale(options(workshop)) == first and kept.read_text() == whole
 
 
 def test_a_target_that_was_tuned_again_in_its_place_is_measured_anew(
     workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    realign._measure_stale(prepared(options(workshop)))
+    measure_stale(prepared(options(workshop)))
     save(counting_model(), workshop / "tuned")
     monkeypatch.setattr(realign, "_measure", lambda *arguments: pytest.fail("measured again"))
     with pytest.raises(pytest.fail.Exception, match="measured again"):
-        realign._measure_stale(options(workshop))
+        measure_stale(options(workshop))
 
 
 def prepared(options: RealignOptions) -> RealignOptions:
@@ -238,8 +242,8 @@ def test_adapters_are_a_target_too(workshop: Path) -> None:
     adapted = get_peft_model(tuned(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     adapted.peft_config["default"].base_model_name_or_path = str(workshop / "tuned")
     adapted.save_pretrained(str(workshop / "adapters"))
-    found = realign._measure_stale(prepared(options(workshop, target=str(workshop / "adapters"))))
-    assert found == realign._measure_stale(options(workshop))
+    found = measure_stale(prepared(options(workshop, target=str(workshop / "adapters"))))
+    assert found == measure_stale(options(workshop))
 
 
 def test_the_recipe_starts_from_the_stale_draft_and_keeps_the_best(workshop: Path) -> None:

@@ -18,6 +18,9 @@ from trainer.progress import ProgressBar
 from trainer.recipe import AnyRecipe
 from trainer.shards import write_text
 
+_NAMES = {"num_processes": "the number of processes"}
+"""Settings of a stretch of steps that are no keys of the recipe's training section."""
+
 
 class Log:
     """metrics.jsonl, the tracker, and a progress bar (lines, where there is no terminal). Main process only."""
@@ -74,8 +77,6 @@ class Log:
             figures = {**figures, "tokens_per_second": (progress.tokens - tokens) / (now - before)}
         self._last_step = (now, progress.tokens)
         self._write(progress, figures)
-        if not self._bar.completed:
-            self._bar.begin(progress.step - 1)  # of a run that goes on
         speed = f", {figures['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in figures else ""
         self._bar.update(progress.step, note=f"loss {figures['loss']:.3f}{speed}")
 
@@ -115,7 +116,7 @@ def _changes(stretches: list[dict[str, Any]], progress: Progress) -> list[str]:
         return []
     before = stretches[-2]
     return [
-        f"training.{name} is {value} from here on; it was {before.get(name)}"
+        f"{_NAMES.get(name, f'training.{name}')} is {value} from here on; it was {before.get(name)}"
         for name, value in now.items()
         if name != "first_step" and value != before.get(name)
     ]
