@@ -18,6 +18,7 @@ from decoding.proposal import Proposal
 from decoding.sampling import GeneratorSource, HistoryRows, SamplingConfig, adjusted_logits, probabilities
 from decoding.stopping import StopCheck, TextDecoder
 from decoding.target import CausalLM
+from decoding.token_ids import check_ids
 from decoding.tree import TokenTree, fetch_tokens
 from decoding.verify import GREEDY, Rule, Verdict, lossless_rule
 
@@ -163,7 +164,7 @@ class _Text:
 
     def __init__(self, place: int, prompt: Sequence[int], seed: int, config: DecodingConfig, target: CausalLM) -> None:
         self.place = place
-        self.tokens = list(prompt)
+        self.tokens = list(map(int, prompt))
         self.prompt_length = len(prompt)
         self.finished = False
         self.hidden = torch.empty(0)
@@ -384,14 +385,8 @@ class _Batch:
 
 
 def check_prompt(target: CausalLM, prompt: Sequence[int], config: DecodingConfig) -> None:
-    """Refuse what cannot be decoded: an empty prompt, tokens the target does not know, more than its context holds."""
-    if not prompt:
-        raise ValueError("the prompt is empty: give at least one token (a BOS token will do)")
-    if unknown := [token for token in prompt if not 0 <= token < target.vocab_size]:
-        raise ValueError(
-            f"the prompt holds token {unknown[0]} but the target knows 0 to {target.vocab_size - 1}: "
-            "use its own tokenizer"
-        )
+    """Refuse what cannot be decoded: no token ids, none at all, unknown ones, more than the target's context holds."""
+    check_ids(prompt, target.vocab_size)
     longest = len(prompt) + config.max_new_tokens
     if target.max_positions is not None and longest > target.max_positions:
         raise ValueError(

@@ -1,5 +1,6 @@
 """Reading targets, drafts and heads from a folder or the hub, with every mismatch found before anything runs."""
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,8 @@ from decoding.target import CausalLM
 
 TOKENIZER_PROBE = "def speculate(prompt):\n    return 'Zoë said: 3 + 4 = 7'  "
 """A text with what tokenizers differ on: blanks at both ends of lines, digits, an accent."""
+
+_NAMED = 8  # folders, in an error
 
 UNREADABLE = (
     OSError,
@@ -82,7 +85,7 @@ def load_model(
             output_loading_info=True,
         )
     except UNREADABLE as error:
-        raise ValueError(f"no model could be read from {name!r}: {reason(error)}") from error
+        raise ValueError(f"no model could be read from {name!r}: {_readings(name)}{reason(error)}") from error
     model: PreTrainedModel = read[0]
     if missing := sorted(read[1]["missing_keys"]):
         raise ValueError(
@@ -107,7 +110,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except UNREADABLE as error:
-        raise ValueError(f"no tokenizer could be read from {name!r}: {reason(error)}") from error
+        raise ValueError(f"no tokenizer could be read from {name!r}: {_readings(name)}{reason(error)}") from error
     return tokenizer
 
 
@@ -118,11 +121,33 @@ def _check_folder(name: str) -> None:
     if not looks_local:
         return
     if not folder.is_dir():
-        raise ValueError(f"there is no folder {name}: give a folder with a model, or a hub id such as ORG/NAME")
+        raise ValueError(
+            f"there is no folder {name}{_beside(folder)}: give a folder with a model, or a hub id such as ORG/NAME"
+        )
     if not any((folder / config).is_file() for config in ("config.json", "adapter_config.json")):  # or adapters of one
         raise ValueError(f"{name} holds no model: config.json is missing")
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"{name} holds no weights: no .safetensors file is in it (pickled weights are not loaded)")
+
+
+def _readings(name: str) -> str:
+    """What stands before the hub's complaint of a name that is no folder here: perhaps one was meant, typed wrong."""
+    if Path(name).exists():
+        return ""
+    return f"there is no such folder{_beside(Path(name))}, and as a model on the hub it cannot be had: "
+
+
+def _beside(folder: Path) -> str:
+    """The folders that stand where one is missing; of those in the working folder only such as are called alike."""
+    parent = folder.parent
+    if not parent.is_dir():
+        return ""
+    found = sorted(path.name for path in parent.iterdir() if path.is_dir())
+    if parent == Path("."):
+        close = get_close_matches(folder.name, found)
+        return f" (is it {' or '.join(close)}?)" if close else ""
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return f" ({parent}/ holds {', '.join(found[:_NAMED]) or 'no folders'}{more})"
 
 
 def first_line(error: BaseException) -> str:
@@ -171,6 +196,8 @@ def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedToken
 
 def load_heads(folder: str | Path, target: CausalLM) -> MedusaHeads:
     """Heads in the target's dtype, on its device, checked against it before their weights are read."""
+    if not Path(folder).is_dir():
+        raise ValueError(f"there is no folder {folder}{_beside(Path(folder))}: give one with Medusa heads")
     read_config(Path(folder)).check_fits(target.hidden_size, target.vocab_size)
     return MedusaHeads.from_pretrained(folder, dtype=target.dtype, device=target.device)
 

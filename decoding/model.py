@@ -23,6 +23,7 @@ from decoding.policy import Policy, named_policy
 from decoding.speculate import Prompts, SpeculativeOutput, decode_prompts, named_rule, padding_token, speculate
 from decoding.stopping import TextDecoder
 from decoding.target import CausalLM
+from decoding.token_ids import check_tensor_of_ids
 from decoding.verify import Rule
 
 __all__ = ["HeadstartModel", "SpeculativeOutput", "speculate"]
@@ -108,6 +109,8 @@ class HeadstartModel:
         supported is refused by name.
         """
         input_ids = _one_of(input_ids, options.pop("inputs", None))
+        if input_ids is not None:
+            check_tensor_of_ids(input_ids)
         _refuse_arguments(options)
         config = _resolve(self.generation_config, generation_config, options)
         eos = _token_list(config.eos_token_id)

@@ -102,10 +102,13 @@ def _promise(row: dict[str, Any]) -> str:
 def caption(report: dict[str, Any]) -> str:
     """What was measured, on what."""
     machine = report["hardware"]
+    prompts = f"{report['prompts']} prompts"
+    if left_out := report.get("prompts_left_out"):
+        prompts += f" ({left_out} too long, left out)"
     place = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads"
     return one_line(
         f"{report['parameters'] / 1e6:.1f}M-parameter target in {report['dtype']} on {place}; "
-        f"{report['prompts']} prompts, up to {report['max_new_tokens']} new tokens, batch 1; commit {report['commit']}"
+        f"{prompts}, up to {report['max_new_tokens']} new tokens, batch 1; commit {report['commit']}"
     )
 
 

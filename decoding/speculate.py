@@ -19,6 +19,7 @@ from decoding.policy import Policy, named_policy
 from decoding.sampling import SamplingConfig
 from decoding.stopping import TextDecoder
 from decoding.target import CausalLM
+from decoding.token_ids import check_ids, check_tensor_of_ids
 from decoding.verify import RULES, Rule
 
 
@@ -133,6 +134,7 @@ class Prompts(NamedTuple):
     @staticmethod
     def of_tensor(input_ids: Tensor, mask: Tensor | None) -> "Prompts":
         """What the mask hides is dropped, which is what it means to the model."""
+        check_tensor_of_ids(input_ids)
         if input_ids.dim() != 2 or 0 in input_ids.shape:
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}: give (batch, length), at least one token")
         if mask is None:
@@ -146,8 +148,13 @@ class Prompts(NamedTuple):
 
     @staticmethod
     def of_lists(prompts: Sequence[Sequence[int]], padding: int | None, device: torch.device) -> "Prompts":
+        if isinstance(prompts, str):
+            check_ids(prompts)
         if not prompts:
             raise ValueError("there are no prompts: give at least one")
+        prompts = [prompt.tolist() if isinstance(prompt, Tensor) else prompt for prompt in prompts]
+        for prompt in prompts:
+            check_ids(prompt)
         if padding is None and len({len(prompt) for prompt in prompts}) > 1:
             raise ValueError("prompts of different lengths are padded in the result: give pad_token_id")
         rows = [list(prompt) for prompt in prompts]

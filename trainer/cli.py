@@ -15,10 +15,10 @@ import typer
 from trainer.console import say, say_error, standard_error
 from trainer.options import EvaluateOptions, GenerateOptions, InspectOptions, RealignOptions, RegenerateOptions
 from trainer.quiet import quiet_libraries
+from trainer.usage import BAD_INPUT, Command
 
 _ERRORS = standard_error()
 INTERRUPTED = 143  # 128 + SIGTERM, as shells report it
-BAD_INPUT = 2
 
 app = typer.Typer(
     help="Make a large language model decode faster without changing what it says.",
@@ -77,7 +77,7 @@ def options(debug: Annotated[bool, typer.Option(help="Show tracebacks instead of
         os.environ["HEADSTART_DEBUG"] = "1"
 
 
-@app.command()
+@app.command(cls=Command)
 def train(
     recipe: Annotated[str, typer.Argument(help="YAML recipe, such as recipes/quickstart/medusa1.yaml.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the recipe.")] = None,
@@ -86,7 +86,7 @@ def train(
     raise typer.Exit(run_train(recipe, overrides or ()))
 
 
-@app.command()
+@app.command(cls=Command)
 def features(
     recipe: Annotated[str, typer.Argument(help="YAML recipe with a features or a draft.teacher section.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the recipe.")] = None,
@@ -105,13 +105,13 @@ def features(
     raise typer.Exit(guarded(work, _debug()))
 
 
-@app.command("plan-training")
+@app.command("plan-training", cls=Command)
 def plan_training(
     recipe: Annotated[str, typer.Argument(help="YAML recipe.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the recipe.")] = None,
-    processes: Annotated[int, typer.Option(help="How many it will be launched with, of one device each.")] = 1,
-    zero_stage: Annotated[int, typer.Option(help="DeepSpeed's, 1 to 3; 0 is none.")] = 0,
-    steps: Annotated[int, typer.Option(help="Real steps to measure the time by; 0 measures none.")] = 5,
+    processes: Annotated[int, typer.Option(min=1, help="How many it will be launched with, of one device each.")] = 1,
+    zero_stage: Annotated[int, typer.Option(min=0, max=3, help="DeepSpeed's, 1 to 3; 0 is none.")] = 0,
+    steps: Annotated[int, typer.Option(min=0, help="Real steps to measure the time by; 0 measures none.")] = 5,
 ) -> None:
     """Say what a training run will take: parameters, memory, disk, tokens, hours."""
 
@@ -138,7 +138,7 @@ def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Calla
     return decorate
 
 
-@app.command()
+@app.command(cls=Command)
 @takes(EvaluateOptions)
 def evaluate(options: EvaluateOptions) -> None:
     """Measure heads, a draft and prompt lookup beside plain decoding and transformers, in one run."""
@@ -147,7 +147,7 @@ def evaluate(options: EvaluateOptions) -> None:
     run_evaluate(options)
 
 
-@app.command()
+@app.command(cls=Command)
 @takes(GenerateOptions)
 def generate(options: GenerateOptions) -> None:
     """Stream a text: accepted draft tokens in green, the target's own in white; then what speculation gained."""
@@ -156,7 +156,7 @@ def generate(options: GenerateOptions) -> None:
     run_generate(replace(options, prompt=sys.stdin.read()) if options.prompt == "-" else options)
 
 
-@app.command()
+@app.command(cls=Command)
 @takes(RegenerateOptions)
 def regenerate(options: RegenerateOptions) -> None:
     """Let the target write the training answers itself, in this process or served; a killed run resumes."""
@@ -165,7 +165,7 @@ def regenerate(options: RegenerateOptions) -> None:
     run_regenerate(options)
 
 
-@app.command()
+@app.command(cls=Command)
 @takes(RealignOptions)
 def realign(options: RealignOptions) -> None:
     """Fit a stale draft to its target that was tuned since: answers, training, acceptance before and after."""
@@ -174,7 +174,7 @@ def realign(options: RealignOptions) -> None:
     run_realign(options)
 
 
-@data.command()
+@data.command(cls=Command)
 @takes(InspectOptions)
 def inspect(options: InspectOptions) -> None:
     """Show what rows become: the trained tokens marked, and how many of what there are."""
@@ -183,7 +183,7 @@ def inspect(options: InspectOptions) -> None:
     run_inspect(options)
 
 
-@app.command()
+@app.command(cls=Command)
 def export(
     source: Annotated[Path, typer.Argument(help="The final/ folder of a training run.")],
     destination: Annotated[Path, typer.Argument(help="A new folder.")],
@@ -204,7 +204,7 @@ def export(
     raise typer.Exit(guarded(work, _debug()))
 
 
-@app.command()
+@app.command(cls=Command)
 def push(
     folder: Annotated[Path, typer.Argument(help="A folder that 'headstart export' wrote.")],
     repository: Annotated[str, typer.Argument(help="ORG/NAME on the hub.")],

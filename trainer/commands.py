@@ -36,6 +36,7 @@ from trainer.options import EvaluateOptions, GenerateOptions, ModelOptions
 from trainer.progress import ProgressBar
 from trainer.quickstart import resolve
 from trainer.train import ensure_built
+from trainer.usage import listed
 
 
 def _load(options: ModelOptions, chains: bool = True) -> tuple[CausalLM, PreTrainedTokenizerBase, dict[str, Drafter]]:
@@ -85,21 +86,22 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
     prompts = read_prompts(
         resolve(options.prompts), tokenizer, options.limit, options.prompt_field, options.prompt_tokens
     )
-    made_by = _made_by(options, tokenizer, prompts)  # now: a file may be another when all is measured
     config = EvaluationConfig(
         max_new_tokens=options.max_new_tokens,
         rounds=options.rounds,
         temperature=options.temperature,
         eos_token_ids=eos_token_ids(target.model, tokenizer),
-        settings=tuple(options.settings.split(",")),
-        policies=tuple(options.policies.split(",")),
+        settings=listed(options.settings) or EvaluationConfig.settings,
+        policies=listed(options.policies) or EvaluationConfig.policies,
     )
+    prompts, left_out = _fitting(prompts, target, drafters, options)
+    made_by = _made_by(options, tokenizer, prompts)  # now: a file may be another when all is measured
     methods = standard_methods(target, drafters, config)
     total = len(methods) * (len(prompts) * config.rounds + 1)
     with ProgressBar(console, "evaluating", total) as bar:
         report = evaluate(target, methods, prompts, config, bar.advance)
     title = options.title or f"{Path(options.target).name} on {Path(options.prompts).name}"
-    report = {"title": without_local_paths(title), **made_by, **report}
+    report = {"title": without_local_paths(title), **made_by, **report, "prompts_left_out": left_out}
     write_report(report, options.output / "report.json")
     write_html(report, options.output / "report.html")
     wide(console).print(terminal_table(report))
@@ -124,6 +126,29 @@ def _made_by(
             "prompts": prompts_fingerprint(prompts),
         },
     }
+
+
+def _fitting(
+    prompts: list[tuple[int, ...]], target: CausalLM, drafters: dict[str, Drafter], options: EvaluateOptions
+) -> tuple[list[tuple[int, ...]], int]:
+    """The prompts that target and drafts can hold with their new tokens, and how many others were left out."""
+    drafts = [draft for drafter in drafters.values() if isinstance(draft := getattr(drafter, "draft", None), CausalLM)]
+    holds = min((model.max_positions for model in (target, *drafts) if model.max_positions is not None), default=None)
+    if holds is None:
+        return prompts, 0
+    fitting = [prompt for prompt in prompts if len(prompt) + options.max_new_tokens <= holds]
+    too_long = len(prompts) - len(fitting)
+    if too_long and not (options.skip_long and fitting):
+        remedy = (
+            "lower --max-new-tokens" if not fitting else "leave them out with --skip-long, or lower --max-new-tokens"
+        )
+        holder = "target and draft" if drafts else "the target"
+        raise ValueError(
+            f"{too_long} of {len(prompts)} prompts, the longest of {max(map(len, prompts))} tokens, do not fit with "
+            f"{options.max_new_tokens} new tokens into the {holds} that {holder} can hold: {remedy}, or cut "
+            "them with --prompt-tokens"
+        )
+    return fitting, too_long
 
 
 def run_generate(options: GenerateOptions, console: Console | None = None) -> None:

@@ -21,7 +21,7 @@ class ModelOptions:
     target: Annotated[str, Option(help="Hub id or folder of the target; 'quickstart' is the embedded default.")]
     heads: Annotated[str | None, Option(help="Folder of Medusa heads trained on the target.")] = None
     draft: Annotated[str | None, Option(help="Hub id or folder of a draft model with the target's tokenizer.")] = None
-    draft_tokens: Annotated[int, Option(help="Tokens the draft model proposes at a time.")] = 4
+    draft_tokens: Annotated[int, Option(min=1, help="Tokens the draft model proposes at a time.")] = 4
     draft_tree: Annotated[
         str | None,
         Option(
@@ -43,13 +43,22 @@ class EvaluateOptions(ModelOptions):
     prompts: Annotated[str, Option(help=".jsonl file with a prompt a line.")]
     output: Annotated[Path, Option(help="Folder for report.json and report.html.")]
     prompt_field: Annotated[str | None, Option(help="Field of the prompt; found by name if not given.")] = None
-    prompt_tokens: Annotated[int | None, Option(help="Take only the first tokens of each text.")] = None
-    limit: Annotated[int, Option(help="How many prompts.")] = 20
-    max_new_tokens: Annotated[int, Option(help="Longest continuation, in tokens.")] = 96
-    temperature: Annotated[float, Option(help="Of the sampling settings.")] = 1.0
-    settings: Annotated[str, Option(help="Any of greedy, sampling, typical.")] = "greedy,sampling,typical"
-    policies: Annotated[str, Option(help="How much to draft at a time: any of fixed, heuristic, measured.")] = "fixed"
-    rounds: Annotated[int, Option(help="How often each prompt is decoded by each method.")] = 1
+    prompt_tokens: Annotated[int | None, Option(min=1, help="Take only the first tokens of each text.")] = None
+    limit: Annotated[int, Option(min=1, help="How many prompts.")] = 20
+    skip_long: Annotated[
+        bool, Option("--skip-long", help="Leave out prompts that do not fit with --max-new-tokens, and count them.")
+    ] = False
+    max_new_tokens: Annotated[int, Option(min=1, help="Longest continuation, in tokens.")] = 96
+    temperature: Annotated[float, Option(min=0, help="Of the sampling settings.")] = 1.0
+    settings: Annotated[
+        list[str] | None,
+        Option(help="Any of greedy, sampling, typical, by commas or repeated; all if not given."),
+    ] = None
+    policies: Annotated[
+        list[str] | None,
+        Option(help="How much to draft at a time: any of fixed (if not given), heuristic, measured, as --settings."),
+    ] = None
+    rounds: Annotated[int, Option(min=1, help="How often each prompt is decoded by each method.")] = 1
     title: Annotated[str | None, Option(help="Of the report; the target's and the prompts' names if not given.")] = None
 
 
@@ -67,7 +76,7 @@ class GenerateOptions(ModelOptions):
             "lossy. By default the lossless one that keeps the most."
         ),
     ] = None
-    max_new_tokens: Annotated[int, Option(help="Longest continuation, in tokens.")] = 128
+    max_new_tokens: Annotated[int, Option(min=1, help="Longest continuation, in tokens.")] = 128
     temperature: Annotated[float, Option(help="0 is greedy.")] = 0.0
     top_k: Annotated[int, Option(help="Top-k sampling; 0 switches it off.")] = 0
     top_p: Annotated[float, Option(help="Nucleus sampling; 1 switches it off.")] = 1.0
@@ -94,28 +103,28 @@ class RegenerateOptions:
     ] = None
     model: Annotated[str | None, Option(help="What the endpoint calls the target.")] = None
     prompt_field: Annotated[str | None, Option(help="Field of the prompt; found by name if not given.")] = None
-    limit: Annotated[int | None, Option(help="How many rows; all if not given.")] = None
-    n: Annotated[int, Option(help="Answers for each prompt.")] = 1
+    limit: Annotated[int | None, Option(min=1, help="How many rows; all if not given.")] = None
+    n: Annotated[int, Option(min=1, help="Answers for each prompt.")] = 1
     temperature: Annotated[float, Option(help="0 is greedy.")] = 0.0
     top_p: Annotated[float, Option(help="Nucleus sampling; 1 switches it off.")] = 1.0
-    max_new_tokens: Annotated[int, Option(help="Longest answer, in tokens.")] = 256
+    max_new_tokens: Annotated[int, Option(min=1, help="Longest answer, in tokens.")] = 256
     seed: Annotated[int, Option(help="Same seed, same answers.")] = 0
     keep_truncated: Annotated[
         bool, Option("--keep-truncated/--drop-truncated", help="Keep answers that are cut off by --max-new-tokens.")
     ] = True
     heads: Annotated[str | None, Option(help="Medusa heads of the target, to be faster.")] = None
     draft: Annotated[str | None, Option(help="Draft model with the target's tokenizer, to be faster.")] = None
-    draft_tokens: Annotated[int, Option(help="Tokens the draft model proposes at a time.")] = 4
-    batch_size: Annotated[int, Option(help="Prompts decoded at a time in this process.")] = 16
+    draft_tokens: Annotated[int, Option(min=1, help="Tokens the draft model proposes at a time.")] = 4
+    batch_size: Annotated[int, Option(min=1, help="Prompts decoded at a time in this process.")] = 16
     dtype: Annotated[str, Option(help="bf16, fp16 or fp32, of a target in this process.")] = "bf16"
     device_map: DeviceMap = None
     trust_remote_code: Annotated[bool, Option(help="Run code that comes with a hub model.")] = False
     completions: Annotated[
         bool, Option("--completions", help="Continue the prompts through the endpoint's /completions; else it chats.")
     ] = False
-    concurrency: Annotated[int, Option(help="Requests under way at the endpoint.")] = 16
-    retries: Annotated[int, Option(help="How often a request is tried again.")] = 5
-    timeout: Annotated[float, Option(help="Seconds to wait for one answer of the endpoint.")] = 120.0
+    concurrency: Annotated[int, Option(min=1, help="Requests under way at the endpoint.")] = 16
+    retries: Annotated[int, Option(min=0, help="How often a request is tried again.")] = 5
+    timeout: Annotated[float, Option(min=0.001, help="Seconds to wait for one answer of the endpoint.")] = 120.0
     api_key_variable: Annotated[
         str, Option(help="Environment variable with the endpoint's key; 'none' is sent if it is not set.")
     ] = "OPENAI_API_KEY"
@@ -133,15 +142,15 @@ class RealignOptions:
         str | None, Option(help=".jsonl file of prompts to measure with; else the last 5% of --prompts, at most 50.")
     ] = None
     prompt_field: Annotated[str | None, Option(help="Field of the prompt; found by name if not given.")] = None
-    limit: Annotated[int | None, Option(help="How many rows of --prompts; all if not given.")] = None
+    limit: Annotated[int | None, Option(min=1, help="How many rows of --prompts; all if not given.")] = None
     temperature: Annotated[
         float, Option(help="Of the answers to learn from: best the one the target is used at; 0 is greedy.")
     ] = 0.0
-    max_new_tokens: Annotated[int, Option(help="Longest answer, in tokens.")] = 256
-    steps: Annotated[int, Option(help="Of the training.")] = 200
-    batch_size: Annotated[int, Option(help="Sequences of a training step, and prompts decoded at a time.")] = 16
+    max_new_tokens: Annotated[int, Option(min=1, help="Longest answer, in tokens.")] = 256
+    steps: Annotated[int, Option(min=1, help="Of the training.")] = 200
+    batch_size: Annotated[int, Option(min=1, help="Sequences of a training step, and prompts decoded at a time.")] = 16
     learning_rate: Annotated[float, Option(help="At its height.")] = 1e-3
-    draft_tokens: Annotated[int, Option(help="Tokens the draft proposes at a time.")] = 4
+    draft_tokens: Annotated[int, Option(min=1, help="Tokens the draft proposes at a time.")] = 4
     seed: Annotated[int, Option(help="Same seed, same draft.")] = 0
     dtype: Annotated[str, Option(help="bf16, fp16 or fp32, of the target and of the finished draft.")] = "bf16"
     device_map: DeviceMap = None
@@ -165,8 +174,8 @@ class InspectOptions:
     prompt_field: Annotated[str | None, Option(help="Field of a prompt; found by name if not given.")] = None
     answer_field: Annotated[str | None, Option(help="Field of its answer; found by name if not given.")] = None
     chat_template: Annotated[str | None, Option(help="Jinja file that replaces the tokenizer's chat template.")] = None
-    max_length: Annotated[int | None, Option(help="Longest sequence, in tokens.")] = None
-    max_rows: Annotated[int | None, Option(help="Read only so many rows.")] = None
+    max_length: Annotated[int | None, Option(min=8, help="Longest sequence, in tokens.")] = None
+    max_rows: Annotated[int | None, Option(min=1, help="Read only so many rows.")] = None
     packing: Annotated[bool | None, Option(help="Several short examples in one sequence.")] = None
     bad_rows: Annotated[str | None, Option(help="stop or skip at a row that cannot be used.")] = None
     trust_remote_code: Annotated[bool, Option(help="Run code that comes with a hub tokenizer.")] = False

@@ -1,0 +1,76 @@
+"""What is no token id is refused in one sentence that says how to get some."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import naive_greedy
+
+from decoding.generate import DecodingConfig, decode, decode_batch
+from decoding.model import HeadstartModel
+from decoding.speculate import speculate
+from decoding.target import CausalLM
+
+CONFIG = DecodingConfig(max_new_tokens=4)
+WAYS: dict[str, Callable[[CausalLM, Any], Any]] = {
+    "decode": lambda target, prompt: decode(target, None, prompt, CONFIG),
+    "decode_batch": lambda target, prompt: decode_batch(target, None, [prompt], CONFIG, 1),
+    "speculate": lambda target, prompt: speculate(target, None, [prompt], max_new_tokens=4, pad_token_id=0),
+}
+WRONG = {
+    "a text": ("ab c", r"a prompt is the text 'ab c', not token ids: give tokenizer\(text\)\['input_ids'\]"),
+    "texts": (["ab"], r"a prompt holds 'ab', a str, but token ids are integers: give tokenizer"),
+    "a number": (3, "a prompt is 3, not a list of token ids: give such a list for each prompt"),
+    "floats": ([1, 2.0], "a prompt holds 2.0, a float, but token ids are integers"),
+    "bools": ([1, True], "a prompt holds True, a bool, but token ids are integers"),
+    "beyond the vocabulary": ([1, 16], "the prompt holds token 16 but the target knows 0 to 15: use its own tokenizer"),
+    "negative": ([-1], "the prompt holds token -1 but the target knows 0 to 15"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_token_id_is_refused_with_the_way_to_get_some(tiny_llama: CausalLM, way: str, case: str) -> None:
+    prompt, complaint = WRONG[case]
+    with pytest.raises(ValueError, match=complaint) as error:
+        WAYS[way](tiny_llama, prompt)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        (["a text"], "a prompt is the text 'a text', not token ids"),
+        ("a text", "a prompt is the text 'a text', not token ids"),
+        ([1, 2], "a prompt is 1, not a list of token ids: give such a list for each prompt"),
+        (torch.tensor([[1.0, 2.0]]), "input_ids holds float32 numbers, but token ids are integers"),
+        (torch.tensor([[True]]), "input_ids holds bool numbers, but token ids are integers"),
+    ],
+)
+def test_speculate_refuses_whole_inputs_that_are_no_ids(tiny_llama: CausalLM, given: Any, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        speculate(tiny_llama, None, given, max_new_tokens=4, pad_token_id=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        (["a text"], r"input_ids is a list: give a tensor of ids, tokenizer\(text, return_tensors='pt'\)\.input_ids"),
+        ("a text", "input_ids is a str: give a tensor of ids"),
+        (torch.tensor([[1.5]]), "input_ids holds float32 numbers, but token ids are integers"),
+        (torch.tensor([[False, True]]), "input_ids holds bool numbers, but token ids are integers"),
+        (torch.tensor([[1, 16]]), "the prompt holds token 16 but the target knows 0 to 15"),
+    ],
+)
+def test_generate_refuses_what_is_no_tensor_of_ids(tiny_llama: CausalLM, given: Any, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        HeadstartModel(tiny_llama, None).generate(given, max_new_tokens=4)
+
+
+def test_numpys_integers_and_lists_of_tensors_are_ids(tiny_llama: CausalLM) -> None:
+    prompt = torch.tensor([3, 1, 4])
+    expected = naive_greedy(tiny_llama.model, (3, 1, 4), 4)
+    assert decode(tiny_llama, None, list(prompt.numpy()), CONFIG).tokens == tuple(expected)
+    (generation,) = speculate(tiny_llama, None, [prompt], max_new_tokens=4, eos_token_ids=()).generations
+    assert generation.tokens == tuple(expected)
