@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from decoding.architecture import is_spread
+from decoding.architecture import is_spread, places_of
 from decoding.compress import read_output_tokens, trimmed_vocabulary
 from decoding.heads import FORMAT, MedusaHeads
 from decoding.target import CausalLM
@@ -56,7 +56,7 @@ def load_model(
         raise ValueError(f"no model could be read from {name!r}: {first_line(error)}") from error
     if device_map is None:
         model.to(device or default_device())  # type: ignore[arg-type]  # transformers' stubs
-    elif is_spread(model) and (left := sorted({"cpu", "disk"} & {str(d) for d in model.hf_device_map.values()})):
+    elif is_spread(model) and (left := sorted({"cpu", "disk"} & places_of(model))):
         raise ValueError(
             f"{name} does not fit the devices there are: accelerate left a part of it on the {' and the '.join(left)}, "
             "from where every pass would fetch it; give more devices, or a smaller target"

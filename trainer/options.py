@@ -9,7 +9,6 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-
 DeviceMap = Annotated[
     str | None, Option(help="auto spreads a target that fits no single GPU over all of them; by default one holds it.")
 ]
