@@ -42,14 +42,20 @@ def refuse_changing_rope(text_config: PreTrainedConfig) -> None:
     kinds = {str(part.get("rope_type", "default")) for part in _rope_parameters(text_config)}
     if changing := sorted(kind for kind in kinds if "dynamic" in kind or kind == "longrope"):
         raise ValueError(
-            f"the model's rotary embeddings are {' and '.join(changing)}, which choose their frequencies by the longest "
-            "position of each step, so that its steps cannot have fixed shapes: leave static out"
+            f"the model's rotary embeddings are {' and '.join(changing)}, which choose their frequencies by a step's "
+            "longest position, so that its steps cannot have fixed shapes: leave static out"
         )
 
 
+def places_of(model: PreTrainedModel) -> frozenset[str]:
+    """Where accelerate put the parts of a model; nothing for a model that it did not place (``device_map``)."""
+    placed: Any = getattr(model, "hf_device_map", None) or {}
+    return frozenset(str(place) for place in placed.values())
+
+
 def is_spread(model: PreTrainedModel) -> bool:
-    """True where accelerate spread the model over several devices (``device_map``)."""
-    return len(set(getattr(model, "hf_device_map", {}).values())) > 1
+    """True where accelerate spread the model over several devices."""
+    return len(places_of(model)) > 1
 
 
 @torch.inference_mode()
@@ -66,6 +72,6 @@ def refuse_several_devices(model: PreTrainedModel) -> None:
     """Refuse to fix the shapes of a model that is spread: a CUDA graph holds one device's work."""
     if is_spread(model):
         raise ValueError(
-            f"the model is spread over {len(set(model.hf_device_map.values()))} devices, and steps of fixed shapes run "
-            "on one: leave static out, or load the model without device_map"
+            f"the model is spread over {len(places_of(model))} devices, and steps of fixed shapes run on one: leave "
+            "static out, or load the model without device_map"
         )

@@ -127,7 +127,7 @@ class PreallocatedCache(Cache):
         self.text: tuple[int, ...] = ()
         self._held: tuple[_Buffers, ...] = ()
         """One for each device; none before the first block."""
-        self._handed_out = self._held
+        self._handed_out: tuple[_Buffers, ...] = self._held
         """Those whose views the layers have: an interrupt may come between the buffers and the views."""
 
     def begin(self, slots: Sequence[int], size: int, device: torch.device) -> None:

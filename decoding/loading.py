@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from decoding.architecture import is_spread
+from decoding.architecture import is_spread, places_of
 from decoding.compress import read_output_tokens, trimmed_vocabulary
 from decoding.finite import check_finite
 from decoding.header import read_object
@@ -94,7 +94,7 @@ def load_model(
         )
     if device_map is None:
         model.to(device or default_device())  # type: ignore[arg-type]  # transformers' stubs
-    elif is_spread(model) and (left := sorted({"cpu", "disk"} & {str(d) for d in model.hf_device_map.values()})):
+    elif is_spread(model) and (left := sorted({"cpu", "disk"} & places_of(model))):
         raise ValueError(
             f"{name} does not fit the devices there are: accelerate left a part of it on the {' and the '.join(left)}, "
             "from where every pass would fetch it; give more devices, or a smaller target"

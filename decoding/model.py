@@ -53,6 +53,7 @@ class HeadstartModel:
         *,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
+        device_map: str | None = None,
         trust_remote_code: bool = False,
         policy: Policy | str = "fixed",
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -64,14 +65,16 @@ class HeadstartModel:
         ``draft_options`` are its drafter's: ``tree`` of `MedusaDrafter`, ``num_draft_tokens`` of `PromptLookupDrafter`,
         ``branching`` or ``stop_below`` of `DraftModelDrafter`, or any of ``depth``, ``width`` and ``nodes``, with which
         a draft model is a `DraftTreeDrafter`. A draft's tokenizer is checked against ``tokenizer``, by default the
-        target's own where the target is given by name. ``dtype`` and ``device`` (by default the GPU if there is one)
-        are for targets given by name; heads and drafts follow their target.
+        target's own where the target is given by name. ``dtype`` and ``device`` (by default the GPU if there is one;
+        ``device_map="auto"`` takes all of them) are for targets given by name; heads and drafts follow their target.
         """
+        if device is not None and device_map is not None:
+            raise ValueError(f"device is {device} and device_map is {device_map!r}: give one of them")
         target_tokenizer: PreTrainedTokenizerBase | str | None = tokenizer
         if isinstance(target, str):
             target_tokenizer = tokenizer or target
             device = default_device() if device is None else torch.device(device)
-            target = load_model(target, dtype, device, trust_remote_code)
+            target = load_model(target, dtype, device, trust_remote_code, device_map)
         model = CausalLM(target)
         drafter = _drafter(speculator, model, target_tokenizer, trust_remote_code, draft_options)
         return HeadstartModel(model, drafter, policy)

@@ -28,6 +28,9 @@ _LARGEST_STORED = 256
 """Masks of trees that are kept, and nodes of the largest: a block of text that is appended is larger, and never seen
 again."""
 
+_PREFILL_TOKENS = 1 << 14
+"""Tokens, padding included, of one pass over prompts: enough to fill a GPU, where 32 texts of 8k would hold 40 GB."""
+
 
 class ModelOutput(NamedTuple):
     """``hidden``: what the lm_head read. ``logits``: what it wrote."""
@@ -179,10 +182,23 @@ class CausalLM:
         """Run whole texts into empty ``slots`` of the cache (by default the first ones).
 
         Returns hidden state and logits of each text's last token, (rows, hidden) and (rows, vocab). Shorter texts are
-        padded on the right, where no token of theirs looks.
+        padded on the right, where no token of theirs looks. Many long texts run one group after the other, so that
+        what a pass holds in memory has a bound.
         """
         slots = range(len(texts)) if slots is None else slots
         assert not any(cache.lengths[slot] for slot in slots), "these rows are not empty"
+        rows = max(1, _PREFILL_TOKENS // max(len(text) for text in texts))
+        outputs = [
+            self._prefill_group(texts[begin : begin + rows], cache, slots[begin : begin + rows])
+            for begin in range(0, len(texts), rows)
+        ]
+        if len(outputs) == 1:
+            return outputs[0]
+        return ModelOutput(*(torch.cat(parts) for parts in zip(*outputs, strict=True)))
+
+    def _prefill_group(
+        self, texts: Sequence[Sequence[int]], cache: PreallocatedCache, slots: Sequence[int]
+    ) -> ModelOutput:
         lengths = [len(text) for text in texts]
         longest = max(lengths)
         tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=self.device)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouped_queries import check_grouped_queries
 from tiny_models import tiny_model
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -191,6 +192,12 @@ def test_two_models_of_one_config_may_run_inside_one_another() -> None:
     with copy_free_attention(model), copy_free_attention(model):
         assert model.config._attn_implementation == NAME
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_four_queries_a_key_over_an_odd_number_of_keys_attend_as_one_by_one(dtype: torch.dtype) -> None:
+    """What tests/gpu runs on a GPU."""
+    check_grouped_queries("cpu", dtype)
 
 
 def test_whoever_decodes_attends_without_cudnn() -> None:

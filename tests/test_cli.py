@@ -67,6 +67,35 @@ def test_generate_writes_the_same_greedy_text_with_and_without_a_draft(models: P
     assert plain.split(" plain decoding (")[0] == speculated.split(" draft model, 4 tokens (")[0]
 
 
+def test_a_target_spread_by_device_map_writes_the_same_text(models: Path) -> None:
+    """On a machine without GPUs there is nothing to spread over."""
+    base = ["generate", "--target", str(models / "target"), "--draft", str(models / "draft"), "--prompt", "class A"]
+    base += ["--max-new-tokens", "16", "--dtype", "fp32", "--no-compare"]
+    texts = [run(*base, *more)[1].split(" draft model, 4 tokens (")[0] for more in ([], ["--device-map", "auto"])]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate", "regenerate", "realign"])
+def test_every_command_that_decodes_hands_the_device_map_on(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def load(*given: Any, device_map: str | None = None, **named: Any) -> Any:
+        raise ValueError(f"asked to spread by {device_map}")
+
+    for module in ("commands", "regenerate", "realign"):
+        monkeypatch.setattr(f"trainer.{module}.load_model", load)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "def f{i}"}}\n' for i in range(4)))
+    options = {
+        "generate": ["--prompt", "ab"],
+        "evaluate": ["--prompts", str(prompts), "--output", str(tmp_path / "out")],
+        "regenerate": ["--prompts", str(prompts), "--output", str(tmp_path / "out.jsonl")],
+        "realign": ["--prompts", str(prompts), "--output", str(tmp_path / "out"), "--draft", str(models / "draft")],
+    }
+    code, output = run(command, "--target", str(models / "target"), "--device-map", "auto", *options[command])
+    assert (code, output) == (2, "error: asked to spread by auto")
+
+
 def test_typical_acceptance_is_called_lossy(models: Path) -> None:
     _, output = run(
         "generate", "--target", str(models / "target"), "--lookup", "--rule", "typical", "--temperature", "1",

@@ -32,6 +32,22 @@ def test_a_saved_model_is_read_in_the_dtype_asked_for(tmp_path: Path) -> None:
     assert model.dtype == torch.bfloat16 and not model.training
 
 
+def test_a_target_that_the_devices_do_not_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate would leave the rest on the host and fetch it at every pass; nothing else could read it there."""
+    model = tiny_model()
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": "cpu", "lm_head": "disk"}
+    monkeypatch.setattr("decoding.loading.AutoModelForCausalLM.from_pretrained", lambda *args, **named: model)
+    with pytest.raises(ValueError, match=r"does not fit the devices there are: .* on the cpu and the disk"):
+        load_model(str(saved(tmp_path / "model")), device_map="auto")
+    model.hf_device_map = {"": "cpu"}  # a machine without a GPU
+    assert load_model(str(tmp_path / "model"), device_map="auto") is model
+
+
+def test_no_other_device_map_is_taken(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="device_map is 'sequential': give auto, or leave it out"):
+        load_model(str(saved(tmp_path / "model")), device_map="sequential")
+
+
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no folder .*nowhere"):
         load_model(str(tmp_path / "nowhere"))

@@ -389,3 +389,31 @@ def test_the_hook_is_taken_off_when_the_forward_fails(tiny_llama: CausalLM) -> N
     with pytest.raises(IndexError), capture_lm_head_input(model):
         model(torch.tensor([[99]]))
     assert not model.get_output_embeddings()._forward_pre_hooks
+
+
+def test_many_long_prompts_run_in_groups_and_give_what_they_give_together(
+    tiny_llama: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [[3, 1, 4], [1, 5, 9, 2, 6], [5], [3, 5, 8, 9], [7, 9, 3]]
+    whole, slots = tiny_llama.new_cache(16, 6), [4, 0, 1, 5, 2]
+    expected = tiny_llama.prefill(texts, whole, slots)
+    passes: list[tuple[int, int]] = []
+    monkeypatch.setattr("decoding.target._PREFILL_TOKENS", 11)  # two rows of the longest
+    handle = tiny_llama.model.register_forward_pre_hook(
+        lambda module, args, named: passes.append(tuple(named["input_ids"].shape)), with_kwargs=True
+    )
+    try:
+        cache = tiny_llama.new_cache(16, 6)
+        found = tiny_llama.prefill(texts, cache, slots)
+    finally:
+        handle.remove()
+    assert passes == [(2, 5), (2, 4), (1, 3)] and cache.lengths == whole.lengths == [5, 1, 3, 0, 3, 4]
+    assert torch.allclose(found.hidden, expected.hidden, atol=1e-5)
+    assert torch.allclose(found.logits, expected.logits, atol=1e-5)
+
+
+def test_a_prompt_longer_than_a_group_runs_alone(tiny_llama: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decoding.target._PREFILL_TOKENS", 2)
+    cache = tiny_llama.new_cache(16, 2)
+    tiny_llama.prefill([[3, 1, 4, 1], [5]], cache)
+    assert cache.lengths == [4, 1]

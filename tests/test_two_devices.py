@@ -1,4 +1,4 @@
-"""Targets that accelerate spread over several devices: they decode and are trained on as those that one device holds."""
+"""Targets that accelerate spread over several devices: they decode and are trained on as those on one device."""
 
 import json
 import random
@@ -87,7 +87,7 @@ def test_what_is_mixed_is_noticed(devices: Devices) -> None:
     """The devices of these tests refuse what CUDA refuses, and nothing else."""
     here, there = torch.ones(3, device=devices[0]), torch.ones(3).to(devices[1])
     with pytest.raises(
-        MixedDevicesError, match="add.Tensor of tensors that lie apart: .3,. on spread:0, .3,. on spread:1"
+        MixedDevicesError, match=r"add\.Tensor of tensors that lie apart: \(3,\) on spread:0, \(3,\) on spread:1"
     ):
         here + there
     with pytest.raises(MixedDevicesError):

@@ -1,8 +1,8 @@
 """Two devices on a machine that has none: tensors of the CPU that say they lie elsewhere, and refuse to be mixed.
 
-A `Placed` tensor computes on the CPU, but its ``device`` is ``spread:0`` or ``spread:1``, and an operation whose tensors
-lie on different devices is an error, with the liberties that CUDA takes: scalars of the CPU go with everything, and so
-do indices of the CPU. Works inside `two_devices` alone.
+A `Placed` tensor computes on the CPU, but its ``device`` is ``spread:0`` or ``spread:1``, and an operation on tensors
+of both is an error, with the liberties that CUDA takes: scalars of the CPU go with everything, and so do its indices.
+Works inside `two_devices` alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -140,7 +140,7 @@ def moved(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def spread(model: PreTrainedModel, devices: Sequence[torch.device]) -> PreTrainedModel:
-    """The model dispatched by accelerate as ``device_map`` would: layers in turns, the last parts on the last device."""
+    """The model dispatched by accelerate, as for ``device_map``: layers in turns, the last parts on the last device."""
     base: Any = model.base_model
     prefix = f"{model.base_model_prefix}."
     children = dict(base.named_children())

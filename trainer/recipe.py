@@ -55,6 +55,7 @@ class TrainingSection(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     mixed_precision: Literal["no", "bf16"] = "bf16"
+    """``bf16`` products on fp32 weights; ``no`` is fp32 in full, without TF32: slow on a GPU, and the same anywhere."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
     @field_validator("mixed_precision", mode="before")
@@ -69,7 +70,7 @@ class EvaluationSection(Section):
 
     every: Annotated[int, Field(ge=1)] = 200
     prompts: Annotated[int, Field(ge=0)] = 8
-    """0 leaves evaluations out, and heads with a chain for a tree: for a target that no single device holds."""
+    """0 leaves evaluations out, and heads with a chain for a tree."""
     prompt_tokens: Annotated[int, Field(ge=1)] = 64
     """Plain texts have no prompt of their own: this many of their first tokens are taken."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 64
@@ -125,7 +126,7 @@ class _SpeculatorRecipe(_Recipe):
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """The target's."""
     device_map: Literal["auto"] | None = None
-    """``auto`` spreads a target that fits no single device over all of them, with one process."""
+    """``auto`` spreads a target that fits no single device over all of them, with one process; adapters want one."""
     trust_remote_code: bool = False
 
 

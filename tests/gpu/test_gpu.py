@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from grouped_queries import check_grouped_queries
 from tiny_models import tiny_model
 from transformers import PreTrainedModel
 
@@ -16,6 +17,7 @@ from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.evaluate import EvaluationConfig, evaluate, standard_methods
 from decoding.generate import DecodingConfig, decode_batch, decode_batch_steps
 from decoding.heads import MedusaConfig, MedusaHeads
+from decoding.machine import attention_backends
 from decoding.sampling import SamplingConfig
 from decoding.target import CausalLM
 from decoding.tree import TokenTree, TreeShape
@@ -119,6 +121,31 @@ def test_in_half_precision_nothing_that_is_not_finite_stays_in_the_cache() -> No
     trees = [TokenTree(torch.arange(6, device="cuda"), shape), TokenTree.chain([1, 2]), TokenTree.chain([1])]
     assert bool(model.verify(trees, cache).logits.isfinite().all())
     assert all(bool(layer.keys.isfinite().all()) and bool(layer.values.isfinite().all()) for layer in cache.layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_four_queries_a_key_over_an_odd_number_of_keys_attend_as_one_by_one(dtype: torch.dtype) -> None:
+    """Head size 128. The fast tests run the same on the CPU."""
+    check_grouped_queries("cuda", dtype)
+
+
+def test_cudnn_is_not_what_decoding_attends_by() -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    CausalLM(model_on("cuda"))
+    assert "off: cudnn" in attention_backends()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_target_on_two_gpus_writes_the_texts_of_the_cpu(name: str) -> None:
+    """Layers on both in turns, what comes last on the second; tests/test_two_devices.py pretends to be this."""
+    dispatch_model = pytest.importorskip("accelerate").dispatch_model
+    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 1, "model.layers.1": 0}
+    places |= {"model.norm": 1, "lm_head": 1}
+    model = dispatch_model(model_on("cpu"), places, main_device=0, skip_keys="past_key_values")
+    for sampling in (GREEDY, SAMPLED):
+        expected = texts_of(CausalLM(model_on("cpu")), drafter_on("cpu", name, None), sampling)
+        assert texts_of(CausalLM(model), drafter_on("cuda:0", name, None), sampling) == expected
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])

@@ -1,0 +1,62 @@
+"""One check for every device and dtype: trees over a cache whose keys serve four queries each, beside plain attention.
+
+Head size 128, as large models have it, and an odd number of keys, whose masks no kernel finds aligned. The fast tests
+run it on the CPU, so that its own logic is known to be right where a GPU runs it.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from tiny_models import tiny_model
+from torch import Tensor
+
+from decoding.target import CausalLM
+from decoding.tree import TokenTree, TreeShape
+
+PREFIXES = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2], [2, 7, 1, 8, 2])
+TREE = TreeShape((-1, 0, 0, 1, 1, 2))
+TOKENS = (9, 2, 6, 5, 3, 8)
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.06, torch.float16: 0.01}
+"""Of the largest logit: three times what rounding comes to on a CPU."""
+
+
+def check_grouped_queries(device: str, dtype: torch.dtype) -> None:
+    """Rows of other lengths and of the same; the second pass stands on keys that the first one's commit moved."""
+    torch.manual_seed(0)
+    changes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
+    changes |= {"initializer_range": 0.2}  # scores that are not so far apart that rounding chooses between keys
+    model = tiny_model("llama", seed=2, attention="sdpa", **changes).to(device, dtype)  # type: ignore[call-overload]
+    plain = tiny_model("llama", seed=2, attention="eager", **changes)
+    plain.load_state_dict({name: tensor.float().cpu() for name, tensor in model.state_dict().items()})
+    target = CausalLM(copy.deepcopy(model))
+    for prefixes in (PREFIXES, PREFIXES[:1]):
+        cache = target.new_cache(64, len(prefixes))
+        texts = [list(prefix) for prefix in prefixes]
+        target.prefill(texts, cache)
+        for _ in range(2):
+            starts = list(cache.lengths)
+            assert (max(starts) + len(TREE)) % 2 == 1, "an odd number of keys"
+            logits = target.verify([TokenTree(torch.tensor(TOKENS), TREE)] * len(texts), cache).logits
+            for row, text in enumerate(texts):
+                _compare(logits[row].float().cpu(), _one_by_one(plain, text), TOLERANCE[dtype])
+                cache.commit(row, starts[row], (0, 2))
+                text += [TOKENS[0], TOKENS[2]]
+
+
+def _one_by_one(plain: torch.nn.Module, text: list[int]) -> Tensor:
+    """Each node's logits, (nodes, vocab), of a pass over the text and the node's own path alone."""
+    rows = []
+    for node in range(len(TREE)):
+        path = [TOKENS[0], *(TOKENS[ancestor] for ancestor in TREE.path(node))]
+        with torch.inference_mode():
+            rows.append(plain(torch.tensor([[*text, *path]]), use_cache=False).logits[0, -1])
+    return torch.stack(rows)
+
+
+def _compare(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    allowed = tolerance * float(expected.abs().max())
+    error = float((found - expected).abs().max())
+    assert error <= allowed, f"logits are off by {error:.4g} where rounding explains {allowed:.4g}"
+    # The nodes differ by more than that, or no mistake in a mask could show.
+    assert float((expected[1:] - expected[:-1]).abs().amax(-1).min()) > 2 * allowed
