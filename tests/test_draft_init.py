@@ -252,6 +252,18 @@ def test_a_folder_without_a_draft_is_refused(tmp_path: Path) -> None:
         initial(tiny_model("llama"), init={"from_model": str(tmp_path / "none")})
 
 
+def test_a_folder_whose_weights_are_no_numbers_is_refused(tmp_path: Path) -> None:
+    folder = draft_folder(tmp_path / "draft")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.model.norm.weight[3] = float("nan")
+    model.save_pretrained(folder)
+    with pytest.raises(
+        ValueError, match=r"^draft\.init\.from_model, .*draft, .* 1 of the 16 values of model\.norm\.weight"
+    ):
+        initial(tiny_model("llama"), init={"from_model": folder})
+
+
 def test_a_draft_that_does_not_know_the_datas_tokens_is_refused(tmp_path: Path) -> None:
     folder = draft_folder(tmp_path / "draft", vocab=12)
     with pytest.raises(ValueError, match="from_model knows the tokens 0 to 11, but the training data holds token 12"):

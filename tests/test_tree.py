@@ -8,8 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
+from pydantic import ValidationError
 
-from decoding.tree import TokenTree, TreeShape, common_length, fetch_tokens
+from decoding.tree import MOST_NODES, TokenTree, TreeShape, common_length, fetch_tokens
+from trainer.recipe import HeadsSection
 
 # Root 0 -> {1, 2}, 1 -> {3}, 2 -> {4, 5}, 5 -> {6}
 SHAPE = TreeShape((-1, 0, 0, 1, 2, 2, 5))
@@ -140,3 +142,9 @@ def test_every_property_agrees_with_walking_up_from_each_node(seed: int, size: i
         assert shape.ancestor_mask[node].nonzero().flatten().tolist() == sorted(ancestors)
     assert sorted(child for children in shape.children for child in children) == list(range(1, size))
     assert all(list(children) == sorted(children) for children in shape.children)
+
+
+def test_a_recipe_asks_for_no_more_nodes_than_a_file_may_hold() -> None:
+    assert HeadsSection(tree_nodes=MOST_NODES).tree_nodes == MOST_NODES
+    with pytest.raises(ValidationError, match=f"less than or equal to {MOST_NODES}"):
+        HeadsSection(tree_nodes=MOST_NODES + 1)

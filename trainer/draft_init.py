@@ -27,6 +27,7 @@ from decoding.compress import (
     with_filled_vocabulary,
     write_output_tokens,
 )
+from decoding.finite import check_finite
 from decoding.loading import check_same_tokenizer, eos_token_ids, load_model, load_tokenizer, reason
 from decoding.target import CausalLM
 from trainer.batch import Example
@@ -61,6 +62,11 @@ def initial_draft(
     if init.from_model is not None:
         _check_tokenizer(tokenizer, init.from_model, trust_remote_code)
         model = load_model(init.from_model, torch.float32, target.device, trust_remote_code)
+        what, remedy = (
+            f"draft.init.from_model, {init.from_model},",
+            "give an earlier checkpoint of it, or another draft",
+        )
+        check_finite(dict(model.named_parameters()), what, remedy)
         written = read_output_tokens(model, init.from_model)
     elif init.from_config is not None:
         model = draft_from_config(target.model, init.from_config, trust_remote_code)

@@ -180,8 +180,8 @@ class HeadsSection(Section):
     schedule: Literal["constant", "sine"] = "constant"
     """``sine``: the heads' weights rise as sin(step / steps · π/2)."""
     loss: LossSection = LossSection()
-    tree_nodes: Annotated[int, Field(ge=1)] = 16
-    """Drafted nodes of the tree chosen at the end from the heads' measured accuracies."""
+    tree_nodes: Annotated[int, Field(ge=1, le=4096)] = 16
+    """Drafted nodes of the tree chosen at the end from the heads' measured accuracies; at most what a file may hold."""
 
     @model_validator(mode="after")
     def _weights_are_one_per_head(self) -> "HeadsSection":

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
 def read(folder: Path, tokens: list[int], text: str) -> dict[str, Any]:
-    # Of itself it would run Gemma-2 under sdpa, which leaves out its softcapping.
-    model = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32, attn_implementation="eager").eval()
+    # Of itself version 4 would run Gemma-2 under sdpa, which leaves out its softcapping.
+    attention = "eager" if AutoConfig.from_pretrained(folder).model_type == "gemma2" else "sdpa"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
         logits = model(torch.tensor([tokens])).logits[0]

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.system
 PINNED = ("transformers==4.57.6", "tokenizers==0.22.2", "huggingface_hub==0.36.0")
 TEXT = "a ~b"
 SPECIAL = ["~", "^"]
-TOLERANCE = 1e-5
-"""Of logits some 10 apart: experts are added up in another order. All others are equal to the bit."""
+TOLERANCE = 1e-6
+"""Of the largest logit, for experts, which are added up in another order. All other models are equal to the bit."""
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +84,9 @@ def test_version_4_reads_every_exported_draft_as_the_same_model_and_tokenizer(
     assert len(read) == len(DRAFTS) > 15
     differing = {}
     for number, (name, (family, changes)) in enumerate(DRAFTS.items()):
-        model = tiny_model(family, vocab=VOCABULARY, attention="eager", **changes)
+        logits = full_forward(tiny_model(family, vocab=VOCABULARY, **changes), PROBE)
         found = read[str(number)]
-        difference = (torch.tensor(found["logits"]) - full_forward(model, PROBE)).abs().max().item()
+        difference = ((torch.tensor(found["logits"]) - logits).abs().max() / logits.abs().max()).item()
         if difference > (TOLERANCE if "moe" in name else 0):
             differing[name] = difference
         tokenizer = load_tokenizer(str(drafts / "exported" / str(number)))
