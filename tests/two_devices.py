@@ -16,7 +16,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _DummyPrivateUse1Hook,
+    _setup_privateuseone_for_python_backend,
+)
 from transformers import PreTrainedModel
 
 NAME = "spread"
@@ -114,9 +118,24 @@ def _common_device(
     return next(iter(found), None)
 
 
+class _NoAccelerator(_DummyPrivateUse1Hook):
+    """The devices are there by name alone: nobody who looks for an accelerator in this process is to find one."""
+
+    def is_available(self) -> bool:
+        return False
+
+
+class _NoModule(_DummyBackendModule):
+    def is_available(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return 0
+
+
 @cache
 def _register() -> None:
-    _setup_privateuseone_for_python_backend(NAME)
+    _setup_privateuseone_for_python_backend(NAME, _NoModule(), _NoAccelerator())
 
 
 @contextmanager
