@@ -25,7 +25,7 @@ def check_ids(prompt: Any, vocab_size: int | None = None) -> None:
         if isinstance(token, bool) or not isinstance(token, Integral):
             kind = type(token).__name__
             raise ValueError(f"a prompt holds {token!r:.60}, a {kind}, but token ids are integers: {_REMEDY}")
-        if vocab_size is not None and not 0 <= token < vocab_size:
+        if vocab_size is not None and not 0 <= int(token) < vocab_size:
             raise ValueError(
                 f"the prompt holds token {token} but the target knows 0 to {vocab_size - 1}: use its own tokenizer"
             )

@@ -20,10 +20,13 @@ from decoding.evaluate import measure_acceptance
 from decoding.generate import DecodingConfig
 from decoding.loading import load_draft, load_model, load_tokenizer
 from decoding.target import CausalLM
-from trainer import realign
+from trainer import progress, realign
 from trainer.options import RealignOptions
 from trainer.realign import run_realign, split_prompts
 from trainer.recipe import DraftRecipe
+
+NOBODY = Console(file=io.StringIO())
+"""Listens."""
 
 
 def save(model: PreTrainedModel, folder: Path) -> None:
@@ -150,11 +153,11 @@ def test_a_run_that_broke_off_goes_on_to_the_same_draft(
 
 def test_the_stale_draft_is_measured_once(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have been replaced by then: a folder that a server loads from. Other options are measured anew."""
-    first = realign._measure_stale(prepared(options(workshop)))
+    first = realign._measure_stale(prepared(options(workshop)), NOBODY)
     monkeypatch.setattr(realign, "_measure", lambda *arguments: pytest.fail("measured again"))
-    assert realign._measure_stale(options(workshop)) == first
+    assert realign._measure_stale(options(workshop), NOBODY) == first
     with pytest.raises(pytest.fail.Exception, match="measured again"):
-        realign._measure_stale(options(workshop, draft_tokens=2))
+        realign._measure_stale(options(workshop, draft_tokens=2), NOBODY)
 
 
 def prepared(options: RealignOptions) -> RealignOptions:
@@ -219,8 +222,8 @@ def test_adapters_are_a_target_too(workshop: Path) -> None:
     adapted = get_peft_model(tuned(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     adapted.peft_config["default"].base_model_name_or_path = str(workshop / "tuned")
     adapted.save_pretrained(str(workshop / "adapters"))
-    found = realign._measure_stale(prepared(options(workshop, target=str(workshop / "adapters"))))
-    assert found == realign._measure_stale(options(workshop))
+    found = realign._measure_stale(prepared(options(workshop, target=str(workshop / "adapters"))), NOBODY)
+    assert found == realign._measure_stale(options(workshop), NOBODY)
 
 
 def test_the_recipe_starts_from_the_stale_draft_and_keeps_the_best(workshop: Path) -> None:
@@ -232,3 +235,19 @@ def test_the_recipe_starts_from_the_stale_draft_and_keeps_the_best(workshop: Pat
     assert recipe.draft.num_draft_tokens == 7 and recipe.draft.loss.mix == {"forward_kl": 1.0}
     assert (recipe.evaluation.keep, recipe.evaluation.every, recipe.data.max_length) == ("best", 50, 84)
     assert realign.recipe_of(options(workshop), 1 << 20).data.max_length == 1024
+
+
+def test_without_a_terminal_every_long_part_says_how_far_it_is(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    heard = io.StringIO()
+    run(options(workshop, steps=2), Console(file=heard, width=40))
+    lines = heard.getvalue().splitlines()
+    for part in (
+        "measuring the draft, greedy: 2/2",
+        "measuring the draft, T=1: 2/2",
+        "realigned draft, steps: 1/2, loss ",
+    ):
+        assert any(line.startswith(part) for line in lines), part
+    answering = [line for line in lines if line.startswith("answering: ")]
+    assert answering[0].startswith("answering: 0/37, ") and answering[0].endswith(" tokens/s")
+    assert any(line.startswith("answering: 37/37, ") for line in answering)
