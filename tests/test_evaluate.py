@@ -226,3 +226,15 @@ def test_acceptance_is_measured_on_texts_of_seeds_of_their_own_alone_and_in_batc
     assert acceptance(texts).accepted_per_drafted.value > 0
     for batch_size in (1, 3):
         assert measure_acceptance(tiny_llama, drafter, PROMPTS, config, batch_size) == acceptance(texts)
+
+
+def test_measuring_acceptance_tells_of_every_text_that_ends_however_it_does(
+    tiny_llama: CausalLM, tiny_draft: CausalLM
+) -> None:
+    drafter, ended = DraftModelDrafter(tiny_draft, (1, 1)), []
+    plain = decode(tiny_llama, None, PROMPTS[0], DecodingConfig(12)).tokens
+    for ends in ((), plain[:1], plain[5:6]):  # none, at once, somewhere
+        ended.clear()
+        config = DecodingConfig(12, eos_token_ids=ends)
+        measure_acceptance(tiny_llama, drafter, PROMPTS, config, 2, lambda: ended.append(1))
+        assert len(ended) == len(PROMPTS)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from decoding.fingerprint import fingerprint
 from decoding.target import CausalLM, capture_lm_head_input
+from trainer import progress
 from trainer import store as stores
 from trainer.batch import Example, collate
 from trainer.features import FeatureIdentity, FeatureStore, FeatureWriter, ensure_features
@@ -410,3 +411,13 @@ def test_the_size_is_said_before_and_the_speed_after(tiny_llama: CausalLM, tmp_p
     lines = heard.getvalue().splitlines()
     assert len(lines) == 3  # the second time there is nothing to write
     assert "87 tokens" in lines[0] and "64 bytes a token" in lines[0] and "tokens/s" in lines[1]
+
+
+def test_without_a_terminal_the_writing_says_how_far_it_is(
+    tiny_llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    heard, section = io.StringIO(), FeaturesSection(folder=str(tmp_path))
+    ensure_features(tiny_llama, EXAMPLES, tmp_path, identity_of(tiny_llama), section, Console(file=heard, width=200))
+    written = [line for line in heard.getvalue().splitlines() if line.startswith("writing the features: ")]
+    assert written and written[-1].startswith("writing the features: 87/87, ") and written[-1].endswith(" tokens/s")

@@ -20,10 +20,13 @@ from decoding.evaluate import measure_acceptance
 from decoding.generate import DecodingConfig
 from decoding.loading import load_draft, load_model, load_tokenizer
 from decoding.target import CausalLM
-from trainer import realign
+from trainer import progress, realign
 from trainer.options import RealignOptions
 from trainer.realign import run_realign, split_prompts
 from trainer.recipe import DraftRecipe
+
+NOBODY = Console(file=io.StringIO())
+"""Listens."""
 
 
 def save(model: PreTrainedModel, folder: Path) -> None:
@@ -59,7 +62,7 @@ def workshop(tmp_path: Path) -> Path:
 
 
 def measure_stale(options: RealignOptions) -> realign.Fit:
-    return realign._measure_stale(options, Console(file=io.StringIO()))
+    return realign._measure_stale(options, NOBODY)
 
 
 def run(options: RealignOptions, console: Console | None = None) -> dict[str, Any]:
@@ -255,3 +258,19 @@ def test_the_recipe_starts_from_the_stale_draft_and_keeps_the_best(workshop: Pat
     assert recipe.draft.num_draft_tokens == 7 and recipe.draft.loss.mix == {"forward_kl": 1.0}
     assert (recipe.evaluation.keep, recipe.evaluation.every, recipe.data.max_length) == ("best", 50, 84)
     assert realign.recipe_of(options(workshop), 1 << 20).data.max_length == 1024
+
+
+def test_without_a_terminal_every_long_part_says_how_far_it_is(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    heard = io.StringIO()
+    run(options(workshop, steps=2), Console(file=heard, width=40))
+    lines = heard.getvalue().splitlines()
+    for part in (
+        "measuring the draft, greedy: 2/2",
+        "measuring the draft, T=1: 2/2",
+        "realigned draft, steps: 1/2, loss ",
+    ):
+        assert any(line.startswith(part) for line in lines), part
+    answering = [line for line in lines if line.startswith("answering: ")]
+    assert answering[0].startswith("answering: 0/37, ") and answering[0].endswith(" tokens/s")
+    assert any(line.startswith("answering: 37/37, ") for line in answering)

@@ -11,6 +11,7 @@ from tiny_tokenizer import byte_tokenizer
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from trainer import progress
 from trainer.cli import app
 from trainer.usage import BAD_INPUT, Command, listed
 
@@ -116,6 +117,17 @@ def test_settings_and_policies_given_several_times_are_all_measured(models: Path
     rows = json.loads((tmp_path / "report.json").read_text())["rows"]
     assert {row["setting"] for row in rows} == {"greedy", "T=1"}
     assert {"prompt lookup", "prompt lookup, heuristic"} <= {row["method"] for row in rows}
+
+
+def test_without_a_terminal_evaluating_says_how_far_it_is(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    result = CLI.invoke(app, evaluated(models, tmp_path, "--limit", "1", "--settings", "greedy"))
+    lines = [line for line in result.output.splitlines() if line.startswith("evaluating: ")]
+    assert (
+        lines[0].startswith("evaluating: 1/6, about ") and lines[-1] == "evaluating: 6/6"
+    )  # 3 methods, a warm-up each
 
 
 def test_prompts_that_do_not_fit_are_counted_in_the_error_that_names_the_option(models: Path, tmp_path: Path) -> None:
