@@ -395,7 +395,7 @@ def test_an_occupied_destination_is_refused(heads_folder: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ("not json", "is not JSON"),
+        ("not json", "cannot be read as JSON"),
         ("[]", "holds a list"),
         ("{}", "no rows"),
         ('{"rows": [{"method": "medusa"}]}', "not lossless or lossy"),

@@ -13,6 +13,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 from jinja2 import Environment, StrictUndefined
 
+from decoding.header import read_object
 from decoding.markdown import code, fenced, one_line, text
 from decoding.redact import basename, is_hub_id, without_local_paths
 from trainer.export.measured import Measured
@@ -71,7 +72,7 @@ def read_stored_provenance(source: Path) -> dict[str, Any] | None:
     path = source / PROVENANCE_NAME
     if not path.is_file():
         return None
-    stored = read_json_object(path, _PROVENANCE_REMEDY)
+    stored = read_object(path, _PROVENANCE_REMEDY)
     objects = {key: _object(stored, key, path) for key in ("recipe", "target", "versions", "hardware", "data")}
     return {**stored, **objects}
 
@@ -118,18 +119,7 @@ def read_report(path: Path) -> dict[str, Any]:
     remedy = "give the report.json that `headstart evaluate` wrote"
     if not path.is_file():
         raise ValueError(f"there is no report {path}: {remedy}, or export without one")
-    return read_json_object(path, remedy)
-
-
-def read_json_object(path: Path, remedy: str) -> dict[str, Any]:
-    """A JSON file that holds an object; otherwise `ValueError` with the remedy."""
-    try:
-        stored = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}): {remedy}") from error
-    if not isinstance(stored, dict):
-        raise ValueError(f"{path} holds a {type(stored).__name__}, not an object: {remedy}")
-    return stored
+    return read_object(path, remedy)
 
 
 def render_card(artefact: Artefact, provenance: Provenance | None, measured: Measured | None) -> str:
