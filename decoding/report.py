@@ -310,7 +310,8 @@ def time_figure(report: dict[str, Any]) -> Figure:
     axes.set_yticks(range(len(rows)), labels, fontsize=9)
     axes.set_xlabel("share of the decoding time")
     axes.set_xlim(0, 1)
-    axes.legend(fontsize=8, ncols=3, frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
+    if rows:
+        axes.legend(fontsize=8, ncols=3, frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
     _grid(axes, "x")
     figure.tight_layout()
     return figure
