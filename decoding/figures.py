@@ -46,6 +46,8 @@ def _with_range(figure: Figure, middle: str, low: str, high: str, unit: str) -> 
     if text == NONE or figure is None:
         return NONE
     ends = [number(figure.get(end)) for end in (low, high)]
+    if NONE not in ends and not 0 <= figure[low] <= figure[middle] <= figure[high]:
+        raise ValueError(f"{figure[middle]!r} is not between {figure[low]!r} and {figure[high]!r}")
     return text + unit + ("" if NONE in ends else f" [{ends[0]}, {ends[1]}]")
 
 

@@ -297,6 +297,8 @@ def read_config(folder: Path) -> MedusaConfig:
         if not (folder / name).is_file():
             raise ValueError(f"{folder} holds no Medusa heads: {name} is missing")
     stored = read_object(folder / CONFIG_NAME, _REMEDY)
+    if stored.get("tree") == []:
+        raise ValueError(f"{folder / CONFIG_NAME} holds an empty tree: give it at least the path [0]")
     known = [field.name for field in fields(MedusaConfig)]
     if stored.pop("format", None) != FORMAT:
         raise ValueError(f"{folder / CONFIG_NAME} does not describe Medusa heads (no format: {FORMAT!r}): {_REMEDY}")

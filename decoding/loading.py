@@ -223,7 +223,7 @@ def load_draft(
         except ValueError as error:
             raise ValueError(
                 f"{error}, or load this one with other_tokenizer=True for an OtherTokenizerDrafter, which is clearly "
-                "slower"
+                "slower (from Python alone)"
             ) from error
     output_tokens = read_output_tokens(draft, name)
     if output_tokens is None:

@@ -5,11 +5,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-PROMPT_FIELDS = ("prompt", "question", "instruction", "turns", "messages", "text")
+PROMPT_FIELDS = ("prompt", "question", "instruction", "turns", "messages", "conversations", "text")
 ANSWER_FIELDS = ("answer", "response", "output", "completion", "solution", "canonical_solution", "code", "instances")
 """``instances`` is self-instruct's: a list of an input and an output each, of which the first counts."""
+_WANTED = "a .jsonl file has one JSON object a line, in UTF-8"
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+}
+"""What ShareGPT calls who speaks."""
 _INPUT = "input"
 """Alpaca's second half of an instruction: the text that it is about."""
 
@@ -24,7 +36,10 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
     """The lines of a .jsonl file that are not blank, with their numbers (from 1)."""
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"there is no data file {path}: give a .jsonl file")
+        missing = "is a folder" if path.is_dir() else "is not there"
+        raise ValueError(f"{path} {missing}: prompts are read from a .jsonl file, one JSON object a line")
+    if path.suffix == ".parquet":
+        raise ValueError(f"{path} is Parquet, but prompts are read from a .jsonl file: write its rows as JSON lines")
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -38,9 +53,13 @@ def parse_row(line: bytes, where: str) -> dict[str, Any]:
         if b"\\u" in line:  # an escape may be half of a character, which no tokenizer takes
             json.dumps(row, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
-    except (UnicodeDecodeError, UnicodeEncodeError) as error:
-        raise ValueError(f"{where}: not UTF-8 text ({error.reason})") from error
+        raise ValueError(
+            f"{where}: not JSON ({error.msg.removesuffix(' at')} at column {error.colno}): {_WANTED}"
+        ) from error
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: a \\u escape is half a character ({error.reason}): write the whole one") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8 text ({error.reason}): {_WANTED}") from error
     if isinstance(row, str):
         return {"text": row}
     if not isinstance(row, dict):
@@ -53,10 +72,17 @@ def encode_prompt(
 ) -> tuple[int, ...]:
     """A user's message, or the messages so far, in the tokenizer's chat template; else a plain text to continue."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if chat and tokenizer.chat_template is not None:
-        encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    else:
-        encoded = tokenizer("\n".join(message["content"] for message in messages))
+    try:
+        for message in messages:
+            message["content"].encode()
+        if chat and tokenizer.chat_template is not None:
+            encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        else:
+            encoded = tokenizer("\n".join(message["content"] for message in messages))
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is not UTF-8 text ({error.reason}): give it in that encoding") from error
+    except (TemplateError, OverflowError, TypeError) as error:
+        raise ValueError(f"the chat template cannot hold this prompt: {error}") from error
     tokens: list[int] = encoded["input_ids"]
     if not tokens and tokenizer.bos_token_id is not None:
         tokens = [int(tokenizer.bos_token_id)]
@@ -108,9 +134,11 @@ def prompt_of(row: dict[str, Any], field: str | None, where: str) -> tuple[str, 
     """
     name = field or find_prompt(row)
     if name is None or name not in row:
-        wanted = repr(field) if field else f"any of {', '.join(PROMPT_FIELDS)}"
-        raise ValueError(f"{where}: no field {wanted}; the row has {', '.join(sorted(row))}")
+        wanted = f"the field {field!r}" if field else f"a field of {', '.join(PROMPT_FIELDS)}"
+        raise ValueError(f"{where}: the row lacks {wanted}; it has {', '.join(sorted(row))}")
     value = row[name]
+    if name == "conversations":
+        return name, messages_of(value, where)
     if name != "instruction" or not isinstance(value, str):
         return name, value
     text = (_first_instance(row, where) if "instances" in row else row).get(_INPUT) or ""
@@ -142,6 +170,23 @@ def _before_the_answer(value: Any, where: str) -> str | list[dict[str, str]]:
     if not isinstance(first, str):
         raise ValueError(f"{where}: the prompt is {type(first).__name__}, not text")
     return first
+
+
+def messages_of(turns: Any, where: str) -> list[dict[str, str]]:
+    """The messages of a ShareGPT row's ``conversations``, as chat templates take them."""
+    if not isinstance(turns, list) or not turns:
+        raise ValueError(f"{where}: the conversations are {turns!r:.60}, not a list of turns")
+    if isinstance(turns[0], dict) and "role" in turns[0]:  # ShareGPT's field with messages in it
+        return check_messages(turns, where)
+    return [_message(turn, where) for turn in turns]
+
+
+def _message(turn: Any, where: str) -> dict[str, str]:
+    if not isinstance(turn, dict) or not all(isinstance(turn.get(key), str) for key in ("from", "value")):
+        raise ValueError(f"{where}: a turn is {turn!r:.60}, without a 'from' and a 'value' that are texts")
+    if turn["from"] not in _ROLES:
+        raise ValueError(f"{where}: a turn is from {turn['from']!r}: ShareGPT has {', '.join(_ROLES)}")
+    return {"role": _ROLES[turn["from"]], "content": turn["value"]}
 
 
 def check_messages(value: Any, where: str) -> list[dict[str, str]]:

@@ -16,7 +16,9 @@ _WHOLE_PATH = re.compile(rf"{_START}[^\n]*")
 # from ORG/NAME, URLs and closing tags.
 _PART = r"[^\s'\"`,;)\]}/\\]+"
 _PATH_WITHIN = re.compile(rf"(?<![\w:/\\.~<-]){_START}(?:{_PART}[/\\]+)+(?:{_PART})?")
-_TOKENS = (  # as their makers mark them: Hugging Face, OpenAI, GitHub, GitLab, Slack, Amazon; then a request's header
+# As their makers mark them: Hugging Face, OpenAI, GitHub, GitLab, Slack, Amazon, Google, wandb; a JSON web token; a
+# request's header.
+_TOKENS = (
     r"hf_\w{16,}",
     r"sk-[\w-]{16,}",
     r"gh[pousr]_\w{16,}",
@@ -24,6 +26,9 @@ _TOKENS = (  # as their makers mark them: Hugging Face, OpenAI, GitHub, GitLab, 
     r"glpat-[\w-]{16,}",
     r"xox[abeoprs]-[\w-]{10,}",
     r"A[KS]IA[0-9A-Z]{12,}",
+    r"AIza[\w-]{30,}",
+    r"wandb_v\d_\w{8,}",
+    r"eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
     r"(?:(?<=Bearer )|(?<=bearer ))[\w.~+/-]{8,}=*",
 )
 _KEYS = (
@@ -56,10 +61,15 @@ def without_local_paths(value: Any) -> Any:
         return [without_local_paths(held) for held in value]
     if not isinstance(value, str):
         return value
-    value = _QUERY.sub(rf"\g<1>{WITHHELD}", _SECRET.sub(WITHHELD, value))
+    value = without_secrets(value)
     if _WHOLE_PATH.fullmatch(value):
         return basename(value)
     return _PATH_WITHIN.sub(lambda found: basename(found.group()), value)
+
+
+def without_secrets(text: str) -> str:
+    """A text with its secrets withheld, paths and all else as they are."""
+    return _QUERY.sub(rf"\g<1>{WITHHELD}", _SECRET.sub(WITHHELD, text))
 
 
 def published_command(arguments: Sequence[str]) -> str:

@@ -128,7 +128,7 @@ def test_a_best_that_is_not_whole_stops_the_run_and_stays(tmp_path: Path, damage
     offer(best_in(tmp_path), 2, 9.0)
     (tmp_path / "step-00000002" / damage).unlink()
     with pytest.raises(ValueError, match=r"step-00000002, the best weights up to its step, cannot be read \(.*remove"):
-        best_in(tmp_path)
+        best_in(tmp_path).check()
     assert steps_kept(tmp_path) == [2]
 
 

@@ -145,7 +145,7 @@ def source_of(job: Job, process_index: int = 0, num_processes: int = 1, folder: 
 
 def check_folders(recipe: AnyRecipe) -> None:
     """ValueError if a file stands where the recipe writes a folder."""
-    check_can_be_folder(Path(recipe.output), "output")
+    check_can_be_folder(Path(recipe.output) / "final", "the folder of the finished run")
     if isinstance(recipe, MedusaRecipe) and recipe.features is not None:
         check_can_be_folder(Path(recipe.features.folder), "features.folder")
     if isinstance(recipe, DraftRecipe) and recipe.draft.teacher is not None:
@@ -166,7 +166,8 @@ def load_target(recipe: AnyRecipe, device: torch.device) -> Target | None:
     model = CausalLM(load_model(name, dtype, place, recipe.trust_remote_code, recipe.device_map))
     if model.max_positions is not None and recipe.data.max_length > model.max_positions:
         raise ValueError(
-            f"data.max_length is {recipe.data.max_length} but the target's context holds {model.max_positions} tokens"
+            f"data.max_length is {recipe.data.max_length} but the target's context holds {model.max_positions} tokens: "
+            f"give data.max_length={model.max_positions} or less"
         )
     if recipe.data.packing:
         check_documents_are_apart(model.model)

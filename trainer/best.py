@@ -42,13 +42,20 @@ class Best:
     ) -> None:
         """``identity``, as plain JSON values, is all that makes figures comparable: what another one left is dropped.
 
-        ``checkpoint_steps``: of the checkpoints there are now. ValueError where what is there is damaged.
+        ``checkpoint_steps``: of the checkpoints there are now.
         """
         self._folder, self._section = folder, section
         self._identity = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
         self._checkpoint_steps = checkpoint_steps
+
+    def check(self) -> None:
+        """Read all that is kept of this run; ValueError where any of it is damaged."""
         for step in self._known():
             _check_whole(self._place(step))
+
+    @property
+    def folder(self) -> Path:
+        return self._folder
 
     def offer(self, progress: Progress, figure: float, module: nn.Module) -> bool:
         """Take note of an evaluation; whether it is the best so far, a tie is not. Parameters must be whole."""

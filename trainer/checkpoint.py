@@ -142,11 +142,10 @@ class Checkpoints:
             except (OSError, ValueError, SafetensorError) as error:
                 self.unreadable.append(Unreadable(folder, " ".join(str(error).split()) or type(error).__name__))
                 continue
-            changed = sorted(key for key in self._identity if identity.get(key) != self._identity[key])
-            if changed:
+            if changed := _differences(identity, self._identity):
                 raise ValueError(
-                    f"{folder} was made by a recipe with another {', '.join(changed)}: "
-                    "give the recipe another output folder, or delete this one to start over"
+                    f"{folder} was made by a recipe with another {', '.join(changed)}: give the recipe another output "
+                    f"folder, or remove {self._folder} to start over"
                 )
             self.stretches = _continued(stretches, saved.progress.step, self._settings)
             return saved
@@ -157,6 +156,23 @@ class Checkpoints:
                 f"are whole; to start over, give the recipe another output folder or remove {self._folder}"
             )
         return None
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], section: str = "") -> list[str]:
+    """The keys of ``now`` that were other before, with values where both are plain: ``training.steps (8, now 12)``."""
+    found = []
+    for key, value in sorted(now.items()):
+        old, name = before.get(key), f"{section}{key}"
+        if isinstance(value, dict) and isinstance(old, dict):
+            found += _differences(old, value, f"{name}.")
+        elif old != value:
+            plain = section and not isinstance(old, dict | list) and not isinstance(value, dict | list)
+            found.append(f"{name} ({_shown(old)}, now {_shown(value)})" if plain else name)
+    return found
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value)
 
 
 def _step_of(folder: Path) -> int:

@@ -12,6 +12,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from decoding.markdown import one_line
+from decoding.redact import without_secrets
 from trainer.console import say, say_error, standard_error
 from trainer.options import EvaluateOptions, GenerateOptions, InspectOptions, RealignOptions, RegenerateOptions
 from trainer.quiet import quiet_libraries
@@ -48,9 +50,14 @@ def guarded(work: Callable[[], None], debug: bool = False) -> int:
         if debug:
             traceback.print_exc()
         else:
-            say_error(_ERRORS, " ".join(str(error).split()) or type(error).__name__)
+            say_error(_ERRORS, _one_sentence(error))
         return BAD_INPUT
     return 0
+
+
+def _one_sentence(error: BaseException) -> str:
+    """An error on one line, without secrets and without the control characters of a stranger's file."""
+    return without_secrets(one_line(error)) or type(error).__name__
 
 
 def run_train(recipe_path: str, overrides: Sequence[str]) -> int:

@@ -23,6 +23,7 @@ from decoding.loading import (
     load_tokenizer,
     parse_dtype,
 )
+from decoding.markdown import one_line
 from decoding.policy import named_policy
 from decoding.prompts import encode_prompt, read_prompts
 from decoding.redact import published_command, without_local_paths
@@ -101,7 +102,7 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
     with ProgressBar(console, "evaluating", total) as bar:
         report = evaluate(target, methods, prompts, config, bar.advance)
     title = options.title or f"{Path(options.target).name} on {Path(options.prompts).name}"
-    report = {"title": without_local_paths(title), **made_by, **report, "prompts_left_out": left_out}
+    report = {"title": one_line(without_local_paths(title)), **made_by, **report, "prompts_left_out": left_out}
     write_report(report, options.output / "report.json")
     write_html(report, options.output / "report.html")
     wide(console).print(terminal_table(report))

@@ -22,7 +22,7 @@ ANSWER_TOKENS = "answer_tokens"
 """The field in which `headstart regenerate` keeps what the target wrote, a list of token ids for each answer."""
 TRUNCATED = "truncated"
 """The field in which it says whether the last answer was cut off, so that it has no end."""
-_ASKED = tuple(name for name in PROMPT_FIELDS if name != "messages")  # which hold their answers
+_ASKED = tuple(name for name in PROMPT_FIELDS if name not in ("messages", "conversations"))  # which hold their answers
 _SHORTEST_TEXT = 8  # tokens; a last scrap of a text is left out
 _NAMED_ROWS = 5  # so many bad ones are named, all are counted
 _LOGGER = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class RowEncoder:
             found, prompt, answer = self._prompt_and_answer(fields, where)
             if self._template is None and ANSWER_TOKENS not in fields:
                 example = self._prompt_answer_example(prompt, answer, cut_off)
-                return Encoded(format, "prompt and answer", (example,), found)
+                return Encoded(format, "the answer behind its prompt", (example,), found)
             messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
         else:
             messages = conversation(fields, format, where)

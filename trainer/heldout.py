@@ -76,6 +76,11 @@ class Watch:
             comparable = [identity, self._evaluator.prompts, self._section.max_new_tokens, self._section.temperature]
             self._best = Best(Path(job.recipe.output) / "best", self._section, comparable, checkpoints.steps)
 
+    def check(self) -> None:
+        """ValueError where weights that an earlier life of the run kept are damaged."""
+        if self._best is not None:
+            self._best.check()
+
     def evaluate(self, progress: Progress) -> bool:
         """Evaluate the weights as they are, if there is a target to do it with; whether patience is at its end."""
         if self._evaluator is None:
@@ -92,6 +97,14 @@ class Watch:
             )
         self._best.offer(progress, figures[CRITERION], self._objective.module)
         return self._best.is_enough(progress.step)
+
+    def resumed(self, progress: Progress) -> None:
+        """Say if a run goes on without the evaluations that it made before."""
+        if self._best is not None and self._best.latest() is None and progress.step > self._section.every:
+            self._log.note(
+                f"no evaluation up to step {progress.step} is in {self._best.folder}: the best weights are chosen "
+                "among those still to come"
+            )
 
     def choose_weights(self, progress: Progress) -> Progress:
         """When all is trained: leave the weights to finish in the module; how far those were trained."""

@@ -23,7 +23,10 @@ def hold(folder: Path, on_wait: Callable[[str], None] | None = None) -> Iterator
     for the end of that run instead.
     """
     made = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
     try:
         with _acquired(FileLock(folder / LOCK_NAME, is_singleton=True), folder, on_wait):
             yield
@@ -43,10 +46,25 @@ def hold_file(path: Path) -> Iterator[None]:
 @contextmanager
 def _acquired(lock: BaseFileLock, held: Path, on_wait: Callable[[str], None] | None) -> Iterator[None]:
     path = Path(lock.lock_file)
+    try:
+        _acquire(lock, path, held, on_wait)
+        path.write_text(json.dumps(_self_description()))
+    except OSError as error:
+        lock.release()
+        raise _unwritable(held, error) from error
+    try:
+        yield
+    finally:
+        if lock.lock_counter == 1:
+            path.unlink(missing_ok=True)  # while it is held: whoever opened it meanwhile sees that, and opens another
+        lock.release()
+
+
+def _acquire(lock: BaseFileLock, path: Path, held: Path, on_wait: Callable[[str], None] | None) -> None:
     while True:
         try:
             lock.acquire(timeout=0 if on_wait is None else _ASK_EVERY)
-            break
+            return
         except Timeout:
             holder = _holder(path)
             if on_wait is None:
@@ -54,13 +72,10 @@ def _acquired(lock: BaseFileLock, held: Path, on_wait: Callable[[str], None] | N
                     f"{held} is being written by {holder}: wait for its end, or give another output"
                 ) from None
             on_wait(f"waiting for {holder}, which writes {held}")
-    try:
-        path.write_text(json.dumps(_self_description()))
-        yield
-    finally:
-        if lock.lock_counter == 1:
-            path.unlink(missing_ok=True)  # while it is held: whoever opened it meanwhile sees that, and opens another
-        lock.release()
+
+
+def _unwritable(held: Path, error: OSError) -> OSError:
+    return OSError(f"{held} cannot be written ({error.strerror or error}): make room or give another output")
 
 
 def _self_description() -> dict[str, str | int]:

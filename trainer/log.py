@@ -47,17 +47,29 @@ class Log:
         """Say where the run goes on, under which settings if they changed, and without which checkpoints."""
         if not self._active:
             return
-        self._supersede(progress)
+        lost = self._supersede(progress)
         self._bar.begin(progress.step)
         steps = self._recipe.training.steps
         lines = [f"{passed} cannot be used: passed over, and kept" for passed in checkpoints.unreadable]
+        if lost:
+            lines.append(f"{self._file} lacks the figures of {lost} of the {progress.step} steps that are done")
         lines.append(f"{self._recipe.name}: going on from step {progress.step} of {steps}")
-        say(self._console, *lines, *_changes(checkpoints.stretches, progress))
+        if progress.step < steps:
+            lines += _changes(checkpoints.stretches, progress)
+        say(self._console, *lines)
 
-    def _supersede(self, progress: Progress) -> None:
-        """Move the lines of steps, and of an evaluation, that will be done again out of metrics.jsonl."""
+    def note(self, line: str) -> None:
+        """Say a line."""
+        if self._active:
+            say(self._console, line)
+
+    def _supersede(self, progress: Progress) -> int:
+        """Move the lines of steps, and of an evaluation, that will be done again out of metrics.jsonl.
+
+        Returns how many of the steps that are done have no line in it.
+        """
         if not self._file.exists():
-            return
+            return progress.step
         at_end = progress.step == self._recipe.training.steps
         evaluates = at_end or progress.step % self._recipe.evaluation.every == 0
         kept: list[str] = []
@@ -68,6 +80,8 @@ class Log:
             with self._file.with_name("metrics.superseded.jsonl").open("a") as lines:
                 lines.write("".join(line if line.endswith("\n") else f"{line}\n" for line in superseded))
             write_text(self._file, "".join(kept))
+        rows = [json.loads(line) for line in kept]
+        return progress.step - len({row["step"] for row in rows if "loss" in row})
 
     def step(self, progress: Progress, figures: dict[str, float]) -> None:
         """Note a step's figures and its speed."""

@@ -9,20 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from decoding.loading import first_line
-from decoding.prompts import check_messages, parse_row, read_lines
+from decoding.prompts import check_messages, messages_of, parse_row, read_lines
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+)?")
 _SUFFIXES = (".jsonl", ".parquet")
-_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "tool": "tool",
-}
-"""What ShareGPT calls who speaks."""
 
 
 class Row(NamedTuple):
@@ -127,19 +117,8 @@ def _numbered(name: str, rows: Any) -> Iterator[Row]:
 
 def conversation(fields: dict[str, Any], format: str, where: str) -> list[dict[str, Any]]:
     """The messages of a row in the ``messages`` or the ``sharegpt`` format, as chat templates take them."""
-    if format == "messages":
-        return check_messages(fields["messages"], where)
-    turns = fields["conversations"]
-    if not isinstance(turns, list) or not turns:
-        raise ValueError(f"{where}: the conversations are {turns!r:.60}, not a list of turns")
-    if isinstance(turns[0], dict) and "role" in turns[0]:  # ShareGPT's field with messages in it
-        return check_messages(turns, where)
-    return [_message(turn, where) for turn in turns]
-
-
-def _message(turn: Any, where: str) -> dict[str, Any]:
-    if not isinstance(turn, dict) or not all(isinstance(turn.get(key), str) for key in ("from", "value")):
-        raise ValueError(f"{where}: a turn is {turn!r:.60}, without a 'from' and a 'value' that are texts")
-    if turn["from"] not in _ROLES:
-        raise ValueError(f"{where}: a turn is from {turn['from']!r}: ShareGPT has {', '.join(_ROLES)}")
-    return {"role": _ROLES[turn["from"]], "content": turn["value"]}
+    return (
+        check_messages(fields["messages"], where)
+        if format == "messages"
+        else messages_of(fields["conversations"], where)
+    )

@@ -1,7 +1,7 @@
 """From a recipe to a finished folder: assemble, train, evaluate, write."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -50,16 +50,21 @@ def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
 @contextmanager
 def _alone_in(output: Path, accelerator: Accelerator) -> Iterator[None]:
     """Hold the run's folder; where another run does, ValueError on every process."""
-    refusal: ValueError | None = None
     with ExitStack() as held:
-        if accelerator.is_main_process:
-            try:
-                held.enter_context(hold(output))
-            except ValueError as error:
-                refusal = error
-        if any_process(accelerator, refusal is not None):
-            raise refusal or ValueError(f"another run is writing {output}, as the first process says")
+        _on_main(accelerator, lambda: held.enter_context(hold(output)))
         yield
+
+
+def _on_main(accelerator: Accelerator, work: Callable[[], object]) -> None:
+    """Work that the first process does alone; what it refuses is an error on all, which would wait for it for ever."""
+    refusal: ValueError | OSError | None = None
+    if accelerator.is_main_process:
+        try:
+            work()
+        except (ValueError, OSError) as error:
+            refusal = error
+    if any_process(accelerator, refusal is not None):
+        raise refusal or ValueError("the first process cannot go on: its own message says why")
 
 
 def _run(recipe: AnyRecipe, accelerator: Accelerator, console: Console) -> None:
@@ -73,6 +78,13 @@ def _run(recipe: AnyRecipe, accelerator: Accelerator, console: Console) -> None:
         if (address := address_of(accelerator)) is not None:
             say(console, f"figures also go to {address}")
         watch = Watch(job, identity, log, checkpoints)
+        _on_main(accelerator, watch.check)
+
+        def on_resume(progress: Progress) -> None:
+            log.resumed(progress, checkpoints)
+            if accelerator.is_main_process:
+                watch.resumed(progress)
+
         progress = train(
             job.objective,
             source_of(job, rank, world),
@@ -81,7 +93,7 @@ def _run(recipe: AnyRecipe, accelerator: Accelerator, console: Console) -> None:
             checkpoints,
             recipe.checkpoint.every,
             recipe.evaluation.every,
-            Hooks(log.step, watch.evaluate, lambda progress: log.resumed(progress, checkpoints)),
+            Hooks(log.step, watch.evaluate, on_resume),
         )
         with whole_parameters(accelerator, job.objective.module):
             if accelerator.is_main_process:
@@ -98,6 +110,13 @@ def _settings(recipe: AnyRecipe, num_processes: int) -> dict[str, Any]:
     """What of a recipe and its launch may change where a run goes on, and bears on the figures of its steps."""
     names = ("learning_rate", "mixed_precision", "micro_batch_size")
     return {**{name: getattr(recipe.training, name) for name in names}, "num_processes": num_processes}
+
+
+def _as_trained(recipe: AnyRecipe, stretches: Sequence[Mapping[str, Any]]) -> AnyRecipe:
+    """The recipe with the settings of its last stretch of steps: what it says now may have come after the last step."""
+    names = type(recipe.training).model_fields
+    last = {name: value for name, value in stretches[-1].items() if name in names} if stretches else {}
+    return recipe.model_copy(update={"training": recipe.training.model_copy(update=last)})
 
 
 def _cost_check(
@@ -156,13 +175,14 @@ def _finish(
     objective.module.eval()  # the target may be part of it
     if isinstance(objective, TreeObjective) and evaluator is not None:
         objective.choose_tree(evaluator.target, evaluator.greedy_texts(job.dataset))  # not on what is evaluated
+    stretches = [stretch for stretch in checkpoints.stretches if stretch["first_step"] < progress.step]
     made_from = provenance(
-        job.recipe,
+        _as_trained(job.recipe, stretches),
         (job.dataset, job.heldout),
         job.target.fingerprint if job.target else None,
         progress.step,
         progress.tokens,
-        {**describe(accelerator), "stretches": [s for s in checkpoints.stretches if s["first_step"] < progress.step]},
+        {**describe(accelerator), "stretches": stretches},
     )
 
     def write(folder: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.header import read_object
+from decoding.loading import UNREADABLE
 
 _REMEDY = "write the model again"
 _RENAMED = {"torch_dtype": "dtype", "num_experts": "num_local_experts"}
@@ -43,7 +44,7 @@ def write_model(
     stored = read_object(path, _REMEDY)
     try:
         both = config_for_both(type(model.config), stored)
-    except ValueError as error:
+    except UNREADABLE as error:
         warnings.warn(f"programs with transformers 4 will misread {folder}: {error}", stacklevel=2)
     else:
         path.write_text(json.dumps(both, indent=2, sort_keys=True) + "\n")

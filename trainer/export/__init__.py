@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decoding.redact import without_local_paths
-from trainer.export.card import CARD_NAME, Artefact, read_provenance, read_report, render_card
+from trainer.export.card import CARD_NAME, Artefact, is_own_card, read_provenance, read_report, render_card
 from trainer.export.hub import push
 from trainer.export.measured import Measured, read_measured
 from trainer.folders import write_folder
@@ -53,7 +53,7 @@ def export(
         artefact, sentence = _write(source, folder, format)
         (folder / CARD_NAME).write_text(render_card(artefact, provenance, measured), encoding="utf-8")
         _give_all_files_one_mode(folder)
-        _check_holds_only(destination, {path.name for path in folder.iterdir()})
+        _check_is_export(destination, {path.name for path in folder.iterdir()})
         compared.append(sentence)
 
     write_folder(destination, write)
@@ -113,10 +113,12 @@ def _check_destination(source: Path, destination: Path, overwrite: bool) -> None
         raise ValueError(f"the destination {destination} is not empty: give another folder, or overwrite it")
 
 
-def _check_holds_only(destination: Path, names: set[str]) -> None:
-    """Overwriting replaces files of the same names; anything else there is not an export's, and stays."""
-    if not destination.is_dir():
+def _check_is_export(destination: Path, names: set[str]) -> None:
+    """Overwriting replaces an export, known by its card, and its files; anything else that is there stays."""
+    if not destination.is_dir() or not any(destination.iterdir()):
         return
+    if not is_own_card(destination / CARD_NAME):
+        raise ValueError(f"{destination} holds something else than an export of headstart's: give another folder")
     others = sorted(path.name for path in destination.iterdir() if path.name not in names or not path.is_file())
     if others:
         raise ValueError(

@@ -10,8 +10,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment, StrictUndefined
+from yaml import YAMLError
 
 from decoding.header import read_object
 from decoding.markdown import code, fenced, one_line, text
@@ -20,6 +21,8 @@ from trainer.export.measured import Measured
 
 CARD_NAME = "README.md"
 PROVENANCE_NAME = "provenance.json"
+_TAG = "headstart"
+"""Among the tags of every card: `export` replaces no folder whose card lacks it."""
 _PROVENANCE_REMEDY = "the trainer writes it: copy it again from the training run, or remove it"
 _UNKNOWN_TARGET = "TARGET"
 _ADAPTED_TARGET = "ADAPTED_TARGET"
@@ -133,7 +136,7 @@ def render_card(artefact: Artefact, provenance: Provenance | None, measured: Mea
     front_matter = ModelCardData(
         library_name=_LIBRARIES[artefact.format],
         base_model=target if is_hub_id(target) else None,
-        tags=["speculative-decoding", kind],
+        tags=["speculative-decoding", kind, _TAG],
         pipeline_tag="text-generation" if artefact.format == "draft" else None,
     )
     environment = Environment(  # the output is Markdown, not HTML
@@ -149,6 +152,17 @@ def render_card(artefact: Artefact, provenance: Provenance | None, measured: Mea
         provenance=provenance,
         measured=measured,
     )
+
+
+def is_own_card(path: Path) -> bool:
+    """True for a card that `render_card` wrote, whatever was added to it since."""
+    if not path.is_file():
+        return False
+    try:
+        card = ModelCard(path.read_text(encoding="utf-8", errors="replace"), ignore_metadata_errors=True)
+    except (ValueError, YAMLError):
+        return False
+    return _TAG in (card.data.get("tags") or ())
 
 
 def _object(stored: dict[str, Any], key: str, path: Path) -> dict[str, Any]:

@@ -21,6 +21,8 @@ def write(source: Path, folder: Path) -> tuple[Artefact, str]:
     Returns what the card says about it, and a sentence on what was compared.
     """
     model, tokenizer = _load(source)
+    if hasattr(model.config, "auto_map"):
+        del model.config.auto_map  # names code that is not exported with it
     check_finite(dict(model.named_parameters()), f"{source}", "give an earlier checkpoint, or train the draft again")
     write_model(model, tokenizer, folder)
     if (output_tokens := read_output_tokens(model, str(source))) is not None:
@@ -45,11 +47,25 @@ def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer from a local folder, in the stored dtype, on the CPU."""
     model = load_model(str(folder), "auto", torch.device("cpu"))
     try:
-        return model, load_tokenizer(str(folder))
+        tokenizer = load_tokenizer(str(folder))
     except ValueError as error:
+        if any(folder.glob("tokenizer*")):
+            raise
         raise ValueError(
             f"{folder} holds no tokenizer, which servers need beside a draft: save the target's there"
         ) from error
+    _check_vocabulary(tokenizer, model, folder)
+    return model, tokenizer
+
+
+def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, folder: Path) -> None:
+    """Refuse a tokenizer of another model: with tokens that this one does not know, or far too few."""
+    highest, knows = max(tokenizer.get_vocab().values(), default=-1), model.config.get_text_config().vocab_size
+    if highest >= knows or highest + 1 < knows - max(1024, knows // 100):
+        raise ValueError(
+            f"the tokenizer in {folder} has tokens up to {highest}, but the draft knows 0 to {knows - 1}: put the "
+            "target's tokenizer there, with which the draft was trained"
+        )
 
 
 @torch.inference_mode()

@@ -55,6 +55,8 @@ def read_measured(report: dict[str, Any], name: str, kind: str) -> Measured:
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"{name} holds no rows of figures: give the report.json that `headstart evaluate` wrote")
     for row in rows:
+        if not isinstance(row, dict):
+            raise ValueError(f"{name} holds {row!r:.60} as a row of figures: evaluate again")
         if row.get("label") not in _LABELS:
             raise ValueError(
                 f"{name} labels {row.get('method')!r} {row.get('label')!r}, not lossless or lossy: evaluate again"
@@ -64,9 +66,9 @@ def read_measured(report: dict[str, Any], name: str, kind: str) -> Measured:
         return Measured(
             hardware=_hardware(report.get("hardware") or {}),
             dtype=_said(report.get("dtype")),
-            prompts=_said(report.get("prompts")),
-            rounds=_said(report.get("rounds")),
-            max_new_tokens=_said(report.get("max_new_tokens")),
+            prompts=_count(report.get("prompts")),
+            rounds=_count(report.get("rounds")),
+            max_new_tokens=_count(report.get("max_new_tokens")),
             commit=_said(report.get("commit")),
             greedy=greedy_sentence({**report, "rows": shown}),
             rows=tuple(_row(row) for row in shown),
@@ -111,6 +113,12 @@ def _hardware(hardware: dict[str, Any]) -> str:
     if hardware.get("threads"):
         processor += f" ({hardware['threads']} threads)"
     return f"{_said(hardware['gpu'])}, {processor}" if hardware.get("gpu") else processor
+
+
+def _count(value: Any) -> str:
+    if value is not None and (type(value) is not int or value < 1):
+        raise ValueError(f"{value!r} is no count")
+    return _said(value)
 
 
 def _said(value: Any) -> str:
