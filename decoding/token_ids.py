@@ -21,6 +21,10 @@ def check_ids(prompt: Any, vocab_size: int | None = None) -> None:
         raise ValueError(f"a prompt is a tensor of shape {tuple(prompt.shape)}: give a list of its ids, ids.tolist()")
     if not isinstance(prompt, Sized) or not isinstance(prompt, Iterable):
         raise ValueError(f"a prompt is {prompt!r:.60}, not a list of token ids: give such a list for each prompt")
+    if all(type(token) is int for token in prompt) and len(prompt) and vocab_size is not None:
+        low, high = min(prompt), max(prompt)
+        if low >= 0 and high < vocab_size:
+            return  # at once: prompts may have many thousand tokens
     for token in prompt:
         if isinstance(token, bool) or not isinstance(token, Integral):
             kind = type(token).__name__

@@ -195,7 +195,7 @@ def test_the_front_matter_and_the_commands_fit_each_format(tmp_path: Path) -> No
         card = card_of(tmp_path, format)
         front_matter = yaml.safe_load(card.split("---\n")[1])
         assert front_matter["library_name"] == library
-        assert front_matter["tags"] == ["speculative-decoding", tag]
+        assert front_matter["tags"] == ["speculative-decoding", tag, "headstart"]
         assert "license" not in front_matter and "base_model" not in front_matter
         assert command in card
 

@@ -375,8 +375,10 @@ def test_another_recipe_is_refused_naming_what_differs(tmp_path: Path) -> None:
     other = {**IDENTITY, "training": {"steps": 11, "betas": (0.9, 0.95)}, "kind": "draft"}
     with pytest.raises(ValueError) as error:
         load(checkpoints(tmp_path, identity=other), *trained_model())
-    assert f"{tmp_path}/step-00000002 was made by a recipe with another kind, training: " in str(error.value)
-    assert "another output folder, or delete this one" in str(error.value)
+    assert f"{tmp_path}/step-00000002 was made by a recipe with another kind, training.steps (10, now 11): " in str(
+        error.value
+    )
+    assert f"another output folder, or remove {tmp_path} to start over" in str(error.value)
 
 
 def test_a_tuple_in_an_identity_equals_the_list_it_is_stored_as(tmp_path: Path) -> None:

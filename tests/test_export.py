@@ -334,12 +334,28 @@ def test_a_failure_while_overwriting_leaves_the_earlier_export(
 
 
 def test_overwriting_never_removes_a_file_it_does_not_replace(heads_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
+    export(heads_folder, tmp_path / "out", "headstart")
     (tmp_path / "out" / "thesis.tex").write_text("all I have")
-    with pytest.raises(ValueError, match=r"holds thesis\.tex"):
+    with pytest.raises(ValueError, match=r"also holds thesis\.tex"):
         export(heads_folder, tmp_path / "out", "headstart", overwrite=True)
     assert (tmp_path / "out" / "thesis.tex").read_text() == "all I have"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+@pytest.mark.parametrize("card", [None, "card", "---\ntags:\n- medusa\n---\n", "---\ntags: [\n---\n"])
+def test_overwriting_replaces_no_folder_that_is_not_an_export(
+    heads_folder: Path, tmp_path: Path, card: str | None
+) -> None:
+    """A model's folder has just the names of an export's files; what tells them apart is the card."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (mine / name).write_text("mine")
+    if card is not None:
+        (mine / "README.md").write_text(card)
+    with pytest.raises(ValueError, match=r"mine holds something else than an export of headstart's: give another"):
+        export(heads_folder, mine, "headstart", overwrite=True)
+    assert (mine / "model.safetensors").read_text() == "mine"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="file modes")

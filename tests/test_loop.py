@@ -216,7 +216,7 @@ def test_weights_that_a_step_made_infinite_are_not_saved(tmp_path: Path) -> None
     assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["step-00000002", "step-00000003"]
     again, resumed = ToyObjective(seed=1), Recorder()
     train_toy(tmp_path / "b", again, resumed, checkpoint_every=1)
-    assert resumed.resumed_at == [3] and list(resumed.figures) == [4, 5, 6]
+    assert resumed.began_at == [3] and list(resumed.figures) == [4, 5, 6]
     assert equal(weights(again.module), weights(straight.module))
 
 

@@ -103,7 +103,7 @@ def hostile_report(name: str) -> dict[str, Any]:
         {**row, "artefact": kind} for row in rows for kind in (("heads", "draft") if row.get("artefact") else (None,))
     ]
     hardware = {"processor": name, "threads": name, "gpu": name}
-    return {**found, "rows": rows, "hardware": hardware, "commit": name, "dtype": name, "prompts": name}
+    return {**found, "rows": rows, "hardware": hardware, "commit": name, "dtype": name}
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)

@@ -72,7 +72,7 @@ def test_only_the_first_tokens_of_a_text_are_taken_if_asked(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ('{"prompt": "a"}\n{"story": "b"}\n', "line 2: no field any of prompt"),
+        ('{"prompt": "a"}\n{"story": "b"}\n', "line 2: the row lacks a field of prompt"),
         ('{"prompt": "a"}\n{"prompt": \n', "line 2: not JSON"),
         ('{"prompt": 3}\n', "line 1: the prompt is int, not text"),
         ("", "holds no prompts"),

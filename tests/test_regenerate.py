@@ -341,7 +341,7 @@ def test_each_line_gives_its_samples_and_blank_lines_none(tmp_path: Path) -> Non
         ('{"turns": []}', "line 1: the conversation has nothing to answer"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "line 1: the conversation has nothing to answer"),
         ('{"messages": [{"role": "user"}]}', "line 1: a message is"),
-        ('{"story": "a"}', "line 1: no field any of prompt"),
+        ('{"story": "a"}', "line 1: the row lacks a field of prompt"),
         ("", "holds no prompts"),
     ],
 )

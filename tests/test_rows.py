@@ -62,7 +62,7 @@ def test_without_the_datasets_library_the_remedy_is_named(
         (b"[1, 2]", "the row is list, not an object with fields: write one a line"),
         (b"null", "the row is NoneType, not an object"),
         (b'{"text": "\xff"}', r"not UTF-8 text \(invalid start byte\)"),
-        (b'{"text": "\\ud83d"}', r"not UTF-8 text \(surrogates not allowed\)"),
+        (b'{"text": "\\ud83d"}', r"a \\u escape is half a character \(surrogates not allowed\)"),
     ],
 )
 def test_a_line_that_is_no_row_is_found_when_its_fields_are_asked_for(line: bytes, message: str) -> None:

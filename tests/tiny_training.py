@@ -180,7 +180,7 @@ class Recorder:
     def __init__(self) -> None:
         self.figures: dict[int, dict[str, float]] = {}
         self.evaluated: list[int] = []
-        self.resumed_at: list[int] = []
+        self.began_at: list[int] = []
         self.ends_at: set[int] = set()
         self.actions: dict[int, Any] = {}
 
@@ -189,7 +189,7 @@ class Recorder:
         return {step: figures["loss"] for step, figures in self.figures.items()}
 
     def hooks(self) -> Hooks:
-        return Hooks(self._on_step, self._evaluate, lambda progress: self.resumed_at.append(progress.step))
+        return Hooks(self._on_step, self._evaluate, lambda progress: self.began_at.append(progress.step))
 
     def _evaluate(self, progress: Progress) -> bool:
         self.evaluated.append(progress.step)

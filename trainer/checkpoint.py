@@ -9,7 +9,9 @@ Each file has a checksum. A checkpoint that cannot be read is named, passed over
 failed for a moment only.
 """
 
+import errno
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from trainer.folders import check_seal, write_folder
 from trainer.state import Tensors
 
 _STATE, _WEIGHTS, _OPTIMIZER = "state.json", "weights.safetensors", "optimizer.safetensors"
+_NAME = re.compile(r"step-\d{8,}")
 _ASIDE = "unreadable-"
 """Before the name of a checkpoint that could not be read, once the run has gone on without it."""
 
@@ -79,7 +82,7 @@ class Checkpoints:
         """The checkpoints that `latest` passed over, newest first."""
 
     def _all(self) -> list[Path]:
-        return sorted(self._folder.glob("step-*"))
+        return sorted(folder for folder in self._folder.glob("step-*") if _NAME.fullmatch(folder.name))
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints there are, in increasing order."""
@@ -111,9 +114,10 @@ class Checkpoints:
             self._set_aside(newest)
             write_folder(newest, write, sealed=True)
         except OSError as error:
+            remedy = "make room" if error.errno in (None, errno.ENOSPC, errno.EDQUOT) else "see to the folder"
             raise OSError(
                 f"the checkpoint of step {progress.step} could not be written ({error}); {self.last_good()}: "
-                "make room and start again to resume"
+                f"{remedy} and start again to resume"
             ) from error
         for folder in self._all()[: -self._keep]:
             shutil.rmtree(folder, ignore_errors=True)
@@ -129,6 +133,11 @@ class Checkpoints:
                     aside = folder.with_name(f"{_ASIDE}{folder.name}-{count}")
                 folder.rename(aside)
         self.unreadable = []
+
+    def read(self, step: int) -> Saved:
+        """The checkpoint of a step that another process has verified."""
+        folder = self._folder / f"step-{step:08d}"
+        return Saved(_read_state(folder / _STATE)[2], load_file(folder / _WEIGHTS), load_file(folder / _OPTIMIZER))
 
     def latest(self) -> Saved | None:
         """The newest readable checkpoint; None if there is none. Those that cannot be read go to `unreadable`.

@@ -62,6 +62,8 @@ def check_seal(folder: Path) -> None:
     except FileNotFoundError:
         raise ValueError(f"{CHECKSUMS} is missing") from None
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    if others := {path.name for path in folder.iterdir() if path.name != CHECKSUMS} - sums.keys():
+        raise ValueError(f"{CHECKSUMS} knows no {min(others)}, which is there")
     if not sums:
         raise ValueError(f"{CHECKSUMS} is empty")
     for name, digest in sums.items():

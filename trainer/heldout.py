@@ -98,7 +98,7 @@ class Watch:
         self._best.offer(progress, figures[CRITERION], self._objective.module)
         return self._best.is_enough(progress.step)
 
-    def resumed(self, progress: Progress) -> None:
+    def begun(self, progress: Progress) -> None:
         """Say if a run goes on without the evaluations that it made before."""
         if self._best is not None and self._best.latest() is None and progress.step > self._section.every:
             self._log.note(

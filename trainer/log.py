@@ -43,11 +43,14 @@ class Log:
     def __exit__(self, *exception: object) -> None:
         self._bar.__exit__(*exception)
 
-    def resumed(self, progress: Progress, checkpoints: Checkpoints) -> None:
-        """Say where the run goes on, under which settings if they changed, and without which checkpoints."""
-        if not self._active:
-            return
+    def begun(self, progress: Progress, checkpoints: Checkpoints) -> None:
+        """Say where the run goes on, under which settings if they changed, and without which checkpoints.
+
+        Main process only. Of a run that begins, nothing is said.
+        """
         lost = self._supersede(progress)
+        if not progress.step:
+            return
         self._bar.begin(progress.step)
         steps = self._recipe.training.steps
         lines = [f"{passed} cannot be used: passed over, and kept" for passed in checkpoints.unreadable]
@@ -114,13 +117,13 @@ class Log:
 
 
 def _is_repeated(line: str, step: int, evaluates: bool) -> bool:
-    """True for a line of metrics that a run writes again when it goes on from ``step``, and for half a line."""
+    """True for a line that a run writes again when it goes on from ``step``, and for one that holds no figures."""
     try:
         row = json.loads(line)
-    except ValueError:
+        evaluation = any(name.startswith("heldout/") for name in row)
+        return bool(row["step"] > step or (row["step"] == step and evaluation and evaluates))
+    except (ValueError, TypeError, KeyError):  # no row of figures
         return True
-    evaluation = any(name.startswith("heldout/") for name in row)
-    return bool(row["step"] > step or (row["step"] == step and evaluation and evaluates))
 
 
 def _changes(stretches: list[dict[str, Any]], progress: Progress) -> list[str]:

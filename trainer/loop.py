@@ -35,8 +35,8 @@ class Hooks(NamedTuple):
     """On every process, after each optimizer step, with its figures."""
     evaluate: Callable[[Progress], bool]
     """On the main process, while the others wait; again where a run goes on from that step. Whether to end here."""
-    on_resume: Callable[[Progress], None] = lambda progress: None
-    """On every process, where a run goes on from a checkpoint, before its first step."""
+    on_begin: Callable[[Progress], None] = lambda progress: None
+    """On the main process, before the first step; the progress is that of the checkpoint the run goes on from."""
 
 
 def learning_rate_at(step: int, section: TrainingSection) -> float:
@@ -64,12 +64,11 @@ def train(
     to be saved that are not finite (the last good checkpoint stays).
     """
     optimizers = build_optimizers(objective.module, section, objective.rates(0).keys())
-    saved = checkpoints.latest()
+    saved = _saved_by_all(accelerator, checkpoints)
     progress = saved.progress if saved else Progress(0, 0)
-    _check_one_run(accelerator, progress)
     if saved:
-        hooks.on_resume(progress)
         load_weights(objective.module, saved.weights)
+    on_main(accelerator, lambda: hooks.on_begin(progress))
     objective.module.to(accelerator.device)
     runner = prepare(accelerator, objective.module, optimizers, section)
     if saved:
@@ -99,9 +98,10 @@ def train(
 
 def _evaluate(hooks: Hooks, objective: Objective, accelerator: Accelerator, progress: Progress) -> bool:
     """Whether to end here, on every process."""
+    enough: list[bool] = []
     with whole_parameters(accelerator, objective.module):
-        enough = accelerator.is_main_process and hooks.evaluate(progress)
-        return any_process(accelerator, enough)
+        on_main(accelerator, lambda: enough.append(hooks.evaluate(progress)))
+        return any_process(accelerator, any(enough))
 
 
 def _step(
@@ -225,6 +225,26 @@ def _save(
     accelerator.wait_for_everyone()
 
 
+def _saved_by_all(accelerator: Accelerator, checkpoints: Checkpoints) -> Saved | None:
+    """The state to go on from: the first process chooses and verifies it, all others read the same one."""
+    found: list[Saved | None] = []
+    on_main(accelerator, lambda: found.append(checkpoints.latest()))
+    if accelerator.num_processes == 1:
+        return found[0]
+    chosen = found[0].progress.step if found and found[0] else 0
+    total: Tensor = accelerator.reduce(torch.tensor(chosen, device=accelerator.device), "sum")  # of the others 0
+    step, steps = int(total), checkpoints.steps()
+    here = step if step in steps or accelerator.is_main_process else max(steps, default=0)
+    _check_one_run(accelerator, Progress(here, 0))
+
+    def read_it_too() -> None:
+        if not found:
+            found.append(checkpoints.read(step) if step else None)
+
+    agreed(accelerator, read_it_too)
+    return found[0]
+
+
 def _check_one_run(accelerator: Accelerator, progress: Progress) -> None:
     """All processes must go on from the same step: each reads the checkpoint, and the first alone writes it."""
     steps = accelerator.gather(torch.tensor([progress.step], device=accelerator.device)).tolist()
@@ -233,6 +253,25 @@ def _check_one_run(accelerator: Accelerator, progress: Progress) -> None:
             f"the processes find checkpoints of different steps ({', '.join(map(str, steps))}): the recipe's output "
             "must be a folder that all machines share"
         )
+
+
+def on_main(accelerator: Accelerator, work: Callable[[], object]) -> None:
+    """Work that the first process does alone, in an `agreed` way."""
+    agreed(accelerator, work if accelerator.is_main_process else lambda: None)
+
+
+def agreed(accelerator: Accelerator, work: Callable[[], object]) -> None:
+    """Work whose refusal on one process is an error on all: the others would wait for that one for ever.
+
+    All must call this, inside of whatever they have entered together.
+    """
+    refusal: ValueError | OSError | None = None
+    try:
+        work()
+    except (ValueError, OSError) as error:
+        refusal = error
+    if any_process(accelerator, refusal is not None):
+        raise refusal or ValueError("another process cannot go on: its own message says why")
 
 
 def any_process(accelerator: Accelerator, flag: bool) -> bool:

@@ -23,6 +23,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     wrong = [override for override in overrides if "=" not in override]
     if wrong:
         raise ValueError(f"override {wrong[0]!r} has no '=': write section.key=value")
+    keys = [override.partition("=")[0] for override in overrides]
+    if twice := next((key for place, key in enumerate(keys) if key in keys[:place]), None):
+        raise ValueError(f"{twice} is given twice behind the recipe: give it once")
     try:
         merged = OmegaConf.merge(_with_bases(Path(path)), OmegaConf.from_dotlist(list(overrides)))
         missing = sorted(OmegaConf.missing_keys(merged))

@@ -35,6 +35,7 @@ from decoding.target import CausalLM
 from trainer.answers import read_conversations
 from trainer.console import say, standard_output
 from trainer.folders import check_can_be_folder
+from trainer.lock import hold
 from trainer.options import RealignOptions, RegenerateOptions
 from trainer.progress import ProgressBar
 from trainer.quickstart import resolve
@@ -72,6 +73,11 @@ def run_realign(options: RealignOptions, console: Console | None = None) -> dict
     console = console or standard_output()
     _check(options)
     ensure_built(options.target)
+    with hold(options.output):
+        return _realign(options, console)
+
+
+def _realign(options: RealignOptions, console: Console) -> dict[str, Any]:
     split_prompts(options)
     before = _measure_stale(options, console)
     say(console, f"the stale draft, {_said(before.figures)}")

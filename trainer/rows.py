@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from decoding.loading import first_line
 from decoding.prompts import check_messages, messages_of, parse_row, read_lines
+from trainer.folders import sha256_of
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+)?")
 _SUFFIXES = (".jsonl", ".parquet")
@@ -59,10 +60,10 @@ def open_source(name: str, split: str) -> Source:
         files = tuple(sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES))
         if not files:
             raise ValueError(f"folder {name} holds no data: put .jsonl or .parquet files into it")
-        digests = "".join(f"{file.name} {_digest(file)}\n" for file in files)
+        digests = "".join(f"{file.name} {sha256_of(file)}\n" for file in files)
         return Source(name, files, None, hashlib.sha256(digests.encode()).hexdigest())
     if path.is_file():
-        return Source(name, (path,), None, _digest(path))
+        return Source(name, (path,), None, sha256_of(path))
     if not _HUB_ID.fullmatch(name) or name.endswith((*_SUFFIXES, ".json")):
         raise ValueError(
             f"there is no data file {name}: give a .jsonl or .parquet file, a folder of them, or ORG/NAME on the hub"
@@ -70,11 +71,6 @@ def open_source(name: str, split: str) -> Source:
     hub = _hub_rows(name, split)
     digest = hashlib.sha256(f"{name}\n{split}\n{hub._fingerprint}".encode()).hexdigest()
     return Source(name, (), hub, digest)
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _datasets(name: str) -> Any:

@@ -27,7 +27,7 @@ from trainer.folders import write_folder
 from trainer.heldout import Evaluator, Watch, evaluator_of
 from trainer.lock import hold
 from trainer.log import Log
-from trainer.loop import Hooks, any_process, train
+from trainer.loop import Hooks, on_main, train
 from trainer.objective import TreeObjective
 from trainer.provenance import provenance, write_provenance
 from trainer.recipe import AnyRecipe, DraftRecipe, MedusaRecipe
@@ -51,20 +51,8 @@ def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
 def _alone_in(output: Path, accelerator: Accelerator) -> Iterator[None]:
     """Hold the run's folder; where another run does, ValueError on every process."""
     with ExitStack() as held:
-        _on_main(accelerator, lambda: held.enter_context(hold(output)))
+        on_main(accelerator, lambda: held.enter_context(hold(output)))
         yield
-
-
-def _on_main(accelerator: Accelerator, work: Callable[[], object]) -> None:
-    """Work that the first process does alone; what it refuses is an error on all, which would wait for it for ever."""
-    refusal: ValueError | OSError | None = None
-    if accelerator.is_main_process:
-        try:
-            work()
-        except (ValueError, OSError) as error:
-            refusal = error
-    if any_process(accelerator, refusal is not None):
-        raise refusal or ValueError("the first process cannot go on: its own message says why")
 
 
 def _run(recipe: AnyRecipe, accelerator: Accelerator, console: Console) -> None:
@@ -78,12 +66,11 @@ def _run(recipe: AnyRecipe, accelerator: Accelerator, console: Console) -> None:
         if (address := address_of(accelerator)) is not None:
             say(console, f"figures also go to {address}")
         watch = Watch(job, identity, log, checkpoints)
-        _on_main(accelerator, watch.check)
+        on_main(accelerator, watch.check)
 
-        def on_resume(progress: Progress) -> None:
-            log.resumed(progress, checkpoints)
-            if accelerator.is_main_process:
-                watch.resumed(progress)
+        def on_begin(progress: Progress) -> None:
+            log.begun(progress, checkpoints)
+            watch.begun(progress)
 
         progress = train(
             job.objective,
@@ -93,16 +80,19 @@ def _run(recipe: AnyRecipe, accelerator: Accelerator, console: Console) -> None:
             checkpoints,
             recipe.checkpoint.every,
             recipe.evaluation.every,
-            Hooks(log.step, watch.evaluate, on_resume),
+            Hooks(log.step, watch.evaluate, on_begin),
         )
+
+        def finish() -> None:
+            finished = watch.choose_weights(progress)
+            evaluator = evaluator_of(_with_target(job, accelerator))
+            _finish(job, evaluator, output / FINAL, finished, checkpoints, accelerator)
+            if evaluator is not None:
+                log.evaluation(progress, evaluator.figures(job.objective), finished.step)
+            say(console, _end(recipe, progress, finished))
+
         with whole_parameters(accelerator, job.objective.module):
-            if accelerator.is_main_process:
-                finished = watch.choose_weights(progress)
-                evaluator = evaluator_of(_with_target(job, accelerator))
-                _finish(job, evaluator, output / FINAL, finished, checkpoints, accelerator)
-                if evaluator is not None:
-                    log.evaluation(progress, evaluator.figures(job.objective), finished.step)
-                say(console, _end(recipe, progress, finished))
+            on_main(accelerator, finish)
         accelerator.wait_for_everyone()
 
 
