@@ -7,6 +7,7 @@ how its weights are cut into files. `fingerprint` is of a module in memory.
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,12 +58,24 @@ def fingerprint(module: nn.Module) -> str:
 def stored_fingerprint(name: str | Path, trust_remote_code: bool = False) -> str:
     """A short digest of the model, heads or LoRA adapters in a folder or under a hub id, as they are stored.
 
-    It covers the config and every tensor's name, shape, stored dtype and bytes; for heads all but their tree, which may
-    be planned anew; for adapters also the base model. Reads the files in pieces, about a second a GB.
+    It covers the config and every tensor's name, shape, stored dtype and bytes; for heads their tree, by which they are
+    measured; for adapters also the base model. Reads the files in pieces, about a second a GB, and once in a process
+    while they stay as they are.
 
     `ValueError` where there is no such model, or a file of it cannot be read.
     """
     name = str(name)
+    folder = Path(name)
+    files = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
+    states = [(path.name, path.stat()) for path in files]
+    return _stored_fingerprint(
+        name, trust_remote_code, tuple((file, state.st_size, state.st_mtime_ns) for file, state in states)
+    )
+
+
+@lru_cache(maxsize=16)
+def _stored_fingerprint(name: str, trust_remote_code: bool, files: tuple[tuple[str, int, int], ...]) -> str:
+    """``files``: names, sizes and times of what is in a folder, by which the cache knows that it changed."""
     try:
         digest = hashlib.sha256(_json_bytes(_described(name, trust_remote_code)))
         for tensor in sorted(_tensors_of(name)):
@@ -87,8 +100,7 @@ def prompts_fingerprint(prompts: Sequence[Sequence[int]]) -> str:
 def _described(name: str, trust_remote_code: bool) -> Any:
     """All that a model computes by beside its weights, as JSON values."""
     if is_heads_folder(name):
-        config = json.loads((Path(name) / "config.json").read_text())
-        return {key: value for key, value in config.items() if key != "tree"}
+        return json.loads((Path(name) / "config.json").read_text())
     if (adapters := _file_of(name, _ADAPTER_CONFIG)) is not None:
         config = json.loads(adapters.read_text())
         own = {key: _sorted(value) for key, value in config.items() if key not in _ADAPTERS_SAY_NOTHING}

@@ -29,13 +29,16 @@ _POSITIONS = ("max_position_embeddings", "n_positions")
 _SHARES = ("partial_rotary_factor", "rotary_pct")
 
 
-def check_model_folder(folder: Path) -> None:
+def check_model_folder(folder: Path, above: tuple[Path, ...] = ()) -> None:
     """Refuse a folder whose config and weights cannot be those of one model; ValueError names the file and the value.
 
-    The headers alone are read. Whatever is not known here is left to transformers.
+    The headers alone are read. Whatever is not known here is left to transformers. ``above``: the folders of the
+    adapters that this one is the base of.
     """
+    if folder.resolve() in above:
+        raise ValueError(f"{folder} holds adapters of a model that is made of these adapters: {_REMEDY}")
     if (folder / _ADAPTER_CONFIG).is_file():
-        _check_adapters(folder)
+        _check_adapters(folder, above)
     if (folder / _CONFIG).is_file():
         config = read_object(folder / _CONFIG, _REMEDY)
         text = config.get("text_config")
@@ -60,7 +63,7 @@ def adapted_model(folder: Path) -> str | None:
     return name
 
 
-def _check_adapters(folder: Path) -> None:
+def _check_adapters(folder: Path, above: tuple[Path, ...]) -> None:
     """Check the rank of LoRA matrices, which are made before their weights are read."""
     path = folder / _ADAPTER_CONFIG
     base, config = adapted_model(folder), read_object(path, _REMEDY)
@@ -71,8 +74,8 @@ def _check_adapters(folder: Path) -> None:
     if config.get("peft_type") == "LORA" and isinstance(patterns, dict):
         for key, rank in {"r": config.get("r", 8), **patterns}.items():
             _check_rank(path, key, rank, header, needed=key != "r" or not patterns)
-    if base is not None and Path(base).is_dir() and Path(base).resolve() != folder.resolve():
-        check_model_folder(Path(base))
+    if base is not None and Path(base).is_dir():
+        check_model_folder(Path(base), (*above, folder.resolve()))
 
 
 def _check_rank(path: Path, key: str, rank: object, header: Mapping[str, StoredTensor], needed: bool) -> None:
@@ -149,7 +152,9 @@ def _check_sizes(path: Path, config: Mapping[str, Any], header: Mapping[str, Sto
     numbered = [int(part) for name in header if (part := _layer_of(name)) is not None]
     most = max(numbered) + 1 if numbered else max(dims, default=0)
     for key in _LAYERS:
-        if isinstance(layers := config.get(key), int) and layers > most:
+        layers = config.get(key)
+        fewer = config.get("model_type") in _INNER_FAMILIES and numbered
+        if isinstance(layers, int) and (layers > most or (fewer and layers < most)):
             raise ValueError(f"{path} has {layers} as {key}, but the weights beside it have {most} layers: {_REMEDY}")
     plain = "quantization_config" not in config
     has_inner = config.get("model_type") in _INNER_FAMILIES and plain

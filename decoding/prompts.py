@@ -8,7 +8,9 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-PROMPT_FIELDS = ("prompt", "question", "instruction", "turns", "messages", "conversations", "text")
+PROMPT_FIELDS = (
+    *("prompt", "question", "instruction", "problem", "query", "turns", "messages", "conversations", "input", "text"),
+)
 ANSWER_FIELDS = ("answer", "response", "output", "completion", "solution", "canonical_solution", "code", "instances")
 """``instances`` is self-instruct's: a list of an input and an output each, of which the first counts."""
 _WANTED = "a .jsonl file has one JSON object a line, in UTF-8"
@@ -22,8 +24,10 @@ _ROLES = {
     "tool": "tool",
 }
 """What ShareGPT calls who speaks."""
-_INPUT = "input"
-"""Alpaca's second half of an instruction: the text that it is about."""
+_ABOUT = ("input", "context")
+"""The second half of an instruction, the text that it is about, as Alpaca and Dolly call it."""
+_TEXT_ANSWERS = ("answer", "response", "completion")
+"""What makes a ``text`` beside it a prompt; so does ``code`` in rows of mbpp, which have a ``task_id``."""
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -119,18 +123,21 @@ def read_prompts(
 
 def find_prompt(row: dict[str, Any]) -> str | None:
     """The first known field of a prompt that a row has."""
-    return next((name for name in PROMPT_FIELDS if name in row), None)
+    return next((name for name in PROMPT_FIELDS if row.get(name) is not None), None)
 
 
 def find_answer(row: dict[str, Any]) -> str | None:
-    """The first known field of an answer that a row has."""
-    return next((name for name in ANSWER_FIELDS if name in row), None)
+    """The first known field of an answer that a row has; none beside a plain text, whatever else is noted of it."""
+    known = ANSWER_FIELDS
+    if find_prompt(row) == "text":
+        known = (*_TEXT_ANSWERS, *(("code",) if "task_id" in row else ()))
+    return next((name for name in known if row.get(name) is not None), None)
 
 
 def prompt_of(row: dict[str, Any], field: str | None, where: str) -> tuple[str, Any]:
     """The field that holds a row's prompt, and what it holds: the one named, else the first that is a known one.
 
-    An ``instruction`` is followed by the row's ``input``, if that is not empty.
+    An ``instruction`` is followed by the row's ``input`` or ``context``, if that is not empty.
     """
     name = field or find_prompt(row)
     if name is None or name not in row:
@@ -141,9 +148,11 @@ def prompt_of(row: dict[str, Any], field: str | None, where: str) -> tuple[str, 
         return name, messages_of(value, where)
     if name != "instruction" or not isinstance(value, str):
         return name, value
-    text = (_first_instance(row, where) if "instances" in row else row).get(_INPUT) or ""
+    holder = _first_instance(row, where) if "instances" in row else row
+    about = next((field for field in _ABOUT if holder.get(field)), None)
+    text = holder[about] if about else ""
     if not isinstance(text, str):
-        raise ValueError(f"{where}: field {_INPUT!r} holds {type(text).__name__}, not text")
+        raise ValueError(f"{where}: field {about!r} holds {type(text).__name__}, not text")
     return name, f"{value}\n\n{text}" if text.strip() else value
 
 

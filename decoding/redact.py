@@ -29,13 +29,15 @@ _TOKENS = (
     r"AIza[\w-]{30,}",
     r"wandb_v\d_\w{8,}",
     r"eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
-    r"(?:(?<=Bearer )|(?<=bearer ))[\w.~+/-]{8,}=*",
 )
 _KEYS = (
     r"(?:api[_-]?key|apikey|password|passwd|secret|access[_-]?key|(?:access|auth|hf|private)[_-]?token|authorization)"
 )
 _SECRET = re.compile(rf"\b(?:{'|'.join(_TOKENS)})|(?<=://)[^/\s@]+(?=@)")
-_QUERY = re.compile(r"([?&;][\w-]*(?:token|key|secret|password|signature|sig)=)[^&#;\s'\"`)\]>]+", re.IGNORECASE)
+_HEADER = re.compile(r"\b(bearer\s+|basic\s+(?=[\w+/]{8,}={0,2}(?:\s|$)))[^\s'\"`,;)\]>]+", re.IGNORECASE)
+_QUERY = re.compile(
+    r"((?:^|[?&;#\s])[\w-]*(?:token|key|secret|password|signature|sig|auth)=)[^&#;\s'\"`)\]>]+", re.IGNORECASE
+)
 _SECRET_KEY = re.compile(rf"(?:.*[_-])?{_KEYS}|token", re.IGNORECASE)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -69,7 +71,9 @@ def without_local_paths(value: Any) -> Any:
 
 def without_secrets(text: str) -> str:
     """A text with its secrets withheld, paths and all else as they are."""
-    return _QUERY.sub(rf"\g<1>{WITHHELD}", _SECRET.sub(WITHHELD, text))
+    for secret in (_HEADER, _QUERY):
+        text = secret.sub(rf"\g<1>{WITHHELD}", text)
+    return _SECRET.sub(WITHHELD, text)
 
 
 def published_command(arguments: Sequence[str]) -> str:

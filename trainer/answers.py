@@ -223,6 +223,11 @@ class AnswerFile:
         self.before = len(self._answers.rows)
         self.done = {Key(row["row"], row["sample"]) for row in (*self._answers.rows, *settled)}
 
+    @property
+    def set_aside_path(self) -> Path:
+        """The file of the conversations without an answer, each with its reason."""
+        return self._set_aside.path
+
     def __enter__(self) -> "AnswerFile":
         return self
 

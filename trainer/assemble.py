@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
@@ -106,7 +108,10 @@ def assemble(
     target = load_target(recipe, device)
     tokenizer = load_recipe_tokenizer(recipe)
     heldout_section = recipe.data.model_copy(update={"split": recipe.data.heldout_split, "packing": False})
-    heldout = load_dataset(resolve(recipe.data.heldout), heldout_section, tokenizer)
+    try:
+        heldout = load_dataset(resolve(recipe.data.heldout), heldout_section, tokenizer)
+    except ValueError as error:
+        raise ValueError(f"data.heldout: {error}") from error
     dataset = load_dataset(resolve(recipe.data.train), recipe.data, tokenizer)
     torch.manual_seed(recipe.training.seed)  # where the objective starts from chance
     if isinstance(recipe, PretrainRecipe):
@@ -171,7 +176,16 @@ def load_target(recipe: AnyRecipe, device: torch.device) -> Target | None:
         )
     if recipe.data.packing:
         check_documents_are_apart(model.model)
-    return Target(name, model, dtype, stored_fingerprint(name, recipe.trust_remote_code))
+    return Target(name, model, dtype, _fingerprint_for_all(name, recipe.trust_remote_code))
+
+
+def _fingerprint_for_all(name: str, trust_remote_code: bool) -> str:
+    """Of what is stored; read from end to end by the first process alone."""
+    found: list[str | None] = [None]
+    if PartialState().is_main_process:
+        found = [stored_fingerprint(name, trust_remote_code)]
+    (fingerprint,) = broadcast_object_list(found)
+    return str(fingerprint)
 
 
 def as_teacher(recipe: AnyRecipe, target: Target, device: torch.device) -> Target:

@@ -57,6 +57,8 @@ class RowEncoder:
         found: tuple[str, str] | None = None
         if format == "prompt_answer":
             found, prompt, answer = self._prompt_and_answer(fields, where)
+            if not answer.strip():  # from which a model would learn to say nothing
+                return Encoded(format, "nothing: the answer is empty", (), found)
             if self._template is None and ANSWER_TOKENS not in fields:
                 example = self._prompt_answer_example(prompt, answer, cut_off)
                 return Encoded(format, "the answer behind its prompt", (example,), found)

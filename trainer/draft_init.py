@@ -71,7 +71,7 @@ def initial_draft(
     elif init.from_config is not None:
         model = draft_from_config(target.model, init.from_config, trust_remote_code)
     else:
-        model = _from_target(target, init.from_target or FromTargetSection(), examples, trust_remote_code)
+        model = _from_target(target, init.from_target, examples, trust_remote_code)
     model.to(target.device, torch.float32)  # type: ignore[arg-type]  # transformers' stubs
     draft = CausalLM(model)
     given = "from_model" if init.from_model else "from_config" if init.from_config else "from_target"

@@ -53,6 +53,14 @@ class InitSection(Section):
             raise ValueError(f"draft.init gives {' and '.join(given)}: give one of them, and null for the others")
         return self
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_none_it_is_a_layer_of_the_target(cls, given: Any) -> Any:
+        starts = ("from_target", "from_model", "from_config")
+        if isinstance(given, dict) and all(given.get(name) is None for name in starts):
+            return {**given, "from_target": {}}
+        return given
+
 
 class SelectionSection(Section):
     """Which tokens of a sequence are learnt from (AdaSPEC, 2510.19779)."""
@@ -101,8 +109,16 @@ class DraftLossSection(Section):
         terms: "tuple[Term, ...]" = (
             "forward_kl", "reverse_kl", "jsd", "tvd", "tvd_plus", "acceptance", "lk", "cross_entropy",
         )  # fmt: skip
-        weighted: "dict[Term, float]" = {term: getattr(self, term) for term in terms if getattr(self, term) > 0}
-        return weighted if weighted or self.hidden else {"forward_kl": 1.0}
+        return {term: getattr(self, term) for term in terms if getattr(self, term) > 0}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_no_weight_it_is_forward_kl(cls, given: Any) -> Any:
+        """Written down, so that a card says what was learnt."""
+        weights = ("forward_kl", "reverse_kl", "jsd", "tvd", "tvd_plus", "acceptance", "lk", "cross_entropy", "hidden")
+        if isinstance(given, dict) and not any(given.get(name) for name in weights):
+            return {**given, "forward_kl": 1.0}
+        return given
 
 
 class PolicySection(Section):
@@ -136,7 +152,14 @@ class PolicySection(Section):
         given = {name: getattr(self, name) for name in ("offline", "target", "draft", "loop")}
         now = {name: _between(share, progress) for name, share in given.items()}
         total = sum(now.values())
-        return {name: share / total for name, share in now.items()} if total else {**now, "offline": 1.0}
+        return {name: share / total for name, share in now.items()}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_a_share_it_is_offline(cls, given: Any) -> Any:
+        if isinstance(given, dict) and not any(given.get(name) for name in _SOURCES):
+            return {**given, "offline": 1.0}
+        return given
 
     @property
     def generates(self) -> bool:

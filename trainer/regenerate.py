@@ -166,6 +166,7 @@ class Summary:
     answers: int = 0
     tokens: int = 0
     truncated: int = 0
+    unasked: int = 0
     dropped: int = 0
     empty: int = 0
     failed: int = 0
@@ -182,8 +183,14 @@ class Summary:
         self.answers += len(outcome.answers)
         self.tokens += outcome.tokens
         self.truncated += outcome.truncated
+        self.unasked += len(outcome.conversation.turns) - len(outcome.answers)
         if outcome.differing is not None:
             self.differing = (self.differing or 0) + outcome.differing
+
+    @property
+    def set_aside(self) -> int:
+        """Conversations without an answer to train on."""
+        return self.dropped + self.empty + self.failed
 
     def table(self) -> Table:
         table = Table(title="regenerated", show_header=False)
@@ -196,6 +203,7 @@ class Summary:
             "answers": self.answers,
             "mean tokens of an answer": f"{self.tokens / self.answers:.1f}" if self.answers else None,
             "cut off, kept": self.truncated,
+            "later turns left out behind a cut-off answer": self.unasked or None,
             "cut off, set aside": self.dropped,
             "empty, set aside": self.empty,
             "failed, set aside": self.failed,
@@ -234,7 +242,8 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
         summary = _run(backend, conversations, answers, console)
     console.print(summary.table())
     answers.check_not_empty()
-    say(console, f"written: {options.output}")
+    aside = f"; why some were set aside: {answers.set_aside_path}" if summary.set_aside else ""
+    say(console, f"written: {options.output}{aside}")
     return summary
 
 

@@ -10,7 +10,7 @@ import math
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
@@ -347,11 +347,21 @@ def ensure_store(
     Every process calls this, and waits for the others at the end. Where another run writes the same folder, it waits
     for that one, and uses what it wrote.
     """
-    main = process_index == 0
-    with hold(folder, lambda line: say(console, line)) if main else nullcontext():
+    with _held(writer.identity, folder, console) if process_index == 0 else nullcontext():
         _wait_for_all(num_processes)
         _write_missing(writer, examples, folder, shard_rows, console, process_index, num_processes)
         _wait_for_all(num_processes)
+
+
+@contextmanager
+def _held(identity: Identity, folder: Path, console: Console) -> Iterator[None]:
+    """Hold a folder that is written; one that is whole may be where nobody can write."""
+    with ExitStack() as held:
+        try:
+            held.enter_context(hold(folder, lambda line: say(console, line)))
+        except OSError:
+            Store.open(folder, identity, verify=False)
+        yield
 
 
 def _wait_for_all(num_processes: int) -> None:
@@ -370,6 +380,8 @@ def _write_missing(
 ) -> None:
     identity, main = writer.identity, process_index == 0
     noun, row = identity.noun, identity.row
+    if (found := _read_manifest(folder)) is not None:
+        _check_identity(folder, found["identity"], identity)
     if main:
         say(console, f"{noun}: {_size_of(examples, identity, folder)}")
     with ProgressBar(console, f"writing the {noun}", None, active=main) as bar:

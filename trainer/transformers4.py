@@ -6,7 +6,7 @@ side by side afterwards. The names are those of transformers 4.57.
 """
 
 import json
-import warnings
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from decoding.header import read_object
 from decoding.loading import UNREADABLE
 
 _REMEDY = "write the model again"
+_LOGGER = logging.getLogger(__name__)
 _RENAMED = {"torch_dtype": "dtype", "num_experts": "num_local_experts"}
 """Keys of transformers 4 -> those of transformers 5."""
 _NAMES = {"gpt_neox": ("rotary_emb_base", "rotary_pct")}
@@ -45,7 +46,7 @@ def write_model(
     try:
         both = config_for_both(type(model.config), stored)
     except UNREADABLE as error:
-        warnings.warn(f"programs with transformers 4 will misread {folder}: {error}", stacklevel=2)
+        _LOGGER.warning("programs with transformers 4 will misread %s: %s", folder, error)
     else:
         path.write_text(json.dumps(both, indent=2, sort_keys=True) + "\n")
     _write_tokenizer_class(folder / "tokenizer_config.json")
