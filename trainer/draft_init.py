@@ -71,6 +71,7 @@ def initial_draft(
     elif init.from_config is not None:
         model = draft_from_config(target.model, init.from_config, trust_remote_code)
     else:
+        assert init.from_target is not None, "the section sees to it"
         model = _from_target(target, init.from_target, examples, trust_remote_code)
     model.to(target.device, torch.float32)  # type: ignore[arg-type]  # transformers' stubs
     draft = CausalLM(model)
