@@ -1,6 +1,7 @@
 """What an artefact's files claim is compared with what they hold, before anything is built."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -389,3 +390,30 @@ def test_a_models_size_is_checked_in_the_base_of_adapters_too(adapters: Path) ->
     change(adapters.parent / "base" / CONFIG_NAME, num_hidden_layers=10**7)
     with pytest.raises(ValueError, match="has 10000000 as num_hidden_layers, but the weights beside it have 2 layers"):
         load_model(str(adapters))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "falcon"])
+def test_a_model_that_claims_fewer_layers_than_its_weights_have_is_not_read_as_half_a_one(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = written_draft(tmp_path / "draft", family)
+    key = "n_layer" if family == "gpt2" else "num_hidden_layers"
+    change(folder / "config.json", **{key: 1})
+    never_built(monkeypatch)
+    with pytest.raises(ValueError, match=rf"has 1 as {key}, but the weights beside it have 2 layers"):
+        load_model(str(folder))
+
+
+def test_adapters_whose_models_are_one_another_are_refused(adapters: Path, tmp_path: Path) -> None:
+    shutil.copytree(adapters, tmp_path / "others")
+    change(adapters / "adapter_config.json", base_model_name_or_path=str(tmp_path / "others"))
+    change(tmp_path / "others" / "adapter_config.json", base_model_name_or_path=str(adapters))
+    with pytest.raises(ValueError, match="holds adapters of a model that is made of these adapters"):
+        load_model(str(adapters))
+
+
+def test_an_empty_tree_in_a_file_is_refused_by_the_files_name(tmp_path: Path) -> None:
+    folder = written_heads(tmp_path / "heads")
+    change(folder / "config.json", tree=[])
+    with pytest.raises(ValueError, match=r"config\.json holds an empty tree: give it at least the path \[0\]"):
+        MedusaHeads.from_pretrained(folder)

@@ -245,3 +245,31 @@ def test_the_learning_rate_of_every_stretch_of_steps_is_on_the_card(tmp_path: Pa
 def test_stretches_that_are_none_are_one_sentence(tmp_path: Path, stretches: Any) -> None:
     with pytest.raises(ValueError, match=r"provenance\.json holds .* as stretches: the trainer writes it"):
         card_of(tmp_path, provenance={**PROVENANCE, "stretches": stretches})
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"speedup_of_totals": {**TOTALS, "value": 99.0}}, "99.0 is not between 1.4 and 1.62"),
+        ({"tokens_per_pass": {**ESTIMATE, "low": -5.0}}, "is not between -5.0"),
+        ({"speedup": {**SPREAD, "median": 0.1}}, "0.1 is not between 1.6"),
+    ],
+)
+def test_a_figure_outside_of_its_own_interval_gets_onto_no_card(
+    tmp_path: Path, changes: dict[str, Any], complaint: str
+) -> None:
+    edited = report()
+    edited["rows"][1] |= changes
+    with pytest.raises(ValueError, match=f"holds something else than a figure .*{complaint}.*: evaluate again"):
+        card_of(tmp_path, provenance=PROVENANCE, report=edited)
+
+
+@pytest.mark.parametrize("changes", [{"prompts": -3}, {"rounds": 0}, {"max_new_tokens": "many"}, {"prompts": True}])
+def test_a_count_that_is_none_gets_onto_no_card(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"holds something else than a figure .*is no count"):
+        card_of(tmp_path, provenance=PROVENANCE, report={**report(), **changes})
+
+
+def test_rows_that_are_none_are_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds 5 as a row of figures: evaluate again"):
+        card_of(tmp_path, provenance=PROVENANCE, report={**report(), "rows": [5, None]})

@@ -426,3 +426,25 @@ def test_a_folder_lost_between_two_renames_is_put_back(tmp_path: Path) -> None:
         write_folder(tmp_path / "final", fails)
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
     assert (tmp_path / "final" / "old").read_text() == "x"
+
+
+def test_a_list_of_checksums_that_lacks_a_file_is_damaged_itself(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2, 4)
+    sums = tmp_path / "step-00000004" / "SHA256SUMS"
+    sums.write_text(sums.read_text().splitlines(keepends=True)[0])
+    found = checkpoints(tmp_path)
+    assert load(found, *trained_model()) == Progress(2, 200)
+    assert found.unreadable[0].reason == "SHA256SUMS knows no state.json, which is there"
+
+
+def test_what_a_user_put_aside_is_no_checkpoint(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2)
+    shutil.copytree(tmp_path / "step-00000002", tmp_path / "step-00000004.bak")
+    assert checkpoints(tmp_path).steps() == [2] and load(checkpoints(tmp_path), *trained_model()) == Progress(2, 200)
+
+
+def test_another_process_reads_the_checkpoint_that_the_first_has_chosen(tmp_path: Path) -> None:
+    model = save_steps(tmp_path, 2, 4)
+    saved = checkpoints(tmp_path).read(2)
+    assert saved.progress == Progress(2, 200) and saved.non_finite() == []
+    assert all(torch.equal(saved.weights[name], tensor) for name, tensor in gather_weights(model).items())

@@ -21,7 +21,7 @@ from decoding.prompts import read_prompts
 from decoding.sampling import SamplingConfig
 from decoding.verify import SAMPLED_VERIFY
 from trainer import commands
-from trainer.cli import BAD_INPUT, app
+from trainer.cli import BAD_INPUT, app, guarded
 from trainer.options import EvaluateOptions, GenerateOptions, RealignOptions
 
 CLI = CliRunner()
@@ -261,3 +261,11 @@ def test_debug_shows_the_traceback(models: Path, monkeypatch: pytest.MonkeyPatch
 def test_every_command_explains_itself(command: str) -> None:
     code, output = run(command, "--help")
     assert code == 0 and len(output) > 200
+
+
+def test_no_secret_and_no_control_character_of_a_file_reaches_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        raise ValueError("no https://u:hf_0123456789abcdefABCD@host/x?token=swordfish in \x1b[31m\u202ex")
+
+    assert guarded(work) == 2
+    assert capsys.readouterr().err == "error: no https://(withheld)@host/x?token=(withheld) in [31mx\n"

@@ -161,7 +161,12 @@ def test_a_bare_string_is_a_text(tmp_path: Path) -> None:
         ({"instruction": "a", "input": 3, "output": "b"}, {}, "line 2: field 'input' holds int, not text"),
         ({"x": 1}, {"format": "text"}, r"line 2: the row has no field 'text' \(it has \['x'\]"),
         ({"text": 5}, {}, "line 2: field 'text' holds int, not text"),
-        ({"prompt": "a", "answer": None}, {}, "line 2: field 'answer' holds NoneType, not text"),
+        ({"prompt": "a", "answer": 3}, {}, "line 2: field 'answer' holds int, not text"),
+        (
+            {"prompt": "a", "answer": None},
+            {},
+            r"line 2: the row has the fields \['answer', 'prompt'\] but training needs",
+        ),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named_by_its_line(
@@ -361,3 +366,10 @@ def test_tokens_of_another_target_are_refused(tmp_path: Path, tokens: list[list[
     path = write_rows(tmp_path / "rows.jsonl", [row])
     with pytest.raises(ValueError, match=message):
         load_dataset(path, DataSection(train="x", heldout="x"), tiny_tokenizer(CHAT_TEMPLATE))
+
+
+def test_an_empty_answer_teaches_nothing_and_is_counted(tmp_path: Path) -> None:
+    rows = [{"prompt": "a b", "answer": "c d"}, {"prompt": "a b", "answer": "  "}, {"prompt": "a", "answer": ""}]
+    dataset = load_dataset(write_rows(tmp_path / "rows.jsonl", rows), section(), tiny_tokenizer())
+    assert len(dataset.examples) == 1 and dataset.skipped == 2
+    assert "2 left out with nothing to train" in dataset.describe()

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import stat
 from collections.abc import Callable
 from dataclasses import replace
@@ -426,3 +427,26 @@ def test_a_report_that_is_none_is_refused_before_anything_is_written(
     with pytest.raises(ValueError, match="there is no report"):
         export(heads_folder, tmp_path / "out", "vllm", tmp_path / "none.json")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_draft_with_a_tokenizer_of_another_size_is_not_exported(draft_folder: Path, tmp_path: Path) -> None:
+    """Its card would say that it has the target's tokenizer."""
+    source = tmp_path / "source"
+    shutil.copytree(draft_folder, source)
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["beyond"] = 10**6
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match=r"has tokens up to 1000000, but the draft knows 0 to \d+: put the target's"):
+        export(source, tmp_path / "out", "draft")
+    (source / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="no tokenizer could be read from"):
+        export(source, tmp_path / "out", "draft")
+
+
+def test_an_exported_draft_names_no_code_that_is_not_with_it(draft_folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(draft_folder, source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoConfig": "evil.Config"}}))
+    export(source, tmp_path / "out", "draft")
+    assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())

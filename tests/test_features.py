@@ -3,7 +3,7 @@
 import io
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -421,3 +421,30 @@ def test_without_a_terminal_the_writing_says_how_far_it_is(
     ensure_features(tiny_llama, EXAMPLES, tmp_path, identity_of(tiny_llama), section, Console(file=heard, width=200))
     written = [line for line in heard.getvalue().splitlines() if line.startswith("writing the features: ")]
     assert written and written[-1].startswith("writing the features: 87/87, ") and written[-1].endswith(" tokens/s")
+
+
+def test_a_whole_store_is_read_where_nobody_can_write(
+    tiny_llama: CausalLM, stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a mount of another user's; what is missing there is an error."""
+
+    def read_only(folder: Path, on_wait: Callable[[str], None]) -> Any:
+        raise OSError(f"{folder} cannot be written (Read-only file system)")
+
+    monkeypatch.setattr(stores, "hold", read_only)
+    writer = FeatureWriter(tiny_llama, stored.identity)
+    stores.ensure_store(writer, EXAMPLES, stored.folder, SHARD_TOKENS, Console(file=io.StringIO()))
+    (stored.folder / "shard-00000.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"1 of .* files missing or damaged"):
+        stores.ensure_store(writer, EXAMPLES, stored.folder, SHARD_TOKENS, Console(file=io.StringIO()))
+
+
+def test_features_of_other_data_are_refused_before_anything_is_said_of_them(
+    tiny_llama: CausalLM, stored: Stored
+) -> None:
+    said = io.StringIO()
+    backwards = EXAMPLES[::-1]
+    writer = FeatureWriter(tiny_llama, identity_of(tiny_llama, backwards))
+    with pytest.raises(ValueError, match="holds features made with another data"):
+        stores.ensure_store(writer, backwards, stored.folder, SHARD_TOKENS, Console(file=said))
+    assert said.getvalue() == ""

@@ -85,17 +85,19 @@ def test_a_draft_cut_to_other_tokens_is_another_draft(tmp_path: Path) -> None:
     assert len(prints) == 3
 
 
-def test_heads_with_another_tree_are_the_same_heads(tmp_path: Path) -> None:
+def test_heads_with_another_tree_are_other_heads(tmp_path: Path) -> None:
+    """What was measured with one tree says nothing of another."""
     heads = MedusaHeads(MedusaConfig(hidden_size=8, vocab_size=12, num_heads=2, tree=((0,), (1,))))
     heads.save_pretrained(tmp_path / "heads")
     before = stored_fingerprint(tmp_path / "heads")
     heads.config = replace(heads.config, tree=((0,), (0, 0)))
     heads.save_pretrained(tmp_path / "heads")
-    assert stored_fingerprint(tmp_path / "heads") == before
+    planned = stored_fingerprint(tmp_path / "heads")
+    assert planned != before
     with torch.no_grad():
         next(heads.parameters()).add_(1)
     heads.save_pretrained(tmp_path / "heads")
-    assert stored_fingerprint(tmp_path / "heads") != before
+    assert stored_fingerprint(tmp_path / "heads") not in (before, planned)
 
 
 def test_adapters_are_known_by_their_weights_and_by_the_base_they_belong_to(tmp_path: Path) -> None:

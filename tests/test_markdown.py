@@ -149,6 +149,13 @@ SECRETS = {
     "https://host/v1?token=swordfish&n=3": "https://host/v1?token=(withheld)&n=3",
     "https://host/v1?n=3&api_key=swordfish": "https://host/v1?n=3&api_key=(withheld)",
     "Authorization: Bearer abc.def-ghi_jkl": "Authorization: Bearer (withheld)",
+    "BEARER  abc.def": "BEARER  (withheld)",
+    "Basic YWJjLmRlZjo=": "Basic (withheld)",
+    "AIzaSyA0123456789abcdefghijklmnopqrstuv": "(withheld)",
+    "wandb_v1_0123456789abcdef": "(withheld)",
+    "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIwMTIzNDU2Nzg5In0.dozjgNryP4J3": "(withheld)",
+    "https://host/#access_token=swordfish": "https://host/#access_token=(withheld)",
+    "token=swordfish": "token=(withheld)",
 }
 
 
@@ -160,7 +167,7 @@ def test_secrets_are_withheld_from_texts(secret: str, published: str) -> None:
 def test_no_secret_gets_onto_a_card_in_whatever_field_it_stands(tmp_path: Path) -> None:
     for secret in SECRETS:
         card = card_of(tmp_path, "headstart", hostile_provenance(secret), hostile_report(secret))
-        for found in ("0123456789", "ABCDEFG0", "AKIAIOS", "swordfish", "abc.def"):
+        for found in ("0123456789", "ABCDEFG0", "AKIAIOS", "swordfish", "abc.def", "YWJj", "eyJz"):
             assert found not in card
 
 

@@ -1,11 +1,14 @@
 """Prompts from files."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_tokenizer import byte_tokenizer
+from tiny_training import tiny_tokenizer
 
-from decoding.prompts import encode_prompt, read_prompts
+from decoding.prompts import encode_prompt, find_answer, prompt_of, read_prompts
 from trainer.answers import read_conversations
 
 CHAT = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}{% if add_generation_prompt %}:{% endif %}"
@@ -41,7 +44,7 @@ def test_what_an_instruction_is_about_stands_behind_it(tmp_path: Path, row: str,
 
 
 def test_a_text_with_its_answer_beside_it_is_asked_not_continued(tmp_path: Path) -> None:
-    path = written(tmp_path, '{"text": "a", "code": "b"}\n{"text": "a"}\n')
+    path = written(tmp_path, '{"text": "a", "code": "b", "task_id": 1}\n{"text": "a"}\n')
     assert read_prompts(path, byte_tokenizer(CHAT), 2) == [tuple(b"<a>:"), tuple(b"a")]
 
 
@@ -99,3 +102,53 @@ def test_a_text_goes_through_the_template_if_its_field_is_named(tmp_path: Path) 
 def test_malformed_messages_are_named_by_their_line(tmp_path: Path, messages: str) -> None:
     with pytest.raises(ValueError, match="line 1: "):
         read_prompts(written(tmp_path, '{"messages": ' + messages + "}"), byte_tokenizer(CHAT), 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "answer"),
+    [
+        ({"instruction": "Sum up.", "context": "Once.", "response": "x"}, "Sum up.\n\nOnce.", "response"),
+        ({"problem": "1+1", "solution": "2"}, "1+1", "solution"),
+        ({"query": "q", "response": "r"}, "q", "response"),
+        ({"input": "q", "output": "r"}, "q", "output"),
+        ({"prompt": None, "question": "q", "answer": None, "output": "r"}, "q", "output"),
+        ({"text": "a long text", "code": "b"}, "a long text", None),
+        ({"text": "a long text", "output": None}, "a long text", None),
+        ({"text": "write f", "code": "def f(): ...", "task_id": 3}, "write f", "code"),
+        ({"text": "q", "response": "r"}, "q", "response"),
+    ],
+)
+def test_what_is_noted_beside_a_text_does_not_make_it_a_prompt(
+    row: dict[str, Any], prompt: str, answer: str | None
+) -> None:
+    assert prompt_of(row, None, "here")[1] == prompt and find_answer(row) == answer
+
+
+def test_a_conversation_of_sharegpt_is_asked_up_to_its_first_answer(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c"}, {"from": "human", "value": "d"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"conversations": turns}) + "\n")
+    tokenizer = tiny_tokenizer()
+    assert read_prompts(path, tokenizer, 5) == [tuple(tokenizer("a b")["input_ids"])]
+
+
+def test_prompts_in_another_container_are_refused_with_the_one_that_is_read(tmp_path: Path) -> None:
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"rows\.parquet is Parquet, but prompts are read from a \.jsonl file"):
+        read_prompts(tmp_path / "rows.parquet", tiny_tokenizer(), 5)
+    with pytest.raises(ValueError, match=r"is a folder: prompts are read from a \.jsonl file, one JSON object a line"):
+        read_prompts(tmp_path, tiny_tokenizer(), 5)
+    (tmp_path / "rows.csv").write_text("question,answer\n")
+    with pytest.raises(ValueError, match=r"line 1: not JSON \(.*\): a \.jsonl file has one JSON object a line"):
+        read_prompts(tmp_path / "rows.csv", tiny_tokenizer(), 5)
+
+
+def test_a_prompt_that_is_no_text_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"the prompt is not UTF-8 text \(surrogates not allowed\)"):
+        encode_prompt("caf\udce9", tiny_tokenizer(), chat=False)
+
+
+def test_a_template_that_breaks_on_a_prompt_is_named() -> None:
+    tokenizer = tiny_tokenizer("{% for i in range(10 ** 9) %}{% endfor %}")
+    with pytest.raises(ValueError, match="the chat template cannot hold this prompt: Range too big"):
+        encode_prompt("a", tokenizer, chat=True)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import ValidationError
+from tiny_training import recipe_content
 
 from trainer.read_recipe import load_recipe, parse_recipe
 from trainer.recipe import DraftRecipe, MedusaRecipe, PretrainRecipe
@@ -260,3 +261,19 @@ def test_shares_are_of_their_sum_and_move_on_a_line_between_first_and_last_step(
 def test_evaluations_are_needed_to_go_by_them(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"evaluation\.keep=best and evaluation\.patience go by evaluations"):
         load_recipe(write(tmp_path, {**DRAFT, "evaluation": {"prompts": 0, "keep": "best"}}))
+
+
+def test_an_override_given_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"training\.steps is given twice behind the recipe: give it once"):
+        load_recipe("recipes/quickstart/medusa1.yaml", ["training.steps=3", "name=x", "training.steps=4"])
+
+
+def test_a_drafts_recipe_says_what_it_comes_down_to_where_nothing_is_said(tmp_path: Path) -> None:
+    """It is printed on the card: zeros everywhere would say that nothing was learnt."""
+    resolved = parse_recipe(recipe_content(tmp_path, "draft")).model_dump(mode="json")["draft"]
+    assert resolved["loss"]["forward_kl"] == 1 and resolved["policy"]["offline"] == 1
+    assert resolved["init"]["from_target"]["layers"] == 1
+    content = recipe_content(tmp_path, "draft")
+    content["draft"] |= {"loss": {"tvd": 2}, "policy": {"draft": 1}, "init": {"from_config": {"num_hidden_layers": 1}}}
+    said = parse_recipe(content).model_dump(mode="json")["draft"]
+    assert (said["loss"]["forward_kl"], said["policy"]["offline"], said["init"]["from_target"]) == (0, 0, None)

@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 from rich.console import Console
 from test_lock import another_holds
 from tiny_models import counting_model
-from tiny_training import recipe_content, tiny_tokenizer, write_corpus
+from tiny_training import cpu_accelerator, recipe_content, tiny_tokenizer, write_corpus
 
 from trainer import loop
 from trainer.read_recipe import parse_recipe
@@ -171,3 +171,59 @@ def test_two_runs_in_one_folder_are_one_too_many(workshop: Path) -> None:
         assert [path.name for path in (workshop / "run").iterdir()] == ["run.lock"]
     train(workshop)
     assert not (workshop / "run" / "run.lock").exists()
+
+
+def test_a_finished_run_records_no_settings_that_nothing_was_trained_by(workshop: Path) -> None:
+    train(workshop, learning_rate=3e-3)
+    said = train(workshop, learning_rate=5e-4)
+    assert "going on from step 6 of 6" in said and "from here on" not in said
+    provenance = json.loads((workshop / "run" / "final" / "provenance.json").read_text())
+    assert provenance["recipe"]["training"]["learning_rate"] == provenance["stretches"][-1]["learning_rate"] == 3e-3
+
+
+def test_figures_that_were_lost_are_missed(workshop: Path) -> None:
+    killed_after(5, workshop)
+    (workshop / "run" / "metrics.jsonl").write_text("")
+    said = train(workshop)
+    assert f"{workshop}/run/metrics.jsonl lacks the figures of 4 of the 4 steps that are done\n" in said
+
+
+def test_steps_that_no_checkpoint_kept_stand_once_in_the_metrics_too(workshop: Path) -> None:
+    killed_after(1, workshop)
+    metrics = workshop / "run" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + "[]\n3\n{}\n")
+    train(workshop)
+    assert [step for step, kind in rows(metrics) if kind == "loss"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_recipe_that_differs_is_told_in_what(workshop: Path) -> None:
+    train(workshop)
+    with pytest.raises(ValueError) as error:
+        train(workshop, steps=8, batch_size=4, micro_batch_size=4)
+    said = str(error.value)
+    assert "was made by a recipe with another training.batch_size (8, now 4), training.steps (6, now 8): " in said
+    assert said.endswith(f"or remove {workshop}/run/checkpoints to start over")
+
+
+def test_a_file_where_the_finished_run_goes_is_refused_before_anything_is_trained(workshop: Path) -> None:
+    (workshop / "run").mkdir()
+    (workshop / "run" / "final").write_text("mine")
+    with pytest.raises(ValueError, match=r"run/final is a file: give another folder"):
+        train(workshop)
+    assert (workshop / "run" / "final").read_text() == "mine"
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), OSError(28, "No space left on device")])
+def test_what_one_process_refuses_is_an_error_on_it_with_its_own_words(error: Exception) -> None:
+    def refuse() -> None:
+        raise error
+
+    with cpu_accelerator() as accelerator, pytest.raises(type(error)) as raised:
+        loop.agreed(accelerator, refuse)
+    assert raised.value is error
+
+
+def test_what_another_process_refuses_is_an_error_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "any_process", lambda accelerator, flag: True)
+    with cpu_accelerator() as accelerator, pytest.raises(ValueError, match="another process cannot go on"):
+        loop.agreed(accelerator, lambda: None)

@@ -167,7 +167,7 @@ def test_where_every_prompt_fits_nothing_is_left_out(models: Path, tmp_path: Pat
 
 def test_a_folder_typed_wrong_is_told_from_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # read when it was imported
     for name in ("runs/final", "runs/other", "storyteller"):
         (tmp_path / name).mkdir(parents=True)
 

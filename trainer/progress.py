@@ -61,7 +61,7 @@ class ProgressBar:
 
     def _keep_saying(self) -> None:
         """Lines while a single piece of the work takes longer than they are apart."""
-        while not self._ended.wait(LINE_SECONDS):
+        while not self._ended.wait(max(1.0, LINE_SECONDS)):
             self._say_if_due()
 
     @property

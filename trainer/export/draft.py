@@ -59,9 +59,12 @@ def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, folder: Path) -> None:
-    """Refuse a tokenizer of another model: with tokens that this one does not know, or far too few."""
+    """Refuse a tokenizer of another model: with far more tokens than this one knows, or far fewer.
+
+    A few more than the model has (a padding token that somebody added) or fewer (a padded vocabulary) are common.
+    """
     highest, knows = max(tokenizer.get_vocab().values(), default=-1), model.config.get_text_config().vocab_size
-    if highest >= knows or highest + 1 < knows - max(1024, knows // 100):
+    if highest >= knows + max(64, knows // 100) or highest + 1 < knows - max(1024, knows // 100):
         raise ValueError(
             f"the tokenizer in {folder} has tokens up to {highest}, but the draft knows 0 to {knows - 1}: put the "
             "target's tokenizer there, with which the draft was trained"
