@@ -154,7 +154,7 @@ def test_an_answer_that_is_cut_off_is_marked_and_ends_its_conversation(models: P
     summary = regenerate(options(tmp_path, models / "chat", [["a", "j"]], max_new_tokens=3))
     (row,) = rows(tmp_path / "answers.jsonl")
     assert contents(row) == ["a", "b c d"] and row["truncated"] and row["answer_tokens"] == [[5, 6, 7]]
-    assert summary.truncated == 1
+    assert summary.truncated == 1 and summary.unasked == 1  # nothing is asked behind half an answer
 
 
 def test_answers_that_are_cut_off_can_be_dropped(models: Path, tmp_path: Path) -> None:
@@ -169,6 +169,15 @@ def test_an_empty_answer_is_set_aside(models: Path, tmp_path: Path) -> None:
     assert [contents(row) for row in rows(tmp_path / "answers.jsonl")] == [["k", "l"]]
     assert [(row["row"], row["problem"]) for row in set_aside(tmp_path)] == [(1, "empty")]
     assert summary.empty == 1
+
+
+def test_where_the_reasons_stand_is_said_if_any_was_set_aside(models: Path, tmp_path: Path) -> None:
+    said = io.StringIO()
+    run_regenerate(options(tmp_path, models / "plain", ["a " * 90, "j"]), Console(file=said, width=1000))
+    file = tmp_path / "answers.jsonl"
+    assert f"written: {file}; why some were set aside: {file}.failed.jsonl\n" in said.getvalue()
+    run_regenerate(options(tmp_path, models / "plain", ["j"], output=tmp_path / "b"), Console(file=said, width=1000))
+    assert said.getvalue().endswith(f"written: {tmp_path / 'b'}\n")
 
 
 def test_a_prompt_beyond_the_targets_context_is_set_aside_and_the_others_are_answered(
