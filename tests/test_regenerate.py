@@ -176,8 +176,9 @@ def test_where_the_reasons_stand_is_said_if_any_was_set_aside(models: Path, tmp_
     run_regenerate(options(tmp_path, models / "plain", ["a " * 90, "j"]), Console(file=said, width=1000))
     file = tmp_path / "answers.jsonl"
     assert f"written: {file}; why some were set aside: {file}.failed.jsonl\n" in said.getvalue()
-    run_regenerate(options(tmp_path, models / "plain", ["j"], output=tmp_path / "b"), Console(file=said, width=1000))
-    assert said.getvalue().endswith(f"written: {tmp_path / 'b'}\n")
+    (tmp_path / "b").mkdir()
+    run_regenerate(options(tmp_path / "b", models / "plain", ["j"]), Console(file=said, width=1000))
+    assert said.getvalue().endswith(f"written: {tmp_path / 'b' / 'answers.jsonl'}\n")
 
 
 def test_a_prompt_beyond_the_targets_context_is_set_aside_and_the_others_are_answered(

@@ -347,10 +347,11 @@ def ensure_store(
     Every process calls this, and waits for the others at the end. Where another run writes the same folder, it waits
     for that one, and uses what it wrote.
     """
+    wait_for_all = PartialState().wait_for_everyone if num_processes > 1 else lambda: None
     with _held(writer.identity, folder, console) if process_index == 0 else nullcontext():
-        _wait_for_all(num_processes)
+        wait_for_all()
         _write_missing(writer, examples, folder, shard_rows, console, process_index, num_processes)
-        _wait_for_all(num_processes)
+        wait_for_all()
 
 
 @contextmanager
@@ -362,11 +363,6 @@ def _held(identity: Identity, folder: Path, console: Console) -> Iterator[None]:
         except OSError:
             Store.open(folder, identity, verify=False)
         yield
-
-
-def _wait_for_all(num_processes: int) -> None:
-    if num_processes > 1:
-        PartialState().wait_for_everyone()
 
 
 def _write_missing(
