@@ -344,8 +344,7 @@ def ensure_store(
 ) -> None:
     """Write what is not there yet, with the disk all of it takes said before.
 
-    Every process calls this, and waits for the others at the end. Where another run writes the same folder, it waits
-    for that one, and uses what it wrote.
+    Every process calls this, and waits for the others, and for another run that writes the same folder.
     """
     wait_for_all = PartialState().wait_for_everyone if num_processes > 1 else lambda: None
     with _held(writer.identity, folder, console) if process_index == 0 else nullcontext():
@@ -390,8 +389,7 @@ def _write_missing(
 
         write_store(writer, examples, folder, shard_rows, process_index, num_processes, on_progress, on_damaged)
     if main and bar.completed:
-        speed = bar.completed / bar.seconds
-        say(console, f"{noun}: {bar.completed:,} {row}s written here, {speed:,.0f} {row}s/s")
+        say(console, f"{noun}: {bar.completed:,} {row}s written here, {bar.completed / bar.seconds:,.0f} {row}s/s")
 
 
 def _size_of(examples: Sequence[Example], identity: Identity, folder: Path) -> str:
