@@ -32,7 +32,7 @@ from decoding.sampling import SamplingConfig
 from decoding.speculate import named_rule
 from decoding.stream import stream_pieces
 from decoding.target import CausalLM
-from trainer.console import say, standard_output, wide
+from trainer.console import say, standard_error, standard_output, wide
 from trainer.options import EvaluateOptions, GenerateOptions, ModelOptions
 from trainer.progress import ProgressBar
 from trainer.quickstart import resolve
@@ -80,7 +80,7 @@ def _tree_bounds(text: str) -> tuple[int, int, int]:
 
 def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> dict[str, Any]:
     """Measure, print the table, write report.json and report.html; returns the report."""
-    console = console or standard_output()
+    watched, console = console or standard_error(), console or standard_output()
     logging.set_verbosity_error()  # `generate` warns about the draft length that assisted generation is given
     target, tokenizer, drafters = _load(options)
     drafters["prompt lookup"] = PromptLookupDrafter()
@@ -99,7 +99,7 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
     made_by = _made_by(options, tokenizer, prompts)  # now: a file may be another when all is measured
     methods = standard_methods(target, drafters, config)
     total = len(methods) * (len(prompts) * config.rounds + 1)
-    with ProgressBar(console, "evaluating", total) as bar:
+    with ProgressBar(watched, "evaluating", total) as bar:
         report = evaluate(target, methods, prompts, config, bar.advance)
     title = options.title or f"{Path(options.target).name} on {Path(options.prompts).name}"
     report = {"title": one_line(without_local_paths(title)), **made_by, **report, "prompts_left_out": left_out}

@@ -33,7 +33,7 @@ from decoding.prompts import encode_prompt, read_lines
 from decoding.sampling import SamplingConfig
 from decoding.target import CausalLM
 from trainer.answers import read_conversations
-from trainer.console import say, standard_output
+from trainer.console import say, standard_error, standard_output
 from trainer.folders import check_can_be_folder
 from trainer.lock import hold
 from trainer.options import RealignOptions, RegenerateOptions
@@ -70,22 +70,22 @@ class Fit(NamedTuple):
 
 def run_realign(options: RealignOptions, console: Console | None = None) -> dict[str, Any]:
     """Measure the stale draft, let the target answer, train, measure again; prints and returns the report."""
-    console = console or standard_output()
+    watched, console = console or standard_error(), console or standard_output()
     _check(options)
     ensure_built(options.target)
     with hold(options.output):
-        return _realign(options, console)
+        return _realign(options, console, watched)
 
 
-def _realign(options: RealignOptions, console: Console) -> dict[str, Any]:
+def _realign(options: RealignOptions, console: Console, watched: Console) -> dict[str, Any]:
     split_prompts(options)
-    before = _measure_stale(options, console)
+    before = _measure_stale(options, watched)
     say(console, f"the stale draft, {_said(before.figures)}")
     recipe = recipe_of(options, before.positions)
     for name in (_PROMPTS, _CHOOSING):
         run_regenerate(_questions(options, name), console)
-    final = run_recipe(recipe, console)
-    after = _measure(options, str(final), console)
+    final = run_recipe(recipe, watched)
+    after = _measure(options, str(final), watched)
     report = {
         "target": options.target,
         "draft": options.draft,

@@ -35,7 +35,7 @@ from trainer.answers import (
     read_answer,
     read_conversations,
 )
-from trainer.console import say, standard_output
+from trainer.console import say, standard_error, standard_output
 from trainer.options import RegenerateOptions
 from trainer.progress import ProgressBar
 from trainer.quickstart import resolve
@@ -218,7 +218,7 @@ class Summary:
 
 def run_regenerate(options: RegenerateOptions, console: Console | None = None) -> Summary:
     """Answer what is not answered yet; prints and returns what was done."""
-    console = console or standard_output()
+    watched, console = console or standard_error(), console or standard_output()
     sampling = SamplingConfig(temperature=options.temperature, top_p=options.top_p)
     _check(options, sampling)
     backend, made_by = _target(options, sampling) if options.endpoint is None else _endpoint(options)
@@ -239,7 +239,7 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
     }
     about = {"prompts": Path(prompts).name, "commit": commit(), "versions": versions()}
     with AnswerFile(options.output, settings, about, options.keep_truncated) as answers:
-        summary = _run(backend, conversations, answers, console)
+        summary = _run(backend, conversations, answers, watched)
     console.print(summary.table())
     answers.check_not_empty()
     aside = f"; why some were set aside: {answers.set_aside_path}" if summary.set_aside else ""
