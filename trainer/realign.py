@@ -5,7 +5,6 @@ heldout.jsonl (the rows to learn from, to choose the best weights by, and to mea
 the first two, the training's own files, final/ with the draft, and realigned.json.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ from decoding.sampling import SamplingConfig
 from decoding.target import CausalLM
 from trainer.answers import read_conversations
 from trainer.console import say, standard_error, standard_output
-from trainer.folders import check_can_be_folder
+from trainer.folders import check_can_be_folder, sha256_of
 from trainer.lock import hold
 from trainer.options import RealignOptions, RegenerateOptions
 from trainer.progress import ProgressBar
@@ -212,7 +211,7 @@ def _measure_stale(options: RealignOptions, console: Console) -> Fit:
 def _made_by(options: RealignOptions) -> dict[str, str]:
     """All that the stale figures depend on but the draft, whose folder may hold another by now."""
     made_by = {name: str(value) for name, value in vars(options).items() if name != "output"}
-    made_by["heldout rows"] = hashlib.sha256((options.output / _HELDOUT).read_bytes()).hexdigest()
+    made_by["heldout rows"] = sha256_of(options.output / _HELDOUT)
     made_by["target weights"] = stored_fingerprint(resolve(options.target), options.trust_remote_code)
     return made_by
 

@@ -4,7 +4,6 @@ Medusa-2 calls it self-distillation (2401.10774, section 2.3.2): where the targe
 was tuned by reinforcement, heads trained on other people's answers learn a distribution that is not the target's.
 """
 
-import hashlib
 import importlib.util
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +35,7 @@ from trainer.answers import (
     read_conversations,
 )
 from trainer.console import say, standard_error, standard_output
+from trainer.folders import sha256_of
 from trainer.options import RegenerateOptions
 from trainer.progress import ProgressBar
 from trainer.quickstart import resolve
@@ -226,7 +226,7 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
     prompts = resolve(options.prompts)
     conversations = read_conversations(prompts, options.prompt_field, options.limit, options.n, chat)
     settings = {
-        "prompts_sha256": hashlib.sha256(Path(prompts).read_bytes()).hexdigest(),
+        "prompts_sha256": sha256_of(Path(prompts)),
         "prompt_field": options.prompt_field,
         "chat": chat,
         **made_by,
