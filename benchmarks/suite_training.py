@@ -14,7 +14,7 @@ from decoding.target import CausalLM
 from trainer.batch import Batch, Example, collate
 from trainer.distill import DistillObjective, OnlineTeacher
 from trainer.draft_init import initial_draft
-from trainer.draft_sections import DraftSection
+from trainer.draft_sections import DraftLossSection, DraftSection, FromTargetSection, InitSection
 from trainer.hidden import OnlineTarget
 from trainer.medusa import MedusaObjective
 from trainer.objective import Objective
@@ -29,7 +29,8 @@ def objective_for(kind: str, stage: Stage, steps: int) -> Objective:
         return MedusaObjective(OnlineTarget(target), HeadsSection(num_heads=4), steps, target.dtype)
     # The tokenizer is only written beside what is saved, and nothing is.
     no_tokenizer: Any = None
-    section = DraftSection()
+    start = InitSection(from_target=FromTargetSection())  # in words: where pydantic is missing, nothing fills them in
+    section = DraftSection(init=start, loss=DraftLossSection(forward_kl=1.0))
     initial = initial_draft(target, no_tokenizer, section, ())
     return DistillObjective(target, OnlineTeacher(target), no_tokenizer, initial, section)
 

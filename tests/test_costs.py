@@ -99,7 +99,7 @@ def flat_run(folder: Path, monkeypatch: pytest.MonkeyPatch, draft_step: float, *
     content = recipe_content(folder, "draft", steps=1)
     content["draft"] = draft
     said = io.StringIO()
-    monkeypatch.setattr(train_module, "measure_costs", lambda target, draft: flat(draft_step))
+    monkeypatch.setattr(train_module, "best_costs", lambda target, draft: flat(draft_step))
     AcceleratorState._reset_state(True)
     try:
         run_recipe(parse_recipe(content), Console(width=200, file=said))
@@ -129,3 +129,15 @@ def test_costs_are_looked_at_once_and_a_run_under_way_goes_on(workshop: Path, mo
     """A resumed run is not refused because the machine is busy with something else now."""
     assert "it pays from an acceptance of 0.21, at most 4.0x" in flat_run(workshop, monkeypatch, 0.2)
     assert "costs here" not in flat_run(workshop, monkeypatch, 1.1)
+
+
+def test_a_measurement_that_a_busy_machine_spoilt_is_made_again(
+    tiny_llama: CausalLM, tiny_draft: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = iter([flat(1.5), flat(0.2), flat(9.0), flat(0.3)])
+    monkeypatch.setattr(costs_module, "measure_costs", lambda target, draft: next(found))
+    assert costs_module.best_costs(tiny_llama, tiny_draft).draft_step == 0.2
+    assert next(found).draft_step == 9.0  # the second will do
+    useless = iter([flat(1.5), flat(1.2), flat(1.4)])
+    monkeypatch.setattr(costs_module, "measure_costs", lambda target, draft: next(useless))
+    assert costs_module.best_costs(tiny_llama, tiny_draft).draft_step == 1.2

@@ -158,9 +158,15 @@ def check_folders(recipe: AnyRecipe) -> None:
 
 
 def load_target(recipe: AnyRecipe, device: torch.device) -> Target | None:
-    """The recipe's target on a device, fit for its data; None for a recipe that has none."""
+    """The recipe's target on a device, fit for its data; None for a recipe that has none. Every process calls this."""
     if isinstance(recipe, PretrainRecipe):
         return None
+    name, model = resolve(recipe.target), load_target_model(recipe, device)
+    return Target(name, model, parse_dtype(recipe.dtype), _fingerprint_for_all(name, recipe.trust_remote_code))
+
+
+def load_target_model(recipe: MedusaRecipe | DraftRecipe, device: torch.device) -> CausalLM:
+    """The model alone, which one process may load by itself."""
     if recipe.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
             "device_map=auto spreads the target over all devices for one process, but several were launched: launch "
@@ -176,7 +182,7 @@ def load_target(recipe: AnyRecipe, device: torch.device) -> Target | None:
         )
     if recipe.data.packing:
         check_documents_are_apart(model.model)
-    return Target(name, model, dtype, _fingerprint_for_all(name, recipe.trust_remote_code))
+    return model
 
 
 def _fingerprint_for_all(name: str, trust_remote_code: bool) -> str:

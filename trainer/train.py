@@ -16,10 +16,10 @@ from safetensors import safe_open
 from decoding.finite import check_finite
 from decoding.target import CausalLM
 from trainer import quickstart
-from trainer.assemble import Job, assemble, check_folders, load_target, source_of
+from trainer.assemble import Job, assemble, check_folders, load_target_model, source_of
 from trainer.checkpoint import Checkpoints, Progress
 from trainer.console import say, standard_error
-from trainer.costs import SIZES, Costs, check_pays, measure_costs
+from trainer.costs import SIZES, Costs, best_costs, check_pays
 from trainer.distill import DistillObjective
 from trainer.distributed import build_accelerator, describe, whole_parameters
 from trainer.draft_init import coverage
@@ -30,7 +30,7 @@ from trainer.log import Log
 from trainer.loop import Hooks, on_main, train
 from trainer.objective import TreeObjective
 from trainer.provenance import provenance, write_provenance
-from trainer.recipe import AnyRecipe, DraftRecipe, MedusaRecipe
+from trainer.recipe import AnyRecipe, DraftRecipe, MedusaRecipe, PretrainRecipe
 from trainer.tracking import address_of, is_installed, tracker_of
 
 CHECKPOINTS, FINAL = "checkpoints", "final"
@@ -121,7 +121,7 @@ def _cost_check(
     def check(target: CausalLM, draft: CausalLM) -> None:
         shared = torch.zeros(1 + len(SIZES), device=accelerator.device)
         if accelerator.is_main_process:
-            found = measure_costs(target, draft)
+            found = best_costs(target, draft)
             shared += torch.tensor([found.draft_step, *found.target_pass.values()], device=shared.device)
         draft_step, *passes = accelerator.reduce(shared, "sum").tolist()
         line = check_pays(Costs(draft_step, dict(zip(SIZES, passes, strict=True))))
@@ -146,7 +146,8 @@ def _with_target(job: Job, accelerator: Accelerator) -> Job:
     """The target again, where features stood in for it and it is to be evaluated."""
     if job.target is None or job.target.model is not None or not job.recipe.evaluation.prompts:
         return job
-    return replace(job, target=load_target(job.recipe, accelerator.device))
+    assert not isinstance(job.recipe, PretrainRecipe), "it has a target"
+    return replace(job, target=replace(job.target, model=load_target_model(job.recipe, accelerator.device)))
 
 
 def _finish(
