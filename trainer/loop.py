@@ -220,13 +220,11 @@ def _save(
             f"step {progress.step} left weights or moments that are not finite{named}, which are not saved; "
             f"{checkpoints.last_good()}: {_REMEDY}"
         )
-    if main:
-        checkpoints.save(saved)
-    accelerator.wait_for_everyone()
+    on_main(accelerator, lambda: checkpoints.save(saved))
 
 
 def _saved_by_all(accelerator: Accelerator, checkpoints: Checkpoints) -> Saved | None:
-    """The state to go on from: the first process chooses and verifies it, all others read the same one."""
+    """The state to go on from: the first process chooses and verifies it, all others read the same."""
     found: list[Saved | None] = []
     on_main(accelerator, lambda: found.append(checkpoints.latest()))
     if accelerator.num_processes == 1:
