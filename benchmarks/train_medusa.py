@@ -381,9 +381,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.vocabularies, options.hidden_size, options.rows, options.length = [256], 16, 2, 32
         options.steps, options.rounds, options.parameters = 1, 1, 2e6
     console = standard_output(width=150)
-    report: dict[str, Any] = {"hardware": hardware(), "versions": versions(), "commit": commit()}
+    report: dict[str, Any] = {"hardware": hardware(), "versions": versions(), "commit": commit(), "losses": []}
     report["settings"] = {key: value for key, value in vars(options).items() if key not in ("output", "case", "target")}
-    report["losses"] = []
     for vocabulary in options.vocabularies:
         for variant in options.variants:
             report["losses"].append(compare(variant, vocabulary, options))
