@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from decoding.header import read_object
 from decoding.loading import UNREADABLE
@@ -39,6 +40,7 @@ def write_model(
 
     Readers of version 4 and of version 5 find the same model there, or a warning says why not.
     """
+    disable_progress_bar()  # of the weights' writing: over before it is drawn
     model.save_pretrained(folder, state_dict=state_dict)
     tokenizer.save_pretrained(folder)
     path = folder / "config.json"
