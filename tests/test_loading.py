@@ -36,7 +36,8 @@ def test_a_target_that_the_devices_do_not_hold_is_refused(tmp_path: Path, monkey
     """accelerate would leave the rest on the host and fetch it at every pass; nothing else could read it there."""
     model = tiny_model()
     model.hf_device_map = {"model.layers.0": 0, "model.layers.1": "cpu", "lm_head": "disk"}
-    monkeypatch.setattr("decoding.loading.AutoModelForCausalLM.from_pretrained", lambda *args, **named: model)
+    read = (model, {"missing_keys": set()})
+    monkeypatch.setattr("decoding.loading.AutoModelForCausalLM.from_pretrained", lambda *args, **named: read)
     with pytest.raises(ValueError, match=r"does not fit the devices there are: .* on the cpu and the disk"):
         load_model(str(saved(tmp_path / "model")), device_map="auto")
     model.hf_device_map = {"": "cpu"}  # a machine without a GPU
@@ -88,7 +89,7 @@ def test_a_tokenizer_that_lacks_many_tokens_is_refused_with_the_count() -> None:
 
 def test_a_draft_of_another_tokenizer_is_loaded_only_where_that_is_asked_for(tmp_path: Path) -> None:
     target, folder = CausalLM(tiny_model(vocab=128)), str(saved(tmp_path / "draft"))
-    remedy = r"with other_tokenizer=True for an OtherTokenizerDrafter, which is clearly slower$"
+    remedy = r"with other_tokenizer=True for an OtherTokenizerDrafter, which is clearly slower \(from Python alone\)$"
     with pytest.raises(ValueError, match=rf"is 0 in the draft and 1 in the target; .*{remedy}"):
         load_draft(folder, target, byte_tokenizer(shift=1))
     assert load_draft(folder, target, byte_tokenizer(shift=1), other_tokenizer=True).vocab_size == 128

@@ -150,6 +150,7 @@ def source_of(job: Job, process_index: int = 0, num_processes: int = 1, folder: 
 
 def check_folders(recipe: AnyRecipe) -> None:
     """ValueError if a file stands where the recipe writes a folder."""
+    check_can_be_folder(Path(recipe.output), "output")
     check_can_be_folder(Path(recipe.output) / "final", "the folder of the finished run")
     if isinstance(recipe, MedusaRecipe) and recipe.features is not None:
         check_can_be_folder(Path(recipe.features.folder), "features.folder")
