@@ -190,6 +190,7 @@ def test_a_report_says_what_it_measured_and_how_and_no_path_or_secret(
         "prompts": prompts_fingerprint(read_prompts(models / "prompts.jsonl", tokenizer, 2, None, None)),
     }
     assert report["command"].startswith("headstart evaluate --target target --heads heads --prompts prompts.jsonl ")
+    assert report["settings"]["policies"] == ["fixed"]  # a default, in words
     assert report["settings"]["max_new_tokens"] == 4 and report["settings"]["dtype"] == "fp32"
     page = (tmp_path / "report.html").read_text()
     for leak in (secret, str(models), str(tmp_path), "zoe"):

@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,11 @@ def workshop(tmp_path: Path) -> Iterator[Path]:
     AcceleratorState._reset_state(True)
 
 
-def train(folder: Path, on_step: Callable[[int], None] | None = None, dtype: str = "fp32", **training: Any) -> str:
+def train(folder: Path, dtype: str = "fp32", keep: str = "last", **training: Any) -> str:
     """Train heads in the workshop with a checkpoint every 2 steps of 6; returns what was said."""
     content = recipe_content(folder, "medusa", **{"steps": 6, **training})
     content |= {"checkpoint": {"every": 2, "keep": 2}, "dtype": dtype, "heads": {"num_heads": 2}}
-    content["evaluation"]["every"] = 2
+    content["evaluation"] |= {"every": 2, "keep": keep}
     AcceleratorState._reset_state(True)
     said = StringIO()
     run_recipe(parse_recipe(content), Console(file=said, width=1000))
@@ -227,3 +228,15 @@ def test_what_another_process_refuses_is_an_error_here(monkeypatch: pytest.Monke
     monkeypatch.setattr(loop, "any_process", lambda accelerator, flag: True)
     with cpu_accelerator() as accelerator, pytest.raises(ValueError, match="another process cannot go on"):
         loop.agreed(accelerator, lambda: None)
+
+
+def test_evaluations_that_were_lost_are_missed_where_they_decide(workshop: Path) -> None:
+    """The weights that are finished are then those of another step, and the run says why."""
+    killed_after(5, workshop, keep="best")
+    missed = f"no evaluation up to step 4 is in {workshop}/run/best: the best weights are chosen among those still to"
+    assert missed not in train(workshop, keep="best", steps=6)
+    killed = workshop / "run"
+    shutil.rmtree(killed)
+    killed_after(5, workshop, keep="best")
+    shutil.rmtree(killed / "best")
+    assert missed in train(workshop, keep="best")

@@ -96,7 +96,8 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
         policies=listed(options.policies) or EvaluationConfig.policies,
     )
     prompts, left_out = _fitting(prompts, target, drafters, options)
-    made_by = _made_by(options, tokenizer, prompts)  # now: a file may be another when all is measured
+    chosen = replace(options, settings=list(config.settings), policies=list(config.policies))  # the defaults in words
+    made_by = _made_by(chosen, tokenizer, prompts)  # now: a file may be another when all is measured
     methods = standard_methods(target, drafters, config)
     total = len(methods) * (len(prompts) * config.rounds + 1)
     with ProgressBar(watched, "evaluating", total) as bar:
