@@ -1,7 +1,7 @@
 """Decoding speed against `transformers` in one run: a trained target, and the same function at a larger target's cost.
 
 Everything is a ratio of runs that took turns in one process. The widened target computes exactly what the small one
-does (`decoding.widen`), so its acceptance is the small one's: figures of it say "widened".
+does (`decoding.measure.widen`), so its acceptance is the small one's: figures of it say "widened".
 
     python benchmarks/decoding.py --target FOLDER --draft FOLDER --heads FOLDER --prompts FILE.jsonl --output FILE.json
 """
@@ -33,28 +33,28 @@ from decoding.drafters import (
     PromptLookupDrafter,
 )
 from decoding.drafters.base import DraftRequest, TextDrafter, TextSession, TextStart, chain_budgets
-from decoding.evaluate import (
+from decoding.generate import DecodingConfig
+from decoding.measure.evaluate import (
     EvaluationConfig,
     Method,
     evaluate,
     our_method,
     standard_methods,
 )
-from decoding.generate import DecodingConfig
-from decoding.heads import MedusaHeads
-from decoding.loading import eos_token_ids, load_draft, load_heads, load_model, load_tokenizer, parse_dtype
-from decoding.machine import commit, hardware, versions
-from decoding.plan import measure_cost_curve
-from decoding.policy import Budget, MeasuredPolicy
+from decoding.measure.machine import commit, hardware, versions
+from decoding.measure.report import markdown_table
+from decoding.measure.throughput import measure_throughput
+from decoding.measure.widen import widened_heads, widened_to
+from decoding.model.causal_lm import CausalLM
+from decoding.model.cost_curve import measure_cost_curve
+from decoding.model.heads import MedusaHeads
+from decoding.model.loading import eos_token_ids, load_draft, load_heads, load_model, load_tokenizer, parse_dtype
+from decoding.policies import Budget, MeasuredPolicy
 from decoding.prompts import read_prompts
-from decoding.proposal import Proposal, ProposalKind
-from decoding.report import markdown_table
-from decoding.sampling import SamplingConfig
-from decoding.target import CausalLM
-from decoding.throughput import measure_throughput
-from decoding.tree import TokenTree
-from decoding.widen import widened_heads, widened_to
-from trainer.console import standard_output
+from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.sampling import SamplingConfig
+from decoding.rules.tree import TokenTree
+from trainer.terminal.console import standard_output
 
 BEST = ", measured"
 

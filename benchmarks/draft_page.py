@@ -6,7 +6,7 @@ from typing import Any
 
 from draft_plot import plot
 
-from decoding.figures import NONE, estimate, number
+from decoding.measure.figures import NONE, estimate, number
 
 SETTINGS = {"greedy": "greedy", "sampling": "T=1"}
 

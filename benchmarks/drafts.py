@@ -26,15 +26,15 @@ from draft_page import publish
 from rich.table import Table
 
 from decoding.drafters import DraftModelDrafter
-from decoding.evaluate import PLAIN, EvaluationConfig, Method, evaluate, our_method
-from decoding.figures import speedup
 from decoding.generate import DecodingConfig
-from decoding.loading import eos_token_ids, load_draft, load_model, load_tokenizer, parse_dtype
-from decoding.machine import commit, hardware, versions
+from decoding.measure.evaluate import PLAIN, EvaluationConfig, Method, evaluate, our_method
+from decoding.measure.figures import speedup
+from decoding.measure.machine import commit, hardware, versions
+from decoding.model.causal_lm import CausalLM
+from decoding.model.loading import eos_token_ids, load_draft, load_model, load_tokenizer, parse_dtype
 from decoding.prompts import read_prompts
-from decoding.sampling import SamplingConfig
-from decoding.target import CausalLM
-from trainer.console import standard_output
+from decoding.rules.sampling import SamplingConfig
+from trainer.terminal.console import standard_output
 
 RECIPE = ROOT / "recipes" / "storyteller-11m" / "draft.yaml"
 BASE = "forward KL"

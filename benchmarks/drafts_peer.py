@@ -34,16 +34,16 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from decoding.generate import DecodingConfig
-from decoding.loading import eos_token_ids, load_model, load_tokenizer, parse_dtype
-from decoding.machine import commit, hardware, versions
+from decoding.measure.machine import commit, hardware, versions
+from decoding.model.causal_lm import CausalLM
+from decoding.model.loading import eos_token_ids, load_model, load_tokenizer, parse_dtype
 from decoding.prompts import read_prompts
-from decoding.target import CausalLM
-from trainer.batch import Example
-from trainer.console import standard_output
-from trainer.data import load_dataset
-from trainer.draft_init import initial_draft, write_draft
-from trainer.read_recipe import load_recipe
-from trainer.recipe import DraftRecipe
+from trainer.data.batch import Example
+from trainer.data.dataset import load_dataset
+from trainer.drafts.start import initial_draft, write_draft
+from trainer.recipe.reading import load_recipe
+from trainer.recipe.recipe import DraftRecipe
+from trainer.terminal.console import standard_output
 
 OURS, PEER, START = "Headstart", "TRL GKD", "untrained"
 PEER_SCRIPT = ROOT / "benchmarks" / "peer_gkd.py"

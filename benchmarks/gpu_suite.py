@@ -41,7 +41,7 @@ with stand_ins() as MISSING:
     from suite_profile import profile_items, profile_steps
     from suite_training import measure_training
 
-    from decoding.machine import commit, hardware, versions
+    from decoding.measure.machine import commit, hardware, versions
 
 SCHEMA = "headstart-gpu-suite/1"
 SETTINGS = (("greedy", 0.0), ("T=1", 1.0))

@@ -23,18 +23,18 @@ from arms import ROOT, curve_of, slug, train, write
 from rich.table import Table
 
 from decoding.drafters import MedusaDrafter
-from decoding.evaluate import PLAIN, EvaluationConfig, Method, evaluate, our_method
-from decoding.figures import speedup
 from decoding.generate import DecodingConfig, decode
-from decoding.heads import MedusaHeads
-from decoding.loading import eos_token_ids, load_heads, load_model, load_tokenizer, parse_dtype
-from decoding.machine import commit, hardware, versions
+from decoding.measure.evaluate import PLAIN, EvaluationConfig, Method, evaluate, our_method
+from decoding.measure.figures import speedup
+from decoding.measure.machine import commit, hardware, versions
+from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import MedusaHeads
+from decoding.model.loading import eos_token_ids, load_heads, load_model, load_tokenizer, parse_dtype
 from decoding.prompts import read_prompts
-from decoding.sampling import SamplingConfig
-from decoding.target import CausalLM
-from trainer.console import standard_output
-from trainer.medusa import rank_accuracies
-from trainer.medusa2 import TARGET_FOLDER
+from decoding.rules.sampling import SamplingConfig
+from trainer.heads.medusa import rank_accuracies
+from trainer.heads.medusa2 import TARGET_FOLDER
+from trainer.terminal.console import standard_output
 
 RECIPES = ROOT / "recipes" / "storyteller-11m"
 ARMS: dict[str, tuple[str, tuple[str, ...]]] = {

@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import DraftModelDrafter
 from decoding.generate import DecodingConfig, decode
-from decoding.loading import load_draft
 from decoding.metrics import Estimate, StepCount, acceptance
-from decoding.sampling import SamplingConfig
-from decoding.target import CausalLM
+from decoding.model.causal_lm import CausalLM
+from decoding.model.loading import load_draft
+from decoding.rules.sampling import SamplingConfig
 
 DRAFT_TOKENS = 4
 TEMPERATURES = {"greedy": 0.0, "T=1": 1.0}

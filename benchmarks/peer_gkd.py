@@ -136,7 +136,7 @@ def trainer_of(options: argparse.Namespace) -> Any:
     from datasets import Dataset  # not installed beside Headstart, whose tests read this file
     from trl.experimental.gkd import GKDConfig, GKDTrainer  # type: ignore[import-not-found]  # nor is this
 
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as in Headstart: see decoding.attention.leave_out_cudnn
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as in Headstart: see decoding.model.attention.leave_out_cudnn
     student = AutoModelForCausalLM.from_pretrained(options.student, dtype=torch.float32)
     teacher = AutoModelForCausalLM.from_pretrained(options.teacher, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(options.student)

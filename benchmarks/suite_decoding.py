@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from suite_models import DRAFT_TOKENS, Stage
 
-from decoding.baselines import transformers_generate, transformers_generate_batch
 from decoding.generate import DecodingConfig, Generation, decode_batch
+from decoding.measure.baselines import transformers_generate, transformers_generate_batch
 from decoding.metrics import acceptance, spread
-from decoding.sampling import SamplingConfig
-from decoding.target import CausalLM
+from decoding.model.causal_lm import CausalLM
+from decoding.rules.sampling import SamplingConfig
 
 PLAIN, DRAFT, MEDUSA = METHODS = ("plain", "draft model", "medusa")
 GRAPHS, EAGER, COMPILED, TRANSFORMERS = "graphs", "eager", "compile", "transformers"

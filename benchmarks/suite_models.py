@@ -11,14 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter
-from decoding.heads import MedusaConfig, MedusaHeads
-from decoding.loading import load_draft, load_heads, load_model, load_tokenizer
+from decoding.measure.widen import widened, widened_heads, widened_to
+from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.model.loading import load_draft, load_heads, load_model, load_tokenizer
 from decoding.prompts import read_prompts
-from decoding.target import CausalLM
-from decoding.widen import widened, widened_heads, widened_to
-from trainer.batch import Example
-from trainer.data import load_dataset
-from trainer.recipe import DataSection
+from trainer.data.batch import Example
+from trainer.data.dataset import load_dataset
+from trainer.recipe.recipe import DataSection
 
 DRAFT_TOKENS = 4
 TRAINED = "trained size"

@@ -10,16 +10,16 @@ from suite_decoding import synchronize
 from suite_models import Stage
 from torch import Tensor
 
-from decoding.target import CausalLM
-from trainer.batch import Batch, Example, collate
-from trainer.distill import DistillObjective, OnlineTeacher
-from trainer.draft_init import initial_draft
-from trainer.draft_sections import DraftLossSection, DraftSection, FromTargetSection, InitSection
-from trainer.hidden import OnlineTarget
-from trainer.medusa import MedusaObjective
-from trainer.objective import Objective
-from trainer.optimizer import build_optimizers
-from trainer.recipe import HeadsSection, TrainingSection
+from decoding.model.causal_lm import CausalLM
+from trainer.data.batch import Batch, Example, collate
+from trainer.drafts.distill import DistillObjective, OnlineTeacher
+from trainer.drafts.start import initial_draft
+from trainer.heads.medusa import MedusaObjective
+from trainer.learning.objective import Objective
+from trainer.recipe.draft import DraftLossSection, DraftSection, FromTargetSection, InitSection
+from trainer.recipe.recipe import HeadsSection, TrainingSection
+from trainer.run.optimizer import build_optimizers
+from trainer.target.hidden import OnlineTarget
 
 
 def objective_for(kind: str, stage: Stage, steps: int) -> Objective:
@@ -82,7 +82,7 @@ def _train_step(
     optimizers: Sequence[torch.optim.Optimizer],
     section: TrainingSection,
 ) -> float:
-    """What `trainer.loop` does in a step of one process, without accelerate; the loss before the step."""
+    """What `trainer.run.loop` does in a step of one process, without accelerate; the loss before the step."""
     counts: Tensor = objective.counts(batch)
     weights = torch.tensor(objective.weights(step), device=counts.device)
     inputs = objective.inputs(batch, step)

@@ -33,18 +33,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from decoding.heads import MedusaConfig, MedusaHeads
-from decoding.loading import load_model
-from decoding.machine import commit, hardware, versions
-from decoding.target import CausalLM
-from decoding.widen import widened_to
-from trainer.batch import Batch, Example, collate
-from trainer.console import standard_output
-from trainer.features import FeatureIdentity, FeatureStore, FeatureWriter
-from trainer.hidden import HiddenStates, OnlineTarget, StoredFeatures
-from trainer.medusa import HeadInputs, MedusaObjective, MedusaTraining
-from trainer.recipe import HeadsSection, LossSection
-from trainer.store import write_store
+from decoding.measure.machine import commit, hardware, versions
+from decoding.measure.widen import widened_to
+from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.model.loading import load_model
+from trainer.data.batch import Batch, Example, collate
+from trainer.heads.medusa import HeadInputs, MedusaObjective, MedusaTraining
+from trainer.recipe.recipe import HeadsSection, LossSection
+from trainer.target.features import FeatureIdentity, FeatureStore, FeatureWriter
+from trainer.target.hidden import HiddenStates, OnlineTarget, StoredFeatures
+from trainer.target.store import write_store
+from trainer.terminal.console import standard_output
 
 WAYS = ("fused", "plain")
 VARIANTS = ("own lm_heads", "shared lm_head", "soft targets")

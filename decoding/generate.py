@@ -8,19 +8,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decoding.cache import PreallocatedCache
 from decoding.clock import PhaseClock
 from decoding.drafters.base import Drafter, DraftRequest, TextStart
-from decoding.history import History
 from decoding.metrics import StepCount
-from decoding.policy import PLAIN, Budget, FixedPolicy, Policy
-from decoding.proposal import Proposal
-from decoding.sampling import GeneratorSource, HistoryRows, SamplingConfig, adjusted_logits, probabilities
+from decoding.model.cache import PreallocatedCache
+from decoding.model.causal_lm import CausalLM
+from decoding.policies import PLAIN, Budget, FixedPolicy, Policy
+from decoding.rules.history import History
+from decoding.rules.proposal import Proposal
+from decoding.rules.sampling import GeneratorSource, HistoryRows, SamplingConfig, adjusted_logits, probabilities
+from decoding.rules.tree import TokenTree, fetch_tokens
+from decoding.rules.verify import GREEDY, Rule, Verdict, lossless_rule
 from decoding.stopping import StopCheck, TextDecoder
-from decoding.target import CausalLM
 from decoding.token_ids import check_ids
-from decoding.tree import TokenTree, fetch_tokens
-from decoding.verify import GREEDY, Rule, Verdict, lossless_rule
 
 
 @dataclass(frozen=True)

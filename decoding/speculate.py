@@ -11,16 +11,16 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from decoding import loading
 from decoding.drafters import Drafter
 from decoding.generate import DecodingConfig, Generation, Step, decode_batch_steps
 from decoding.metrics import Acceptance, acceptance
-from decoding.policy import Policy, named_policy
-from decoding.sampling import SamplingConfig
+from decoding.model import loading
+from decoding.model.causal_lm import CausalLM
+from decoding.policies import Policy, named_policy
+from decoding.rules.sampling import SamplingConfig
+from decoding.rules.verify import RULES, Rule
 from decoding.stopping import TextDecoder
-from decoding.target import CausalLM
 from decoding.token_ids import check_ids, check_tensor_of_ids
-from decoding.verify import RULES, Rule
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,12 +16,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from decoding.fingerprint import stored_fingerprint
+from decoding.model.fingerprint import stored_fingerprint
 from trainer import quickstart
 from trainer.cli import guarded
-from trainer.commands import EvaluateOptions, run_evaluate
+from trainer.commands.decode import EvaluateOptions, run_evaluate
 from trainer.export import export
-from trainer.train import ensure_built
+from trainer.run.train import ensure_built
 
 ROOT = Path(__file__).parent.parent
 OUTPUT = Path("runs/quickstart")

@@ -11,9 +11,9 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 
-from decoding.figures import greedy_sentence
-from decoding.markdown import text
-from decoding.report import caption, markdown_table, speedup_figure
+from decoding.measure.figures import greedy_sentence
+from decoding.measure.markdown import text
+from decoding.measure.report import caption, markdown_table, speedup_figure
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- results: scripts/publish_results.py -->", "<!-- end of results -->"

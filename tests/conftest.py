@@ -7,15 +7,15 @@ from jaxtyping import install_import_hook
 from tiny_models import counting_model, tiny_model
 
 # Before anything imports them: from here on every jaxtyping annotation in these modules is checked at each call.
-_PURE = ["decoding.tree", "decoding.proposal", "decoding.sampling", "decoding.history", "decoding.verify"]
+_PURE = [f"decoding.rules.{name}" for name in ("tree", "proposal", "sampling", "history", "verify")]
 with install_import_hook(_PURE, "shape_checks.check"):
-    import decoding.history
-    import decoding.proposal
-    import decoding.sampling
-    import decoding.tree
-    import decoding.verify  # noqa: F401  # imported for the hook
+    import decoding.rules.history
+    import decoding.rules.proposal
+    import decoding.rules.sampling
+    import decoding.rules.tree
+    import decoding.rules.verify  # noqa: F401  # imported for the hook
 
-from decoding.target import CausalLM  # noqa: E402
+from decoding.model.causal_lm import CausalLM  # noqa: E402
 
 settings.register_profile("exact", max_examples=30, deadline=None, derandomize=True, database=None)
 settings.load_profile("exact")

@@ -7,13 +7,13 @@ from tiny_training import WORDS, tiny_tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decoding.target import CausalLM
-from trainer.batch import Batch, Example
-from trainer.distill import DistillObjective, OnlineTeacher
-from trainer.draft_init import initial_draft
-from trainer.draft_sections import DraftSection
-from trainer.losses import divergence
-from trainer.objective import TermSums
+from decoding.model.causal_lm import CausalLM
+from trainer.data.batch import Batch, Example
+from trainer.drafts.distill import DistillObjective, OnlineTeacher
+from trainer.drafts.start import initial_draft
+from trainer.learning.losses import divergence
+from trainer.learning.objective import TermSums
+from trainer.recipe.draft import DraftSection
 
 EXAMPLES = (
     Example((3, 1, 4, 1, 5, 9, 2, 6), (False,) * 4 + (True,) * 4, 4),

@@ -11,11 +11,11 @@ from tiny_models import naive_greedy
 from decoding.drafters import Drafter, DraftSession
 from decoding.drafters.base import DraftRequest, TextStart
 from decoding.generate import DecodingConfig, decode, decode_batch
-from decoding.proposal import Proposal
-from decoding.sampling import GeneratorSource, SamplingConfig
-from decoding.target import CausalLM
-from decoding.tree import TokenTree
-from decoding.verify import SAMPLED_VERIFY
+from decoding.model.causal_lm import CausalLM
+from decoding.rules.proposal import Proposal
+from decoding.rules.sampling import GeneratorSource, SamplingConfig
+from decoding.rules.tree import TokenTree
+from decoding.rules.verify import SAMPLED_VERIFY
 
 NO_HIDDEN = torch.empty(0)
 PROMPTS = ([1, 2, 3, 1, 2], [5], [7, 7, 0, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8], [4, 4])

@@ -14,10 +14,10 @@ import jaxtyping
 import torch
 from torch import Tensor
 
-from decoding.proposal import Proposal, ProposalKind
-from decoding.sampling import RandomSource
-from decoding.tree import TokenTree, TreeShape
-from decoding.verify import RULES, Verdict
+from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.sampling import RandomSource
+from decoding.rules.tree import TokenTree, TreeShape
+from decoding.rules.verify import RULES, Verdict
 
 Result = TypeVar("Result")
 Counted = TypeVar("Counted", bound=Hashable)

@@ -11,8 +11,8 @@ import torch
 from tiny_models import tiny_model
 from torch import Tensor
 
-from decoding.target import CausalLM
-from decoding.tree import TokenTree, TreeShape
+from decoding.model.causal_lm import CausalLM
+from decoding.rules.tree import TokenTree, TreeShape
 
 PREFIXES = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2], [2, 7, 1, 8, 2])
 TREE = TreeShape((-1, 0, 0, 1, 1, 2))

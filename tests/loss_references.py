@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainer.losses import Divergence, LossMix, Term, divergence
-from trainer.teachers import HiddenTeacher, Teacher, TopKTeacher
+from trainer.learning.losses import Divergence, LossMix, Term, divergence
+from trainer.learning.teachers import HiddenTeacher, Teacher, TopKTeacher
 
 KINDS: tuple[Divergence, ...] = get_args(Divergence)
 WITHOUT_GRADIENT_INSIDE: tuple[Divergence, ...] = ("tvd_plus", "lk")

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from decoding.drafters.base import DraftRequest, TextDrafter, TextStart
 from decoding.metrics import StepCount
-from decoding.policy import PLAIN, Budget
-from decoding.proposal import Proposal, ProposalKind
-from decoding.sampling import SamplingConfig
-from decoding.target import CausalLM
-from decoding.tree import TokenTree, TreeShape
+from decoding.model.causal_lm import CausalLM
+from decoding.policies import PLAIN, Budget
+from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.sampling import SamplingConfig
+from decoding.rules.tree import TokenTree, TreeShape
 
 
 class ScriptedDrafter(TextDrafter):

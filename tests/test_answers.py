@@ -8,8 +8,8 @@ from tiny_training import CHAT_TEMPLATE, tiny_tokenizer, write_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from trainer.data import Dataset, load_dataset
-from trainer.recipe import DataSection
+from trainer.data.dataset import Dataset, load_dataset
+from trainer.recipe.recipe import DataSection
 
 UNMARKED = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 COMPARED = UNMARKED.replace("{% endfor %}", "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}")

@@ -12,10 +12,10 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
-from decoding.compress import write_output_tokens
-from decoding.heads import MedusaConfig, MedusaHeads
-from decoding.loading import load_draft, load_heads, load_model
-from decoding.target import CausalLM
+from decoding.model.causal_lm import CausalLM
+from decoding.model.compress import write_output_tokens
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.model.loading import load_draft, load_heads, load_model
 from trainer.export import export
 from trainer.export.vllm import read_vllm_heads
 

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, tiny_model
 from tiny_tokenizer import byte_tokenizer
 
-from decoding.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads
-from decoding.loading import is_heads_folder, load_draft, load_heads, load_model, load_tokenizer
-from decoding.model_folder import check_model_folder
-from decoding.target import CausalLM
-from decoding.tree import MOST_NODES
+from decoding.model.causal_lm import CausalLM
+from decoding.model.folder import check_model_folder
+from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads
+from decoding.model.loading import is_heads_folder, load_draft, load_heads, load_model, load_tokenizer
+from decoding.rules.tree import MOST_NODES
 from trainer.export import export
 from trainer.export.vllm import read_vllm_heads
 
@@ -45,8 +45,8 @@ def never_built(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(*_: object, **__: object) -> None:
         raise AssertionError("nothing is built")
 
-    monkeypatch.setattr("decoding.heads.MedusaHead.__init__", build)
-    monkeypatch.setattr("decoding.loading.AutoModelForCausalLM.from_pretrained", build)
+    monkeypatch.setattr("decoding.model.heads.MedusaHead.__init__", build)
+    monkeypatch.setattr("decoding.model.loading.AutoModelForCausalLM.from_pretrained", build)
 
 
 # --- heads ---------------------------------------------------------------------------------------------------------

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from decoding.attention import NAME, copy_free_attention, grouped_attention
-from decoding.cache import PreallocatedCache
-from decoding.machine import hardware
-from decoding.target import CausalLM
-from decoding.tree import TokenTree, TreeShape
+from decoding.measure.machine import hardware
+from decoding.model.attention import NAME, copy_free_attention, grouped_attention
+from decoding.model.cache import PreallocatedCache
+from decoding.model.causal_lm import CausalLM
+from decoding.rules.tree import TokenTree, TreeShape
 
 TEXTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5]]
 TREE = TokenTree(torch.tensor([9, 2, 6, 5, 3, 5, 8]), TreeShape((-1, 0, 0, 1, 2, 2, 5)))

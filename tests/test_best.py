@@ -15,15 +15,15 @@ from tiny_models import counting_model
 from tiny_training import Recorder, ToyObjective, recipe_content, tiny_tokenizer, train_toy, write_corpus
 from torch import Tensor, nn
 
-from trainer import best as best_module
-from trainer import folders
-from trainer.best import Best
-from trainer.checkpoint import Checkpoints, Progress
-from trainer.heldout import Evaluator
-from trainer.objective import Objective
-from trainer.read_recipe import parse_recipe
-from trainer.recipe import EvaluationSection
-from trainer.train import run_recipe
+from trainer.files import folders
+from trainer.learning.objective import Objective
+from trainer.recipe.reading import parse_recipe
+from trainer.recipe.recipe import EvaluationSection
+from trainer.run import best as best_module
+from trainer.run.best import Best
+from trainer.run.checkpoint import Checkpoints, Progress
+from trainer.run.heldout import Evaluator
+from trainer.run.train import run_recipe
 
 
 def best_in(folder: Path, checkpoints: list[int] | None = None, identity: Any = "a run", **section: Any) -> Best:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tiny_models import full_forward
 from torch import Tensor
 
-from decoding.cache import PreallocatedCache
-from decoding.target import CausalLM
-from decoding.tree import TokenTree, TreeShape
+from decoding.model.cache import PreallocatedCache
+from decoding.model.causal_lm import CausalLM
+from decoding.rules.tree import TokenTree, TreeShape
 
 PREFIX = [3, 1, 4, 1, 5]
 # Root 9 -> {2, 6}, 2 -> {5}, 6 -> {3, 5}, the second 5 -> {8}

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from decoding.redact import basename, is_hub_id, without_local_paths
+from decoding.measure.redact import basename, is_hub_id, without_local_paths
 from trainer.export.card import Artefact, read_provenance, read_report, render_card
 from trainer.export.measured import read_measured
 
@@ -22,7 +22,7 @@ SHARES = [
 
 
 def report() -> dict[str, Any]:
-    """As `decoding.evaluate.evaluate` returns it: a lossless row, a lossy one, and a peer without acceptance."""
+    """A report as `evaluate` returns it: a lossless row, a lossy one, and a peer without acceptance."""
     figures = {
         "artefact": "heads",
         "speedup_of_totals": TOTALS,

@@ -23,9 +23,9 @@ from tiny_models import full_forward, naive_greedy, tiny_model
 from decoding.drafters import CascadeDrafter, DraftModelDrafter, LookaheadDrafter, PromptLookupDrafter
 from decoding.drafters.base import TextDrafter
 from decoding.generate import DecodingConfig, decode, decode_batch
-from decoding.proposal import ProposalKind
-from decoding.sampling import HistoryRows, SamplingConfig, probabilities
-from decoding.target import CausalLM
+from decoding.model.causal_lm import CausalLM
+from decoding.rules.proposal import ProposalKind
+from decoding.rules.sampling import HistoryRows, SamplingConfig, probabilities
 
 SAMPLED = SamplingConfig(1.0, top_p=0.9)
 PENALISED = SamplingConfig(0.9, repetition_penalty=1.4, frequency_penalty=0.2)

@@ -16,12 +16,12 @@ from tiny_models import tiny_model
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import trainer.checkpoint
-from trainer.checkpoint import Checkpoints, Progress, Saved
-from trainer.folders import write_folder
-from trainer.optimizer import build_optimizers
-from trainer.recipe import TrainingSection
-from trainer.state import gather_moments, gather_weights, load_moments, load_weights
+import trainer.run.checkpoint
+from trainer.files.folders import write_folder
+from trainer.recipe.recipe import TrainingSection
+from trainer.run.checkpoint import Checkpoints, Progress, Saved
+from trainer.run.optimizer import build_optimizers
+from trainer.run.state import gather_moments, gather_weights, load_moments, load_weights
 
 IDENTITY: dict[str, Any] = {"kind": "medusa", "training": {"steps": 10, "betas": (0.9, 0.95)}, "data": {"train": "a"}}
 FILES = ["SHA256SUMS", "optimizer.safetensors", "state.json", "weights.safetensors"]
@@ -80,7 +80,7 @@ def optimizer_tensors(optimizers: list[Optimizer]) -> list[Tensor]:
 def disk_full_after_a_part(monkeypatch: pytest.MonkeyPatch, calls: int = 2) -> None:
     """The call of that number writes half a file and then finds the disk full."""
     count = 0
-    whole = trainer.checkpoint.save_file
+    whole = trainer.run.checkpoint.save_file
 
     def save_file(tensors: dict[str, Tensor], path: Path) -> None:
         nonlocal count
@@ -90,7 +90,7 @@ def disk_full_after_a_part(monkeypatch: pytest.MonkeyPatch, calls: int = 2) -> N
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(trainer.checkpoint, "save_file", save_file)
+    monkeypatch.setattr(trainer.run.checkpoint, "save_file", save_file)
 
 
 def test_weights_optimizers_and_progress_come_back_bit_equal(tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_if_none_can_be_read_the_run_does_not_start_over(tmp_path: Path) -> None
 def test_a_disk_that_fails_for_a_moment_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What could not be read is passed over, stays through the saves that follow, and is whole afterwards."""
     model = save_steps(tmp_path, 2, 4)
-    whole = trainer.checkpoint.load_file
+    whole = trainer.run.checkpoint.load_file
 
     def load_file(path: Path) -> dict[str, Tensor]:
         if "step-00000004" in str(path):
@@ -318,7 +318,7 @@ def test_a_disk_that_fails_for_a_moment_costs_nothing(tmp_path: Path, monkeypatc
         return whole(path)
 
     with monkeypatch.context() as failing:
-        failing.setattr(trainer.checkpoint, "load_file", load_file)
+        failing.setattr(trainer.run.checkpoint, "load_file", load_file)
         found = checkpoints(tmp_path, keep=1)
         assert load(found, *trained_model()) == Progress(2, 200)
         assert "Input/output error" in found.unreadable[0].reason

@@ -13,16 +13,16 @@ from tiny_tokenizer import byte_tokenizer
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from decoding.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
 from decoding.generate import DecodingConfig, Step
-from decoding.heads import MedusaConfig, MedusaHeads
-from decoding.loading import load_tokenizer
+from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.model.loading import load_tokenizer
 from decoding.prompts import read_prompts
-from decoding.sampling import SamplingConfig
-from decoding.verify import SAMPLED_VERIFY
-from trainer import commands
+from decoding.rules.sampling import SamplingConfig
+from decoding.rules.verify import SAMPLED_VERIFY
 from trainer.cli import BAD_INPUT, app, guarded
-from trainer.options import EvaluateOptions, GenerateOptions, RealignOptions
+from trainer.commands.decode import decode as commands
+from trainer.commands.options import EvaluateOptions, GenerateOptions, RealignOptions
 
 CLI = CliRunner()
 README = Path(__file__).resolve().parents[1] / "README.md"

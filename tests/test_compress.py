@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from test_generate_sampling import FALSE_ALARM, LENGTH, PROMPT, exact_probabilities, p_value, small_llama
 from tiny_models import full_forward, naive_greedy, tiny_model
 
-from decoding.compress import (
+from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter
+from decoding.generate import DecodingConfig, decode, decode_batch
+from decoding.model.causal_lm import CausalLM
+from decoding.model.compress import (
     OUTPUT_TOKENS_KEY,
     OUTPUT_TOKENS_NAME,
     most_frequent_tokens,
@@ -23,12 +26,9 @@ from decoding.compress import (
     with_whole_vocabulary,
     write_output_tokens,
 )
-from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter
-from decoding.generate import DecodingConfig, decode, decode_batch
-from decoding.loading import load_draft
-from decoding.sampling import SamplingConfig
-from decoding.target import CausalLM
-from decoding.verify import SAMPLED_VERIFY
+from decoding.model.loading import load_draft
+from decoding.rules.sampling import SamplingConfig
+from decoding.rules.verify import SAMPLED_VERIFY
 
 KEPT = (1, 2, 5, 8, 9, 13)
 PROMPTS = ([1, 2, 3], [5], [7, 7, 0, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1])

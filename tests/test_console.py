@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from tiny_training import recipe_content, tiny_tokenizer, write_corpus, write_rows, write_target
 
-from decoding.report import terminal_table
-from trainer.console import say_error, standard_output, title
-from trainer.inspection import run_inspect
-from trainer.options import InspectOptions
-from trainer.read_recipe import parse_recipe
-from trainer.train import run_recipe
+from decoding.measure.report import terminal_table
+from trainer.commands.inspection import run_inspect
+from trainer.commands.options import InspectOptions
+from trainer.recipe.reading import parse_recipe
+from trainer.run.train import run_recipe
+from trainer.terminal.console import say_error, standard_output, title
 
 BRACKETS = "a[/x] :smile: [red]b"
 
@@ -88,7 +88,7 @@ def test_the_command_line_quiets_other_libraries_and_debug_does_not() -> None:
             "    print(transformers_logging.get_verbosity() == transformers_logging.ERROR)",
             "    logging.getLogger('accelerate.utils').warning('chatter of a log')",
             "    warnings.warn_explicit('chatter of a warning', UserWarning, 'f.py', 1, module='peft.tuners')",
-            "    warnings.warn_explicit('a word of our own', UserWarning, 'f.py', 1, module='decoding.model')",
+            "    warnings.warn_explicit('a word of our own', UserWarning, 'f.py', 1, module='decoding.generate')",
             "sys.exit(guarded(work, debug=sys.argv[1] == 'debug'))",
         ]
     )

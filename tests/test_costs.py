@@ -11,13 +11,13 @@ from rich.console import Console
 from tiny_models import tiny_model
 from tiny_training import recipe_content, write_corpus, write_target
 
-from decoding.compress import trimmed_vocabulary
-from decoding.target import CausalLM
-from trainer import costs as costs_module
-from trainer import train as train_module
-from trainer.costs import DEEPEST, SIZES, Costs, best_depth, check_pays, measure_costs, payoff
-from trainer.read_recipe import parse_recipe
-from trainer.train import run_recipe
+from decoding.model.causal_lm import CausalLM
+from decoding.model.compress import trimmed_vocabulary
+from trainer.drafts import costs as costs_module
+from trainer.drafts.costs import DEEPEST, SIZES, Costs, best_depth, check_pays, measure_costs, payoff
+from trainer.recipe.reading import parse_recipe
+from trainer.run import train as train_module
+from trainer.run.train import run_recipe
 
 
 def flat(draft_step: float) -> Costs:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from tiny_training import CHAT_TEMPLATE, WORDS, tiny_tokenizer, write_rows
 
-from trainer.batch import Example, collate
-from trainer.data import Dataset, heldout_prompts, load_dataset
-from trainer.recipe import DataSection
-from trainer.rows import Source, open_source
+from trainer.data.batch import Example, collate
+from trainer.data.dataset import Dataset, heldout_prompts, load_dataset
+from trainer.data.rows import Source, open_source
+from trainer.recipe.recipe import DataSection
 
 
 def section(**changes: Any) -> DataSection:
@@ -302,7 +302,7 @@ def test_the_split_of_a_hub_data_set_is_the_sections(tmp_path: Path, monkeypatch
         asked.append((name, split))
         return open_source(write_rows(tmp_path / "rows.jsonl", ["a b c d e f g h"]), split)
 
-    monkeypatch.setattr("trainer.data.open_source", opened)
+    monkeypatch.setattr("trainer.data.dataset.open_source", opened)
     dataset = load_dataset("ORG/NAME", section(split="validation"), tiny_tokenizer())
     assert asked == [("ORG/NAME", "validation")] and dataset.path == "ORG/NAME"
 

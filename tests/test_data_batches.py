@@ -8,9 +8,9 @@ import torch
 from tiny_models import FAMILIES, full_forward, tiny_model
 from tiny_training import tiny_tokenizer, write_rows
 
-from trainer.batch import Batch, Example, batch_indices, check_documents_are_apart, collate, pack
-from trainer.data import load_dataset
-from trainer.recipe import DataSection
+from trainer.data.batch import Batch, Example, batch_indices, check_documents_are_apart, collate, pack
+from trainer.data.dataset import load_dataset
+from trainer.recipe.recipe import DataSection
 
 
 def example(*tokens: int) -> Example:

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from decoding.generate import DecodingConfig, decode
-from decoding.target import CausalLM
-from trainer.batch import Example, collate
-from trainer.losses import divergence
+from decoding.model.causal_lm import CausalLM
+from trainer.data.batch import Example, collate
+from trainer.learning.losses import divergence
 
 ALL = {"from_target": {"layers": [0, 1]}}
 

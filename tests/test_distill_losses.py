@@ -11,14 +11,14 @@ from tiny_training import tiny_tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decoding.loading import load_draft
-from decoding.target import CausalLM, capture_lm_head_input
-from trainer.batch import Batch, Example, collate, pack
-from trainer.distill import DistillObjective, DraftLogits
-from trainer.draft_init import initial_draft
-from trainer.draft_sections import DraftSection
-from trainer.losses import divergence
-from trainer.teachers import SampledTailTeacher, Teacher
+from decoding.model.causal_lm import CausalLM, capture_lm_head_input
+from decoding.model.loading import load_draft
+from trainer.data.batch import Batch, Example, collate, pack
+from trainer.drafts.distill import DistillObjective, DraftLogits
+from trainer.drafts.start import initial_draft
+from trainer.learning.losses import divergence
+from trainer.learning.teachers import SampledTailTeacher, Teacher
+from trainer.recipe.draft import DraftSection
 
 BATCH = collate(EXAMPLES)
 MIX = {"forward_kl": 0.5, "tvd": 2.0, "acceptance": 0.25}

@@ -10,12 +10,19 @@ from tiny_training import WORDS, tiny_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from decoding.compress import write_output_tokens
-from decoding.loading import load_draft
-from decoding.target import CausalLM
-from trainer.batch import Example
-from trainer.draft_init import InitialDraft, coverage, draft_from_config, draft_from_target, initial_draft, write_draft
-from trainer.draft_sections import DraftSection
+from decoding.model.causal_lm import CausalLM
+from decoding.model.compress import write_output_tokens
+from decoding.model.loading import load_draft
+from trainer.data.batch import Example
+from trainer.drafts.start import (
+    InitialDraft,
+    coverage,
+    draft_from_config,
+    draft_from_target,
+    initial_draft,
+    write_draft,
+)
+from trainer.recipe.draft import DraftSection
 
 EXAMPLES = (
     Example((3, 1, 4, 1, 5, 9, 2, 6), (False,) * 4 + (True,) * 4, 4),

@@ -8,12 +8,12 @@ from drafter_checks import PROMPTS, opened, request
 from tiny_models import full_forward, naive_greedy, tiny_model
 from torch import Tensor
 
-from decoding.cache import PreallocatedCache
 from decoding.drafters import CascadeDrafter, Drafter, DraftModelDrafter, DraftTreeDrafter, PromptLookupDrafter
 from decoding.generate import DecodingConfig, decode_batch
-from decoding.sampling import SamplingConfig
-from decoding.target import CausalLM
-from decoding.verify import SAMPLED_VERIFY
+from decoding.model.cache import PreallocatedCache
+from decoding.model.causal_lm import CausalLM
+from decoding.rules.sampling import SamplingConfig
+from decoding.rules.verify import SAMPLED_VERIFY
 
 KNOWN = 12
 """Tokens of the small draft; the target knows 16."""

@@ -16,10 +16,10 @@ from decoding.drafters import DraftTreeDrafter
 from decoding.drafters.base import DraftRequest, TextStart
 from decoding.drafters.draft_tree import DraftTreeSession, tree_budgets
 from decoding.generate import DecodingConfig, decode, decode_batch
-from decoding.proposal import Proposal, ProposalKind
-from decoding.sampling import GeneratorSource, HistoryRows, SamplingConfig, probabilities
-from decoding.target import CausalLM
-from decoding.verify import SAMPLED_VERIFY, TOP_K_CHILDREN, TRAVERSAL_VERIFICATION
+from decoding.model.causal_lm import CausalLM
+from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.sampling import GeneratorSource, HistoryRows, SamplingConfig, probabilities
+from decoding.rules.verify import SAMPLED_VERIFY, TOP_K_CHILDREN, TRAVERSAL_VERIFICATION
 
 NO_HIDDEN = torch.empty(0)
 PENALISED = SamplingConfig(0.9, top_p=0.9, repetition_penalty=1.4)

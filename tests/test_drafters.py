@@ -21,12 +21,12 @@ from decoding.drafters import DraftModelDrafter, MedusaDrafter
 from decoding.drafters.base import DraftRequest, DraftSession, TextDrafter, TextSession, TextStart, chain_budgets
 from decoding.drafters.draft_model import DraftModelSession
 from decoding.generate import DecodingConfig, decode
-from decoding.heads import MedusaConfig, MedusaHeads
-from decoding.policy import Budget
-from decoding.proposal import Proposal, ProposalKind
-from decoding.sampling import GeneratorSource, HistoryRows, SamplingConfig, probabilities
-from decoding.target import CausalLM
-from decoding.tree import TokenTree
+from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.policies import Budget
+from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.sampling import GeneratorSource, HistoryRows, SamplingConfig, probabilities
+from decoding.rules.tree import TokenTree
 
 SAMPLED = SamplingConfig(1.0, top_p=0.9)
 PENALISED = SamplingConfig(0.9, repetition_penalty=1.4)

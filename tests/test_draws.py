@@ -8,7 +8,7 @@ from enumeration import distribution
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.sampling import GeneratorSource, RandomSource, _monotone, draw_without_replacement, inverse_cdf
+from decoding.rules.sampling import GeneratorSource, RandomSource, _monotone, draw_without_replacement, inverse_cdf
 
 
 class FixedUniform(GeneratorSource):

@@ -17,12 +17,12 @@ from rich.console import Console
 from scripted_endpoint import Reply, Request, chat, completion, in_turn, last_words, serve
 from tiny_training import write_rows
 
-from trainer import endpoint as endpoint_module
-from trainer.answers import Answered, Conversation, Outcome, read_conversations
 from trainer.cli import BAD_INPUT, guarded
-from trainer.endpoint import EndpointBackend
-from trainer.options import RegenerateOptions
-from trainer.regenerate import Summary, run_regenerate
+from trainer.commands.options import RegenerateOptions
+from trainer.commands.regenerate import Summary, run_regenerate
+from trainer.data.answers import Answered, Conversation, Outcome, read_conversations
+from trainer.target import endpoint as endpoint_module
+from trainer.target.endpoint import EndpointBackend
 
 KEY = "sk-ThisIsNoRealKeyOnlyATest"
 

@@ -16,10 +16,10 @@ from enumeration import (
 )
 from jaxtyping import TypeCheckError
 
-from decoding.proposal import Proposal, ProposalKind
-from decoding.sampling import RandomSource
-from decoding.tree import TreeShape
-from decoding.verify import SAMPLED_VERIFY, TOKEN_REJECTION, Verdict
+from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.sampling import RandomSource
+from decoding.rules.tree import TreeShape
+from decoding.rules.verify import SAMPLED_VERIFY, TOKEN_REJECTION, Verdict
 
 
 def test_two_coins_have_four_outcomes() -> None:

@@ -9,9 +9,10 @@ import torch
 from tiny_models import tiny_model
 from transformers import GenerationConfig
 
-from decoding.baselines import transformers_generate
 from decoding.drafters import DraftModelDrafter, PromptLookupDrafter
-from decoding.evaluate import (
+from decoding.generate import DecodingConfig, decode
+from decoding.measure.baselines import transformers_generate
+from decoding.measure.evaluate import (
     EvaluationConfig,
     acceptance_on,
     evaluate,
@@ -19,12 +20,11 @@ from decoding.evaluate import (
     standard_methods,
     write_report,
 )
-from decoding.generate import DecodingConfig, decode
+from decoding.measure.report import COLUMNS, markdown_table, table_rows, terminal_table, write_html
 from decoding.metrics import acceptance
-from decoding.plan import measure_cost_curve
-from decoding.report import COLUMNS, markdown_table, table_rows, terminal_table, write_html
-from decoding.sampling import SamplingConfig
-from decoding.target import CausalLM
+from decoding.model.causal_lm import CausalLM
+from decoding.model.cost_curve import measure_cost_curve
+from decoding.rules.sampling import SamplingConfig
 
 PROMPTS = [(1, 2, 3), (4, 5), (6, 7, 8, 9)]
 

@@ -17,8 +17,8 @@ from tiny_models import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from decoding.fingerprint import stored_fingerprint
-from decoding.heads import MedusaConfig, MedusaHeads
+from decoding.model.fingerprint import stored_fingerprint
+from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.export import FORMATS, export
 from trainer.export.vllm import read_vllm_heads
 
@@ -290,7 +290,7 @@ def test_a_corrupted_write_is_caught_and_leaves_nothing(
         next(iter(wrong.values())).view(torch.int16).reshape(-1)[0] ^= 1
         save_file(wrong, path, metadata=metadata)
 
-    module = "decoding.heads" if format == "headstart" else "trainer.export.vllm"
+    module = "decoding.model.heads" if format == "headstart" else "trainer.export.vllm"
     monkeypatch.setattr(f"{module}.save_file", save_one_bit_wrong)
     with pytest.raises(ValueError, match="reads back with another"):
         export(heads_folder, tmp_path / "out", format)

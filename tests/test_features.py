@@ -15,17 +15,17 @@ from tiny_models import full_forward, tiny_model
 from tiny_training import tiny_tokenizer, toy_examples
 from torch import Tensor
 
-from decoding.fingerprint import fingerprint
-from decoding.target import CausalLM, capture_lm_head_input
-from trainer import progress
-from trainer import store as stores
-from trainer.batch import Example, collate
-from trainer.features import FeatureIdentity, FeatureStore, FeatureWriter, ensure_features
-from trainer.hidden import OnlineTarget, StoredFeatures
-from trainer.medusa import MedusaObjective
-from trainer.recipe import FeaturesSection, HeadsSection
-from trainer.shards import Layout
-from trainer.store import estimate_bytes, write_store
+from decoding.model.causal_lm import CausalLM, capture_lm_head_input
+from decoding.model.fingerprint import fingerprint
+from trainer.data.batch import Example, collate
+from trainer.files.shards import Layout
+from trainer.heads.medusa import MedusaObjective
+from trainer.recipe.recipe import FeaturesSection, HeadsSection
+from trainer.target import store as stores
+from trainer.target.features import FeatureIdentity, FeatureStore, FeatureWriter, ensure_features
+from trainer.target.hidden import OnlineTarget, StoredFeatures
+from trainer.target.store import estimate_bytes, write_store
+from trainer.terminal import progress
 
 EXAMPLES = toy_examples(12)  # of 4 to 12 tokens
 SHARD_TOKENS = 30  # three shards of EXAMPLES

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from tiny_training import CHAT_TEMPLATE, WORDS, recipe_content, tiny_tokenizer, write_corpus, write_target
 
-from decoding.compress import write_output_tokens
-from decoding.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
-from decoding.heads import MedusaConfig, MedusaHeads
-from trainer.assemble import load_target
-from trainer.read_recipe import parse_recipe
+from decoding.model.compress import write_output_tokens
+from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from trainer.recipe.reading import parse_recipe
+from trainer.run.assemble import load_target
 
 
 def test_a_targets_fingerprint_does_not_depend_on_the_dtype_it_is_loaded_in(tmp_path: Path) -> None:

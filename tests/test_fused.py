@@ -25,10 +25,10 @@ from loss_references import (
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainer import fused
-from trainer.fused import fused_loss, token_divergences
-from trainer.losses import Divergence, LossMix, Term, divergence
-from trainer.teachers import HiddenTeacher
+from trainer.learning import fused
+from trainer.learning.fused import fused_loss, token_divergences
+from trainer.learning.losses import Divergence, LossMix, Term, divergence
+from trainer.learning.teachers import HiddenTeacher
 
 CROSS_ENTROPY = one("cross_entropy")
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer import fused
-from trainer.fused import fused_loss, token_divergences
-from trainer.losses import LossMix, Term
-from trainer.teachers import HiddenTeacher, SampledTailTeacher
+from trainer.learning import fused
+from trainer.learning.fused import fused_loss, token_divergences
+from trainer.learning.losses import LossMix, Term
+from trainer.learning.teachers import HiddenTeacher, SampledTailTeacher
 
 CROSS_ENTROPY = one("cross_entropy")
 

@@ -12,9 +12,9 @@ from tiny_models import naive_greedy, tiny_model
 
 from decoding.drafters import CascadeDrafter, DraftModelDrafter, HybridDrafter, PromptLookupDrafter
 from decoding.generate import DecodingConfig, Step, decode, decode_batch_steps, decode_steps
-from decoding.sampling import SamplingConfig
-from decoding.target import CausalLM
-from decoding.verify import (
+from decoding.model.causal_lm import CausalLM
+from decoding.rules.sampling import SamplingConfig
+from decoding.rules.verify import (
     BLOCK_VERIFICATION,
     GREEDY,
     RECURSIVE_REJECTION,

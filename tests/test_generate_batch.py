@@ -13,7 +13,6 @@ from test_generate import Letters, shortest_with
 from tiny_models import FAMILIES, full_forward, naive_greedy, tiny_model
 from torch import Tensor
 
-from decoding.cache import PreallocatedCache
 from decoding.drafters import (
     CascadeDrafter,
     Drafter,
@@ -26,12 +25,13 @@ from decoding.drafters import (
 )
 from decoding.drafters.base import DraftRequest
 from decoding.generate import DecodingConfig, Generation, Step, decode, decode_batch, decode_batch_steps, decode_steps
-from decoding.heads import MedusaConfig, MedusaHeads
-from decoding.policy import PLAIN, Budget, FixedPolicy
-from decoding.proposal import Proposal, ProposalKind
-from decoding.sampling import RandomSource, SamplingConfig
-from decoding.target import CausalLM
-from decoding.verify import SAMPLED_VERIFY, Rule, Verdict
+from decoding.model.cache import PreallocatedCache
+from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.policies import PLAIN, Budget, FixedPolicy
+from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.sampling import RandomSource, SamplingConfig
+from decoding.rules.verify import SAMPLED_VERIFY, Rule, Verdict
 
 # From one token to 40, more than any batch here has rows but the largest.
 PROMPTS = ([3, 1, 4, 1, 5], [7], [2, 7, 1, 8] * 10, [6, 6], [9, 8, 7, 6, 5, 4, 3, 2, 1], [0], [5, 5, 5, 5])

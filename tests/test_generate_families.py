@@ -22,8 +22,8 @@ from transformers import (
 
 from decoding.drafters import DraftModelDrafter
 from decoding.generate import DecodingConfig, decode, decode_batch
-from decoding.sampling import SamplingConfig
-from decoding.target import CausalLM
+from decoding.model.causal_lm import CausalLM
+from decoding.rules.sampling import SamplingConfig
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 # From one token to far past the window.

@@ -17,13 +17,13 @@ from test_generate import Letters, shortest_with
 from tiny_models import naive_greedy, tiny_model
 
 import decoding
-from decoding.cache import PreallocatedCache
 from decoding.drafters import Drafter, DraftModelDrafter, PromptLookupDrafter
 from decoding.generate import DecodingConfig, Generation, decode, decode_batch, decode_steps
-from decoding.policy import Policy
-from decoding.sampling import SamplingConfig
-from decoding.target import CausalLM
-from decoding.verify import SAMPLED_VERIFY
+from decoding.model.cache import PreallocatedCache
+from decoding.model.causal_lm import CausalLM
+from decoding.policies import Policy
+from decoding.rules.sampling import SamplingConfig
+from decoding.rules.verify import SAMPLED_VERIFY
 
 SEEDS = st.integers(0, 2**32 - 1)
 TOKENS = st.integers(0, 15)

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, PromptLookupDrafter
 from decoding.generate import DecodingConfig, decode_batch
-from decoding.heads import MedusaConfig, MedusaHeads
-from decoding.proposal import Proposal, ProposalKind
-from decoding.sampling import HistoryRows, RandomSource, SamplingConfig, probabilities
-from decoding.target import CausalLM
-from decoding.verify import Rule, Verdict
+from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.sampling import HistoryRows, RandomSource, SamplingConfig, probabilities
+from decoding.rules.verify import Rule, Verdict
 
 VOCAB = 4
 LENGTH = 4

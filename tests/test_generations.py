@@ -10,10 +10,10 @@ from tiny_models import naive_greedy, tiny_model
 from tiny_policies import PROMPTS, draft, orders_of, policy_of, target, writer_of
 from tiny_training import tiny_tokenizer
 
-from decoding.compress import trimmed_vocabulary
-from decoding.target import CausalLM
-from trainer.batch import Example
-from trainer.generations import Kind, Order, WindowFiles, Written, is_collapsed
+from decoding.model.causal_lm import CausalLM
+from decoding.model.compress import trimmed_vocabulary
+from trainer.data.batch import Example
+from trainer.drafts.generations import Kind, Order, WindowFiles, Written, is_collapsed
 
 TABLE = [token for row in range(12) for token in (7, 20 + row, 7, 40 + row, 7, 9)]
 """Twelve rows of six tokens, of which two differ from row to row."""
@@ -94,7 +94,7 @@ def test_what_is_rejected_is_where_the_target_corrected_the_draft(monkeypatch: p
         ((0, 1, 2), (t[4], t[5], t[6])),
         ((0, 1), (t[8], wrong[9])),
     )
-    monkeypatch.setattr("trainer.generations.DraftModelDrafter", lambda draft, branching: drafter)
+    monkeypatch.setattr("trainer.drafts.generations.DraftModelDrafter", lambda draft, branching: drafter)
     (text,) = writer_of(policy_of(loop=1, temperature=0), ends=()).write(orders_of("loop", 1), draft())
     assert text.answer == t and text.prompt_length == 3
     assert text.rejected == (3 + 2, 3 + 3, 3 + 9)
@@ -114,7 +114,7 @@ def test_a_correction_that_ends_the_text_is_learnt_and_a_draft_cut_off_by_an_acc
         start = 1 + 2 * len(script)
         chain = (*t[start:end], *last)
         drafter = ScriptedDrafter(*script, (tuple(range(len(chain))), chain))
-        monkeypatch.setattr("trainer.generations.DraftModelDrafter", lambda draft, branching, it=drafter: it)
+        monkeypatch.setattr("trainer.drafts.generations.DraftModelDrafter", lambda draft, branching, it=drafter: it)
         writer = writer_of(policy_of(loop=1, temperature=0), ends=(t[end],))
         (text,) = writer.write(orders_of("loop", 1), draft())
         assert text.answer == t[: end + 1] and text.rejected == ((3 + end,) if rejected else ())

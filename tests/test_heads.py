@@ -10,13 +10,13 @@ from safetensors.torch import load_file, save_file
 from tiny_models import counting_model, tiny_model
 from tiny_training import Recorder, medusa_on, toy_examples, train_toy
 
-from decoding.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads
-from decoding.target import CausalLM
-from trainer.batch import Example, collate
+from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads
+from trainer.data.batch import Example, collate
 from trainer.export import export
-from trainer.medusa import rank_accuracies
-from trainer.read_recipe import parse_recipe
-from trainer.recipe import HeadsSection
+from trainer.heads.medusa import rank_accuracies
+from trainer.recipe.reading import parse_recipe
+from trainer.recipe.recipe import HeadsSection
 
 CONFIG = MedusaConfig(hidden_size=16, vocab_size=16, num_heads=3, tree=((0,), (1,), (0, 0), (0, 0, 2)))
 SHARED = replace(CONFIG, shared_lm_head=True)

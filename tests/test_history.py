@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding import history as history_module
-from decoding.history import History
-from decoding.sampling import HistoryRows, SamplingConfig
-from decoding.tree import TokenTree, TreeShape
+from decoding.rules import history as history_module
+from decoding.rules.history import History
+from decoding.rules.sampling import HistoryRows, SamplingConfig
+from decoding.rules.tree import TokenTree, TreeShape
 
 VOCAB = 5
 

@@ -26,12 +26,12 @@ from torch import Tensor
 from decoding.drafters import Drafter, DraftModelDrafter, HybridDrafter, LookaheadDrafter, PromptLookupDrafter
 from decoding.drafters.hybrid import graft
 from decoding.generate import DecodingConfig, decode, decode_batch
-from decoding.policy import Budget
-from decoding.proposal import Proposal, ProposalKind
-from decoding.sampling import RandomSource, SamplingConfig
-from decoding.target import CausalLM
-from decoding.tree import TokenTree, TreeShape
-from decoding.verify import Verdict, lossless_rule
+from decoding.model.causal_lm import CausalLM
+from decoding.policies import Budget
+from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.sampling import RandomSource, SamplingConfig
+from decoding.rules.tree import TokenTree, TreeShape
+from decoding.rules.verify import Verdict, lossless_rule
 
 SAMPLED = SamplingConfig(1.0)
 ROOT = 9

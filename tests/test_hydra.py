@@ -21,10 +21,10 @@ from torch.nn import functional as F
 from decoding.drafters import MedusaDrafter
 from decoding.drafters.base import DraftRequest
 from decoding.generate import DecodingConfig, decode, decode_batch
-from decoding.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads, OutputLayer
-from decoding.proposal import ProposalKind
-from decoding.sampling import SamplingConfig
-from decoding.target import CausalLM
+from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads, OutputLayer
+from decoding.rules.proposal import ProposalKind
+from decoding.rules.sampling import SamplingConfig
 
 CONFIG = MedusaConfig(16, 16, num_heads=3, num_layers=2, tree=((0,), (1,), (0, 0)), sequential=True)
 PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (2, 3), (0, 1, 0), (2, 0, 0))

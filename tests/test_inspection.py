@@ -10,10 +10,10 @@ from rich.console import Console
 from tiny_training import CHAT_TEMPLATE, recipe_content, tiny_tokenizer, write_corpus, write_rows
 from typer.testing import CliRunner
 
-from trainer.batch import Example
 from trainer.cli import app
-from trainer.inspection import marked_text, run_inspect
-from trainer.options import InspectOptions
+from trainer.commands.inspection import marked_text, run_inspect
+from trainer.commands.options import InspectOptions
+from trainer.data.batch import Example
 
 
 def tokenizer_folder(folder: Path, template: str | None = CHAT_TEMPLATE) -> str:

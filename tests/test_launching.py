@@ -11,9 +11,9 @@ from accelerate.utils import DistributedType
 from tiny_training import ToyObjective, cpu_accelerator
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from trainer.distributed import build_accelerator, describe, prepare, sharded_precision, whole_parameters
-from trainer.optimizer import build_optimizers
-from trainer.recipe import TrainingSection
+from trainer.recipe.recipe import TrainingSection
+from trainer.run.distributed import build_accelerator, describe, prepare, sharded_precision, whole_parameters
+from trainer.run.optimizer import build_optimizers
 
 SECTION = TrainingSection(steps=1, mixed_precision="no")
 
@@ -62,7 +62,7 @@ def test_fsdp2_rounds_products_and_neither_sums_of_gradients_nor_losses(
         state=SimpleNamespace(fsdp_plugin=plugin),
     )
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setattr("trainer.distributed.Accelerator", lambda **options: of_fsdp2)
+    monkeypatch.setattr("trainer.run.distributed.Accelerator", lambda **options: of_fsdp2)
     assert build_accelerator(section).state.fsdp_plugin.mixed_precision_policy == expected
     assert sharded_precision(section) == expected
 
@@ -93,7 +93,7 @@ def test_processes_that_would_each_train_alone_are_refused(monkeypatch: pytest.M
     """Launched as two, but without what tells them of each other."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    monkeypatch.setattr("trainer.distributed.os.environ", {"WORLD_SIZE": "2"})
+    monkeypatch.setattr("trainer.run.distributed.os.environ", {"WORLD_SIZE": "2"})
     with pytest.raises(ValueError, match="2 processes were launched but this one runs as 1: on a CPU launch with"):
         build_accelerator(SECTION)
 

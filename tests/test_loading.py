@@ -7,8 +7,9 @@ import torch
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
-from decoding.heads import MedusaConfig, MedusaHeads
-from decoding.loading import (
+from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.model.loading import (
     check_same_tokenizer,
     eos_token_ids,
     is_heads_folder,
@@ -18,7 +19,6 @@ from decoding.loading import (
     load_tokenizer,
     parse_dtype,
 )
-from decoding.target import CausalLM
 
 
 def saved(folder: Path, vocab: int = 128, size: int = 128) -> Path:
@@ -37,7 +37,7 @@ def test_a_target_that_the_devices_do_not_hold_is_refused(tmp_path: Path, monkey
     model = tiny_model()
     model.hf_device_map = {"model.layers.0": 0, "model.layers.1": "cpu", "lm_head": "disk"}
     read = (model, {"missing_keys": set()})
-    monkeypatch.setattr("decoding.loading.AutoModelForCausalLM.from_pretrained", lambda *args, **named: read)
+    monkeypatch.setattr("decoding.model.loading.AutoModelForCausalLM.from_pretrained", lambda *args, **named: read)
     with pytest.raises(ValueError, match=r"does not fit the devices there are: .* on the cpu and the disk"):
         load_model(str(saved(tmp_path / "model")), device_map="auto")
     model.hf_device_map = {"": "cpu"}  # a machine without a GPU

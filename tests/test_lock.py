@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer import lock as lock_module
-from trainer.lock import LOCK_NAME, hold
+from trainer.files import lock as lock_module
+from trainer.files.lock import LOCK_NAME, hold
 
-HOLDER = "import sys; from pathlib import Path; from trainer.lock import hold\n"
+HOLDER = "import sys; from pathlib import Path; from trainer.files.lock import hold\n"
 HOLDER += "with hold(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
 
 

@@ -25,11 +25,11 @@ from tiny_models import full_forward
 
 from decoding.drafters import LookaheadDrafter
 from decoding.generate import DecodingConfig, decode
-from decoding.policy import Budget
-from decoding.proposal import Proposal, ProposalKind
-from decoding.sampling import SamplingConfig
-from decoding.target import CausalLM
-from decoding.verify import SAMPLED_VERIFY, TRAVERSAL_VERIFICATION, Rule
+from decoding.model.causal_lm import CausalLM
+from decoding.policies import Budget
+from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.sampling import SamplingConfig
+from decoding.rules.verify import SAMPLED_VERIFY, TRAVERSAL_VERIFICATION, Rule
 
 
 def target_logits(target: CausalLM, text: Sequence[int], proposal: Proposal) -> torch.Tensor:

@@ -16,13 +16,13 @@ from tiny_training import Recorder, ToyObjective, interrupt, medusa_on, toy_exam
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from decoding.target import CausalLM
-from trainer.batch import Batch, Example
-from trainer.checkpoint import Progress
-from trainer.loop import Interrupted, _check_one_run, learning_rate_at
-from trainer.medusa import MedusaObjective
-from trainer.optimizer import PREFIX
-from trainer.recipe import HeadsSection, TrainingSection
+from decoding.model.causal_lm import CausalLM
+from trainer.data.batch import Batch, Example
+from trainer.heads.medusa import MedusaObjective
+from trainer.recipe.recipe import HeadsSection, TrainingSection
+from trainer.run.checkpoint import Progress
+from trainer.run.loop import Interrupted, _check_one_run, learning_rate_at
+from trainer.run.optimizer import PREFIX
 
 
 def weights(module: nn.Module) -> list[Tensor]:
@@ -112,7 +112,7 @@ def descend(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(module: nn.Module, section: TrainingSection, prefixes: object) -> list[torch.optim.Optimizer]:
         return [torch.optim.SGD([{"params": list(module.parameters()), PREFIX: ""}], lr=0.0)]
 
-    monkeypatch.setattr("trainer.loop.build_optimizers", build)
+    monkeypatch.setattr("trainer.run.loop.build_optimizers", build)
 
 
 UNEVEN = [

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from loss_references import KINDS, SEEDS, VOCAB, WITHOUT_GRADIENT_INSIDE, gradients
 from torch import Tensor
 
-from trainer.losses import Divergence, LossMix, divergence
+from trainer.learning.losses import Divergence, LossMix, divergence
 
 # Two tokens whose distributions can be told by hand, and one on which both agree.
 P = torch.tensor([[0.5, 0.5], [0.75, 0.25], [0.1, 0.9]], dtype=torch.float64)

@@ -13,9 +13,9 @@ from rich.console import Console
 from test_card import PROVENANCE, card_of, report
 from test_report import of_rows
 
-from decoding.markdown import code, fenced, one_line, text
-from decoding.redact import published_command, without_local_paths
-from decoding.report import markdown_table, speedup_figure, terminal_table, write_html
+from decoding.measure.markdown import code, fenced, one_line, text
+from decoding.measure.redact import published_command, without_local_paths
+from decoding.measure.report import markdown_table, speedup_figure, terminal_table, write_html
 
 HOSTILE = [
     "a\n\n# heading",

@@ -12,17 +12,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from decoding.generate import DecodingConfig, decode
-from decoding.heads import MedusaHeads
-from decoding.loading import load_model, load_tokenizer
-from decoding.target import CausalLM
-from trainer.batch import Example, collate
-from trainer.data import Dataset
-from trainer.hidden import OnlineTarget
-from trainer.medusa import MedusaObjective
-from trainer.medusa2 import TARGET_FOLDER, Medusa2Objective
-from trainer.read_recipe import parse_recipe
-from trainer.recipe import AdaptersSection, HeadsSection, LossSection
-from trainer.train import Evaluator, run_recipe
+from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import MedusaHeads
+from decoding.model.loading import load_model, load_tokenizer
+from trainer.data.batch import Example, collate
+from trainer.data.dataset import Dataset
+from trainer.heads.medusa import MedusaObjective
+from trainer.heads.medusa2 import TARGET_FOLDER, Medusa2Objective
+from trainer.recipe.reading import parse_recipe
+from trainer.recipe.recipe import AdaptersSection, HeadsSection, LossSection
+from trainer.run.train import Evaluator, run_recipe
+from trainer.target.hidden import OnlineTarget
 
 HEADS = HeadsSection(num_heads=2, decay=0.5)
 TEXT = Example((3, 1, 4, 1, 5, 9, 2, 6, 5, 3), (False,) * 3 + (True,) * 7, 3)

@@ -15,11 +15,11 @@ from torch import nn
 
 from decoding.drafters import MedusaDrafter
 from decoding.generate import DecodingConfig, decode, decode_batch
-from decoding.heads import MedusaConfig, MedusaHeads, StackedHeads
-from decoding.proposal import ProposalKind
-from decoding.sampling import SamplingConfig
-from decoding.target import CausalLM
-from decoding.verify import SAMPLED_VERIFY
+from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import MedusaConfig, MedusaHeads, StackedHeads
+from decoding.rules.proposal import ProposalKind
+from decoding.rules.sampling import SamplingConfig
+from decoding.rules.verify import SAMPLED_VERIFY
 
 PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0))
 PROMPTS = ([1, 2, 3], [5], [7, 7, 0, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1])

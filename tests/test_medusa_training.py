@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from decoding.generate import DecodingConfig, decode
-from decoding.heads import MedusaHeads
-from decoding.target import CausalLM
-from trainer.batch import Batch, Example, collate
-from trainer.medusa import HeadInputs, MedusaObjective, head_weights, heads_for_decoding, rank_accuracies
-from trainer.recipe import HeadsSection, LossSection
+from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import MedusaHeads
+from trainer.data.batch import Batch, Example, collate
+from trainer.heads.medusa import HeadInputs, MedusaObjective, head_weights, heads_for_decoding, rank_accuracies
+from trainer.recipe.recipe import HeadsSection, LossSection
 
 COUNTING = Example(tuple(i % 16 for i in range(20)), (True,) * 20, 0)
 HEADS = HeadsSection(num_heads=3)
@@ -199,7 +199,7 @@ def test_the_tree_is_chosen_by_the_heads_accuracies(counting: CausalLM, monkeypa
     """Nodes by their products: .6, .6*.5 = .3, .6*.2 = .12 (head 1's second), .3*.4 = .12, .1; the best three."""
     objective = medusa_on(counting, HeadsSection(num_heads=3, tree_nodes=3))
     shares = [[0.6, 0.1], [0.5, 0.15], [0.2, 0.1]]
-    monkeypatch.setattr("trainer.medusa.rank_accuracies", lambda *_: shares)
+    monkeypatch.setattr("trainer.heads.medusa.rank_accuracies", lambda *_: shares)
     objective.choose_tree(counting, [])
     assert objective.module.heads.config.tree == ((0,), (1,), (0, 0))
 

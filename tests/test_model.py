@@ -12,16 +12,16 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, TextIteratorStreamer, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
-from decoding import model as model_module
+from decoding import headstart_model as model_module
 from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, PromptLookupDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.generate import DecodingConfig, decode
-from decoding.heads import MedusaConfig, MedusaHeads
-from decoding.model import HeadstartModel, SpeculativeOutput, speculate
-from decoding.policy import FixedPolicy, MeasuredPolicy
-from decoding.sampling import SamplingConfig
-from decoding.target import CausalLM
-from decoding.verify import SAMPLED_VERIFY
+from decoding.headstart_model import HeadstartModel, SpeculativeOutput, speculate
+from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.policies import FixedPolicy, MeasuredPolicy
+from decoding.rules.sampling import SamplingConfig
+from decoding.rules.verify import SAMPLED_VERIFY
 
 PAD, EOS = 0, 3
 PROMPTS = [[1, 5, 5, 9, 2, 5], [7, 2], [11, 4, 6, 11]]

@@ -14,16 +14,16 @@ from tiny_policies import DATA, PROMPTS, draft, policy_of, source_of, target, tr
 from tiny_training import Recorder, interrupt, recipe_content, tiny_tokenizer, train_toy
 from torch import Tensor
 
-from decoding.target import CausalLM
-from trainer.batch import Example
-from trainer.distill import DistillObjective, OnlineTeacher
-from trainer.draft_init import InitialDraft
-from trainer.draft_sections import DraftSection, PolicySection
-from trainer.generations import WindowFiles, Written
-from trainer.loop import Interrupted
-from trainer.on_policy import PolicySource, draft_source, prompt_of
-from trainer.recipe import DraftRecipe
-from trainer.source import BatchRow, Offline, Source
+from decoding.model.causal_lm import CausalLM
+from trainer.data.batch import Example
+from trainer.data.source import BatchRow, Offline, Source
+from trainer.drafts.distill import DistillObjective, OnlineTeacher
+from trainer.drafts.generations import WindowFiles, Written
+from trainer.drafts.on_policy import PolicySource, draft_source, prompt_of
+from trainer.drafts.start import InitialDraft
+from trainer.recipe.draft import DraftSection, PolicySection
+from trainer.recipe.recipe import DraftRecipe
+from trainer.run.loop import Interrupted
 
 ALL = range(8)
 MIXED: dict[str, Any] = {"offline": 0.25, "target": 0.25, "draft": 0.25, "loop": 0.25}

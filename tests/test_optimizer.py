@@ -5,9 +5,9 @@ import torch
 from tiny_models import tiny_model
 from torch import nn
 
-from decoding.heads import MedusaConfig, MedusaHeads
-from trainer.optimizer import PREFIX, build_optimizers, set_learning_rates
-from trainer.recipe import TrainingSection
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from trainer.recipe.recipe import TrainingSection
+from trainer.run.optimizer import PREFIX, build_optimizers, set_learning_rates
 
 MUON = TrainingSection(steps=1, optimizer="muon", learning_rate=0.02, weight_decay=0.1)
 

@@ -16,10 +16,10 @@ from decoding.drafters import OtherTokenizerDrafter
 from decoding.drafters.base import DraftRequest, TextStart
 from decoding.drafters.other_tokenizer import OtherTokenizerSession
 from decoding.generate import DecodingConfig, decode, decode_batch
-from decoding.proposal import ProposalKind
-from decoding.sampling import GeneratorSource, SamplingConfig
-from decoding.target import CausalLM
-from decoding.verify import SAMPLED_VERIFY
+from decoding.model.causal_lm import CausalLM
+from decoding.rules.proposal import ProposalKind
+from decoding.rules.sampling import GeneratorSource, SamplingConfig
+from decoding.rules.verify import SAMPLED_VERIFY
 
 LETTERS = "abcdefghijklmnop"
 PAIRS = tuple(LETTERS[i : i + 2] for i in range(0, 16, 2))

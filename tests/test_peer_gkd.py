@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from decoding.metrics import StepCount
-from trainer.batch import Example
-from trainer.loop import learning_rate_at
-from trainer.recipe import DraftRecipe, TrainingSection
+from trainer.data.batch import Example
+from trainer.recipe.recipe import DraftRecipe, TrainingSection
+from trainer.run.loop import learning_rate_at
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.plan import best_tree, measure_cost_curve
-from decoding.target import CausalLM
+from decoding.model.causal_lm import CausalLM
+from decoding.model.cost_curve import measure_cost_curve
+from decoding.rules.best_tree import best_tree
 
 Path = tuple[int, ...]
 

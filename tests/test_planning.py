@@ -10,15 +10,15 @@ from accelerate.state import AcceleratorState
 from tiny_training import recipe_content, toy_examples, write_corpus, write_target
 from typer.testing import CliRunner
 
-from trainer import planning
-from trainer.batch import Example, batch_indices
 from trainer.cli import app
-from trainer.measuring import Measured, Pace, Phase
-from trainer.medusa2 import Medusa2Objective
-from trainer.on_policy import PolicySource
-from trainer.planning import Launch, Plan, Tokens, count_tokens, largest_batch, plan_training
-from trainer.read_recipe import parse_recipe
-from trainer.recipe import AnyRecipe, TrainingSection
+from trainer.commands.decode import planning
+from trainer.commands.planning import Launch, Plan, Tokens, count_tokens, largest_batch, plan_training
+from trainer.data.batch import Example, batch_indices
+from trainer.drafts.on_policy import PolicySource
+from trainer.heads.medusa2 import Medusa2Objective
+from trainer.recipe.reading import parse_recipe
+from trainer.recipe.recipe import AnyRecipe, TrainingSection
+from trainer.run.measuring import Measured, Pace, Phase
 
 HEADS = 2 * (16 * 16 + 16 + 16 * 16)
 """Parameters of two heads of one block: its matrix, its bias, the Linear to 16 tokens."""

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from decoding.metrics import StepCount, expected_tokens
-from decoding.policy import (
+from decoding.policies import (
     PLAIN,
     Budget,
     FixedPolicy,

@@ -13,14 +13,14 @@ from rich.console import Console
 from tiny_models import tiny_model
 from tiny_training import recipe_content, write_corpus, write_target
 
-from trainer import distributed
-from trainer.assemble import assemble
-from trainer.batch import collate
-from trainer.prepare import prepare_features
-from trainer.read_recipe import parse_recipe
-from trainer.recipe import AnyRecipe
-from trainer.teacher_cache import TeacherStore
-from trainer.teachers import SampledTailTeacher
+from trainer.commands.prepare import prepare_features
+from trainer.data.batch import collate
+from trainer.learning.teachers import SampledTailTeacher
+from trainer.recipe.reading import parse_recipe
+from trainer.recipe.recipe import AnyRecipe
+from trainer.run import distributed
+from trainer.run.assemble import assemble
+from trainer.target.teacher_cache import TeacherStore
 
 
 @pytest.fixture

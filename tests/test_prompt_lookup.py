@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 
 from decoding.drafters import PromptLookupDrafter
 from decoding.generate import DecodingConfig, decode
-from decoding.policy import Budget
-from decoding.proposal import Proposal, ProposalKind
-from decoding.sampling import SamplingConfig
-from decoding.target import CausalLM
+from decoding.model.causal_lm import CausalLM
+from decoding.policies import Budget
+from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.sampling import SamplingConfig
 
 
 def lookup(target: CausalLM, tokens: Sequence[int], depth: int = 99, nodes: int = 999, **settings: int) -> Proposal:

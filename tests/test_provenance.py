@@ -17,14 +17,14 @@ from tiny_models import tiny_model
 from tiny_training import recipe_content, tiny_tokenizer, write_corpus, write_target
 from torch import nn
 
-from decoding.fingerprint import fingerprint, stored_fingerprint
-from decoding.heads import MedusaHeads
-from decoding.loading import load_heads, load_model
-from decoding.target import CausalLM
-from trainer.assemble import assemble
-from trainer.provenance import FILE_NAME
-from trainer.read_recipe import parse_recipe
-from trainer.train import run_recipe
+from decoding.model.causal_lm import CausalLM
+from decoding.model.fingerprint import fingerprint, stored_fingerprint
+from decoding.model.heads import MedusaHeads
+from decoding.model.loading import load_heads, load_model
+from trainer.recipe.reading import parse_recipe
+from trainer.run.assemble import assemble
+from trainer.run.provenance import FILE_NAME
+from trainer.run.train import run_recipe
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MARKER = "s3cret-m4rker-that-must-not-leak"

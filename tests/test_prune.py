@@ -9,10 +9,10 @@ import torch
 from tiny_models import full_forward, tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from decoding.widen import widened
-from trainer.batch import Example
-from trainer.draft_init import draft_from_target
-from trainer.prune import Sizes, measured, narrow_sizes, pruned
+from decoding.measure.widen import widened
+from trainer.data.batch import Example
+from trainer.drafts.prune import Sizes, measured, narrow_sizes, pruned
+from trainer.drafts.start import draft_from_target
 
 TEXT = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9)
 """Longer than every sliding window."""

@@ -13,12 +13,12 @@ from tiny_models import full_forward, tiny_model
 from tiny_training import recipe_content, write_corpus, write_target
 from torch import nn
 
-from decoding.compress import quantised
-from decoding.fingerprint import stored_fingerprint
-from trainer.assemble import Job, assemble
-from trainer.batch import collate
-from trainer.distill import DistillObjective
-from trainer.read_recipe import parse_recipe
+from decoding.model.compress import quantised
+from decoding.model.fingerprint import stored_fingerprint
+from trainer.data.batch import collate
+from trainer.drafts.distill import DistillObjective
+from trainer.recipe.reading import parse_recipe
+from trainer.run.assemble import Job, assemble
 
 
 @pytest.fixture(autouse=True)

@@ -8,10 +8,10 @@ import pytest
 from accelerate.state import AcceleratorState
 from transformers import AutoTokenizer
 
-from decoding.loading import load_model, load_tokenizer
+from decoding.model.loading import load_model, load_tokenizer
 from trainer import quickstart
-from trainer.recipe import PretrainRecipe
-from trainer.train import ensure_built
+from trainer.recipe.recipe import PretrainRecipe
+from trainer.run.train import ensure_built
 
 
 @pytest.fixture(scope="module")

@@ -16,14 +16,15 @@ from tiny_training import WORDS, counting_text, tiny_tokenizer, write_rows
 from transformers import PreTrainedModel
 
 from decoding.drafters import DraftModelDrafter
-from decoding.evaluate import measure_acceptance
 from decoding.generate import DecodingConfig
-from decoding.loading import load_draft, load_model, load_tokenizer
-from decoding.target import CausalLM
-from trainer import progress, realign
-from trainer.options import RealignOptions
-from trainer.realign import run_realign, split_prompts
-from trainer.recipe import DraftRecipe
+from decoding.measure.evaluate import measure_acceptance
+from decoding.model.causal_lm import CausalLM
+from decoding.model.loading import load_draft, load_model, load_tokenizer
+from trainer.commands.decode import realign
+from trainer.commands.options import RealignOptions
+from trainer.commands.realign import run_realign, split_prompts
+from trainer.recipe.recipe import DraftRecipe
+from trainer.terminal import progress
 
 NOBODY = Console(file=io.StringIO())
 """Listens."""

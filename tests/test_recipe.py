@@ -8,8 +8,8 @@ import yaml
 from pydantic import ValidationError
 from tiny_training import recipe_content
 
-from trainer.read_recipe import load_recipe, parse_recipe
-from trainer.recipe import DraftRecipe, MedusaRecipe, PretrainRecipe
+from trainer.recipe.reading import load_recipe, parse_recipe
+from trainer.recipe.recipe import DraftRecipe, MedusaRecipe, PretrainRecipe
 
 ROOT = Path(__file__).resolve().parents[1]
 MEDUSA: dict[str, Any] = {

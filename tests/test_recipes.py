@@ -11,9 +11,9 @@ from accelerate.state import AcceleratorState
 from rich.console import Console
 from tiny_training import write_corpus, write_target
 
-from trainer.read_recipe import load_recipe
-from trainer.recipe import MedusaRecipe
-from trainer.train import run_recipe
+from trainer.recipe.reading import load_recipe
+from trainer.recipe.recipe import MedusaRecipe
+from trainer.run.train import run_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*/*.yaml") if path.parent.name != "accelerate")

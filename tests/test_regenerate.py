@@ -17,15 +17,15 @@ from tiny_models import counting_model, tiny_model
 from tiny_training import CHAT_TEMPLATE, tiny_tokenizer, write_rows
 from typer.testing import CliRunner
 
-from decoding.heads import MedusaConfig, MedusaHeads
-from decoding.loading import load_tokenizer
-from trainer.answers import AnswerFile, Key, read_conversations
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.model.loading import load_tokenizer
 from trainer.cli import BAD_INPUT, app
-from trainer.data import load_dataset
-from trainer.lock import hold_file
-from trainer.options import RegenerateOptions
-from trainer.recipe import DataSection
-from trainer.regenerate import Summary, run_regenerate
+from trainer.commands.options import RegenerateOptions
+from trainer.commands.regenerate import Summary, run_regenerate
+from trainer.data.answers import AnswerFile, Key, read_conversations
+from trainer.data.dataset import load_dataset
+from trainer.files.lock import hold_file
+from trainer.recipe.recipe import DataSection
 
 
 @pytest.fixture(scope="module")

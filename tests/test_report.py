@@ -12,11 +12,11 @@ from rich.console import Console
 
 from decoding.drafters import DraftModelDrafter, HybridDrafter, MedusaDrafter, PromptLookupDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
-from decoding.evaluate import EvaluationConfig, Method, Run, evaluate, standard_methods
-from decoding.figures import counted, estimate, greedy_sentence, identical, number, shares, speedup
-from decoding.heads import MedusaConfig, MedusaHeads
-from decoding.report import markdown_table, speedup_figure, table_rows, terminal_table, write_html
-from decoding.target import CausalLM
+from decoding.measure.evaluate import EvaluationConfig, Method, Run, evaluate, standard_methods
+from decoding.measure.figures import counted, estimate, greedy_sentence, identical, number, shares, speedup
+from decoding.measure.report import markdown_table, speedup_figure, table_rows, terminal_table, write_html
+from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import MedusaConfig, MedusaHeads
 
 PROMPTS = [(1, 2, 3), (4, 5), (6, 7, 8)]
 ESTIMATE = {"value": 2.5, "low": 2.25, "high": 2.75, "observations": 12}

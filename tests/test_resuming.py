@@ -15,9 +15,9 @@ from test_lock import another_holds
 from tiny_models import counting_model
 from tiny_training import cpu_accelerator, recipe_content, tiny_tokenizer, write_corpus
 
-from trainer import loop
-from trainer.read_recipe import parse_recipe
-from trainer.train import run_recipe
+from trainer.recipe.reading import parse_recipe
+from trainer.run import loop
+from trainer.run.train import run_recipe
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiny_training import write_rows
 
-from trainer.rows import Row, conversation, open_source
+from trainer.data.rows import Row, conversation, open_source
 
 
 def fields_of(name: Path | str, split: str = "train") -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from decoding.sampling import (
+from decoding.rules.sampling import (
     ForPromptLength,
     HistoryRows,
     SamplingConfig,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer.selection import kept_of, kept_positions
+from trainer.learning.selection import kept_of, kept_positions
 
 LABELLED = torch.tensor([[True, True, False, True, True], [False, True, False, True, False]])
 """Four labels in the first row, two in the second."""

@@ -10,10 +10,10 @@ import torch
 from tiny_training import Recorder, ToyObjective, interrupt, toy_examples, train_toy
 from torch import Tensor
 
-from trainer.batch import Batch, Example, batch_indices
-from trainer.loop import Interrupted, _my_positions
-from trainer.recipe import TrainingSection
-from trainer.source import BatchRow, Offline
+from trainer.data.batch import Batch, Example, batch_indices
+from trainer.data.source import BatchRow, Offline
+from trainer.recipe.recipe import TrainingSection
+from trainer.run.loop import Interrupted, _my_positions
 
 DATA = toy_examples(5)
 

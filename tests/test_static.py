@@ -7,15 +7,15 @@ import torch
 from scripted_drafters import HostileDrafter
 from tiny_models import FAMILIES, tiny_model
 
-from decoding.cache import PreallocatedCache
 from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.generate import DecodingConfig, decode, decode_batch, decode_batch_steps, decode_steps
-from decoding.heads import MedusaConfig, MedusaHeads
-from decoding.sampling import SamplingConfig
-from decoding.static import Size, StaticInputs, StaticSteps, _Layout, key_bucket, node_bucket
-from decoding.target import CausalLM, ModelOutput
-from decoding.tree import TokenTree, TreeShape
+from decoding.model.cache import PreallocatedCache
+from decoding.model.causal_lm import CausalLM, ModelOutput
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.model.static import Size, StaticInputs, StaticSteps, _Layout, key_bucket, node_bucket
+from decoding.rules.sampling import SamplingConfig
+from decoding.rules.tree import TokenTree, TreeShape
 
 PROMPTS = ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7], [9])
 """Of other lengths, so that rows are ragged; more than the batches have rows, so that rows are refilled."""

@@ -14,9 +14,9 @@ from tiny_models import ATTENTIONS, FAMILIES, WINDOW, full_forward, tiny_model
 from torch import Tensor
 from torch.nn import functional as F
 
-from decoding.cache import PreallocatedCache
-from decoding.target import CausalLM, capture_lm_head_input, last_position
-from decoding.tree import TokenTree, TreeShape
+from decoding.model.cache import PreallocatedCache
+from decoding.model.causal_lm import CausalLM, capture_lm_head_input, last_position
+from decoding.rules.tree import TokenTree, TreeShape
 
 # Longer than the window of the families that have one, on both sides of a branch.
 PREFIX = [3, 1, 4, 1, 5, 9, 2]
@@ -398,7 +398,7 @@ def test_many_long_prompts_run_in_groups_and_give_what_they_give_together(
     whole, slots = tiny_llama.new_cache(16, 6), [4, 0, 1, 5, 2]
     expected = tiny_llama.prefill(texts, whole, slots)
     passes: list[tuple[int, int]] = []
-    monkeypatch.setattr("decoding.target._PREFILL_TOKENS", 11)  # two rows of the longest
+    monkeypatch.setattr("decoding.model.causal_lm._PREFILL_TOKENS", 11)  # two rows of the longest
     handle = tiny_llama.model.register_forward_pre_hook(
         lambda module, args, named: passes.append(tuple(named["input_ids"].shape)), with_kwargs=True
     )
@@ -413,7 +413,7 @@ def test_many_long_prompts_run_in_groups_and_give_what_they_give_together(
 
 
 def test_a_prompt_longer_than_a_group_runs_alone(tiny_llama: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decoding.target._PREFILL_TOKENS", 2)
+    monkeypatch.setattr("decoding.model.causal_lm._PREFILL_TOKENS", 2)
     cache = tiny_llama.new_cache(16, 2)
     tiny_llama.prefill([[3, 1, 4, 1], [5]], cache)
     assert cache.lengths == [4, 1]

@@ -11,19 +11,19 @@ from tiny_models import full_forward, tiny_model
 from tiny_training import tiny_tokenizer, toy_examples, write_rows
 from torch import Tensor
 
-from decoding.fingerprint import fingerprint
-from decoding.target import CausalLM
-from trainer import teacher_cache
-from trainer.assemble import Target
-from trainer.batch import Batch, Example, collate
-from trainer.data import load_dataset
-from trainer.draft_sections import TeacherSection
-from trainer.features import FeatureIdentity, FeatureWriter
-from trainer.fused import fused_loss
-from trainer.losses import LossMix, divergence
-from trainer.recipe import DataSection
-from trainer.store import estimate_bytes, write_store
-from trainer.teacher_cache import TeacherIdentity, TeacherStore, TeacherWriter, sample_tail, teacher_identity
+from decoding.model.causal_lm import CausalLM
+from decoding.model.fingerprint import fingerprint
+from trainer.data.batch import Batch, Example, collate
+from trainer.data.dataset import load_dataset
+from trainer.learning.fused import fused_loss
+from trainer.learning.losses import LossMix, divergence
+from trainer.recipe.draft import TeacherSection
+from trainer.recipe.recipe import DataSection
+from trainer.run.assemble import Target
+from trainer.target import teacher_cache
+from trainer.target.features import FeatureIdentity, FeatureWriter
+from trainer.target.store import estimate_bytes, write_store
+from trainer.target.teacher_cache import TeacherIdentity, TeacherStore, TeacherWriter, sample_tail, teacher_identity
 
 EXAMPLES = toy_examples(12)  # of 4 to 12 tokens, some of them trained
 LABELLED = [int(collate([example]).labelled(1).sum()) for example in EXAMPLES]

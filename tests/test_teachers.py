@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from loss_references import KINDS, SEEDS, a_teacher, all_logits, gradients, inputs, keep_best, one
 from torch import Tensor
 
-from trainer.fused import fused_loss, token_divergences
-from trainer.losses import Divergence, LossMix, divergence
-from trainer.teachers import HiddenTeacher, SampledTailTeacher, TargetRows, Teacher
+from trainer.learning.fused import fused_loss, token_divergences
+from trainer.learning.losses import Divergence, LossMix, divergence
+from trainer.learning.teachers import HiddenTeacher, SampledTailTeacher, TargetRows, Teacher
 
 UNBIASED: tuple[Divergence, ...] = ("forward_kl", "reverse_kl", "jsd", "tvd")
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from decoding.baselines import transformers_generate, transformers_generate_batch
 from decoding.drafters import PromptLookupDrafter
-from decoding.evaluate import PLAIN, TRANSFORMERS
 from decoding.generate import DecodingConfig
-from decoding.sampling import SamplingConfig
-from decoding.target import CausalLM
-from decoding.throughput import measure_throughput
-from decoding.verify import typical_acceptance
+from decoding.measure.baselines import transformers_generate, transformers_generate_batch
+from decoding.measure.evaluate import PLAIN, TRANSFORMERS
+from decoding.measure.throughput import measure_throughput
+from decoding.model.causal_lm import CausalLM
+from decoding.rules.sampling import SamplingConfig
+from decoding.rules.verify import typical_acceptance
 
 PROMPTS = [[1, 2, 1, 2], [5], [7, 7, 0]]
 SAMPLED = SamplingConfig(1.0)

@@ -8,9 +8,9 @@ import torch
 from tiny_models import naive_greedy
 
 from decoding.generate import DecodingConfig, decode, decode_batch
-from decoding.model import HeadstartModel
+from decoding.headstart_model import HeadstartModel
+from decoding.model.causal_lm import CausalLM
 from decoding.speculate import speculate
-from decoding.target import CausalLM
 
 CONFIG = DecodingConfig(max_new_tokens=4)
 WAYS: dict[str, Callable[[CausalLM, Any], Any]] = {

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer import tracking
-from trainer.tracking import tracker_of
+from trainer.run import tracking
+from trainer.run.tracking import tracker_of
 
 KEY = "0123456789" * 4
 

@@ -12,10 +12,10 @@ from tiny_models import full_forward, tiny_model
 from tiny_tokenizer import byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Olmo3Config, PreTrainedModel
 
-from decoding.target import CausalLM
-from trainer.draft_init import write_draft
+from decoding.model.causal_lm import CausalLM
+from trainer.drafts.start import write_draft
 from trainer.export import export
-from trainer.transformers4 import config_for_both, rope_keys, write_model
+from trainer.files.transformers4 import config_for_both, rope_keys, write_model
 
 
 def draft(name: str) -> PreTrainedModel:

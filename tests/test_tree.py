@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 from pydantic import ValidationError
 
-from decoding.tree import MOST_NODES, TokenTree, TreeShape, common_length, fetch_tokens
-from trainer.recipe import HeadsSection
+from decoding.rules.tree import MOST_NODES, TokenTree, TreeShape, common_length, fetch_tokens
+from trainer.recipe.recipe import HeadsSection
 
 # Root 0 -> {1, 2}, 1 -> {3}, 2 -> {4, 5}, 5 -> {6}
 SHAPE = TreeShape((-1, 0, 0, 1, 2, 2, 5))

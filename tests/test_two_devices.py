@@ -15,20 +15,20 @@ from tiny_models import tiny_model
 from tiny_training import recipe_content, tiny_tokenizer, write_corpus, write_target
 from two_devices import MixedDevicesError, moved, spread, two_devices
 
-from decoding.cache import PreallocatedCache
 from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, PromptLookupDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.generate import DecodingConfig, decode_batch, decode_steps
-from decoding.heads import MedusaConfig, MedusaHeads
-from decoding.loading import load_model
-from decoding.sampling import SamplingConfig
-from decoding.target import CausalLM
-from decoding.tree import TokenTree, TreeShape
-from trainer.medusa2 import Medusa2Objective
-from trainer.optimizer import build_optimizers
-from trainer.read_recipe import parse_recipe
-from trainer.recipe import AdaptersSection, HeadsSection
-from trainer.train import run_recipe
+from decoding.model.cache import PreallocatedCache
+from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.model.loading import load_model
+from decoding.rules.sampling import SamplingConfig
+from decoding.rules.tree import TokenTree, TreeShape
+from trainer.heads.medusa2 import Medusa2Objective
+from trainer.recipe.reading import parse_recipe
+from trainer.recipe.recipe import AdaptersSection, HeadsSection
+from trainer.run.optimizer import build_optimizers
+from trainer.run.train import run_recipe
 
 PROMPTS = ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7], [9])
 """Of other lengths, so that rows are ragged; more than the batch has rows, so that rows are refilled and moved."""
@@ -44,7 +44,8 @@ Devices = tuple[torch.device, torch.device]
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
     # These tensors have no memory whose place could be looked at, to see whether weights lie side by side already.
-    monkeypatch.setattr("decoding.heads._side_by_side", lambda parts: torch.stack([part.detach() for part in parts]))
+    side_by_side = "decoding.model.heads._side_by_side"
+    monkeypatch.setattr(side_by_side, lambda parts: torch.stack([part.detach() for part in parts]))
     with two_devices() as found:
         yield found
 
@@ -186,10 +187,10 @@ def test_a_run_on_a_spread_target_trains_and_evaluates_as_on_a_whole_one(
         return spread(load_model(*args[:4]), devices) if device_map == "auto" else load_model(*args, **named)
 
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    monkeypatch.setattr("trainer.assemble.load_model", load)
+    monkeypatch.setattr("trainer.run.assemble.load_model", load)
     # What is trained is on the CPU. `Module.to` keeps parameters what they are between real devices, but not here.
     monkeypatch.setattr(
-        "trainer.loop.build_optimizers", lambda module, *rest: build_optimizers(moved(module, CPU), *rest)
+        "trainer.run.loop.build_optimizers", lambda module, *rest: build_optimizers(moved(module, CPU), *rest)
     )
     write_target(tmp_path / "target", seed=3)
     write_corpus(tmp_path)

@@ -11,9 +11,9 @@ from tiny_tokenizer import byte_tokenizer
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from trainer import progress
 from trainer.cli import app
-from trainer.usage import BAD_INPUT, Command, listed
+from trainer.commands.usage import BAD_INPUT, Command, listed
+from trainer.terminal import progress
 
 CLI = CliRunner()
 EVALUATE = ["evaluate", "--target", "t", "--prompts", "p", "--output", "o"]

@@ -26,10 +26,10 @@ from enumeration import (
 )
 from torch import Tensor
 
-from decoding.proposal import Proposal, ProposalKind
-from decoding.sampling import GeneratorSource, RandomSource
-from decoding.tree import TokenTree, TreeShape
-from decoding.verify import (
+from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.sampling import GeneratorSource, RandomSource
+from decoding.rules.tree import TokenTree, TreeShape
+from decoding.rules.verify import (
     BLOCK_VERIFICATION,
     RECURSIVE_REJECTION,
     SAMPLED_VERIFY,

@@ -28,11 +28,11 @@ from enumeration import (
 )
 from torch import Tensor
 
-import decoding.verify
-from decoding.proposal import Proposal, ProposalKind
-from decoding.sampling import GeneratorSource, RandomSource
-from decoding.tree import TokenTree, TreeShape
-from decoding.verify import RULES, Verdict
+import decoding.rules.verify
+from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.sampling import GeneratorSource, RandomSource
+from decoding.rules.tree import TokenTree, TreeShape
+from decoding.rules.verify import RULES, Verdict
 
 WITH = ProposalKind.SAMPLED
 WITHOUT = ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
@@ -201,12 +201,12 @@ MUTANTS |= {
 
 
 def mutated(mutant: Mutant) -> Decide:
-    """The rule of a copy of `decoding.verify` in which one place of one function reads differently."""
-    source = Path(str(decoding.verify.__file__)).read_text()
+    """The rule of a copy of `decoding.rules.verify` in which one place of one function reads differently."""
+    source = Path(str(decoding.rules.verify.__file__)).read_text()
     functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
     function = ast.get_source_segment(source, functions[mutant.function])
     assert function is not None and function.count(mutant.was) == 1, f"{mutant.function} has changed: see its mutants"
-    copy = {"__name__": "decoding.verify"}
+    copy = {"__name__": "decoding.rules.verify"}
     exec(source.replace(function, function.replace(mutant.was, mutant.becomes)), copy)
     rules: dict[str, Decide] = copy["RULES"]  # type: ignore[assignment]
     return rules[mutant.rule]

@@ -13,10 +13,10 @@ from tiny_tokenizer import byte_tokenizer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decoding.heads import MedusaConfig, MedusaHeads
-from decoding.loading import load_model
-from decoding.target import capture_lm_head_input
-from decoding.widen import main, widened, widened_heads, widened_to
+from decoding.measure.widen import main, widened, widened_heads, widened_to
+from decoding.model.causal_lm import capture_lm_head_input
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.model.loading import load_model
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen2-mixed", "qwen3")
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]

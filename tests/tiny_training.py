@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from decoding.drafters import Drafter
-from decoding.target import CausalLM
-from trainer.batch import Batch, Example
-from trainer.checkpoint import Checkpoints, Progress
-from trainer.hidden import OnlineTarget
-from trainer.loop import Hooks, train
-from trainer.medusa import MedusaObjective
-from trainer.objective import EVERYWHERE_THE_SAME, TermSums
-from trainer.recipe import HeadsSection, TrainingSection
-from trainer.source import Offline, Source
+from decoding.model.causal_lm import CausalLM
+from trainer.data.batch import Batch, Example
+from trainer.data.source import Offline, Source
+from trainer.heads.medusa import MedusaObjective
+from trainer.learning.objective import EVERYWHERE_THE_SAME, TermSums
+from trainer.recipe.recipe import HeadsSection, TrainingSection
+from trainer.run.checkpoint import Checkpoints, Progress
+from trainer.run.loop import Hooks, train
+from trainer.target.hidden import OnlineTarget
 
 WORDS = ("<unk>", "<eos>", "<user>", "<assistant>", *"abcdefghijkl")
 """Word i is token i: <eos> is 1, <user> 2, <assistant> 3, a 4, b 5, ... l 15."""

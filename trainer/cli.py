@@ -12,12 +12,12 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from decoding.markdown import one_line
-from decoding.redact import without_secrets
-from trainer.console import say, say_error, standard_error
-from trainer.options import EvaluateOptions, GenerateOptions, InspectOptions, RealignOptions, RegenerateOptions
-from trainer.quiet import quiet_libraries
-from trainer.usage import BAD_INPUT, Command
+from decoding.measure.markdown import one_line
+from decoding.measure.redact import without_secrets
+from trainer.commands.options import EvaluateOptions, GenerateOptions, InspectOptions, RealignOptions, RegenerateOptions
+from trainer.commands.usage import BAD_INPUT, Command
+from trainer.terminal.console import say, say_error, standard_error
+from trainer.terminal.quiet import quiet_libraries
 
 _ERRORS = standard_error()
 INTERRUPTED = 143  # 128 + SIGTERM, as shells report it
@@ -39,7 +39,7 @@ def guarded(work: Callable[[], None], debug: bool = False) -> int:
     """Run ``work``; turn what goes wrong into one sentence and an exit code, or with ``debug`` into a traceback."""
     if not debug:
         quiet_libraries()
-    from trainer.loop import Interrupted
+    from trainer.run.loop import Interrupted
 
     try:
         work()
@@ -64,8 +64,8 @@ def run_train(recipe_path: str, overrides: Sequence[str]) -> int:
     """Train a recipe; what both ``headstart train`` and ``scripts/train.py`` call. Returns the exit code."""
 
     def work() -> None:
-        from trainer.read_recipe import load_recipe
-        from trainer.train import ensure_built, run_recipe
+        from trainer.recipe.reading import load_recipe
+        from trainer.run.train import ensure_built, run_recipe
 
         recipe = load_recipe(recipe_path, overrides)
         ensure_built(getattr(recipe, "target", None))
@@ -101,9 +101,9 @@ def features(
     """Write ahead what a recipe trains from, hidden states or a teacher cache; a killed run goes on where it was."""
 
     def work() -> None:
-        from trainer.prepare import prepare_features
-        from trainer.read_recipe import load_recipe
-        from trainer.train import ensure_built
+        from trainer.commands.prepare import prepare_features
+        from trainer.recipe.reading import load_recipe
+        from trainer.run.train import ensure_built
 
         content = load_recipe(recipe, overrides or ())
         ensure_built(getattr(content, "target", None))
@@ -123,8 +123,8 @@ def plan_training(
     """Say what a training run will take: parameters, memory, disk, tokens, hours."""
 
     def work() -> None:
-        from trainer.planning import Launch, print_plan
-        from trainer.read_recipe import load_recipe
+        from trainer.commands.planning import Launch, print_plan
+        from trainer.recipe.reading import load_recipe
 
         print_plan(load_recipe(recipe, overrides or ()), Launch(processes, zero_stage), steps)
 
@@ -149,7 +149,7 @@ def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Calla
 @takes(EvaluateOptions)
 def evaluate(options: EvaluateOptions) -> None:
     """Measure heads, a draft and prompt lookup beside plain decoding and transformers, in one run."""
-    from trainer.commands import run_evaluate
+    from trainer.commands.decode import run_evaluate
 
     run_evaluate(options)
 
@@ -158,7 +158,7 @@ def evaluate(options: EvaluateOptions) -> None:
 @takes(GenerateOptions)
 def generate(options: GenerateOptions) -> None:
     """Stream a text: accepted draft tokens in green, the target's own in white; then what speculation gained."""
-    from trainer.commands import run_generate
+    from trainer.commands.decode import run_generate
 
     run_generate(replace(options, prompt=sys.stdin.read()) if options.prompt == "-" else options)
 
@@ -167,7 +167,7 @@ def generate(options: GenerateOptions) -> None:
 @takes(RegenerateOptions)
 def regenerate(options: RegenerateOptions) -> None:
     """Let the target write the training answers itself, in this process or served; a killed run resumes."""
-    from trainer.regenerate import run_regenerate
+    from trainer.commands.regenerate import run_regenerate
 
     run_regenerate(options)
 
@@ -176,7 +176,7 @@ def regenerate(options: RegenerateOptions) -> None:
 @takes(RealignOptions)
 def realign(options: RealignOptions) -> None:
     """Fit a stale draft to its target that was tuned since: answers, training, acceptance before and after."""
-    from trainer.realign import run_realign
+    from trainer.commands.realign import run_realign
 
     run_realign(options)
 
@@ -185,7 +185,7 @@ def realign(options: RealignOptions) -> None:
 @takes(InspectOptions)
 def inspect(options: InspectOptions) -> None:
     """Show what rows become: the trained tokens marked, and how many of what there are."""
-    from trainer.inspection import run_inspect
+    from trainer.commands.inspection import run_inspect
 
     run_inspect(options)
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
-from trainer.batch import Batch
-from trainer.objective import EVERYWHERE_THE_SAME, TermSums
-from trainer.recipe import PretrainSection
-from trainer.transformers4 import write_model
+from trainer.data.batch import Batch
+from trainer.files.transformers4 import write_model
+from trainer.learning.objective import EVERYWHERE_THE_SAME, TermSums
+from trainer.recipe.recipe import PretrainSection
 
 
 class LanguageModelTraining(nn.Module):

@@ -18,8 +18,8 @@ import platformdirs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from trainer.folders import write_folder
-from trainer.recipe import PretrainRecipe
+from trainer.files.folders import write_folder
+from trainer.recipe.recipe import PretrainRecipe
 
 NAME = "quickstart"
 _VOCABULARY = 2048

@@ -8,10 +8,10 @@ from typing import Protocol
 from jaxtyping import Float
 from torch import Tensor
 
-from decoding.policy import Budget
-from decoding.proposal import Proposal, ProposalKind
-from decoding.sampling import GeneratorSource, SamplingConfig
-from decoding.target import CausalLM
+from decoding.model.causal_lm import CausalLM
+from decoding.policies import Budget
+from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.sampling import GeneratorSource, SamplingConfig
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,12 @@ from decoding.drafters.base import (
     check_static_rows,
 )
 from decoding.drafters.draft_state import DraftState, check_draft
-from decoding.policy import Budget
-from decoding.proposal import Proposal, ProposalKind
-from decoding.sampling import GeneratorSource, SamplingConfig, adjusted_logits, probabilities
-from decoding.target import CausalLM
-from decoding.tree import TokenTree, TreeShape, common_length
-from decoding.verify import Verdict, sampled_verify
+from decoding.model.causal_lm import CausalLM
+from decoding.policies import Budget
+from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.sampling import GeneratorSource, SamplingConfig, adjusted_logits, probabilities
+from decoding.rules.tree import TokenTree, TreeShape, common_length
+from decoding.rules.verify import Verdict, sampled_verify
 
 _APART = 16
 """Tokens the draft's cache lacks that are run with the tree; more of them have a pass of their own."""

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from decoding.drafters.base import Drafter, DraftRequest, TextStart
 from decoding.drafters.draft_state import DraftState, shared_tokens
-from decoding.policy import Budget
-from decoding.proposal import Proposal, ProposalKind
-from decoding.sampling import (
+from decoding.model.causal_lm import CausalLM
+from decoding.policies import Budget
+from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.sampling import (
     HistoryRows,
     SamplingConfig,
     adjusted_logits,
@@ -19,8 +20,7 @@ from decoding.sampling import (
     inverse_cdf,
     probabilities,
 )
-from decoding.target import CausalLM
-from decoding.tree import TokenTree, TreeShape
+from decoding.rules.tree import TokenTree, TreeShape
 
 
 class DraftModelDrafter(Drafter):

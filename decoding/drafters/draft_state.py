@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from decoding.compress import over_vocabulary
 from decoding.drafters.base import TextStart
-from decoding.history import History
-from decoding.sampling import GeneratorSource, HistoryRows, SamplingConfig
-from decoding.target import CausalLM
-from decoding.tree import TokenTree
+from decoding.model.causal_lm import CausalLM
+from decoding.model.compress import over_vocabulary
+from decoding.rules.history import History
+from decoding.rules.sampling import GeneratorSource, HistoryRows, SamplingConfig
+from decoding.rules.tree import TokenTree
 
 
 def check_draft(draft: CausalLM, target: CausalLM, max_length: int) -> None:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from decoding.drafters.base import Drafter, DraftRequest, TextStart
 from decoding.drafters.draft_state import DraftState, shared_tokens
-from decoding.policy import Budget
-from decoding.proposal import Proposal, ProposalKind
-from decoding.sampling import HistoryRows, SamplingConfig, adjusted_logits, probabilities
-from decoding.target import CausalLM
-from decoding.tree import TokenTree, TreeShape
+from decoding.model.causal_lm import CausalLM
+from decoding.policies import Budget
+from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.sampling import HistoryRows, SamplingConfig, adjusted_logits, probabilities
+from decoding.rules.tree import TokenTree, TreeShape
 
 
 class DraftTreeDrafter(Drafter):

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from decoding.drafters.base import Drafter, DraftRequest, DraftSession, TextStart
 from decoding.drafters.token_trie import TokenTrie
-from decoding.policy import Budget
-from decoding.proposal import Proposal, ProposalKind
-from decoding.sampling import SamplingConfig
-from decoding.target import CausalLM
-from decoding.tree import TokenTree, fetch_tokens
+from decoding.model.causal_lm import CausalLM
+from decoding.policies import Budget
+from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.sampling import SamplingConfig
+from decoding.rules.tree import TokenTree, fetch_tokens
 
 
 class HybridDrafter(Drafter):

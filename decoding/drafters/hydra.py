@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from decoding.drafters.base import DraftRequest
 from decoding.drafters.static_tree import StaticTree
-from decoding.heads import MedusaHead, MedusaHeads
-from decoding.policy import Budget
-from decoding.proposal import Proposal, ProposalKind
-from decoding.tree import TokenTree, TreeShape
+from decoding.model.heads import MedusaHead, MedusaHeads
+from decoding.policies import Budget
+from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.tree import TokenTree, TreeShape
 
 
 class SequentialHeads:

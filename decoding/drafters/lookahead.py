@@ -25,10 +25,10 @@ from torch import Tensor
 
 from decoding.drafters.base import DraftRequest, TextDrafter, TextStart
 from decoding.drafters.token_trie import TokenTrie
-from decoding.policy import Budget
-from decoding.proposal import Proposal, ProposalKind
-from decoding.sampling import SamplingConfig
-from decoding.target import CausalLM
+from decoding.model.causal_lm import CausalLM
+from decoding.policies import Budget
+from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.sampling import SamplingConfig
 
 
 class LookaheadDrafter(TextDrafter):

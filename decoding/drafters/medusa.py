@@ -11,13 +11,13 @@ from decoding.drafters.base import Drafter, DraftRequest, TextStart
 from decoding.drafters.draft_tree import tree_budgets
 from decoding.drafters.hydra import DynamicGrowth, SequentialHeads, StaticGrowth
 from decoding.drafters.static_tree import StaticTree
-from decoding.heads import MedusaHeads, StackedHeads
-from decoding.plan import best_tree
-from decoding.policy import Budget
-from decoding.proposal import Proposal, ProposalKind
-from decoding.sampling import SamplingConfig
-from decoding.target import CausalLM
-from decoding.tree import TokenTree, TreeShape
+from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import MedusaHeads, StackedHeads
+from decoding.policies import Budget
+from decoding.rules.best_tree import best_tree
+from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.sampling import SamplingConfig
+from decoding.rules.tree import TokenTree, TreeShape
 
 
 class MedusaDrafter(Drafter):

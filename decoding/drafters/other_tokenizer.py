@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters.base import DraftRequest, TextDrafter, TextStart, chain_budgets, check_static_rows
-from decoding.policy import Budget
-from decoding.proposal import Proposal, ProposalKind
-from decoding.sampling import SamplingConfig
-from decoding.target import CausalLM
-from decoding.tree import TokenTree, common_length
+from decoding.model.causal_lm import CausalLM
+from decoding.policies import Budget
+from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.sampling import SamplingConfig
+from decoding.rules.tree import TokenTree, common_length
 
 _LOOKBEHIND = 10
 """Tokens before the new ones that are translated with them, so that they are split as they would be in the text."""

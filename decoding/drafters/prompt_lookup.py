@@ -12,11 +12,11 @@ from torch import Tensor
 
 from decoding.drafters.base import DraftRequest, TextDrafter, TextStart
 from decoding.drafters.token_trie import TokenTrie
-from decoding.policy import Budget
-from decoding.proposal import Proposal, ProposalKind
-from decoding.sampling import SamplingConfig
-from decoding.target import CausalLM
-from decoding.tree import common_length
+from decoding.model.causal_lm import CausalLM
+from decoding.policies import Budget
+from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.sampling import SamplingConfig
+from decoding.rules.tree import common_length
 
 
 class PromptLookupDrafter(TextDrafter):

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from functools import lru_cache
 
-from decoding.heads import MedusaConfig
-from decoding.policy import Budget
-from decoding.tree import TreeShape
+from decoding.model.heads import MedusaConfig
+from decoding.policies import Budget
+from decoding.rules.tree import TreeShape
 
 
 class StaticTree:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from decoding.tree import TokenTree, TreeShape
+from decoding.rules.tree import TokenTree, TreeShape
 
 
 class TokenTrie:

@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 
 from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
-from decoding.evaluate import EvaluationConfig, evaluate, standard_methods
 from decoding.generate import DecodingConfig, decode_batch, decode_batch_steps
-from decoding.heads import MedusaConfig, MedusaHeads
-from decoding.machine import attention_backends
-from decoding.sampling import SamplingConfig
-from decoding.target import CausalLM
-from decoding.tree import TokenTree, TreeShape
+from decoding.measure.evaluate import EvaluationConfig, evaluate, standard_methods
+from decoding.measure.machine import attention_backends
+from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.rules.sampling import SamplingConfig
+from decoding.rules.tree import TokenTree, TreeShape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from whole_runs import SCRIPT, steps_done
 
-import trainer.train  # noqa: F401  # imported for all lives
+import trainer.run.train  # noqa: F401  # imported for all lives
 
 
 def begin(recipe: str) -> int:

@@ -19,11 +19,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trainer.batch import collate
-from trainer.distributed import sharded_precision, whole_parameters
-from trainer.medusa import MedusaObjective
-from trainer.optimizer import build_optimizers
-from trainer.state import gather_moments, gather_weights, load_moments, load_weights
+from trainer.data.batch import collate
+from trainer.heads.medusa import MedusaObjective
+from trainer.run.distributed import sharded_precision, whole_parameters
+from trainer.run.optimizer import build_optimizers
+from trainer.run.state import gather_moments, gather_weights, load_moments, load_weights
 
 BOTH: Any = SimpleNamespace(distributed_type=DistributedType.FSDP)  # all that `whole_parameters` asks an accelerator
 

@@ -21,17 +21,17 @@ from tiny_models import tiny_model
 from tiny_training import Recorder, interrupt, toy_examples
 from torch import nn
 
-import trainer.loop
+import trainer.run.loop
 from decoding.generate import DecodingConfig, decode
-from decoding.target import CausalLM
-from trainer.checkpoint import Checkpoints, Progress
-from trainer.distributed import Runner, build_accelerator, describe, prepare, whole_parameters, zero_stage
-from trainer.hidden import OnlineTarget
-from trainer.loop import Hooks, Interrupted, train
-from trainer.medusa import HeadInputs, MedusaObjective, MedusaTraining
-from trainer.objective import TermSums
-from trainer.recipe import HeadsSection, TrainingSection
-from trainer.source import Offline
+from decoding.model.causal_lm import CausalLM
+from trainer.data.source import Offline
+from trainer.heads.medusa import HeadInputs, MedusaObjective, MedusaTraining
+from trainer.learning.objective import TermSums
+from trainer.recipe.recipe import HeadsSection, TrainingSection
+from trainer.run.checkpoint import Checkpoints, Progress
+from trainer.run.distributed import Runner, build_accelerator, describe, prepare, whole_parameters, zero_stage
+from trainer.run.loop import Hooks, Interrupted, train
+from trainer.target.hidden import OnlineTarget
 
 STEPS = 8
 SETTINGS: dict[str, Any] = {"batch_size": 8, "micro_batch_size": 2, "mixed_precision": "no", "learning_rate": 1e-2}
@@ -52,7 +52,7 @@ def noting_prepare(*args: Any) -> Runner:
     return runner
 
 
-trainer.loop.prepare = noting_prepare
+trainer.run.loop.prepare = noting_prepare
 
 
 def target() -> CausalLM:

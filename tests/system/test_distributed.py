@@ -21,8 +21,8 @@ from torch import nn
 from whole_runs import ACCELERATE, DIRECT, ROOT, SCRIPT, losses, provenance, write_recipe, write_workshop
 from whole_runs import run as run_program
 
-from decoding.heads import MedusaHeads
-from trainer.loop import Interrupted
+from decoding.model.heads import MedusaHeads
+from trainer.run.loop import Interrupted
 
 pytestmark = pytest.mark.system
 

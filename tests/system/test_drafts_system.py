@@ -26,8 +26,8 @@ from whole_runs import (
 
 from decoding.drafters import DraftModelDrafter
 from decoding.generate import DecodingConfig, decode
-from decoding.loading import load_draft, load_model, load_tokenizer, parse_dtype
-from decoding.target import CausalLM
+from decoding.model.causal_lm import CausalLM
+from decoding.model.loading import load_draft, load_model, load_tokenizer, parse_dtype
 
 pytestmark = pytest.mark.system
 

@@ -12,13 +12,13 @@ from test_training_system import DIRECT, TWO_PROCESSES, finish, run, running, wa
 from tiny_models import counting_model
 from tiny_training import counting_text, recipe_content, tiny_tokenizer, write_rows
 
-from decoding.fingerprint import stored_fingerprint
-from decoding.loading import load_model
-from decoding.target import CausalLM
-from trainer.batch import collate
-from trainer.data import load_dataset
-from trainer.features import FeatureIdentity, FeatureStore
-from trainer.recipe import DataSection
+from decoding.model.causal_lm import CausalLM
+from decoding.model.fingerprint import stored_fingerprint
+from decoding.model.loading import load_model
+from trainer.data.batch import collate
+from trainer.data.dataset import load_dataset
+from trainer.recipe.recipe import DataSection
+from trainer.target.features import FeatureIdentity, FeatureStore
 
 pytestmark = pytest.mark.system
 

@@ -15,8 +15,8 @@ import torch
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
-from decoding.heads import MedusaConfig, MedusaHeads
-from trainer.draft_init import draft_from_target
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from trainer.drafts.start import draft_from_target
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_suite.py"

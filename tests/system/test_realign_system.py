@@ -15,8 +15,8 @@ from whole_runs import ROOT, environment, losses, run, running, wait_until
 
 from decoding.drafters import DraftModelDrafter
 from decoding.generate import DecodingConfig, decode
-from decoding.loading import load_draft, load_model, load_tokenizer
-from decoding.target import CausalLM
+from decoding.model.causal_lm import CausalLM
+from decoding.model.loading import load_draft, load_model, load_tokenizer
 
 pytestmark = pytest.mark.system
 

@@ -12,7 +12,6 @@ from scripted_drafters import HostileDrafter, RandomPolicy
 from test_generate import Letters
 from tiny_models import FAMILIES, tiny_model
 
-from decoding.cache import PreallocatedCache
 from decoding.drafters import (
     CascadeDrafter,
     Drafter,
@@ -23,11 +22,12 @@ from decoding.drafters import (
     PromptLookupDrafter,
 )
 from decoding.generate import DecodingConfig, Generation, decode_batch, decode_batch_steps, decode_steps
-from decoding.policy import FixedPolicy, HeuristicPolicy, MeasuredPolicy, Policy
-from decoding.sampling import SamplingConfig
-from decoding.target import CausalLM
-from decoding.tree import TreeShape
-from decoding.verify import RULES, SAMPLED_VERIFY, Rule
+from decoding.model.cache import PreallocatedCache
+from decoding.model.causal_lm import CausalLM
+from decoding.policies import FixedPolicy, HeuristicPolicy, MeasuredPolicy, Policy
+from decoding.rules.sampling import SamplingConfig
+from decoding.rules.tree import TreeShape
+from decoding.rules.verify import RULES, SAMPLED_VERIFY, Rule
 
 pytestmark = pytest.mark.system
 

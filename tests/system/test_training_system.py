@@ -35,8 +35,8 @@ from whole_runs import (
 
 from decoding.drafters import DraftModelDrafter, MedusaDrafter
 from decoding.generate import DecodingConfig, decode
-from decoding.loading import load_draft, load_heads, load_model, load_tokenizer
-from decoding.target import CausalLM
+from decoding.model.causal_lm import CausalLM
+from decoding.model.loading import load_draft, load_heads, load_model, load_tokenizer
 
 pytestmark = pytest.mark.system
 

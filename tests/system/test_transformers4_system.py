@@ -14,9 +14,9 @@ from older_readers import DRAFTS, PROBE, VOCABULARY
 from tiny_models import full_forward, tiny_model
 from tiny_tokenizer import byte_tokenizer
 
-from decoding.loading import load_tokenizer
+from decoding.model.loading import load_tokenizer
 from trainer.export import export
-from trainer.folders import write_folder
+from trainer.files.folders import write_folder
 
 pytestmark = pytest.mark.system
 

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from decoding.redact import without_local_paths
+from decoding.measure.redact import without_local_paths
 from trainer.export.card import CARD_NAME, Artefact, is_own_card, read_provenance, read_report, render_card
 from trainer.export.hub import push
 from trainer.export.measured import Measured, read_measured
-from trainer.folders import write_folder
+from trainer.files.folders import write_folder
 
 __all__ = ["FORMATS", "ExportSummary", "export", "push"]
 
@@ -36,8 +36,8 @@ def export(
     """Write the artefact in ``source`` to ``destination`` in one of `FORMATS`, with a model card.
 
     The destination appears whole or not at all, and only after what was written has been read back and found equal
-    to the bit. ``report`` is a ``report.json`` by `decoding.evaluate` whose figures go on the card. ``overwrite``
-    replaces an earlier export, and never a folder that holds anything else.
+    to the bit. ``report`` is a ``report.json`` by `decoding.measure.evaluate` whose figures go on the card.
+    ``overwrite`` replaces an earlier export, and never a folder that holds anything else.
 
     `ValueError`: an unknown format, or one that does not fit the artefact; no weights; a destination that is not
     empty; a report that is not one, or of other weights; a read-back that differs.
@@ -95,7 +95,7 @@ def _check_source(source: Path, format: str) -> None:
         raise ValueError(f"{source} holds nothing to export (no config.json): give the final folder of a training run")
     if not any(source.glob("*.safetensors")):
         raise ValueError(f"{source} holds no weights (no .safetensors file): give the final folder of a training run")
-    from decoding.loading import is_heads_folder
+    from decoding.model.loading import is_heads_folder
 
     held = "heads" if is_heads_folder(source) else "a draft model"
     if FORMATS[format] != held:

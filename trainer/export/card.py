@@ -14,9 +14,9 @@ from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment, StrictUndefined
 from yaml import YAMLError
 
-from decoding.header import read_object
-from decoding.markdown import code, fenced, one_line, text
-from decoding.redact import basename, is_hub_id, without_local_paths
+from decoding.measure.markdown import code, fenced, one_line, text
+from decoding.measure.redact import basename, is_hub_id, without_local_paths
+from decoding.model.header import read_object
 from trainer.export.measured import Measured
 
 CARD_NAME = "README.md"
@@ -118,7 +118,7 @@ def _settings(stored: dict[str, Any]) -> tuple[str, ...]:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """A report by `decoding.evaluate`. `ValueError` if it is missing or something else."""
+    """A report by `decoding.measure.evaluate`. `ValueError` if it is missing or something else."""
     remedy = "give the report.json that `headstart evaluate` wrote"
     if not path.is_file():
         raise ValueError(f"there is no report {path}: {remedy}, or export without one")

@@ -5,12 +5,12 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decoding.compress import read_output_tokens, write_output_tokens
-from decoding.finite import check_finite
-from decoding.loading import TOKENIZER_PROBE, load_model, load_tokenizer
+from decoding.model.compress import read_output_tokens, write_output_tokens
+from decoding.model.finite import check_finite
+from decoding.model.loading import TOKENIZER_PROBE, load_model, load_tokenizer
 from trainer.export.card import Artefact
 from trainer.export.readback import check_bit_equal
-from trainer.transformers4 import write_model
+from trainer.files.transformers4 import write_model
 
 _PROBE_LENGTH = 16
 

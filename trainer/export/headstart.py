@@ -1,8 +1,8 @@
-"""Heads in this project's own format, which `decoding.heads.MedusaHeads` reads: config.json, model.safetensors."""
+"""Heads in this project's own format, which `MedusaHeads` reads: config.json, model.safetensors."""
 
 from pathlib import Path
 
-from decoding.heads import MedusaHeads
+from decoding.model.heads import MedusaHeads
 from trainer.export.card import Artefact
 from trainer.export.readback import check_bit_equal
 

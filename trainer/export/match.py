@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from decoding.fingerprint import stored_fingerprint
+from decoding.model.fingerprint import stored_fingerprint
 from trainer.export.card import read_stored_provenance
-from trainer.medusa2 import TARGET_FOLDER
+from trainer.heads.medusa2 import TARGET_FOLDER
 
 _REMEDY = "measure this one with `headstart evaluate`, or export without a report"
 

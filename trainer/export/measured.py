@@ -1,10 +1,10 @@
-"""The figures of a report by `decoding.evaluate` that belong on an artefact's card, as texts for tables."""
+"""The figures of a report by `decoding.measure.evaluate` that belong on an artefact's card, as texts for tables."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from decoding.figures import NONE, estimate, greedy_sentence, identical, shares, speedup
+from decoding.measure.figures import NONE, estimate, greedy_sentence, identical, shares, speedup
 
 _LABELS = ("lossless", "lossy")
 

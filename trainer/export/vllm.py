@@ -11,9 +11,9 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from decoding.header import check_tensors, check_whole, read_object
-from decoding.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads, loaded
-from decoding.tree import MOST_NODES
+from decoding.model.header import check_tensors, check_whole, read_object
+from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads, loaded
+from decoding.rules.tree import MOST_NODES
 from trainer.export.card import Artefact
 from trainer.export.headstart import describe_heads
 from trainer.export.readback import check_bit_equal

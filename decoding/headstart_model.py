@@ -1,0 +1,274 @@
+"""A target and what speculates for it, behind transformers' `generate`."""
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download, snapshot_download
+from jaxtyping import Int
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, PromptLookupDrafter
+from decoding.drafters.draft_tree import DraftTreeDrafter
+from decoding.generate import DecodingConfig
+from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME
+from decoding.model.loading import default_device, is_heads_folder, load_draft, load_heads, load_model, load_tokenizer
+from decoding.policies import Policy, named_policy
+from decoding.rules.controls import Processor, sampling_from_generation_config
+from decoding.rules.verify import Rule
+from decoding.speculate import Prompts, SpeculativeOutput, decode_prompts, named_rule, padding_token, speculate
+from decoding.stopping import TextDecoder
+from decoding.token_ids import check_tensor_of_ids
+
+__all__ = ["HeadstartModel", "SpeculativeOutput", "speculate"]
+
+PROMPT_LOOKUP = "prompt-lookup"
+"""The speculator that needs no weights."""
+
+
+class HeadstartModel:
+    """A target and what speculates for it, with transformers' `generate`.
+
+    The policy is kept from call to call, and one that learns goes on learning: sampled texts are repeated by their
+    seed only under the fixed one.
+    """
+
+    def __init__(
+        self, target: CausalLM | PreTrainedModel, drafter: Drafter | None, policy: Policy | str = "fixed"
+    ) -> None:
+        self.target = target if isinstance(target, CausalLM) else CausalLM(target)
+        self.drafter = drafter
+        self.policy = named_policy(policy) if isinstance(policy, str) else policy
+
+    @staticmethod
+    def from_pretrained(
+        target: str | PreTrainedModel,
+        speculator: str | None = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        device_map: str | None = None,
+        trust_remote_code: bool = False,
+        policy: Policy | str = "fixed",
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        **draft_options: Any,
+    ) -> "HeadstartModel":
+        """Read a target, and heads or a draft for it, from folders or the hub.
+
+        ``speculator``: a folder or hub id of heads or of a draft model, "prompt-lookup", or None for plain decoding.
+        ``draft_options`` are its drafter's: ``tree`` of `MedusaDrafter`, ``num_draft_tokens`` of `PromptLookupDrafter`,
+        ``branching`` or ``stop_below`` of `DraftModelDrafter`, or any of ``depth``, ``width`` and ``nodes``, with which
+        a draft model is a `DraftTreeDrafter`. A draft's tokenizer is checked against ``tokenizer``, by default the
+        target's own where the target is given by name. ``dtype`` and ``device`` (by default the GPU if there is one;
+        ``device_map="auto"`` takes all of them) are for targets given by name; heads and drafts follow their target.
+        """
+        if device is not None and device_map is not None:
+            raise ValueError(f"device is {device} and device_map is {device_map!r}: give one of them")
+        target_tokenizer: PreTrainedTokenizerBase | str | None = tokenizer
+        if isinstance(target, str):
+            target_tokenizer = tokenizer or target
+            device = default_device() if device is None else torch.device(device)
+            target = load_model(target, dtype, device, trust_remote_code, device_map)
+        model = CausalLM(target)
+        drafter = _drafter(speculator, model, target_tokenizer, trust_remote_code, draft_options)
+        return HeadstartModel(model, drafter, policy)
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """The target's own: the defaults of `generate`."""
+        config: GenerationConfig = self.target.model.generation_config or GenerationConfig()
+        return config
+
+    def generate(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: Sequence[Processor] | None = None,
+        streamer: BaseStreamer | None = None,
+        tokenizer: TextDecoder | None = None,
+        rule: Rule | str | None = None,
+        batch_size: int | None = None,
+        seed: int | None = None,
+        **options: Any,
+    ) -> Int[Tensor, "batch length"] | SpeculativeOutput:
+        """transformers' `generate`, with its defaults and its result; ``options`` go over the generation config.
+
+        Greedy texts are those of the target's own `generate`, sampled ones are distributed like them, unless a lossy
+        ``rule`` is asked for. Without a ``seed`` it is drawn from torch's global generator, so that
+        ``torch.manual_seed`` repeats a text. ``batch_size`` rows (None: all) are decoded at a time. Processors see each
+        text without its padding. With ``return_dict_in_generate`` the result is a `SpeculativeOutput`. What is not
+        supported is refused by name.
+        """
+        input_ids = _one_of(input_ids, options.pop("inputs", None))
+        if input_ids is not None:
+            check_tensor_of_ids(input_ids)
+        _refuse_arguments(options)
+        config = _resolve(self.generation_config, generation_config, options)
+        eos = _token_list(config.eos_token_id)
+        if input_ids is None:
+            input_ids = _bos_prompt(config, self.device)
+        elif attention_mask is None:
+            attention_mask = _mask_as_generate(input_ids, config.pad_token_id, eos)
+        prompts = Prompts.of_tensor(input_ids, attention_mask).repeated(config.num_return_sequences or 1)
+        if streamer is not None and len(prompts.rows) > 1:
+            raise ValueError(f"a streamer takes one text, not {len(prompts.rows)}: call generate for each prompt")
+        config.num_return_sequences, config.eos_token_id = None, eos or None
+        max_new_tokens = _resolve_lengths(config, prompts.width, self.target.max_positions)
+        sampling = sampling_from_generation_config(config, tuple(logits_processor or ()), self.device)
+        if seed is None:
+            seed = 0 if sampling.greedy else int(torch.randint(2**62, ()))
+        decoding = DecodingConfig(
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            rule=named_rule(rule) if isinstance(rule, str) else rule,
+            eos_token_ids=tuple(eos),
+            stop_strings=_strings(config.stop_strings),
+            seed=seed,
+        )
+        padding = padding_token(config, None, decoding.eos_token_ids)
+        output = decode_prompts(
+            self.target, self.drafter, prompts, decoding, self.policy, batch_size, padding, tokenizer, streamer
+        )
+        return output if config.return_dict_in_generate else output.sequences
+
+
+# --- what generate's options mean -----------------------------------------------------------------------------------
+
+_REFUSED_ARGUMENTS = {
+    "stopping_criteria": "say where texts end by eos_token_id, stop_strings or max_new_tokens",
+    "prefix_allowed_tokens_fn": "forbid tokens in a logits_processor",
+    "assistant_model": "give the draft to HeadstartModel",
+    "assistant_tokenizer": "give a draft with the target's tokenizer to HeadstartModel",
+    "negative_prompt_ids": "guidance needs a second pass of the target for every token",
+    "negative_prompt_attention_mask": "guidance needs a second pass of the target for every token",
+    "custom_generate": "call the target's own generate",
+    "synced_gpus": "the target has to be whole on one device",
+    "inputs_embeds": "give input_ids",
+    "position_ids": "they follow from the attention_mask",
+    "token_type_ids": "call the target's own generate",
+    "past_key_values": "every call reads its prompts anew",
+}
+_REFUSED_SETTINGS = {
+    "output_scores": "speculate(..., logprobs=True) gives the log-probabilities of what is written",
+    "output_logits": "speculate(..., logprobs=True) gives the log-probabilities of what is written",
+    "output_attentions": "run the target on the finished text",
+    "output_hidden_states": "run the target on the finished text",
+    "max_time": "bound the text by max_new_tokens",
+}
+_DEFAULT_NEW_TOKENS = 20  # of transformers
+
+
+def _refuse_arguments(options: dict[str, Any]) -> None:
+    """Refuse what `generate` takes beside its config and cannot be had here; take what is switched off away."""
+    for name, remedy in _REFUSED_ARGUMENTS.items():
+        value = options.pop(name, None)
+        if value is not None and value is not False and not (isinstance(value, list) and not value):
+            raise ValueError(f"{name} is given, which is not supported: {remedy}")
+
+
+def _resolve(
+    defaults: GenerationConfig, given: GenerationConfig | None, options: Mapping[str, Any]
+) -> GenerationConfig:
+    """``options`` over the config given over the model's own; still unset is what nobody set."""
+    config: GenerationConfig = copy.deepcopy(given) if given is not None else GenerationConfig()
+    config.update(**defaults.to_dict(), defaults_only=True, allow_custom_entries=True)
+    unknown = [name for name, value in config.update(**options).items() if value is not None]
+    if unknown:
+        raise ValueError(f"generate has no option {' or '.join(unknown)}: is the name misspelt?")
+    for name, remedy in _REFUSED_SETTINGS.items():
+        if getattr(config, name, None):
+            raise ValueError(f"{name} is {getattr(config, name)}, which is not supported: {remedy}; unset it")
+    return config
+
+
+def _resolve_lengths(config: GenerationConfig, width: int, max_positions: int | None) -> int:
+    """How many new tokens at most; lengths that count the prompt, its padding included, become new tokens too."""
+    if config.min_new_tokens is None and config.min_length:
+        config.min_new_tokens = max(0, config.min_length - width)
+    config.min_length = None
+    if config.eos_token_id is None:
+        config.min_new_tokens = None  # no end to hold back
+    if config.max_new_tokens is not None:
+        return int(config.max_new_tokens)
+    if config.max_length is None:
+        warnings.warn(f"max_new_tokens is not set: {_DEFAULT_NEW_TOKENS} tokens at most are written", stacklevel=3)
+        longest = width + _DEFAULT_NEW_TOKENS
+        config.max_length = longest if max_positions is None else min(longest, max_positions)
+    if config.max_length <= width:
+        raise ValueError(f"the prompt is {width} tokens long and max_length is {config.max_length}: set max_new_tokens")
+    return int(config.max_length - width)
+
+
+def _bos_prompt(config: GenerationConfig, device: torch.device) -> Tensor:
+    if config.bos_token_id is None:
+        raise ValueError("there is neither input_ids nor a bos_token_id to begin with: give one of them")
+    return torch.tensor([[config.bos_token_id]], device=device)
+
+
+def _mask_as_generate(input_ids: Tensor, padding: int | None, eos: Sequence[int]) -> Tensor | None:
+    """Where nobody gave a mask, padding tokens are hidden, unless they may be the end of a text."""
+    return None if padding is None or padding in eos else input_ids.ne(padding)
+
+
+def _one_of(input_ids: Tensor | None, inputs: Tensor | None) -> Tensor | None:
+    if input_ids is not None and inputs is not None:
+        raise ValueError("both inputs and input_ids are given: give one of them")
+    return inputs if input_ids is None else input_ids
+
+
+def _token_list(value: Any) -> list[int]:
+    return [] if value is None else [int(token) for token in torch.as_tensor(value).flatten()]
+
+
+def _strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
+    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
+
+
+# --- what speculates ------------------------------------------------------------------------------------------------
+
+
+def _drafter(
+    speculator: str | None,
+    target: CausalLM,
+    tokenizer: PreTrainedTokenizerBase | str | None,
+    trust_remote_code: bool,
+    options: Mapping[str, Any],
+) -> Drafter | None:
+    if speculator is None:
+        if options:
+            raise ValueError(f"{', '.join(options)} say how to draft, but there is no speculator: give one")
+        return None
+    if speculator == PROMPT_LOOKUP:
+        return PromptLookupDrafter(**options)
+    if (folder := _heads_folder(speculator)) is not None:
+        return MedusaDrafter(load_heads(folder, target), **options)
+    if isinstance(tokenizer, str):
+        tokenizer = load_tokenizer(tokenizer, trust_remote_code)
+    draft = load_draft(speculator, target, tokenizer, trust_remote_code)
+    if options.keys() & {"depth", "width", "nodes"}:
+        return DraftTreeDrafter(draft, **options)
+    return DraftModelDrafter(draft, **options)
+
+
+def _heads_folder(name: str) -> Path | None:
+    """The folder of the heads of this name, fetched from the hub if it is a hub id; None if it names no heads."""
+    if Path(name).exists():
+        return Path(name) if is_heads_folder(name) else None
+    try:
+        if not is_heads_folder(Path(hf_hub_download(name, CONFIG_NAME)).parent):
+            return None
+    except (OSError, ValueError):  # reading the draft will say what is wrong
+        return None
+    return Path(snapshot_download(name, allow_patterns=[CONFIG_NAME, WEIGHTS_NAME]))

@@ -1,0 +1,1 @@
+"""Prompts and methods to figures: evaluation, its peers and its reports."""

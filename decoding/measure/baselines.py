@@ -1,0 +1,160 @@
+"""transformers' own decoding, timed like ours: the peers in every table."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from decoding.generate import DecodingConfig
+from decoding.model.causal_lm import CausalLM
+from decoding.rules.sampling import ForPromptLength, SamplingConfig
+
+
+class TimedText(NamedTuple):
+    """New tokens, how many of them came with the first emission, and the time before and after it."""
+
+    tokens: tuple[int, ...]
+    first_tokens: int
+    first_seconds: float
+    decode_seconds: float
+
+
+class _Clock(BaseStreamer):
+    """Notes when `generate` first emits tokens. It streams the prompt first, which is not counted."""
+
+    def __init__(self) -> None:
+        self.puts = 0
+        self.first_at = 0.0
+        self.first_tokens = 0
+
+    def put(self, value: Tensor) -> None:
+        self.puts += 1
+        if self.puts == 2:
+            self.first_at = time.perf_counter()
+            self.first_tokens = value.numel()
+
+    def end(self) -> None:
+        pass
+
+
+def transformers_generate(
+    target: CausalLM,
+    prompt: Sequence[int],
+    config: DecodingConfig,
+    assistant: CausalLM | None = None,
+    num_assistant_tokens: int | None = None,
+) -> TimedText:
+    """`model.generate` with the same controls; with ``assistant``, assisted generation.
+
+    ``num_assistant_tokens`` fixes the draft length, as ours is fixed; without it the assistant keeps its own defaults
+    (a length that adapts, a confidence threshold that stops early).
+    """
+    input_ids = torch.tensor([list(prompt)], device=target.device)
+    models = [target.model] if assistant is None else [target.model, assistant.model]
+    options: dict[str, Any] = {} if assistant is None else {"assistant_model": assistant.model}
+    clock = _Clock()
+    with _seeded(target, config), _bare_generation_configs(models, num_assistant_tokens):
+        begin = time.perf_counter()
+        output = target.model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            generation_config=_generation_config(config),
+            logits_processor=_processors(config.sampling),
+            streamer=clock,
+            **options,
+        )
+        end = time.perf_counter()
+    tokens = tuple(output[0, len(prompt) :].tolist())
+    return TimedText(tokens, clock.first_tokens, clock.first_at - begin, end - clock.first_at)
+
+
+def transformers_generate_batch(
+    target: CausalLM, prompts: Sequence[Sequence[int]], config: DecodingConfig
+) -> list[tuple[int, ...]]:
+    """`model.generate` on prompts padded on the left; each one's new tokens, up to and with its EOS."""
+    longest = max(len(prompt) for prompt in prompts)
+    padding = [longest - len(prompt) for prompt in prompts]
+    generation_config = _generation_config(config)
+    pad: int = generation_config.pad_token_id
+    input_ids = torch.tensor(
+        [[pad] * missing + list(prompt) for missing, prompt in zip(padding, prompts, strict=True)], device=target.device
+    )
+    attention_mask = torch.ones_like(input_ids)
+    for row, missing in enumerate(padding):
+        attention_mask[row, :missing] = 0
+    with _seeded(target, config), _bare_generation_configs([target.model], None):
+        output = target.model.generate(
+            input_ids,
+            attention_mask=attention_mask,
+            generation_config=generation_config,
+            logits_processor=_processors(config.sampling),
+        )
+    ends = set(config.eos_token_ids)
+    texts: list[tuple[int, ...]] = []
+    for row in output[:, longest:].tolist():
+        end = next((index + 1 for index, token in enumerate(row) if token in ends), len(row))
+        texts.append(tuple(row[:end]))
+    return texts
+
+
+@contextmanager
+def _seeded(target: CausalLM, config: DecodingConfig) -> Iterator[None]:
+    """`generate` draws from torch's global generators: seed them for a while, and leave them as they were."""
+    with torch.random.fork_rng([target.device] if target.device.type == "cuda" else []):
+        torch.manual_seed(config.seed)
+        yield
+
+
+@contextmanager
+def _bare_generation_configs(models: Sequence[PreTrainedModel], num_assistant_tokens: int | None) -> Iterator[None]:
+    """For a while, no control comes from a model's own generation config: `generate` fills in what we leave unset.
+
+    The draft length is read from the assistant's: fixed to ``num_assistant_tokens``, or `transformers`' own defaults.
+    """
+    kept = [model.generation_config for model in models]
+    for model in models:
+        model.generation_config = GenerationConfig()
+        if num_assistant_tokens is not None:
+            model.generation_config.num_assistant_tokens = num_assistant_tokens
+            model.generation_config.num_assistant_tokens_schedule = "constant"
+            model.generation_config.assistant_confidence_threshold = 0
+    try:
+        yield
+    finally:
+        for model, config in zip(models, kept, strict=True):
+            model.generation_config = config
+
+
+def _processors(sampling: SamplingConfig) -> LogitsProcessorList:
+    if sampling.needs_counts or any(isinstance(processor, ForPromptLength) for processor in sampling.processors):
+        raise ValueError(
+            "transformers' generate has no presence or frequency penalty and no processors by prompt length: "
+            "compare with it without them"
+        )
+    return LogitsProcessorList(sampling.processors)
+
+
+def _generation_config(config: DecodingConfig) -> GenerationConfig:
+    sampling = config.sampling
+    controls: dict[str, Any] = {"do_sample": False}
+    if not sampling.greedy:
+        controls = {
+            "do_sample": True,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p or None,  # it refuses 0; with a bare config None is none
+            "typical_p": sampling.typical_p,
+        }
+    return GenerationConfig(
+        max_new_tokens=config.max_new_tokens,
+        repetition_penalty=sampling.repetition_penalty,
+        eos_token_id=list(config.eos_token_ids) or None,
+        pad_token_id=config.eos_token_ids[0] if config.eos_token_ids else 0,
+        **controls,
+    )

@@ -1,0 +1,391 @@
+"""Prompts x methods -> figures beside plain decoding, measured in turns in one process.
+
+For every prompt each method decodes once per round, methods in rotating order, so that a machine that slows down slows
+all alike; speed-ups are ratios of paired runs. `transformers`' own `generate` is one of the methods.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from decoding.drafters.base import Drafter
+from decoding.drafters.draft_model import DraftModelDrafter
+from decoding.generate import DecodingConfig, check_prompt, decode, decode_batch_steps
+from decoding.measure.baselines import transformers_generate
+from decoding.measure.machine import commit, hardware, versions
+from decoding.metrics import (
+    Acceptance,
+    StepCount,
+    acceptance,
+    predicted_speedup,
+    ratio_of_rates,
+    ratio_of_sums,
+    spread,
+)
+from decoding.model.causal_lm import CausalLM
+from decoding.model.cost_curve import measure_cost_curve
+from decoding.policies import Policy, named_policy
+from decoding.rules.sampling import SamplingConfig
+from decoding.rules.verify import typical_acceptance
+
+PLAIN = "plain"
+TRANSFORMERS = "transformers generate"
+
+
+class Run(NamedTuple):
+    """One text decoded by one method. Ours also say what every step did; transformers' do not."""
+
+    tokens: tuple[int, ...]
+    decode_tokens: int
+    first_seconds: float
+    decode_seconds: float
+    counts: tuple[StepCount, ...] = ()
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to decode, under a setting (greedy, T=1, ...), with its promise."""
+
+    setting: str
+    name: str
+    label: str
+    decode: Callable[[Sequence[int], int], Run]
+    """(prompt, seed) -> Run"""
+    max_nodes: int = 1
+    artefact: str | None = None
+    """The trained artefact that drafts: "heads", "draft", or None."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """What to measure. ``temperature`` is that of the sampling settings."""
+
+    max_new_tokens: int = 96
+    rounds: int = 1
+    temperature: float = 1.0
+    eos_token_ids: tuple[int, ...] = ()
+    settings: tuple[str, ...] = ("greedy", "sampling", "typical")
+    policies: tuple[str, ...] = ("fixed",)
+    """Names of `decoding.policies`, each a row for every drafter."""
+    seed: int = 0
+
+
+def our_method(
+    target: CausalLM,
+    setting: str,
+    name: str,
+    drafter: Drafter | None,
+    config: DecodingConfig,
+    policy: Policy | None = None,
+) -> Method:
+    """A drafter, or none, in this project's loop. A policy goes on learning from text to text."""
+
+    def run(prompt: Sequence[int], seed: int) -> Run:
+        generation = decode(target, drafter, prompt, replace(config, seed=seed), policy=policy)
+        prefill, *steps = generation.steps
+        return Run(
+            tokens=generation.tokens,
+            decode_tokens=len(generation.tokens) - 1,
+            first_seconds=prefill.total_seconds,
+            decode_seconds=sum(step.total_seconds for step in steps),
+            counts=tuple(step.counts for step in steps),
+            draft_seconds=sum(step.draft_seconds for step in steps),
+            verify_seconds=sum(step.verify_seconds for step in steps),
+        )
+
+    label = "lossy" if config.rule is not None and not config.rule.lossless else "lossless"
+    if drafter is None:
+        return Method(setting, name, label, run)
+    return Method(setting, name, label, run, drafter.max_nodes, drafter.artefact)
+
+
+def transformers_method(
+    target: CausalLM,
+    setting: str,
+    name: str,
+    config: DecodingConfig,
+    assistant: CausalLM | None = None,
+    num_assistant_tokens: int | None = None,
+) -> Method:
+    """`transformers`' generate or assisted generation under the same controls."""
+
+    def run(prompt: Sequence[int], seed: int) -> Run:
+        text = transformers_generate(target, prompt, replace(config, seed=seed), assistant, num_assistant_tokens)
+        return Run(text.tokens, len(text.tokens) - text.first_tokens, text.first_seconds, text.decode_seconds)
+
+    return Method(setting, name, "lossless", run, artefact="draft" if assistant is not None else None)
+
+
+def standard_methods(target: CausalLM, drafters: dict[str, Drafter], config: EvaluationConfig) -> list[Method]:
+    """Plain decoding, transformers' peers and every drafter, under each setting."""
+    methods: list[Method] = []
+    for setting in config.settings:
+        if setting not in ("greedy", "sampling", "typical"):
+            raise ValueError(f"setting is {setting!r}: give greedy, sampling or typical")
+        sampling = SamplingConfig() if setting == "greedy" else SamplingConfig(temperature=config.temperature)
+        decoding = DecodingConfig(
+            max_new_tokens=config.max_new_tokens,
+            sampling=sampling,
+            rule=typical_acceptance() if setting == "typical" else None,
+            eos_token_ids=config.eos_token_ids,
+        )
+        label = "greedy" if setting == "greedy" else f"T={config.temperature:g}"
+        if setting == "typical":
+            label += ", typical"
+        methods.append(our_method(target, label, PLAIN, None, replace(decoding, rule=None)))
+        if setting != "typical":
+            methods += _peers(target, label, drafters, decoding)
+        for name, drafter in drafters.items():
+            for policy in config.policies:
+                full_name = name if policy == "fixed" else f"{name}, {policy}"
+                methods.append(our_method(target, label, full_name, drafter, decoding, named_policy(policy)))
+    return methods
+
+
+def _peers(target: CausalLM, setting: str, drafters: dict[str, Drafter], decoding: DecodingConfig) -> list[Method]:
+    """transformers' generate, and assisted generation with our draft at our depth and at its own defaults."""
+    peers = [transformers_method(target, setting, TRANSFORMERS, decoding)]
+    for drafter in drafters.values():
+        # Assisted generation takes vocabularies of other sizes for other tokenizers: no peer for a padded family.
+        if isinstance(drafter, DraftModelDrafter) and drafter.draft.vocab_size == target.vocab_size:
+            name = f"transformers assisted, {drafter.max_depth} tokens"
+            peers.append(transformers_method(target, setting, name, decoding, drafter.draft, drafter.max_depth))
+            peers.append(
+                transformers_method(target, setting, "transformers assisted, its defaults", decoding, drafter.draft)
+            )
+            break
+    return peers
+
+
+def evaluate(
+    target: CausalLM,
+    methods: Sequence[Method],
+    prompts: Sequence[Sequence[int]],
+    config: EvaluationConfig,
+    on_run: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Measure every method on every prompt; returns the report (see `write_report` and `decoding.measure.report`).
+
+    ``on_run`` is called after each run, for a progress bar.
+    """
+    if not prompts:
+        raise ValueError("there are no prompts to evaluate on: give at least one")
+    if config.rounds < 1:
+        raise ValueError(f"rounds is {config.rounds}: give at least 1")
+    for prompt in prompts:  # now, not after an hour
+        check_prompt(target, prompt, DecodingConfig(config.max_new_tokens))
+    runs: dict[tuple[str, str], list[Run]] = {(method.setting, method.name): [] for method in methods}
+    began = time.perf_counter()
+    for method in methods:
+        method.decode(max(prompts, key=len), config.seed)  # warm-up, with what is likeliest not to fit
+        on_run()
+    for round_index in range(config.rounds):
+        for index, prompt in enumerate(prompts):
+            turn = (round_index + index) % len(methods)
+            for method in (*methods[turn:], *methods[:turn]):
+                seed = config.seed + round_index * len(prompts) + index
+                runs[method.setting, method.name].append(method.decode(prompt, seed))
+                on_run()
+    curve = measure_cost_curve(target)
+    report = {
+        "hardware": hardware(),
+        "versions": versions(),
+        "commit": commit(),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "parameters": sum(parameter.numel() for parameter in target.model.parameters()),
+        "prompts": len(prompts),
+        "rounds": config.rounds,
+        "max_new_tokens": config.max_new_tokens,
+        "seconds": time.perf_counter() - began,
+        "cost_curve_ms": {str(size): 1000 * seconds for size, seconds in curve.items()},
+        "rows": [_row(method, runs, curve, target, prompts) for method in methods],
+    }
+    plain_values: dict[str, Any] = _without_nan(report)
+    return plain_values
+
+
+def _row(
+    method: Method,
+    runs: dict[tuple[str, str], list[Run]],
+    curve: dict[int, float],
+    target: CausalLM,
+    prompts: Sequence[Sequence[int]],
+) -> dict[str, Any]:
+    """One method's figures, as plain JSON values."""
+    mine = runs[method.setting, method.name]
+    plain = runs[method.setting, PLAIN]
+    peer = runs.get((method.setting, TRANSFORMERS))
+    row: dict[str, Any] = {
+        "setting": method.setting,
+        "method": method.name,
+        "label": method.label,
+        "artefact": method.artefact,
+        "tokens_per_second": _tokens_per_second(mine, len(prompts), with_prefill=False),
+        "tokens_per_second_with_prefill": _tokens_per_second(mine, len(prompts), with_prefill=True),
+        **_speedups("speedup", mine, plain, len(prompts)),
+        **_speedups("speedup_with_prefill", mine, plain, len(prompts), with_prefill=True),
+        **_speedups("speedup_over_transformers", mine, peer, len(prompts)),
+    }
+    if method.setting == "greedy":
+        row["identical_to_plain"] = _compare(mine, plain, target, prompts)
+    if any(run.counts for run in mine):
+        # Greedy rounds are copies of one text: more of them say more about time, and nothing about acceptance.
+        texts = mine[: len(prompts)] if method.setting == "greedy" else mine
+        row |= _acceptance_figures(method, texts, curve)
+    return row
+
+
+def _tokens_and_seconds(mine: Sequence[Run], prompts: int, with_prefill: bool) -> list[tuple[float, float]]:
+    """A pair for each prompt, all its rounds together: the rounds of one prompt are no texts of their own."""
+    tokens = [len(run.tokens) if with_prefill else run.decode_tokens for run in mine]
+    seconds = [run.decode_seconds + (run.first_seconds if with_prefill else 0) for run in mine]
+    return [(float(sum(tokens[prompt::prompts])), sum(seconds[prompt::prompts])) for prompt in range(prompts)]
+
+
+def _tokens_per_second(mine: Sequence[Run], prompts: int, with_prefill: bool) -> dict[str, float]:
+    """Over all runs, with an interval over prompts."""
+    return ratio_of_sums(_tokens_and_seconds(mine, prompts, with_prefill))._asdict()
+
+
+def _speedups(
+    name: str, mine: Sequence[Run], other: Sequence[Run] | None, prompts: int, with_prefill: bool = False
+) -> dict[str, Any]:
+    """Tokens per second over the other's: ``name`` is the spread of paired runs, ``name``_of_totals that of all runs.
+
+    The totals weigh a prompt by its tokens; the spread weighs all alike, those of a few tokens too.
+    """
+    if other is None:
+        return {f"{name}_of_totals": None, name: None}
+    both = [
+        (*ours, *theirs)
+        for ours, theirs in zip(
+            *(_tokens_and_seconds(runs, prompts, with_prefill) for runs in (mine, other)), strict=True
+        )
+    ]
+    return {f"{name}_of_totals": ratio_of_rates(both)._asdict(), name: _paired(mine, other, with_prefill)}
+
+
+def _speed(run: Run, with_prefill: bool) -> float:
+    if with_prefill:
+        return len(run.tokens) / (run.first_seconds + run.decode_seconds)
+    return run.decode_tokens / run.decode_seconds if run.decode_tokens and run.decode_seconds else 0.0
+
+
+def _paired(mine: Sequence[Run], other: Sequence[Run], with_prefill: bool) -> dict[str, float]:
+    """Tokens per second over the other's on the same prompt in the same round."""
+    pairs = [(_speed(a, with_prefill), _speed(b, with_prefill)) for a, b in zip(mine, other, strict=True)]
+    return spread([a / b for a, b in pairs if a and b])._asdict()
+
+
+def _acceptance_figures(method: Method, mine: Sequence[Run], curve: dict[int, float]) -> dict[str, Any]:
+    figures = acceptance([run.counts for run in mine])
+    total = sum(run.decode_seconds for run in mine)
+    draft = sum(run.draft_seconds for run in mine)
+    verify = sum(run.verify_seconds for run in mine)
+    plain_step = curve[1]
+    block = min((size for size in curve if size >= method.max_nodes), default=max(curve))
+    passes = max(figures.passes, 1)
+    predicted = predicted_speedup(
+        figures.tokens_per_pass.value,
+        draft_cost=draft / passes / plain_step,
+        verify_cost=curve[block] / plain_step,
+        overhead=(total - draft - verify) / passes / plain_step,
+    )
+    return {
+        "passes": figures.passes,
+        "tokens_per_pass": figures.tokens_per_pass._asdict(),
+        "conditional_acceptance": [estimate._asdict() for estimate in figures.conditional],
+        "unconditional_acceptance": [estimate._asdict() for estimate in figures.unconditional],
+        "accepted_per_drafted": figures.accepted_per_drafted._asdict(),
+        "accepted_length_histogram": {str(length): n for length, n in figures.length_histogram.items()},
+        "time_split": {"draft": draft / total, "verify": verify / total, "overhead": (total - draft - verify) / total}
+        if total
+        else None,
+        "predicted_speedup": predicted,
+    }
+
+
+def _compare(
+    mine: Sequence[Run], plain: Sequence[Run], target: CausalLM, prompts: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """How many greedy texts equal plain decoding's and, where they part, how close the call was.
+
+    In fp32 on a CPU all must. In bf16 a pass over n tokens rounds differently from n passes over one, so near-ties
+    fall either way: the largest margin between the two candidates' logits at a parting says that this is what it was.
+    ``ended_early`` counts texts of which one ended where the other went on, which no near-tie explains; the margin is
+    that of the others, null where there are none.
+    """
+    margins: list[float] = []
+    ended_early = 0
+    for index, (ours, theirs) in enumerate(zip(mine, plain, strict=True)):
+        if ours.tokens == theirs.tokens:
+            continue
+        prompt = prompts[index % len(prompts)]
+        at = next((i for i, (a, b) in enumerate(zip(ours.tokens, theirs.tokens, strict=False)) if a != b), None)
+        if at is None:
+            ended_early += 1
+            continue
+        text = [*prompt, *theirs.tokens[:at]]
+        logits = target.prefill([text], target.new_cache(len(text))).logits[0].float()
+        margins.append(abs(float(logits[ours.tokens[at]] - logits[theirs.tokens[at]])))
+    return {
+        "identical": len(mine) - len(margins) - ended_early,
+        "of": len(mine),
+        "largest_margin": max(margins, default=None if ended_early else 0.0),
+        "ended_early": ended_early,
+    }
+
+
+def measure_acceptance(
+    target: CausalLM,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    config: DecodingConfig,
+    batch_size: int = 1,
+    on_text: Callable[[], None] = lambda: None,
+) -> Acceptance:
+    """By the real loop, no peers and no clock. Prompt i is decoded with the seed ``config.seed + i``.
+
+    ``on_text`` is called after each text, for a progress bar.
+    """
+    texts: list[list[StepCount]] = [[] for _ in prompts]
+    room = [config.max_new_tokens for _ in prompts]
+    for place, step in decode_batch_steps(target, drafter, prompts, config, batch_size):
+        if not step.is_prefill:
+            texts[place].append(step.counts)
+        room[place] -= len(step.tokens)
+        if not room[place] or (step.tokens and step.tokens[-1] in config.eos_token_ids):
+            on_text()
+    return acceptance(texts)
+
+
+def acceptance_on(
+    target: CausalLM, drafter: Drafter, prompts: Sequence[Sequence[int]], config: DecodingConfig
+) -> dict[str, float]:
+    """The quick figures that training watches, of `measure_acceptance`."""
+    figures = measure_acceptance(target, drafter, prompts, config)
+    return {
+        "tokens_per_pass": figures.tokens_per_pass.value,
+        **{f"acceptance_{position}": share.value for position, share in enumerate(figures.conditional, start=1)},
+    }
+
+
+def write_report(report: dict[str, Any], path: Path) -> None:
+    """Write the report as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN and no infinity: what could not be measured is null."""
+    if isinstance(value, dict):
+        return {key: _without_nan(held) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(held) for held in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,1 @@
+"""One transformers model behind one call, with its cache, its attention and what is read from disk."""

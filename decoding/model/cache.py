@@ -1,0 +1,284 @@
+"""A preallocated key-value cache on transformers' own interface: append a block, keep one path of it, drop the rest.
+
+Every row of a batch has a length of its own and starts at position 0 of its slot, so the key at index i stands at
+position i of its text. Nothing is concatenated or recomputed: a step writes its keys and values behind each row's
+committed prefix, attention reads views of the buffers, and `commit` moves the accepted nodes together (for a chain
+there is nothing to move).
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from decoding.rules.tree import common_length
+
+_BUFFERS = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Where the running forward writes: row i of the batch into slot ``slots[i]``, from ``starts[i]`` on."""
+
+    slots: Sequence[int]
+    starts: Sequence[int]
+    positions: tuple[Tensor, ...] | None
+    """(rows, block) on each device, where the rows start at different lengths; None where all start alike."""
+    keys: int
+    """How many positions of the buffers are attended to."""
+
+    @property
+    def is_prefill(self) -> bool:
+        """All rows are empty: they attend to their own block alone."""
+        return not any(self.starts)
+
+
+class _Buffers(NamedTuple):
+    """The keys and values of all layers on one device, (layers, rows, heads, capacity, dim)."""
+
+    keys: Tensor
+    values: Tensor
+    row_index: Tensor
+    """(rows,)"""
+
+
+class PreallocatedLayer(CacheLayerMixin):
+    """One layer's share of the buffers, on the device ``place`` (from 0) of those there are."""
+
+    is_sliding = False
+
+    def __init__(self, owner: "PreallocatedCache", place: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers' annotations are partial
+        self._owner = owner
+        self._place = place
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self._owner.allocate(key_states, value_states)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write a block behind what each row holds; return all there is to attend to. (batch, heads, positions, dim)"""
+        owner, block = self._owner, self._owner.block
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None and block is not None
+        size = key_states.shape[-2]
+        if key_states.shape[1::2] != self.keys.shape[1::2] or value_states.shape[1::2] != self.values.shape[1::2]:
+            raise ValueError(
+                "the layers of this model differ in how many keys they have or how wide these are (heads and widths "
+                f"{list(self.keys.shape[1::2])} and {list(key_states.shape[1::2])}): give one whose layers are alike"
+            )
+        if block.is_prefill:
+            for row, slot in enumerate(block.slots):
+                self.keys[slot, :, :size] = key_states[row]
+                self.values[slot, :, :size] = value_states[row]
+            return key_states, value_states
+        rows = len(block.slots)
+        if block.positions is None:
+            start = block.starts[0]
+            self.keys[:rows, :, start : start + size] = key_states
+            self.values[:rows, :, start : start + size] = value_states
+        else:
+            row_index, positions = owner.row_index(self._place)[:rows, None], block.positions[self._place]
+            self.keys[row_index, :, positions] = key_states.transpose(1, 2)
+            self.values[row_index, :, positions] = value_states.transpose(1, 2)
+        return self.keys[:rows, :, : block.keys], self.values[:rows, :, : block.keys]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """What the model takes for the number of cached positions: the longest row's."""
+        block = self._owner.block
+        return max(block.starts) if block is not None else max(self._owner.lengths)
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class PreallocatedCache(Cache):
+    """Keys and values of every layer and row in two stacked buffers on each device, allocated at first use.
+
+    ``capacity`` is a first size in positions, not a limit: a longer text doubles the buffers (one copy, amortised).
+    Sliding-window layers keep all positions here, so that rejected tokens can always be dropped; the window is in
+    the mask. ``lengths[slot]`` are the positions each row holds; ``text``, which the loop keeps up for caches that
+    serve several calls, are the tokens of row 0 whose keys it holds for certain.
+    """
+
+    def __init__(
+        self, num_layers: int, capacity: int, rows: int = 1, devices: Sequence[torch.device] | None = None
+    ) -> None:
+        """``devices``: where each layer's keys arrive; None where all arrive on one device, which the first tells."""
+        self._devices: tuple[torch.device | None, ...] = tuple(dict.fromkeys(devices)) if devices else (None,)
+        places = [self._devices.index(device) for device in devices] if devices else [0] * num_layers
+        self._members = [[i for i in range(num_layers) if places[i] == place] for place in range(len(self._devices))]
+        self._own_layers = [PreallocatedLayer(self, place) for place in places]
+        super().__init__(layers=list(self._own_layers))
+        self.rows = rows
+        self.capacity = max(capacity, 1)
+        self.lengths = [0] * rows
+        self.block: _Block | None = None
+        self.buffers = 0
+        """Names the buffers: a graph that was recorded on others is void."""
+        self.lease = 0
+        self.text: tuple[int, ...] = ()
+        self._held: tuple[_Buffers, ...] = ()
+        """One for each device; none before the first block."""
+        self._handed_out: tuple[_Buffers, ...] = self._held
+        """Those whose views the layers have: an interrupt may come between the buffers and the views."""
+
+    def begin(self, slots: Sequence[int], size: int, device: torch.device) -> None:
+        """Announce a forward that writes ``size`` positions behind each of these rows.
+
+        Rows that hold something must be the first ones, in order: attention reads a slice of the buffers.
+        """
+        starts = [self.lengths[slot] for slot in slots]
+        assert not any(starts) or list(slots) == list(range(len(slots))), f"rows {slots} are not the first ones"
+        self.reserve(max(starts) + size)
+        positions = None
+        if len(set(starts)) > 1:
+            positions = tuple(_positions(starts, size, place or device) for place in self._devices)
+        self.block = _Block(tuple(slots), tuple(starts), positions, max(starts) + size)
+
+    def begin_static(self, positions: Tensor, keys: int) -> None:
+        """Announce a forward whose rows write at ``positions`` (rows, block) and attend to ``keys`` positions.
+
+        Nothing here depends on how long the rows are: see `decoding.model.static`.
+        """
+        rows = len(positions)
+        self.block = _Block(range(rows), (keys,) * rows, (positions,), keys)
+
+    def end(self, written: Sequence[int]) -> None:
+        """The forward is done; of each row's block, ``written`` positions hold its own tokens, the rest is padding."""
+        assert self.block is not None
+        self.advance(self.block.slots, written)
+        self.block = None
+
+    def advance(self, slots: Sequence[int], written: Sequence[int]) -> None:
+        """These rows have grown."""
+        for slot, count in zip(slots, written, strict=True):
+            self.lengths[slot] += count
+
+    def reserve(self, needed: int) -> None:
+        """Make room for ``needed`` positions in each row."""
+        if needed > self.capacity:
+            self._grow(needed)
+        elif self._handed_out is not self._held:
+            self._hand_out_views()
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the first layer's buffers are; None before the first block."""
+        return self._held[0].keys.device if self._held else None
+
+    def row_index(self, place: int) -> Tensor:
+        """(rows,) on a device, by its place among those there are."""
+        return self._held[place].row_index
+
+    def restart(self, capacity: int) -> None:
+        """Drop all texts and serve another generation from the same buffers; the one before may use it no more."""
+        self.lease += 1
+        self.lengths = [0] * self.rows
+        self.block, self.text = None, ()
+        self.reserve(capacity)
+
+    def take(self) -> int:
+        """A generation begins, and the one before may use these buffers no more. Returns what `check` asks for."""
+        self.lease += 1
+        return self.lease
+
+    def check(self, lease: int) -> None:
+        """Refuse a generation whose buffers were given to another one since."""
+        if lease != self.lease:
+            raise ValueError(
+                "a cache that is handed on, as a model with static shapes, decodes one batch at a time, and another "
+                "generation has begun on it: finish or drop the first, or give each its own"
+            )
+
+    def allocate(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate all buffers with the shapes of the first block seen, (batch, heads, positions, dim)."""
+        self._held = tuple(
+            self._new_buffers(place, key_states, value_states, self.capacity) for place in range(len(self._devices))
+        )
+        self._hand_out_views()
+
+    def _new_buffers(self, place: int, keys: Tensor, values: Tensor, capacity: int) -> _Buffers:
+        """Empty ones for the layers on a device; heads, widths and dtypes are those of ``keys`` and ``values``."""
+        device = self._devices[place] or keys.device
+        layers = len(self._members[place])
+        new_keys, new_values = (self._new_buffer(like, layers, capacity, device) for like in (keys, values))
+        return _Buffers(new_keys, new_values, torch.arange(self.rows, device=device))
+
+    def _new_buffer(self, like: Tensor, layers: int, capacity: int, device: torch.device) -> Tensor:
+        heads, _, dim = like.shape[-3:]
+        # Zeros, not empty: attention reads masked positions too, and 0 * NaN is NaN.
+        return like.new_zeros(layers, self.rows, heads, capacity, dim, device=device)
+
+    def _grow(self, needed: int) -> None:
+        """Double the buffers until ``needed`` positions fit, keeping what is in them.
+
+        The new capacity comes last: what breaks off before (too little memory, say) leaves the old one.
+        """
+        old = capacity = self.capacity
+        while capacity < needed:
+            capacity *= 2
+        if self._held:
+            grown = []
+            for place, held in enumerate(self._held):
+                new = self._new_buffers(place, held.keys, held.values, capacity)
+                new.keys[..., :old, :] = held.keys[..., :old, :]
+                new.values[..., :old, :] = held.values[..., :old, :]
+                grown.append(new)
+            self._held = tuple(grown)
+            self._hand_out_views()
+        self.capacity = capacity
+
+    def _hand_out_views(self) -> None:
+        self.buffers = next(_BUFFERS)
+        for members, held in zip(self._members, self._held, strict=True):
+            for index, number in enumerate(members):
+                layer = self._own_layers[number]
+                layer.keys, layer.values = held.keys[index], held.values[index]
+                layer.is_initialized = True
+        self._handed_out = self._held
+
+    @torch.inference_mode()
+    def commit(self, slot: int, start: int, kept: Sequence[int]) -> None:
+        """Of the block a row wrote at ``start``, keep the nodes ``kept`` (increasing), in that order; drop the rest."""
+        if list(kept) != list(range(len(kept))):
+            for held in self._held:
+                index = torch.tensor(kept).to(held.keys.device, non_blocking=True) + start
+                for buffer in (held.keys[:, slot], held.values[:, slot]):
+                    buffer[..., start : start + len(kept), :] = buffer.index_select(-2, index)
+        self.truncate(slot, start + len(kept))
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Drop every position of a row from ``length`` on."""
+        assert length <= self.lengths[slot], f"cannot truncate {self.lengths[slot]} positions to {length}"
+        self.lengths[slot] = length
+
+    def rewind(self, prompt: Sequence[int]) -> int:
+        """Keep of row 0 what a new prompt begins with, its last token left out, and say how many positions that is."""
+        common = common_length(self.text, prompt[:-1])
+        self.text = self.text[:common]
+        self.truncate(0, common)
+        return common
+
+    @torch.inference_mode()
+    def move(self, slot: int, to: int) -> None:
+        """Let the row in ``slot`` go on in slot ``to``, whose own content is dropped."""
+        length = self.lengths[slot]
+        if slot != to:
+            for held in self._held:
+                for buffer in (held.keys, held.values):
+                    buffer[:, to, :, :length] = buffer[:, slot, :, :length]
+        self.lengths[slot] = 0
+        self.lengths[to] = length
+
+
+def _positions(starts: Sequence[int], size: int, device: torch.device) -> Tensor:
+    """The ``size`` positions from each start on, (rows, size)."""
+    return torch.tensor(starts).to(device, non_blocking=True)[:, None] + torch.arange(size, device=device)

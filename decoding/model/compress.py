@@ -1,0 +1,184 @@
+"""Smaller drafts: int8 weights, and an lm_head that writes frequent tokens only. Neither changes what the target says.
+
+A draft of fewer tokens is q = 0 for the others, which a lossless rule allows for (FR-Spec, 2502.14856).
+"""
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.hub import cached_file
+
+from decoding.model.causal_lm import CausalLM
+
+OUTPUT_TOKENS_KEY = "headstart_output_tokens"
+"""In a draft's config.json: the name of the file beside it that lists the tokens its lm_head is cut to."""
+OUTPUT_TOKENS_NAME = "output_tokens.json"
+
+
+def quantised(model: PreTrainedModel, lm_head: bool = True) -> PreTrainedModel:
+    """The model with the weights of its linear layers rounded to int8, row by row; in place.
+
+    Without ``lm_head`` that layer is left as it is: where a loss is formed of its weight.
+    Products are still made in the model's dtype, for which the weights are widened again at every call: without
+    `torch.compile` (``static="compile"`` of `CausalLM`) the model is smaller, but slower. Needs torchao.
+    """
+    try:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    except ImportError as error:
+        raise ValueError("int8 weights need torchao: pip install 'headstart[quantise]'") from error
+    left_out = None if lm_head else model.get_output_embeddings()
+    quantize_(
+        model, Int8WeightOnlyConfig(), lambda module, name: isinstance(module, nn.Linear) and module is not left_out
+    )
+    return model
+
+
+def most_frequent_tokens(texts: Iterable[Sequence[int]], count: int, always: Sequence[int] = ()) -> tuple[int, ...]:
+    """The ``count`` commonest tokens of texts of token ids, ``always`` among them, in increasing order.
+
+    Fewer where the texts have no more. Of tokens equally common the lower id wins. Put what ends a text, and whatever
+    else must not be missing, into ``always``.
+    """
+    if count < max(1, len(set(always))):
+        raise ValueError(f"count is {count}: give at least 1, and room for the {len(set(always))} tokens in always")
+    seen = Counter(token for text in texts for token in text)
+    chosen = dict.fromkeys(always)
+    for token in sorted(seen, key=lambda token: (-seen[token], token)):
+        if len(chosen) == count:
+            break
+        chosen.setdefault(token)
+    if not chosen:
+        raise ValueError("the texts are empty: give some to count tokens in")
+    return tuple(sorted(chosen))
+
+
+def trimmed_vocabulary(model: PreTrainedModel, token_ids: Iterable[int]) -> CausalLM:
+    """A draft that writes these tokens alone: the model with the other rows of its lm_head cut off.
+
+    It still reads every token. The model given stays as it is, and shares its other weights with the draft.
+    """
+    tokens = sorted(token_ids)
+    lm_head = model.get_output_embeddings()
+    if not isinstance(lm_head, nn.Linear):
+        raise ValueError(f"the lm_head is a {type(lm_head).__name__}: trim a draft before it is quantised")
+    _check_tokens(tokens, lm_head.out_features)
+    index = torch.tensor(tokens, device=lm_head.weight.device)
+    weight, bias = lm_head.weight.detach()[index], None if lm_head.bias is None else lm_head.bias.detach()[index]
+    return CausalLM(_with_lm_head(model, weight, bias), output_tokens=index)
+
+
+def with_filled_vocabulary(draft: CausalLM) -> PreTrainedModel:
+    """A trimmed draft with a whole lm_head, as a program that knows nothing of trimming can load it.
+
+    The row of a token that the draft cannot write is the mean of those it can. Its logit is then the mean of theirs,
+    never above the best: greedily such a model writes what the draft writes. It shares all other weights. A draft that
+    is not trimmed comes back as it is.
+    """
+    model: PreTrainedModel = draft.model
+    if (output_tokens := draft.output_tokens) is None:
+        return model
+    lm_head = model.get_output_embeddings()
+    assert isinstance(lm_head, nn.Linear), "trimmed_vocabulary made it"
+
+    def filled(rows: Tensor) -> Tensor:
+        mean = rows.float().mean(0, keepdim=True).to(rows.dtype)
+        return mean.repeat(draft.vocab_size, *[1] * (rows.ndim - 1)).index_copy(0, output_tokens, rows)
+
+    weight, bias = filled(lm_head.weight.detach()), None if lm_head.bias is None else filled(lm_head.bias.detach())
+    return _with_lm_head(model, weight, bias)
+
+
+def with_whole_vocabulary(draft: CausalLM, vocab_size: int) -> CausalLM:
+    """A draft that can decode on its own: its logits over ``vocab_size`` tokens, -inf for those it cannot write.
+
+    It shares its weights with the draft given, which stays as it is.
+    """
+    output_tokens = draft.output_tokens
+
+    def whole(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        output.logits = over_vocabulary(output.logits, output_tokens, vocab_size)
+        return output
+
+    model = copy.deepcopy(draft.model, _shared(draft.model))
+    model.register_forward_hook(whole)
+    alone = CausalLM(model)
+    alone.vocab_size = vocab_size
+    return alone
+
+
+def over_vocabulary(
+    logits: Float[Tensor, "*rows outputs"], output_tokens: Int[Tensor, " outputs"] | None, vocab_size: int
+) -> Float[Tensor, "*rows vocab"]:
+    """A draft's logits over a target's vocabulary: -inf for what the draft does not know, without what only it knows.
+
+    ``output_tokens``: the token of each output; None where output i is token i.
+    """
+    if output_tokens is not None:
+        whole = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
+        return whole.index_copy_(-1, output_tokens, logits)
+    missing = vocab_size - logits.shape[-1]
+    return nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[..., :vocab_size]
+
+
+def _with_lm_head(model: PreTrainedModel, weight: Tensor, bias: Tensor | None) -> PreTrainedModel:
+    """The model, its other weights shared, with a frozen lm_head of its own."""
+    lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    lm_head.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        lm_head.bias = nn.Parameter(bias, requires_grad=False)
+    other: PreTrainedModel = copy.deepcopy(model, _shared(model) | {id(model.get_output_embeddings()): lm_head})
+    other.config.tie_word_embeddings = False
+    other.config.get_text_config(decoder=True).tie_word_embeddings = False
+    return other
+
+
+def _shared(model: nn.Module) -> dict[int, Any]:
+    """For `copy.deepcopy`: copy everything but the parameters."""
+    return {id(parameter): parameter for parameter in model.parameters()}
+
+
+def write_output_tokens(folder: str | Path, token_ids: Iterable[int]) -> None:
+    """Let a draft's folder, which stays a plain transformers folder, be read by `loading.load_draft` as trimmed."""
+    config_path = Path(folder) / "config.json"
+    if not config_path.is_file():
+        raise ValueError(f"{folder} holds no model: config.json is missing")
+    config = json.loads(config_path.read_text())
+    tokens = sorted(token_ids)
+    _check_tokens(tokens, config.get("vocab_size", max(tokens, default=0) + 1))
+    (Path(folder) / OUTPUT_TOKENS_NAME).write_text(json.dumps(tokens) + "\n")
+    config_path.write_text(json.dumps({**config, OUTPUT_TOKENS_KEY: OUTPUT_TOKENS_NAME}, indent=2) + "\n")
+
+
+def read_output_tokens(model: PreTrainedModel, name: str) -> tuple[int, ...] | None:
+    """The tokens that a draft from this folder or hub id is to be trimmed to; None where it is not."""
+    file_name = getattr(model.config, OUTPUT_TOKENS_KEY, None)
+    if file_name is None:
+        return None
+    if file_name != OUTPUT_TOKENS_NAME:
+        raise ValueError(f"{name} is to be trimmed by {file_name!r}: only {OUTPUT_TOKENS_NAME} beside it is read")
+    try:
+        tokens = json.loads(Path(str(cached_file(name, file_name))).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is to be trimmed by its {file_name}, which cannot be read: {error}") from error
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        raise ValueError(f"{file_name} of {name} is no list of token ids: write it with write_output_tokens")
+    _check_tokens(tokens, model.config.get_text_config(decoder=True).vocab_size)
+    return tuple(tokens)
+
+
+def _check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
+    if not tokens:
+        raise ValueError("no tokens are given to trim the vocabulary to: give at least one")
+    if len(set(tokens)) < len(tokens):
+        token = Counter(tokens).most_common(1)[0][0]
+        raise ValueError(f"token {token} is given twice: give each token of the trimmed vocabulary once")
+    if outside := [token for token in tokens if not 0 <= token < vocab_size]:
+        raise ValueError(f"token {outside[0]} is to be kept but the draft knows 0 to {vocab_size - 1}")

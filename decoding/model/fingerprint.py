@@ -1,0 +1,184 @@
+"""Short digests that say whether two models, heads, tokenizers or sets of prompts are the same.
+
+`stored_fingerprint` is of what lies on disk or on the Hub: it does not depend on the dtype a model is loaded in, nor on
+how its weights are cut into files. `fingerprint` is of a module in memory.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # its base for all that goes wrong on the way
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
+
+from decoding.model.compress import OUTPUT_TOKENS_KEY, OUTPUT_TOKENS_NAME
+from decoding.model.heads import WEIGHTS_NAME
+from decoding.model.loading import TOKENIZER_PROBE, first_line, is_heads_folder
+
+_DIGITS = 16
+_SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "dtype", "auto_map", "use_cache")
+"""Keys of a config that tell where a model came from and how it is run, not what it computes."""
+_ADAPTERS_SAY_NOTHING = ("base_model_name_or_path", "revision", "peft_version", "inference_mode", "auto_mapping")
+_ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_INDEX = f"{WEIGHTS_NAME}.index.json"
+_CHUNK = 1 << 24
+
+
+class _Stored(NamedTuple):
+    """A tensor in a safetensors file: ``begin`` and ``end`` are its bytes' places in the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    begin: int
+    end: int
+
+
+def fingerprint(module: nn.Module) -> str:
+    """A short digest of a model in memory: its config, and of every tensor its name, shape, dtype and all its values.
+
+    Takes about a second a GB: SHA-256 on one core.
+    """
+    digest = hashlib.sha256()
+    if isinstance(module, PreTrainedModel):
+        digest.update(_json_bytes(_behaviour(module.config.to_dict())))
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:_DIGITS]
+
+
+def stored_fingerprint(name: str | Path, trust_remote_code: bool = False) -> str:
+    """A short digest of the model, heads or LoRA adapters in a folder or under a hub id, as they are stored.
+
+    It covers the config and every tensor's name, shape, stored dtype and bytes; for heads their tree, by which they are
+    measured; for adapters also the base model. Reads the files in pieces, about a second a GB, and once in a process
+    while they stay as they are.
+
+    `ValueError` where there is no such model, or a file of it cannot be read.
+    """
+    name = str(name)
+    folder = Path(name)
+    files = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
+    states = [(path.name, path.stat()) for path in files]
+    return _stored_fingerprint(
+        name, trust_remote_code, tuple((file, state.st_size, state.st_mtime_ns) for file, state in states)
+    )
+
+
+@lru_cache(maxsize=16)
+def _stored_fingerprint(name: str, trust_remote_code: bool, files: tuple[tuple[str, int, int], ...]) -> str:
+    """``files``: names, sizes and times of what is in a folder, by which the cache knows that it changed."""
+    try:
+        digest = hashlib.sha256(_json_bytes(_described(name, trust_remote_code)))
+        for tensor in sorted(_tensors_of(name)):
+            digest.update(f"{tensor.name}{tensor.shape}{tensor.dtype}".encode())
+            _update_from_file(digest, tensor)
+    except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError, HTTPError) as error:
+        raise ValueError(f"what is stored under {name!r} cannot be read: {first_line(error)}") from error
+    return digest.hexdigest()[:_DIGITS]
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A short digest of a tokenizer: its vocabulary, its chat template, and how it splits a probe."""
+    probe = tokenizer(TOKENIZER_PROBE)["input_ids"]
+    return _digest_of([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template, probe])
+
+
+def prompts_fingerprint(prompts: Sequence[Sequence[int]]) -> str:
+    """A short digest of prompts as token ids, their order included."""
+    return _digest_of([list(prompt) for prompt in prompts])
+
+
+def _described(name: str, trust_remote_code: bool) -> Any:
+    """All that a model computes by beside its weights, as JSON values."""
+    if is_heads_folder(name):
+        return json.loads((Path(name) / "config.json").read_text())
+    if (adapters := _file_of(name, _ADAPTER_CONFIG)) is not None:
+        config = json.loads(adapters.read_text())
+        own = {key: _sorted(value) for key, value in config.items() if key not in _ADAPTERS_SAY_NOTHING}
+        return {"adapters": own, "base": stored_fingerprint(config["base_model_name_or_path"], trust_remote_code)}
+    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).to_dict()
+    behaviour = _behaviour(config)
+    if OUTPUT_TOKENS_KEY in config and (listed := _file_of(name, OUTPUT_TOKENS_NAME)) is not None:
+        behaviour[OUTPUT_TOKENS_KEY] = json.loads(listed.read_text())
+    return behaviour
+
+
+def _behaviour(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a config, and of those inside it, that changes what a model computes."""
+    return {
+        key: _behaviour(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in _SAYS_NOTHING
+    }
+
+
+def _sorted(value: Any) -> Any:
+    """peft keeps the names of modules in a set, whose order differs from one writing to the next."""
+    return sorted(value, key=str) if isinstance(value, list) else value
+
+
+def _tensors_of(name: str) -> Iterator[_Stored]:
+    """Every tensor stored under a name, from the files that transformers would load."""
+    for single in (_ADAPTER_WEIGHTS, WEIGHTS_NAME):
+        if (path := _file_of(name, single)) is not None:
+            yield from _tensors_in(path)
+            return
+    index = _file_of(name, _INDEX)
+    if index is None:
+        raise ValueError(f"{name} holds no weights: no {WEIGHTS_NAME} is there (pickled weights are not loaded)")
+    for shard in sorted(set(json.loads(index.read_text())["weight_map"].values())):
+        path = _file_of(name, shard)
+        if path is None:
+            raise ValueError(f"{name} lacks {shard}, which its {_INDEX} names: fetch it again")
+        yield from _tensors_in(path)
+
+
+def _file_of(name: str, file: str) -> Path | None:
+    """A file of a folder or hub id, from the cache if it is there; None where there is no such file."""
+    if Path(name).is_dir():
+        path = Path(name) / file
+        return path if path.is_file() else None
+    found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+    return Path(str(found)) if found is not None else None
+
+
+def _tensors_in(path: Path) -> Iterator[_Stored]:
+    """The tensors of a safetensors file: eight bytes of length, a JSON header, then all bytes."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size - 8:
+            raise ValueError(f"{path} is no whole safetensors file: fetch or write it again")
+        header = json.loads(file.read(length))
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            begin, end = (8 + length + offset for offset in tensor["data_offsets"])
+            yield _Stored(name, tensor["dtype"], tuple(tensor["shape"]), path, begin, end)
+
+
+def _update_from_file(digest: Any, tensor: _Stored) -> None:
+    with tensor.path.open("rb") as file:
+        file.seek(tensor.begin)
+        left = tensor.end - tensor.begin
+        while left:
+            piece = file.read(min(left, _CHUNK))
+            if not piece:
+                raise ValueError(f"{tensor.path} ends before its tensor {tensor.name!r}: fetch or write it again")
+            digest.update(piece)
+            left -= len(piece)
+
+
+def _digest_of(value: Any) -> str:
+    return hashlib.sha256(_json_bytes(value)).hexdigest()[:_DIGITS]
+
+
+def _json_bytes(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, default=str).encode()

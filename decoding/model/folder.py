@@ -1,0 +1,171 @@
+"""The check of a local transformers folder before anything is built from it: its JSON files, its index, its sizes.
+
+What transformers would find out for itself after it has made the layers is found here from the headers of the weights;
+a size that it would believe in silence, too.
+"""
+
+import reprlib
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from decoding.model.header import StoredTensor, check_whole, read_header, read_object
+
+_CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
+_WEIGHTS, _INDEX, _ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"
+_REMEDY = "copy the folder again from where it came"
+
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+_WIDTHS = ("hidden_size", "n_embd", "vocab_size")
+"""Sizes that are a dimension of some tensor in every family: of the embeddings."""
+_INNER = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+_INNER_FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3"),
+    *("gpt2", "gpt_neox", "opt", "falcon", "olmo2", "granite"),
+)
+"""The model types whose feed-forward layers have that size; where all are mixtures of experts, none has it."""
+_COUNTS = ("num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads", "head_dim")
+_POSITIONS = ("max_position_embeddings", "n_positions")
+_SHARES = ("partial_rotary_factor", "rotary_pct")
+
+
+def check_model_folder(folder: Path, above: tuple[Path, ...] = ()) -> None:
+    """Refuse a folder whose config and weights cannot be those of one model; ValueError names the file and the value.
+
+    The headers alone are read. Whatever is not known here is left to transformers. ``above``: the folders of the
+    adapters that this one is the base of.
+    """
+    if folder.resolve() in above:
+        raise ValueError(f"{folder} holds adapters of a model that is made of these adapters: {_REMEDY}")
+    if (folder / _ADAPTER_CONFIG).is_file():
+        _check_adapters(folder, above)
+    if (folder / _CONFIG).is_file():
+        config = read_object(folder / _CONFIG, _REMEDY)
+        text = config.get("text_config")
+        for sizes in (config, text) if isinstance(text, dict) else (config,):
+            _check_counts(folder / _CONFIG, sizes)
+        header = _weights_header(folder)
+        if header:
+            for sizes in (config, text) if isinstance(text, dict) else (config,):
+                _check_sizes(folder / _CONFIG, sizes, header)
+
+
+def adapted_model(folder: Path) -> str | None:
+    """Return the name of the model that a folder's adapters belong to; None for a folder without adapters."""
+    path = folder / _ADAPTER_CONFIG
+    if not path.is_file():
+        return None
+    name = read_object(path, _REMEDY).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise ValueError(
+            f"{path} has {reprlib.repr(name)} as base_model_name_or_path: give the folder or hub id of its model"
+        )
+    return name
+
+
+def _check_adapters(folder: Path, above: tuple[Path, ...]) -> None:
+    """Check the rank of LoRA matrices, which are made before their weights are read."""
+    path = folder / _ADAPTER_CONFIG
+    base, config = adapted_model(folder), read_object(path, _REMEDY)
+    if not (folder / _ADAPTER).is_file():
+        return
+    header = read_header(folder / _ADAPTER, _REMEDY)
+    patterns = config.get("rank_pattern") or {}
+    if config.get("peft_type") == "LORA" and isinstance(patterns, dict):
+        for key, rank in {"r": config.get("r", 8), **patterns}.items():
+            _check_rank(path, key, rank, header, needed=key != "r" or not patterns)
+    if base is not None and Path(base).is_dir():
+        check_model_folder(Path(base), (*above, folder.resolve()))
+
+
+def _check_rank(path: Path, key: str, rank: object, header: Mapping[str, StoredTensor], needed: bool) -> None:
+    """Refuse a rank that no stored matrix has; one that patterns overrule everywhere need only be small."""
+    _check_count(path, key, rank)
+    assert isinstance(rank, int)
+    dims = {size for tensor in header.values() for size in tensor.shape}
+    if rank not in dims and (needed or rank > max(dims, default=0)):
+        raise ValueError(f"{path} has a rank of {rank} as {key}, which no tensor in {_ADAPTER} has: {_REMEDY}")
+
+
+def _weights_header(folder: Path) -> dict[str, StoredTensor]:
+    """Names, dtypes and shapes of all weights, in one file or in those of an index; empty where there are neither."""
+    if (folder / _WEIGHTS).is_file():
+        return read_header(folder / _WEIGHTS, _REMEDY)
+    if not (folder / _INDEX).is_file():
+        return {}
+    header: dict[str, StoredTensor] = {}
+    for shard in _shards(folder):
+        header |= read_header(folder / shard, _REMEDY)
+    return header
+
+
+def _shards(folder: Path) -> list[str]:
+    """The files that an index names, each of them there, in the folder."""
+    path = folder / _INDEX
+    index = read_object(path, _REMEDY)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not isinstance(index.get("metadata", {}), dict):
+        raise ValueError(f"{path} is no index of weights (weight_map: names of tensors and of their files): {_REMEDY}")
+    shards = list(dict.fromkeys(map(_as_shard, weight_map.values())))
+    for shard in shards:
+        if shard is None or not (folder / shard).is_file():
+            wrong = next(name for name in weight_map.values() if _as_shard(name) == shard)
+            where = "is no file inside its folder" if shard is None else "is missing"
+            raise ValueError(f"{path} names {reprlib.repr(wrong)}, which {where}: {_REMEDY}")
+    return [shard for shard in shards if shard is not None]
+
+
+def _as_shard(name: object) -> str | None:
+    """The name, if it is one of a safetensors file that cannot lie outside the folder; a link there is the user's."""
+    if not isinstance(name, str) or not name.endswith(".safetensors") or "\0" in name:
+        return None
+    outside = any(kind(name).is_absolute() or kind(name).drive or ".." in kind(name).parts for kind in _PATHS)
+    return None if outside else name
+
+
+_PATHS = (PurePosixPath, PureWindowsPath)
+
+
+def _check_counts(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse sizes that are none; transformers' own check says what null and lists mean for a family."""
+    for key in (*_LAYERS, *_WIDTHS, *_INNER, *_COUNTS, *_POSITIONS):
+        if config.get(key) is not None and not isinstance(config[key], list):
+            _check_count(path, key, config[key])
+    parts = (config, config.get("rope_parameters"), config.get("rope_scaling"))
+    for part in [part for part in parts if isinstance(part, dict)]:
+        for key in _SHARES:
+            share = part.get(key)
+            if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):
+                raise ValueError(f"{path} has {reprlib.repr(share)} as {key}, which is a share from 0 to 1: {_REMEDY}")
+
+
+def _check_count(path: Path, key: str, value: object) -> None:
+    try:
+        check_whole(key, value)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be right: {error}") from error
+
+
+def _check_sizes(path: Path, config: Mapping[str, Any], header: Mapping[str, StoredTensor]) -> None:
+    """Compare the sizes in a config with the tensors there are, whose weights are floats unless it quantises them."""
+    dims = {size for tensor in header.values() for size in tensor.shape}
+    numbered = [int(part) for name in header if (part := _layer_of(name)) is not None]
+    most = max(numbered) + 1 if numbered else max(dims, default=0)
+    for key in _LAYERS:
+        layers = config.get(key)
+        fewer = config.get("model_type") in _INNER_FAMILIES and numbered
+        if isinstance(layers, int) and (layers > most or (fewer and layers < most)):
+            raise ValueError(f"{path} has {layers} as {key}, but the weights beside it have {most} layers: {_REMEDY}")
+    plain = "quantization_config" not in config
+    has_inner = config.get("model_type") in _INNER_FAMILIES and plain
+    for key in (*_WIDTHS, *(_INNER if has_inner else ())):
+        if isinstance(size := config.get(key), int) and size not in dims:
+            raise ValueError(f"{path} has {size} as {key}, which no tensor in the weights beside it has: {_REMEDY}")
+    for name, tensor in header.items() if plain else ():
+        if name.endswith(".weight") and not tensor.dtype.startswith(("F", "BF")):
+            raise ValueError(f"the weights beside {path} hold {name} in {tensor.dtype}, which is no float: {_REMEDY}")
+
+
+def _layer_of(name: str) -> str | None:
+    """The first number in a tensor's name, its layer in every family (model.layers.3., transformer.h.3.)."""
+    return next((part for part in name.split(".") if part.isascii() and part.isdigit() and len(part) < 10), None)

@@ -1,0 +1,361 @@
+"""Medusa heads: small networks on the target's last hidden state that predict tokens further ahead.
+
+Head k (from 0) reads the hidden state at position t, from which the target's own lm_head predicts token t+1,
+and predicts token t+2+k (Medusa, 2401.10774, section 2.1.1). A sequential head also reads the tokens in between, t+1
+to t+1+k, of which all but the first are drafts of the heads before it (Hydra, 2402.05109, section 3).
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from decoding.model.finite import check_finite
+from decoding.model.header import check_tensors, check_whole, read_object
+from decoding.rules.tree import checked_paths
+
+CONFIG_NAME = "config.json"
+WEIGHTS_NAME = "model.safetensors"
+FORMAT = "headstart-medusa"
+_REMEDY = "give heads as headstart wrote them"
+
+
+@dataclass(frozen=True)
+class MedusaConfig:
+    """Shape of the heads and the tree they draft; ValueError for sizes that are none and for a tree that is none.
+
+    ``tree`` lists paths of ranks: ``(0, 2)`` is head 1's third best token after head 0's best. Every prefix is there.
+    With ``shared_lm_head`` no head has a Linear of its own: all of them write through the target's lm_head.
+    With ``sequential`` a head reads the embeddings of the tokens before its own, too.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    num_heads: int = 4
+    num_layers: int = 1
+    tree: tuple[tuple[int, ...], ...] = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0))
+    shared_lm_head: bool = False
+    sequential: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("hidden_size", 1), ("vocab_size", 1), ("num_heads", 1), ("num_layers", 0)):
+            check_whole(name, getattr(self, name), least)
+        for name in ("shared_lm_head", "sequential"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: give true or false")
+        paths = checked_paths(self.tree, self.vocab_size)
+        deepest = max((len(path) for path in paths), default=0)
+        if deepest > self.num_heads:
+            raise ValueError(f"the tree is {deepest} deep but there are {self.num_heads} heads: shorten its paths")
+        object.__setattr__(self, "tree", paths)
+        if self.sequential and self.num_layers < 1:
+            raise ValueError("sequential heads read tokens in their first block, but num_layers is 0: give at least 1")
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the name and shape of every tensor of such heads, head by head."""
+        for head in range(self.num_heads):
+            for layer in range(self.num_layers):
+                block = f"heads.{head}.blocks.{layer}"
+                yield f"{block}.linear.weight", (self.hidden_size, self.hidden_size)
+                yield f"{block}.linear.bias", (self.hidden_size,)
+                if self.sequential and layer == 0:
+                    yield f"{block}.embedded.weight", (2 * self.hidden_size, (head + 1) * self.hidden_size)
+            if not self.shared_lm_head:
+                yield f"heads.{head}.lm_head.weight", (self.vocab_size, self.hidden_size)
+
+    def check_fits(self, hidden_size: int, vocab_size: int) -> None:
+        """Refuse a target of another width or vocabulary."""
+        if self.hidden_size != hidden_size:
+            raise ValueError(
+                f"these heads read hidden states of size {self.hidden_size} but the target's have size "
+                f"{hidden_size}: give heads that were trained on this target"
+            )
+        if self.vocab_size != vocab_size:
+            raise ValueError(
+                f"these heads predict {self.vocab_size} tokens but the target knows {vocab_size}: "
+                "give heads that were trained on this target"
+            )
+
+
+def _zero_linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
+    linear = nn.Linear(inputs, outputs, bias)
+    for parameter in linear.parameters():
+        nn.init.zeros_(parameter)
+    return linear
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(Wx + b), the identity at the start: W and b are zero."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = _zero_linear(hidden_size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual: Tensor = x + F.silu(self.linear(x))
+        return residual
+
+
+class SequentialBlock(nn.Module):
+    """x + Ue + SiLU(Wx + Ve + b) for e the embeddings of ``tokens`` tokens, side by side: the identity at the start.
+
+    Hydra's first layer, with the hidden state itself in place of a projection of it, so that it starts as Medusa's.
+    Embeddings are tens of times smaller than hidden states, and their size is the target's business: all are brought
+    to a mean square of 1.
+    """
+
+    def __init__(self, hidden_size: int, tokens: int) -> None:
+        super().__init__()
+        self.linear = _zero_linear(hidden_size, hidden_size)
+        self.embedded = _zero_linear(tokens * hidden_size, 2 * hidden_size, bias=False)
+
+    def forward(self, x: Tensor, embedded: Tensor) -> Tensor:
+        # By default eps is that of the dtype, which in bf16 is larger than an embedding's mean square.
+        unit = F.rms_norm(embedded, embedded.shape[-1:], eps=1e-12)
+        outer, inner = self.embedded(unit.flatten(-2)).chunk(2, -1)
+        residual: Tensor = x + outer + F.silu(self.linear(x) + inner)
+        return residual
+
+
+class OutputLayer(nn.Linear):
+    """A Linear to the vocabulary."""
+
+    def forward(self, hidden: Tensor, read: Callable[[Tensor, Tensor], Any] = F.linear) -> Any:
+        """What ``read`` makes of the hidden state and this layer's weight, logits unless told otherwise.
+
+        A loss that needs the weight runs in here, because sharded training gathers it for this call alone.
+        """
+        return read(hidden, self.weight)
+
+
+class MedusaHead(nn.Module):
+    """Head ``index`` (from 0): blocks, each with weights of its own, and an `OutputLayer` unless the target's serves.
+
+    A sequential head reads ``index + 1`` tokens.
+    """
+
+    def __init__(self, config: MedusaConfig, index: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ResidualBlock(config.hidden_size) for _ in range(config.num_layers))
+        if config.sequential:
+            self.blocks[0] = SequentialBlock(config.hidden_size, index + 1)
+        self.lm_head = None if config.shared_lm_head else OutputLayer(config.hidden_size, config.vocab_size, bias=False)
+        self.sequential = config.sequential
+
+    def features(
+        self, hidden: Float[Tensor, "*batch hidden"], embedded: Float[Tensor, "*batch tokens hidden"] | None = None
+    ) -> Float[Tensor, "*batch hidden"]:
+        """What the layer to the vocabulary reads.
+
+        ``embedded``: for a sequential head and for no other, the target's embeddings of the tokens from t+1 to the one
+        before the head's own.
+        """
+        if self.sequential != (embedded is not None):
+            raise ValueError(
+                "sequential heads read the tokens before their own: give their embeddings as embedded"
+                if self.sequential
+                else "embedded is given, but these heads read no tokens: leave it out"
+            )
+        for block in self.blocks:
+            hidden = block(hidden, embedded) if isinstance(block, SequentialBlock) else block(hidden)
+        return hidden
+
+    def forward(
+        self,
+        hidden: Float[Tensor, "*batch hidden"],
+        lm_head: nn.Module | None = None,
+        embedded: Float[Tensor, "*batch tokens hidden"] | None = None,
+    ) -> Float[Tensor, "*batch vocab"]:
+        """Logits. ``lm_head`` is the target's, for a head that has none of its own; ``embedded`` as in `features`."""
+        return _written(self, self.features(hidden, embedded), lm_head)
+
+
+def _written(
+    head: MedusaHead, features: Float[Tensor, "*batch hidden"], lm_head: nn.Module | None
+) -> Float[Tensor, "*batch vocab"]:
+    """Logits by the head's own layer or the target's, which may be of another dtype or lie on another device."""
+    writer = lm_head if head.lm_head is None else head.lm_head
+    if writer is None:
+        raise ValueError("these heads share the target's lm_head: give it as lm_head")
+    logits: Tensor = writer(features.to(next(writer.parameters())))
+    return logits
+
+
+class MedusaHeads(nn.Module):
+    """All heads of one target."""
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.heads = nn.ModuleList(MedusaHead(config, index) for index in range(config.num_heads))
+
+    @staticmethod
+    def for_target(target: nn.Module, config: MedusaConfig) -> "MedusaHeads":
+        """Heads that start as the target's own lm_head: each Linear a copy of its weight, each block the identity."""
+        lm_head: nn.Linear = target.get_output_embeddings()  # type: ignore[operator]  # nn.Module's getattr
+        if getattr(lm_head, "bias", None) is not None:
+            raise ValueError(
+                "the target's lm_head has a bias, which heads have no place for: give a target without one"
+            )
+        return MedusaHeads.for_lm_head(lm_head.weight, config)
+
+    @staticmethod
+    def for_lm_head(weight: Float[Tensor, "vocab hidden"], config: MedusaConfig) -> "MedusaHeads":
+        """`for_target` by the weight of its lm_head alone."""
+        if weight.shape != (config.vocab_size, config.hidden_size):
+            raise ValueError(
+                f"the target's lm_head is {tuple(weight.shape)} and fits no heads of {config.vocab_size} tokens and "
+                f"width {config.hidden_size}"
+            )
+        heads = MedusaHeads(config)
+        if config.shared_lm_head:
+            return heads
+        with torch.no_grad():
+            for head in heads.heads:
+                head.lm_head.weight.copy_(weight)  # type: ignore[union-attr,operator]  # ModuleList's items
+        return heads
+
+    def forward(
+        self,
+        hidden: Float[Tensor, "*batch hidden"],
+        lm_head: nn.Module | None = None,
+        embedded: Float[Tensor, "*batch heads hidden"] | None = None,
+    ) -> Float[Tensor, "heads *batch vocab"]:
+        """Logits of every head. For training use the heads one at a time: this stacks all of them.
+
+        ``embedded``: for sequential heads, the embeddings of the tokens t+1, t+2, ...: head k reads the first k+1.
+        """
+        read = [None if embedded is None else embedded[..., : k + 1, :] for k in range(len(self.heads))]
+        return torch.stack([head(hidden, lm_head, tokens) for head, tokens in zip(self.heads, read, strict=True)])
+
+    def embeddings_of(self, target: nn.Module) -> nn.Module | None:
+        """The target's layer that sequential heads read tokens through; None for heads that read none.
+
+        `ValueError` where its embeddings are of another size than the heads' hidden states.
+        """
+        if not self.config.sequential:
+            return None
+        embeddings: nn.Module = target.get_input_embeddings()  # type: ignore[operator]  # nn.Module's getattr
+        size = getattr(embeddings, "embedding_dim", self.config.hidden_size)
+        if size != self.config.hidden_size:
+            raise ValueError(
+                f"the target's embeddings have size {size} and its hidden states {self.config.hidden_size}, "
+                "but sequential heads want one size for both: train heads with sequential=false"
+            )
+        return embeddings
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write ``config.json`` and ``model.safetensors``."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG_NAME).write_text(json.dumps({"format": FORMAT, **asdict(self.config)}, indent=2) + "\n")
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        save_file(state, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+
+    @staticmethod
+    def from_pretrained(
+        folder: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> "MedusaHeads":
+        """Read heads written by `save_pretrained`, in their stored dtype unless another is given.
+
+        Every tensor must be there and nothing else, all of them finite in the dtype asked for. ValueError before
+        anything is built where ``config.json`` and the weights do not describe the same heads.
+        """
+        folder = Path(folder)
+        config = read_config(folder)
+        check_tensors(folder / WEIGHTS_NAME, config.shapes(), _REMEDY)
+        return loaded(config, load_file(folder / WEIGHTS_NAME), folder, dtype).to(device)
+
+
+def loaded(
+    config: MedusaConfig, weights: dict[str, Tensor], folder: Path, dtype: torch.dtype | None = None
+) -> MedusaHeads:
+    """Heads with these weights, ready to decode, in the weights' own dtype unless another is given.
+
+    ValueError, in which ``folder`` is said to hold them, for a weight that is not finite or will not be in ``dtype``.
+    """
+    check_finite(weights, f"{folder}", "give an earlier checkpoint, or train the heads again")
+    stored = next(iter(weights.values())).dtype
+    heads = MedusaHeads(config).to(stored)
+    heads.load_state_dict(weights)
+    if dtype not in (None, stored):
+        heads.to(dtype)
+        check_finite(heads.state_dict(), f"{folder} in {dtype}", "give a dtype of a wider range, such as bf16")
+    return heads.eval()
+
+
+def read_config(folder: Path) -> MedusaConfig:
+    """Read the ``config.json`` beside the weights of heads. ValueError unless it is one of heads in our format."""
+    for name in (CONFIG_NAME, WEIGHTS_NAME):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} holds no Medusa heads: {name} is missing")
+    stored = read_object(folder / CONFIG_NAME, _REMEDY)
+    if stored.get("tree") == []:
+        raise ValueError(f"{folder / CONFIG_NAME} holds an empty tree: give it at least the path [0]")
+    known = [field.name for field in fields(MedusaConfig)]
+    if stored.pop("format", None) != FORMAT:
+        raise ValueError(f"{folder / CONFIG_NAME} does not describe Medusa heads (no format: {FORMAT!r}): {_REMEDY}")
+    if unknown := [key for key in stored if key not in known]:
+        raise ValueError(f"{folder / CONFIG_NAME} does not describe Medusa heads: {unknown[0]} is unknown; {_REMEDY}")
+    if missing := [key for key in ("hidden_size", "vocab_size", "tree") if key not in stored]:
+        raise ValueError(f"{folder / CONFIG_NAME} does not describe Medusa heads: {missing[0]} is missing; {_REMEDY}")
+    try:
+        return MedusaConfig(**stored)
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG_NAME} does not describe Medusa heads: {error}") from error
+
+
+class StackedHeads:
+    """All heads of a target at once, for decoding: one product for a layer of blocks, one for a shared lm_head.
+
+    The blocks' weights are laid side by side once, and the heads given hold views of them from then on, so that
+    nothing is held twice, whoever stacks them again. Heads that are moved to another device or dtype later are no
+    longer the ones run here. Not for sequential heads, which have to wait for one another.
+    """
+
+    def __init__(self, heads: MedusaHeads) -> None:
+        assert not heads.config.sequential, "sequential heads cannot run at once"
+        self._heads: list[MedusaHead] = list(heads.heads)  # type: ignore[arg-type]  # ModuleList's items
+        self._like = next(heads.parameters())
+        self._layers: list[tuple[Tensor, Tensor]] = []
+        for layer in range(heads.config.num_layers):
+            linears: list[nn.Linear] = [head.blocks[layer].linear for head in self._heads]  # type: ignore[misc]
+            weight = _side_by_side([linear.weight for linear in linears])
+            bias = _side_by_side([linear.bias for linear in linears])
+            self._layers.append((weight, bias[:, None]))
+
+    def __call__(
+        self, hidden: Float[Tensor, "rows hidden"], count: int, lm_head: nn.Module | None = None
+    ) -> Float[Tensor, "count rows vocab"]:
+        """Logits of the first ``count`` heads, where their layers to the vocabulary lie.
+
+        ``lm_head`` is the target's, for heads that share it.
+        """
+        x = hidden.to(self._like).expand(count, -1, -1)
+        for weight, bias in self._layers:
+            x = x + F.silu(torch.baddbmm(bias[:count], x, weight[:count].mT))
+        if self._heads[0].lm_head is None:
+            return _written(self._heads[0], x, lm_head)
+        return torch.stack([_written(head, x[k], None) for k, head in enumerate(self._heads[:count])])
+
+
+def _side_by_side(parameters: Sequence[Tensor]) -> Tensor:
+    """One tensor, (parameters, ...), that the parameters are views of: the one they are views of already, if any."""
+    first, size = parameters[0].detach(), parameters[0].numel()
+    storage = first.untyped_storage().data_ptr()
+    if all(
+        part.untyped_storage().data_ptr() == storage and part.storage_offset() == first.storage_offset() + k * size
+        for k, part in enumerate(parameters)
+    ):
+        return first.as_strided((len(parameters), *first.shape), (size, *first.stride()))
+    stacked = torch.stack([part.detach() for part in parameters])
+    for part, view in zip(parameters, stacked, strict=True):
+        part.data = view
+    return stacked

@@ -1,0 +1,38 @@
+"""What a policy is: it chooses before each step how much to draft, and is told afterwards what came of it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from decoding.metrics import StepCount
+
+
+class Budget(NamedTuple):
+    """The bounds of one draft: ``depth`` of its deepest token, ``nodes`` of its tree, the root included."""
+
+    depth: int
+    nodes: int
+
+
+PLAIN = Budget(0, 1)
+"""Draft nothing: plain decoding."""
+
+
+class Policy(Protocol):
+    """Chooses before each step of the loop, and is told after it what came of the choice."""
+
+    name: str
+
+    def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
+        """One of the drafter's ``budgets`` (in increasing cost, `PLAIN` not among them), or `PLAIN`."""
+
+    def observe(
+        self,
+        budget: Budget,
+        rows: int,
+        steps: Sequence[StepCount],
+        draft_seconds: float,
+        verify_seconds: float,
+        total_seconds: float,
+        /,
+    ) -> None:
+        """What a step of ``budget`` brought: one count per row; the seconds are the whole batch's."""

@@ -1,0 +1,1 @@
+"""Trees, distributions and acceptance rules: tensors only, never models."""

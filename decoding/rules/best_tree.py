@@ -1,0 +1,36 @@
+"""The best Medusa tree for measured heads."""
+
+import heapq
+from collections.abc import Sequence
+
+
+def best_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[tuple[int, ...], ...]:
+    """The ``nodes`` tree paths most likely to be accepted, given how often head d's rank-r token is the right one.
+
+    ``accuracies[d][r]`` is head d's (from 0) share at rank r (from 0), taken as independent of the others, so a path
+    is accepted with the product along it. The product falls along a path and, where shares fall with rank, among
+    siblings; then the most probable nodes taken from a heap form the optimal tree (Medusa, 2401.10774, section 2.3.3).
+    """
+    shares = [list(_non_increasing(head)) for head in accuracies]
+    if not shares or not shares[0] or nodes < 1:
+        raise ValueError(f"a tree needs at least one node and one head's accuracies; got {nodes} and {accuracies}")
+    heap: list[tuple[float, tuple[int, ...]]] = [(-shares[0][0], (0,))]
+    chosen: list[tuple[int, ...]] = []
+    while heap and len(chosen) < nodes:
+        negated, path = heapq.heappop(heap)
+        chosen.append(path)
+        depth, rank = len(path) - 1, path[-1]
+        parent = -negated / shares[depth][rank] if shares[depth][rank] > 0 else 0.0
+        if rank + 1 < len(shares[depth]) and shares[depth][rank + 1] > 0:
+            heapq.heappush(heap, (-parent * shares[depth][rank + 1], (*path[:-1], rank + 1)))
+        if depth + 1 < len(shares) and shares[depth + 1][0] > 0:
+            heapq.heappush(heap, (negated * shares[depth + 1][0], (*path, 0)))
+    return tuple(sorted(chosen, key=lambda path: (len(path), path)))
+
+
+def _non_increasing(shares: Sequence[float]) -> list[float]:
+    """A rank cannot be more likely than the one before it, but a small sample may say so: cap it."""
+    capped: list[float] = []
+    for share in shares:
+        capped.append(min(share, capped[-1]) if capped else share)
+    return capped

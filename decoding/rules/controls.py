@@ -1,0 +1,196 @@
+"""Sampling controls by `transformers`: its generation configs read, its logits processors made."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    ExponentialDecayLengthPenalty,
+    GenerationConfig,
+    InfNanRemoveLogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
+
+from decoding.rules.sampling import ForPromptLength, LogitsProcessor, SamplingConfig
+
+Processor = LogitsProcessor | ForPromptLength
+
+_BEAMS = "beam search is another algorithm than sampling"
+_ENCODER = "it belongs to encoder-decoder models, and the target has no encoder"
+_NO_WARPER = "top_k, top_p, min_p or typical_p cut the tail instead"
+_OTHER_SPEEDUP = "choose the drafter here, not in the generation config"
+_REFUSED: dict[str, tuple[object, str]] = {
+    "num_beams": (1, _BEAMS),
+    "num_beam_groups": (1, _BEAMS),
+    "diversity_penalty": (0, _BEAMS),
+    "constraints": (None, _BEAMS),
+    "force_words_ids": (None, _BEAMS),
+    "penalty_alpha": (0, "contrastive search is another algorithm than sampling"),
+    "dola_layers": (None, "it contrasts layers of the target, which are not looked at here"),
+    "guidance_scale": (1, "it needs a second pass of the target for every token"),
+    "watermarking_config": (None, "a watermark comes after the controls, where nothing can be added"),
+    "encoder_repetition_penalty": (1, _ENCODER),
+    "encoder_no_repeat_ngram_size": (0, _ENCODER),
+    "forced_bos_token_id": (None, _ENCODER),
+    "forced_eos_token_id": (None, "a text that is cut at its greatest length ends without one"),
+    "token_healing": (False, "it rewrites the prompt: do that before decoding"),
+    "num_return_sequences": (1, "give the prompt as often as texts are wanted"),
+    "prompt_lookup_num_tokens": (None, _OTHER_SPEEDUP),
+    "assistant_early_exit": (None, _OTHER_SPEEDUP),
+    "assistant_ensemble_weight": (None, _OTHER_SPEEDUP),
+    "speculation_type": (None, _OTHER_SPEEDUP),
+    "use_mtp": (False, _OTHER_SPEEDUP),
+}
+"""What changes the text and cannot be had here: the value that switches it off, and what to say."""
+_REFUSED_IF_SAMPLING: dict[str, tuple[object, str]] = {
+    "top_h": (None, _NO_WARPER),
+    "epsilon_cutoff": (0, _NO_WARPER),
+    "eta_cutoff": (0, _NO_WARPER),
+}
+_READ = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "eos_token_id")
+_PROCESSED = ("sequence_bias", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens")
+_PROCESSED_LENGTH = ("min_length", "min_new_tokens", "exponential_decay_length_penalty", "remove_invalid_values")
+# The rest has no effect on which token comes next: what ends a text, which is the `DecodingConfig`'s, ...
+_END = ("max_length", "max_new_tokens", "max_time", "stop_strings", "bos_token_id", "pad_token_id")
+# ... what only beams, an assistant, an encoder or contrastive search would read, ...
+_BEAM = ("early_stopping", "length_penalty", "decoder_start_token_id", "low_memory", "max_matching_ngram_size")
+_ASSISTANT = ("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+_LOOKBEHIND = ("assistant_lookbehind", "target_lookbehind")
+# ... how `generate` computes, and what it hands back.
+_CACHE = ("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size")
+_RUN = ("compile_config", "disable_compile", "continuous_batching_config", "renormalize_logits", "transformers_version")
+_OUTPUT = ("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate")
+_KNOWN = frozenset[str]().union(
+    _READ, _PROCESSED, _PROCESSED_LENGTH, _END, _BEAM, _ASSISTANT, _LOOKBEHIND, _CACHE, _RUN, _OUTPUT
+)
+
+
+def sampling_from_generation_config(
+    config: GenerationConfig,
+    processors: Sequence[Processor] = (),
+    device: torch.device | str = "cpu",
+) -> SamplingConfig:
+    """The controls of `generate` with this config and ``logits_processor=processors``, in its order.
+
+    Read as `generate` reads it: without ``do_sample`` it is greedy decoding, and an unset ``top_k`` is 50. ``device``
+    is where the logits will be. How long a text may be, and what ends it, is not read: that is the `DecodingConfig`'s.
+    Refuses by name what is set and cannot be had here.
+    """
+    sample = bool(config.do_sample)
+    _refuse_unsupported(config, _REFUSED | _REFUSED_IF_SAMPLING if sample else _REFUSED)
+    penalty = config.repetition_penalty or 1.0
+    made = list(_processors(config, torch.device(device)))
+    if penalty != 1 and (config.sequence_bias or RepetitionPenaltyLogitsProcessor in map(type, processors)):
+        # Our own penalty comes first of all: `generate` biases sequences before, and lets a given one replace it.
+        made.insert(1 if config.sequence_bias else 0, RepetitionPenaltyLogitsProcessor(float(penalty)))
+        penalty = 1.0
+    merged = _merge(made, processors)
+    if not sample:
+        return SamplingConfig(repetition_penalty=penalty, processors=merged)
+    temperature = 1.0 if config.temperature is None else config.temperature
+    if temperature == 0:
+        raise ValueError("temperature is 0 with do_sample: set do_sample=False for greedy decoding")
+    return SamplingConfig(
+        temperature=temperature,
+        top_k=50 if config.top_k is None else config.top_k,
+        top_p=1.0 if config.top_p is None else config.top_p,
+        min_p=config.min_p or 0.0,
+        typical_p=1.0 if config.typical_p is None else config.typical_p,
+        repetition_penalty=penalty,
+        processors=merged,
+    )
+
+
+def bad_words_processor(
+    bad_words: Sequence[Sequence[int]], eos_token_ids: Sequence[int] = ()
+) -> NoBadWordsLogitsProcessor:
+    """Never writes these token sequences. A sequence that is an EOS token alone is left out, so that texts can end.
+
+    A word has other tokens after a space than at the start of a text: give both.
+    """
+    words = [list(word) for word in bad_words if list(word) not in [[token] for token in eos_token_ids]]
+    if not words or [] in words:
+        raise ValueError(f"the bad words are {list(bad_words)}: give at least one, each with at least one token")
+    return NoBadWordsLogitsProcessor(words)
+
+
+def logit_bias_processor(biases: Mapping[int, float]) -> SequenceBiasLogitsProcessor:
+    """Adds a bias to the logits of single tokens, as OpenAI's ``logit_bias`` does."""
+    if not biases:
+        raise ValueError("no token has a bias: give {token: bias}")
+    return SequenceBiasLogitsProcessor([[[token], float(bias)] for token, bias in biases.items()])
+
+
+def _refuse_unsupported(config: GenerationConfig, refused: Mapping[str, tuple[object, str]]) -> None:
+    for name, (neutral, remedy) in refused.items():
+        value = getattr(config, name, None)
+        if value is not None and value != neutral:
+            raise ValueError(f"{name} is {value}, which is not supported: {remedy}; unset it")
+    # What `transformers` does not know either (many published configs hold such entries), `generate` does not read.
+    for name in sorted(vars(GenerationConfig()).keys() - _KNOWN - _REFUSED.keys() - _REFUSED_IF_SAMPLING.keys()):
+        if not name.startswith("_") and getattr(config, name, None) is not None:
+            raise ValueError(f"{name} is {getattr(config, name)}, which is not supported: unset it")
+
+
+def _processors(config: GenerationConfig, device: torch.device) -> Iterator[Processor]:
+    """Those that `generate` puts before the caller's own, in its order, but for the repetition penalty."""
+    if config.sequence_bias:
+        yield SequenceBiasLogitsProcessor(config.sequence_bias)
+    if config.no_repeat_ngram_size:
+        yield NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size)
+    if config.bad_words_ids is not None:
+        yield bad_words_processor(config.bad_words_ids, _eos_token_ids(config))
+    if config.min_length:
+        eos = _eos_tensor(config, "min_length", device)
+        yield MinLengthLogitsProcessor(config.min_length, eos)
+    if config.min_new_tokens:
+        eos = _eos_tensor(config, "min_new_tokens", device)
+        yield _for_prompt_length(
+            partial(MinNewTokensLengthLogitsProcessor, min_new_tokens=config.min_new_tokens, eos_token_id=eos)
+        )
+    if config.remove_invalid_values:
+        yield InfNanRemoveLogitsProcessor()
+    if config.exponential_decay_length_penalty is not None:
+        eos = _eos_tensor(config, "exponential_decay_length_penalty", device)
+        yield _for_prompt_length(partial(ExponentialDecayLengthPenalty, config.exponential_decay_length_penalty, eos))
+    if config.suppress_tokens is not None:
+        yield SuppressTokensLogitsProcessor(config.suppress_tokens, device=str(device))
+    if config.begin_suppress_tokens is not None:
+        yield _for_prompt_length(
+            partial(SuppressTokensAtBeginLogitsProcessor, config.begin_suppress_tokens, device=str(device))
+        )
+
+
+def _for_prompt_length(build: Callable[[int], LogitsProcessor]) -> ForPromptLength:
+    return ForPromptLength(lru_cache(maxsize=256)(build))
+
+
+def _eos_token_ids(config: GenerationConfig) -> list[int]:
+    eos: Any = config.eos_token_id
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+
+def _eos_tensor(config: GenerationConfig, required_by: str, device: torch.device) -> Tensor:
+    if not (eos := _eos_token_ids(config)):
+        value = getattr(config, required_by)
+        raise ValueError(f"{required_by} is {value} but eos_token_id is not set: set it, or unset {required_by}")
+    return torch.tensor(eos, device=device)
+
+
+def _merge(made: Sequence[Processor], given: Sequence[Processor]) -> tuple[Processor, ...]:
+    """The config's, then the caller's; one of the caller's takes the place of the config's of its own type."""
+    placed = [next((own for own in given if _type(own) is _type(default)), default) for default in made]
+    return (*placed, *(own for own in given if not any(own is other for other in placed)))
+
+
+def _type(processor: Processor) -> type:
+    return type(processor.build(0) if isinstance(processor, ForPromptLength) else processor)

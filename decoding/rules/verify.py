@@ -1,0 +1,313 @@
+"""Acceptance rules: which drafted tokens the target keeps, and which token it writes after them.
+
+Each rule is a pure function of a proposal, the target's distribution at every node, and a source of chance.
+p is the target's distribution and q the draft's, both after every sampling control. A *lossless* rule emits tokens
+distributed exactly as p, whatever q is; the tests prove it by enumerating every outcome.
+
+In the formulas ()+ is the positive part, and delta(x) the distribution that is always x.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.sampling import RandomSource
+from decoding.rules.tree import TokenTree
+
+
+class Verdict(NamedTuple):
+    """``path``: the accepted nodes from below the root downwards. ``token``: what the target writes after them."""
+
+    path: tuple[int, ...]
+    token: int
+
+
+Decide = Callable[[Proposal, Tensor, RandomSource], Verdict]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An acceptance rule with its promise. Called with a kind of proposal it does not fit, it refuses."""
+
+    name: str
+    lossless: bool
+    kinds: frozenset[ProposalKind]
+    decide: Decide
+    chains_only: bool = False
+
+    @property
+    def label(self) -> str:
+        return "lossless" if self.lossless else "lossy"
+
+    def check(self, kinds: Collection[ProposalKind], are_chains: bool) -> None:
+        """Refuse proposals of these kinds, or trees, if the rule was not derived for them."""
+        if unfit := sorted(kind.value for kind in kinds if kind not in self.kinds):
+            fitting = " or ".join(sorted(kind.value for kind in self.kinds))
+            raise ValueError(f"the {self.name} rule takes {fitting} proposals, not {' or '.join(unfit)} ones")
+        if self.chains_only and not are_chains:
+            raise ValueError(f"the {self.name} rule takes chains; for trees use traversal verification")
+
+    def __call__(self, proposal: Proposal, target_probs: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
+        self.check((proposal.kind,), proposal.tree.shape.is_chain)
+        return self.decide(proposal, target_probs, source)
+
+
+def greedy(proposal: Proposal, target_scores: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
+    """Follow the child that is the target's argmax (lowest index on ties); write the argmax at the first miss.
+
+    ``target_scores`` may be logits or probabilities: only their order matters.
+    """
+    best: list[int] = target_scores.argmax(-1).tolist()
+    return Verdict(*proposal.tree.descend(best))
+
+
+def sampled_verify(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
+    """Follow a token drawn from p for as long as it is a drafted child; write it where it is not.
+
+    Lossless for any draft, however it was made. Each emitted token takes exactly one draw, from p in its context, as
+    in plain decoding: with a seeded source from which the drafter draws nothing, the text is the one that plain
+    decoding writes with that seed. A token drawn from q is kept with probability sum of p q, rejection's at most.
+    """
+    tree = proposal.tree
+    path: list[int] = []
+    node = 0
+    while True:
+        token = source.draw(p[node])
+        child = tree.child_with_token(node, token)
+        if child is None:
+            return Verdict(tuple(path), token)
+        path.append(child)
+        node = child
+
+
+def token_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
+    """Speculative sampling on a chain (Leviathan et al. 2211.17192, Chen et al. 2302.01318).
+
+    A drafted x is kept with probability min(1, p(x)/q(x)); at the first refusal the target writes from the
+    normalised positive part of p - q; when all are kept it writes from p after the last.
+    """
+    q = proposal.q
+    assert q is not None
+    for position, ratio in enumerate(_chain_ratios(proposal.tree, p, q)):
+        if not source.accept(ratio):
+            residual = _residual(p[position], q[position])
+            # p = q up to rounding leaves no residual; the refusal was rounding too, and p is what to write from.
+            return Verdict(tuple(range(1, position + 1)), source.draw(p[position] if residual is None else residual))
+    length = len(proposal.tree) - 1
+    return Verdict(tuple(range(1, length + 1)), source.draw(p[length]))
+
+
+def block_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
+    """A chain verified as a whole (Sun et al. 2403.10444): never keeps fewer than token rejection in expectation.
+
+    P(0) = 1 and P(i) = min(1, P(i-1) p(x_i)/q(x_i)). The whole chain of K is kept with probability P(K); a prefix of
+    i < K with S/(S + (1 - P(i))), S being the sum of (P(i) p - q)+ over the tokens after x_i. The longest prefix kept
+    counts, wherever shorter ones failed. The target writes from the normalised (P(i) p - q)+ after it, or from p after
+    the whole chain. A deterministic x is one drawn from delta(x).
+    """
+    tree = proposal.tree
+    length = len(tree) - 1
+    q = proposal.q
+    if q is None:
+        q = torch.zeros_like(p[:length]).scatter_(1, tree.tokens[1:, None], 1.0)
+    reach = [1.0]
+    for ratio in _chain_ratios(tree, p, q):
+        reach.append(min(1.0, reach[-1] * ratio))
+    if length == 0 or (reach[length] > 0 and source.accept(reach[length])):
+        return Verdict(tuple(range(1, length + 1)), source.draw(p[length]))
+    rows = sum(value > 0 for value in reach[:length])  # what follows a token of p = 0 is never kept
+    scale = torch.tensor(reach[:rows], dtype=p.dtype, device=p.device)
+    residuals = (p[:rows] * scale[:, None]).sub_(q[:rows]).clamp_(min=0)
+    masses: list[float] = residuals.sum(-1).tolist()
+    # The tests are independent: going backwards, the first to hold is the longest, and the others need not be made.
+    kept = rows - 1
+    while kept > 0 and not (masses[kept] > 0 and source.accept(masses[kept] / (masses[kept] + (1 - reach[kept])))):
+        kept -= 1
+    # Nothing left at the root is p = q up to rounding, as in token rejection.
+    return Verdict(tuple(range(1, kept + 1)), source.draw(residuals[kept] if masses[kept] > 0 else p[kept]))
+
+
+def _chain_ratios(tree: TokenTree, p: Float[Tensor, "nodes vocab"], q: Float[Tensor, "parents vocab"]) -> list[float]:
+    """p(x)/q(x) of each drafted token of a chain, in one transfer to the host."""
+    drafted = tree.tokens[1:, None]
+    rows = len(drafted)
+    ratios: list[float] = (p[:rows].gather(1, drafted) / q[:rows].gather(1, drafted)).squeeze(1).tolist()
+    assert all(ratio < math.inf for ratio in ratios), _UNDRAWN
+    return ratios
+
+
+def recursive_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
+    """Rejection down a sampled tree, with replacement (SpecInfer 2305.09781) or without (RSD 2402.14160, Sequoia).
+
+    At each node the children are tried in draw order against a p that shrinks to its residual after each refusal.
+    With replacement q stays as it is (a duplicate is refused for certain, and still updates p); without, the refused
+    token is taken out of q. When no child is kept the target writes from the last p.
+    """
+    tree = proposal.tree
+    path: list[int] = []
+    node = 0
+    while tree.shape.children[node]:
+        p_now, accepted = p[node], None
+        for child, q_now in _children_with_q(proposal, node, p[node]):
+            token = tree.token_list[child]
+            ratio = float(p_now[token] / q_now[token])
+            assert ratio < math.inf, _UNDRAWN
+            residual = None if source.accept(ratio) else _residual(p_now, q_now)
+            if residual is None:  # kept, or p = q up to rounding, where a refusal has probability 0
+                accepted = child
+                break
+            p_now = residual
+        if accepted is None:
+            return Verdict(tuple(path), source.draw(p_now))
+        path.append(accepted)
+        node = accepted
+    return Verdict(tuple(path), source.draw(p[node]))
+
+
+def top_k_children(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
+    """The children's set is a function of the context, as in the trees of Medusa (2401.10774) and EAGLE (2401.15077).
+
+    They are tried one by one, in any order: x is kept with probability p(x); refused, it is zeroed in p, which is
+    renormalised for the next (so that a duplicate is never kept). None kept: the target writes from the last p. This
+    is recursive rejection with q = delta(x), and its verdicts are distributed as those of `sampled_verify`.
+    """
+    return recursive_rejection(proposal, p, source)
+
+
+def traversal_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
+    """A tree verified as a whole, depth first and leaves first (Weng et al. 2505.12398).
+
+    A is 1 at the root and min(1, A p(x)/q(x)) at its child x. A leaf is kept with its A, and the target writes from p
+    after it. Each child refused turns its parent's p into the normalised (A p - q)+ and A into S/(S + (1 - A)), S being
+    the sum of that positive part; the next child is weighed with these, in draw order. With no child left the parent
+    is kept with its last A, and the target writes from its last p; else the parent is refused in its turn. On a chain
+    this is block verification; a deterministic x is one drawn from delta(x).
+    """
+    tree = proposal.tree
+
+    def visit(node: int, kept: float) -> Verdict | None:
+        """The verdict, if it falls at or below a node whose A is ``kept``; None refuses the node."""
+        # A p in one, which is all that the formulas read of either; a leaf only draws from it, at any scale.
+        mass = p[node] * kept if tree.shape.children[node] else p[node]
+        for child, q_now in _children_with_q(proposal, node, mass):
+            token = tree.token_list[child]
+            ratio = float(mass[token] / q_now[token])
+            assert ratio < math.inf, _UNDRAWN
+            verdict = visit(child, min(1.0, ratio)) if ratio > 0 else None
+            if verdict is not None:
+                return verdict
+            residual = (mass - q_now).clamp_(min=0)
+            left = float(residual.sum())
+            if left == 0:
+                # Nothing is left to write here. At the root this is p = q up to rounding, as in token rejection.
+                kept = 0.0
+                break
+            rest = left + (1 - kept)
+            mass, kept = residual.div_(rest), left / rest
+        if node == 0 or (kept > 0 and source.accept(kept)):
+            return Verdict(tree.shape.path(node), source.draw(mass))
+        return None
+
+    verdict = visit(0, 1.0)
+    assert verdict is not None, "the root is never refused"
+    return verdict
+
+
+def _children_with_q(
+    proposal: Proposal, node: int, like: Float[Tensor, " vocab"]
+) -> Iterator[tuple[int, Float[Tensor, " vocab"]]]:
+    """A node's children in draw order, each with the distribution it was drawn from given those before it."""
+    token_list, drawn = proposal.tree.token_list, None
+    for child in proposal.tree.shape.children[node]:
+        if proposal.q is None:
+            q_now = torch.zeros_like(like)
+            q_now[token_list[child]] = 1
+        elif drawn is None:
+            q_now = proposal.q[node]
+        elif proposal.kind is ProposalKind.SAMPLED_WITHOUT_REPLACEMENT:
+            q_now = q_now.clone()
+            q_now[drawn] = 0
+            q_now = q_now / q_now.sum()
+        drawn = token_list[child]
+        yield child, q_now
+
+
+def _residual(p: Float[Tensor, " vocab"], q: Float[Tensor, " vocab"]) -> Float[Tensor, " vocab"] | None:
+    """The normalised positive part of p - q; None where it is empty, which means p = q."""
+    positive = (p - q).clamp(min=0)
+    total = positive.sum()
+    return positive / total if bool(total > 0) else None
+
+
+_UNDRAWN = "a drafted token has q = 0: it was not drawn from the q that was recorded"
+
+
+def typical_acceptance(epsilon: float = 0.09, delta: float = 0.3) -> Rule:
+    """Medusa's typical acceptance (2401.10774, section 2.3.1): lossy.
+
+    A drafted x is kept if p(x) > min(epsilon, delta * exp(-entropy of p)). Of the paths kept whole the longest wins,
+    ties by likelihood under p; the target then writes from p after the last kept token.
+    """
+
+    def decide(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
+        tree = proposal.tree
+        entropy = -torch.special.xlogy(p, p).sum(-1)
+        threshold: list[float] = torch.clamp(delta * torch.exp(-entropy), max=epsilon).tolist()
+        parents = torch.tensor(tree.shape.parents[1:], device=p.device)
+        p_drafted: list[float] = p[parents, tree.tokens[1:]].tolist() if len(tree) > 1 else []
+        best = (0, 1.0, 0)  # length, likelihood, node
+        kept = {0: (0, 1.0)}
+        for node, parent in enumerate(tree.shape.parents[1:], start=1):
+            if parent in kept and p_drafted[node - 1] > threshold[parent]:
+                length, likelihood = kept[parent]
+                kept[node] = (length + 1, likelihood * p_drafted[node - 1])
+                if kept[node] > best[:2]:
+                    best = (*kept[node], node)
+        return Verdict(tree.shape.path(best[2]), source.draw(p[best[2]]))
+
+    return Rule("typical acceptance", lossless=False, kinds=_ANY, decide=decide)
+
+
+_ANY = frozenset(ProposalKind)
+_DETERMINISTIC = frozenset({ProposalKind.DETERMINISTIC})
+_DRAWN = frozenset({ProposalKind.SAMPLED, ProposalKind.SAMPLED_WITHOUT_REPLACEMENT})
+_CHAIN = frozenset({ProposalKind.SAMPLED})
+
+GREEDY = Rule("greedy", True, _ANY, greedy)
+TOKEN_REJECTION = Rule("token rejection", True, _CHAIN, token_rejection, chains_only=True)
+SAMPLED_VERIFY = Rule("sampled verify", True, _ANY, sampled_verify)
+RECURSIVE_REJECTION = Rule("recursive rejection", True, _DRAWN, recursive_rejection)
+TOP_K_CHILDREN = Rule("top-k children", True, _DETERMINISTIC, top_k_children)
+BLOCK_VERIFICATION = Rule("block verification", True, _CHAIN | _DETERMINISTIC, block_verification, chains_only=True)
+TRAVERSAL_VERIFICATION = Rule("traversal verification", True, _DRAWN | _DETERMINISTIC, traversal_verification)
+
+RULES: dict[str, Rule] = {
+    "greedy": GREEDY,
+    "token": TOKEN_REJECTION,
+    "sampled-verify": SAMPLED_VERIFY,
+    "recursive": RECURSIVE_REJECTION,
+    "top-k": TOP_K_CHILDREN,
+    "block": BLOCK_VERIFICATION,
+    "traversal": TRAVERSAL_VERIFICATION,
+    "typical": typical_acceptance(),
+}
+"""Every rule by the short name it has on the command line; typical acceptance with its published thresholds."""
+
+
+def lossless_rule(proposal: Proposal) -> Rule:
+    """The lossless sampling rule for this proposal where no other is asked for.
+
+    Block and traversal verification keep the most of a sampled draft. Of a deterministic one all rules keep the same
+    in expectation, and `sampled_verify` gives the text of plain decoding with the same seed.
+    """
+    if not proposal.kind.has_q:
+        return SAMPLED_VERIFY
+    if proposal.kind is ProposalKind.SAMPLED and proposal.tree.shape.is_chain:
+        return BLOCK_VERIFICATION
+    return TRAVERSAL_VERIFICATION

@@ -1,0 +1,1 @@
+"""The commands of `headstart`, a file each."""

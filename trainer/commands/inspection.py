@@ -1,0 +1,155 @@
+"""`headstart data inspect`: what a source's rows become, with the trained tokens marked, and an account of them all."""
+
+from collections.abc import Iterator
+from itertools import groupby, islice
+from typing import NamedTuple
+
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from decoding.model.loading import load_tokenizer
+from trainer import quickstart
+from trainer.commands.options import InspectOptions
+from trainer.data.batch import Example
+from trainer.data.dataset import Dataset, Encoded, cut, encoded_rows, load_dataset
+from trainer.data.rows import Row, open_source
+from trainer.recipe.reading import load_recipe
+from trainer.recipe.recipe import DataSection, PretrainRecipe
+from trainer.terminal.console import say, standard_output, title
+
+_STYLES = {(True, False): "green", (True, True): "bold green", (False, False): None, (False, True): "bold magenta"}
+"""By whether a token is trained and whether it is special."""
+_BEGIN, _END = "⟦", "⟧"
+_FIELDS = (
+    "split",
+    "format",
+    "text_field",
+    "prompt_field",
+    "answer_field",
+    "chat_template",
+    "max_length",
+    "max_rows",
+    "packing",
+    "bad_rows",
+)
+"""Of the data section, that options of the same names stand over."""
+
+
+class _Task(NamedTuple):
+    path: str
+    section: DataSection
+    tokenizer: PreTrainedTokenizerBase
+
+
+def run_inspect(options: InspectOptions, console: Console | None = None) -> Dataset:
+    """Print the first rows and a table of the whole source; returns the data set."""
+    console = console or standard_output()
+    task = _task(options)
+    colour = console.is_terminal and not console.no_color
+    shown = ("green", "green") if colour else f"between {_BEGIN} and {_END}"
+    say(console, Text.assemble(f"{task.path}: the trained tokens are {'in ' if colour else ''}", shown))
+    source = open_source(task.path, task.section.split)
+    for row, encoded in islice(encoded_rows(source, task.section, task.tokenizer), options.rows):
+        _print_row(console, task, row, encoded, colour)
+    dataset = load_dataset(task.path, task.section, task.tokenizer)
+    console.print(_table(dataset))
+    return dataset
+
+
+def _task(options: InspectOptions) -> _Task:
+    """From a recipe with the options over it, or from a source alone."""
+    if options.source.endswith((".yaml", ".yml")):
+        recipe = load_recipe(options.source, options.overrides or ())
+        base = recipe.data
+        target = recipe.model.tokenizer if isinstance(recipe, PretrainRecipe) else recipe.target
+    elif options.overrides:
+        raise ValueError(f"{options.overrides[0]!r} is an override of a recipe, but {options.source} is data: drop it")
+    elif options.heldout:
+        raise ValueError(f"--heldout chooses among a recipe's sources, but {options.source} is data: drop it")
+    else:
+        base, target = DataSection(train=options.source, heldout=options.source), ""
+    target = options.target or target
+    if not target:
+        raise ValueError("tokens are a tokenizer's: give the target with --target, or a recipe")
+    if options.heldout:
+        base = base.model_copy(update={"train": base.heldout, "split": base.heldout_split})
+    folder = str(quickstart.build_corpus()) if target == quickstart.NAME else quickstart.resolve(target)
+    tokenizer = load_tokenizer(folder, options.trust_remote_code)
+    return _Task(quickstart.resolve(base.train), _section(base, options), tokenizer)
+
+
+def _section(base: DataSection, options: InspectOptions) -> DataSection:
+    given = {name: value for name in _FIELDS if (value := getattr(options, name)) is not None}
+    try:
+        return DataSection.model_validate({**base.model_dump(), **given})
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = str(first["loc"][0]).replace("_", "-")
+        raise ValueError(f"--{option} is {first['input']!r}: {first['msg'].lower()}") from None
+
+
+def _print_row(console: Console, task: _Task, row: Row, encoded: Encoded | ValueError, colour: bool) -> None:
+    console.print()
+    if isinstance(encoded, ValueError):
+        say(console, Text(f"skipped: {encoded}", style="red"))
+        return
+    for example in encoded.examples:
+        kept = cut(example, task.section.max_length)
+        length = f"{len(example.tokens)} tokens"
+        if kept is None:
+            heading = f"{length}, left out: no answer begins in the first {task.section.max_length}"
+        else:
+            cut_at = f", cut to {len(kept.tokens)}" if len(kept.tokens) < len(example.tokens) else ""
+            heading = f"{length}{cut_at}, {sum(kept.trained)} trained ({encoded.mask_source})"
+        say(console, Text(f"{row.where}: {encoded.format}, {heading}", style="bold"))
+        say(console, marked_text(kept or example, task.tokenizer, colour))
+    if not encoded.examples:
+        say(console, Text(f"{row.where}: {encoded.format}, left out: too short", style="bold"))
+
+
+def marked_text(example: Example, tokenizer: PreTrainedTokenizerBase, colour: bool) -> Text:
+    """A sequence as text, special tokens written out; what is trained in green, or else in brackets."""
+    text = Text()
+    for trained, pieces in groupby(_pieces(example, tokenizer), key=lambda piece: piece[1]):
+        text.append(_BEGIN if trained and not colour else "")
+        for piece, _, special in pieces:
+            text.append(piece, style=_STYLES[trained, special] if colour else None)
+        text.append(_END if trained and not colour else "")
+    return text
+
+
+def _pieces(example: Example, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool, bool]]:
+    """Runs of tokens as (text, trained, special): each is what it adds to the text of all tokens before it."""
+    specials = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    kinds = [(trained, token in specials) for token, trained in zip(example.tokens, example.trained, strict=True)]
+    begin, before = 0, ""
+    for (trained, special), run in groupby(kinds):
+        end = begin + len(list(run))
+        tokens = list(example.tokens[:end])
+        text = str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        yield text[len(before) :], trained, special
+        begin, before = end, text
+
+
+def _table(dataset: Dataset) -> Table:
+    table = Table(title=title(dataset.path), title_justify="left", show_header=False)
+    rows = [(f"rows, {name}", f"{count:,}") for name, count in dataset.formats.items()]
+    rows += [(f"rows, {name}", f"{count:,}") for name, count in dataset.fields.items()]
+    rows += [
+        ("rows, bad and skipped", f"{dataset.bad_rows:,}"),
+        ("what is trained", " and ".join(dataset.mask_sources)),
+        ("sequences", f"{len(dataset.examples):,}"),
+        ("tokens", f"{dataset.tokens:,}"),
+        ("tokens trained", f"{dataset.trained_tokens:,} ({dataset.trained_tokens / dataset.tokens:.0%})"),
+        ("longest sequence", f"{max(len(example.tokens) for example in dataset.examples):,} tokens"),
+        (f"sequences cut at {dataset.max_length:,} tokens", f"{dataset.truncated:,}"),
+        ("sequences left out", f"{dataset.skipped:,}"),
+        ("packed" if dataset.packed else "not packed", f"{dataset.fill:.0%} full"),
+        ("sha256", dataset.sha256[:16]),
+    ]
+    for name, value in rows:
+        table.add_row(Text(name), value)
+    return table

@@ -1,0 +1,1 @@
+"""Rows to conversations, to token ids with a loss mask, to batches."""

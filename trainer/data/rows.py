@@ -1,0 +1,120 @@
+"""Where training rows come from: .jsonl and .parquet files, folders of them, data sets on the hub."""
+
+import glob
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from decoding.model.loading import first_line
+from decoding.prompts import check_messages, messages_of, parse_row, read_lines
+from trainer.files.folders import sha256_of
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+)?")
+_SUFFIXES = (".jsonl", ".parquet")
+
+
+class Row(NamedTuple):
+    """One row, read but not yet understood: what is wrong with it is found when its fields are asked for."""
+
+    where: str
+    """The file and the line, as errors name it."""
+    content: bytes | dict[str, Any]
+
+    def fields(self) -> dict[str, Any]:
+        """The row's fields by name; ValueError where a line is not a JSON object."""
+        return self.content if isinstance(self.content, dict) else parse_row(self.content, self.where)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows in a fixed order, and a digest of all of them."""
+
+    name: str
+    files: tuple[Path, ...]
+    hub: Any
+    """A ``datasets.Dataset`` in place of files."""
+    sha256: str
+    """Of the file; of a folder's names and digests; of a hub data set's name, split and fingerprint."""
+
+    def rows(self) -> Iterator[Row]:
+        """Every row, file after file; lines and rows count from 1."""
+        if self.hub is not None:
+            yield from _numbered(self.name, self.hub)
+        for file in self.files:
+            if file.suffix == ".parquet":
+                yield from _parquet_rows(file)
+            else:
+                yield from (Row(f"{file}, line {number}", line) for number, line in read_lines(file))
+
+
+def open_source(name: str, split: str) -> Source:
+    """The rows of a file, of a folder's files in the order of their names, or of a ``split`` of a data set on the hub.
+
+    The last is named ORG/NAME, or ORG/NAME:CONFIG where it has several. What is in the way of reading is a ValueError.
+    """
+    path = Path(name)
+    if path.is_dir():
+        files = tuple(sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES))
+        if not files:
+            raise ValueError(f"folder {name} holds no data: put .jsonl or .parquet files into it")
+        digests = "".join(f"{file.name} {sha256_of(file)}\n" for file in files)
+        return Source(name, files, None, hashlib.sha256(digests.encode()).hexdigest())
+    if path.is_file():
+        return Source(name, (path,), None, sha256_of(path))
+    if not _HUB_ID.fullmatch(name) or name.endswith((*_SUFFIXES, ".json")):
+        raise ValueError(
+            f"there is no data file {name}: give a .jsonl or .parquet file, a folder of them, or ORG/NAME on the hub"
+        )
+    hub = _hub_rows(name, split)
+    digest = hashlib.sha256(f"{name}\n{split}\n{hub._fingerprint}".encode()).hexdigest()
+    return Source(name, (), hub, digest)
+
+
+def _datasets(name: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            f"reading {name} needs the datasets library: pip install headstart[data], or give a .jsonl file"
+        ) from error
+    return datasets
+
+
+def _hub_rows(name: str, split: str) -> Any:
+    datasets = _datasets(name)
+    repository, _, config = name.partition(":")
+    try:
+        return datasets.load_dataset(repository, config or None, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(
+            f"there is no file or folder {name}, and split {split!r} of a hub data set of that name cannot be read: "
+            f"{first_line(error)}"
+        ) from error
+
+
+def _parquet_rows(file: Path) -> Iterator[Row]:
+    """Streamed, so that no second copy of the file is written anywhere."""
+    datasets = _datasets(str(file))
+    try:
+        rows = datasets.load_dataset("parquet", data_files=glob.escape(str(file)), split="train", streaming=True)
+        yield from _numbered(str(file), rows)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(f"{file} is not a readable Parquet file: {first_line(error)}") from error
+
+
+def _numbered(name: str, rows: Any) -> Iterator[Row]:
+    """Columns that a row leaves empty are fields it does not have."""
+    for number, row in enumerate(rows, start=1):
+        yield Row(f"{name}, row {number}", {field: value for field, value in row.items() if value is not None})
+
+
+def conversation(fields: dict[str, Any], format: str, where: str) -> list[dict[str, Any]]:
+    """The messages of a row in the ``messages`` or the ``sharegpt`` format, as chat templates take them."""
+    return (
+        check_messages(fields["messages"], where)
+        if format == "messages"
+        else messages_of(fields["conversations"], where)
+    )

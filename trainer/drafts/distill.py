@@ -1,0 +1,227 @@
+"""The distillation objective: a small draft learns the target's distribution at every trained token."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from decoding.drafters import Drafter, DraftModelDrafter
+from decoding.model.causal_lm import CausalLM, capture_lm_head_input, last_position
+from trainer.data.batch import Batch
+from trainer.drafts.start import InitialDraft, write_draft
+from trainer.learning.fused import fused_loss, token_divergences
+from trainer.learning.lora import base_of, refuse_embeddings, with_adapters
+from trainer.learning.losses import LossMix
+from trainer.learning.objective import EVERYWHERE_THE_SAME, TermSums
+from trainer.learning.selection import kept_of, kept_positions
+from trainer.learning.teachers import HiddenTeacher, Teacher
+from trainer.recipe.draft import DraftLossSection, DraftSection
+from trainer.target.hidden import OnlineTarget, check_logits, logit_scale, read_at_lm_head, replaced_forward
+
+if TYPE_CHECKING:  # slow to import, and not of use to every draft
+    from peft import PeftModel
+
+
+class TeacherRows(Protocol):
+    """What gives the target's distribution: the target itself, or its logits on disk."""
+
+    def rows(self, batch: Batch) -> Teacher:
+        """At the positions whose next token is trained, row by row."""
+        ...
+
+
+class OnlineTeacher:
+    """The target, run without gradients on every batch."""
+
+    def __init__(self, target: CausalLM) -> None:
+        self._states = OnlineTarget(target)
+
+    def rows(self, batch: Batch) -> HiddenTeacher:
+        """Its hidden states there; logits are made of them a chunk at a time."""
+        states = self._states
+        return HiddenTeacher(states.hidden(batch)[batch.labelled(1)], states.lm_head, states.transform)
+
+
+@dataclass(frozen=True)
+class DraftInputs:
+    """What a draft learns from: a batch, and at its labelled positions, row by row, the target's distribution."""
+
+    batch: Batch
+    teacher: Teacher | None
+    """None where only the data's tokens are learnt."""
+    reference: Float[Tensor, " labels"] | None = None
+    """How far a reference draft is from the target there."""
+
+
+class DraftLogits:
+    """How a model's logits come from its lm_head's products: what the losses have to know of a draft."""
+
+    def __init__(self, model: PreTrainedModel, output_tokens: Int[Tensor, " outputs"] | None, vocab_size: int) -> None:
+        """``vocab_size`` is the target's: of what only the draft knows nothing is learnt, nor decoded."""
+        check_logits(model, "draft")
+        config = model.config.get_text_config(decoder=True)
+        self._scale, self.soft_cap = logit_scale(config), getattr(config, "final_logit_softcapping", None)
+        self.output_tokens, self._vocab_size = output_tokens, vocab_size
+
+    def scaled(self, hidden: Tensor) -> Tensor:
+        return hidden if self._scale == 1.0 else hidden * self._scale
+
+    def known(self, lm_head: Float[Tensor, "outputs hidden"]) -> Float[Tensor, "known hidden"]:
+        return lm_head if self.output_tokens is not None else lm_head[: self._vocab_size]
+
+    def keywords(self) -> dict[str, Any]:
+        """For `trainer.learning.fused`."""
+        return {"tokens": self.output_tokens, "soft_cap": self.soft_cap}
+
+
+class DistillTraining(nn.Module):
+    """The draft with its losses: on its logits, and where it is asked for on its last hidden state."""
+
+    def __init__(
+        self, draft: "PreTrainedModel | PeftModel", logits: DraftLogits, loss: DraftLossSection, hidden_size: int
+    ) -> None:
+        """``hidden_size`` is the target's."""
+        super().__init__()
+        self.draft = draft
+        self._logits, self._loss = logits, loss
+        self._mix = LossMix(loss.mix, loss.temperature, loss.jsd_beta, loss.lk_eta) if loss.mix else None
+        width = CausalLM(self.base).hidden_size
+        self.projection: nn.Linear | None = None
+        if loss.hidden and width != hidden_size:  # learnt beside the draft, and no part of it
+            self.projection = nn.Linear(width, hidden_size, bias=False)
+
+    @property
+    def base(self) -> PreTrainedModel:
+        """The draft itself: peft put adapters into it."""
+        return self.draft if isinstance(self.draft, PreTrainedModel) else base_of(self.draft)
+
+    def forward(self, inputs: DraftInputs) -> TermSums:
+        """Losses (terms,), with Σ min(p, q), what token rejection accepts; for the data's tokens alone, how many are
+        right."""
+        layer: nn.Linear = self.base.get_output_embeddings()
+        with capture_lm_head_input(self.base, last_position) as captured:
+            self.base(**inputs.batch.model_inputs(), use_cache=False)
+        # The losses are what the layer returns: ZeRO-3 makes its weight whole again for the gradient of nothing else.
+        with replaced_forward(layer, lambda hidden: self._losses(inputs, hidden, layer.weight)):
+            sums: TermSums = layer(captured[0])
+        return sums
+
+    def _losses(self, inputs: DraftInputs, hidden: Tensor, lm_head: Tensor) -> TermSums:
+        labelled, teacher = inputs.batch.labelled(1), inputs.teacher
+        x, labels, weight = hidden[labelled], inputs.batch.shifted(1)[labelled], self._logits.known(lm_head)
+        if self._loss.selection.keep < 1:
+            kept = self._kept(inputs, self._logits.scaled(x), weight)
+            x, labels, teacher = x[kept], labels[kept], None if teacher is None else teacher.at(kept)
+        losses, hits = [], []
+        if self._mix is not None:
+            imitated = teacher if self._mix.soft else None
+            found = fused_loss(self._logits.scaled(x), weight, labels, self._mix, imitated, **self._logits.keywords())
+            losses.append(found.loss)
+            hits.append(found.accepted if self._mix.soft else found.correct.to(found.loss.dtype))
+        if self._loss.hidden:
+            assert isinstance(teacher, HiddenTeacher), "the recipe asks for hidden states of the target itself"
+            losses.append(self._hidden_loss(x, teacher.hidden))
+            hits.append(torch.full_like(losses[-1], torch.nan))  # there is nothing to hit
+        return TermSums(torch.stack(losses), torch.stack(hits).detach())
+
+    def _kept(self, inputs: DraftInputs, x: Tensor, weight: Tensor) -> Int[Tensor, " kept"]:
+        assert inputs.teacher is not None, "tokens are selected by the target's distribution"
+        own = token_divergences(x, weight, inputs.teacher, self._loss.temperature, **self._logits.keywords())
+        worth = -own if inputs.reference is None else own - inputs.reference
+        return kept_positions(worth, inputs.batch.labelled(1), self._loss.selection.keep)
+
+    def _hidden_loss(self, x: Float[Tensor, "labels width"], target: Float[Tensor, "labels hidden"]) -> Tensor:
+        projected = x if self.projection is None else self.projection(x)
+        wanted = target.float()
+        error = (projected.float() - wanted).square().mean(-1)
+        return (error / wanted.square().mean(-1).clamp(min=torch.finfo(torch.float32).tiny)).sum()
+
+
+class DistillObjective:
+    """A draft, what teaches it, and the losses between them."""
+
+    def __init__(
+        self,
+        target: CausalLM,
+        teacher: TeacherRows,
+        tokenizer: PreTrainedTokenizerBase,
+        initial: InitialDraft,
+        section: DraftSection,
+        reference: CausalLM | None = None,
+    ) -> None:
+        """``reference`` is a draft that tokens are selected by. The finished draft has the target's dtype."""
+        self._teacher, self._tokenizer, self._section = teacher, tokenizer, section
+        self._dtype, loss = target.dtype, section.loss
+        self._needs_teacher = loss.mix.keys() != {"cross_entropy"} or loss.hidden > 0 or loss.selection.keep < 1
+        self.hit_name = "acceptance" if loss.mix.keys() != {"cross_entropy"} else "top1"
+        self.terms = tuple(name for name, wanted in (("logits", loss.mix), ("hidden", loss.hidden)) if wanted)
+        self.output_tokens = initial.output_tokens
+        logits = DraftLogits(initial.model, initial.output_tokens, target.vocab_size)
+        self.reference = reference
+        self._chooser = _Chooser(reference, target.vocab_size) if reference is not None else None
+        draft: PreTrainedModel | PeftModel = initial.model.train()
+        if section.lora is not None:
+            refuse_embeddings(initial.model, section.lora, "draft.lora")
+            draft = with_adapters(initial.model, section.lora, "draft.lora")
+        self.module: DistillTraining = DistillTraining(draft, logits, loss, target.hidden_size)
+
+    def weights(self, step: int) -> tuple[float, ...]:
+        return tuple(self._section.loss.hidden if term == "hidden" else 1.0 for term in self.terms)
+
+    def rates(self, step: int) -> Mapping[str, float]:
+        return EVERYWHERE_THE_SAME
+
+    def counts(self, batch: Batch) -> Float[Tensor, " terms"]:
+        kept = kept_of(batch.labelled(1).sum(1), self._section.loss.selection.keep).sum()
+        return kept.expand(len(self.terms)).clone()
+
+    def inputs(self, batch: Batch, step: int) -> tuple[Any, ...]:
+        self.module.train()  # an evaluation or a generation leaves it as it decodes
+        teacher = self._teacher.rows(batch) if self._needs_teacher else None
+        reference = None
+        if self._chooser is not None and teacher is not None:
+            reference = self._chooser.divergences(batch, teacher, self._section.loss.temperature)
+        return (DraftInputs(batch, teacher, reference),)
+
+    def draft_for_decoding(self) -> CausalLM:
+        """The draft as it is now, adapters merged, in the target's dtype: a copy that training leaves alone."""
+        draft: Any = copy.deepcopy(self.module.draft)
+        if self._section.lora is not None:
+            draft = cast("PeftModel", draft).merge_and_unload()
+        draft.to(self._dtype)
+        draft.config.dtype = self._dtype
+        draft.requires_grad_(False)
+        return CausalLM(draft, self.output_tokens)
+
+    def drafter(self) -> Drafter:
+        return DraftModelDrafter(self.draft_for_decoding(), (1,) * self._section.num_draft_tokens)
+
+    def save(self, folder: Path) -> None:
+        write_draft(self.draft_for_decoding(), self._tokenizer, folder)
+
+
+class _Chooser:
+    """A frozen draft beside the one that is trained, by which tokens are chosen (AdaSPEC, 2510.19779)."""
+
+    def __init__(self, draft: CausalLM, vocab_size: int) -> None:
+        self._model = draft.model.requires_grad_(False)
+        self._logits = DraftLogits(draft.model, draft.output_tokens, vocab_size)
+
+    @torch.no_grad()
+    def divergences(self, batch: Batch, teacher: Teacher, temperature: float) -> Float[Tensor, " labels"]:
+        """Its forward KL from the target at the labelled positions."""
+        found: list[Tensor] = []
+
+        def read(hidden: Tensor, lm_head: Tensor) -> None:
+            x, weight = self._logits.scaled(hidden[batch.labelled(1)]), self._logits.known(lm_head)
+            found.append(token_divergences(x, weight, teacher, temperature, **self._logits.keywords()))
+
+        with read_at_lm_head(self._model, read):
+            self._model(**batch.model_inputs(), use_cache=False)
+        return found[0]

@@ -1,0 +1,169 @@
+"""Batches of which a part is written during the training: by the target, by the draft, or by both together."""
+
+import random
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import get_args
+
+from transformers import PreTrainedTokenizerBase
+
+from decoding.model.causal_lm import CausalLM
+from decoding.model.loading import eos_token_ids
+from trainer.data.batch import Example
+from trainer.data.source import BatchRow, Offline, Source
+from trainer.drafts.generations import Kind, Order, TextWriter, WindowFiles, Written
+from trainer.recipe.draft import PolicySection
+from trainer.recipe.recipe import DraftRecipe, TrainingSection
+
+TEXT_PROMPT = 64
+"""A plain text has no prompt of its own: so many of its first tokens are one, or half of a short text."""
+GENERATED = "generated"
+"""The folder in a run's output that what was written lies in."""
+
+
+def draft_source(
+    recipe: DraftRecipe,
+    examples: Sequence[Example],
+    target: CausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    draft: Callable[[], CausalLM],
+    process_index: int = 0,
+    num_processes: int = 1,
+    folder: Path | None = None,
+) -> Source:
+    """Where a draft's batches come from. ``draft`` gives it as it is now, to decode with.
+
+    ``folder`` is where what is written goes, by default in the run's output. Raises ValueError where no prompt of the
+    data leaves room for an answer.
+    """
+    training, policy = recipe.training, recipe.draft.policy
+    if not policy.generates:
+        return Offline(examples, training.batch_size, training.seed)
+    ends = eos_token_ids(target.model, tokenizer)
+    writer = TextWriter(target, policy, recipe.draft.num_draft_tokens, ends, training.seed)
+    kept_steps = recipe.checkpoint.every * (recipe.checkpoint.keep + 1) + policy.every
+    folder = folder or Path(recipe.output) / GENERATED
+    files = WindowFiles(folder, tokenizer, kept_steps, process_index, num_processes)
+    return PolicySource(examples, training, policy, writer, draft, files)
+
+
+class PolicySource:
+    """A step's batch in the shares that a policy gives it, in its order: offline, target, draft, loop.
+
+    Which kind a position is, whose prompt it answers and by which chance is a function of seed, step and position;
+    what is written is of the draft as it was at the last step that is a multiple of ``policy.every``, and on disk
+    before it is learnt. So a run that goes on trains what it would have trained, and any number of processes the same.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        training: TrainingSection,
+        policy: PolicySection,
+        writer: TextWriter,
+        draft: Callable[[], CausalLM],
+        files: WindowFiles,
+    ) -> None:
+        self._examples, self._training, self._policy = examples, training, policy
+        self._writer, self._draft, self._files = writer, draft, files
+        self._offline = Offline(examples, training.batch_size, training.seed)
+        self._window = -1
+        self._texts: dict[tuple[int, int], Written] = {}
+        """What was written in this window, by step and position."""
+        if not any(self._fits(prompt_of(example)) for example in examples):
+            raise ValueError(
+                f"no prompt of the training data leaves room for draft.policy.max_new_tokens ({policy.max_new_tokens}) "
+                f"in the target's context of {writer.target.max_positions} tokens: lower it"
+            )
+
+    def writes_at(self, step: int) -> bool:
+        return step % self._policy.every == 0 and bool(self._orders(step, range(self._training.batch_size)))
+
+    def write(self, step: int, positions: Sequence[int]) -> Mapping[str, float]:
+        """Texts for these positions of the window's steps.
+
+        The figures count texts, their new tokens, those at which the draft was rejected, texts that collapsed, and
+        seconds: the processes' mean. Raises ValueError for a collapsed text if the policy is to stop.
+        """
+        start = time.perf_counter()
+        orders = self._orders(step, positions)
+        texts = self._writer.write(orders, self._draft()) if orders else []
+        if self._policy.collapsed == "stop":
+            self._check(texts)
+        self._files.write(step, texts)
+        self._window, self._texts = step, {(text.step, text.position): text for text in texts}
+        return {
+            "generated/texts": len(texts),
+            "generated/tokens": sum(len(text.answer) for text in texts),
+            "generated/rejected": sum(len(text.rejected) for text in texts),
+            "generated/collapsed": sum(text.collapsed for text in texts),
+            "generated/seconds": (time.perf_counter() - start) / self._files.num_processes,
+        }
+
+    def _check(self, texts: Sequence[Written]) -> None:
+        for text in texts:
+            if text.collapsed:
+                raise ValueError(
+                    f"a text of kind {text.kind!r} for step {text.step + 1} collapsed, ending in "
+                    f"{self._files.text_of(text)[-60:]!r}: set draft.policy.collapsed=replace, or distill the draft "
+                    "offline first"
+                )
+
+    def rows(self, step: int, positions: Sequence[int]) -> list[BatchRow]:
+        window = step - step % self._policy.every
+        if window != self._window:
+            self._window, self._texts = window, self._read(window)
+        return [
+            self._learnt(row, self._texts.get((step, position)))
+            for position, row in zip(positions, self._offline.rows(step, positions), strict=True)
+        ]
+
+    def _learnt(self, row: BatchRow, text: Written | None) -> BatchRow:
+        """The data's own where nothing was written, or what is not to be learnt."""
+        if text is None or (text.collapsed and self._policy.collapsed == "replace"):
+            return row
+        rejected_only = text.kind == "loop" and self._policy.loop_trains == "rejected"
+        return BatchRow(text.example(rejected_only), -1)
+
+    def _read(self, window: int) -> dict[tuple[int, int], Written]:
+        """What was written at the beginning of a window, before the run was stopped in it."""
+        wanted = {(order.step, order.position) for order in self._orders(window, range(self._training.batch_size))}
+        texts = {(text.step, text.position): text for text in self._files.read(window)} if wanted else {}
+        if missing := wanted - texts.keys():
+            raise ValueError(
+                f"{len(missing)} of the texts that were written after step {window} are not in {self._files.folder} "
+                f"any more: put them back, remove the checkpoints after step {window}, or give another output"
+            )
+        return texts
+
+    def _orders(self, window: int, positions: Sequence[int]) -> list[Order]:
+        """What is to be written at a window's first step for these positions of all its steps."""
+        orders = []
+        for step in range(window, min(window + self._policy.every, self._training.steps)):
+            kinds = self._kinds(step)
+            for position, row in zip(positions, self._offline.rows(step, positions), strict=True):
+                prompt = prompt_of(row.example)
+                if kinds[position] != "offline" and self._fits(prompt):
+                    orders.append(Order(step, position, row.place, kinds[position], prompt))
+        return orders
+
+    def _kinds(self, step: int) -> list[Kind]:
+        """Of each position of a step's batch: as many as the shares say, give or take one, and in the mean exactly."""
+        shares = self._policy.shares(step / max(1, self._training.steps - 1))
+        kinds = get_args(Kind)
+        bounds = list(accumulate(shares[kind] for kind in kinds))
+        # A multiple of 1/1024: the last position stays clear of 1, where the bounds end but for rounding.
+        size, offset = self._training.batch_size, random.Random(f"{self._training.seed} {step}").randrange(1024) / 1024
+        return [kinds[bisect_right(bounds, (position + offset) / size)] for position in range(size)]
+
+    def _fits(self, prompt: Sequence[int]) -> bool:
+        limit = self._writer.target.max_positions
+        return bool(prompt) and (limit is None or len(prompt) + self._policy.max_new_tokens <= limit)
+
+
+def prompt_of(example: Example) -> tuple[int, ...]:
+    """What an example's answer follows; of a plain text the beginning."""
+    return example.tokens[: example.prompt_length or min(TEXT_PROMPT, len(example.tokens) // 2)]

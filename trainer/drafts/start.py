@@ -1,0 +1,329 @@
+"""Where a draft starts: as some of its target's layers, as a small model that there is, or at random. And how it ends:
+as a folder."""
+
+import copy
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from jaxtyping import Int
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from decoding.model.causal_lm import CausalLM
+from decoding.model.compress import (
+    most_frequent_tokens,
+    read_output_tokens,
+    trimmed_vocabulary,
+    with_filled_vocabulary,
+    write_output_tokens,
+)
+from decoding.model.finite import check_finite
+from decoding.model.loading import check_same_tokenizer, eos_token_ids, load_model, load_tokenizer, reason
+from trainer.data.batch import Example
+from trainer.drafts.prune import measured, narrow_sizes, pruned
+from trainer.files.transformers4 import write_model
+from trainer.recipe.draft import DraftSection, FromTargetSection
+
+
+class InitialDraft(NamedTuple):
+    """An untrained draft in fp32, on its target's device, all of it to be trained."""
+
+    model: PreTrainedModel
+    output_tokens: Int[Tensor, " outputs"] | None
+    """The token that each row of the lm_head writes, in increasing order; None: row i writes token i."""
+
+
+def initial_draft(
+    target: CausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    section: DraftSection,
+    examples: Sequence[Example],
+    trust_remote_code: bool = False,
+    longest: int = 0,
+) -> InitialDraft:
+    """The draft as a recipe's section says, its vocabulary trimmed to the commonest tokens of the examples' answers.
+
+    ``longest`` is how many tokens it will read at most. ValueError for a draft that does not fit: another tokenizer, a
+    context or a vocabulary that is too small, layers that the target does not have, a config that makes no model.
+    """
+    init = section.init
+    written: Sequence[int] | None = None
+    if init.from_model is not None:
+        _check_tokenizer(tokenizer, init.from_model, trust_remote_code)
+        model = load_model(init.from_model, torch.float32, target.device, trust_remote_code)
+        what, remedy = (
+            f"draft.init.from_model, {init.from_model},",
+            "give an earlier checkpoint of it, or another draft",
+        )
+        check_finite(dict(model.named_parameters()), what, remedy)
+        written = read_output_tokens(model, init.from_model)
+    elif init.from_config is not None:
+        model = draft_from_config(target.model, init.from_config, trust_remote_code)
+    else:
+        assert init.from_target is not None, "the section sees to it"
+        model = _from_target(target, init.from_target, examples, trust_remote_code)
+    model.to(target.device, torch.float32)  # type: ignore[arg-type]  # transformers' stubs
+    draft = CausalLM(model)
+    given = "from_model" if init.from_model else "from_config" if init.from_config else "from_target"
+    check_reads(draft, target, f"draft.init.{given}", examples, longest)
+    known = min(draft.vocab_size, target.vocab_size)
+    if section.vocabulary is not None:
+        if written is not None:
+            raise ValueError(
+                f"draft.vocabulary is {section.vocabulary} but draft.init.from_model, {init.from_model}, is trimmed to "
+                f"{len(written)} tokens already: leave draft.vocabulary out to train on with those"
+            )
+        written = _most_frequent(section.vocabulary, known, target, tokenizer, examples)
+    if written is not None:
+        draft = trimmed_vocabulary(model, [token for token in written if token < known])
+    draft.model.requires_grad_(True)
+    return InitialDraft(draft.model, draft.output_tokens)
+
+
+def write_draft(draft: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """A finished draft as a plain transformers folder, which `decoding.model.loading.load_draft` reads back to the bit.
+
+    A trimmed one gets its other lm_head rows back, as `decoding.model.compress.with_filled_vocabulary` makes them, so
+    that every server can load it.
+    """
+    whole = with_filled_vocabulary(draft)
+    write_model(whole, tokenizer, folder)
+    if draft.output_tokens is not None:
+        write_output_tokens(folder, draft.output_tokens.tolist())
+
+
+def coverage(examples: Sequence[Example], tokens: Sequence[int] | Int[Tensor, " outputs"]) -> float:
+    """The share of the trained tokens that a draft of these tokens can write, 0 to 1; 1 where nothing is trained."""
+    kept = set(tokens.tolist() if isinstance(tokens, Tensor) else tokens)
+    found = [token in kept for example in examples for token in _trained_tokens(example)]
+    return sum(found) / len(found) if found else 1.0
+
+
+def _trained_tokens(example: Example) -> Iterator[int]:
+    """What the draft is to write: the tokens trained, but for each document's first, which nothing predicts."""
+    firsts = {0, *accumulate(example.lengths)}
+    for place, (token, trained) in enumerate(zip(example.tokens, example.trained, strict=True)):
+        if trained and place not in firsts:
+            yield token
+
+
+# --- from the target ------------------------------------------------------------------------------------------------
+
+
+def _from_target(
+    target: CausalLM, section: FromTargetSection, examples: Sequence[Example], trust_remote_code: bool
+) -> PreTrainedModel:
+    if section.width is None and section.inner_width is None:
+        return draft_from_target(target.model, section.layers, trust_remote_code)
+    config = target.model.config.get_text_config(decoder=True)
+    sizes = narrow_sizes(config, section.width, section.inner_width)
+    draft = draft_from_target(target.model, section.layers, trust_remote_code).float()
+    count = min(section.importance_rows, len(examples))
+    spread = [examples[row * len(examples) // count] for row in range(count)]
+    layers = _chosen_layers(section.layers, config.num_hidden_layers)
+    return pruned(draft, layers, measured(target.model, spread), sizes)
+
+
+def draft_from_target(
+    target: PreTrainedModel, layers: int | Sequence[int], trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """A model of the target's own architecture that starts as some of its layers, in the target's dtype on the CPU.
+
+    ``layers``: which, in this order, negative numbers counting from the last; or how many, evenly spaced from the first
+    to the last (one: the first).
+    """
+    config = copy.deepcopy(target.config.get_text_config(decoder=True))
+    kept = _chosen_layers(layers, config.num_hidden_layers)
+    _set_layers(config, kept)
+    draft = _new_model(config, target.dtype, trust_remote_code)
+    source = target.state_dict()
+    state = {}
+    for name in draft.state_dict():
+        parts = name.split(".")
+        # The first number in a parameter's name is its layer, in every family (model.layers.3., transformer.h.3.).
+        position = next((index for index, part in enumerate(parts) if part.isdigit()), None)
+        if position is not None:
+            parts[position] = str(kept[int(parts[position])])
+        if (theirs := ".".join(parts)) not in source:
+            raise ValueError(
+                f"the target, a {type(target).__name__}, has no plain {theirs}: merge its adapters if it has any, "
+                "or give draft.init.from_model or draft.init.from_config"
+            )
+        state[name] = source[theirs]
+    draft.load_state_dict(state)
+    _keep_ends(draft, target)
+    return draft
+
+
+def _chosen_layers(layers: int | Sequence[int], total: int) -> list[int]:
+    if isinstance(layers, int):
+        if not 1 <= layers <= total:
+            raise ValueError(f"draft.init.from_target.layers is {layers} but the target has {total} layers")
+        return _evenly_spaced(layers, total)
+    kept = [layer + total if layer < 0 else layer for layer in layers]
+    if not kept or min(kept) < 0 or max(kept) >= total:
+        raise ValueError(f"draft.init.from_target.layers is {list(layers)} but the target has layers 0 to {total - 1}")
+    return kept
+
+
+def _evenly_spaced(count: int, total: int) -> list[int]:
+    """``count`` of the numbers 0 to total - 1, first and last among them where there is more than one."""
+    return [(2 * index * (total - 1) + count - 1) // (2 * (count - 1)) if count > 1 else 0 for index in range(count)]
+
+
+def _set_layers(config: PreTrainedConfig, kept: Sequence[int]) -> None:
+    """Say in a config that it has these layers of its own, ``layer_types`` and other lists of one entry a layer too."""
+    total = config.num_hidden_layers
+    config.num_hidden_layers = len(kept)
+    for name, value in config.to_dict().items():
+        if isinstance(value, list) and len(value) == total:
+            setattr(config, name, [value[layer] for layer in kept])
+
+
+def _new_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    return model
+
+
+def _keep_ends(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+    """How texts end is as in the target; how the target likes to be sampled is not."""
+    if (ends := target.generation_config) is not None:
+        draft.generation_config = GenerationConfig(
+            bos_token_id=ends.bos_token_id, eos_token_id=ends.eos_token_id, pad_token_id=ends.pad_token_id
+        )
+
+
+# --- from a config --------------------------------------------------------------------------------------------------
+
+
+def draft_from_config(
+    target: PreTrainedModel, changes: Mapping[str, Any], trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """A model of the target's architecture with random weights (torch's global seed), in fp32 on the CPU.
+
+    ``changes`` is where its config differs from the target's. With another number of layers, lists of one entry a layer
+    take evenly spaced entries of the target's unless they are given.
+    """
+    base = target.config.get_text_config(decoder=True)
+    _check_known(base, changes)
+    config = copy.deepcopy(base)
+    names = ("num_hidden_layers", base.attribute_map.get("num_hidden_layers", "num_hidden_layers"))  # GPT-2: n_layer
+    layers = next((changes[name] for name in names if name in changes), base.num_hidden_layers)
+    _set_layers(config, _evenly_spaced(layers, base.num_hidden_layers))
+    try:
+        config = type(base).from_dict({**config.to_dict(), **_heads_that_follow(base, changes), **changes})
+        draft = _new_model(config, torch.float32, trust_remote_code)
+        _check_runs(draft)
+    except (
+        StrictDataclassError,
+        ValueError,
+        TypeError,
+        RuntimeError,
+        LookupError,
+        ArithmeticError,
+        AssertionError,
+    ) as error:
+        raise ValueError(f"draft.init.from_config makes no {base.model_type} model: {reason(error)}") from error
+    _keep_ends(draft, target)
+    return draft
+
+
+def _check_known(base: PreTrainedConfig, changes: Mapping[str, Any]) -> None:
+    """Refuse what the target's config does not have or no draft may change, and sizes that are none."""
+    own = base.to_dict().keys() - PreTrainedConfig().to_dict().keys() - {"vocab_size", "auto_map", "model_type"}
+    known = {*own, *base.attribute_map, "tie_word_embeddings"}
+    for key, value in changes.items():
+        if key == "vocab_size":
+            raise ValueError(f"draft.init.from_config.{key} is the target's: leave it out, and give draft.vocabulary")
+        if key not in known:
+            nearest = difflib.get_close_matches(str(key), known, n=3, cutoff=0.4)
+            remedy = f"did you mean {' or '.join(nearest)}?" if nearest else f"give some of {', '.join(sorted(known))}"
+            raise ValueError(
+                f"draft.init.from_config has the key {key!r}, which a {base.model_type} config lacks: {remedy}"
+            )
+        is_size = type(getattr(base, key)) is int and not key.endswith("token_id")
+        if is_size and not (type(value) is int and value >= 1):
+            raise ValueError(f"draft.init.from_config.{key} is {value!r}: give a whole number, 1 or more")
+
+
+def _heads_that_follow(base: PreTrainedConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """What heads are by default: each as large as hidden_size leaves room for, and all with keys of their own.
+
+    For a target that has it so too, whose config then says it in figures of its own.
+    """
+    hidden_size = changes.get("hidden_size", base.hidden_size)
+    heads = changes.get("num_attention_heads", base.num_attention_heads)
+    follow = {}
+    if getattr(base, "head_dim", None) == base.hidden_size // base.num_attention_heads:
+        follow["head_dim"] = hidden_size // heads
+    if getattr(base, "num_key_value_heads", None) == base.num_attention_heads:
+        follow["num_key_value_heads"] = heads
+    return follow
+
+
+def _check_runs(draft: PreTrainedModel) -> None:
+    """ValueError, or whatever error its family raises, for a model whose sizes do not fit together."""
+    config = draft.config
+    heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 1
+    if heads % groups:
+        raise ValueError(f"num_attention_heads ({heads}) is no multiple of num_key_value_heads ({groups})")
+    with torch.no_grad():
+        draft.eval()(torch.zeros((1, 2), dtype=torch.long), use_cache=False)
+
+
+# --- checks, and the vocabulary -------------------------------------------------------------------------------------
+
+
+def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, trust_remote_code: bool) -> None:
+    own = load_tokenizer(name, trust_remote_code)
+    try:
+        check_same_tokenizer(tokenizer, own)
+    except ValueError as error:
+        raise ValueError(f"draft.init.from_model: {error}") from error
+
+
+def check_reads(draft: CausalLM, target: CausalLM, key: str, examples: Sequence[Example], longest: int) -> None:
+    """Refuse a draft, which the recipe calls ``key``, that could not read what it will be given."""
+    if draft.max_positions is not None and draft.max_positions < longest:
+        raise ValueError(
+            f"the context of the draft from {key} holds {draft.max_positions} tokens, but it would read "
+            f"{longest}: lower data.max_length and the evaluation's tokens, or give another draft"
+        )
+    if draft.vocab_size < target.vocab_size:  # one family pads its vocabularies to several sizes
+        largest = max(max(example.tokens) for example in examples)
+        if largest >= draft.vocab_size:
+            raise ValueError(
+                f"the draft from {key} knows the tokens 0 to {draft.vocab_size - 1}, but the training "
+                f"data holds token {largest}: give a draft with the target's vocabulary"
+            )
+
+
+def _most_frequent(
+    count: int,
+    known: int,
+    target: CausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+) -> tuple[int, ...]:
+    """The commonest trained tokens below ``known``, and whatever ends a text."""
+    if count > known:
+        raise ValueError(f"draft.vocabulary is {count} but target and draft share {known} tokens: lower it")
+    ends = {*eos_token_ids(target.model, tokenizer)}
+    if tokenizer.eos_token_id is not None:
+        ends.add(tokenizer.eos_token_id)
+    always = sorted(token for token in ends if token < known)
+    if count < len(always):
+        raise ValueError(f"draft.vocabulary is {count} but {len(always)} tokens end texts: give room for more")
+    texts = ([token for token in _trained_tokens(example) if token < known] for example in examples)
+    return most_frequent_tokens(texts, count, always)

@@ -1,0 +1,126 @@
+"""A model's folder for readers of transformers 4 as well: without this they read another model, in silence.
+
+transformers 5 writes rotary embeddings as ``rope_parameters`` alone, where version 4 and the servers that read configs
+as it did look for ``rope_theta`` and ``rope_scaling``, take 10000 and none, and say nothing. Both versions' keys stand
+side by side afterwards. The names are those of transformers 4.57.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from decoding.model.header import read_object
+from decoding.model.loading import UNREADABLE
+
+_REMEDY = "write the model again"
+_LOGGER = logging.getLogger(__name__)
+_RENAMED = {"torch_dtype": "dtype", "num_experts": "num_local_experts"}
+"""Keys of transformers 4 -> those of transformers 5."""
+_NAMES = {"gpt_neox": ("rotary_emb_base", "rotary_pct")}
+"""Model type -> its keys for rope_theta and partial_rotary_factor, where they are others."""
+_LOCAL = ("gemma3_text", "gemma3n_text")
+"""The model types whose sliding layers have a ``rope_local_base_freq``."""
+_TYPE_ALONE = {"phi3": ("short_factor", "long_factor"), "olmo2": ("factor",)}
+"""The model types whose ``rope_scaling`` holds these and ``type``, and is refused with anything else."""
+
+
+def write_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    state_dict: dict[str, Tensor] | None = None,
+) -> None:
+    """Write a model, with other weights than its own if given, and its tokenizer as a plain transformers folder.
+
+    Readers of version 4 and of version 5 find the same model there, or a warning says why not.
+    """
+    disable_progress_bar()  # of the weights' writing: over before it is drawn
+    model.save_pretrained(folder, state_dict=state_dict)
+    tokenizer.save_pretrained(folder)
+    path = folder / "config.json"
+    stored = read_object(path, _REMEDY)
+    try:
+        both = config_for_both(type(model.config), stored)
+    except UNREADABLE as error:
+        _LOGGER.warning("programs with transformers 4 will misread %s: %s", folder, error)
+    else:
+        path.write_text(json.dumps(both, indent=2, sort_keys=True) + "\n")
+    _write_tokenizer_class(folder / "tokenizer_config.json")
+
+
+def config_for_both(kind: type[PreTrainedConfig], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json of transformers 5 with the keys that transformers 4 reads beside its own.
+
+    ValueError where version 4 has no words for it, or version 5 would make another config of both.
+    """
+    both = _with_older_keys(stored)
+    before, after = _as_read(kind, stored), _as_read(kind, both)
+    if differing := [key for key, value in before.items() if after.get(key) != value]:
+        raise ValueError(f"beside their keys transformers 5 reads {differing[0]} as {after.get(differing[0])!r}")
+    return both
+
+
+def _with_older_keys(stored: Mapping[str, Any]) -> dict[str, Any]:
+    renamed = {old: stored[new] for old, new in _RENAMED.items() if new in stored}
+    text = stored.get("text_config")
+    inner = {"text_config": _with_older_keys(text)} if isinstance(text, dict) else {}
+    return {**stored, **rope_keys(stored), **renamed, **inner}
+
+
+def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of transformers 4 that say what ``rope_parameters`` says; none for a config without."""
+    rope, family = config.get("rope_parameters"), config.get("model_type")
+    if not isinstance(rope, dict) or not rope:
+        return {}
+    keys: dict[str, Any] = {}
+    if all(isinstance(value, dict | None) for value in rope.values()):  # one for each type of layer
+        if family not in _LOCAL:
+            raise ValueError(f"they know one rotary embedding for all layers of a {family}, and it has several")
+        local, rope = rope.get("sliding_attention") or {}, rope.get("full_attention") or {}
+        if local.get("rope_type", "default") != "default":
+            raise ValueError(f"they know no rope_type {local['rope_type']!r} for sliding layers")
+        keys["rope_local_base_freq"] = local.get("rope_theta")
+    theta, share = _NAMES.get(str(family), ("rope_theta", "partial_rotary_factor"))
+    keys[theta] = rope.get("rope_theta")
+    keys[share] = rope.get("partial_rotary_factor")
+    if rope.get("rope_type", "default") != "default":
+        keys |= _scaling(rope, str(family), config)
+    return {key: value for key, value in keys.items() if value is not None}
+
+
+def _scaling(rope: Mapping[str, Any], family: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """``rope_scaling``, with the context that longrope was pretrained at where transformers 4 looks for it."""
+    if family in _TYPE_ALONE:
+        scaling = {"type": rope["rope_type"], **{key: rope.get(key) for key in _TYPE_ALONE[family]}}
+    else:
+        scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    original = rope.get("original_max_position_embeddings")
+    if rope["rope_type"] == "longrope" and original is not None and original != config.get("max_position_embeddings"):
+        return {"rope_scaling": scaling, "original_max_position_embeddings": original}
+    return {"rope_scaling": scaling}
+
+
+def _as_read(kind: type[PreTrainedConfig], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """What transformers 5 makes of a config, without the older name of ``rope_type``."""
+    read: dict[str, Any] = kind.from_dict(json.loads(json.dumps(stored))).to_dict()
+    if isinstance(rope := read.get("rope_parameters"), dict):
+        read["rope_parameters"] = {key: value for key, value in rope.items() if key != "type"}
+    return read
+
+
+def _write_tokenizer_class(path: Path) -> None:
+    """Name the class as both versions know it, and the special tokens that are nothing else as version 4 lists them."""
+    if not path.is_file():
+        return
+    stored = read_object(path, _REMEDY)
+    if stored.get("tokenizer_class") == "TokenizersBackend":
+        stored["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(stored.get("extra_special_tokens"), list):
+        stored["additional_special_tokens"] = stored.pop("extra_special_tokens")
+    path.write_text(json.dumps(stored, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,231 @@
+"""The Medusa-1 objective: heads on the hidden states of a frozen target (2401.10774, section 2.2.1).
+
+Also Hydra's (2402.05109), whose heads read the tokens before their own as well, and the same with soft targets: the
+distribution of the target itself at the position that predicts a head's token.
+"""
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from decoding.drafters import Drafter, MedusaDrafter
+from decoding.model.causal_lm import CausalLM, capture_lm_head_input, last_position
+from decoding.model.heads import MedusaConfig, MedusaHead, MedusaHeads
+from decoding.rules.best_tree import best_tree
+from trainer.data.batch import Batch
+from trainer.learning.fused import FusedLoss, fused_loss
+from trainer.learning.losses import LossMix
+from trainer.learning.objective import EVERYWHERE_THE_SAME, TermSums
+from trainer.learning.teachers import HiddenTeacher, Teacher, TopKTeacher
+from trainer.recipe.recipe import HeadsSection, LossSection
+from trainer.target.hidden import HiddenStates, LogitTransform, TopLogits
+
+_RANKS = 10  # of each head's best tokens, as in Medusa's published trees
+
+
+@dataclass(frozen=True)
+class HeadInputs:
+    """What the heads learn from: a batch, the target's states on it, and what of the target they share or imitate."""
+
+    batch: Batch
+    hidden: Float[Tensor, "batch positions hidden"]
+    embedded: Float[Tensor, "batch positions hidden"] | None = None
+    """The tokens' embeddings, for sequential heads."""
+    lm_head: Float[Tensor, "vocab hidden"] | None = None
+    """The target's, for heads that share it and for soft targets."""
+    top_k: TopLogits | None = None
+    transform: LogitTransform | None = None
+
+
+class MedusaTraining(nn.Module):
+    """The heads with their loss: a sum per head, at the tokens the answer is made of."""
+
+    def __init__(self, heads: MedusaHeads, loss: LossSection) -> None:
+        super().__init__()
+        self.heads = heads
+        self._loss = loss
+
+    def forward(self, inputs: HeadInputs) -> TermSums:
+        """Losses and correct argmaxes, (heads,) each."""
+        heads: Sequence[MedusaHead] = self.heads.heads  # type: ignore[assignment]  # ModuleList's items
+        sums = [self._head(k, head, inputs) for k, head in enumerate(heads)]
+        return TermSums(torch.stack([found.loss for found in sums]), torch.stack([found.correct for found in sums]))
+
+    def _head(self, k: int, head: MedusaHead, inputs: HeadInputs) -> FusedLoss:
+        ahead = k + 2  # head k at position t predicts token t+2+k
+        rows, places = inputs.batch.labelled(ahead).nonzero(as_tuple=True)
+        dtype = head.blocks[0].linear.weight.dtype  # type: ignore[union-attr]
+        embedded = None
+        if inputs.embedded is not None:  # of the tokens t+1 .. t+1+k, which are drafted before this head's own
+            before = places[:, None] + torch.arange(1, ahead, device=places.device)
+            embedded = inputs.embedded[rows[:, None], before].to(dtype)  # type: ignore[arg-type]
+        x = head.features(inputs.hidden[rows, places].to(dtype), embedded)  # type: ignore[arg-type]
+        loss = partial(
+            fused_loss,
+            labels=inputs.batch.tokens[rows, places + ahead],
+            mix=LossMix(self._loss.mix, self._loss.temperature),
+            teacher=_teacher(inputs, rows, places + ahead - 1) if self._loss.soft else None,
+        )
+        if head.lm_head is not None:  # inside its forward: only there are its weights whole when they are sharded
+            sums: FusedLoss = head.lm_head(x, read=loss)
+            return sums
+        assert inputs.lm_head is not None, "heads without an lm_head are given the target's"
+        return loss(x, inputs.lm_head)
+
+
+def _teacher(inputs: HeadInputs, rows: Tensor, places: Tensor) -> Teacher:
+    """The target's own distribution at these positions, which predict what the head predicts."""
+    if inputs.top_k is not None:
+        tokens, logits, log_total = (tensor[rows, places] for tensor in inputs.top_k)
+        return TopKTeacher(tokens, logits, log_total)
+    assert inputs.lm_head is not None, "soft targets want the target's lm_head"
+    return HiddenTeacher(inputs.hidden[rows, places].detach(), inputs.lm_head, inputs.transform)
+
+
+def head_weights(section: HeadsSection, step: int, steps: int) -> tuple[float, ...]:
+    """Each head's weight in the loss at a step (from 0) of ``steps``."""
+    weights = section.weights or tuple(section.decay**k for k in range(section.num_heads))
+    rise = math.sin((step + 1) / steps * math.pi / 2) if section.schedule == "sine" else 1.0
+    return tuple(rise * weight for weight in weights)
+
+
+def initial_heads(lm_head: Float[Tensor, "vocab hidden"], section: HeadsSection) -> MedusaHeads:
+    """Heads in fp32 where ``lm_head`` is: those in the folder ``heads.init``, else new ones that start as it."""
+    config = MedusaConfig(
+        hidden_size=lm_head.shape[1],
+        vocab_size=lm_head.shape[0],
+        num_heads=section.num_heads,
+        num_layers=section.num_layers,
+        tree=tuple((0,) * depth for depth in range(1, section.num_heads + 1)),
+        shared_lm_head=section.shared_lm_head,
+        sequential=section.sequential,
+    )
+    if section.init is None:
+        return MedusaHeads.for_lm_head(lm_head, config).float().to(lm_head.device)
+    heads = MedusaHeads.from_pretrained(section.init, torch.float32, lm_head.device).train()
+    wanted, found = replace(config, tree=()), replace(heads.config, tree=())
+    if wanted != found:
+        differing = next(name for name in vars(wanted) if getattr(wanted, name) != getattr(found, name))
+        raise ValueError(
+            f"heads.init is {section.init}, whose {differing} is {getattr(found, differing)} and not "
+            f"{getattr(wanted, differing)}: set the recipe's heads section to fit, or start from other heads"
+        )
+    return heads
+
+
+class MedusaObjective:
+    """Heads, the hidden states of their frozen target, and the loss Σ weight of head k * loss of head k."""
+
+    hit_name = "top1"
+
+    def __init__(self, states: HiddenStates, section: HeadsSection, steps: int, dtype: torch.dtype) -> None:
+        """``dtype`` is what the finished heads are stored and decoded in: the target's."""
+        self._states = states
+        self._section = section
+        self._steps = steps
+        self._dtype = dtype
+        self.terms = tuple(f"head_{k}" for k in range(section.num_heads))
+        self._lm_head: Tensor | None = None
+        self.module: MedusaTraining = MedusaTraining(initial_heads(states.lm_head, section), section.loss)
+
+    def weights(self, step: int) -> tuple[float, ...]:
+        return head_weights(self._section, step, self._steps)
+
+    def rates(self, step: int) -> Mapping[str, float]:
+        return EVERYWHERE_THE_SAME
+
+    def counts(self, batch: Batch) -> Float[Tensor, " terms"]:
+        return head_counts(batch, len(self.terms))
+
+    def inputs(self, batch: Batch, step: int) -> tuple[Any, ...]:
+        states, section = self._states, self._section
+        top_k = states.top_k(batch) if section.loss.soft else None
+        uses_lm_head = section.shared_lm_head or (section.loss.soft and top_k is None)
+        return (
+            HeadInputs(
+                batch,
+                states.hidden(batch),
+                states.embedded(batch.tokens) if section.sequential else None,
+                self._lm_head_on(batch.tokens.device) if uses_lm_head else None,
+                top_k,
+                states.transform,
+            ),
+        )
+
+    def _lm_head_on(self, device: torch.device) -> Float[Tensor, "vocab hidden"]:
+        """The target's, where the heads are: a target spread over several devices may have it on another."""
+        if self._lm_head is None or self._lm_head.device != device:
+            self._lm_head = self._states.lm_head.to(device)
+        return self._lm_head
+
+    def drafter(self) -> Drafter:
+        return MedusaDrafter(heads_for_decoding(self.module.heads, self._dtype))
+
+    def choose_tree(self, target: CausalLM, texts: Sequence[tuple[Sequence[int], int]]) -> None:
+        """Fit the tree to the heads: the paths that are right most often on the target's own greedy texts.
+
+        ``texts`` are (tokens, prompt length) pairs.
+        """
+        fit_tree(self.module.heads, target, texts, self._section.tree_nodes)
+
+    def save(self, folder: Path) -> None:
+        heads_for_decoding(self.module.heads, self._dtype).save_pretrained(folder)
+
+
+def head_counts(batch: Batch, num_heads: int) -> Float[Tensor, " heads"]:
+    """How many labels each head has."""
+    return torch.stack([batch.labelled(k + 2).sum() for k in range(num_heads)])
+
+
+def heads_for_decoding(heads: MedusaHeads, dtype: torch.dtype) -> MedusaHeads:
+    """A copy that decoding may keep while training goes on, cast as it is copied: fp32 is never held twice."""
+    cast = {id(p): nn.Parameter(p.detach().to(dtype, copy=True), p.requires_grad) for p in heads.parameters()}
+    return copy.deepcopy(heads, cast).eval()  # which takes for a copy what it finds there
+
+
+def fit_tree(heads: MedusaHeads, target: CausalLM, texts: Sequence[tuple[Sequence[int], int]], tree_nodes: int) -> None:
+    """Give the heads the best tree of ``tree_nodes`` drafted nodes by their accuracies on these texts."""
+    accuracies = rank_accuracies(target, heads_for_decoding(heads, target.dtype), texts)
+    heads.config = replace(heads.config, tree=best_tree(accuracies, tree_nodes))
+
+
+@torch.inference_mode()
+def rank_accuracies(
+    target: CausalLM, heads: MedusaHeads, texts: Sequence[tuple[Sequence[int], int]]
+) -> list[list[float]]:
+    """``[k][r]``: how often head k's rank-r token (both from 0) is the token of the text it predicts.
+
+    A sequential head is given the text's own tokens before that one.
+    """
+    counts = torch.zeros(heads.config.num_heads, _RANKS)
+    totals = torch.zeros(heads.config.num_heads, 1)
+    lm_head, embed = target.model.get_output_embeddings(), target.model.get_input_embeddings()
+    device = next(heads.parameters()).device
+    for tokens, prompt_length in texts:
+        ids = torch.tensor([list(tokens)], device=target.device)
+        with capture_lm_head_input(target.model, select=last_position) as captured:
+            target.model(input_ids=ids, use_cache=False)
+        hidden, text = captured[0][0].to(device), ids[0].to(device)
+        embedded = embed(ids[0]).to(device) if heads.config.sequential else None
+        for k, head in enumerate(heads.heads):
+            first = max(prompt_length - 1, 0)  # the position whose lm_head wrote the first new token
+            labels = text[first + k + 2 :]
+            if not len(labels):
+                continue
+            before = None
+            if embedded is not None:  # (labels, k+1, hidden): the tokens between the state and the label
+                before = embedded[first + 1 : -1].unfold(0, k + 1, 1).transpose(1, 2)
+            logits = head(hidden[first : first + len(labels)], lm_head, before)
+            best = logits.topk(min(_RANKS, heads.config.vocab_size)).indices.to(device)
+            counts[k, : best.shape[1]] += (best == labels[:, None]).sum(0).cpu()
+            totals[k] += len(labels)
+    shares: list[list[float]] = (counts / totals.clamp(min=1)).tolist()
+    return shares

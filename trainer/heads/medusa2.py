@@ -1,0 +1,180 @@
+"""The Medusa-2 objective: heads and the target's LoRA adapters, trained jointly (2401.10774, section 2.2.2)."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from decoding.drafters import Drafter, MedusaDrafter
+from decoding.model.architecture import is_spread
+from decoding.model.causal_lm import CausalLM, capture_lm_head_input, last_position
+from trainer.data.batch import Batch
+from trainer.files.transformers4 import write_model
+from trainer.heads.medusa import (
+    HeadInputs,
+    MedusaTraining,
+    fit_tree,
+    head_counts,
+    head_weights,
+    heads_for_decoding,
+    initial_heads,
+)
+from trainer.learning.fused import fused_loss
+from trainer.learning.lora import base_of, merged_weights, refuse_embeddings, wake, with_adapters
+from trainer.learning.losses import LossMix
+from trainer.learning.objective import TermSums
+from trainer.learning.teachers import HiddenTeacher
+from trainer.recipe.recipe import AdaptersSection, HeadsSection
+from trainer.target.hidden import check_logits, logit_scale, logit_transform, read_at_lm_head
+
+if TYPE_CHECKING:  # slow to import, and of use to this objective alone
+    from peft import PeftModel
+
+TARGET_FOLDER = "target"
+"""Where `Medusa2Objective.save` writes the target that goes with the heads."""
+
+
+class JointTraining(nn.Module):
+    """The target under its adapters, and heads on it. The last term of the loss is the target's own next token."""
+
+    def __init__(self, model: "PeftModel", heads: MedusaTraining) -> None:
+        super().__init__()
+        self.model = model
+        self.heads = heads
+        config = self._target.config.get_text_config(decoder=True)  # type: ignore[operator,union-attr]
+        self._transform, self._scale = logit_transform(config), logit_scale(config)
+
+    def forward(
+        self, batch: Batch, joint: bool, teacher: Float[Tensor, "batch positions hidden"] | None = None
+    ) -> TermSums:
+        """Losses (heads + 1,). Without ``joint`` the target stands still.
+
+        ``teacher`` holds the hidden states of the target as it was, for the divergence from it; without them its own
+        loss is the cross entropy on the data.
+        """
+        found: list[TermSums] = []
+
+        def read(hidden: Tensor, lm_head: Tensor) -> None:
+            with torch.enable_grad():
+                found.append(self._losses(batch, hidden, lm_head, teacher))
+
+        with torch.set_grad_enabled(joint), read_at_lm_head(self._target, read):
+            self._target(**batch.model_inputs(), use_cache=False)
+        losses, hits = found[0]
+        if not joint:  # data parallelism waits for the gradient of everything that is trained
+            still = [p for p in self.model.parameters() if p.requires_grad and p.numel()]
+            losses = losses + 0 * sum((p.sum() for p in still), torch.zeros((), device=losses.device))
+        return TermSums(losses, hits)
+
+    @property
+    def _target(self) -> nn.Module:
+        """The target itself: peft replaced layers inside it."""
+        return base_of(self.model)
+
+    def _losses(self, batch: Batch, hidden: Tensor, lm_head: Tensor, teacher: Tensor | None) -> TermSums:
+        embedded = None
+        if self.heads.heads.config.sequential:
+            with torch.no_grad():
+                embedded = self._target.get_input_embeddings()(batch.tokens)  # type: ignore[operator]  # nn.Module's
+        inputs = HeadInputs(batch, hidden, embedded, lm_head, transform=self._transform)
+        losses, hits = self.heads(inputs)
+        labelled, labels = batch.labelled(1), batch.shifted(1)
+        was = None if teacher is None else HiddenTeacher(teacher[labelled], lm_head, self._transform)
+        mix = LossMix({"cross_entropy": 1.0} if was is None else {"forward_kl": 1.0})
+        own = fused_loss(hidden[labelled] * self._scale, lm_head, labels[labelled], mix, was)
+        return TermSums(torch.cat([losses, own.loss[None]]), torch.cat([hits, own.correct[None]]))
+
+
+class Medusa2Objective:
+    """Heads and adapters on one target: weight of head k * its loss, and the target's own loss beside them."""
+
+    hit_name = "top1"
+
+    def __init__(
+        self,
+        target: CausalLM,
+        tokenizer: PreTrainedTokenizerBase,
+        heads: HeadsSection,
+        adapters: AdaptersSection,
+        steps: int,
+    ) -> None:
+        _refuse_unfit(target, adapters)
+        self._tokenizer = tokenizer
+        self._section, self._adapters, self._steps, self._dtype = heads, adapters, steps, target.dtype
+        self.terms = (*(f"head_{k}" for k in range(heads.num_heads)), "target")
+        training = MedusaTraining(initial_heads(target.model.get_output_embeddings().weight, heads), heads.loss)
+        if adapters.gradient_checkpointing:
+            # The name in transformers from 5.23 on, and the one before it.
+            model, names = target.model, ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+            next(getattr(model, name) for name in names if hasattr(model, name))({"use_reentrant": False})
+        self.module: JointTraining = JointTraining(with_adapters(target.model, adapters, "adapters"), training)
+
+    def _is_joint(self, step: int) -> bool:
+        return step >= self._adapters.heads_first_steps
+
+    def weights(self, step: int) -> tuple[float, ...]:
+        weights = head_weights(self._section, step, self._steps)
+        if not self._is_joint(step):
+            return (*weights, 0.0)
+        return (*(self._adapters.heads_weight * weight for weight in weights), self._adapters.base_weight)
+
+    def rates(self, step: int) -> Mapping[str, float]:
+        return {"heads.": self._adapters.heads_rate, "": 1.0 if self._is_joint(step) else 0.0}
+
+    def counts(self, batch: Batch) -> Float[Tensor, " terms"]:
+        heads = head_counts(batch, self._section.num_heads)
+        return torch.cat([heads, batch.labelled(1).sum()[None]])
+
+    def inputs(self, batch: Batch, step: int) -> tuple[Any, ...]:
+        joint = self._is_joint(step)
+        self.module.eval()
+        teacher = self._as_it_was(batch) if joint and self._adapters.base_loss == "forward_kl" else None
+        if joint:
+            wake(self.module.model)
+        return batch, joint, teacher
+
+    @torch.no_grad()
+    def _as_it_was(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
+        """The hidden states of the target with its adapters switched off."""
+        model = self.module.model
+        with model.disable_adapter(), capture_lm_head_input(model.get_base_model(), select=last_position) as captured:
+            model.get_base_model()(**batch.model_inputs(), use_cache=False)
+        return captured[0]
+
+    def drafter(self) -> Drafter:
+        self.module.eval()
+        return MedusaDrafter(heads_for_decoding(self.module.heads.heads, self._dtype))
+
+    def choose_tree(self, target: CausalLM, texts: Sequence[tuple[Sequence[int], int]]) -> None:
+        """Fit the tree to the heads and the adapted target: see `medusa.MedusaObjective.choose_tree`."""
+        fit_tree(self.module.heads.heads, target, texts, self._section.tree_nodes)
+
+    def save(self, folder: Path) -> None:
+        """The heads, and in ``target/`` the target they belong to: whole, or its adapters alone."""
+        heads_for_decoding(self.module.heads.heads, self._dtype).save_pretrained(folder)
+        if self._adapters.export == "adapter":
+            self._tokenizer.save_pretrained(folder / TARGET_FOLDER)
+            self.module.model.save_pretrained(str(folder / TARGET_FOLDER))
+            return
+        merged = merged_weights(self.module.model)
+        write_model(base_of(self.module.model), self._tokenizer, folder / TARGET_FOLDER, merged)
+
+
+def _refuse_unfit(target: CausalLM, section: AdaptersSection) -> None:
+    model = target.model
+    if is_spread(model):
+        raise ValueError(
+            "adapters train the target itself, which device_map=auto spread over several devices: set device_map=null, "
+            "or train heads alone (a recipe without adapters)"
+        )
+    refuse_embeddings(model, section, "adapters")
+    if cap := getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None):
+        raise ValueError(
+            f"the target caps its logits softly at {cap}, through which its own loss is not trained here: "
+            "train heads alone (a recipe without adapters)"
+        )
+    check_logits(model)

@@ -1,0 +1,1 @@
+"""Objective protocol, losses and teachers."""

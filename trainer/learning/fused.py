@@ -1,0 +1,322 @@
+"""A linear layer and its loss in one: sums over the trained tokens, and no [tokens, vocabulary] tensor beyond a chunk.
+
+Sums, not means: the loop divides by the count over the whole batch of all processes and accumulation steps, which is
+what makes accumulation and data parallelism exact.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from trainer.learning.losses import Comparison, LossMix
+from trainer.learning.teachers import TargetRows, Teacher
+
+CHUNK_BYTES = 128 * 2**20
+"""Logits of a chunk: fewer make the products with the weight slow, more make the memory grow and nothing faster."""
+_BLOCK_BYTES = 2 * 2**20
+"""fp32 rows that are softmaxed together on a CPU: what stays in its cache."""
+
+
+class FusedLoss(NamedTuple):
+    """Sums over the tokens."""
+
+    loss: Float[Tensor, ""]
+    correct: Int[Tensor, ""]
+    """How many argmaxes are the label."""
+    accepted: Float[Tensor, ""]
+    """Σ min(p, q) at the mix's temperature, what token rejection would accept; 0 without a teacher. No gradient."""
+
+
+def fused_loss(
+    hidden: Float[Tensor, "tokens hidden"],
+    weight: Float[Tensor, "outputs hidden"],
+    labels: Int[Tensor, " tokens"],
+    mix: LossMix,
+    teacher: Teacher | None = None,
+    *,
+    tokens: Int[Tensor, " outputs"] | None = None,
+    soft_cap: float | None = None,
+    chunk: int | None = None,
+) -> FusedLoss:
+    """Sum over tokens of ``mix``'s weighted terms for logits ``hidden @ weight.T``, and how good these are.
+
+    ``cross_entropy`` is at ``labels``; the others are `losses.divergence`'s between ``teacher`` and the logits. The
+    teacher and a frozen weight get no gradient.
+
+    ``tokens[i]`` is the target's token that row i of ``weight`` writes; without it, row i writes token i. Labels are
+    the target's tokens too: one that no row writes adds nothing to the cross entropy. With ``soft_cap`` c the logits
+    are c tanh(hidden @ weight.T / c), as Gemma-2's.
+
+    Gradients of a chunk are formed while its logits exist, in their place: at most ``chunk`` rows of logits are ever
+    held (as many of the teacher's besides), and nothing is computed twice. Products run in autocast's dtype, the
+    softmax in fp32. Raises ValueError for a divergence without a teacher, and for a teacher that does not fit.
+    After Liger Kernel, 2410.10989, section 3.2.
+    """
+    if teacher is None and mix.soft:
+        raise ValueError(f"the loss is mixed of {', '.join(mix.weights)}, which needs a teacher: give one")
+    layer = _Outputs(len(weight), tokens, soft_cap)
+    if not torch.is_grad_enabled():  # inside apply nobody could tell
+        hidden, weight = hidden.detach(), weight.detach()
+    return FusedLoss(*_FusedLoss.apply(hidden, weight, labels, mix, teacher, layer, chunk))  # type: ignore[no-untyped-call]  # torch's
+
+
+@torch.no_grad()
+def token_divergences(
+    hidden: Float[Tensor, "tokens hidden"],
+    weight: Float[Tensor, "outputs hidden"],
+    teacher: Teacher,
+    temperature: float = 1.0,
+    *,
+    tokens: Int[Tensor, " outputs"] | None = None,
+    soft_cap: float | None = None,
+    chunk: int | None = None,
+) -> Float[Tensor, " tokens"]:
+    """The forward KL of each token, without gradient: what tokens are selected by (AdaSPEC, 2510.19779).
+
+    Arguments as `fused_loss`'s.
+    """
+    layer, dtype = _Outputs(len(weight), tokens, soft_cap), _product_dtype(hidden)
+    found = [torch.zeros(0, dtype=_wide(dtype), device=hidden.device)]
+    with torch.autocast(hidden.device.type, enabled=False):
+        for rows, logits in _chunks(hidden.to(dtype), weight.to(dtype), teacher.width, chunk):
+            target = teacher.rows(rows.start, rows.stop, temperature).to(hidden.device)
+            for block in _blocks(logits, teacher.width):
+                log_q = (layer.scores(logits[block]) / temperature).log_softmax(-1)
+                sides, _ = layer.compare(target.block(block), log_q, log_q.exp(), temperature)
+                found.append(sides.forward_kl().value)
+    return torch.cat(found)
+
+
+class _FusedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        mix: LossMix,
+        teacher: Teacher | None,
+        layer: "_Outputs",
+        chunk: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dtype, width = _product_dtype(hidden), 0 if teacher is None else teacher.width
+        wide = _wide(dtype)
+        sums = FusedLoss(*(torch.zeros((), dtype=kind, device=hidden.device) for kind in (wide, torch.long, wide)))
+        hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        weight_gradient = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        compute_hidden, compute_weight = hidden.to(dtype), weight.to(dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for rows, logits in _chunks(compute_hidden, compute_weight, width, chunk):
+                target = None
+                if teacher is not None:
+                    target = teacher.rows(rows.start, rows.stop, mix.temperature).to(hidden.device)
+                found = _turn_into_gradient(logits, labels[rows], mix, target, layer)
+                for total, part in zip(sums, found, strict=True):
+                    total += part
+                if hidden_gradient is not None:
+                    hidden_gradient[rows] = logits @ compute_weight
+                if weight_gradient is not None:
+                    weight_gradient += logits.T @ compute_hidden[rows]
+        ctx.save_for_backward(hidden_gradient, None if weight_gradient is None else weight_gradient.to(weight.dtype))
+        ctx.mark_non_differentiable(sums.correct, sums.accepted)
+        return sums.loss, sums.correct, sums.accepted
+
+    @staticmethod
+    def backward(ctx: Any, loss_gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        scaled = (None if saved is None else saved * loss_gradient.to(saved.dtype) for saved in ctx.saved_tensors)
+        return *scaled, None, None, None, None, None
+
+
+def _product_dtype(hidden: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _rows_within(size: int, width: int, dtype: torch.dtype) -> int:
+    return max(1, size // (width * dtype.itemsize))
+
+
+def _chunks(
+    hidden: Float[Tensor, "tokens hidden"], weight: Float[Tensor, "outputs hidden"], width: int, chunk: int | None
+) -> Iterator[tuple[slice, Float[Tensor, "rows outputs"]]]:
+    """The products of ``chunk`` tokens at a time, always in the same memory; ``width``: the teacher's per token."""
+    chunk = chunk or _rows_within(CHUNK_BYTES, max(len(weight), width), weight.dtype)
+    held = torch.empty(min(chunk, len(hidden)), len(weight), dtype=weight.dtype, device=hidden.device)
+    for start in range(0, len(hidden), chunk):
+        rows = slice(start, min(start + chunk, len(hidden)))
+        yield rows, torch.mm(hidden[rows], weight.T, out=held[: rows.stop - start])
+
+
+def _blocks(logits: Float[Tensor, "rows outputs"], width: int) -> Iterator[slice]:
+    """Rows that are softmaxed together.
+
+    A processor's cache holds a few rows: softmax them there. A GPU is quicker with few and large operations.
+    """
+    on_processor = logits.device.type == "cpu"
+    widest = max(logits.shape[1], width)
+    size = _rows_within(_BLOCK_BYTES, widest, _wide(logits.dtype)) if on_processor else max(1, len(logits))
+    return (slice(start, start + size) for start in range(0, len(logits), size))
+
+
+def _turn_into_gradient(
+    logits: Float[Tensor, "rows outputs"],
+    labels: Int[Tensor, " rows"],
+    mix: LossMix,
+    target: TargetRows | None,
+    layer: "_Outputs",
+) -> FusedLoss:
+    """Overwrite a linear layer's products with the loss's gradient with respect to them."""
+    wide = _wide(logits.dtype)
+    loss, accepted = (torch.zeros((), dtype=wide, device=logits.device) for _ in range(2))
+    correct = torch.zeros((), dtype=torch.long, device=logits.device)
+    written = layer.rows(labels)
+    for block in _blocks(logits, 0 if target is None else target.logits.shape[1]):
+        scores, right = layer.scores(logits[block]), written[block]
+        correct += (scores.argmax(-1) == right).sum()
+        known = None if target is None else target.block(block)
+        block_loss, block_accepted, gradient = _mixed(scores, right, mix, known, layer)
+        logits[block] = layer.through_cap(gradient, scores)
+        loss += block_loss
+        accepted += block_accepted
+    return FusedLoss(loss, correct, accepted)
+
+
+def _mixed(
+    scores: Float[Tensor, "rows outputs"],
+    right: Int[Tensor, " rows"],
+    mix: LossMix,
+    target: TargetRows | None,
+    layer: "_Outputs",
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, "rows outputs"]]:
+    """The loss of wide logits, what would be accepted, and the loss's gradient with respect to them."""
+    loss, accepted, gradient, log_q, q = scores.new_zeros(()), scores.new_zeros(()), None, None, None
+    if target is not None:
+        log_q = (scores if mix.temperature == 1 else scores / mix.temperature).log_softmax(-1)
+        q = log_q.exp()
+        sides, to_logits = layer.compare(target, log_q, q, mix.temperature)
+        accepted = sides.overlap.sum()
+        if mix.soft:
+            loss, pull = _divergences(sides, mix)
+            gradient = to_logits(pull)
+            if mix.temperature != 1:
+                gradient.div_(mix.temperature)
+    if "cross_entropy" in mix.weights:
+        if log_q is None or mix.temperature != 1:
+            log_q, q = scores.log_softmax(-1), None
+        factor = mix.weights["cross_entropy"] * (right >= 0)[:, None].to(log_q.dtype)
+        label = right.clamp(min=0)[:, None]
+        loss = loss - (factor * log_q.gather(1, label)).sum()
+        hard = (log_q.exp_() if q is None else q).mul_(factor).scatter_add_(1, label, -factor)
+        gradient = hard if gradient is None else gradient.add_(hard)
+    assert gradient is not None, "a mix without divergences is a cross entropy"
+    return loss, accepted, gradient
+
+
+def _divergences(sides: Comparison, mix: LossMix) -> tuple[Float[Tensor, ""], Float[Tensor, "rows outcomes"]]:
+    """The weighted sum of the divergences in ``mix``, and of what they pull each outcome by."""
+    loss, pull = sides.overlap.new_zeros(()), None
+    for kind, factor in mix.weights.items():
+        if kind != "cross_entropy":
+            value, part = sides.term(kind, mix)
+            loss = loss + factor * value.sum()
+            # Not in place: a pull may be what other terms read.
+            pull = (part if factor == 1 else part * factor) if pull is None else pull.add(part, alpha=factor)
+    assert pull is not None, "a soft mix has a divergence"
+    return loss, pull
+
+
+class _Outputs:
+    """What an lm_head writes: the target's tokens in their order or others, and its logits after the products."""
+
+    def __init__(self, count: int, tokens: Int[Tensor, " outputs"] | None, soft_cap: float | None) -> None:
+        assert tokens is None or len(tokens) == count, "one token for each row of the weight"
+        self._count, self._tokens, self._cap = count, tokens, soft_cap
+        self._sorted = None if tokens is None else tokens.sort()
+
+    def scores(self, products: Float[Tensor, "rows outputs"]) -> Float[Tensor, "rows outputs"]:
+        """Logits, wide."""
+        scores = products.to(_wide(products.dtype))
+        return scores if self._cap is None else (scores / self._cap).tanh_().mul_(self._cap)
+
+    def through_cap(
+        self, gradient: Float[Tensor, "rows outputs"], scores: Float[Tensor, "rows outputs"]
+    ) -> Float[Tensor, "rows outputs"]:
+        """From the gradient with respect to logits to that with respect to the products."""
+        return gradient if self._cap is None else gradient.mul_(1 - (scores / self._cap).square_())
+
+    def rows(self, tokens: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+        """Which row writes each of the target's tokens; -1: none."""
+        if self._sorted is None:
+            return tokens.where(tokens < self._count, -1)
+        known, order = self._sorted
+        place = torch.searchsorted(known, tokens).clamp_(max=self._count - 1)
+        return order[place].where(known[place] == tokens, -1)
+
+    def compare(
+        self,
+        target: TargetRows,
+        log_q: Float[Tensor, "rows outputs"],
+        q: Float[Tensor, "rows outputs"],
+        temperature: float,
+    ) -> tuple[Comparison, Callable[[Tensor], Tensor]]:
+        """Both sides of the outcomes known, and the way from what pulls these to the gradient of all logits."""
+        log_p = target.log_p(temperature, q.dtype)
+        if target.tokens is None:
+            whole = self._tokens is None and self._count == log_p.shape[1]
+            return Comparison(self._columns(log_p), log_q, q, whole=whole), partial(_of_all, q)
+        weights = target.weights(log_p)
+        if weights is None:
+            if self._tokens is not None:
+                raise ValueError(
+                    "the target's best logits, with all others as one outcome, cannot teach a draft that writes some "
+                    "tokens only: give the target's lm_head, or its best logits with a sample of the others"
+                )
+            others = q.scatter(1, target.tokens, 0.0)
+            rest = others.sum(-1, keepdim=True).clamp_(min=torch.finfo(q.dtype).tiny)
+            merged = torch.cat((log_q.gather(1, target.tokens), rest.log()), 1)
+            return Comparison(log_p, merged, merged.exp()), partial(_of_best_and_rest, q, target.tokens, others / rest)
+        rows = self.rows(target.tokens)
+        weights = weights.masked_fill_(rows < 0, 0.0)
+        rows = rows.clamp_(min=0)
+        sides = Comparison(log_p, log_q.gather(1, rows), q.gather(1, rows), weights, whole=False)
+        return sides, partial(_of_sample, q, rows)
+
+    def _columns(self, log_p: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows outputs"]:
+        """Those of the tokens that are written."""
+        if self._tokens is not None:
+            return log_p[:, self._tokens]
+        if self._count > log_p.shape[1]:
+            raise ValueError(
+                f"the draft writes {self._count} tokens but the target knows {log_p.shape[1]}: "
+                f"give the first {log_p.shape[1]} rows of the draft's lm_head"
+            )
+        return log_p[:, : self._count]
+
+
+def _of_all(q: Tensor, pull: Float[Tensor, "rows outputs"]) -> Float[Tensor, "rows outputs"]:
+    """The gradient where every output is an outcome."""
+    return (q * pull.sum(-1, keepdim=True)).sub_(pull)
+
+
+def _of_sample(q: Tensor, rows: Tensor, pull: Float[Tensor, "rows outcomes"]) -> Float[Tensor, "rows outputs"]:
+    """The gradient where the outcomes are some of the outputs, some of them more than once."""
+    return (q * pull.sum(-1, keepdim=True)).scatter_add_(1, rows, -pull)
+
+
+def _of_best_and_rest(
+    q: Tensor, tokens: Tensor, shares: Tensor, pull: Float[Tensor, "rows outcomes"]
+) -> Float[Tensor, "rows outputs"]:
+    """The gradient where the last outcome is all outputs but ``tokens``; ``shares``: of these in it, else 0.
+
+    The rest's logit is the logsumexp of its tokens' logits, so each of these gets its share of the gradient.
+    """
+    gradient = (q * pull.sum(-1, keepdim=True)).sub_(shares * pull[:, -1:])
+    return gradient.scatter_add_(1, tokens, -pull[:, :-1])

@@ -1,0 +1,232 @@
+"""What a draft or a head is trained by: the terms of a loss, as readable formulas and in closed form.
+
+`divergence` is written for the reader. `Comparison` works out the same per token together with what each outcome is
+pulled by, which is all that `trainer.learning.fused` needs of the mathematics; the tests hold it against the formulas.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd", "tvd_plus", "acceptance", "lk"]
+Term = Literal["cross_entropy", Divergence]
+
+_LEAST_DEVIATION = 1e-3
+"""Of the rewards in ``tvd_plus``: a token whose rewards are all but equal weighs at most a thousand times its TVD."""
+
+
+@dataclass(frozen=True)
+class LossMix:
+    """What a loss is mixed of, and how its terms are tuned.
+
+    Raises ValueError for no term, an unknown one, or a setting out of its range.
+    """
+
+    weights: Mapping[Term, float]
+    temperature: float = 1.0
+    """Divides both sides' logits in the divergences; the cross entropy knows nothing of it."""
+    beta: float = 0.5
+    """``jsd``: the target's share in the mixture that both sides are compared with, between 0 and 1."""
+    eta: float = 3.0
+    """``lk``: how soon the KL gives way as acceptance rises."""
+
+    def __post_init__(self) -> None:
+        if not self.weights or not self.weights.keys() <= set(get_args(Term)):
+            raise ValueError(
+                f"the loss is mixed of {list(self.weights)}: give one or more of {', '.join(get_args(Term))}"
+            )
+        if not self.temperature > 0:
+            raise ValueError(f"the loss has temperature {self.temperature:g}: give one above 0")
+        if not 0 < self.beta < 1:
+            raise ValueError(f"jsd has beta {self.beta:g}: give one between 0 and 1, or use a KL divergence")
+        if not self.eta >= 0:
+            raise ValueError(f"lk has eta {self.eta:g}: give 0 or more")
+
+    @property
+    def soft(self) -> bool:
+        """Whether any term asks for the target's distribution."""
+        return self.weights.keys() != {"cross_entropy"}
+
+
+def divergence(
+    draft_logits: Float[Tensor, "tokens outputs"],
+    target_logits: Float[Tensor, "tokens vocab"],
+    kind: Divergence,
+    temperature: float = 1.0,
+    *,
+    tokens: Int[Tensor, " outputs"] | None = None,
+    beta: float = 0.5,
+    eta: float = 3.0,
+) -> Float[Tensor, ""]:
+    """Sum over tokens of the divergence between the target's p and the draft's q, both softmaxed in fp32.
+
+    - ``forward_kl``: KL(p‖q).
+    - ``reverse_kl``: KL(q‖p), beyond all bounds where the target excludes a token that the draft does not.
+    - ``tvd``: half the L1 distance, 1 - Σ min(p, q), which is 1 - acceptance of token rejection (DistillSpec,
+      2310.08461, section 3.2).
+    - ``jsd``: β KL(p‖m) + (1-β) KL(q‖m) with m = β p + (1-β) q (GKD, 2306.13649).
+    - ``acceptance``: -log Σ min(p, q) (LK losses, 2602.23881).
+    - ``lk``: λ KL(p‖q) + (1-λ) tvd with λ = exp(-η Σ min(p, q)) (the same; there the mean over a batch, here each
+      token has its own).
+    - ``tvd_plus``: TVD++ (Direct Alignment, 2403.00858). The gradient of ``tvd`` is that of a policy rewarded by 1 for
+      a token with p > q, 0 for one with p < q. Less their mean (which changes no gradient) and over their standard
+      deviation σ under q, the rewards make it that of tvd / σ. There σ is a batch's, here each token has its own.
+
+    No gradient flows through λ and σ; they are each token's own because sums that knew their batch would not add up
+    over accumulation steps and processes. Not scaled by temperature squared.
+
+    ``tokens[i]`` is the target's token that the draft's output i stands for; without it, token i. Where the draft
+    knows only some of the tokens, S, p is not renormalised, and what the draft cannot say costs only what cannot be
+    helped: sums go over S, ``forward_kl`` is p(S) KL(p_S‖q) with p_S the target's distribution on S, ``tvd`` and
+    ``acceptance`` count the rest of p as lost, and ``jsd`` is that over all tokens.
+    """
+    wide = torch.float64 if draft_logits.dtype == torch.float64 else torch.float32
+    # Of what is impossible the log is the smallest finite number: times a probability of 0, that is 0 and not nan.
+    lowest = torch.finfo(wide).min
+    log_q = (draft_logits.to(wide) / temperature).log_softmax(-1).clamp(min=lowest)
+    log_p = (target_logits.to(wide) / temperature).log_softmax(-1).clamp(min=lowest)
+    covered = torch.ones_like(log_p[:, 0])
+    if tokens is not None or log_q.shape[1] < log_p.shape[1]:
+        log_p = log_p[:, : log_q.shape[1]] if tokens is None else log_p[:, tokens]
+        covered = log_p.exp().sum(-1)
+    p, q = log_p.exp(), log_q.exp()
+    overlap = torch.minimum(p, q).sum(-1)
+    forward_kl = (p * (log_p - log_q)).sum(-1) - torch.special.xlogy(covered, covered)
+    each: Tensor
+    match kind:
+        case "forward_kl":
+            each = forward_kl
+        case "reverse_kl":
+            each = (q * (log_q - log_p)).sum(-1)
+        case "tvd":
+            each = 1 - overlap
+        case "tvd_plus":
+            mean = (q * torch.heaviside(log_p - log_q, q.new_tensor(0.5))).sum(-1).detach()
+            each = (1 - overlap) / (mean * (1 - mean)).sqrt().clamp(min=_LEAST_DEVIATION)
+        case "acceptance":
+            each = -torch.minimum(log_p, log_q).logsumexp(-1)
+        case "lk":
+            share = torch.exp(-eta * overlap.detach())
+            each = share * forward_kl + (1 - share) * (1 - overlap)
+        case "jsd":
+            log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log(1 - beta))
+            known = beta * (p * (log_p - log_m)).sum(-1) + (1 - beta) * (q * (log_q - log_m)).sum(-1)
+            each = known - beta * math.log(beta) * (1 - covered)  # where only the target is, m = β p
+    return each.sum()
+
+
+class Pulled(NamedTuple):
+    """A term of each token, and what it pulls each outcome by: the gradient is q Σ pull - pull.
+
+    ``pull`` is -q ∂term/∂q, and the gradient is with respect to logits whose softmax q is.
+    """
+
+    value: Float[Tensor, " rows"]
+    pull: Float[Tensor, "rows outcomes"]
+
+
+class Comparison:
+    """The terms of some tokens whose outcomes' probabilities both sides know; shared parts are worked out once.
+
+    Without ``weights`` the outcomes are all that the draft knows. With them they are a sample of these, repeats
+    included, and a sum over the sample times its weights is expected to be the sum over all: so are then
+    ``forward_kl`` (but for the constant in p(S)), ``reverse_kl``, ``jsd`` and ``tvd`` and every gradient of theirs.
+    ``acceptance``, ``lk`` and ``tvd_plus`` are functions of such sums: they come close as the sample grows.
+    """
+
+    def __init__(
+        self,
+        log_p: Float[Tensor, "rows outcomes"],
+        log_q: Float[Tensor, "rows outcomes"],
+        q: Float[Tensor, "rows outcomes"],
+        weights: Float[Tensor, "rows outcomes"] | None = None,
+        whole: bool = True,
+    ) -> None:
+        """``whole`` says that the draft knows every token, so that the target's p sums to 1."""
+        self.log_p, self.log_q, self.p, self.q = log_p, log_q, log_p.exp(), q
+        self.weights, self.whole = weights, whole
+
+    def term(self, kind: Divergence, mix: LossMix) -> Pulled:
+        """One term."""
+        match kind:
+            case "forward_kl":
+                return self.forward_kl()
+            case "reverse_kl":
+                return self._reverse_kl()
+            case "jsd":
+                return self._jsd(mix.beta)
+            case "tvd":
+                return Pulled(1 - self.overlap, self._gain)
+            case "tvd_plus":
+                mean = self._gain.sum(-1)  # of the rewards, under q
+                deviation = (mean * (1 - mean)).clamp_(min=0).sqrt_().clamp_(min=_LEAST_DEVIATION)
+                return Pulled((1 - self.overlap) / deviation, self._gain / deviation[:, None])
+            case "acceptance":
+                return self._acceptance()
+            case "lk":
+                value, pull = self.forward_kl()
+                share = torch.exp(-mix.eta * self.overlap)
+                mixed = torch.lerp(self._gain, pull, share[:, None])
+                return Pulled(torch.lerp(1 - self.overlap, value, share), mixed)
+
+    def _weighted(self, per_outcome: Tensor) -> Tensor:
+        return per_outcome if self.weights is None else per_outcome * self.weights
+
+    @cached_property
+    def overlap(self) -> Float[Tensor, " rows"]:
+        """Σ min(p, q): what token rejection accepts."""
+        return self._weighted(torch.minimum(self.p, self.q)).sum(-1)
+
+    @cached_property
+    def _difference(self) -> Float[Tensor, "rows outcomes"]:
+        return self.log_p - self.log_q
+
+    @cached_property
+    def _lacking(self) -> Float[Tensor, "rows outcomes"]:
+        """1 where the draft says too little, 0 where too much: the slope of min(p, q), and its mean at the edge."""
+        return self._difference.sign().add_(1).div_(2)  # on a CPU far quicker than a comparison's booleans
+
+    @cached_property
+    def _gain(self) -> Float[Tensor, "rows outcomes"]:
+        """How the overlap grows with the logarithm of an outcome's q."""
+        return self._weighted(self._lacking * self.q)
+
+    def forward_kl(self) -> Pulled:
+        pull = self._weighted(self.p)
+        value = (pull * self._difference).sum(-1)
+        if not self.whole:
+            covered = pull.sum(-1)
+            value -= torch.special.xlogy(covered, covered)
+        return Pulled(value, pull)
+
+    def _reverse_kl(self) -> Pulled:
+        pull = self._weighted(self.q * self._difference)
+        value = -pull.sum(-1)
+        if self.weights is not None:
+            # q (log q/p - 1) + Σ q, which is 1: nothing then depends on how much of q the sample happens to see.
+            value += 1 - self._weighted(self.q).sum(-1)
+        return Pulled(value, pull)
+
+    def _jsd(self, beta: float) -> Pulled:
+        """As the entropy of β less two sums over shares of the mixture, in which what only one side knows is 0."""
+        log_p, log_q = self.log_p + math.log(beta), self.log_q + math.log(1 - beta)
+        log_middle = torch.logaddexp(log_p, log_q)
+        pull = self._weighted((log_middle - log_q).mul_(self.q).mul_(1 - beta))
+        from_target = self._weighted((log_middle - log_p).mul_(self.p))
+        entropy = -beta * math.log(beta) - (1 - beta) * math.log(1 - beta)
+        return Pulled(entropy - beta * from_target.sum(-1) - pull.sum(-1), pull)
+
+    def _acceptance(self) -> Pulled:
+        smaller = torch.minimum(self.log_p, self.log_q)  # in logs: no overlap is too small for a quotient
+        if self.weights is not None:
+            smaller = smaller + self.weights.log()
+        log_overlap = smaller.logsumexp(-1, keepdim=True)
+        # A sample without one token that the draft knows says nothing about it.
+        log_overlap.masked_fill_(log_overlap.isneginf(), 0.0)
+        return Pulled(-log_overlap[:, 0], (smaller - log_overlap).exp_().mul_(self._lacking))

@@ -1,0 +1,1 @@
+"""Typed recipes, and their reading from YAML."""

@@ -1,0 +1,94 @@
+"""Recipes from YAML, overridden by ``a.b=c``. Unknown keys are errors, and every mistake is one sentence."""
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from yaml import YAMLError
+
+from trainer.recipe.recipe import AnyRecipe, DraftRecipe, MedusaRecipe, PretrainRecipe, Recipe
+
+_ADAPTER: TypeAdapter[AnyRecipe] = TypeAdapter(Recipe)
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
+    """Read a recipe and apply ``section.key=value`` overrides; every mistake is one sentence in a ValueError."""
+    if not Path(path).is_file():
+        raise ValueError(f"there is no recipe {path}: give a YAML file, such as recipes/quickstart/medusa1.yaml")
+    wrong = [override for override in overrides if "=" not in override]
+    if wrong:
+        raise ValueError(f"override {wrong[0]!r} has no '=': write section.key=value")
+    keys = [override.partition("=")[0] for override in overrides]
+    if twice := next((key for place, key in enumerate(keys) if key in keys[:place]), None):
+        raise ValueError(f"{twice} is given twice behind the recipe: give it once")
+    try:
+        merged = OmegaConf.merge(_with_bases(Path(path)), OmegaConf.from_dotlist(list(overrides)))
+        missing = sorted(OmegaConf.missing_keys(merged))
+        content = OmegaConf.to_container(merged, resolve=True)
+    except (
+        YAMLError,
+        OmegaConfBaseException,
+        TypeError,
+        UnicodeDecodeError,
+    ) as error:  # TypeError: a list where a mapping belongs
+        raise ValueError(f"{path} is not a readable recipe: {' '.join(str(error).split())}") from error
+    recipe = parse_recipe(content, str(path))  # first, so that a misspelt override is said to be one
+    if missing:
+        raise ValueError(f"{path} leaves {', '.join(missing)} to you: give {missing[0]}=... behind the recipe")
+    return recipe
+
+
+def _with_bases(path: Path, above: tuple[Path, ...] = ()) -> Any:
+    """The file's content over that of the recipe it names as ``base``, a path from its own folder."""
+    if path.resolve() in above:
+        raise ValueError(f"{path} is its own base, by way of {len(above)} recipes: name another")
+    content: Any = OmegaConf.load(path)
+    base = content.pop("base", None) if OmegaConf.is_dict(content) else None
+    if base is None:
+        return content
+    if not (path.parent / base).is_file():
+        raise ValueError(f"{path}: its base {base!r} is not there: give the path of a recipe from {path.parent}")
+    return OmegaConf.merge(_with_bases(path.parent / base, (*above, path.resolve())), content)
+
+
+def parse_recipe(content: Any, source: str = "recipe") -> AnyRecipe:
+    """A recipe from plain values."""
+    try:
+        return _ADAPTER.validate_python(content)
+    except ValidationError as error:
+        raise ValueError(f"{source}: {_explain(error)}") from None
+
+
+def _explain(error: ValidationError) -> str:
+    """The first mistake, with the value and the nearest valid name."""
+    # A misspelt key may leave its right name missing too: the misspelling is what to say.
+    first = next((each for each in error.errors() if each["type"] == "extra_forbidden"), error.errors()[0])
+    location = [str(part) for part in first["loc"][1:]]  # the first part is the recipe's kind
+    name = ".".join(location)
+    if first["type"] == "extra_forbidden":
+        valid = _valid_keys(str(first["loc"][0]), location[:-1])
+        nearest = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.4)
+        remedy = f"did you mean {nearest[0]!r}?" if nearest else f"valid keys are {', '.join(valid)}"
+        return f"unknown key {name!r}; {remedy}"
+    if first["type"] == "missing":
+        return f"{name!r} is missing"
+    if first["type"].startswith("union_tag"):
+        return "'kind' must be medusa, draft or pretrain"
+    value = first.get("input")
+    shown = f" (got {value!r})" if isinstance(value, str | int | float | bool | None) else ""
+    return f"{name + ': ' if name else ''}{first['msg'].removeprefix('Value error, ')}{shown}"
+
+
+def _valid_keys(kind: str, sections: Sequence[str]) -> list[str]:
+    recipes: dict[str, type[BaseModel]] = {"medusa": MedusaRecipe, "draft": DraftRecipe, "pretrain": PretrainRecipe}
+    model = recipes[kind]
+    for section in sections:
+        annotation = model.model_fields[section].annotation
+        (model,) = [each for each in get_args(annotation) or (annotation,) if each is not NoneType]
+        assert issubclass(model, BaseModel)
+    return sorted(model.model_fields)

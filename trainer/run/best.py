@@ -1,0 +1,147 @@
+"""The best weights so far by held-out acceptance, kept on disk; and whether it is still worth going on.
+
+Every new best gets a folder best/step-N of its own: the trained weights, and the step with its figure. What an
+evaluation finds is a function of the weights, and each folder beats those of all steps before it, so a run that was
+killed and goes on from a checkpoint, at whatever step, finds in them what it would have known: an evaluation that is
+done again drops the folders from its own step on. A folder goes when no checkpoint could ask for it any more. One that
+cannot be read stops the run and stays: without it the run would finish other weights than the best.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from decoding.model.finite import check_finite
+from trainer.files.folders import check_seal, write_folder
+from trainer.recipe.recipe import EvaluationSection
+from trainer.run.checkpoint import Progress
+from trainer.run.state import gather_weights, load_weights
+
+CRITERION = "tokens_per_pass"
+_EVALUATION, _WEIGHTS = "evaluation.json", "weights.safetensors"
+
+
+class Evaluated(NamedTuple):
+    """Tokens per target pass on the held-out prompts, of the weights at a step."""
+
+    progress: Progress
+    figure: float
+
+
+class Best:
+    """The best evaluation of one run. Main process only."""
+
+    def __init__(
+        self, folder: Path, section: EvaluationSection, identity: Any, checkpoint_steps: Callable[[], Sequence[int]]
+    ) -> None:
+        """``identity``, as plain JSON values, is all that makes figures comparable: what another one left is dropped.
+
+        ``checkpoint_steps``: of the checkpoints there are now.
+        """
+        self._folder, self._section = folder, section
+        self._identity = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+        self._checkpoint_steps = checkpoint_steps
+
+    def check(self) -> None:
+        """Read all that is kept of this run; ValueError where any of it is damaged."""
+        for step in self._known():
+            _check_whole(self._place(step))
+
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
+    def offer(self, progress: Progress, figure: float, module: nn.Module) -> bool:
+        """Take note of an evaluation; whether it is the best so far, a tie is not. Parameters must be whole."""
+        known = self._known()
+        earlier = {step: found for step, found in known.items() if step < progress.step}
+        best = earlier[max(earlier)] if earlier else None
+        is_best = figure > (best.figure if best else float("-inf"))
+        if is_best:
+            self._write(Evaluated(progress, figure), module)
+        resumable = [max((step for step in earlier if step <= c), default=0) for c in self._checkpoint_steps()]
+        needed = {*resumable, progress.step} if is_best else {*earlier}
+        for step in known.keys() - needed:
+            shutil.rmtree(self._place(step), ignore_errors=True)
+        return is_best
+
+    def latest(self) -> Evaluated | None:
+        """The best of all that were offered; None where no evaluation had a figure."""
+        known = self._known()
+        return known[max(known)] if known else None
+
+    def is_enough(self, step: int) -> bool:
+        """Whether so many evaluations as the recipe has patience for were no new best up to this step."""
+        if self._section.patience is None:
+            return False
+        best = self.latest()
+        waited = step - (best.progress.step if best else 0)
+        return waited >= self._section.patience * self._section.every
+
+    def restore(self, module: nn.Module) -> None:
+        """Load the best weights into a module that is whole."""
+        best = self.latest()
+        assert best is not None, "there is a best"
+        place = self._place(best.progress.step)
+        _check_whole(place)
+        load_weights(module, load_file(place / _WEIGHTS))
+
+    def _place(self, step: int) -> Path:
+        return self._folder / f"step-{step:08d}"
+
+    def _write(self, evaluated: Evaluated, module: nn.Module) -> None:
+        progress, figure = evaluated
+
+        def write(folder: Path) -> None:
+            if self._keeps_weights:
+                weights = gather_weights(module)
+                check_finite(weights, f"step {progress.step}", "lower training.learning_rate and start again to resume")
+                save_file(weights, folder / _WEIGHTS)
+            content = {"step": progress.step, "tokens": progress.tokens, CRITERION: figure, "identity": self._identity}
+            (folder / _EVALUATION).write_text(json.dumps(content, indent=2) + "\n")
+
+        write_folder(self._place(progress.step), write, sealed=True)
+
+    @property
+    def _keeps_weights(self) -> bool:
+        return self._section.keep == "best"
+
+    def _known(self) -> dict[int, Evaluated]:
+        """By step, what is on the disk of this run; what another run left is removed."""
+        known = {}
+        for folder in sorted(self._folder.glob("step-*")):
+            found = self._read(folder)
+            if found is None:
+                shutil.rmtree(folder, ignore_errors=True)
+            else:
+                known[found.progress.step] = found
+        return known
+
+    def _read(self, folder: Path) -> Evaluated | None:
+        """An evaluation; None if it is another run's. ValueError if it cannot be read."""
+        try:
+            content = json.loads((folder / _EVALUATION).read_text())
+            evaluated = Evaluated(Progress(content["step"], content["tokens"]), content[CRITERION])
+            return evaluated if content["identity"] == self._identity else None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise _damaged(folder, error) from error
+
+
+def _check_whole(folder: Path) -> None:
+    try:
+        check_seal(folder)
+    except (OSError, ValueError) as error:
+        raise _damaged(folder, error) from error
+
+
+def _damaged(folder: Path, error: Exception) -> ValueError:
+    return ValueError(
+        f"{folder}, the best weights up to its step, cannot be read ({error}). Nothing was changed: start again if the "
+        "disk failed for a moment, else remove the folder, and the run goes on as if that evaluation had found less"
+    )

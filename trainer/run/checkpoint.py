@@ -1,0 +1,217 @@
+"""Resumable state: the trained weights, the optimizer's, and the step. Safetensors and JSON only.
+
+A checkpoint is written beside the others under a temporary name and renamed when it is whole and on the disk, so a
+kill or a full disk in the middle costs that checkpoint alone. The order of data, the learning rate and the random
+state are functions of the step, so nothing else needs saving. Its tensors are whole and go by the parameters' names
+(see `state`), so it does not depend on how many processes wrote it, nor on how they were launched.
+
+Each file has a checksum. A checkpoint that cannot be read is named, passed over and never deleted: the disk may have
+failed for a moment only.
+"""
+
+import errno
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from decoding.measure.machine import commit, versions
+from decoding.model.finite import non_finite
+from trainer.files.folders import check_seal, write_folder
+from trainer.run.state import Tensors
+
+_STATE, _WEIGHTS, _OPTIMIZER = "state.json", "weights.safetensors", "optimizer.safetensors"
+_NAME = re.compile(r"step-\d{8,}")
+_ASIDE = "unreadable-"
+"""Before the name of a checkpoint that could not be read, once the run has gone on without it."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is: optimizer steps done, and trained tokens seen by all processes."""
+
+    step: int
+    tokens: int
+
+
+class Saved(NamedTuple):
+    """What a checkpoint holds: progress, weights by name, and the optimizers' state by ``{parameter} {name}``."""
+
+    progress: Progress
+    weights: Tensors
+    moments: Tensors
+
+    def non_finite(self) -> list[str]:
+        """The names of weights and moments that hold a NaN or an infinity."""
+        return non_finite({**self.weights, **self.moments})
+
+
+class Unreadable(NamedTuple):
+    """A checkpoint that could not be read, and why."""
+
+    folder: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.folder} ({self.reason})"
+
+
+class Checkpoints:
+    """The checkpoints of one run, newest last. ``identity`` ties them to a recipe: another one cannot resume them.
+
+    ``settings`` are what may change where a run goes on, such as the learning rate: `stretches` keeps account of them.
+    """
+
+    def __init__(
+        self, folder: Path, keep: int, identity: dict[str, Any], settings: Mapping[str, Any] | None = None
+    ) -> None:
+        self._folder = folder
+        self._keep = keep
+        self._identity = json.loads(json.dumps(identity))
+        self._settings: dict[str, Any] = json.loads(json.dumps(dict(settings or {})))
+        self._made_by = {"commit": commit(), "versions": versions()}
+        self.stretches: list[dict[str, Any]] = [{"first_step": 0, **self._settings}]
+        """The settings of each stretch of steps and the first step, from 0, that was trained by them."""
+        self.unreadable: list[Unreadable] = []
+        """The checkpoints that `latest` passed over, newest first."""
+
+    def _all(self) -> list[Path]:
+        return sorted(folder for folder in self._folder.glob("step-*") if _NAME.fullmatch(folder.name))
+
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints there are, in increasing order."""
+        return [_step_of(folder) for folder in self._all()]
+
+    def last_good(self) -> str:
+        """Name the newest checkpoint that was read or written, for a message."""
+        bad = {passed.folder for passed in self.unreadable}
+        good = [folder for folder in self._all() if folder not in bad]
+        return f"the last good checkpoint, {good[-1]}, is kept" if good else "there is no checkpoint before it"
+
+    def save(self, saved: Saved) -> None:
+        """Write a checkpoint and drop the oldest; raises OSError with the last good one untouched.
+
+        What a kill left half written goes too. What could not be read, which `latest` passed over, is set aside.
+        """
+        progress = saved.progress
+        newest = self._folder / f"step-{progress.step:08d}"
+        for left_behind in self._folder.glob(".step-*"):
+            shutil.rmtree(left_behind, ignore_errors=True)
+
+        def write(folder: Path) -> None:
+            save_file(saved.weights, folder / _WEIGHTS)
+            save_file(saved.moments, folder / _OPTIMIZER)
+            state = {"step": progress.step, "tokens": progress.tokens, "identity": self._identity, **self._made_by}
+            (folder / _STATE).write_text(json.dumps({**state, "stretches": self.stretches}, indent=2))
+
+        try:
+            self._set_aside(newest)
+            write_folder(newest, write, sealed=True)
+        except OSError as error:
+            remedy = "make room" if error.errno in (None, errno.ENOSPC, errno.EDQUOT) else "see to the folder"
+            raise OSError(
+                f"the checkpoint of step {progress.step} could not be written ({error}); {self.last_good()}: "
+                f"{remedy} and start again to resume"
+            ) from error
+        for folder in self._all()[: -self._keep]:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _set_aside(self, newest: Path) -> None:
+        """Rename what was passed over, and whatever else is of later steps than the run has come to."""
+        passed_over = {passed.folder for passed in self.unreadable}
+        for folder in self._all():
+            if folder > newest or folder in passed_over:
+                aside, count = folder.with_name(_ASIDE + folder.name), 1
+                while aside.exists():
+                    count += 1
+                    aside = folder.with_name(f"{_ASIDE}{folder.name}-{count}")
+                folder.rename(aside)
+        self.unreadable = []
+
+    def read(self, step: int) -> Saved:
+        """The checkpoint of a step that another process has verified."""
+        folder = self._folder / f"step-{step:08d}"
+        return Saved(_read_state(folder / _STATE)[2], load_file(folder / _WEIGHTS), load_file(folder / _OPTIMIZER))
+
+    def latest(self) -> Saved | None:
+        """The newest readable checkpoint; None if there is none. Those that cannot be read go to `unreadable`.
+
+        Raises ValueError if it was made by another recipe, and if there are checkpoints but none can be read.
+        """
+        self.unreadable = []
+        for folder in reversed(self._all()):
+            try:
+                identity, stretches, saved = _read(folder)
+            except (OSError, ValueError, SafetensorError) as error:
+                self.unreadable.append(Unreadable(folder, " ".join(str(error).split()) or type(error).__name__))
+                continue
+            if changed := _differences(identity, self._identity):
+                raise ValueError(
+                    f"{folder} was made by a recipe with another {', '.join(changed)}: give the recipe another output "
+                    f"folder, or remove {self._folder} to start over"
+                )
+            self.stretches = _continued(stretches, saved.progress.step, self._settings)
+            return saved
+        if self.unreadable:
+            raise ValueError(
+                f"none of the {len(self.unreadable)} checkpoints can be read: {'; '.join(map(str, self.unreadable))}. "
+                "Nothing was changed: start again if the disk failed for a moment, else copy them back from where they "
+                f"are whole; to start over, give the recipe another output folder or remove {self._folder}"
+            )
+        return None
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], section: str = "") -> list[str]:
+    """The keys of ``now`` that were other before, with values where both are plain: ``training.steps (8, now 12)``."""
+    found = []
+    for key, value in sorted(now.items()):
+        old, name = before.get(key), f"{section}{key}"
+        if isinstance(value, dict) and isinstance(old, dict):
+            found += _differences(old, value, f"{name}.")
+        elif old != value:
+            plain = section and not isinstance(old, dict | list) and not isinstance(value, dict | list)
+            found.append(f"{name} ({_shown(old)}, now {_shown(value)})" if plain else name)
+    return found
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]], Saved]:
+    """The identity, the stretches and the state in a checkpoint; ValueError or OSError if any of it is damaged."""
+    check_seal(folder)
+    identity, stretches, progress = _read_state(folder / _STATE)
+    saved = Saved(progress, load_file(folder / _WEIGHTS), load_file(folder / _OPTIMIZER))
+    if broken := saved.non_finite():
+        raise ValueError(f"{broken[0]} holds values that are not finite")
+    return identity, stretches, saved
+
+
+def _read_state(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], Progress]:
+    match json.loads(path.read_text()):
+        case {
+            "identity": dict() as identity,
+            "stretches": [*stretches],
+            "step": int() as step,
+            "tokens": int() as tokens,
+        }:
+            return identity, stretches, Progress(step, tokens)
+    raise ValueError(f"{path.name} holds no checkpoint's state")
+
+
+def _continued(stretches: list[dict[str, Any]], step: int, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The stretches of a run that goes on from ``step`` under these settings, a new one only if they changed."""
+    done = [stretch for stretch in stretches if stretch["first_step"] < step]
+    before = {name: value for name, value in done[-1].items() if name != "first_step"} if done else None
+    return done if before == settings else [*done, {"first_step": step if done else 0, **settings}]

@@ -1,0 +1,258 @@
+"""What each way of launching asks of the training loop: one process, DDP, DeepSpeed's ZeRO, FSDP2.
+
+`accelerate launch` says which it is to be, and not every combination with a machine's devices runs as asked: what does
+not is refused here, for a run that silently is another one than was asked for has trained something else.
+"""
+
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from trainer.recipe.recipe import TrainingSection
+
+
+def build_accelerator(section: TrainingSection, **options: Any) -> Accelerator:
+    """The accelerator of the launcher that runs this program, with the recipe's precision.
+
+    Raises ValueError if the launcher asked for something else than what runs.
+    """
+    deepspeed = _is_asked_for("ACCELERATE_USE_DEEPSPEED")
+    fsdp = _is_asked_for("ACCELERATE_USE_FSDP")
+    group: dict[str, Any] = {"timeout": timedelta(hours=6)}  # the others wait while the first process evaluates
+    if deepspeed:
+        _check_deepspeed()
+        if not torch.cuda.is_available():
+            group["backend"] = "gloo"
+            _leave_out_compiled_communication()
+    precision = "no" if deepspeed else section.mixed_precision  # ZeRO's own would round what is trained: see `prepare`
+    # DDP's gradients are views of what it sends: a copy of all of them less.
+    handlers = [InitProcessGroupKwargs(**group), DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
+    accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers, **options)
+    _check_type(accelerator, deepspeed, fsdp)
+    if fsdp:
+        accelerator.state.fsdp_plugin.mixed_precision_policy = sharded_precision(section)
+    if deepspeed:
+        # Under ZeRO-3 transformers would shard whatever it loads, the frozen target too, which is used whole.
+        unset_hf_deepspeed_config()
+    return accelerator
+
+
+def sharded_precision(section: TrainingSection) -> MixedPrecisionPolicy:
+    """How FSDP2 rounds: products in bf16 if the recipe says so; gradients are summed, and losses returned, in fp32.
+
+    accelerate's own policy for bf16 rounds both: a loss sum of 16,700.1 would come back as 16,640.
+    """
+    if section.mixed_precision == "no":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=None)
+
+
+def describe(accelerator: Accelerator) -> dict[str, Any]:
+    """How a run was launched, as plain JSON values."""
+    return {
+        "num_processes": accelerator.num_processes,
+        "distributed_type": accelerator.distributed_type.value,
+        "zero_stage": zero_stage(accelerator),
+    }
+
+
+def zero_stage(accelerator: Accelerator) -> int:
+    """0 without DeepSpeed."""
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return 0
+    stage: int = accelerator.state.deepspeed_plugin.zero_stage
+    return stage
+
+
+class Runner(Protocol):
+    """A module and its optimizers in the hands of a launcher."""
+
+    module: nn.Module
+    """To be called with the inputs; its gradients are averaged over the processes."""
+    engine: Any
+    """DeepSpeed's, or None."""
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        """Around the forward and the backward pass of a micro batch: only the last one's are shared."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Add to the gradients."""
+
+    def clip(self) -> float:
+        """Clip the gradients; returns their norm before."""
+
+    def step(self) -> None:
+        """Step the optimizers, and begin gradients anew."""
+
+
+def prepare(
+    accelerator: Accelerator, module: nn.Module, optimizers: Sequence[Optimizer], section: TrainingSection
+) -> Runner:
+    """Hand a whole module with its weights to the launcher."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return _Zero(accelerator, module, optimizers, section)
+    return _Plain(accelerator, module, optimizers, section)
+
+
+class _Plain:
+    """One process, DDP or FSDP2, all of which leave gradients and steps to plain PyTorch."""
+
+    engine = None
+
+    def __init__(
+        self, accelerator: Accelerator, module: nn.Module, optimizers: Sequence[Optimizer], section: TrainingSection
+    ) -> None:
+        self._accelerator = accelerator
+        self._max_norm = section.max_grad_norm
+        accelerator.gradient_accumulation_steps = 1  # the recipe's micro batches are summed, not averaged by accelerate
+        self.module, *self._optimizers = accelerator.prepare(module, *optimizers)
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = nullcontext() if last else self._accelerator.no_sync(self.module)
+        return context
+
+    def backward(self, loss: Tensor) -> None:
+        self._accelerator.backward(loss)
+
+    def clip(self) -> float:
+        norm = self._accelerator.clip_grad_norm_(self.module.parameters(), self._max_norm)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def step(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class _Zero:
+    """DeepSpeed's engine. It clips and steps by itself, in one go, at the last micro batch of a step."""
+
+    def __init__(
+        self, accelerator: Accelerator, module: nn.Module, optimizers: Sequence[Optimizer], section: TrainingSection
+    ) -> None:
+        if len(optimizers) > 1:
+            raise ValueError(
+                f"training.optimizer is {section.optimizer!r}, which steps with {len(optimizers)} optimizers, and "
+                "DeepSpeed has room for one: set training.optimizer=adamw, or launch without DeepSpeed"
+            )
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        share = section.micro_batch_size * accelerator.num_processes
+        config["train_micro_batch_size_per_gpu"] = section.micro_batch_size
+        config["gradient_accumulation_steps"] = section.batch_size // share
+        config["gradient_clipping"] = section.max_grad_norm
+        if section.mixed_precision == "bf16":
+            # As everywhere else: weights and gradients in fp32, products in bf16.
+            config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+        accelerator.gradient_accumulation_steps = config["gradient_accumulation_steps"]
+        self.engine, _ = accelerator.prepare(module, *optimizers)
+        self.module = self.engine
+        self._begun = False
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        if self._begun:
+            self.engine.step()  # only counts the micro batch before this one
+        self._begun = True
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+    def clip(self) -> float:
+        self.engine.step()
+        self._begun = False
+        return float(self.engine.get_global_grad_norm())
+
+    def step(self) -> None:
+        """Done by `clip`."""
+
+
+@contextmanager
+def whole_parameters(accelerator: Accelerator, module: nn.Module) -> Iterator[None]:
+    """Every parameter of ``module`` whole on every process, as a plain module that one process alone may run and copy.
+
+    To be entered on all processes. What is changed inside is lost to the training. ``module`` is the objective's own,
+    not the wrapper.
+    """
+    if zero_stage(accelerator) == 3:
+        import deepspeed
+
+        offload = accelerator.deepspeed_engine_wrapped.engine.optimizer.parameter_offload
+        with deepspeed.zero.GatheredParameters(list(module.parameters())):
+            _remove_hooks(offload)
+            try:
+                yield
+            finally:
+                offload._register_deepspeed_module(offload.module)
+    elif accelerator.distributed_type == DistributedType.FSDP:
+        from torch.distributed.fsdp import FSDPModule
+
+        sharded = [child for child in module.modules() if isinstance(child, FSDPModule)]
+        for child in sharded:
+            child.unshard()
+        try:
+            yield
+        finally:
+            for child in sharded:
+                child.reshard()
+    else:
+        yield
+
+
+def _remove_hooks(offload: Any) -> None:
+    """ZeRO-3's hooks gather and scatter a submodule's parameters around its forward pass, with all processes' help."""
+    for parameter in offload.module.parameters():
+        parameter.ds_active_sub_modules.clear()
+    for hooks in (offload.forward_hooks, offload.backward_hooks):
+        for hook in hooks:
+            hook.remove()
+        hooks.clear()
+
+
+def _is_asked_for(variable: str) -> bool:
+    return os.environ.get(variable, "false").lower() == "true"
+
+
+def _check_deepspeed() -> None:
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ValueError("the launcher asks for DeepSpeed, which is not installed: pip install 'headstart[deepspeed]'")
+    if _is_asked_for("ACCELERATE_USE_CPU"):
+        raise ValueError(
+            "ACCELERATE_USE_CPU is set, under which accelerate passes DeepSpeed over: unset it (without a GPU, "
+            "DeepSpeed runs on the CPU all the same), or launch with recipes/accelerate/cpu.yaml"
+        )
+
+
+def _leave_out_compiled_communication() -> None:
+    """DeepSpeed would compile a shared-memory all-reduce for CPUs for half a minute; gloo's will do."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _check_type(accelerator: Accelerator, deepspeed: bool, fsdp: bool) -> None:
+    got = accelerator.distributed_type
+    if deepspeed and got != DistributedType.DEEPSPEED:
+        raise ValueError(f"the launcher asks for DeepSpeed but {got.value} runs: launch with several processes")
+    if fsdp and (got != DistributedType.FSDP or not accelerator.is_fsdp2):
+        found = f"version {accelerator.state.fsdp_plugin.fsdp_version}" if got == DistributedType.FSDP else got.value
+        raise ValueError(
+            f"the launcher asks for FSDP but {found} runs: FSDP needs GPUs, one for each process, and fsdp_version: 2, "
+            "as in recipes/accelerate/fsdp.yaml"
+        )
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world != accelerator.num_processes:
+        raise ValueError(
+            f"{world} processes were launched but this one runs as {accelerator.num_processes}: on a CPU launch with "
+            "ACCELERATE_USE_CPU=true and recipes/accelerate/ddp.yaml"
+        )

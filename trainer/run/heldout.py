@@ -1,0 +1,119 @@
+"""The held-out evaluations of a run, and what goes by them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from decoding.generate import DecodingConfig, decode
+from decoding.measure.evaluate import acceptance_on
+from decoding.model.causal_lm import CausalLM
+from decoding.model.loading import eos_token_ids
+from decoding.rules.sampling import SamplingConfig
+from trainer.data.dataset import Dataset, heldout_prompts
+from trainer.learning.objective import Objective
+from trainer.recipe.recipe import EvaluationSection
+from trainer.run.assemble import Job
+from trainer.run.best import CRITERION, Best
+from trainer.run.checkpoint import Checkpoints, Progress
+from trainer.run.log import Log
+
+
+class Evaluator:
+    """The real decoding loop on the same prompts, with the same seeds, every time."""
+
+    def __init__(
+        self, target: CausalLM, tokenizer: PreTrainedTokenizerBase, heldout: Dataset, section: EvaluationSection
+    ) -> None:
+        self.target = target
+        self._section = section
+        self.prompts = self._prompts_of(heldout)
+        sampling = SamplingConfig(section.temperature)
+        ends = eos_token_ids(target.model, tokenizer)
+        self.config = DecodingConfig(section.max_new_tokens, sampling, eos_token_ids=ends)
+
+    def _prompts_of(self, dataset: Dataset) -> list[tuple[int, ...]]:
+        section = self._section
+        longest = (self.target.max_positions or 1 << 30) - section.max_new_tokens
+        return heldout_prompts(dataset.firsts, section.prompts, section.prompt_tokens, longest)
+
+    def figures(self, objective: Objective) -> dict[str, float]:
+        drafter = objective.drafter()
+        assert drafter is not None
+        return acceptance_on(self.target, drafter, self.prompts, self.config)
+
+    def greedy_texts(self, dataset: Dataset) -> list[tuple[Sequence[int], int]]:
+        """The target's own answers to prompts of another set, as (tokens, prompt length)."""
+        config = replace(self.config, sampling=SamplingConfig())
+        prompts = self._prompts_of(dataset)
+        return [((*prompt, *decode(self.target, None, prompt, config).tokens), len(prompt)) for prompt in prompts]
+
+
+def evaluator_of(job: Job) -> Evaluator | None:
+    """None where there is no target to evaluate with now, or no prompt is asked for."""
+    if job.target is None or job.target.model is None or not job.recipe.evaluation.prompts:
+        return None
+    return Evaluator(job.target.model, job.tokenizer, job.heldout, job.recipe.evaluation)
+
+
+class Watch:
+    """The evaluations during a run: which weights are to be finished, and when its patience ends.
+
+    Main process only, where parameters are whole.
+    """
+
+    def __init__(self, job: Job, identity: dict[str, Any], log: Log, checkpoints: Checkpoints) -> None:
+        """``identity`` is the job's own."""
+        self._objective, self._log, self._section = job.objective, log, job.recipe.evaluation
+        self._evaluator = evaluator_of(job)
+        self._evaluated_at: int | None = None
+        self._best: Best | None = None
+        if self._section.decides:
+            assert self._evaluator is not None, "recipes without a target go by no evaluation"
+            comparable = [identity, self._evaluator.prompts, self._section.max_new_tokens, self._section.temperature]
+            self._best = Best(Path(job.recipe.output) / "best", self._section, comparable, checkpoints.steps)
+
+    def check(self) -> None:
+        """ValueError where weights that an earlier life of the run kept are damaged."""
+        if self._best is not None:
+            self._best.check()
+
+    def evaluate(self, progress: Progress) -> bool:
+        """Evaluate the weights as they are, if there is a target to do it with; whether patience is at its end."""
+        if self._evaluator is None:
+            return False
+        figures = self._evaluator.figures(self._objective)
+        self._log.evaluation(progress, figures)
+        self._evaluated_at = progress.step
+        if self._best is None:
+            return False
+        if math.isnan(figures[CRITERION]):
+            raise ValueError(
+                "every held-out answer ended with its first token, so that nothing says how good the draft is: give "
+                "data.heldout prompts to be answered, or set evaluation.keep=last and evaluation.patience=null"
+            )
+        self._best.offer(progress, figures[CRITERION], self._objective.module)
+        return self._best.is_enough(progress.step)
+
+    def begun(self, progress: Progress) -> None:
+        """Say if a run goes on without the evaluations that it made before."""
+        if self._best is not None and self._best.latest() is None and progress.step > self._section.every:
+            self._log.note(
+                f"no evaluation up to step {progress.step} is in {self._best.folder}: the best weights are chosen "
+                "among those still to come"
+            )
+
+    def choose_weights(self, progress: Progress) -> Progress:
+        """When all is trained: leave the weights to finish in the module; how far those were trained."""
+        if self._best is None or self._section.keep == "last":
+            return progress
+        if self._evaluated_at != progress.step:
+            self.evaluate(progress)
+        best = self._best.latest()
+        if best is None or best.progress == progress:
+            return progress
+        self._best.restore(self._objective.module)
+        return best.progress

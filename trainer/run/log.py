@@ -1,0 +1,139 @@
+"""What a run says while it trains: metrics.jsonl, the tracker, and a progress bar.
+
+metrics.jsonl has each step once. Where a run goes on from a checkpoint, the lines of the steps that it repeats move to
+metrics.superseded.jsonl.
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from rich.console import Console
+
+from trainer.files.shards import write_text
+from trainer.recipe.recipe import AnyRecipe
+from trainer.run.checkpoint import Checkpoints, Progress
+from trainer.terminal.console import say
+from trainer.terminal.progress import ProgressBar
+
+_NAMES = {"num_processes": "the number of processes"}
+"""Settings of a stretch of steps that are no keys of the recipe's training section."""
+
+
+class Log:
+    """metrics.jsonl, the tracker, and a progress bar (lines, where there is no terminal). Main process only."""
+
+    def __init__(self, recipe: AnyRecipe, accelerator: Accelerator, console: Console) -> None:
+        self._recipe = recipe
+        self._accelerator = accelerator
+        self._console = console
+        self._active = accelerator.is_main_process
+        self._file = Path(recipe.output) / "metrics.jsonl"
+        self._bar = ProgressBar(console, f"{recipe.name}, steps", recipe.training.steps, active=self._active)
+        self._last_step: tuple[float, int] | None = None
+
+    def __enter__(self) -> "Log":
+        wandb = {"name": self._recipe.name, "dir": self._recipe.output}
+        self._accelerator.init_trackers("headstart", self._recipe.model_dump(mode="json"), {"wandb": wandb})
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.__exit__(*exception)
+
+    def begun(self, progress: Progress, checkpoints: Checkpoints) -> None:
+        """Say where the run goes on, under which settings if they changed, and without which checkpoints.
+
+        Main process only. Of a run that begins, nothing is said.
+        """
+        lost = self._supersede(progress)
+        if not progress.step:
+            return
+        self._bar.begin(progress.step)
+        steps = self._recipe.training.steps
+        lines = [f"{passed} cannot be used: passed over, and kept" for passed in checkpoints.unreadable]
+        if lost:
+            lines.append(f"{self._file} lacks the figures of {lost} of the {progress.step} steps that are done")
+        lines.append(f"{self._recipe.name}: going on from step {progress.step} of {steps}")
+        if progress.step < steps:
+            lines += _changes(checkpoints.stretches, progress)
+        say(self._console, *lines)
+
+    def note(self, line: str) -> None:
+        """Say a line."""
+        if self._active:
+            say(self._console, line)
+
+    def _supersede(self, progress: Progress) -> int:
+        """Move the lines of steps, and of an evaluation, that will be done again out of metrics.jsonl.
+
+        Returns how many of the steps that are done have no line in it.
+        """
+        if not self._file.exists():
+            return progress.step
+        at_end = progress.step == self._recipe.training.steps
+        evaluates = at_end or progress.step % self._recipe.evaluation.every == 0
+        kept: list[str] = []
+        superseded: list[str] = []
+        for line in self._file.read_text().splitlines(keepends=True):
+            (superseded if _is_repeated(line, progress.step, evaluates) else kept).append(line)
+        if superseded:
+            with self._file.with_name("metrics.superseded.jsonl").open("a") as lines:
+                lines.write("".join(line if line.endswith("\n") else f"{line}\n" for line in superseded))
+            write_text(self._file, "".join(kept))
+        rows = [json.loads(line) for line in kept]
+        return progress.step - len({row["step"] for row in rows if "loss" in row})
+
+    def step(self, progress: Progress, figures: dict[str, float]) -> None:
+        """Note a step's figures and its speed."""
+        now = time.perf_counter()
+        if self._last_step is not None:
+            before, tokens = self._last_step
+            figures = {**figures, "tokens_per_second": (progress.tokens - tokens) / (now - before)}
+        self._last_step = (now, progress.tokens)
+        self._write(progress, figures)
+        speed = f", {figures['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in figures else ""
+        self._bar.update(progress.step, note=f"loss {figures['loss']:.3f}{speed}")
+
+    def evaluation(self, progress: Progress, figures: dict[str, float], step: int | None = None) -> None:
+        """Note the held-out figures, and say them; ``step`` is that of the weights, where it is not the last."""
+        step, temperature = progress.step if step is None else step, self._recipe.evaluation.temperature
+        earlier = {"heldout/step": step} if step < progress.step else {}
+        self._write(progress, {**{f"heldout/{name}": value for name, value in figures.items()}, **earlier})
+        say(
+            self._console,
+            f"{self._recipe.name}: step {step}, held out, {f'T={temperature:g}' if temperature else 'greedy'}: "
+            + ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in figures.items()),
+        )
+        self._last_step = None  # the clock of the next step would include the evaluation
+
+    def _write(self, progress: Progress, figures: dict[str, float]) -> None:
+        self._accelerator.log(figures, step=progress.step)
+        if self._active:
+            with self._file.open("a") as lines:
+                lines.write(json.dumps({"step": progress.step, "tokens": progress.tokens, **figures}) + "\n")
+
+
+def _is_repeated(line: str, step: int, evaluates: bool) -> bool:
+    """True for a line that a run writes again when it goes on from ``step``, and for one that holds no figures."""
+    try:
+        row = json.loads(line)
+        evaluation = any(name.startswith("heldout/") for name in row)
+        return bool(row["step"] > step or (row["step"] == step and evaluation and evaluates))
+    except (ValueError, TypeError, KeyError):  # no row of figures
+        return True
+
+
+def _changes(stretches: list[dict[str, Any]], progress: Progress) -> list[str]:
+    """A line for each setting that is another than before the run was stopped."""
+    now = stretches[-1]
+    if now["first_step"] != progress.step or len(stretches) < 2:
+        return []
+    before = stretches[-2]
+    return [
+        f"{_NAMES.get(name, f'training.{name}')} is {value} from here on; it was {before.get(name)}"
+        for name, value in now.items()
+        if name != "first_step" and value != before.get(name)
+    ]

@@ -1,0 +1,44 @@
+"""Where an artefact comes from: commit, versions, resolved recipe, data and target, written beside its weights."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from decoding.measure.machine import commit, hardware, versions
+from trainer.data.dataset import Dataset
+from trainer.recipe.recipe import AnyRecipe
+
+FILE_NAME = "provenance.json"
+
+
+def provenance(
+    recipe: AnyRecipe,
+    datasets: Sequence[Dataset],
+    target: str | None,
+    steps: int,
+    tokens: int,
+    launch: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Plain JSON values; nothing secret is among them, for a recipe holds no keys.
+
+    ``target`` is the `stored_fingerprint` of its weights, ``launch`` what `trainer.run.distributed.describe` says.
+    """
+    name = getattr(recipe, "target", None)
+    if name is not None and Path(name).is_dir():
+        name = str(Path(name).resolve())  # never to be taken for a hub id
+    return {
+        "commit": commit(),
+        "versions": versions(),
+        "hardware": hardware(),
+        "recipe": recipe.model_dump(mode="json"),
+        "data": {dataset.path: {"sha256": dataset.sha256, "rows": dataset.rows} for dataset in datasets},
+        "target": {"name": name, "fingerprint": target} if target else None,
+        "steps": steps,
+        "tokens": tokens,
+        **launch,
+    }
+
+
+def write_provenance(folder: Path, content: dict[str, Any]) -> None:
+    (folder / FILE_NAME).write_text(json.dumps(content, indent=2) + "\n")

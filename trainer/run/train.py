@@ -1,0 +1,227 @@
+"""From a recipe to a finished folder: assemble, train, evaluate, write."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from rich.console import Console
+from safetensors import safe_open
+
+from decoding.model.causal_lm import CausalLM
+from decoding.model.finite import check_finite
+from trainer import quickstart
+from trainer.drafts.costs import SIZES, Costs, best_costs, check_pays
+from trainer.drafts.distill import DistillObjective
+from trainer.drafts.start import coverage
+from trainer.files.folders import write_folder
+from trainer.files.lock import hold
+from trainer.learning.objective import TreeObjective
+from trainer.recipe.recipe import AnyRecipe, DraftRecipe, MedusaRecipe, PretrainRecipe
+from trainer.run.assemble import Job, assemble, check_folders, load_target_model, source_of
+from trainer.run.checkpoint import Checkpoints, Progress
+from trainer.run.distributed import build_accelerator, describe, whole_parameters
+from trainer.run.heldout import Evaluator, Watch, evaluator_of
+from trainer.run.log import Log
+from trainer.run.loop import Hooks, on_main, train
+from trainer.run.provenance import provenance, write_provenance
+from trainer.run.tracking import address_of, is_installed, tracker_of
+from trainer.terminal.console import say, standard_error
+
+CHECKPOINTS, FINAL = "checkpoints", "final"
+
+
+def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
+    """Train a recipe to its end, resuming if it was stopped before; returns the folder of the finished artefact."""
+    console = console or standard_error()
+    check_folders(recipe)
+    accelerator = _accelerator(recipe)
+    with _alone_in(Path(recipe.output), accelerator):
+        _run(recipe, accelerator, console)
+    accelerator.end_training()
+    return Path(recipe.output) / FINAL
+
+
+@contextmanager
+def _alone_in(output: Path, accelerator: Accelerator) -> Iterator[None]:
+    """Hold the run's folder; where another run does, ValueError on every process."""
+    with ExitStack() as held:
+        on_main(accelerator, lambda: held.enter_context(hold(output)))
+        yield
+
+
+def _run(recipe: AnyRecipe, accelerator: Accelerator, console: Console) -> None:
+    rank, world = accelerator.process_index, accelerator.num_processes
+    job = assemble(recipe, accelerator.device, console, rank, world, _cost_check(recipe, accelerator, console))
+    output, identity = Path(recipe.output), job.identity()
+    checkpoints = Checkpoints(output / CHECKPOINTS, recipe.checkpoint.keep, identity, _settings(recipe, world))
+    if accelerator.is_main_process:
+        _announce(console, job)
+    with Log(recipe, accelerator, console) as log:
+        if (address := address_of(accelerator)) is not None:
+            say(console, f"figures also go to {address}")
+        watch = Watch(job, identity, log, checkpoints)
+        on_main(accelerator, watch.check)
+
+        def on_begin(progress: Progress) -> None:
+            log.begun(progress, checkpoints)
+            watch.begun(progress)
+
+        progress = train(
+            job.objective,
+            source_of(job, rank, world),
+            recipe.training,
+            accelerator,
+            checkpoints,
+            recipe.checkpoint.every,
+            recipe.evaluation.every,
+            Hooks(log.step, watch.evaluate, on_begin),
+        )
+
+        def finish() -> None:
+            finished = watch.choose_weights(progress)
+            evaluator = evaluator_of(_with_target(job, accelerator))
+            _finish(job, evaluator, output / FINAL, finished, checkpoints, accelerator)
+            if evaluator is not None:
+                log.evaluation(progress, evaluator.figures(job.objective), finished.step)
+            say(console, _end(recipe, progress, finished))
+
+        with whole_parameters(accelerator, job.objective.module):
+            on_main(accelerator, finish)
+        accelerator.wait_for_everyone()
+
+
+def _settings(recipe: AnyRecipe, num_processes: int) -> dict[str, Any]:
+    """What of a recipe and its launch may change where a run goes on, and bears on the figures of its steps."""
+    names = ("learning_rate", "mixed_precision", "micro_batch_size")
+    return {**{name: getattr(recipe.training, name) for name in names}, "num_processes": num_processes}
+
+
+def _as_trained(recipe: AnyRecipe, stretches: Sequence[Mapping[str, Any]]) -> AnyRecipe:
+    """The recipe with the settings of its last stretch of steps: what it says now may have come after the last step."""
+    names = type(recipe.training).model_fields
+    last = {name: value for name, value in stretches[-1].items() if name in names} if stretches else {}
+    return recipe.model_copy(update={"training": recipe.training.model_copy(update=last)})
+
+
+def _cost_check(
+    recipe: AnyRecipe, accelerator: Accelerator, console: Console
+) -> Callable[[CausalLM, CausalLM], None] | None:
+    """Refuses a draft that could not pay, on every process by the costs that the first one measures; None: unasked."""
+    if not isinstance(recipe, DraftRecipe) or not recipe.draft.check_costs or recipe.quantise is not None:
+        return None
+    if any((Path(recipe.output) / CHECKPOINTS).glob("step-*")):
+        return None  # what was begun may go on, however busy the machine is now
+
+    def check(target: CausalLM, draft: CausalLM) -> None:
+        shared = torch.zeros(1 + len(SIZES), device=accelerator.device)
+        if accelerator.is_main_process:
+            found = best_costs(target, draft)
+            shared += torch.tensor([found.draft_step, *found.target_pass.values()], device=shared.device)
+        draft_step, *passes = accelerator.reduce(shared, "sum").tolist()
+        line = check_pays(Costs(draft_step, dict(zip(SIZES, passes, strict=True))))
+        if accelerator.is_main_process:
+            say(console, line)
+
+    return check
+
+
+def _end(recipe: AnyRecipe, progress: Progress, finished: Progress) -> str:
+    """What a run ends with, in a line."""
+    steps, section = recipe.training.steps, recipe.evaluation
+    line = f"finished: {Path(recipe.output) / FINAL}"
+    if section.keep == "best":
+        line += f", the weights of step {finished.step}, which were the best"
+    if progress.step < steps:
+        line += f"; ended at step {progress.step} of {steps}, after {section.patience} evaluations without a new best"
+    return line
+
+
+def _with_target(job: Job, accelerator: Accelerator) -> Job:
+    """The target again, where features stood in for it and it is to be evaluated."""
+    if job.target is None or job.target.model is not None or not job.recipe.evaluation.prompts:
+        return job
+    assert not isinstance(job.recipe, PretrainRecipe), "it has a target"
+    return replace(job, target=replace(job.target, model=load_target_model(job.recipe, accelerator.device)))
+
+
+def _finish(
+    job: Job,
+    evaluator: Evaluator | None,
+    destination: Path,
+    progress: Progress,
+    checkpoints: Checkpoints,
+    accelerator: Accelerator,
+) -> None:
+    """Choose the heads' tree; write the artefact with its provenance, whole or not at all.
+
+    ValueError if a weight is not finite in the dtype that is written.
+    """
+    objective = job.objective
+    objective.module.eval()  # the target may be part of it
+    if isinstance(objective, TreeObjective) and evaluator is not None:
+        objective.choose_tree(evaluator.target, evaluator.greedy_texts(job.dataset))  # not on what is evaluated
+    stretches = [stretch for stretch in checkpoints.stretches if stretch["first_step"] < progress.step]
+    made_from = provenance(
+        _as_trained(job.recipe, stretches),
+        (job.dataset, job.heldout),
+        job.target.fingerprint if job.target else None,
+        progress.step,
+        progress.tokens,
+        {**describe(accelerator), "stretches": stretches},
+    )
+
+    def write(folder: Path) -> None:
+        objective.save(folder)
+        _check_weights(folder)
+        write_provenance(folder, made_from)
+
+    write_folder(destination, write)
+
+
+def _check_weights(folder: Path) -> None:
+    for path in sorted(folder.rglob("*.safetensors")):
+        with safe_open(path, framework="pt") as stored:
+            for name in stored.keys():  # noqa: SIM118  # not a mapping
+                remedy = "lower training.learning_rate, or set dtype to one with a wider range, such as bf16"
+                check_finite({name: stored.get_tensor(name)}, f"what was to be written as {path.name}", remedy)
+
+
+def ensure_built(target: str | None) -> None:
+    """Train the embedded default target if that is what is asked for and it is not there yet."""
+    if target is None or target.partition("/")[0] != quickstart.NAME or quickstart.is_built():
+        return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("the quickstart target is not built yet: train once with one process, which builds it first")
+    console = standard_error()
+    with hold(quickstart.folder().parent, lambda line: say(console, line)):
+        if quickstart.is_built():  # by the run that was waited for
+            return
+        run_recipe(quickstart.recipe(), console)
+    AcceleratorState._reset_state(True)  # what comes next in this process may want another precision
+
+
+def _accelerator(recipe: AnyRecipe) -> Accelerator:
+    return build_accelerator(recipe.training, log_with=tracker_of(recipe.tracking), project_dir=recipe.output)
+
+
+def _announce(console: Console, job: Job) -> None:
+    recipe, module = job.recipe, job.objective.module
+    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    if recipe.tracking == "wandb" and not is_installed():
+        say(console, "wandb is not installed: figures go to metrics.jsonl alone")
+    aim = f" for {recipe.target}" if isinstance(recipe, MedusaRecipe | DraftRecipe) else ""
+    say(
+        console,
+        f"{recipe.name}: {recipe.kind}{aim}; {trained / 1e6:.2f}M parameters trained; {job.dataset.describe()}; "
+        f"{recipe.training.steps} steps of {recipe.training.batch_size} sequences",
+    )
+    written = job.objective.output_tokens if isinstance(job.objective, DistillObjective) else None
+    if written is not None:
+        share = coverage(job.dataset.examples, written)
+        say(console, f"the draft writes {len(written):,} tokens, {share:.1%} of those trained")

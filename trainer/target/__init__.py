@@ -1,0 +1,1 @@
+"""The frozen target: its hidden states and logits, online or stored."""

@@ -1,0 +1,168 @@
+"""The target's hidden states on disk, read in place of running the target: see `trainer.target.store`.
+
+A row is a token; with them lie the target's lm_head and input embeddings. Whole sequences are stored, so that any
+number of heads trains from the same features.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from rich.console import Console
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from decoding.model.causal_lm import CausalLM, capture_lm_head_input, last_position
+from trainer.data.batch import Batch, Example
+from trainer.files.shards import digest_of_each
+from trainer.recipe.recipe import FeaturesSection
+from trainer.target.hidden import TopLogits
+from trainer.target.store import BATCH_TOKENS, Column, Identity, Store, ensure_store, tokens_of_a_forward
+
+_LOGIT_ROWS = 1024  # in fp32 at a time
+
+
+@dataclass(frozen=True)
+class FeatureIdentity(Identity):
+    """What features are made from. ``data``: token ids and document lengths of all examples, in order."""
+
+    noun: ClassVar[str] = "features"
+    holding: ClassVar[str] = "features"
+    row: ClassVar[str] = "token"
+    setting: ClassVar[str] = "features.folder"
+
+    hidden_size: int
+    top_k: int
+
+    @staticmethod
+    def of(
+        target: CausalLM,
+        fingerprint: str,
+        tokenizer: PreTrainedTokenizerBase,
+        examples: Sequence[Example],
+        top_k: int,
+    ) -> "FeatureIdentity":
+        """Of the features of these examples under the target with this fingerprint; 0 for ``top_k`` is none."""
+        if top_k > target.vocab_size:
+            raise ValueError(f"features.top_k is {top_k} but the target knows {target.vocab_size} tokens")
+        return FeatureIdentity(
+            **Identity.of_target(target, fingerprint, tokenizer),
+            data=digest_of_each((example.tokens, example.lengths) for example in examples),
+            hidden_size=target.hidden_size,
+            top_k=top_k,
+        )
+
+    def columns(self) -> dict[str, Column]:
+        """The hidden state; with ``top_k`` the best tokens with their logits, and the log of the total."""
+        dtype, best = self.torch_dtype, (self.top_k,)
+        columns = {"hidden": Column(dtype, (self.hidden_size,))}
+        if self.top_k:
+            columns |= {"tokens": Column(torch.int32, best), "logits": Column(dtype, best)}
+            columns["log_total"] = Column(torch.float32)
+        return columns
+
+    def rows_of(self, example: Example) -> int:
+        """All of its tokens."""
+        return len(example.tokens)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the lm_head and the embeddings."""
+        return 2 * self.vocab_size * self.hidden_size * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FeatureWriter:
+    """Makes features by running the target; without ``top_k`` no logits are computed."""
+
+    target: CausalLM
+    identity: FeatureIdentity
+
+    @property
+    def batch_tokens(self) -> int:
+        return tokens_of_a_forward(self.identity.vocab_size) if self.identity.top_k else BATCH_TOKENS
+
+    def weights(self) -> dict[str, Tensor]:
+        """The lm_head's weight, and the input embeddings as the model's own embedding layer gives them, scale and all.
+
+        ValueError for an lm_head with a bias.
+        """
+        model = self.target.model
+        lm_head = model.get_output_embeddings()
+        if getattr(lm_head, "bias", None) is not None:
+            raise ValueError("the target's lm_head has a bias, which heads have no place for")
+        with torch.inference_mode():
+            embedding = model.get_input_embeddings()(torch.arange(self.identity.vocab_size, device=self.target.device))
+        found = {"lm_head": lm_head.weight, "embedding": embedding}
+        return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
+
+    @torch.inference_mode()
+    def rows(self, batch: Batch) -> dict[str, Tensor]:
+        """All tokens' rows; padding is left out."""
+        top_k, model = self.identity.top_k, self.target.model
+        inputs = batch.to(self.target.device).model_inputs()
+        with capture_lm_head_input(model, None if top_k else last_position) as captured:
+            logits: Tensor = model(**inputs, use_cache=False).logits
+        mask = batch.attention_mask.bool()
+        found = {"hidden": captured[0][mask.to(captured[0].device)]}
+        if top_k:
+            logits = logits[mask.to(logits.device)]
+            found["logits"], found["tokens"] = logits.topk(top_k)
+            found["log_total"] = torch.cat([rows.float().logsumexp(-1) for rows in logits.split(_LOGIT_ROWS)])
+        return found
+
+
+class FeatureStore(Store[FeatureIdentity]):
+    """Features to read, memory-mapped: what a batch needs is copied, no more."""
+
+    @cached_property
+    def lm_head(self) -> Float[Tensor, "vocab hidden"]:
+        """The weight of the target's output layer."""
+        return self._weight("lm_head")
+
+    @cached_property
+    def embedding(self) -> Float[Tensor, "vocab hidden"]:
+        """What the target's embedding layer gives for each token."""
+        return self._weight("embedding")
+
+    def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
+        """What the target's lm_head reads, in the target's dtype on the batch's device; zeros on padding."""
+        return self._padded("hidden", batch)
+
+    def top_k(self, batch: Batch) -> TopLogits | None:
+        """The best logits, if they were stored; zeros on padding."""
+        if not self._identity.top_k:
+            return None
+        tokens = self._padded("tokens", batch).long()
+        return TopLogits(tokens, self._padded("logits", batch), self._padded("log_total", batch))
+
+    def _padded(self, name: str, batch: Batch) -> Tensor:
+        rows = self._rows(name, batch)
+        shape = (*batch.tokens.shape, *rows[0].shape[1:])
+        padded = torch.zeros(shape, dtype=rows[0].dtype)
+        for place, row in zip(padded, rows, strict=True):
+            place[: len(row)] = row
+        return padded.to(batch.tokens.device)
+
+
+def ensure_features(
+    target: CausalLM,
+    examples: Sequence[Example],
+    folder: Path,
+    identity: FeatureIdentity,
+    section: FeaturesSection,
+    console: Console,
+    process_index: int = 0,
+    num_processes: int = 1,
+) -> FeatureStore:
+    """The features of these examples, written if they are not there, with the disk they take said before.
+
+    Every process calls this, and waits for the others at the end.
+    """
+    writer = FeatureWriter(target, identity)
+    ensure_store(writer, examples, folder, section.shard_tokens, console, process_index, num_processes)
+    return FeatureStore.open(folder, identity, verify=False)  # each process has verified its share

@@ -1,0 +1,214 @@
+"""The target's logits on disk, for drafts that learn without running it: its best, and a sample of the rest.
+
+A row is a position whose next token is trained (`Batch.labelled`): prompts take no room. It holds the ids and logits
+of the ``top_k`` best tokens, those of ``tail`` tokens drawn with replacement from the target's distribution over all
+others, and the logsumexp over all tokens. The sample is what keeps losses and gradients unbiased (see
+`trainer.learning.teachers.SampledTailTeacher`; Sparse Logit Sampling, 2503.16870).
+
+Logits lie there as the model gives them, in its dtype, and are divided by the temperature when they are read: in
+bf16 they would be exact at no other. The total and the sample are at the temperature. Ids take two bytes, or three
+where the vocabulary is larger than two can tell apart: a row of 60 tokens in bf16 is 244 or 304 bytes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from rich.console import Console
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from decoding.model.causal_lm import CausalLM, capture_lm_head_input
+from trainer.data.batch import Batch, Example
+from trainer.data.dataset import Dataset
+from trainer.files.shards import digest_of_each
+from trainer.learning.teachers import SampledTailTeacher
+from trainer.recipe.draft import TeacherSection
+from trainer.target.store import Column, Identity, Store, ensure_store, tokens_of_a_forward
+
+if TYPE_CHECKING:
+    from trainer.run.assemble import Target
+
+_SEED = 20_170_706  # of the draws, the same in every cache
+_TWO_BYTES = 1 << 16
+_IN_CACHE, _AT_ONCE = 1 << 20, 1 << 25  # probabilities that are drawn from at a time: on a CPU, elsewhere
+
+
+@dataclass(frozen=True)
+class TeacherIdentity(Identity):
+    """What a cache is made from. ``data``: token ids, which are trained, and document lengths of all examples."""
+
+    noun: ClassVar[str] = "teacher cache"
+    holding: ClassVar[str] = "a teacher cache"
+    row: ClassVar[str] = "position"
+    setting: ClassVar[str] = "draft.teacher.folder"
+
+    top_k: int
+    tail: int
+    temperature: float
+    """Of the distribution: it divides the logits."""
+
+    @staticmethod
+    def of(
+        target: CausalLM,
+        fingerprint: str,
+        tokenizer: PreTrainedTokenizerBase,
+        examples: Sequence[Example],
+        section: TeacherSection,
+        temperature: float,
+    ) -> "TeacherIdentity":
+        """Of the cache of these examples under the target with this fingerprint; ValueError for too large a top_k."""
+        if section.top_k >= target.vocab_size:
+            raise ValueError(
+                f"draft.teacher.top_k is {section.top_k} but the target knows {target.vocab_size} tokens: "
+                "give fewer, so that there is a rest to draw from"
+            )
+        return TeacherIdentity(
+            **Identity.of_target(target, fingerprint, tokenizer),
+            data=digest_of_each((example.tokens, bytes(example.trained), example.lengths) for example in examples),
+            top_k=section.top_k,
+            tail=section.tail,
+            temperature=temperature,
+        )
+
+    def columns(self) -> dict[str, Column]:
+        """The best tokens and behind them the sample: ids in planes of bytes, logits; and the total."""
+        kept = (self.top_k + self.tail,)
+        columns = {"ids": Column(torch.uint16, kept), "logits": Column(self.torch_dtype, kept)}
+        if self.vocab_size > _TWO_BYTES:
+            columns["high_ids"] = Column(torch.uint8, kept)
+        return columns | {"log_total": Column(torch.float32)}
+
+    def rows_of(self, example: Example) -> int:
+        """The trained tokens that are predicted: all but those that begin a document."""
+        begins = {0, *accumulate(example.lengths[:-1])}
+        return sum(example.trained) - sum(example.trained[begin] for begin in begins)
+
+
+@dataclass(frozen=True)
+class TeacherWriter:
+    """Makes a teacher cache by running the target.
+
+    What is drawn for an example depends on its place in the data set and its logits alone, so neither on the examples
+    beside it nor on the process that writes it.
+    """
+
+    target: CausalLM
+    identity: TeacherIdentity
+
+    @property
+    def batch_tokens(self) -> int:
+        return tokens_of_a_forward(self.identity.vocab_size)
+
+    def weights(self) -> dict[str, Tensor]:
+        """There are none."""
+        return {}
+
+    @torch.inference_mode()
+    def rows(self, batch: Batch) -> dict[str, Tensor]:
+        """The labelled positions' rows; of no other are logits made."""
+        identity, labelled = self.identity, batch.labelled(1)
+        with capture_lm_head_input(self.target.model, lambda hidden: hidden[labelled.to(hidden.device)][None]):
+            inputs = batch.to(self.target.device).model_inputs()
+            logits: Tensor = self.target.model(**inputs, use_cache=False).logits[0]
+        counts = labelled.sum(1).tolist()
+        uniforms = torch.cat([_uniforms(*row, identity.tail) for row in zip(batch.examples, counts, strict=True)])
+        size = max(1, (_IN_CACHE if logits.device.type == "cpu" else _AT_ONCE) // logits.shape[1])
+        parts = [self._kept(*part) for part in zip(logits.split(size), uniforms.split(size), strict=True)]
+        return {name: torch.cat([part[name] for part in parts]) for name in identity.columns()}
+
+    def _kept(self, logits: Float[Tensor, "rows vocab"], uniforms: Float[Tensor, "rows tail"]) -> dict[str, Tensor]:
+        """The columns of some rows."""
+        logits = logits.to(self.identity.torch_dtype)  # first of all, so that the total is that of what is kept
+        scores = logits.float() / self.identity.temperature
+        best = logits.topk(self.identity.top_k).indices
+        tokens = torch.cat((best, sample_tail(scores, best, uniforms.to(logits.device))), 1)
+        return {
+            "ids": (tokens % _TWO_BYTES).to(torch.uint16),
+            "high_ids": (tokens // _TWO_BYTES).to(torch.uint8),
+            "logits": logits.gather(1, tokens),
+            "log_total": scores.logsumexp(-1),
+        }
+
+
+def _uniforms(index: int, rows: int, tail: int) -> Float[Tensor, "rows tail"]:
+    """What the draws of an example are made from, in fp64."""
+    generator = torch.Generator().manual_seed(_SEED * 1_000_003 + index)
+    return torch.rand(rows, tail, generator=generator, dtype=torch.float64)
+
+
+def sample_tail(
+    scores: Float[Tensor, "rows vocab"], best: Int[Tensor, "rows k"], uniforms: Float[Tensor, "rows tail"]
+) -> Int[Tensor, "rows tail"]:
+    """Tokens drawn with replacement from the softmax of ``scores`` without ``best``, by the inverse of its sum.
+
+    Where nothing else has a probability, any others. ``uniforms`` are fp64, at least 0 and at most 1 - 2⁻⁵³.
+    """
+    lowest = torch.finfo(scores.dtype).min
+    rest = scores.clamp(min=lowest).scatter_(1, best, -torch.inf).softmax(-1)
+    sums = rest.cumsum(-1, dtype=torch.float64)  # fp32 would not tell the rare tokens of a large vocabulary apart
+    drawn = torch.searchsorted(sums, uniforms * sums[:, -1:], right=True)  # a product that is below the last sum
+    # A GPU adds in an order of its own, and its sums may rise a little where nothing is added.
+    return torch.where(rest.gather(1, drawn) > 0, drawn, rest.argmax(-1, keepdim=True))
+
+
+class TeacherStore(Store[TeacherIdentity]):
+    """A teacher cache to read, memory-mapped."""
+
+    def rows(self, batch: Batch) -> SampledTailTeacher:
+        """The target's logits at the labelled positions, in the order of ``x[batch.labelled(1)]``, on its device.
+
+        They are fp32, divided by the temperature of the cache.
+        """
+        identity, device = self._identity, batch.tokens.device
+        columns = {name: self._rows(name, batch) for name in identity.columns()}
+        counts = [len(rows) for rows in columns["log_total"]]
+        assert counts == batch.labelled(1).sum(1).tolist(), "the batch trains what the cache was written for"
+        whole = {name: torch.cat(rows).to(device) for name, rows in columns.items()}
+        tokens = whole["ids"].long()
+        if "high_ids" in whole:
+            tokens += whole["high_ids"].long() * _TWO_BYTES
+        logits = whole["logits"].float() / identity.temperature
+        sizes = [identity.top_k, identity.tail]
+        (best, tail), (best_logits, tail_logits) = tokens.split(sizes, 1), logits.split(sizes, 1)
+        return SampledTailTeacher(
+            best, best_logits, whole["log_total"], tail, tail_logits, temperature=identity.temperature
+        )
+
+
+def teacher_identity(
+    target: "Target",
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: Dataset,
+    section: TeacherSection,
+    temperature: float,
+) -> TeacherIdentity:
+    """What a teacher cache must have been made from to be used."""
+    assert target.model is not None
+    known = target.fingerprint if target.rounding is None else f"{target.fingerprint} {target.rounding}"
+    return TeacherIdentity.of(target.model, known, tokenizer, dataset.examples, section, temperature)
+
+
+def teacher_of(
+    target: "Target",
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: Dataset,
+    section: TeacherSection,
+    temperature: float,
+    console: Console,
+    process_index: int = 0,
+    num_processes: int = 1,
+) -> TeacherStore:
+    """The teacher cache of a data set at the loss's temperature, written where it is not there yet.
+
+    Every process calls this, and waits for the others at the end.
+    """
+    assert target.model is not None
+    identity = teacher_identity(target, tokenizer, dataset, section, temperature)
+    writer, folder = TeacherWriter(target.model, identity), Path(section.folder)
+    ensure_store(writer, dataset.examples, folder, section.shard_tokens, console, process_index, num_processes)
+    return TeacherStore.open(folder, identity, verify=False)  # each process has verified its share

@@ -1,0 +1,1 @@
+"""Text on the terminal: consoles, progress bars, and the silencing of other libraries."""

@@ -1,0 +1,113 @@
+"""How far a long work has come: a bar on a terminal; anywhere else a line every 15 seconds."""
+
+import threading
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from trainer.terminal.console import say
+
+LINE_SECONDS = 15.0
+"""Between two lines where there is no terminal."""
+
+
+class ProgressBar:
+    """One task's progress, shown between ``with`` and its end.
+
+    ``description`` says what is done, ``completed`` how much of ``total`` (None: not known yet) was done before it
+    began, and ``note`` stands behind both. Without a terminal a line reads "answering: 120/1,792, 310 tokens/s, about
+    12 min left". Nothing is shown unless ``active``, which only one of several processes is. ``clock`` tells seconds.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        description: str,
+        total: int | None,
+        completed: int = 0,
+        *,
+        active: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console, self._description, self._clock = console, description, clock
+        self.completed, self._total, self._note = completed, total, ""
+        self._before = completed
+        self._lines = active and not console.is_terminal
+        self._ended, self._saying = threading.Event(), threading.Lock()
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}", markup=False),
+            console=console,
+            disable=not (active and console.is_terminal),
+        )
+        self._task = self._bar.add_task(description, total=total, completed=completed, note="")
+        self._began = self._last_line = clock()
+
+    def __enter__(self) -> "ProgressBar":
+        self._bar.start()
+        self.begin(self.completed)
+        if self._lines:
+            threading.Thread(target=self._keep_saying, daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        self._bar.stop()
+
+    def _keep_saying(self) -> None:
+        """Lines while a single piece of the work takes longer than they are apart."""
+        while not self._ended.wait(max(1.0, LINE_SECONDS)):
+            self._say_if_due()
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return self._clock() - self._began
+
+    def begin(self, completed: int) -> None:
+        """Say that the work begins now, with this much done before: the pace counts from here."""
+        self.completed = self._before = completed
+        self._began = self._last_line = self._clock()
+        self._bar.reset(self._task, completed=completed, total=self._total)
+
+    def advance(self, count: int = 1) -> None:
+        """Say that ``count`` more are done."""
+        self.update(self.completed + count)
+
+    def update(self, completed: int | None = None, *, total: int | None = None, note: str | None = None) -> None:
+        """Say how much is done by now, of how much, and what to note; what is None stays as it was."""
+        self.completed = self.completed if completed is None else completed
+        self._total = self._total if total is None else total
+        self._note = self._note if note is None else note
+        self._bar.update(self._task, completed=self.completed, total=self._total, note=self._note)
+        if self._lines:
+            self._say_if_due()
+
+    def _say_if_due(self) -> None:
+        with self._saying:
+            if self._clock() - self._last_line >= LINE_SECONDS:
+                self._last_line = self._clock()
+                say(self._console, self._line())
+
+    def _line(self) -> str:
+        done = f"{self.completed:,}" if self._total is None else f"{self.completed:,}/{self._total:,}"
+        parts = [f"{self._description}: {done}", self._note, self._left()]
+        return ", ".join(part for part in parts if part)
+
+    def _left(self) -> str:
+        """An estimate by the pace since the beginning; empty where there is none."""
+        done = self.completed - self._before
+        if self._total is None or done <= 0 or self.completed >= self._total:
+            return ""
+        return f"about {_duration(self.seconds / done * (self._total - self.completed))} left"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
