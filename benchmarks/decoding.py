@@ -19,6 +19,10 @@ from typing import Any
 # This script has the package's name: with its own folder in the path it would import itself.
 sys.path = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
 
+from decoding.threads import spin_briefly
+
+spin_briefly()  # before torch is imported
+
 import torch
 from rich.console import Console
 from rich.table import Table
