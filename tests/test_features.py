@@ -20,7 +20,7 @@ from decoding.model.fingerprint import fingerprint
 from trainer.data.batch import Example, collate
 from trainer.files.shards import Layout
 from trainer.heads.medusa import MedusaObjective
-from trainer.recipe.recipe import FeaturesSection, HeadsSection
+from trainer.recipe.heads import FeaturesSection, HeadsSection
 from trainer.target import store as stores
 from trainer.target.features import FeatureIdentity, FeatureStore, FeatureWriter, ensure_features
 from trainer.target.hidden import OnlineTarget, StoredFeatures

@@ -25,7 +25,8 @@ from trainer.learning.fused import FusedLoss, fused_loss
 from trainer.learning.losses import LossMix
 from trainer.learning.objective import EVERYWHERE_THE_SAME, TermSums
 from trainer.learning.teachers import HiddenTeacher, Teacher, TopKTeacher
-from trainer.recipe.recipe import HeadsSection, LossSection
+from trainer.recipe.heads import HeadsSection
+from trainer.recipe.loss import LossSection
 from trainer.target.hidden import HiddenStates, LogitTransform, TopLogits
 
 _RANKS = 10  # of each head's best tokens, as in Medusa's published trees
@@ -71,7 +72,7 @@ class MedusaTraining(nn.Module):
         loss = partial(
             fused_loss,
             labels=inputs.batch.tokens[rows, places + ahead],
-            mix=LossMix(self._loss.mix, self._loss.temperature),
+            mix=LossMix.of(self._loss),
             teacher=_teacher(inputs, rows, places + ahead - 1) if self._loss.soft else None,
         )
         if head.lm_head is not None:  # inside its forward: only there are its weights whole when they are sharded

@@ -28,7 +28,7 @@ from trainer.learning.lora import base_of, merged_weights, refuse_embeddings, wa
 from trainer.learning.losses import LossMix
 from trainer.learning.objective import TermSums
 from trainer.learning.teachers import HiddenTeacher
-from trainer.recipe.recipe import AdaptersSection, HeadsSection
+from trainer.recipe.heads import AdaptersSection, HeadsSection
 from trainer.target.hidden import check_logits, logit_scale, logit_transform, read_at_lm_head
 
 if TYPE_CHECKING:  # slow to import, and of use to this objective alone

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from decoding.model.causal_lm import CausalLM, capture_lm_head_input, last_position
 from trainer.data.batch import Batch, Example
 from trainer.files.shards import digest_of_each
-from trainer.recipe.recipe import FeaturesSection
+from trainer.recipe.heads import FeaturesSection
 from trainer.target.hidden import TopLogits
 from trainer.target.store import BATCH_TOKENS, Column, Identity, Store, ensure_store, tokens_of_a_forward
 
