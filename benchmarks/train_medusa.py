@@ -42,8 +42,8 @@ from trainer.data.batch import Batch, Example, collate
 from trainer.heads.medusa import HeadInputs, MedusaObjective, MedusaTraining
 from trainer.recipe.heads import HeadsSection
 from trainer.recipe.loss import LossSection
-from trainer.target.features import FeatureIdentity, FeatureStore, FeatureWriter
-from trainer.target.hidden import HiddenStates, OnlineTarget, StoredFeatures
+from trainer.target.features import FeatureIdentity, FeatureStore, FeatureWriter, StoredFeatures
+from trainer.target.hidden import HiddenStates, OnlineTarget
 from trainer.target.store import write_store
 from trainer.terminal.console import standard_output
 

@@ -11,7 +11,8 @@ from tiny_training import tiny_tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decoding.model.causal_lm import CausalLM, capture_lm_head_input
+from decoding.model.causal_lm import CausalLM
+from decoding.model.lm_head import capture_lm_head_input
 from decoding.model.loading import load_draft
 from trainer.data.batch import Batch, Example, collate, pack
 from trainer.drafts.distill import DistillObjective, DraftLogits

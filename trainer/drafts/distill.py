@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter, DraftModelDrafter
-from decoding.model.causal_lm import CausalLM, capture_lm_head_input, last_position
+from decoding.model.causal_lm import CausalLM
+from decoding.model.lm_head import lm_head_input, run_in_lm_head
 from trainer.data.batch import Batch
 from trainer.drafts.start import InitialDraft, write_draft
 from trainer.learning.fused import fused_loss
@@ -22,7 +24,8 @@ from trainer.learning.objective import EVERYWHERE_THE_SAME, TermSums
 from trainer.learning.teachers import HiddenTeacher, Teacher
 from trainer.recipe.draft import DraftSection
 from trainer.recipe.loss import LossSection
-from trainer.target.hidden import OnlineTarget, check_logits, logit_scale, replaced_forward
+from trainer.target.hidden import OnlineTarget
+from trainer.target.logits import check_logits, logit_scale
 
 if TYPE_CHECKING:  # slow to import, and not of use to every draft
     from peft import PeftModel
@@ -102,13 +105,8 @@ class DistillTraining(nn.Module):
     def forward(self, inputs: DraftInputs) -> TermSums:
         """Losses (terms,), with Σ min(p, q), what token rejection accepts; for the data's tokens alone, how many are
         right."""
-        layer: nn.Linear = self.base.get_output_embeddings()
-        with capture_lm_head_input(self.base, last_position) as captured:
-            self.base(**inputs.batch.model_inputs(), use_cache=False)
-        # The losses are what the layer returns: ZeRO-3 makes its weight whole again for the gradient of nothing else.
-        with replaced_forward(layer, lambda hidden: self._losses(inputs, hidden, layer.weight)):
-            sums: TermSums = layer(captured[0])
-        return sums
+        hidden = lm_head_input(self.base, inputs.batch.model_inputs())
+        return run_in_lm_head(self.base, hidden, partial(self._losses, inputs))
 
     def _losses(self, inputs: DraftInputs, hidden: Tensor, lm_head: Tensor) -> TermSums:
         labelled, teacher = inputs.batch.labelled(1), inputs.teacher

@@ -34,8 +34,8 @@ from trainer.recipe.draft import DraftRecipe
 from trainer.recipe.heads import FeaturesSection, MedusaRecipe
 from trainer.recipe.pretrain import PretrainRecipe
 from trainer.recipe.recipe import AnyRecipe
-from trainer.target.features import FeatureIdentity, FeatureStore, ensure_features
-from trainer.target.hidden import OnlineTarget, StoredFeatures
+from trainer.target.features import FeatureIdentity, FeatureStore, StoredFeatures, ensure_features
+from trainer.target.hidden import OnlineTarget
 from trainer.target.teacher_cache import teacher_of
 
 
