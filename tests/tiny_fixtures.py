@@ -3,17 +3,10 @@
 import pytest
 import torch
 from hypothesis import settings
-from jaxtyping import install_import_hook
+from shape_checks import enforce_shapes
 from tiny_models import counting_model, tiny_model
 
-# Before anything imports them: from here on every jaxtyping annotation in these modules is checked at each call.
-_PURE = [f"decoding.rules.{name}" for name in ("tree", "proposal", "sampling", "history", "verify")]
-with install_import_hook(_PURE, "shape_checks.check"):
-    import decoding.rules.history
-    import decoding.rules.proposal
-    import decoding.rules.sampling
-    import decoding.rules.tree
-    import decoding.rules.verify  # noqa: F401  # imported for the hook
+enforce_shapes()  # before anything imports the pure modules
 
 from decoding.model.causal_lm import CausalLM  # noqa: E402
 
