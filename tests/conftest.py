@@ -3,10 +3,12 @@
 import gc
 
 import pytest
+from examples import register_profiles
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Load the fixtures, and torch with them; the process that only deals tests to others does without."""
+    register_profiles()
     only_deals = config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
     if not only_deals:
         config.pluginmanager.import_plugin("tiny_fixtures")

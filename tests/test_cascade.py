@@ -14,7 +14,8 @@ from drafter_checks import (
     opened,
     request,
 )
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from scripted_drafters import HostileDrafter
 from test_generate_sampling import FALSE_ALARM, decode_many, small_llama
@@ -52,7 +53,7 @@ def passes_of(draft: CausalLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return passes
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(inner=st.sampled_from(list(INNER)), sampling=st.sampled_from(CONTROLS), seed=st.integers(0, 2**32 - 1))
 def test_the_chain_and_its_q_are_the_draft_models_own(
     tiny_llama: CausalLM, tiny_draft: CausalLM, inner: str, sampling: SamplingConfig, seed: int

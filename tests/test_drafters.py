@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from drafter_checks import accept_some, opened, request
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from scripted_drafters import ScriptedDrafter
 from tiny_models import full_forward, tiny_model
@@ -274,7 +275,7 @@ def cached(session: DraftModelSession, length: int, row: int = 0) -> Tensor:
     return torch.stack([torch.stack([layer.keys[row], layer.values[row]])[..., :length, :] for layer in layers])
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(
     seed=st.integers(0, 2**32 - 1),
     branching=st.sampled_from([(1,), (1, 1, 1), (3, 2), (2, 1, 2)]),
@@ -296,7 +297,7 @@ def test_a_session_after_any_acceptances_is_a_fresh_session(
         text += accept_some(proposal, chance)
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(
     seed=st.integers(0, 2**32 - 1),
     branching=st.sampled_from([(1,), (1, 1, 1), (3, 2), (2, 1, 2)]),

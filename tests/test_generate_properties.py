@@ -10,7 +10,8 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from scripted_drafters import HostileDrafter, RandomPolicy
 from test_generate import Letters, shortest_with
@@ -54,7 +55,7 @@ def policy_of(seed: int | None) -> Policy | None:
 # --- greedy ----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     family=FAMILIES,
     prompts=PROMPTS,
@@ -106,7 +107,7 @@ def test_greedy_rows_are_plain_greedy_up_to_their_ends(
 # --- a seed is its text ----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     family=FAMILIES,
     prompts=PROMPTS,
@@ -159,7 +160,7 @@ def test_sampled_verify_writes_what_plain_decoding_writes_with_the_same_seed(
 # --- one cache for a conversation that goes anywhere -----------------------------------------------------------------
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(family=st.sampled_from(["llama", "mistral"]), seed=SEEDS, turns=st.integers(2, 5), capacity=st.integers(1, 30))
 def test_a_cache_serves_any_prompts_after_calls_that_ended_anywhere(
     family: str, seed: int, turns: int, capacity: int

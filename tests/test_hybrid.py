@@ -17,7 +17,8 @@ from drafter_checks import (
     request,
 )
 from enumeration import LOSSLESS, LOSSY, SHAPES, Draft, distance_from_target, model_pair, sampled_draft
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from scripted_drafters import ScriptedDrafter
 from test_generate_sampling import FALSE_ALARM, decode_many, small_llama
@@ -153,7 +154,7 @@ def hybrids(draft: CausalLM) -> dict[str, Drafter]:
 NAMES = list(hybrids(small_llama(3)))
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     name=st.sampled_from(NAMES), sampling=st.sampled_from([SamplingConfig(), SAMPLED]), seed=st.integers(0, 2**32 - 1)
 )

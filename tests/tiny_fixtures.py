@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import settings
 from shape_checks import enforce_shapes
 from tiny_models import counting_model, tiny_model
 
@@ -10,8 +9,6 @@ enforce_shapes()  # before anything imports the pure modules
 
 from decoding.model.causal_lm import CausalLM  # noqa: E402
 
-settings.register_profile("exact", max_examples=30, deadline=None, derandomize=True, database=None)
-settings.load_profile("exact")
 torch.set_num_threads(1)
 
 
