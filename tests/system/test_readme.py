@@ -85,7 +85,6 @@ def test_the_readme_names_its_commands() -> None:
     assert COMMANDS[:2] == ["make demo", "make test"]  # run by .ci/run itself
 
 
-@pytest.mark.system
 def test_every_command_of_the_readme_runs_in_the_order_given(desk: Path, environment: dict[str, str]) -> None:
     for command in COMMANDS[2:]:
         run(command, desk, environment)
@@ -94,7 +93,6 @@ def test_every_command_of_the_readme_runs_in_the_order_given(desk: Path, environ
     _run_the_python_block(desk, environment)
 
 
-@pytest.mark.system
 def test_every_command_of_the_page_on_training_runs_in_the_order_given(desk: Path, environment: dict[str, str]) -> None:
     found = commands(TRAINING)
     assert len(found) == 8
@@ -103,7 +101,6 @@ def test_every_command_of_the_page_on_training_runs_in_the_order_given(desk: Pat
     assert (desk / "runs" / "stored" / "final" / "model.safetensors").is_file()
 
 
-@pytest.mark.system
 def test_every_command_of_the_page_on_drafts_runs_in_the_order_given(desk: Path, environment: dict[str, str]) -> None:
     found = commands(DRAFTS)
     assert len(found) == 10
