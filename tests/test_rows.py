@@ -13,7 +13,7 @@ from trainer.data.rows import Row, conversation, open_source
 
 
 def fields_of(name: Path | str, split: str = "train") -> list[dict[str, Any]]:
-    return [row.fields() for row in open_source(str(name), split).rows()]
+    return [row.fields() for row in open_source(str(name), split).read()]
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def write_parquet(datasets: Any, path: Path, rows: list[dict[str, Any]]) -> Path
 def test_a_jsonl_file_gives_its_lines_with_their_numbers_blank_ones_counted(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "a"}\n\n"b"\n')
-    rows = list(open_source(str(path), "train").rows())
+    rows = list(open_source(str(path), "train").read())
     assert [row.where for row in rows] == [f"{path}, line 1", f"{path}, line 3"]
     assert [row.fields() for row in rows] == [{"text": "a"}, {"text": "b"}]
 
@@ -78,7 +78,7 @@ def test_an_escaped_character_beyond_the_basic_plane_is_whole() -> None:
 def test_a_parquet_file_gives_its_rows_without_the_columns_left_empty(datasets: Any, tmp_path: Path) -> None:
     rows = [{"prompt": "a", "answer": "b", "text": None}, {"prompt": None, "answer": None, "text": "c"}]
     path = write_parquet(datasets, tmp_path / "rows.parquet", rows)
-    read = list(open_source(str(path), "train").rows())
+    read = list(open_source(str(path), "train").read())
     assert [row.where for row in read] == [f"{path}, row 1", f"{path}, row 2"]
     assert [row.fields() for row in read] == [{"prompt": "a", "answer": "b"}, {"text": "c"}]
 
@@ -135,7 +135,7 @@ def test_a_hub_data_set_is_read_by_its_id_configuration_and_split(
         return datasets.Dataset.from_list([{"question": "a", "answer": "b"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    (row,) = open_source("openai/gsm8k:main", "test").rows()
+    (row,) = open_source("openai/gsm8k:main", "test").read()
     assert row == Row("openai/gsm8k:main, row 1", {"question": "a", "answer": "b"})
     open_source("ORG/NAME", "train")
     assert asked == [(("openai/gsm8k", "main"), {"split": "test"}), (("ORG/NAME", None), {"split": "train"})]

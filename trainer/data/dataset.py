@@ -15,7 +15,7 @@ from decoding.prompts import ANSWER_FIELDS, PROMPT_FIELDS, answer_of, encode_pro
 from trainer.data.answers import read_answer
 from trainer.data.batch import Example, pack
 from trainer.data.chat import chat_template
-from trainer.data.rows import Row, Source, conversation, open_source
+from trainer.data.rows import Row, RowSource, conversation, open_source
 from trainer.recipe.common import DataSection
 
 ANSWER_TOKENS = "answer_tokens"
@@ -215,7 +215,7 @@ class Dataset:
     packed: bool
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         """Read, the bad ones among them."""
         return sum(self.formats.values()) + self.bad_rows
 
@@ -237,7 +237,7 @@ class Dataset:
         formats = " and ".join(f"{count:,} {name}" for name, count in self.formats.items())
         found = f": {' and '.join(self.fields)}" if self.fields else ""
         parts = [
-            f"{self.rows:,} rows ({formats}{found})",
+            f"{self.num_rows:,} rows ({formats}{found})",
             f"{len(self.examples):,} sequences",
             f"{self.trained_tokens:,} of {self.tokens:,} tokens trained",
         ]
@@ -253,11 +253,11 @@ class Dataset:
 
 
 def encoded_rows(
-    source: Source, section: DataSection, tokenizer: PreTrainedTokenizerBase
+    source: RowSource, section: DataSection, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[Row, Encoded | ValueError]]:
     """Up to ``max_rows`` rows with what they give: with ``bad_rows: skip``, an error too."""
     encoder = RowEncoder(section, tokenizer)
-    for row in islice(source.rows(), section.max_rows):
+    for row in islice(source.read(), section.max_rows):
         try:
             encoded: Encoded | ValueError = encoder.encode(row)
         except ValueError as error:
@@ -318,7 +318,7 @@ def cut(example: Example, length: int) -> Example | None:
     return short if any(short.trained) else None
 
 
-def _digest(source: Source, section: DataSection) -> str:
+def _digest(source: RowSource, section: DataSection) -> str:
     """What decides the sequences beside the recipe: the rows, and the chat template's file if one is named."""
     if section.chat_template is None:
         return source.sha256

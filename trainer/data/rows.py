@@ -29,7 +29,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
+class RowSource:
     """Rows in a fixed order, and a digest of all of them."""
 
     name: str
@@ -39,7 +39,7 @@ class Source:
     sha256: str
     """Of the file; of a folder's names and digests; of a hub data set's name, split and fingerprint."""
 
-    def rows(self) -> Iterator[Row]:
+    def read(self) -> Iterator[Row]:
         """Every row, file after file; lines and rows count from 1."""
         if self.hub is not None:
             yield from _numbered(self.name, self.hub)
@@ -50,7 +50,7 @@ class Source:
                 yield from (Row(f"{file}, line {number}", line) for number, line in read_lines(file))
 
 
-def open_source(name: str, split: str) -> Source:
+def open_source(name: str, split: str) -> RowSource:
     """The rows of a file, of a folder's files in the order of their names, or of a ``split`` of a data set on the hub.
 
     The last is named ORG/NAME, or ORG/NAME:CONFIG where it has several. What is in the way of reading is a ValueError.
@@ -61,16 +61,16 @@ def open_source(name: str, split: str) -> Source:
         if not files:
             raise ValueError(f"folder {name} holds no data: put .jsonl or .parquet files into it")
         digests = "".join(f"{file.name} {sha256_of(file)}\n" for file in files)
-        return Source(name, files, None, hashlib.sha256(digests.encode()).hexdigest())
+        return RowSource(name, files, None, hashlib.sha256(digests.encode()).hexdigest())
     if path.is_file():
-        return Source(name, (path,), None, sha256_of(path))
+        return RowSource(name, (path,), None, sha256_of(path))
     if not _HUB_ID.fullmatch(name) or name.endswith((*_SUFFIXES, ".json")):
         raise ValueError(
             f"there is no data file {name}: give a .jsonl or .parquet file, a folder of them, or ORG/NAME on the hub"
         )
     hub = _hub_rows(name, split)
     digest = hashlib.sha256(f"{name}\n{split}\n{hub._fingerprint}".encode()).hexdigest()
-    return Source(name, (), hub, digest)
+    return RowSource(name, (), hub, digest)
 
 
 def _datasets(name: str) -> Any:
