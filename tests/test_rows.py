@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from tiny_training import write_rows
 
-from trainer.data.rows import Row, conversation, open_source
+from trainer.data.conversations import transcript_of
+from trainer.data.rows import Row, open_source
+from trainer.recipe.common import DataSection
 
 
 def fields_of(name: Path | str, split: str = "train") -> list[dict[str, Any]]:
@@ -65,14 +67,20 @@ def test_without_the_datasets_library_the_remedy_is_named(
         (b'{"text": "\\ud83d"}', r"a \\u escape is half a character \(surrogates not allowed\)"),
     ],
 )
-def test_a_line_that_is_no_row_is_found_when_its_fields_are_asked_for(line: bytes, message: str) -> None:
-    row = Row("rows.jsonl, line 7", line)
-    with pytest.raises(ValueError, match=f"^rows.jsonl, line 7: {message}"):
+def test_a_line_that_is_no_row_is_found_when_its_fields_are_asked_for(
+    tmp_path: Path, line: bytes, message: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\n" * 6 + line + b'\n{"text": "a"}\n')
+    row, good = open_source(str(path), "train").read()
+    with pytest.raises(ValueError, match=f"^{path}, line 7: {message}"):
         row.fields()
+    assert good.fields() == {"text": "a"}
 
 
-def test_an_escaped_character_beyond_the_basic_plane_is_whole() -> None:
-    assert Row("row", b'{"text": "\\ud83d\\ude00"}').fields() == {"text": "😀"}
+def test_an_escaped_character_beyond_the_basic_plane_is_whole(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'{"text": "\\ud83d\\ude00"}\n')
+    assert fields_of(tmp_path / "rows.jsonl") == [{"text": "😀"}]
 
 
 def test_a_parquet_file_gives_its_rows_without_the_columns_left_empty(datasets: Any, tmp_path: Path) -> None:
@@ -175,6 +183,11 @@ def test_what_can_be_neither_file_nor_hub_id_is_not_looked_for_on_the_hub(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=f"there is no data file {name}: give a .jsonl or .parquet file, a folder"):
         open_source(name, "train")
+
+
+def conversation(fields: dict[str, Any], format: str, where: str) -> list[Any]:
+    section = DataSection.model_validate({"train": "a", "heldout": "b", "format": format})
+    return list(transcript_of(Row(where, fields), section).messages)
 
 
 def test_a_sharegpt_conversation_becomes_messages() -> None:
