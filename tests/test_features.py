@@ -436,10 +436,10 @@ def test_a_whole_store_is_read_where_nobody_can_write(
 
     monkeypatch.setattr(stores, "hold", read_only)
     writer = FeatureWriter(tiny_llama, stored.identity)
-    stores.ensure_store(writer, EXAMPLES, stored.folder, SHARD_TOKENS, Console(file=io.StringIO()))
+    stores.ensure_store(writer, EXAMPLES, stored.folder, SHARD_TOKENS, Place(console=Console(file=io.StringIO())))
     (stored.folder / "shard-00000.safetensors").unlink()
     with pytest.raises(ValueError, match=r"1 of .* files missing or damaged"):
-        stores.ensure_store(writer, EXAMPLES, stored.folder, SHARD_TOKENS, Console(file=io.StringIO()))
+        stores.ensure_store(writer, EXAMPLES, stored.folder, SHARD_TOKENS, Place(console=Console(file=io.StringIO())))
 
 
 def test_features_of_other_data_are_refused_before_anything_is_said_of_them(
@@ -449,5 +449,5 @@ def test_features_of_other_data_are_refused_before_anything_is_said_of_them(
     backwards = EXAMPLES[::-1]
     writer = FeatureWriter(tiny_llama, identity_of(tiny_llama, backwards))
     with pytest.raises(ValueError, match="holds features made with another data"):
-        stores.ensure_store(writer, backwards, stored.folder, SHARD_TOKENS, Console(file=said))
+        stores.ensure_store(writer, backwards, stored.folder, SHARD_TOKENS, Place(console=Console(file=said)))
     assert said.getvalue() == ""

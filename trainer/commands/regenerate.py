@@ -167,10 +167,10 @@ def _check(options: RegenerateOptions, sampling: SamplingConfig) -> None:
         raise ValueError(f"n is {options.n} at temperature 0, where all answers are the same: give a temperature")
 
 
-def _target(options: RegenerateOptions, target: str, sampling: SamplingConfig) -> tuple[Backend, dict[str, Any]]:
+def _target(options: RegenerateOptions, named: str, sampling: SamplingConfig) -> tuple[Backend, dict[str, Any]]:
     """The target in this process."""
-    ensure_built(target)
-    name, trusted = resolve(target), options.trust_remote_code
+    ensure_built(named)
+    name, trusted = resolve(named), options.trust_remote_code
     dtype = parse_dtype(options.dtype)
     target = CausalLM(load_model(name, dtype, trust_remote_code=trusted, device_map=options.device_map))
     tokenizer = load_tokenizer(name, trusted)
