@@ -17,7 +17,8 @@ from trainer.data.source import Source
 from trainer.files.shards import digest_of_each
 from trainer.learning.objective import Objective
 from trainer.quickstart import resolve
-from trainer.recipe.recipe import AnyRecipe, TrainingSection
+from trainer.recipe.common import TrainingSection
+from trainer.recipe.recipe import AnyRecipe
 from trainer.target.loading import StoredTarget
 from trainer.target.store import Store, Writer
 from trainer.terminal.place import Place

@@ -29,7 +29,8 @@ from trainer.job import (
     trained_numbers,
 )
 from trainer.learning.objective import EVERYWHERE_THE_SAME, TermSums
-from trainer.recipe.recipe import PretrainRecipe, PretrainSection, TrainingSection
+from trainer.recipe.common import TrainingSection
+from trainer.recipe.pretrain import PretrainRecipe, PretrainSection
 from trainer.target.store import Writer
 from trainer.terminal.place import Place
 

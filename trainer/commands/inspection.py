@@ -16,8 +16,8 @@ from trainer.commands.options import InspectOptions
 from trainer.data.batch import Example
 from trainer.data.dataset import Dataset, Encoded, cut, encoded_rows, load_dataset
 from trainer.data.rows import Row, open_source
+from trainer.recipe.common import DataSection
 from trainer.recipe.reading import load_recipe
-from trainer.recipe.recipe import DataSection
 from trainer.run.kinds import kind_of
 from trainer.terminal.console import say, standard_output, title
 

@@ -13,14 +13,13 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import fingerprint
-from decoding.model.loading import load_draft
 from trainer.data.batch import Example
 from trainer.data.dataset import Dataset
 from trainer.data.source import Source
 from trainer.drafts.costs import Costs, best_costs, check_pays
 from trainer.drafts.distill import DistillObjective, OnlineTeacher, TeacherRows
 from trainer.drafts.on_policy import draft_source
-from trainer.drafts.start import InitialDraft, check_reads, coverage, initial_draft
+from trainer.drafts.start import InitialDraft, coverage, initial_draft
 from trainer.job import (
     GreedyTexts,
     Largest,
@@ -34,8 +33,8 @@ from trainer.job import (
 )
 from trainer.learning.fused import CHUNK_BYTES
 from trainer.learning.memory import frozen_forward_bytes, layer_bytes
-from trainer.recipe.draft import TeacherSection
-from trainer.recipe.recipe import DraftRecipe, TrainingSection
+from trainer.recipe.common import TrainingSection
+from trainer.recipe.draft import DraftRecipe, TeacherSection
 from trainer.target.loading import Target, load_target, load_target_tokenizer
 from trainer.target.teacher_cache import TeacherStore, TeacherWriter, ensure_teacher_cache, teacher_writer
 from trainer.terminal.place import Place
@@ -102,13 +101,12 @@ class DraftKind:
         initial = initial_draft(
             target.model, tokenizer, recipe.draft, dataset.examples, recipe.trust_remote_code, longest
         )
-        reference = self._reference(target.model, tokenizer, dataset, longest)
         # Nothing is measured of a target that is quantised to teach: it is slower than the one to be sped up.
         if check_costs and recipe.draft.check_costs and recipe.quantise is None:
             _check_costs(target, initial, place)
         target = self._as_teacher(target, device)
         teacher = self._teacher(target, tokenizer, dataset, place)
-        objective = DistillObjective(target.model, teacher, tokenizer, initial, recipe.draft, reference)
+        objective = DistillObjective(target.model, teacher, tokenizer, initial, recipe.draft)
         return DraftJob(recipe, tokenizer, dataset, heldout, target, objective)
 
     def _load_target(self, device: torch.device) -> Target:
@@ -120,17 +118,6 @@ class DraftKind:
         if self.recipe.quantise is None:
             return target
         return target.rounded(self.recipe.quantise, None if self.recipe.device_map else device)
-
-    def _reference(
-        self, target: CausalLM, tokenizer: PreTrainedTokenizerBase, dataset: Dataset, longest: int
-    ) -> CausalLM | None:
-        """The draft that tokens are chosen by, if there is one."""
-        named = self.recipe.draft.loss.selection.reference
-        if named is None:
-            return None
-        reference = load_draft(named, target, tokenizer, self.recipe.trust_remote_code)
-        check_reads(reference, target, "draft.loss.selection.reference", dataset.examples, longest)
-        return reference
 
     def _teacher(
         self, target: Target, tokenizer: PreTrainedTokenizerBase, dataset: Dataset, place: Place
@@ -172,8 +159,6 @@ class DraftJob:
         content["draft"].pop("check_costs")
         if section.init.from_model is not None:
             content["draft"]["init"]["from_model"] = fingerprint(self.objective.module.base)
-        if self.objective.reference is not None:
-            content["draft"]["loss"]["selection"]["reference"] = fingerprint(self.objective.reference.model)
         if section.teacher is not None:
             content["draft"]["teacher"] = {"top_k": section.teacher.top_k, "tail": section.teacher.tail}
         return content

@@ -29,9 +29,10 @@ from trainer.job import (
 )
 from trainer.learning.fused import CHUNK_BYTES
 from trainer.learning.memory import frozen_bytes, frozen_forward_bytes, layer_bytes
-from trainer.recipe.recipe import FeaturesSection, MedusaRecipe, TrainingSection
-from trainer.target.features import FeatureStore, FeatureWriter, ensure_features, feature_writer
-from trainer.target.hidden import OnlineTarget, StoredFeatures
+from trainer.recipe.common import TrainingSection
+from trainer.recipe.heads import FeaturesSection, MedusaRecipe
+from trainer.target.features import FeatureStore, FeatureWriter, StoredFeatures, ensure_features, feature_writer
+from trainer.target.hidden import OnlineTarget
 from trainer.target.loading import (
     StoredTarget,
     Target,

@@ -17,7 +17,7 @@ from decoding.rules.sampling import SamplingConfig
 from trainer.data.dataset import Dataset, heldout_prompts
 from trainer.job import Job
 from trainer.learning.objective import Objective
-from trainer.recipe.recipe import EvaluationSection
+from trainer.recipe.common import EvaluationSection
 from trainer.run.best import CRITERION, Best
 from trainer.run.checkpoint import Checkpoints, Progress
 from trainer.run.log import Log

@@ -9,7 +9,10 @@ from trainer.files.folders import check_can_be_folder
 from trainer.heads.job import HeadsKind
 from trainer.job import Kind
 from trainer.pretrain import PretrainKind
-from trainer.recipe.recipe import AnyRecipe, DraftRecipe, MedusaRecipe, PretrainRecipe
+from trainer.recipe.draft import DraftRecipe
+from trainer.recipe.heads import MedusaRecipe
+from trainer.recipe.pretrain import PretrainRecipe
+from trainer.recipe.recipe import AnyRecipe
 
 _KINDS: Mapping[type[AnyRecipe], Callable[[Any], Kind]] = {
     MedusaRecipe: HeadsKind,

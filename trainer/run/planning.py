@@ -17,7 +17,8 @@ from trainer.data.batch import Example, batch_indices
 from trainer.data.dataset import Dataset
 from trainer.job import Job, Kind, Largest, load_training_data, trained_numbers
 from trainer.learning.memory import frozen_bytes
-from trainer.recipe.recipe import AnyRecipe, TrainingSection
+from trainer.recipe.common import TrainingSection
+from trainer.recipe.recipe import AnyRecipe
 from trainer.run.kinds import check_folders, kind_of
 from trainer.run.loop import check_batch_divides
 from trainer.run.measuring import Measured, measure, peak_memory, quiet

@@ -15,7 +15,8 @@ from decoding.model.loading import load_model, load_tokenizer, parse_dtype
 from decoding.model.quantise import quantised
 from trainer.data.batch import check_documents_are_apart
 from trainer.quickstart import resolve
-from trainer.recipe.recipe import DraftRecipe, MedusaRecipe
+from trainer.recipe.draft import DraftRecipe
+from trainer.recipe.heads import MedusaRecipe
 
 
 @dataclass(frozen=True)
