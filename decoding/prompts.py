@@ -1,4 +1,4 @@
-"""Prompts and answers in the rows of files: where they stand, and prompts as token ids."""
+"""Prompts and answers in the rows of files: the fields that hold them, and prompts as token ids."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ PROMPT_FIELDS = (
     *("prompt", "question", "instruction", "problem", "query", "turns", "messages", "conversations", "input", "text"),
 )
 ANSWER_FIELDS = ("answer", "response", "output", "completion", "solution", "canonical_solution", "code", "instances")
-"""``instances`` is self-instruct's: a list of an input and an output each, of which the first counts."""
+"""``instances``, from self-instruct, is a list of objects with an input and an output; the first one counts."""
 _WANTED = "a .jsonl file has one JSON object a line, in UTF-8"
 _ROLES = {
     "human": "user",
@@ -23,21 +23,21 @@ _ROLES = {
     "system": "system",
     "tool": "tool",
 }
-"""What ShareGPT calls who speaks."""
+"""Names of the speakers in ShareGPT, and their roles in chat templates."""
 _ABOUT = ("input", "context")
-"""The second half of an instruction, the text that it is about, as Alpaca and Dolly call it."""
+"""Fields of the text that an instruction is about, in Alpaca and Dolly."""
 _TEXT_ANSWERS = ("answer", "response", "completion")
-"""What makes a ``text`` beside it a prompt; so does ``code`` in rows of mbpp, which have a ``task_id``."""
+"""Answer fields that make a ``text`` beside them a prompt; so does ``code`` in rows of mbpp, with a ``task_id``."""
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The JSON objects of a .jsonl file with their line numbers (from 1); a bare string is ``{"text": string}``."""
+    """Yield the JSON objects of a .jsonl file and their line numbers (from 1); a string becomes ``{"text": string}``."""
     for number, line in read_lines(path):
         yield number, parse_row(line, f"{path}, line {number}")
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a .jsonl file that are not blank, with their numbers (from 1)."""
+    """Yield the lines of a .jsonl file that are not blank, with their numbers (from 1)."""
     path = Path(path)
     if not path.is_file():
         missing = "is a folder" if path.is_dir() else "is not there"
@@ -51,10 +51,10 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_row(line: bytes, where: str) -> dict[str, Any]:
-    """One line of a .jsonl file; ``where`` names it in errors."""
+    """Parse one line of a .jsonl file; ``where`` names it in errors."""
     try:
         row = json.loads(line)
-        if b"\\u" in line:  # an escape may be half of a character, which no tokenizer takes
+        if b"\\u" in line:  # an escape may be half of a surrogate pair, which no tokenizer takes
             json.dumps(row, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         raise ValueError(
@@ -74,7 +74,10 @@ def parse_row(line: bytes, where: str) -> dict[str, Any]:
 def encode_prompt(
     prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, chat: bool
 ) -> tuple[int, ...]:
-    """A user's message, or the messages so far, in the tokenizer's chat template; else a plain text to continue."""
+    """Encode a user's message, or the messages so far, by the tokenizer's chat template.
+
+    Without ``chat``, or without a template, it is plain text to continue.
+    """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
         for message in messages:
@@ -101,11 +104,12 @@ def read_prompts(
     prompt_tokens: int | None = None,
     chat: bool = True,
 ) -> list[tuple[int, ...]]:
-    """The first ``limit`` prompts of a .jsonl file.
+    """Read the first ``limit`` prompts of a .jsonl file, as token ids.
 
-    ``field`` names where the prompt stands; by default the first of prompt, question, instruction (with its input),
-    turns (the first one), messages (up to the first answer) or text. A text without an answer beside it is continued,
-    not answered. With ``prompt_tokens``, only the first tokens are taken, which is how a plain text becomes a prompt.
+    ``field`` names the field of the prompt; by default it is the first of `PROMPT_FIELDS` that a row has: an
+    instruction with its input, the first of several turns, the messages up to the first answer. A ``text`` without an
+    answer beside it is encoded as plain text to continue, even with ``chat``. ``prompt_tokens`` cuts each prompt to its
+    first tokens, which makes a prompt of a plain text.
     """
     prompts: list[tuple[int, ...]] = []
     for number, row in read_rows(path):
@@ -122,12 +126,12 @@ def read_prompts(
 
 
 def find_prompt(row: dict[str, Any]) -> str | None:
-    """The first known field of a prompt that a row has."""
+    """Return the first of `PROMPT_FIELDS` that a row has; None if it has none."""
     return next((name for name in PROMPT_FIELDS if row.get(name) is not None), None)
 
 
 def find_answer(row: dict[str, Any]) -> str | None:
-    """The first known field of an answer that a row has; none beside a plain text, whatever else is noted of it."""
+    """Return the first of `ANSWER_FIELDS` that a row has; beside a ``text`` only `_TEXT_ANSWERS` count."""
     known = ANSWER_FIELDS
     if find_prompt(row) == "text":
         known = (*_TEXT_ANSWERS, *(("code",) if "task_id" in row else ()))
@@ -135,7 +139,7 @@ def find_answer(row: dict[str, Any]) -> str | None:
 
 
 def prompt_of(row: dict[str, Any], field: str | None, where: str) -> tuple[str, Any]:
-    """The field that holds a row's prompt, and what it holds: the one named, else the first that is a known one.
+    """Return the field of a row's prompt and its value: ``field`` if given, else the first of `PROMPT_FIELDS`.
 
     An ``instruction`` is followed by the row's ``input`` or ``context``, if that is not empty.
     """
@@ -157,7 +161,7 @@ def prompt_of(row: dict[str, Any], field: str | None, where: str) -> tuple[str, 
 
 
 def answer_of(row: dict[str, Any], name: str, where: str) -> Any:
-    """What a row's field of the answer holds."""
+    """Return the answer in the field ``name`` of a row."""
     return _first_instance(row, where).get("output") if name == "instances" else row[name]
 
 
@@ -170,7 +174,7 @@ def _first_instance(row: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _before_the_answer(value: Any, where: str) -> str | list[dict[str, str]]:
-    """A prompt as it stands in a row: a text, the first of several turns, or the messages before the first answer."""
+    """Return the prompt in a row's value: a text, the first of several turns, or the messages before an answer."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         messages = check_messages(value, where)
         roles = [message["role"] for message in messages]
@@ -182,7 +186,7 @@ def _before_the_answer(value: Any, where: str) -> str | list[dict[str, str]]:
 
 
 def messages_of(turns: Any, where: str) -> list[dict[str, str]]:
-    """The messages of a ShareGPT row's ``conversations``, as chat templates take them."""
+    """Convert the ``conversations`` of a ShareGPT row to the messages that chat templates take."""
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"{where}: the conversations are {turns!r:.60}, not a list of turns")
     if isinstance(turns[0], dict) and "role" in turns[0]:  # ShareGPT's field with messages in it
@@ -199,7 +203,7 @@ def _message(turn: Any, where: str) -> dict[str, str]:
 
 
 def check_messages(value: Any, where: str) -> list[dict[str, str]]:
-    """A conversation as chat templates take it: a list of messages, each with a role and a content."""
+    """Return ``value`` if it is a list of messages, each with a role and a content; else raise ValueError."""
     if not isinstance(value, list) or not value:
         raise ValueError(f"{where}: the messages are {value!r:.60}, not a list of messages")
     for message in value:
