@@ -31,7 +31,7 @@ _TEXT_ANSWERS = ("answer", "response", "completion")
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the JSON objects of a .jsonl file and their line numbers (from 1); a string becomes ``{"text": string}``."""
+    """Yield the rows of a .jsonl file with line numbers from 1: JSON objects; a string becomes ``{"text": string}``."""
     for number, line in read_lines(path):
         yield number, parse_row(line, f"{path}, line {number}")
 
