@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, PromptLookupDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
+from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME
@@ -138,9 +139,8 @@ class HeadstartModel:
             seed=seed,
         )
         padding = padding_token(config, None, decoding.eos_token_ids)
-        output = decode_prompts(
-            self.target, self.drafter, prompts, decoding, self.policy, batch_size, padding, tokenizer, streamer
-        )
+        engine = Engine(self.target, self.drafter, self.policy, tokenizer)
+        output = decode_prompts(engine, prompts, decoding, batch_size, padding, streamer)
         return output if config.return_dict_in_generate else output.sequences
 
 

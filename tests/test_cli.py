@@ -13,6 +13,7 @@ from tiny_tokenizer import byte_tokenizer
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Step
 from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
 from decoding.model.heads import MedusaConfig, MedusaHeads
@@ -21,7 +22,6 @@ from decoding.prompts import read_prompts
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import SAMPLED_VERIFY
 from trainer.cli import BAD_INPUT, app, guarded
-from trainer.commands.decode import decode as commands
 from trainer.commands.options import EvaluateOptions, GenerateOptions, RealignOptions
 
 CLI = CliRunner()
@@ -114,13 +114,13 @@ def test_a_draft_tree_takes_the_place_of_the_chain(models: Path) -> None:
 
 def test_every_option_reaches_the_decoder(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[DecodingConfig, str]] = []
-    decode_steps = commands.decode_steps
+    steps = Engine.steps
 
-    def spy(*arguments: Any) -> Iterator[Step]:
-        calls.append((arguments[3], arguments[5].name))
-        return decode_steps(*arguments)
+    def spy(engine: Engine, prompt: Any, config: DecodingConfig) -> Iterator[Step]:
+        calls.append((config, engine.policy.name))
+        return steps(engine, prompt, config)
 
-    monkeypatch.setattr(commands, "decode_steps", spy)
+    monkeypatch.setattr(Engine, "steps", spy)
     run(
         "generate", "--target", str(models / "target"), "--lookup", "--prompt", "ab", "--no-compare", "--policy",
         "measured", "--rule", "sampled-verify", "--max-new-tokens", "5", "--temperature", "0.7", "--top-k", "9",

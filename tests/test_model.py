@@ -15,7 +15,8 @@ from transformers.generation.streamers import BaseStreamer
 from decoding import headstart_model as model_module
 from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, PromptLookupDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
-from decoding.generate import DecodingConfig, decode
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.headstart_model import HeadstartModel, SpeculativeOutput, speculate
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
@@ -356,7 +357,7 @@ def test_a_batch_may_be_a_padded_tensor_or_a_list(target: CausalLM, drafters: di
 def test_a_pad_token_inside_a_prompt_stays(target: CausalLM) -> None:
     output = speculate(target, None, torch.tensor([[PAD, PAD, 4, PAD, 5]]), pad_token_id=PAD, max_new_tokens=5)
     config = DecodingConfig(max_new_tokens=5, eos_token_ids=(EOS,))
-    assert output.generations[0].tokens == decode(target, None, [4, PAD, 5], config).tokens
+    assert output.generations[0].tokens == Engine(target).decode([4, PAD, 5], config).tokens
 
 
 @pytest.mark.parametrize("begins", ["bos", "eos"])
@@ -387,7 +388,7 @@ def test_a_sampled_text_depends_on_its_seed_and_not_on_its_neighbours(target: Ca
     assert output.sequences.tolist() == again.sequences.tolist()
     for place, prompt in enumerate(PROMPTS):
         config = DecodingConfig(10, SamplingConfig(**controls), eos_token_ids=(EOS,), seed=4 + place)
-        assert output.generations[place].tokens == decode(target, drafter, prompt, config).tokens
+        assert output.generations[place].tokens == Engine(target, drafter).decode(prompt, config).tokens
 
 
 def test_a_rule_is_given_or_named(target: CausalLM) -> None:

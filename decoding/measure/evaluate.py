@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from decoding.drafters.base import Drafter
 from decoding.drafters.draft_model import DraftModelDrafter
-from decoding.generate import DecodingConfig, check_prompt, decode, decode_batch_steps
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig, check_prompt
 from decoding.measure.baselines import transformers_generate
 from decoding.measure.machine import commit, hardware, versions
 from decoding.metrics import (
@@ -28,7 +29,7 @@ from decoding.metrics import (
 )
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import measure_cost_curve
-from decoding.policies import Policy, named_policy
+from decoding.policies import FixedPolicy, Policy, named_policy
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import typical_acceptance
 
@@ -86,8 +87,10 @@ def our_method(
 ) -> Method:
     """A drafter, or none, in this project's loop. A policy goes on learning from text to text."""
 
+    engine = Engine(target, drafter, policy or FixedPolicy())
+
     def run(prompt: Sequence[int], seed: int) -> Run:
-        generation = decode(target, drafter, prompt, replace(config, seed=seed), policy=policy)
+        generation = engine.decode(prompt, replace(config, seed=seed))
         prefill, *steps = generation.steps
         return Run(
             tokens=generation.tokens,
@@ -356,7 +359,7 @@ def measure_acceptance(
     """
     texts: list[list[StepCount]] = [[] for _ in prompts]
     room = [config.max_new_tokens for _ in prompts]
-    for place, step in decode_batch_steps(target, drafter, prompts, config, batch_size):
+    for place, step in Engine(target, drafter).steps(prompts, config, batch_size=batch_size):
         if not step.is_prefill:
             texts[place].append(step.counts)
         room[place] -= len(step.tokens)

@@ -12,7 +12,8 @@ from transformers.utils import logging
 
 from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, PromptLookupDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
-from decoding.generate import DecodingConfig, Step, decode, decode_steps
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig, Step
 from decoding.measure.evaluate import EvaluationConfig, evaluate, standard_methods, write_report
 from decoding.measure.markdown import one_line
 from decoding.measure.redact import published_command, without_local_paths
@@ -164,14 +165,14 @@ def run_generate(options: GenerateOptions, console: Console | None = None) -> No
     drafter = next(iter(drafters.values()), None)
     prompt = encode_prompt(options.prompt, tokenizer, options.chat)
     config = _decoding_config(options, eos_token_ids(target.model, tokenizer))
-    policy = named_policy(options.policy)
+    engine = Engine(target, drafter, named_policy(options.policy), tokenizer)
     if drafter is not None and options.compare:
         warm_up = replace(config, max_new_tokens=min(8, config.max_new_tokens))
-        decode(target, drafter, prompt, warm_up, tokenizer, policy)
+        engine.decode(prompt, warm_up)
     steps: list[Step] = []
 
     def watched() -> Iterator[Step]:
-        for step in decode_steps(target, drafter, prompt, config, tokenizer, policy):
+        for step in engine.steps(prompt, config):
             steps.append(step)
             yield step
 
@@ -182,7 +183,7 @@ def run_generate(options: GenerateOptions, console: Console | None = None) -> No
     console.print()
     plain = None
     if drafter is not None and options.compare:
-        plain = decode(target, None, prompt, replace(config, rule=None), tokenizer).steps
+        plain = replace(engine, drafter=None).decode(prompt, replace(config, rule=None)).steps
     name, label = next(iter(drafters), "plain decoding"), config.rule.label if config.rule else "lossless"
     say(console, _summary(steps, plain, f"{name} ({label})"), style="dim")
 

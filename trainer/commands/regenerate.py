@@ -16,7 +16,8 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter
-from decoding.generate import DecodingConfig, check_prompt, decode_batch_steps
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig, check_prompt
 from decoding.measure.machine import commit, versions
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
@@ -107,7 +108,7 @@ class TargetBackend:
         tokens: list[tuple[int, ...]] = [()] * len(prompts)
         if not prompts:
             return tokens
-        for place, step in decode_batch_steps(self._target, self._drafter, prompts, config, self._batch_size):
+        for place, step in Engine(self._target, self._drafter).steps(prompts, config, batch_size=self._batch_size):
             tokens[place] += step.tokens
             on_tokens(len(step.tokens))
         return tokens

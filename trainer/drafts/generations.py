@@ -8,7 +8,8 @@ from typing import Any, Literal, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter, DraftModelDrafter
-from decoding.generate import DecodingConfig, decode_batch_steps
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.compress import with_whole_vocabulary
 from decoding.rules.sampling import SamplingConfig
@@ -122,12 +123,10 @@ class TextWriter:
     def _decode(self, orders: Sequence[Order], model: CausalLM, drafter: Drafter | None) -> list[Written]:
         tokens = [list(order.prompt) for order in orders]
         rejected: list[list[int]] = [[] for _ in orders]
-        steps = decode_batch_steps(
-            model,
-            drafter,
+        steps = Engine(model, drafter).steps(
             [order.prompt for order in orders],
             self._config,
-            self._policy.batch_size,
+            batch_size=self._policy.batch_size,
             seeds=[_seed_of(self._seed, order) for order in orders],
         )
         for place, step in steps:
