@@ -20,7 +20,7 @@ from decoding.generate import DecodingConfig
 from decoding.measure.evaluate import measure_acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_draft, load_model, load_tokenizer
-from trainer.commands.decode import realign
+from trainer.commands import realign
 from trainer.commands.options import RealignOptions
 from trainer.commands.realign import run_realign, split_prompts
 from trainer.recipe.recipe import DraftRecipe

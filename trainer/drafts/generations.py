@@ -11,7 +11,7 @@ from decoding.drafters import Drafter, DraftModelDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
-from decoding.model.compress import with_whole_vocabulary
+from decoding.model.vocabulary import with_whole_vocabulary
 from decoding.rules.sampling import SamplingConfig
 from trainer.data.batch import Example
 from trainer.files.shards import write_text

@@ -14,9 +14,9 @@ from rich.console import Console
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.compress import quantised
 from decoding.model.fingerprint import fingerprint, stored_fingerprint
 from decoding.model.loading import load_draft, load_model, load_tokenizer, parse_dtype
+from decoding.model.quantise import quantised
 from trainer.data.batch import check_documents_are_apart
 from trainer.data.dataset import Dataset, load_dataset
 from trainer.data.source import Offline, Source
