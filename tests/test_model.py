@@ -212,7 +212,7 @@ def captured_config(monkeypatch: pytest.MonkeyPatch, target: CausalLM, **options
     configs = []
 
     def spy(*arguments: Any) -> SpeculativeOutput:
-        configs.append(arguments[3])
+        configs.append(arguments[2])
         return SpeculativeOutput(ONE, (), "lossless")
 
     monkeypatch.setattr(model_module, "decode_prompts", spy)

@@ -65,6 +65,16 @@ class Drafter(ABC):
     """The trained artefact that drafts: "heads", "draft", or None."""
 
     @property
+    def label(self) -> str:
+        """Its name in tables: the kind, and how much it drafts where that tells two of a kind apart."""
+        return self.name
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest text it can draft for, in tokens; None where its own models set no limit."""
+        return None
+
+    @property
     @abstractmethod
     def budgets(self) -> tuple[Budget, ...]:
         """The sizes it can draft in, in increasing cost; the last one is what it drafts if nobody says less."""

@@ -62,6 +62,10 @@ class OtherTokenizerDrafter(TextDrafter):
         """Special tokens of the target that the draft would take for ordinary text."""
 
     @property
+    def label(self) -> str:
+        return f"{self.name}, {self.num_draft_tokens} tokens"
+
+    @property
     def budgets(self) -> tuple[Budget, ...]:
         return chain_budgets(self.num_draft_tokens)
 

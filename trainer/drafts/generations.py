@@ -7,7 +7,8 @@ from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from decoding.drafters import Drafter, DraftModelDrafter
+from decoding.drafters import Drafter
+from decoding.drafters.registry import named_drafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
@@ -108,7 +109,7 @@ class TextWriter:
         """Texts in the order of steps and positions. Where the target writes, its draft only makes it faster."""
         target, limit = self.target, self.target.vocab_size
         alone = draft.output_tokens is None and draft.vocab_size == limit
-        drafter = DraftModelDrafter(draft, (1,) * self._num_draft_tokens)
+        drafter = named_drafter("draft", draft, tokens=self._num_draft_tokens)
         writers: dict[Kind, tuple[CausalLM, Drafter | None]] = {
             "target": (target, drafter if self._speculates else None),
             "draft": (draft if alone else with_whole_vocabulary(draft, limit), None),
