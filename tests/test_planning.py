@@ -16,8 +16,9 @@ from trainer.commands.planning import Launch, Plan, Tokens, count_tokens, larges
 from trainer.data.batch import Example, batch_indices
 from trainer.drafts.on_policy import PolicySource
 from trainer.heads.medusa2 import Medusa2Objective
+from trainer.recipe.common import TrainingSection
 from trainer.recipe.reading import parse_recipe
-from trainer.recipe.recipe import AnyRecipe, TrainingSection
+from trainer.recipe.recipe import AnyRecipe
 from trainer.run.measuring import Measured, Pace, Phase
 
 HEADS = 2 * (16 * 16 + 16 + 16 * 16)

@@ -23,7 +23,7 @@ from decoding.model.loading import load_draft, load_model, load_tokenizer
 from trainer.commands import realign
 from trainer.commands.options import RealignOptions
 from trainer.commands.realign import run_realign, split_prompts
-from trainer.recipe.recipe import DraftRecipe
+from trainer.recipe.draft import DraftRecipe
 from trainer.terminal import progress
 
 NOBODY = Console(file=io.StringIO())

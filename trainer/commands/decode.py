@@ -71,10 +71,12 @@ def _load(options: ModelOptions, asked: Sequence[str]) -> Models:
 
 def published_specs(specs: Sequence[DrafterSpec]) -> list[str]:
     """Each spec with its path cut to what may be published; those that read alike then are numbered from 2."""
-    told = [spec.with_path(None if spec.path is None else published_name(spec.path)) for spec in specs]
-    return [
-        f"{text} ({told[:place].count(text) + 1})" if text in told[:place] else text for place, text in enumerate(told)
-    ]
+    told: list[str] = []
+    for spec in specs:
+        text = spec.with_path(None if spec.path is None else published_name(spec.path))
+        alike = sum(other.partition(" (")[0] == text for other in told)
+        told.append(f"{text} ({alike + 1})" if alike else text)
+    return told
 
 
 def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> dict[str, Any]:
