@@ -20,7 +20,7 @@ from decoding.model.loading import default_device, load_model
 from decoding.policies import Policy, named_policy
 from decoding.rules.controls import Processor, sampling_from_generation_config
 from decoding.rules.verify import Rule
-from decoding.speculate import Prompts, SpeculativeOutput, decode_prompts, named_rule, padding_token
+from decoding.speculation import Prompts, SpeculativeOutput, decode_prompts, named_rule, padding_token
 from decoding.stopping import TextDecoder
 from decoding.token_ids import check_tensor_of_ids
 

@@ -11,7 +11,7 @@ from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.headstart_model import HeadstartModel
 from decoding.model.causal_lm import CausalLM
-from decoding.speculate import speculate
+from decoding.speculation import speculate
 
 CONFIG = DecodingConfig(max_new_tokens=4)
 WAYS: dict[str, Callable[[CausalLM, Any], Any]] = {

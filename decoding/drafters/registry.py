@@ -73,8 +73,22 @@ def _parameters(values: Mapping[str, Any], options: Mapping[str, Option]) -> dic
 # --- drafters of one part ---------------------------------------------------------------------------------------------
 
 
-def _chain(text: str) -> tuple[int, ...]:
-    return (1,) * whole(text)
+def _draft() -> Entry:
+    options = options_of(
+        DraftModelDrafter, branching="branching", with_replacement="with_replacement", stop_below="stop_below"
+    )
+    # A chain is said by its length: another way to give the branching.
+    tokens = Option("branching", len(options["branching"].default), WHOLE, whole)
+    options = {"tokens": tokens, **options}
+
+    def make(draft: Any, values: Mapping[str, Any]) -> Drafter:
+        parameters = _parameters(values, options)
+        if "tokens" in values:
+            parameters["branching"] = (1,) * values["tokens"]
+        return DraftModelDrafter(draft, **parameters)
+
+    summary = "a small model with the target's tokenizer: a chain, or a tree of fixed shape"
+    return Entry(summary, "draft", options, make)
 
 
 def _foreign(weights: ForeignDraft, **options: Any) -> Drafter:
@@ -83,15 +97,6 @@ def _foreign(weights: ForeignDraft, **options: Any) -> Drafter:
 
 _HEADS = _entry(
     "the best tokens of trained heads, as a tree", "heads", MedusaDrafter, tree="tree", dynamic_nodes="dynamic_nodes"
-)
-_DRAFT = _entry(
-    "a small model with the target's tokenizer: a chain, or a tree of fixed shape",
-    "draft",
-    DraftModelDrafter,
-    {"tokens": Option("branching", 4, WHOLE, _chain)},
-    branching="branching",
-    with_replacement="with_replacement",
-    stop_below="stop_below",
 )
 _TREE = _entry(
     "such a model's tree, which grows where the model is surest",
@@ -124,7 +129,7 @@ _LOOKAHEAD = _entry(
 # --- drafters with a lookup beside them -------------------------------------------------------------------------------
 
 _PREFIX = "lookup_"
-_FIRSTS = {"heads": _HEADS, "draft": _DRAFT, "draft-tree": _TREE}
+_FIRSTS = {"heads": _HEADS, "draft": _draft(), "draft-tree": _TREE}
 _LOOKUP_OPTIONS = {
     f"{_PREFIX}{name}": option._replace(parameter=f"{_PREFIX}{option.parameter}")
     for name, option in _LOOKUP.options.items()

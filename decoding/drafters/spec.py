@@ -102,7 +102,7 @@ def read_options(given: Mapping[str, Any], known: Mapping[str, Option], of: str)
         try:
             values[name] = option.read(written(value))
         except ValueError:
-            raise ValueError(f"{name} of {of} is {value!r}: give {option.wanted}") from None
+            raise ValueError(f"{of} is given {name}={written(value)}: give {option.wanted}") from None
     places = [known[name].parameter for name in values]
     if again := next((place for place in places if places.count(place) > 1), None):
         both = " and ".join(name for name in values if known[name].parameter == again)

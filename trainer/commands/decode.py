@@ -30,7 +30,7 @@ from decoding.model.loading import (
 from decoding.policies import named_policy
 from decoding.prompts import encode_prompt, read_prompts
 from decoding.rules.sampling import SamplingConfig
-from decoding.speculate import named_rule
+from decoding.speculation import named_rule
 from decoding.stream import stream_pieces
 from trainer.commands.options import EvaluateOptions, GenerateOptions, ModelOptions
 from trainer.commands.usage import listed
