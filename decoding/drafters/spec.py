@@ -173,4 +173,4 @@ def written(value: Any) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
         nested = any(isinstance(part, Sequence) for part in value)
         return "/".join(".".join(map(str, path)) for path in value) if nested else "x".join(map(str, value))
-    return str(value)
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
