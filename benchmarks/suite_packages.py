@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-PACKAGES = ("jaxtyping", "pydantic", "omegaconf", "omegaconf.errors", "jinja2")
+PACKAGES = ("jaxtyping", "pydantic", "jinja2")
 
 
 class Nothing(Exception):  # an exception so that it may stand in an except clause too

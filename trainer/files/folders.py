@@ -49,7 +49,17 @@ def write_folder(destination: Path, write: Callable[[Path], None], sealed: bool 
 
 def _seal(folder: Path) -> None:
     files = sorted(path for path in folder.iterdir() if path.is_file())
-    (folder / CHECKSUMS).write_text("".join(f"{sha256_of(path)}  {path.name}\n" for path in files))
+    (folder / CHECKSUMS).write_text("".join(checksum_line(path.name, sha256_of(path)) for path in files))
+
+
+def checksum_line(name: str, digest: str) -> str:
+    """Return a file's line of checksums, as `sha256sum -c` reads it."""
+    return f"{digest}  {name}\n"
+
+
+def read_checksums(path: Path) -> dict[str, str]:
+    """Return the digests in a file of such lines, by the names of their files."""
+    return {name: digest for digest, _, name in (line.partition("  ") for line in path.read_text().splitlines())}
 
 
 def check_seal(folder: Path) -> None:
@@ -58,10 +68,9 @@ def check_seal(folder: Path) -> None:
     Reads every file to its end: about a second a GB.
     """
     try:
-        lines = (folder / CHECKSUMS).read_text().splitlines()
+        sums = read_checksums(folder / CHECKSUMS)
     except FileNotFoundError:
         raise ValueError(f"{CHECKSUMS} is missing") from None
-    sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     if others := {path.name for path in folder.iterdir() if path.name != CHECKSUMS} - sums.keys():
         raise ValueError(f"{CHECKSUMS} knows no {min(others)}, which is there")
     if not sums:

@@ -1,8 +1,8 @@
 """Files of a store on disk: which examples a shard holds, and whether a file is there and whole.
 
-Beside every file lies its seal, a JSON file with its size, its SHA-256 and what it was made from. The file is on the
-disk under its name before its seal is, so whatever a kill leaves behind has no seal, and is written anew. Processes
-that write different shards need not wait for one another.
+Beside every file lies its seal, a line of checksums as `sha256sum -c` reads it; the file itself names what it was made
+from. The file is on the disk under its name before its seal is, so a file that a kill left behind has no seal and is
+written anew. Processes that write different shards need not wait for one another.
 """
 
 import hashlib
@@ -14,11 +14,14 @@ from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.files.folders import flush_to_disk, sha256_of
+from trainer.files.folders import checksum_line, flush_to_disk, read_checksums, sha256_of
+
+_MADE_FROM = "made_from"
+"""Key of the metadata in a safetensors file's header."""
 
 
 @dataclass(frozen=True)
@@ -85,15 +88,15 @@ def digest_of_each(items: Iterable[object]) -> str:
 
 
 def write_sealed(path: Path, tensors: dict[str, Tensor], made_from: str) -> None:
-    """Write a safetensors file and then its seal; OSError if the disk will not take it."""
+    """Write a safetensors file that names what it was made from, and then its seal; OSError if the disk is full."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        save_file(tensors, partial)
+        save_file(tensors, partial, {_MADE_FROM: made_from})
     except SafetensorError as error:
         raise OSError(f"{path} could not be written ({error}): make room and start again to go on") from error
-    seal = {"made_from": made_from, "bytes": partial.stat().st_size, "sha256": sha256_of(partial)}
+    seal = checksum_line(path.name, sha256_of(partial))
     _settle(partial, path)
-    write_text(_seal_of(path), json.dumps(seal))
+    write_text(_seal_of(path), seal)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -104,13 +107,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def is_whole(path: Path, made_from: str, verify: bool) -> bool:
-    """Whether a file is there with a seal that says it was made from this; ``verify`` also reads all of it."""
+    """Return True for a file with a seal, of its full size and made from this; ``verify`` also reads all of it."""
     try:
-        seal = json.loads(_seal_of(path).read_text())
-        if seal["made_from"] != made_from or seal["bytes"] != path.stat().st_size:
-            return False
-        return not verify or bool(seal["sha256"] == sha256_of(path))
-    except (OSError, ValueError, KeyError, TypeError):
+        digest = read_checksums(_seal_of(path))[path.name]
+        with safe_open(path, framework="pt") as file:  # which refuses a file that is shorter or longer than it says
+            if (file.metadata() or {}).get(_MADE_FROM) != made_from:
+                return False
+        return not verify or digest == sha256_of(path)
+    except (OSError, ValueError, KeyError, SafetensorError):
         return False
 
 
@@ -125,7 +129,7 @@ def missing_files(folder: Path, names: Sequence[str], made_from: str, verify: bo
 
 
 def _seal_of(path: Path) -> Path:
-    return path.with_suffix(".json")
+    return path.with_name(f"{path.name}.sha256")
 
 
 def _settle(partial: Path, path: Path) -> None:
