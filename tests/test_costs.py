@@ -12,7 +12,7 @@ from tiny_models import tiny_model
 from tiny_training import recipe_content, write_corpus, write_target
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.compress import trimmed_vocabulary
+from decoding.model.vocabulary import trimmed_vocabulary
 from trainer.drafts import costs as costs_module
 from trainer.drafts.costs import DEEPEST, SIZES, Costs, best_depth, check_pays, measure_costs, payoff
 from trainer.recipe.reading import parse_recipe

@@ -9,7 +9,7 @@ from tiny_training import CHAT_TEMPLATE, WORDS, tiny_tokenizer, write_rows
 from trainer.data.batch import Example, collate
 from trainer.data.dataset import Dataset, heldout_prompts, load_dataset
 from trainer.data.rows import Source, open_source
-from trainer.recipe.recipe import DataSection
+from trainer.recipe.common import DataSection
 
 
 def section(**changes: Any) -> DataSection:

@@ -15,15 +15,16 @@ from tiny_models import full_forward, tiny_model
 from tiny_training import tiny_tokenizer, toy_examples
 from torch import Tensor
 
-from decoding.model.causal_lm import CausalLM, capture_lm_head_input
+from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import fingerprint
+from decoding.model.lm_head import capture_lm_head_input
 from trainer.data.batch import Example, collate
 from trainer.files.shards import Layout
 from trainer.heads.medusa import MedusaObjective
-from trainer.recipe.recipe import FeaturesSection, HeadsSection
+from trainer.recipe.heads import FeaturesSection, HeadsSection
 from trainer.target import store as stores
-from trainer.target.features import FeatureIdentity, FeatureStore, FeatureWriter, ensure_features
-from trainer.target.hidden import OnlineTarget, StoredFeatures
+from trainer.target.features import FeatureIdentity, FeatureStore, FeatureWriter, StoredFeatures, ensure_features
+from trainer.target.hidden import OnlineTarget
 from trainer.target.store import estimate_bytes, write_store
 from trainer.terminal import progress
 

@@ -11,7 +11,7 @@ from tiny_policies import PROMPTS, draft, orders_of, policy_of, target, writer_o
 from tiny_training import tiny_tokenizer
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.compress import trimmed_vocabulary
+from decoding.model.vocabulary import trimmed_vocabulary
 from trainer.data.batch import Example
 from trainer.drafts.generations import Kind, Order, WindowFiles, Written, is_collapsed
 

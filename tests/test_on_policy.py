@@ -21,8 +21,7 @@ from trainer.drafts.distill import DistillObjective, OnlineTeacher
 from trainer.drafts.generations import WindowFiles, Written
 from trainer.drafts.on_policy import PolicySource, draft_source, prompt_of
 from trainer.drafts.start import InitialDraft
-from trainer.recipe.draft import DraftSection, PolicySection
-from trainer.recipe.recipe import DraftRecipe
+from trainer.recipe.draft import DraftRecipe, DraftSection, PolicySection
 from trainer.run.loop import Interrupted
 
 ALL = range(8)

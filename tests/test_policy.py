@@ -17,9 +17,9 @@ from decoding.policies import (
     HeuristicPolicy,
     MeasuredPolicy,
     Policy,
-    _Acceptance,
     named_policy,
 )
+from decoding.policies.measured import _Acceptance
 
 TREES = (Budget(2, 4), Budget(3, 8), Budget(4, 16))
 POLICIES: dict[str, Callable[[], Policy]] = {

@@ -25,7 +25,7 @@ from trainer.commands.regenerate import Summary, run_regenerate
 from trainer.data.answers import AnswerFile, Key, read_conversations
 from trainer.data.dataset import load_dataset
 from trainer.files.lock import hold_file
-from trainer.recipe.recipe import DataSection
+from trainer.recipe.common import DataSection
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.data.batch import Batch, Example, batch_indices
 from trainer.data.source import BatchRow, Offline
-from trainer.recipe.recipe import TrainingSection
+from trainer.recipe.common import TrainingSection
 from trainer.run.loop import Interrupted, _my_positions
 
 DATA = toy_examples(5)

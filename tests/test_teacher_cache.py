@@ -17,8 +17,8 @@ from trainer.data.batch import Batch, Example, collate
 from trainer.data.dataset import load_dataset
 from trainer.learning.fused import fused_loss
 from trainer.learning.losses import LossMix, divergence
+from trainer.recipe.common import DataSection
 from trainer.recipe.draft import TeacherSection
-from trainer.recipe.recipe import DataSection
 from trainer.run.assemble import Target
 from trainer.target import teacher_cache
 from trainer.target.features import FeatureIdentity, FeatureWriter

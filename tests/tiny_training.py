@@ -22,7 +22,8 @@ from trainer.data.batch import Batch, Example
 from trainer.data.source import Offline, Source
 from trainer.heads.medusa import MedusaObjective
 from trainer.learning.objective import EVERYWHERE_THE_SAME, TermSums
-from trainer.recipe.recipe import HeadsSection, TrainingSection
+from trainer.recipe.common import TrainingSection
+from trainer.recipe.heads import HeadsSection
 from trainer.run.checkpoint import Checkpoints, Progress
 from trainer.run.loop import Hooks, train
 from trainer.target.hidden import OnlineTarget

@@ -14,7 +14,7 @@ from decoding.drafters import Drafter
 from trainer.data.batch import Batch
 from trainer.files.transformers4 import write_model
 from trainer.learning.objective import EVERYWHERE_THE_SAME, TermSums
-from trainer.recipe.recipe import PretrainSection
+from trainer.recipe.pretrain import PretrainSection
 
 
 class LanguageModelTraining(nn.Module):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from decoding.drafters.base import TextStart
 from decoding.model.causal_lm import CausalLM
-from decoding.model.compress import over_vocabulary
+from decoding.model.vocabulary import over_vocabulary
 from decoding.rules.history import History
 from decoding.rules.sampling import GeneratorSource, HistoryRows, SamplingConfig
 from decoding.rules.tree import TokenTree

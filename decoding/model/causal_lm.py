@@ -1,8 +1,7 @@
 """Any transformers causal language model behind one call: tokens or trees in, hidden states and logits out."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from decoding.model.architecture import (
 )
 from decoding.model.attention import copy_free_attention, leave_out_cudnn
 from decoding.model.cache import PreallocatedCache
+from decoding.model.lm_head import capture_lm_head_input, last_position
 from decoding.model.static import StaticSteps, nodes_at
 from decoding.rules.tree import TokenTree, TreeShape
 
@@ -37,33 +37,6 @@ class ModelOutput(NamedTuple):
 
     hidden: Float[Tensor, "*positions hidden"]
     logits: Float[Tensor, "*positions vocab"]
-
-
-@contextmanager
-def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] | None = None) -> Iterator[list[Tensor]]:
-    """Collect what the lm_head reads while the model runs inside this context, whatever the architecture.
-
-    The captured tensor is whole, (batch, positions, hidden). With ``select`` the lm_head itself is given only what that
-    returns of it, so that nobody pays for logits that are not read.
-    """
-    captured: list[Tensor] = []
-
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        captured.append(args[0])
-        return (select(args[0]), *args[1:]) if select else None
-
-    handle = None
-    try:  # from here on, for an interrupt that left the hook on would spoil every later forward
-        handle = model.get_output_embeddings().register_forward_pre_hook(hook)  # type: ignore[operator]  # nn.Module's getattr
-        yield captured
-    finally:
-        if handle is not None:
-            handle.remove()
-
-
-def last_position(hidden: Tensor) -> Tensor:
-    """The last position of each row, (batch, 1, hidden)."""
-    return hidden[:, -1:]
 
 
 def _refuse_unfit(model: PreTrainedModel) -> None:

@@ -17,9 +17,9 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
-from decoding.model.compress import OUTPUT_TOKENS_KEY, OUTPUT_TOKENS_NAME
 from decoding.model.heads import WEIGHTS_NAME
 from decoding.model.loading import TOKENIZER_PROBE, first_line, is_heads_folder
+from decoding.model.vocabulary import OUTPUT_TOKENS_KEY, OUTPUT_TOKENS_NAME
 
 _DIGITS = 16
 _SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "dtype", "auto_map", "use_cache")

@@ -15,11 +15,11 @@ from transformers.utils import logging
 
 from decoding.model.architecture import is_spread, places_of
 from decoding.model.causal_lm import CausalLM
-from decoding.model.compress import read_output_tokens, trimmed_vocabulary
 from decoding.model.finite import check_finite
 from decoding.model.folder import adapted_model, check_model_folder
 from decoding.model.header import read_object
 from decoding.model.heads import CONFIG_NAME, FORMAT, MedusaHeads, read_config
+from decoding.model.vocabulary import read_output_tokens, trimmed_vocabulary
 
 TOKENIZER_PROBE = "def speculate(prompt):\n    return 'Zoë said: 3 + 4 = 7'  "
 """A text with what tokenizers differ on: blanks at both ends of lines, digits, an accent."""
@@ -212,7 +212,7 @@ def load_draft(
     """A draft model in the target's dtype, on its device; its tokenizer is checked against the target's if given.
 
     ``other_tokenizer`` says that it may be another, as `OtherTokenizerDrafter` takes it. A folder that
-    `compress.write_output_tokens` wrote to gives a draft with a trimmed vocabulary.
+    `vocabulary.write_output_tokens` wrote to gives a draft with a trimmed vocabulary.
     """
     draft = load_model(name, target.dtype, target.device, trust_remote_code)
     check_finite(dict(draft.named_parameters()), f"the draft {name} in {target.dtype}", _finite_remedy(target.dtype))

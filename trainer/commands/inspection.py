@@ -16,8 +16,9 @@ from trainer.commands.options import InspectOptions
 from trainer.data.batch import Example
 from trainer.data.dataset import Dataset, Encoded, cut, encoded_rows, load_dataset
 from trainer.data.rows import Row, open_source
+from trainer.recipe.common import DataSection
+from trainer.recipe.pretrain import PretrainRecipe
 from trainer.recipe.reading import load_recipe
-from trainer.recipe.recipe import DataSection, PretrainRecipe
 from trainer.terminal.console import say, standard_output, title
 
 _STYLES = {(True, False): "green", (True, True): "bold green", (False, False): None, (False, True): "bold magenta"}

@@ -22,7 +22,11 @@ from trainer.data.dataset import Dataset, load_dataset
 from trainer.drafts.distill import DistillTraining
 from trainer.learning.fused import CHUNK_BYTES
 from trainer.quickstart import resolve
-from trainer.recipe.recipe import AnyRecipe, DraftRecipe, FeaturesSection, MedusaRecipe, PretrainRecipe, TrainingSection
+from trainer.recipe.common import TrainingSection
+from trainer.recipe.draft import DraftRecipe
+from trainer.recipe.heads import FeaturesSection, MedusaRecipe
+from trainer.recipe.pretrain import PretrainRecipe
+from trainer.recipe.recipe import AnyRecipe
 from trainer.run.assemble import Job, assemble, check_folders
 from trainer.run.loop import check_batch_divides
 from trainer.run.measuring import Measured, measure, peak_memory, quiet, writer_of

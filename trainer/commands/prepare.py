@@ -4,7 +4,9 @@ from rich.console import Console
 
 from trainer.data.dataset import load_dataset
 from trainer.quickstart import resolve
-from trainer.recipe.recipe import AnyRecipe, DraftRecipe, MedusaRecipe
+from trainer.recipe.draft import DraftRecipe
+from trainer.recipe.heads import MedusaRecipe
+from trainer.recipe.recipe import AnyRecipe
 from trainer.run.assemble import as_teacher, check_folders, features_of, load_recipe_tokenizer, load_target
 from trainer.run.distributed import build_accelerator
 from trainer.target.features import FeatureStore

@@ -16,7 +16,7 @@ from trainer.data.answers import read_answer
 from trainer.data.batch import Example, pack
 from trainer.data.chat import chat_template
 from trainer.data.rows import Row, Source, conversation, open_source
-from trainer.recipe.recipe import DataSection
+from trainer.recipe.common import DataSection
 
 ANSWER_TOKENS = "answer_tokens"
 """The field in which `headstart regenerate` keeps what the target wrote, a list of token ids for each answer."""

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from decoding.drafters import Drafter, DraftModelDrafter
 from decoding.generate import DecodingConfig, decode_batch_steps
 from decoding.model.causal_lm import CausalLM
-from decoding.model.compress import with_whole_vocabulary
+from decoding.model.vocabulary import with_whole_vocabulary
 from decoding.rules.sampling import SamplingConfig
 from trainer.data.batch import Example
 from trainer.files.shards import write_text

@@ -15,8 +15,8 @@ from decoding.model.loading import eos_token_ids
 from trainer.data.batch import Example
 from trainer.data.source import BatchRow, Offline, Source
 from trainer.drafts.generations import Kind, Order, TextWriter, WindowFiles, Written
-from trainer.recipe.draft import PolicySection
-from trainer.recipe.recipe import DraftRecipe, TrainingSection
+from trainer.recipe.common import TrainingSection
+from trainer.recipe.draft import DraftRecipe, PolicySection
 
 TEXT_PROMPT = 64
 """A plain text has no prompt of its own: so many of its first tokens are one, or half of a short text."""

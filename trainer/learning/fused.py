@@ -64,33 +64,6 @@ def fused_loss(
     return FusedLoss(*_FusedLoss.apply(hidden, weight, labels, mix, teacher, layer, chunk))  # type: ignore[no-untyped-call]  # torch's
 
 
-@torch.no_grad()
-def token_divergences(
-    hidden: Float[Tensor, "tokens hidden"],
-    weight: Float[Tensor, "outputs hidden"],
-    teacher: Teacher,
-    temperature: float = 1.0,
-    *,
-    tokens: Int[Tensor, " outputs"] | None = None,
-    soft_cap: float | None = None,
-    chunk: int | None = None,
-) -> Float[Tensor, " tokens"]:
-    """The forward KL of each token, without gradient: what tokens are selected by (AdaSPEC, 2510.19779).
-
-    Arguments as `fused_loss`'s.
-    """
-    layer, dtype = _Outputs(len(weight), tokens, soft_cap), _product_dtype(hidden)
-    found = [torch.zeros(0, dtype=_wide(dtype), device=hidden.device)]
-    with torch.autocast(hidden.device.type, enabled=False):
-        for rows, logits in _chunks(hidden.to(dtype), weight.to(dtype), teacher.width, chunk):
-            target = teacher.rows(rows.start, rows.stop, temperature).to(hidden.device)
-            for block in _blocks(logits, teacher.width):
-                log_q = (layer.scores(logits[block]) / temperature).log_softmax(-1)
-                sides, _ = layer.compare(target.block(block), log_q, log_q.exp(), temperature)
-                found.append(sides.forward_kl().value)
-    return torch.cat(found)
-
-
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(

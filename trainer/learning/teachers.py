@@ -76,9 +76,6 @@ class Teacher(Protocol):
     def rows(self, start: int, stop: int, temperature: float) -> TargetRows:
         """For tokens ``start`` to ``stop``; ``temperature`` is the one the loss will divide the logits by."""
 
-    def at(self, index: Int[Tensor, " chosen"]) -> "Teacher":
-        """Of some of the tokens, in the order given."""
-
 
 class HiddenTeacher(NamedTuple):
     """The target's hidden states and lm_head: soft targets without a [tokens, vocab] tensor.
@@ -100,16 +97,12 @@ class HiddenTeacher(NamedTuple):
         logits = self.hidden[start:stop].to(self.weight) @ self.weight.T
         return TargetRows(logits if self.transform is None else self.transform(logits))
 
-    def at(self, index: Int[Tensor, " chosen"]) -> "HiddenTeacher":
-        """Of some of the tokens."""
-        return self._replace(hidden=self.hidden[index])
-
 
 class TopKTeacher(NamedTuple):
     """The target's best logits at each token and the logsumexp over all: the best are exact, the rest is one outcome.
 
     Divergences are then those between distributions over k+1 outcomes: the tokens kept, and "any other". Merging
-    outcomes loses information, so every term but ``lk`` and ``tvd_plus`` is a lower bound of the term over the whole
+    outcomes loses information, so every term but ``lk`` is a lower bound of the term over the whole
     vocabulary (for ``tvd`` and ``acceptance``: the overlap is overrated); equal to it where draft and target share out
     the rest alike. Within the rest the draft keeps its own proportions. The tokens of a row are distinct, and fewer
     than the vocabulary.
@@ -134,10 +127,6 @@ class TopKTeacher(NamedTuple):
             )
         return TargetRows(self.logits, self.tokens, self.log_total).block(slice(start, stop))
 
-    def at(self, index: Int[Tensor, " chosen"]) -> "TopKTeacher":
-        """Of some of the tokens."""
-        return TopKTeacher(*(part[index] for part in self))
-
 
 class SampledTailTeacher(NamedTuple):
     """The target's best logits, and a sample of the rest that leaves losses and gradients unbiased.
@@ -145,8 +134,8 @@ class SampledTailTeacher(NamedTuple):
     The k best tokens are exact. Of the others, the tail, n were drawn with replacement in proportion to the target's
     probabilities; one that was drawn with probability p among the whole stands for P / (n p) tokens, P being the
     tail's whole probability. So every sum over the vocabulary is estimated without bias: ``forward_kl`` (its gradient
-    is q - p' with Σ p' = 1), ``reverse_kl``, ``jsd``, ``tvd`` and all their gradients. ``acceptance``, ``lk`` and
-    ``tvd_plus`` are functions of such sums, and come close as the tail's share falls or n grows; so does the value of
+    is q - p' with Σ p' = 1), ``reverse_kl``, ``jsd``, ``tvd`` and all their gradients. ``acceptance`` and
+    ``lk`` are functions of such sums, and come close as the tail's share falls or n grows; so does the value of
     ``forward_kl``, though not its gradient, where the draft knows only some of the tokens. A sample is no good to
     ``reverse_kl`` all the same: where the draft says what the target does not, it weighs q / p, which has no bound.
     The bias that top-k alone has, and this cure: Sparse Logit Sampling, 2503.16870.
@@ -179,14 +168,4 @@ class SampledTailTeacher(NamedTuple):
             torch.cat((self.tokens[rows], self.tail_tokens[rows]), 1),
             self.log_total[rows],
             self.tail_tokens.shape[1],
-        )
-
-    def at(self, index: Int[Tensor, " chosen"]) -> "SampledTailTeacher":
-        """Of some of the tokens."""
-        return self._replace(
-            tokens=self.tokens[index],
-            logits=self.logits[index],
-            log_total=self.log_total[index],
-            tail_tokens=self.tail_tokens[index],
-            tail_logits=self.tail_logits[index],
         )

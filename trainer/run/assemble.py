@@ -14,15 +14,15 @@ from rich.console import Console
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.compress import quantised
 from decoding.model.fingerprint import fingerprint, stored_fingerprint
-from decoding.model.loading import load_draft, load_model, load_tokenizer, parse_dtype
+from decoding.model.loading import load_model, load_tokenizer, parse_dtype
+from decoding.model.quantise import quantised
 from trainer.data.batch import check_documents_are_apart
 from trainer.data.dataset import Dataset, load_dataset
 from trainer.data.source import Offline, Source
 from trainer.drafts.distill import DistillObjective, OnlineTeacher, TeacherRows
 from trainer.drafts.on_policy import draft_source
-from trainer.drafts.start import InitialDraft, check_reads, initial_draft
+from trainer.drafts.start import InitialDraft, initial_draft
 from trainer.files.folders import check_can_be_folder
 from trainer.files.shards import digest_of_each
 from trainer.heads.medusa import MedusaObjective
@@ -30,9 +30,12 @@ from trainer.heads.medusa2 import Medusa2Objective
 from trainer.learning.objective import Objective
 from trainer.pretrain import PretrainObjective
 from trainer.quickstart import resolve
-from trainer.recipe.recipe import AnyRecipe, DraftRecipe, FeaturesSection, MedusaRecipe, PretrainRecipe
-from trainer.target.features import FeatureIdentity, FeatureStore, ensure_features
-from trainer.target.hidden import OnlineTarget, StoredFeatures
+from trainer.recipe.draft import DraftRecipe
+from trainer.recipe.heads import FeaturesSection, MedusaRecipe
+from trainer.recipe.pretrain import PretrainRecipe
+from trainer.recipe.recipe import AnyRecipe
+from trainer.target.features import FeatureIdentity, FeatureStore, StoredFeatures, ensure_features
+from trainer.target.hidden import OnlineTarget
 from trainer.target.teacher_cache import teacher_of
 
 
@@ -82,8 +85,6 @@ class Job:
             assert isinstance(self.objective, DistillObjective)
             if recipe.draft.init.from_model is not None:
                 content["draft"]["init"]["from_model"] = fingerprint(self.objective.module.base)
-            if self.objective.reference is not None:
-                content["draft"]["loss"]["selection"]["reference"] = fingerprint(self.objective.reference.model)
             if recipe.draft.teacher is not None:
                 content["draft"]["teacher"] = {"top_k": recipe.draft.teacher.top_k, "tail": recipe.draft.teacher.tail}
         content["target weights"] = self.target.fingerprint if self.target else None
@@ -126,14 +127,13 @@ def assemble(
         return Job(recipe, tokenizer, dataset, heldout, target, objective)
     if isinstance(recipe, DraftRecipe):
         initial = _initial_draft(recipe, model, tokenizer, dataset)
-        reference = _reference_of(recipe, model, tokenizer, dataset)
         if check_draft is not None:
             draft: Any = copy.deepcopy(initial.model)
             check_draft(model, CausalLM(draft.to(target.dtype), initial.output_tokens))
         target = as_teacher(recipe, target, device)
         teacher = _teacher_of(recipe, target, tokenizer, dataset, console, process_index, num_processes)
         assert target.model is not None
-        distilled = DistillObjective(target.model, teacher, tokenizer, initial, recipe.draft, reference)
+        distilled = DistillObjective(target.model, teacher, tokenizer, initial, recipe.draft)
         return Job(recipe, tokenizer, dataset, heldout, target, distilled)
     return Job(recipe, tokenizer, dataset, heldout, target, _heads_on(recipe, model, tokenizer))
 
@@ -279,19 +279,6 @@ def _longest(recipe: DraftRecipe, target: CausalLM) -> int:
     policy, evaluation = recipe.draft.policy, recipe.evaluation
     answers = [policy.max_new_tokens if policy.generates else 0, evaluation.max_new_tokens if evaluation.prompts else 0]
     return min(recipe.data.max_length + max(answers), target.max_positions or 1 << 30)
-
-
-def _reference_of(
-    recipe: DraftRecipe, target: CausalLM, tokenizer: PreTrainedTokenizerBase, dataset: Dataset
-) -> CausalLM | None:
-    """The draft that tokens are chosen by, if there is one."""
-    named = recipe.draft.loss.selection.reference
-    if named is None:
-        return None
-    reference = load_draft(named, target, tokenizer, recipe.trust_remote_code)
-    longest = _longest(recipe, target)
-    check_reads(reference, target, "draft.loss.selection.reference", dataset.examples, longest)
-    return reference
 
 
 def _objective_on_features(

@@ -15,7 +15,7 @@ from decoding.model.loading import eos_token_ids
 from decoding.rules.sampling import SamplingConfig
 from trainer.data.dataset import Dataset, heldout_prompts
 from trainer.learning.objective import Objective
-from trainer.recipe.recipe import EvaluationSection
+from trainer.recipe.common import EvaluationSection
 from trainer.run.assemble import Job
 from trainer.run.best import CRITERION, Best
 from trainer.run.checkpoint import Checkpoints, Progress

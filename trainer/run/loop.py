@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from trainer.data.batch import Batch, collate
 from trainer.data.source import Source
 from trainer.learning.objective import Objective
-from trainer.recipe.recipe import TrainingSection
+from trainer.recipe.common import TrainingSection
 from trainer.run.checkpoint import Checkpoints, Progress, Saved
 from trainer.run.distributed import Runner, prepare, whole_parameters
 from trainer.run.optimizer import build_optimizers, set_learning_rates

@@ -20,7 +20,9 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.batch import Example, collate
 from trainer.data.dataset import Dataset
 from trainer.learning.objective import Objective
-from trainer.recipe.recipe import AnyRecipe, DraftRecipe, MedusaRecipe
+from trainer.recipe.draft import DraftRecipe
+from trainer.recipe.heads import MedusaRecipe
+from trainer.recipe.recipe import AnyRecipe
 from trainer.run.assemble import Job, Target, feature_identity, source_of
 from trainer.run.checkpoint import Checkpoints, Progress, Saved
 from trainer.run.distributed import build_accelerator

@@ -22,7 +22,10 @@ from trainer.drafts.start import coverage
 from trainer.files.folders import write_folder
 from trainer.files.lock import hold
 from trainer.learning.objective import TreeObjective
-from trainer.recipe.recipe import AnyRecipe, DraftRecipe, MedusaRecipe, PretrainRecipe
+from trainer.recipe.draft import DraftRecipe
+from trainer.recipe.heads import MedusaRecipe
+from trainer.recipe.pretrain import PretrainRecipe
+from trainer.recipe.recipe import AnyRecipe
 from trainer.run.assemble import Job, assemble, check_folders, load_target_model, source_of
 from trainer.run.checkpoint import Checkpoints, Progress
 from trainer.run.distributed import build_accelerator, describe, whole_parameters

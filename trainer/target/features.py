@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from rich.console import Console
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from decoding.model.causal_lm import CausalLM, capture_lm_head_input, last_position
+from decoding.model.causal_lm import CausalLM
+from decoding.model.lm_head import capture_lm_head_input, last_position
 from trainer.data.batch import Batch, Example
 from trainer.files.shards import digest_of_each
-from trainer.recipe.recipe import FeaturesSection
+from trainer.recipe.heads import FeaturesSection
 from trainer.target.hidden import TopLogits
+from trainer.target.logits import logit_transform
 from trainer.target.store import BATCH_TOKENS, Column, Identity, Store, ensure_store, tokens_of_a_forward
 
 _LOGIT_ROWS = 1024  # in fp32 at a time
@@ -147,6 +149,34 @@ class FeatureStore(Store[FeatureIdentity]):
         for place, row in zip(padded, rows, strict=True):
             place[: len(row)] = row
         return padded.to(batch.tokens.device)
+
+
+class StoredFeatures:
+    """Hidden states written to disk before; the target need not be loaded."""
+
+    def __init__(self, store: FeatureStore, config: PreTrainedConfig, device: torch.device) -> None:
+        """``config`` is the target's."""
+        self._store = store
+        self._device = device
+        self.transform = logit_transform(config.get_text_config(decoder=True))
+
+    @cached_property
+    def lm_head(self) -> Float[Tensor, "vocab hidden"]:
+        return self._store.lm_head.to(self._device)
+
+    @cached_property
+    def _embedding(self) -> Float[Tensor, "vocab hidden"]:
+        return self._store.embedding.to(self._device)
+
+    def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
+        return self._store.hidden(batch).to(self._device)
+
+    def embedded(self, tokens: Int[Tensor, "batch positions"]) -> Float[Tensor, "batch positions hidden"]:
+        return nn.functional.embedding(tokens, self._embedding)
+
+    def top_k(self, batch: Batch) -> TopLogits | None:
+        found = self._store.top_k(batch)
+        return None if found is None else TopLogits(*(tensor.to(self._device) for tensor in found))
 
 
 def ensure_features(

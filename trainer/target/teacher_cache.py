@@ -22,7 +22,8 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from decoding.model.causal_lm import CausalLM, capture_lm_head_input
+from decoding.model.causal_lm import CausalLM
+from decoding.model.lm_head import capture_lm_head_input
 from trainer.data.batch import Batch, Example
 from trainer.data.dataset import Dataset
 from trainer.files.shards import digest_of_each

@@ -1,6 +1,6 @@
-"""Smaller drafts: int8 weights, and an lm_head that writes frequent tokens only. Neither changes what the target says.
+"""Drafts with a trimmed vocabulary: an lm_head of frequent tokens only (FR-Spec, 2502.14856).
 
-A draft of fewer tokens is q = 0 for the others, which a lossless rule allows for (FR-Spec, 2502.14856).
+Such a draft has q = 0 for every other token. A lossless rule allows for that, so the target's output is unchanged.
 """
 
 import copy
@@ -21,24 +21,6 @@ from decoding.model.causal_lm import CausalLM
 OUTPUT_TOKENS_KEY = "headstart_output_tokens"
 """In a draft's config.json: the name of the file beside it that lists the tokens its lm_head is cut to."""
 OUTPUT_TOKENS_NAME = "output_tokens.json"
-
-
-def quantised(model: PreTrainedModel, lm_head: bool = True) -> PreTrainedModel:
-    """The model with the weights of its linear layers rounded to int8, row by row; in place.
-
-    Without ``lm_head`` that layer is left as it is: where a loss is formed of its weight.
-    Products are still made in the model's dtype, for which the weights are widened again at every call: without
-    `torch.compile` (``static="compile"`` of `CausalLM`) the model is smaller, but slower. Needs torchao.
-    """
-    try:
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
-    except ImportError as error:
-        raise ValueError("int8 weights need torchao: pip install 'headstart[quantise]'") from error
-    left_out = None if lm_head else model.get_output_embeddings()
-    quantize_(
-        model, Int8WeightOnlyConfig(), lambda module, name: isinstance(module, nn.Linear) and module is not left_out
-    )
-    return model
 
 
 def most_frequent_tokens(texts: Iterable[Sequence[int]], count: int, always: Sequence[int] = ()) -> tuple[int, ...]:
