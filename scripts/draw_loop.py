@@ -2,8 +2,8 @@
 
 Usage: scripts/draw_loop.py --target MODEL --drafter SPEC --prompt TEXT [--output docs/loop.svg]
 
-The picture holds the tokens that target and drafter wrote, greedily. Its step is the one that kept the longest path
-while it dropped other nodes. An .svg follows the reader's light or dark colour scheme.
+The picture holds the tokens that target and drafter write in fp32, greedily. Its tree is that of the step whose kept
+nodes have the most letters, among the steps that dropped nodes too. An .svg follows the reader's light or dark scheme.
 """
 
 import argparse
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -20,12 +21,14 @@ from matplotlib.path import Path as Curve
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from decoding.drafters import Drafter, PromptLookupDrafter
+from decoding.drafters import Drafter
 from decoding.drafters.base import DraftRequest, DraftSession, TextStart
 from decoding.generate import DecodingConfig, Step, decode_steps
+from decoding.headstart_model import HeadstartModel
 from decoding.model.causal_lm import CausalLM
-from decoding.model.loading import eos_token_ids, load_model, load_tokenizer
+from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.policies import Budget
+from decoding.prompts import encode_prompt
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree
@@ -62,7 +65,7 @@ WIDTH, EDGE = 760.0, 26.0
 GLYPH = 0.602  # width of a DejaVu Sans Mono character at size 1
 TREE_SIZE, STRIP_SIZE = 10.5, 10.5
 LEAF, BOX = 25.0, 18.0
-GAPS = 26.0, 64.0  # least and most between two columns
+GAPS = 26.0, 96.0  # least and most between two columns
 
 
 # --- a decode, recorded ---------------------------------------------------------------------------------------------
@@ -121,20 +124,21 @@ def record(target: CausalLM, drafter: Drafter, prompt: Sequence[int], config: De
         yield Turn(step, recorder.last.pop() if recorder.last and step.drafted else None)
 
 
-def chosen(turns: Sequence[Turn], leaves: int = 9) -> int:
-    """The turn to draw: the longest accepted path, then the most dropped nodes, of trees of at most ``leaves`` leaves.
+def chosen(turns: Sequence[Turn], names: Sequence[Sequence[str]], leaves: int = 9) -> int:
+    """The turn to draw: of those that kept a node and dropped others, the one whose kept nodes have the most letters.
 
-    ValueError where no turn kept a node and dropped another.
+    Its tree has at most ``leaves`` leaves. ``names[i]`` are the texts of the tokens that turn i wrote. ValueError where
+    no turn fits.
     """
     fit = [
-        (turn.step.accepted, len(turn.tree), -place)
+        (sum(map(str.isalpha, "".join(names[place][: turn.step.accepted]))), -place)
         for place, turn in enumerate(turns)
-        if turn.tree and 0 < turn.step.accepted < len(turn.tree) - 1 and leaf_count(turn.tree) <= leaves
-        if turn.step.accepted < len(turn.step.tokens)
+        if turn.tree and leaf_count(turn.tree) <= leaves
+        if 0 < turn.step.accepted < min(len(turn.step.tokens), len(turn.tree) - 1)
     ]
     if not fit:
         raise ValueError("no step kept a node and dropped another: give another prompt, or a drafter of small trees")
-    return -max(fit)[-1]
+    return -max(fit)[1]
 
 
 def leaf_count(tree: TokenTree) -> int:
@@ -267,12 +271,12 @@ class Scene(NamedTuple):
     drawn: int
     tree_names: Sequence[str]
     before: str
-    drafter: str
 
 
-def scene_of(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, drafter: str) -> Scene:
+def scene_of(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) -> Scene:
     """Choose the turn to draw, and write the tokens out."""
-    drawn = chosen(turns)
+    names = [[shown(tokenizer, token) for token in turn.step.tokens] for turn in turns]
+    drawn = chosen(turns, names)
     tree = turns[drawn].tree
     assert tree is not None
     before = str(tokenizer.decode([token for turn in turns[:drawn] for token in turn.step.tokens][:-1]))
@@ -280,11 +284,10 @@ def scene_of(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, drafter:
     space = " " if str(tokenizer.decode([tree.token_list[0]])).startswith(" ") else ""
     return Scene(
         turns,
-        [[shown(tokenizer, token) for token in turn.step.tokens] for turn in turns],
+        names,
         drawn,
         [shown(tokenizer, token) for token in tree.token_list],
         f"…{tail}{space}" if tail != before else tail,
-        drafter,
     )
 
 
@@ -348,15 +351,15 @@ def draw(scene: Scene, colours: Mapping[str, str]) -> Figure:
     nodes = place_tree(scene.turns[scene.drawn], texts, root_end, WIDTH - EDGE - 14)
     lines = strip_lines(scene.names, WIDTH - 2 * EDGE)
     tree_height = -min(node.y for node in nodes)
-    height = tree_height + 36 * len(lines) + 218
-    figure = plt.figure(figsize=(WIDTH / 72, height / 72), dpi=144)
+    height = tree_height + 36 * len(lines) + 190
+    figure = plt.figure(figsize=(WIDTH / 72, height / 72), dpi=144, facecolor="none")
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, WIDTH), ylim=(0, height))
     axes.axis("off")
     pen = Pen(axes, colours)
     pen.box(1, height / 2, WIDTH - 2, height - 2, "card", "frame", radius=10, linewidth=1)
     headings = (
-        ("Propose", f"{scene.drafter} guesses {step.drafted} tokens, as a tree"),
+        ("Propose", f"the drafter guesses {step.drafted} tokens, as a tree"),
         ("Verify", f"one target pass reads all {step.drafted}"),
         ("Commit", f"{step.accepted} kept + 1 of the target's = {len(step.tokens)} tokens"),
     )
@@ -385,3 +388,42 @@ def with_schemes(svg: str) -> str:
     style = "<style>@media (prefers-color-scheme: dark) {\n" + "\n".join(rules) + "\n}</style>\n"
     begin = svg.index("<defs>")
     return svg[:begin] + style + svg[begin:]
+
+
+def save(figure: Figure, output: Path, source: str) -> None:
+    """Write the picture; an .svg of the light colours also gets the dark ones, and names its source."""
+    if output.suffix != ".svg":
+        figure.savefig(output)
+        return
+    plt.rcParams["svg.hashsalt"] = "loop"  # the same text, the same file
+    figure.savefig(output, metadata={"Date": None, "Source": source})
+    lines = with_schemes(output.read_text()).splitlines()
+    output.write_text("\n".join(line.rstrip() for line in lines) + "\n")
+
+
+def main() -> None:
+    """Read the options, decode, draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="hub id or folder of the target")
+    parser.add_argument("--drafter", required=True, help="drafter, as for headstart generate")
+    parser.add_argument(
+        "--prompt", required=True, help="text to answer, or to continue where there is no chat template"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=48, help="longest continuation, in tokens")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "loop.svg", help=".svg, or .png for a look")
+    parser.add_argument("--dark", action="store_true", help="draw a .png in the dark colours")
+    options = parser.parse_args()
+    model = HeadstartModel.from_pretrained(options.target, options.drafter, dtype=torch.float32)
+    assert model.drafter is not None
+    tokenizer = load_tokenizer(options.target)
+    eos = eos_token_ids(model.target.model, tokenizer)
+    config = DecodingConfig(max_new_tokens=options.max_new_tokens, eos_token_ids=eos)
+    prompt = encode_prompt(options.prompt, tokenizer, chat=True)
+    scene = scene_of(list(record(model.target, model.drafter, prompt, config)), tokenizer)
+    source = f"{Path(options.target).name}, {type(model.drafter).__name__}, {options.prompt!r}"
+    save(draw(scene, DARK if options.dark else LIGHT), options.output, source)
+    print(f"written: {options.output}")
+
+
+if __name__ == "__main__":
+    main()
