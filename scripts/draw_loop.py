@@ -23,7 +23,8 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
 from decoding.drafters.base import DraftRequest, DraftSession, TextStart
-from decoding.generate import DecodingConfig, Step, decode_steps
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig, Step
 from decoding.headstart_model import HeadstartModel
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids, load_tokenizer
@@ -120,7 +121,7 @@ class RecordingSession:
 def record(target: CausalLM, drafter: Drafter, prompt: Sequence[int], config: DecodingConfig) -> Iterator[Turn]:
     """Decode a prompt and yield each step with its tree."""
     recorder = Recorder(drafter)
-    for step in decode_steps(target, recorder, prompt, config):
+    for step in Engine(target, recorder).steps(prompt, config):
         yield Turn(step, recorder.last.pop() if recorder.last and step.drafted else None)
 
 
