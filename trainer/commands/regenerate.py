@@ -24,17 +24,9 @@ from decoding.model.loading import eos_token_ids, load_draft, load_heads, load_m
 from decoding.prompts import encode_prompt
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.options import RegenerateOptions
-from trainer.data.answers import (
-    Answered,
-    AnswerFile,
-    Backend,
-    Conversation,
-    Key,
-    Outcome,
-    SetAside,
-    read_answer,
-    read_conversations,
-)
+from trainer.data.answers import Answered, AnswerFile, Backend, Outcome, SetAside
+from trainer.data.chat import read_answer
+from trainer.data.conversations import Conversation, Key, read_conversations
 from trainer.files.folders import sha256_of
 from trainer.quickstart import resolve
 from trainer.run.train import ensure_built

@@ -19,8 +19,8 @@ from decoding.model.loading import load_model, load_tokenizer, parse_dtype
 from decoding.model.quantise import quantised
 from trainer.data.batch import check_documents_are_apart
 from trainer.data.dataset import Dataset, load_dataset
-from trainer.data.source import Offline, Source
-from trainer.drafts.distill import DistillObjective, OnlineTeacher, TeacherRows
+from trainer.data.source import BatchSource, Offline
+from trainer.drafts.distill import DistillObjective, OnlineTeacher, TeacherSource
 from trainer.drafts.on_policy import draft_source
 from trainer.drafts.start import InitialDraft, initial_draft
 from trainer.files.folders import check_can_be_folder
@@ -138,7 +138,7 @@ def assemble(
     return Job(recipe, tokenizer, dataset, heldout, target, _heads_on(recipe, model, tokenizer))
 
 
-def source_of(job: Job, process_index: int = 0, num_processes: int = 1, folder: Path | None = None) -> Source:
+def source_of(job: Job, process_index: int = 0, num_processes: int = 1, folder: Path | None = None) -> BatchSource:
     """Where a job's batches come from. ``folder``: see `trainer.drafts.on_policy.draft_source`."""
     recipe, examples = job.recipe, job.dataset.examples
     if not isinstance(job.objective, DistillObjective):
@@ -255,7 +255,7 @@ def _teacher_of(
     console: Console,
     process_index: int,
     num_processes: int,
-) -> TeacherRows:
+) -> TeacherSource:
     """The target, or its logits on disk, written where they are not there yet; every process calls this."""
     assert target.model is not None
     section = recipe.draft

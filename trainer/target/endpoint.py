@@ -26,7 +26,9 @@ from pydantic import HttpUrl, ValidationError
 
 from decoding.model.loading import first_line
 from trainer.commands.options import RegenerateOptions
-from trainer.data.answers import Answered, Conversation, Key, Outcome, Problem, SetAside, whole_characters
+from trainer.data.answers import Answered, Outcome, Problem, SetAside
+from trainer.data.chat import whole_characters
+from trainer.data.conversations import Conversation, Key
 
 HOPELESS = 50
 """Conversations that fail one after the other before the run ends: the endpoint is down, or asked wrongly."""
