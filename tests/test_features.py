@@ -27,6 +27,7 @@ from trainer.target.features import FeatureIdentity, FeatureStore, FeatureWriter
 from trainer.target.hidden import OnlineTarget
 from trainer.target.store import estimate_bytes, write_store
 from trainer.terminal import progress
+from trainer.terminal.place import Place
 
 EXAMPLES = toy_examples(12)  # of 4 to 12 tokens
 SHARD_TOKENS = 30  # three shards of EXAMPLES
@@ -179,9 +180,9 @@ def test_a_shard_holds_whole_examples_and_a_long_one_has_a_shard_of_its_own() ->
 
 
 def test_two_processes_write_half_each_and_together_all(tiny_llama: CausalLM, tmp_path: Path) -> None:
-    write(tiny_llama, tmp_path / "both", process_index=0, num_processes=2)
+    write(tiny_llama, tmp_path / "both", place=Place(0, 2))
     first = written_at(tmp_path / "both")
-    identity = write(tiny_llama, tmp_path / "both", process_index=1, num_processes=2)
+    identity = write(tiny_llama, tmp_path / "both", place=Place(1, 2))
     both = written_at(tmp_path / "both")
     write(tiny_llama, tmp_path / "one")
     assert len(first) == 2 and first.items() < both.items() and both.keys() == written_at(tmp_path / "one").keys()
@@ -260,7 +261,7 @@ def test_a_run_names_the_file_that_it_writes_again(tiny_llama: CausalLM, stored:
     def said() -> str:
         heard = Console(file=io.StringIO(), width=200)
         section = FeaturesSection(folder=str(stored.folder))
-        ensure_features(tiny_llama, EXAMPLES, stored.folder, stored.identity, section, heard)
+        ensure_features(FeatureWriter(tiny_llama, stored.identity), EXAMPLES, section, Place(console=heard))
         return heard.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO
 
     fault(stored.folder / name)
@@ -407,7 +408,8 @@ def test_the_size_is_said_before_and_the_speed_after(tiny_llama: CausalLM, tmp_p
     section = FeaturesSection(folder=str(tmp_path))
     identity = identity_of(tiny_llama)
     for _ in range(2):
-        store = ensure_features(tiny_llama, EXAMPLES, tmp_path, identity, section, Console(file=heard, width=200))
+        place = Place(console=Console(file=heard, width=200))
+        store = ensure_features(FeatureWriter(tiny_llama, identity), EXAMPLES, section, place)
         assert store.hidden(collate(EXAMPLES[:1], (0,))).shape == (1, 4, 16)
     lines = heard.getvalue().splitlines()
     assert len(lines) == 3  # the second time there is nothing to write
@@ -419,7 +421,8 @@ def test_without_a_terminal_the_writing_says_how_far_it_is(
 ) -> None:
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     heard, section = io.StringIO(), FeaturesSection(folder=str(tmp_path))
-    ensure_features(tiny_llama, EXAMPLES, tmp_path, identity_of(tiny_llama), section, Console(file=heard, width=200))
+    writer = FeatureWriter(tiny_llama, identity_of(tiny_llama))
+    ensure_features(writer, EXAMPLES, section, Place(console=Console(file=heard, width=200)))
     written = [line for line in heard.getvalue().splitlines() if line.startswith("writing the features: ")]
     assert written and written[-1].startswith("writing the features: 87/87, ") and written[-1].endswith(" tokens/s")
 
@@ -434,10 +437,10 @@ def test_a_whole_store_is_read_where_nobody_can_write(
 
     monkeypatch.setattr(stores, "hold", read_only)
     writer = FeatureWriter(tiny_llama, stored.identity)
-    stores.ensure_store(writer, EXAMPLES, stored.folder, SHARD_TOKENS, Console(file=io.StringIO()))
+    stores.ensure_store(writer, EXAMPLES, stored.folder, SHARD_TOKENS, Place(console=Console(file=io.StringIO())))
     (stored.folder / "shard-00000.safetensors").unlink()
     with pytest.raises(ValueError, match=r"1 of .* files missing or damaged"):
-        stores.ensure_store(writer, EXAMPLES, stored.folder, SHARD_TOKENS, Console(file=io.StringIO()))
+        stores.ensure_store(writer, EXAMPLES, stored.folder, SHARD_TOKENS, Place(console=Console(file=io.StringIO())))
 
 
 def test_features_of_other_data_are_refused_before_anything_is_said_of_them(
@@ -447,5 +450,5 @@ def test_features_of_other_data_are_refused_before_anything_is_said_of_them(
     backwards = EXAMPLES[::-1]
     writer = FeatureWriter(tiny_llama, identity_of(tiny_llama, backwards))
     with pytest.raises(ValueError, match="holds features made with another data"):
-        stores.ensure_store(writer, backwards, stored.folder, SHARD_TOKENS, Console(file=said))
+        stores.ensure_store(writer, backwards, stored.folder, SHARD_TOKENS, Place(console=Console(file=said)))
     assert said.getvalue() == ""

@@ -12,14 +12,15 @@ from typer.testing import CliRunner
 
 from trainer.cli import app
 from trainer.commands import planning
-from trainer.commands.planning import Launch, Plan, Tokens, count_tokens, largest_batch, plan_training
 from trainer.data.batch import Example, batch_indices
 from trainer.drafts.on_policy import PolicySource
 from trainer.heads.medusa2 import Medusa2Objective
+from trainer.job import Phase
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.reading import parse_recipe
 from trainer.recipe.recipe import AnyRecipe
-from trainer.run.measuring import Measured, Pace, Phase
+from trainer.run.measuring import Measured, Pace
+from trainer.run.planning import Launch, Plan, Tokens, count_tokens, largest_batch, plan_training
 
 HEADS = 2 * (16 * 16 + 16 + 16 * 16)
 """Parameters of two heads of one block: its matrix, its bias, the Linear to 16 tokens."""

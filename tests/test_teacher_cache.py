@@ -19,11 +19,12 @@ from trainer.learning.fused import fused_loss
 from trainer.learning.losses import LossMix, divergence
 from trainer.recipe.common import DataSection
 from trainer.recipe.draft import TeacherSection
-from trainer.run.assemble import Target
 from trainer.target import teacher_cache
 from trainer.target.features import FeatureIdentity, FeatureWriter
+from trainer.target.loading import Target
 from trainer.target.store import estimate_bytes, write_store
-from trainer.target.teacher_cache import TeacherIdentity, TeacherStore, TeacherWriter, sample_tail, teacher_identity
+from trainer.target.teacher_cache import TeacherIdentity, TeacherStore, TeacherWriter, sample_tail, teacher_writer
+from trainer.terminal.place import Place
 
 EXAMPLES = toy_examples(12)  # of 4 to 12 tokens, some of them trained
 LABELLED = [int(collate([example]).labelled(1).sum()) for example in EXAMPLES]
@@ -240,7 +241,7 @@ def test_any_number_of_processes_and_a_run_broken_off_write_the_same_files(
 
     write_store(writer, EXAMPLES, tmp_path / "one", SHARD_ROWS)
     for process in (1, 0, 2):
-        write_store(writer, EXAMPLES, tmp_path / "three", SHARD_ROWS, process, 3)
+        write_store(writer, EXAMPLES, tmp_path / "three", SHARD_ROWS, Place(process, 3))
     with pytest.raises(KeyboardInterrupt):
         write_store(writer, EXAMPLES, tmp_path / "broken", SHARD_ROWS, on_progress=break_off)
     begun = files_of(tmp_path / "broken")
@@ -294,9 +295,9 @@ def test_a_target_with_rounded_weights_is_another_one(tiny_llama: CausalLM, tmp_
     data = write_rows(tmp_path / "rows.jsonl", [{"text": "a b c d e f g h"}])
     dataset = load_dataset(data, DataSection(train=data, heldout=data), tiny_tokenizer())
     section = TeacherSection(folder="anywhere", top_k=3, tail=2)
-    exact = Target("tiny", tiny_llama, torch.float32, "itself")
+    exact = Target("tiny", torch.float32, "itself", tiny_llama)
     identities = [
-        teacher_identity(target, tiny_tokenizer(), dataset, section, 1.0)
+        teacher_writer(target, tiny_tokenizer(), dataset.examples, section, 1.0).identity
         for target in (exact, replace(exact, rounding="int8"))
     ]
     assert identities[0].target == "itself" != identities[1].target

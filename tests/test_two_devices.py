@@ -187,7 +187,7 @@ def test_a_run_on_a_spread_target_trains_and_evaluates_as_on_a_whole_one(
         return spread(load_model(*args[:4]), devices) if device_map == "auto" else load_model(*args, **named)
 
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    monkeypatch.setattr("trainer.run.assemble.load_model", load)
+    monkeypatch.setattr("trainer.target.loading.load_model", load)
     # What is trained is on the CPU. `Module.to` keeps parameters what they are between real devices, but not here.
     monkeypatch.setattr(
         "trainer.run.loop.build_optimizers", lambda module, *rest: build_optimizers(moved(module, CPU), *rest)

@@ -18,8 +18,8 @@ from trainer.data.chat import Encoded
 from trainer.data.dataset import Dataset, encoded_rows, load_dataset
 from trainer.data.rows import Row, open_source
 from trainer.recipe.common import DataSection
-from trainer.recipe.pretrain import PretrainRecipe
 from trainer.recipe.reading import load_recipe
+from trainer.run.kinds import kind_of
 from trainer.terminal.console import say, standard_output, title
 
 _STYLES = {(True, False): "green", (True, True): "bold green", (False, False): None, (False, True): "bold magenta"}
@@ -66,7 +66,7 @@ def _task(options: InspectOptions) -> _Task:
     if options.source.endswith((".yaml", ".yml")):
         recipe = load_recipe(options.source, options.overrides or ())
         base = recipe.data
-        target = recipe.model.tokenizer if isinstance(recipe, PretrainRecipe) else recipe.target
+        target = kind_of(recipe).tokenizer
     elif options.overrides:
         raise ValueError(f"{options.overrides[0]!r} is an override of a recipe, but {options.source} is data: drop it")
     elif options.heldout:

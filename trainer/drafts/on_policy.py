@@ -17,6 +17,7 @@ from trainer.data.source import BatchSource, Offline, PlacedExample
 from trainer.drafts.generations import Kind, Order, TextWriter, WindowFiles, Written
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.draft import DraftRecipe, PolicySection
+from trainer.terminal.place import ALONE, Place
 
 TEXT_PROMPT = 64
 """A plain text has no prompt of its own: so many of its first tokens are one, or half of a short text."""
@@ -30,8 +31,7 @@ def draft_source(
     target: CausalLM,
     tokenizer: PreTrainedTokenizerBase,
     draft: Callable[[], CausalLM],
-    process_index: int = 0,
-    num_processes: int = 1,
+    place: Place = ALONE,
     folder: Path | None = None,
 ) -> BatchSource:
     """Where a draft's batches come from. ``draft`` gives it as it is now, to decode with.
@@ -46,7 +46,7 @@ def draft_source(
     writer = TextWriter(target, policy, recipe.draft.num_draft_tokens, ends, training.seed)
     kept_steps = recipe.checkpoint.every * (recipe.checkpoint.keep + 1) + policy.every
     folder = folder or Path(recipe.output) / GENERATED
-    files = WindowFiles(folder, tokenizer, kept_steps, process_index, num_processes)
+    files = WindowFiles(folder, tokenizer, kept_steps, place)
     return PolicySource(examples, training, policy, writer, draft, files)
 
 
@@ -100,7 +100,7 @@ class PolicySource:
             "generated/tokens": sum(len(text.answer) for text in texts),
             "generated/rejected": sum(len(text.rejected) for text in texts),
             "generated/collapsed": sum(text.collapsed for text in texts),
-            "generated/seconds": (time.perf_counter() - start) / self._files.num_processes,
+            "generated/seconds": (time.perf_counter() - start) / self._files.place.world,
         }
 
     def _check(self, texts: Sequence[Written]) -> None:

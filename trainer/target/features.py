@@ -12,7 +12,6 @@ from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
-from rich.console import Console
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -22,8 +21,10 @@ from trainer.data.batch import Batch, Example
 from trainer.files.shards import digest_of_each
 from trainer.recipe.heads import FeaturesSection
 from trainer.target.hidden import TopLogits
+from trainer.target.loading import Target
 from trainer.target.logits import logit_transform
 from trainer.target.store import BATCH_TOKENS, Column, Identity, Store, ensure_store, tokens_of_a_forward
+from trainer.terminal.place import Place
 
 _LOGIT_ROWS = 1024  # in fp32 at a time
 
@@ -180,19 +181,20 @@ class StoredFeatures:
 
 
 def ensure_features(
-    target: CausalLM,
-    examples: Sequence[Example],
-    folder: Path,
-    identity: FeatureIdentity,
-    section: FeaturesSection,
-    console: Console,
-    process_index: int = 0,
-    num_processes: int = 1,
+    writer: FeatureWriter, examples: Sequence[Example], section: FeaturesSection, place: Place
 ) -> FeatureStore:
-    """The features of these examples, written if they are not there, with the disk they take said before.
+    """The features of these examples, written where they are not there yet.
 
     Every process calls this, and waits for the others at the end.
     """
-    writer = FeatureWriter(target, identity)
-    ensure_store(writer, examples, folder, section.shard_tokens, console, process_index, num_processes)
-    return FeatureStore.open(folder, identity, verify=False)  # each process has verified its share
+    folder = Path(section.folder)
+    ensure_store(writer, examples, folder, section.shard_tokens, place)
+    return FeatureStore.open(folder, writer.identity, verify=False)  # each process has verified its share
+
+
+def feature_writer(
+    target: Target, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], top_k: int
+) -> FeatureWriter:
+    """The writer of these examples' features, which says what they must have been made from to be used."""
+    identity = FeatureIdentity.of(target.model, target.fingerprint, tokenizer, examples, top_k)
+    return FeatureWriter(target.model, identity)
