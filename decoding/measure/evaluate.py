@@ -37,11 +37,7 @@ TRANSFORMERS = "transformers generate"
 
 
 class Run(NamedTuple):
-    """One text decoded by one method. ``counts`` and phase seconds are empty for transformers' own methods.
-
-    ``first_seconds`` is the time to the first tokens (the prefill), ``decode_seconds`` the time after it, in which
-    ``decode_tokens`` were written.
-    """
+    """One text decoded by one method: ``first_seconds`` to its first tokens, then ``decode_tokens``; ours with counts."""
 
     tokens: tuple[int, ...]
     decode_tokens: int
@@ -176,8 +172,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Measure every method on every prompt; return the report (see `write_report` and `decoding.measure.report`).
 
-    ``prompts`` are token ids. ``on_run`` is called after each run, for a progress bar. ValueError, before anything
-    runs, without prompts or rounds, or for a prompt that the target cannot hold.
+    ``on_run`` is called after each run, for a progress bar. ValueError, before any run, for a prompt that is too long.
     """
     if not prompts:
         raise ValueError("there are no prompts to evaluate on: give at least one")
@@ -263,8 +258,7 @@ def _speedups(
 ) -> dict[str, Any]:
     """Return two ratios of tokens per second to the other's: the spread of paired runs, and the ratio of totals.
 
-    Their keys are ``name`` and ``name``_of_totals. The totals weigh a prompt by its tokens; the spread weighs every
-    run alike, however short its text.
+    Their keys are ``name`` and ``name``_of_totals. Totals weigh a prompt by its tokens, the spread weighs runs alike.
     """
     if other is None:
         return {f"{name}_of_totals": None, name: None}
