@@ -37,7 +37,7 @@ TRANSFORMERS = "transformers generate"
 
 
 class Run(NamedTuple):
-    """One text decoded by one method: ``first_seconds`` to its first tokens, then ``decode_tokens``; ours with counts."""
+    """One decoded text: ``first_seconds`` to its first tokens, then ``decode_tokens`` in ``decode_seconds``."""
 
     tokens: tuple[int, ...]
     decode_tokens: int
