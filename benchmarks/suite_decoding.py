@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from suite_models import DRAFT_TOKENS, Stage
 
-from decoding.generate import DecodingConfig, Generation, decode_batch
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig, Generation
 from decoding.measure.baselines import transformers_generate, transformers_generate_batch
 from decoding.metrics import acceptance, spread
 from decoding.model.causal_lm import CausalLM
@@ -54,7 +55,7 @@ def _ours(stage: Stage, method: str, static: str | None, config: DecodingConfig)
 
     def run(prompts: Prompts) -> Timed:
         begin = time.perf_counter()
-        generations = tuple(decode_batch(target, drafter, prompts, config, len(prompts)))
+        generations = tuple(Engine(target, drafter).decode(prompts, config, batch_size=len(prompts)))
         seconds = time.perf_counter() - begin
         steps = [step for generation in generations for step in generation.steps if not step.is_prefill]
         return Timed(

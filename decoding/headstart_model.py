@@ -3,33 +3,26 @@
 import copy
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download, snapshot_download
 from jaxtyping import Int
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, PromptLookupDrafter
-from decoding.drafters.draft_tree import DraftTreeDrafter
+from decoding.drafters import Drafter
+from decoding.drafters.registry import DrafterLoader, parse_drafter
+from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
-from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME
-from decoding.model.loading import default_device, is_heads_folder, load_draft, load_heads, load_model, load_tokenizer
+from decoding.model.loading import default_device, load_model
 from decoding.policies import Policy, named_policy
 from decoding.rules.controls import Processor, sampling_from_generation_config
 from decoding.rules.verify import Rule
-from decoding.speculate import Prompts, SpeculativeOutput, decode_prompts, named_rule, padding_token, speculate
+from decoding.speculation import Prompts, SpeculativeOutput, decode_prompts, named_rule, padding_token
 from decoding.stopping import TextDecoder
 from decoding.token_ids import check_tensor_of_ids
-
-__all__ = ["HeadstartModel", "SpeculativeOutput", "speculate"]
-
-PROMPT_LOOKUP = "prompt-lookup"
-"""The speculator that needs no weights."""
 
 
 class HeadstartModel:
@@ -49,7 +42,7 @@ class HeadstartModel:
     @staticmethod
     def from_pretrained(
         target: str | PreTrainedModel,
-        speculator: str | None = None,
+        drafter: str | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
@@ -59,25 +52,29 @@ class HeadstartModel:
         tokenizer: PreTrainedTokenizerBase | None = None,
         **draft_options: Any,
     ) -> "HeadstartModel":
-        """Read a target, and heads or a draft for it, from folders or the hub.
+        """Read a target, and a drafter for it, from folders or the hub.
 
-        ``speculator``: a folder or hub id of heads or of a draft model, "prompt-lookup", or None for plain decoding.
-        ``draft_options`` are its drafter's: ``tree`` of `MedusaDrafter`, ``num_draft_tokens`` of `PromptLookupDrafter`,
-        ``branching`` or ``stop_below`` of `DraftModelDrafter`, or any of ``depth``, ``width`` and ``nodes``, with which
-        a draft model is a `DraftTreeDrafter`. A draft's tokenizer is checked against ``tokenizer``, by default the
-        target's own where the target is given by name. ``dtype`` and ``device`` (by default the GPU if there is one;
-        ``device_map="auto"`` takes all of them) are for targets given by name; heads and drafts follow their target.
+        ``drafter``: a name of the registry with its path and options, as ``--drafter`` takes it
+        (``"lookup"``, ``"heads:runs/heads/final"``, ``"draft-tree:runs/draft/final,depth=5"``), the folder or hub id of
+        heads or of a draft alone, or None for plain decoding. ``draft_options`` are further options of it
+        (``tokens=4``; the list: ``headstart drafters``). A draft's tokenizer is compared with ``tokenizer``, by default
+        the target's own where the target is given by name. ``dtype`` and ``device`` (by default the GPU if there is
+        one; ``device_map="auto"`` takes all of them) are for targets given by name; heads and drafts follow their
+        target.
         """
         if device is not None and device_map is not None:
             raise ValueError(f"device is {device} and device_map is {device_map!r}: give one of them")
+        if drafter is None and draft_options:
+            raise ValueError(f"{', '.join(draft_options)} say how to draft, but there is no drafter: give one")
+        spec = None if drafter is None else parse_drafter(drafter, **draft_options)
         target_tokenizer: PreTrainedTokenizerBase | str | None = tokenizer
         if isinstance(target, str):
             target_tokenizer = tokenizer or target
             device = default_device() if device is None else torch.device(device)
             target = load_model(target, dtype, device, trust_remote_code, device_map)
         model = CausalLM(target)
-        drafter = _drafter(speculator, model, target_tokenizer, trust_remote_code, draft_options)
-        return HeadstartModel(model, drafter, policy)
+        loader = DrafterLoader(model, target_tokenizer, trust_remote_code)
+        return HeadstartModel(model, None if spec is None else loader.load(spec), policy)
 
     @property
     def device(self) -> torch.device:
@@ -138,9 +135,8 @@ class HeadstartModel:
             seed=seed,
         )
         padding = padding_token(config, None, decoding.eos_token_ids)
-        output = decode_prompts(
-            self.target, self.drafter, prompts, decoding, self.policy, batch_size, padding, tokenizer, streamer
-        )
+        engine = Engine(self.target, self.drafter, self.policy, tokenizer)
+        output = decode_prompts(engine, prompts, decoding, batch_size, padding, streamer)
         return output if config.return_dict_in_generate else output.sequences
 
 
@@ -234,41 +230,3 @@ def _token_list(value: Any) -> list[int]:
 
 def _strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
     return () if value is None else (value,) if isinstance(value, str) else tuple(value)
-
-
-# --- what speculates ------------------------------------------------------------------------------------------------
-
-
-def _drafter(
-    speculator: str | None,
-    target: CausalLM,
-    tokenizer: PreTrainedTokenizerBase | str | None,
-    trust_remote_code: bool,
-    options: Mapping[str, Any],
-) -> Drafter | None:
-    if speculator is None:
-        if options:
-            raise ValueError(f"{', '.join(options)} say how to draft, but there is no speculator: give one")
-        return None
-    if speculator == PROMPT_LOOKUP:
-        return PromptLookupDrafter(**options)
-    if (folder := _heads_folder(speculator)) is not None:
-        return MedusaDrafter(load_heads(folder, target), **options)
-    if isinstance(tokenizer, str):
-        tokenizer = load_tokenizer(tokenizer, trust_remote_code)
-    draft = load_draft(speculator, target, tokenizer, trust_remote_code)
-    if options.keys() & {"depth", "width", "nodes"}:
-        return DraftTreeDrafter(draft, **options)
-    return DraftModelDrafter(draft, **options)
-
-
-def _heads_folder(name: str) -> Path | None:
-    """The folder of the heads of this name, fetched from the hub if it is a hub id; None if it names no heads."""
-    if Path(name).exists():
-        return Path(name) if is_heads_folder(name) else None
-    try:
-        if not is_heads_folder(Path(hf_hub_download(name, CONFIG_NAME)).parent):
-            return None
-    except (OSError, ValueError):  # reading the draft will say what is wrong
-        return None
-    return Path(snapshot_download(name, allow_patterns=[CONFIG_NAME, WEIGHTS_NAME]))

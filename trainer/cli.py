@@ -144,7 +144,7 @@ def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Calla
 @app.command(cls=Command)
 @takes(EvaluateOptions)
 def evaluate(options: EvaluateOptions) -> None:
-    """Measure heads, a draft and prompt lookup beside plain decoding and transformers, in one run."""
+    """Measure any number of drafters beside plain decoding and transformers, in one run."""
     from trainer.commands.decode import run_evaluate
 
     run_evaluate(options)
@@ -157,6 +157,18 @@ def generate(options: GenerateOptions) -> None:
     from trainer.commands.decode import run_generate
 
     run_generate(replace(options, prompt=sys.stdin.read()) if options.prompt == "-" else options)
+
+
+@app.command(cls=Command)
+def drafters() -> None:
+    """List the drafters that --drafter takes, with their options."""
+
+    def work() -> None:
+        from trainer.commands.drafters import run_drafters
+
+        run_drafters()
+
+    raise typer.Exit(guarded(work, _debug()))
 
 
 @app.command(cls=Command)

@@ -65,6 +65,16 @@ class Drafter(ABC):
     """Kind of the trained artefact that drafts: "heads", "draft", or None."""
 
     @property
+    def label(self) -> str:
+        """Its name in tables: the kind, and how much it drafts where that tells two of a kind apart."""
+        return self.name
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest text it can draft for, in tokens; None where its own models set no limit."""
+        return None
+
+    @property
     @abstractmethod
     def budgets(self) -> tuple[Budget, ...]:
         """Sizes of the trees that it can draft, by increasing cost; the last one is the default."""

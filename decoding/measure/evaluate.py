@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from decoding.drafters.base import Drafter
 from decoding.drafters.draft_model import DraftModelDrafter
-from decoding.generate import DecodingConfig, check_prompt, decode, decode_batch_steps
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig, check_prompt
 from decoding.measure.baselines import transformers_generate
 from decoding.measure.machine import commit, hardware, versions
 from decoding.metrics import (
@@ -28,12 +29,13 @@ from decoding.metrics import (
 )
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import measure_cost_curve
-from decoding.policies import Policy, named_policy
+from decoding.policies import FixedPolicy, Policy, named_policy
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import typical_acceptance
 
 PLAIN = "plain"
 TRANSFORMERS = "transformers generate"
+_ASSISTED = "transformers assisted"
 
 
 class Run(NamedTuple):
@@ -60,6 +62,8 @@ class Method:
     max_nodes: int = 1
     artefact: str | None = None
     """Kind of the trained artefact that drafts: "heads", "draft", or None."""
+    drafter: str | None = None
+    """Name of the drafter among those measured (a peer's is the one whose draft it uses); None for plain decoding."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +89,10 @@ def our_method(
     policy: Policy | None = None,
 ) -> Method:
     """Make the method of a drafter (None: plain decoding) in this project's loop; a policy adapts over all texts."""
+    engine = Engine(target, drafter, policy or FixedPolicy())
 
     def run(prompt: Sequence[int], seed: int) -> Run:
-        generation = decode(target, drafter, prompt, replace(config, seed=seed), policy=policy)
+        generation = engine.decode(prompt, replace(config, seed=seed))
         prefill, *steps = generation.steps
         return Run(
             tokens=generation.tokens,
@@ -144,22 +149,23 @@ def standard_methods(target: CausalLM, drafters: dict[str, Drafter], config: Eva
         for name, drafter in drafters.items():
             for policy in config.policies:
                 full_name = name if policy == "fixed" else f"{name}, {policy}"
-                methods.append(our_method(target, label, full_name, drafter, decoding, named_policy(policy)))
+                method = our_method(target, label, full_name, drafter, decoding, named_policy(policy))
+                methods.append(replace(method, drafter=name))
     return methods
 
 
 def _peers(target: CausalLM, setting: str, drafters: dict[str, Drafter], decoding: DecodingConfig) -> list[Method]:
     """Make transformers' generate, and assisted generation with the first draft, at its depth and by default."""
     peers = [transformers_method(target, setting, TRANSFORMERS, decoding)]
-    for drafter in drafters.values():
+    for name, drafter in drafters.items():
         # transformers takes a vocabulary of another size for another tokenizer, so a padded draft has no peer.
         if isinstance(drafter, DraftModelDrafter) and drafter.draft.vocab_size == target.vocab_size:
-            name = f"transformers assisted, {drafter.max_depth} tokens"
-            peers.append(transformers_method(target, setting, name, decoding, drafter.draft, drafter.max_depth))
-            peers.append(
-                transformers_method(target, setting, "transformers assisted, its defaults", decoding, drafter.draft)
-            )
-            break
+            depth = drafter.max_depth
+            assisted = [
+                transformers_method(target, setting, f"{_ASSISTED}, {depth} tokens", decoding, drafter.draft, depth),
+                transformers_method(target, setting, f"{_ASSISTED}, its defaults", decoding, drafter.draft),
+            ]
+            return [*peers, *(replace(peer, drafter=name) for peer in assisted)]
     return peers
 
 
@@ -226,6 +232,7 @@ def _row(
         "method": method.name,
         "label": method.label,
         "artefact": method.artefact,
+        "drafter": method.drafter,
         "tokens_per_second": _tokens_per_second(mine, len(prompts), with_prefill=False),
         "tokens_per_second_with_prefill": _tokens_per_second(mine, len(prompts), with_prefill=True),
         **_speedups("speedup", mine, plain, len(prompts)),
@@ -356,7 +363,7 @@ def measure_acceptance(
     """
     texts: list[list[StepCount]] = [[] for _ in prompts]
     room = [config.max_new_tokens for _ in prompts]
-    for place, step in decode_batch_steps(target, drafter, prompts, config, batch_size):
+    for place, step in Engine(target, drafter).steps(prompts, config, batch_size=batch_size):
         if not step.is_prefill:
             texts[place].append(step.counts)
         room[place] -= len(step.tokens)

@@ -43,6 +43,7 @@ _QUERY = re.compile(
     r"((?:^|[?&;#\s])[\w-]*(?:token|key|secret|password|signature|sig|auth)=)[^&#;\s'\"`)\]>]+", re.IGNORECASE
 )
 _SECRET_KEY = re.compile(rf"(?:.*[_-])?{_KEYS}|token", re.IGNORECASE)
+_DRAFTER = re.compile(r"(?P<name>[a-z][a-z-]+):(?P<path>[^,=]+)(?P<options>(?:,.*)?)")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -101,7 +102,15 @@ def _published(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _published_value(value: str) -> str:
-    """Cut the value to its last part if it is a path, or the name of an existing file or folder; withhold secrets."""
+    """An option's value: a name, or a drafter's ``NAME:PATH,option=value`` with its path cut."""
+    spec = _DRAFTER.fullmatch(value)
+    if spec is None or value.startswith(("file:", "http:", "https:")):
+        return published_name(value)
+    return f"{spec['name']}:{published_name(spec['path'])}{spec['options']}"
+
+
+def published_name(value: str) -> str:
+    """A file or folder that is here by its name alone, however it is written; other paths cut to their last part."""
     return str(without_local_paths(basename(value) if value and os.path.exists(value) else value))
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from decoding.drafters import DraftModelDrafter
+from decoding.drafters.registry import named_drafter
 from decoding.generate import DecodingConfig
 from decoding.jsonl import read_lines
 from decoding.measure.evaluate import measure_acceptance
@@ -138,8 +138,7 @@ def _questions(options: RealignOptions, name: str) -> RegenerateOptions:
         prompts=str(options.output / name),
         output=answers_to(options.output / name),
         target=options.target,
-        draft=options.draft,
-        draft_tokens=options.draft_tokens,
+        drafter=f"draft:{options.draft},tokens={options.draft_tokens}",
         prompt_field=options.prompt_field,
         temperature=options.temperature,
         max_new_tokens=options.max_new_tokens,
@@ -264,7 +263,7 @@ def _figures(
     ends: tuple[int, ...],
     console: Console,
 ) -> Figures:
-    drafter = DraftModelDrafter(draft, (1,) * options.draft_tokens)
+    drafter = named_drafter("draft", draft, tokens=options.draft_tokens)
     found = {}
     for setting, temperature in _TEMPERATURES.items():
         config = DecodingConfig(options.max_new_tokens, SamplingConfig(temperature), eos_token_ids=ends)

@@ -12,7 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decoding.drafters import Drafter, DraftModelDrafter
+from decoding.drafters import Drafter
+from decoding.drafters.registry import named_drafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import lm_head_input, run_in_lm_head
 from trainer.data.batch import Batch
@@ -180,7 +181,7 @@ class DistillObjective:
         return CausalLM(draft, self.output_tokens)
 
     def drafter(self) -> Drafter:
-        return DraftModelDrafter(self.draft_for_decoding(), (1,) * self._section.num_draft_tokens)
+        return named_drafter("draft", self.draft_for_decoding(), tokens=self._section.num_draft_tokens)
 
     def save(self, folder: Path) -> None:
         write_draft(self.draft_for_decoding(), self._tokenizer, folder)

@@ -7,8 +7,10 @@ from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from decoding.drafters import Drafter, DraftModelDrafter
-from decoding.generate import DecodingConfig, decode_batch_steps
+from decoding.drafters import Drafter
+from decoding.drafters.registry import named_drafter
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.vocabulary import with_whole_vocabulary
 from decoding.rules.sampling import SamplingConfig
@@ -108,7 +110,7 @@ class TextWriter:
         """Texts in the order of steps and positions. Where the target writes, its draft only makes it faster."""
         target, limit = self.target, self.target.vocab_size
         alone = draft.output_tokens is None and draft.vocab_size == limit
-        drafter = DraftModelDrafter(draft, (1,) * self._num_draft_tokens)
+        drafter = named_drafter("draft", draft, tokens=self._num_draft_tokens)
         writers: dict[Kind, tuple[CausalLM, Drafter | None]] = {
             "target": (target, drafter if self._speculates else None),
             "draft": (draft if alone else with_whole_vocabulary(draft, limit), None),
@@ -123,12 +125,10 @@ class TextWriter:
     def _decode(self, orders: Sequence[Order], model: CausalLM, drafter: Drafter | None) -> list[Written]:
         tokens = [list(order.prompt) for order in orders]
         rejected: list[list[int]] = [[] for _ in orders]
-        steps = decode_batch_steps(
-            model,
-            drafter,
+        steps = Engine(model, drafter).steps(
             [order.prompt for order in orders],
             self._config,
-            self._policy.batch_size,
+            batch_size=self._policy.batch_size,
             seeds=[_seed_of(self._seed, order) for order in orders],
         )
         for place, step in steps:

@@ -63,11 +63,11 @@ def export(
 
 def _measured(report: Path, source: Path, format: str) -> Measured:
     """The report's figures for the card, if it is of the weights in ``source``."""
-    from trainer.export.match import check_measured
+    from trainer.export.match import check_measured, drafters_of
 
     kind = "heads" if FORMATS[format] == "heads" else "draft"
     stored = read_report(report)
-    measured = read_measured(without_local_paths(stored), str(report), kind)
+    measured = read_measured(without_local_paths(stored), str(report), kind, drafters_of(stored, source))
     check_measured(stored, str(report), source, kind)
     return measured
 

@@ -1,6 +1,6 @@
 """The figures of a report by `decoding.measure.evaluate` that belong on an artefact's card, as texts for tables."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ class Measured:
         return any(row.label == "lossy" for row in self.rows)
 
 
-def read_measured(report: dict[str, Any], name: str, kind: str) -> Measured:
+def read_measured(report: dict[str, Any], name: str, kind: str, drafters: Container[str] | None = None) -> Measured:
     """The figures for the card of heads or a draft; ``name`` is the report's, for errors.
 
     They are those of ``kind`` ("heads" or "draft"), of plain decoding, and of the peers that need nothing else.
@@ -61,7 +61,7 @@ def read_measured(report: dict[str, Any], name: str, kind: str) -> Measured:
             raise ValueError(
                 f"{name} labels {row.get('method')!r} {row.get('label')!r}, not lossless or lossy: evaluate again"
             )
-    shown = list(_rows_of(rows, kind))
+    shown = list(_rows_of(rows, kind, drafters))
     try:
         return Measured(
             hardware=_hardware(report.get("hardware") or {}),
@@ -77,10 +77,11 @@ def read_measured(report: dict[str, Any], name: str, kind: str) -> Measured:
         raise ValueError(f"{name} holds something else than a figure ({error!r}): evaluate again") from error
 
 
-def _rows_of(rows: list[dict[str, Any]], kind: str) -> Iterator[dict[str, Any]]:
+def _rows_of(rows: list[dict[str, Any]], kind: str, drafters: Container[str] | None) -> Iterator[dict[str, Any]]:
     for row in rows:
         drafted_by, method = row.get("artefact"), str(row.get("method"))
-        if drafted_by == kind or (drafted_by is None and (method == "plain" or method.startswith("transformers"))):
+        own = drafted_by == kind and (drafters is None or row.get("drafter") in drafters)
+        if own or (drafted_by is None and (method == "plain" or method.startswith("transformers"))):
             yield row
 
 

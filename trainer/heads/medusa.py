@@ -16,7 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from decoding.drafters import Drafter, MedusaDrafter
+from decoding.drafters import Drafter
+from decoding.drafters.registry import named_drafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHead, MedusaHeads
 from decoding.model.lm_head import lm_head_input
@@ -170,7 +171,7 @@ class MedusaObjective:
         return self._lm_head
 
     def drafter(self) -> Drafter:
-        return MedusaDrafter(heads_for_decoding(self.module.heads, self._dtype))
+        return named_drafter("heads", heads_for_decoding(self.module.heads, self._dtype))
 
     def choose_tree(self, target: CausalLM, texts: Sequence[tuple[Sequence[int], int]]) -> None:
         """Fit the tree to the heads: the paths that are right most often on the target's own greedy texts.

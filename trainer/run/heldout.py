@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from decoding.generate import DecodingConfig, decode
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.measure.evaluate import acceptance_on
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids
@@ -51,7 +52,7 @@ class Evaluator:
         """The target's own answers to prompts of another set, as (tokens, prompt length)."""
         config = replace(self.config, sampling=SamplingConfig())
         prompts = self._prompts_of(dataset)
-        return [((*prompt, *decode(self.target, None, prompt, config).tokens), len(prompt)) for prompt in prompts]
+        return [((*prompt, *Engine(self.target).decode(prompt, config).tokens), len(prompt)) for prompt in prompts]
 
 
 def evaluator_of(job: Job) -> Evaluator | None:

@@ -8,7 +8,8 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
-from decoding.generate import DecodingConfig, check_prompt, decode_batch_steps
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig, check_prompt
 from decoding.model.causal_lm import CausalLM
 from decoding.prompts import encode_prompt
 from trainer.data.answers import Answered, Outcome, SetAside
@@ -81,7 +82,7 @@ class TargetBackend:
         tokens: list[tuple[int, ...]] = [()] * len(prompts)
         if not prompts:
             return tokens
-        for place, step in decode_batch_steps(self._target, self._drafter, prompts, config, self._batch_size):
+        for place, step in Engine(self._target, self._drafter).steps(prompts, config, batch_size=self._batch_size):
             tokens[place] += step.tokens
             on_tokens(len(step.tokens))
         return tokens

@@ -12,7 +12,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from decoding.drafters import Drafter
-from decoding.generate import DecodingConfig, Generation, Step, decode_batch_steps
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig, Generation, Step
 from decoding.metrics import Acceptance, acceptance
 from decoding.model import loading
 from decoding.model.causal_lm import CausalLM
@@ -60,7 +61,7 @@ def speculate(
     max_new_tokens: int = DecodingConfig.max_new_tokens,
     sampling: SamplingConfig | None = None,
     rule: Rule | str | None = None,
-    policy: Policy | str | None = None,
+    policy: Policy | str = "fixed",
     batch_size: int | None = None,
     seed: int = DecodingConfig.seed,
     eos_token_ids: Sequence[int] | None = None,
@@ -100,7 +101,8 @@ def speculate(
     else:
         prompts = Prompts.of_lists(input_ids, padding, target.device)
     named = named_policy(policy) if isinstance(policy, str) else policy
-    return decode_prompts(target, drafter, prompts, config, named, batch_size, padding, tokenizer)
+    engine = Engine(target, drafter, named, tokenizer)
+    return decode_prompts(engine, prompts, config, batch_size, padding)
 
 
 def _mask_of_padding(input_ids: Tensor, padding: int, model: PreTrainedModel, eos: Sequence[int]) -> Tensor:
@@ -168,14 +170,11 @@ class Prompts(NamedTuple):
 
 
 def decode_prompts(
-    target: CausalLM,
-    drafter: Drafter | None,
+    engine: Engine,
     prompts: Prompts,
     config: DecodingConfig,
-    policy: Policy | None,
     batch_size: int | None,
     padding: int | None,
-    tokenizer: TextDecoder | None,
     streamer: BaseStreamer | None = None,
 ) -> SpeculativeOutput:
     """Decode, tell the streamer of one text, and lay the texts side by side, padded with ``padding``."""
@@ -186,7 +185,7 @@ def decode_prompts(
         streamer.put(prompts.padded.cpu())
     steps: list[list[Step]] = [[] for _ in rows]
     batch_size = len(rows) if batch_size is None else batch_size
-    for place, step in decode_batch_steps(target, drafter, rows, config, batch_size, tokenizer, policy):
+    for place, step in engine.steps(rows, config, batch_size=batch_size):
         steps[place].append(step)
         if streamer is not None:
             for token in step.tokens:  # `generate` puts one token at a time
