@@ -128,7 +128,7 @@ def transformers_method(
 
 
 def standard_methods(target: CausalLM, drafters: dict[str, Drafter], config: EvaluationConfig) -> list[Method]:
-    """Make the methods: plain decoding, transformers' peers and every drafter, under each setting."""
+    """Make a method for plain decoding, for transformers' peers and for every drafter, under each setting."""
     methods: list[Method] = []
     for setting in config.settings:
         if setting not in ("greedy", "sampling", "typical"):

@@ -35,7 +35,7 @@ _REFUSED: dict[str, tuple[object, str]] = {
     "constraints": (None, _BEAMS),
     "force_words_ids": (None, _BEAMS),
     "penalty_alpha": (0, "contrastive search is another algorithm than sampling"),
-    "dola_layers": (None, "it contrasts layers of the target, which are not looked at here"),
+    "dola_layers": (None, "it contrasts layers of the target, but only the last one is read here"),
     "guidance_scale": (1, "it needs a second pass of the target for every token"),
     "watermarking_config": (None, "a watermark comes after the controls, where nothing can be added"),
     "encoder_repetition_penalty": (1, _ENCODER),
