@@ -161,7 +161,7 @@ _REFUSED_SETTINGS = {
     "output_hidden_states": "run the target on the finished text",
     "max_time": "bound the text by max_new_tokens",
 }
-_DEFAULT_NEW_TOKENS = 20  # of transformers
+_DEFAULT_NEW_TOKENS = 20  # transformers' default
 
 
 def _refuse_arguments(options: dict[str, Any]) -> None:

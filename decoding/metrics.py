@@ -47,7 +47,7 @@ def proportion(successes: int, trials: int) -> Estimate:
     spread = _Z95**2 / trials
     centre = (share + spread / 2) / (1 + spread)
     half = _Z95 * math.sqrt(share * (1 - share) / trials + spread / (4 * trials)) / (1 + spread)
-    # At a share of 0 or 1 the bound meets the share; rounding must not put it on the wrong side.
+    # At a share of 0 or 1 a bound equals the share: rounding must not put it beyond.
     return Estimate(share, min(max(0.0, centre - half), share), max(min(1.0, centre + half), share), trials)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 WITHHELD = "(withheld)"
 
-# Starts of POSIX, home, dot and drive paths and of file URLs, then of Windows paths. A single backslash is none, as it
-# also occurs in regular expressions.
+# Starts of POSIX, home, dot and drive paths and of file URLs, then of Windows paths. A single backslash starts no
+# path, as regular expressions hold it, too.
 _START = r"(?:(?:file://)?(?:~[\w.-]*|[A-Za-z]:|\.{1,2})?/|[A-Za-z]:\\|\\\\)"
 _WHOLE_PATH = re.compile(rf"{_START}[^\n]*")
 # A path inside a longer text: it has two parts or more and ends at a blank or a quote. The lookbehind excludes

@@ -95,7 +95,7 @@ class CausalLM:
         ``eager`` with neither, for tests. Such a model decodes one batch at a time.
         """
         _refuse_unfit(model)
-        leave_out_cudnn()  # here, as every decoding, teaching or distilled model passes here; for the peers, too
+        leave_out_cudnn()  # here, because every model passes here; it also holds for the peers
         self.model = model.eval()
         self.output_tokens = None if output_tokens is None else output_tokens.to(model.device)
         text_config = model.config.get_text_config(decoder=True)

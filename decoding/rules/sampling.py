@@ -277,7 +277,7 @@ def inverse_cdf(weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, 
 
 def _cumulative(weights: Float[Tensor, "*rows vocab"]) -> Float64[Tensor, "*rows vocab"]:
     """Return cumulative sums that never fall from one entry to the next, and rise only at positive weights."""
-    if weights.is_mps:  # which has no float64
+    if weights.is_mps:  # MPS has no float64
         weights = weights.cpu()
     own = weights.clone() if weights.dtype == torch.float64 else weights.double()
     sums = own.cumsum_(-1)

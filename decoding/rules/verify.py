@@ -22,7 +22,7 @@ from decoding.rules.tree import TokenTree
 
 
 class Verdict(NamedTuple):
-    """Result of a rule. ``path``: the accepted nodes, from below the root down. ``token``: the target's token after."""
+    """Result of a rule: the accepted nodes ``path``, from below the root down, and the target's next ``token``."""
 
     path: tuple[int, ...]
     token: int
