@@ -60,9 +60,9 @@ class Step(NamedTuple):
     """One step of the loop for one text: one target pass and its result.
 
     ``tokens`` are the new tokens: the first ``accepted`` of them were drafted; the last one was written by the target,
-    unless the text ended before it. ``offered`` is the depth of the tree, the most that could have been accepted;
-    ``room`` is the depth that the text could still hold. The first step of a text is its prefill: one token, nothing
-    offered. Seconds are those of the pass, divided by its rows.
+    unless the text ended before it. ``offered`` is the depth of the tree up to the text's end, the most that could be
+    accepted; ``room`` is the depth that the text could still hold. The first step of a text is its prefill: one token,
+    nothing offered. Seconds are those of the pass, divided by its rows.
     """
 
     tokens: tuple[int, ...]

@@ -2,8 +2,8 @@
 
 Acceptance means four things in the literature; each has its own name here:
 - tokens per target pass: tokens emitted / target passes, without the prefill, with the target's own token;
-- conditional acceptance at position i (from 1): drafts accepted at i / drafts at least i deep accepted at i-1;
-- unconditional acceptance at position i: drafts accepted at i / drafts at least i deep;
+- conditional acceptance at position i (from 1): drafts accepted to depth i / those accepted to i-1 and at least i deep;
+- unconditional acceptance at position i: drafts accepted to depth i / drafts at least i deep;
 - accepted per drafted: accepted tokens / drafted tree nodes.
 """
 

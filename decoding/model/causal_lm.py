@@ -136,7 +136,7 @@ class CausalLM:
         return dtype
 
     def new_cache(self, capacity: int, rows: int = 1) -> PreallocatedCache:
-        """Make a cache for ``rows`` texts of about ``capacity`` positions; a static model gives its only one anew."""
+        """Make a cache for ``rows`` texts of about ``capacity`` positions; a static model restarts its only cache."""
         if self._static is None:
             return PreallocatedCache(self.num_layers, capacity, rows, self._key_devices)
         capacity = self._static.capacity(capacity)

@@ -30,7 +30,7 @@ class LogitsProcessor(Protocol):
 
 @dataclass(frozen=True)
 class ForPromptLength:
-    """A processor that depends on the length of the prompt: ``build(prompt_length)`` makes it, in tokens.
+    """A processor that depends on the prompt's length: ``build(n)`` makes the processor for a prompt of n tokens.
 
     ``build`` is called in every step, once for all texts of the same lengths: keep it cheap, or cache it.
     """
@@ -337,9 +337,9 @@ class GeneratorSource:
 def draw_without_replacement(
     weights: Float[Tensor, " vocab"], count: int, source: RandomSource
 ) -> Int[Tensor, " drawn"]:
-    """Draw up to ``count`` distinct indices, each from the weights left by those before; fewer if no weight is left.
+    """Draw up to ``count`` distinct indices in turn, each in proportion to the weights of those not yet drawn.
 
-    Returned in draw order.
+    Returns them in draw order; fewer if no weight is left.
     """
     weights = weights.clone()
     drawn: list[int] = []
