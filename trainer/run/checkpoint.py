@@ -69,11 +69,11 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: Path, keep: int, identity: dict[str, Any], settings: Mapping[str, Any] | None = None
+        self, folder: Path, keep: int, identity: Mapping[str, Any], settings: Mapping[str, Any] | None = None
     ) -> None:
         self._folder = folder
         self._keep = keep
-        self._identity = json.loads(json.dumps(identity))
+        self._identity = json.loads(json.dumps(dict(identity)))
         self._settings: dict[str, Any] = json.loads(json.dumps(dict(settings or {})))
         self._made_by = {"commit": commit(), "versions": versions()}
         self.stretches: list[dict[str, Any]] = [{"first_step": 0, **self._settings}]

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -76,15 +75,14 @@ class Watch:
     Main process only, where parameters are whole.
     """
 
-    def __init__(self, job: Job, identity: dict[str, Any], log: Log, checkpoints: Checkpoints) -> None:
-        """``identity`` is the job's own."""
+    def __init__(self, job: Job, log: Log, checkpoints: Checkpoints) -> None:
         self._objective, self._log, self._section = job.objective, log, job.recipe.evaluation
         self._evaluator = evaluator_of(job)
         self._evaluated_at: int | None = None
         self._best: Best | None = None
-        if self._section.decides:
-            assert self._evaluator is not None, "recipes without a target go by no evaluation"
-            comparable = [identity, self._evaluator.prompts, self._section.max_new_tokens, self._section.temperature]
+        if self._section.decides and self._evaluator is not None:
+            settings = (self._section.max_new_tokens, self._section.temperature)
+            comparable = [job.identity, self._evaluator.prompts, *settings]
             self._best = Best(Path(job.recipe.output) / "best", self._section, comparable, checkpoints.steps)
 
     def check(self) -> None:

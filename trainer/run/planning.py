@@ -15,7 +15,8 @@ from torch import nn
 
 from trainer.data.batch import Example, batch_indices
 from trainer.data.dataset import Dataset
-from trainer.job import Job, Kind, Largest, load_training_data, trained_numbers
+from trainer.data.splits import load_training_data
+from trainer.job import Job, Kind, Largest, trained_numbers
 from trainer.learning.memory import frozen_bytes
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.recipe import AnyRecipe
@@ -98,7 +99,7 @@ def plan_training(recipe: AnyRecipe, launch: Launch | None = None, steps: int = 
     with tempfile.TemporaryDirectory() as scratch:
         small = kind_of(kind.small(recipe.training.batch_size * max(steps, 1), Path(scratch)))
         job = small.assemble(device, Place(console=quiet()))
-        dataset = job.dataset if kind.stored is None else load_training_data(recipe, job.tokenizer)
+        dataset = job.dataset if kind.stored is None else load_training_data(recipe.data, job.tokenizer)
         tokens = count_tokens(dataset.examples, recipe.training)
         memory = memory_of(kind, job, launch, largest_batch(dataset.examples, recipe.training, launch.processes))
         measured = measure(small, job, launch.processes, steps, dataset.examples) if steps else None

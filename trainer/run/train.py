@@ -59,13 +59,14 @@ def _run(kind: Kind, accelerator: Accelerator, place: Place) -> None:
     # A run that was begun may go on, however busy the machine is now.
     begun = any((output / CHECKPOINTS).glob("step-*"))
     job = kind.assemble(accelerator.device, place, check_costs=not begun)
-    identity = job.identity()
-    checkpoints = Checkpoints(output / CHECKPOINTS, recipe.checkpoint.keep, identity, _settings(recipe, place.world))
+    checkpoints = Checkpoints(
+        output / CHECKPOINTS, recipe.checkpoint.keep, job.identity, _settings(recipe, place.world)
+    )
     _announce(place, kind, job)
     with Log(recipe, accelerator, place.console) as log:
         if (address := address_of(accelerator)) is not None:
             say(place.console, f"figures also go to {address}")
-        watch = Watch(job, identity, log, checkpoints)
+        watch = Watch(job, log, checkpoints)
         on_main(accelerator, watch.check)
 
         def on_begin(progress: Progress) -> None:
@@ -187,6 +188,5 @@ def _announce(place: Place, kind: Kind, job: Job) -> None:
     aim = f" for {kind.target}" if kind.target is not None else ""
     place.say(
         f"{recipe.name}: {recipe.kind}{aim}; {trained_numbers(job.objective) / 1e6:.2f}M parameters trained; "
-        f"{job.dataset.describe()}; {recipe.training.steps} steps of {recipe.training.batch_size} sequences",
-        *(job.notes() if place.is_first else ()),
+        f"{job.dataset.describe()}; {recipe.training.steps} steps of {recipe.training.batch_size} sequences"
     )
