@@ -138,7 +138,7 @@ class _AllOnDisk:
     def __init__(self, target: PreTrainedModel) -> None:
         self._target = target
 
-    def rows(self, batch: Batch) -> Teacher:
+    def for_batch(self, batch: Batch) -> Teacher:
         with torch.no_grad():
             logits, tokens = labelled_logits(self._target, batch).sort(-1, descending=True)
         none = tokens[:, :0]

@@ -173,7 +173,7 @@ def test_heads_learn_from_features_what_they_learn_from_the_target(
 def test_a_shard_holds_whole_examples_and_a_long_one_has_a_shard_of_its_own() -> None:
     layout = Layout((3, 4, 3, 20, 5, 5), shard_rows=10)
     assert layout.shards == [range(3), range(3, 4), range(4, 6)]
-    assert [layout.rows(shard) for shard in range(3)] == [10, 20, 10]
+    assert [layout.num_rows(shard) for shard in range(3)] == [10, 20, 10]
     assert layout.place(2) == (0, slice(7, 10))
     assert layout.place(3) == (1, slice(0, 20))
     assert layout.place(5) == (2, slice(5, 10))
@@ -194,7 +194,7 @@ def test_two_processes_write_half_each_and_together_all(tiny_llama: CausalLM, tm
 def test_what_is_complete_is_left_as_it_is_and_the_target_is_not_run(
     tiny_llama: CausalLM, stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FeatureWriter, "rows", None)
+    monkeypatch.setattr(FeatureWriter, "compute_columns", None)
     before = written_at(stored.folder)
     write(tiny_llama, stored.folder)
     assert written_at(stored.folder) == before and len(before) == 4  # three shards and the weights

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.learning.fused import fused_loss
 from trainer.learning.losses import LossMix, divergence
-from trainer.learning.teachers import HiddenTeacher, SampledTailTeacher, TargetRows, Teacher
+from trainer.learning.teachers import HiddenTeacher, KnownLogits, SampledTailTeacher, Teacher
 from trainer.recipe.loss import Divergence
 
 UNBIASED: tuple[Divergence, ...] = ("forward_kl", "reverse_kl", "jsd", "tvd")
@@ -31,9 +31,9 @@ def test_a_teachers_logits_go_through_what_its_model_does_after_the_lm_head() ->
 def test_a_teachers_logits_are_made_where_its_lm_head_is() -> None:
     """The meta device stands for another one."""
     teacher = HiddenTeacher(torch.randn(3, 2), torch.empty(4, 2, device="meta", dtype=torch.bfloat16))
-    rows = teacher.rows(0, 2, 1.0)
+    rows = teacher.known_logits(0, 2, 1.0)
     assert rows.logits.is_meta and rows.logits.shape == (2, 4) and rows.logits.dtype == torch.bfloat16
-    best = TargetRows(torch.randn(3, 2), torch.zeros(3, 2, dtype=torch.long), torch.zeros(3)).to(torch.device("meta"))
+    best = KnownLogits(torch.randn(3, 2), torch.zeros(3, 2, dtype=torch.long), torch.zeros(3)).to(torch.device("meta"))
     assert best.logits.is_meta and best.tokens is not None and best.tokens.is_meta
     assert best.log_total is not None and best.log_total.is_meta
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Example
 from trainer.data.dataset import Dataset
-from trainer.data.source import Source
+from trainer.data.source import BatchSource
 from trainer.files.shards import digest_of_each
 from trainer.learning.objective import Objective
 from trainer.recipe.common import TrainingSection
@@ -125,7 +125,7 @@ class Job(Protocol):
         data and drafts are known by their content, wherever they lie, from before anything is trained.
         """
 
-    def source(self, section: TrainingSection, place: Place, folder: Path | None = None) -> Source:
+    def source(self, section: TrainingSection, place: Place, folder: Path | None = None) -> BatchSource:
         """The batches of a training by ``section``. ``folder``: where texts are written, by default in the output."""
 
     def writer(self, examples: Sequence[Example]) -> Writer | None:

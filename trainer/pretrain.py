@@ -16,7 +16,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_tokenizer
 from trainer.data.batch import Batch, Example
 from trainer.data.dataset import Dataset
-from trainer.data.source import Offline, Source
+from trainer.data.source import BatchSource, Offline
 from trainer.data.splits import load_splits
 from trainer.files.transformers4 import write_model
 from trainer.job import (
@@ -153,7 +153,7 @@ class PretrainJob:
     def target(self) -> None:
         """None: there is no target."""
 
-    def source(self, section: TrainingSection, place: Place, folder: Path | None = None) -> Source:
+    def source(self, section: TrainingSection, place: Place, folder: Path | None = None) -> BatchSource:
         return Offline(self.dataset.examples, section.batch_size, section.seed)
 
     def writer(self, examples: Sequence[Example]) -> Writer | None:

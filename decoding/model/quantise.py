@@ -1,15 +1,15 @@
-"""Smaller models by int8 weights, rounded once after loading (needs torchao)."""
+"""Models with int8 weights: one byte per weight of a linear layer (needs torchao)."""
 
 from torch import nn
 from transformers import PreTrainedModel
 
 
 def quantised(model: PreTrainedModel, lm_head: bool = True) -> PreTrainedModel:
-    """The model with the weights of its linear layers rounded to int8, row by row; in place.
+    """Round the weights of the model's linear layers to int8, row by row; in place.
 
-    Without ``lm_head`` that layer is left as it is: where a loss is formed of its weight.
-    Products are still made in the model's dtype, for which the weights are widened again at every call: without
-    `torch.compile` (``static="compile"`` of `CausalLM`) the model is smaller, but slower. Needs torchao.
+    ``lm_head=False`` leaves the lm_head in its dtype, for losses that read its weight. Products are still computed in
+    the model's dtype, and the weights widened at every call: without `torch.compile` (``static="compile"`` of
+    `CausalLM`) the model is smaller, but slower. ValueError without torchao.
     """
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 
 def best_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[tuple[int, ...], ...]:
-    """Return the ``nodes`` tree paths most likely to be accepted, shorter paths first (fewer if no more have a chance).
+    """Return the ``nodes`` tree paths most likely to be accepted, shorter paths first; fewer if the others never are.
 
     ``accuracies[d][r]`` is the share of steps in which the rank-r token (from 0) of head d (from 0) was right. Heads
     count as independent, so the probability of a path is the product of the shares along it. That product never rises

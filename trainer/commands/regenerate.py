@@ -21,7 +21,8 @@ from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import eos_token_ids, load_draft, load_heads, load_model, load_tokenizer, parse_dtype
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.options import RegenerateOptions
-from trainer.data.answers import AnswerFile, Backend, Conversation, Outcome, SetAside, read_conversations
+from trainer.data.answers import AnswerFile, Backend, Outcome, SetAside
+from trainer.data.conversations import Conversation, read_conversations
 from trainer.files.folders import sha256_of
 from trainer.quickstart import resolve
 from trainer.run.train import ensure_built

@@ -31,10 +31,10 @@ if TYPE_CHECKING:  # slow to import, and not of use to every draft
     from peft import PeftModel
 
 
-class TeacherRows(Protocol):
+class TeacherSource(Protocol):
     """What gives the target's distribution: the target itself, or its logits on disk."""
 
-    def rows(self, batch: Batch) -> Teacher:
+    def for_batch(self, batch: Batch) -> Teacher:
         """At the positions whose next token is trained, row by row."""
         ...
 
@@ -45,7 +45,7 @@ class OnlineTeacher:
     def __init__(self, target: CausalLM) -> None:
         self._states = OnlineTarget(target)
 
-    def rows(self, batch: Batch) -> HiddenTeacher:
+    def for_batch(self, batch: Batch) -> HiddenTeacher:
         """Its hidden states there; logits are made of them a chunk at a time."""
         states = self._states
         return HiddenTeacher(states.hidden(batch)[batch.labelled(1)], states.lm_head, states.transform)
@@ -136,7 +136,7 @@ class DistillObjective:
     def __init__(
         self,
         target: CausalLM,
-        teacher: TeacherRows,
+        teacher: TeacherSource,
         tokenizer: PreTrainedTokenizerBase,
         initial: InitialDraft,
         section: DraftSection,
@@ -166,7 +166,7 @@ class DistillObjective:
 
     def inputs(self, batch: Batch, step: int) -> tuple[Any, ...]:
         self.module.train()  # an evaluation or a generation leaves it as it decodes
-        teacher = self._teacher.rows(batch) if self._needs_teacher else None
+        teacher = self._teacher.for_batch(batch) if self._needs_teacher else None
         return (DraftInputs(batch, teacher),)
 
     def draft_for_decoding(self) -> CausalLM:

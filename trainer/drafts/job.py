@@ -15,10 +15,10 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import fingerprint
 from trainer.data.batch import Example
 from trainer.data.dataset import Dataset
-from trainer.data.source import Source
+from trainer.data.source import BatchSource
 from trainer.data.splits import load_splits, load_training_data
 from trainer.drafts.costs import Costs, best_costs, check_pays
-from trainer.drafts.distill import DistillObjective, OnlineTeacher, TeacherRows
+from trainer.drafts.distill import DistillObjective, OnlineTeacher, TeacherSource
 from trainer.drafts.on_policy import draft_source
 from trainer.drafts.start import InitialDraft, coverage, initial_draft
 from trainer.job import (
@@ -118,7 +118,7 @@ class DraftKind:
             return target
         return target.rounded(self.recipe.quantise, None if self.recipe.device_map else device)
 
-    def _teacher(self, target: Target, dataset: Dataset, place: Place) -> TeacherRows:
+    def _teacher(self, target: Target, dataset: Dataset, place: Place) -> TeacherSource:
         """The target itself, or its logits on disk."""
         section = self.recipe.draft.teacher
         if section is None:
@@ -147,7 +147,7 @@ class DraftJob:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return self.target.tokenizer
 
-    def source(self, section: TrainingSection, place: Place, folder: Path | None = None) -> Source:
+    def source(self, section: TrainingSection, place: Place, folder: Path | None = None) -> BatchSource:
         recipe = self.recipe.model_copy(update={"training": section})
         draft = self.objective.draft_for_decoding
         return draft_source(recipe, self.dataset.examples, self.target.model, self.tokenizer, draft, place, folder)

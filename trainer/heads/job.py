@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Example
 from trainer.data.dataset import Dataset
-from trainer.data.source import Offline, Source
+from trainer.data.source import BatchSource, Offline
 from trainer.data.splits import load_splits, load_training_data
 from trainer.heads.medusa import MedusaObjective
 from trainer.heads.medusa2 import Medusa2Objective
@@ -123,7 +123,7 @@ class HeadsJob:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return self.target.tokenizer
 
-    def source(self, section: TrainingSection, place: Place, folder: Path | None = None) -> Source:
+    def source(self, section: TrainingSection, place: Place, folder: Path | None = None) -> BatchSource:
         return Offline(self.dataset.examples, section.batch_size, section.seed)
 
     def writer(self, examples: Sequence[Example]) -> FeatureWriter | None:

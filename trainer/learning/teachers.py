@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 
-class TargetRows(NamedTuple):
+class KnownLogits(NamedTuple):
     """What is known of the target's logits at some positions.
 
     All of them; or, with ``log_total``, those of ``tokens``. These are the best, and all others count as one outcome;
@@ -21,17 +21,17 @@ class TargetRows(NamedTuple):
     log_total: Float[Tensor, " rows"] | None = None
     drawn: int | None = None
 
-    def block(self, rows: slice) -> "TargetRows":
+    def block(self, rows: slice) -> "KnownLogits":
         """Some of these rows."""
         return self._each(lambda part: part[rows])
 
-    def to(self, device: torch.device) -> "TargetRows":
+    def to(self, device: torch.device) -> "KnownLogits":
         """These rows on a device."""
         return self._each(lambda part: part.to(device))
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "TargetRows":
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "KnownLogits":
         logits, tokens, log_total, drawn = self
-        return TargetRows(
+        return KnownLogits(
             change(logits),
             None if tokens is None else change(tokens),
             None if log_total is None else change(log_total),
@@ -73,7 +73,7 @@ class Teacher(Protocol):
     def width(self) -> int:
         """How many logits it gives for a token."""
 
-    def rows(self, start: int, stop: int, temperature: float) -> TargetRows:
+    def known_logits(self, start: int, stop: int, temperature: float) -> KnownLogits:
         """For tokens ``start`` to ``stop``; ``temperature`` is the one the loss will divide the logits by."""
 
 
@@ -92,10 +92,10 @@ class HiddenTeacher(NamedTuple):
     def width(self) -> int:
         return len(self.weight)
 
-    def rows(self, start: int, stop: int, temperature: float) -> TargetRows:
+    def known_logits(self, start: int, stop: int, temperature: float) -> KnownLogits:
         """Every logit of these tokens."""
         logits = self.hidden[start:stop].to(self.weight) @ self.weight.T
-        return TargetRows(logits if self.transform is None else self.transform(logits))
+        return KnownLogits(logits if self.transform is None else self.transform(logits))
 
 
 class TopKTeacher(NamedTuple):
@@ -118,14 +118,14 @@ class TopKTeacher(NamedTuple):
     def width(self) -> int:
         return self.tokens.shape[1]
 
-    def rows(self, start: int, stop: int, temperature: float) -> TargetRows:
+    def known_logits(self, start: int, stop: int, temperature: float) -> KnownLogits:
         """The best of these tokens; ValueError at a temperature."""
         if temperature != 1:
             raise ValueError(
                 f"the loss has temperature {temperature:g} but the best logits were stored with their total at 1: "
                 "set the temperature to 1, or store no top_k so that the target's lm_head is used"
             )
-        return TargetRows(self.logits, self.tokens, self.log_total).block(slice(start, stop))
+        return KnownLogits(self.logits, self.tokens, self.log_total).block(slice(start, stop))
 
 
 class SampledTailTeacher(NamedTuple):
@@ -155,7 +155,7 @@ class SampledTailTeacher(NamedTuple):
     def width(self) -> int:
         return self.tokens.shape[1] + self.tail_tokens.shape[1]
 
-    def rows(self, start: int, stop: int, temperature: float) -> TargetRows:
+    def known_logits(self, start: int, stop: int, temperature: float) -> KnownLogits:
         """The best and the sample; ValueError at another temperature than theirs."""
         if temperature != self.temperature:
             raise ValueError(
@@ -163,7 +163,7 @@ class SampledTailTeacher(NamedTuple):
                 f"{self.temperature:g}: set the temperature to {self.temperature:g}, or store them anew"
             )
         rows = slice(start, stop)
-        return TargetRows(
+        return KnownLogits(
             torch.cat((self.logits[rows], self.tail_logits[rows]), 1),
             torch.cat((self.tokens[rows], self.tail_tokens[rows]), 1),
             self.log_total[rows],

@@ -22,9 +22,9 @@ class DataSection(Section):
     format: Literal["auto", "text", "messages", "sharegpt", "prompt_answer"] = "auto"
     text_field: str = "text"
     prompt_field: str | None = None
-    """None: the first field of a row that is in `decoding.prompts.PROMPT_FIELDS`."""
+    """None: the first field of a row that is in `decoding.fields.PROMPT_FIELDS`."""
     answer_field: str | None = None
-    """None: the first field of a row that is in `decoding.prompts.ANSWER_FIELDS`."""
+    """None: the first field of a row that is in `decoding.fields.ANSWER_FIELDS`."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template."""
     max_length: Annotated[int, Field(ge=8)] = 512

@@ -131,7 +131,7 @@ def _writing_seconds(job: Job, examples: Sequence[Example]) -> float:
     few = job.dataset.examples[: job.recipe.training.micro_batch_size]
     batch = collate(few, range(len(few)))
     start = time.perf_counter()
-    for column in writer.rows(batch).values():
+    for column in writer.compute_columns(batch).values():
         column.cpu()
     speed = sum(len(example.tokens) for example in few) / (time.perf_counter() - start)
     return sum(len(example.tokens) for example in examples) / speed

@@ -11,7 +11,9 @@ from decoding.drafters import Drafter
 from decoding.generate import DecodingConfig, check_prompt, decode_batch_steps
 from decoding.model.causal_lm import CausalLM
 from decoding.prompts import encode_prompt
-from trainer.data.answers import Answered, Conversation, Key, Outcome, SetAside, read_answer
+from trainer.data.answers import Answered, Outcome, SetAside
+from trainer.data.chat import read_answer
+from trainer.data.conversations import Conversation, Key
 
 GROUP = 4
 """Batches that are decoded and written together: more keep the rows of a batch full, fewer lose less to a kill."""

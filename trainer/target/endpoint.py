@@ -26,7 +26,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 from pydantic import HttpUrl, ValidationError
 
 from decoding.model.loading import first_line
-from trainer.data.answers import Answered, Conversation, Key, Outcome, Problem, SetAside, whole_characters
+from trainer.data.answers import Answered, Outcome, Problem, SetAside
+from trainer.data.chat import whole_characters
+from trainer.data.conversations import Conversation, Key
 
 HOPELESS = 50
 """Conversations that fail one after the other before the run ends: the endpoint is down, or asked wrongly."""

@@ -68,7 +68,7 @@ class FeatureIdentity(Identity):
             columns["log_total"] = Column(torch.float32)
         return columns
 
-    def rows_of(self, example: Example) -> int:
+    def num_rows(self, example: Example) -> int:
         """All of its tokens."""
         return len(example.tokens)
 
@@ -104,7 +104,7 @@ class FeatureWriter:
         return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
 
     @torch.inference_mode()
-    def rows(self, batch: Batch) -> dict[str, Tensor]:
+    def compute_columns(self, batch: Batch) -> dict[str, Tensor]:
         """All tokens' rows; padding is left out."""
         top_k, model = self.identity.top_k, self.target.model
         inputs = batch.to(self.target.device).model_inputs()
@@ -144,7 +144,7 @@ class FeatureStore(Store[FeatureIdentity]):
         return TopLogits(tokens, self._padded("logits", batch), self._padded("log_total", batch))
 
     def _padded(self, name: str, batch: Batch) -> Tensor:
-        rows = self._rows(name, batch)
+        rows = self._column(name, batch)
         shape = (*batch.tokens.shape, *rows[0].shape[1:])
         padded = torch.zeros(shape, dtype=rows[0].dtype)
         for place, row in zip(padded, rows, strict=True):

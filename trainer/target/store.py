@@ -104,7 +104,7 @@ class Identity(ABC):
         """The tensors of a shard, by name."""
 
     @abstractmethod
-    def rows_of(self, example: Example) -> int:
+    def num_rows(self, example: Example) -> int:
         """How many rows an example has."""
 
     @property
@@ -130,7 +130,7 @@ class Writer(Protocol):
     def weights(self) -> dict[str, Tensor]:
         """The tensors that belong to no example, on the CPU."""
 
-    def rows(self, batch: Batch) -> dict[str, Tensor]:
+    def compute_columns(self, batch: Batch) -> dict[str, Tensor]:
         """The columns of all rows of a batch, one example after the other, on any device."""
 
 
@@ -141,7 +141,7 @@ def tokens_of_a_forward(vocab_size: int) -> int:
 
 def estimate_bytes(examples: Sequence[Example], identity: Identity) -> int:
     """What a folder for these examples takes on disk, but for a few hundred bytes a file."""
-    return sum(map(identity.rows_of, examples)) * identity.row_bytes + identity.weight_bytes
+    return sum(map(identity.num_rows, examples)) * identity.row_bytes + identity.weight_bytes
 
 
 def write_store(
@@ -169,13 +169,13 @@ def write_store(
     if WEIGHTS in missing:
         write_sealed(folder / WEIGHTS, writer.weights(), stamp)
     shards = [shard for shard in range(len(layout.shards)) if shard_name(shard) in missing]
-    written, to_write = 0, sum(layout.rows(shard) for shard in shards)
+    written, to_write = 0, sum(layout.num_rows(shard) for shard in shards)
     for shard in shards:
         columns = identity.columns().items()
-        tensors = {name: torch.empty(layout.rows(shard), *shape, dtype=dtype) for name, (dtype, shape) in columns}
+        tensors = {name: torch.empty(layout.num_rows(shard), *shape, dtype=dtype) for name, (dtype, shape) in columns}
         for indices in _batches(layout.shards[shard], examples, layout, writer.batch_tokens):
             batch = collate([examples[index] for index in indices], indices)
-            _fill(tensors, layout, batch, writer.rows(batch))
+            _fill(tensors, layout, batch, writer.compute_columns(batch))
             written += sum(layout.lengths[index] for index in indices)
             if on_progress is not None:
                 on_progress(written, to_write)
@@ -185,7 +185,7 @@ def write_store(
 def _begin(folder: Path, identity: Identity, examples: Sequence[Example], shard_rows: int, place: Place) -> Layout:
     """The layout of a folder; a new one gets its manifest."""
     found = _read_manifest(folder)
-    layout = Layout(tuple(identity.rows_of(example) for example in examples), shard_rows)
+    layout = Layout(tuple(identity.num_rows(example) for example in examples), shard_rows)
     if found is not None:
         _check_identity(folder, found["identity"], identity)
         if tuple(found["lengths"]) == layout.lengths:
@@ -243,7 +243,7 @@ def _names(identity: Identity, layout: Layout) -> list[str]:
 
 def _check_space(folder: Path, identity: Identity, layout: Layout) -> None:
     missing = missing_files(folder, _names(identity, layout), _stamp(identity, layout), verify=False)
-    shards = [layout.rows(shard) for shard in range(len(layout.shards)) if shard_name(shard) in missing]
+    shards = [layout.num_rows(shard) for shard in range(len(layout.shards)) if shard_name(shard) in missing]
     needed = sum(shards) * identity.row_bytes + (identity.weight_bytes if WEIGHTS in missing else 0)
     free = shutil.disk_usage(folder).free
     if needed and needed * 1.05 + _SPARE_BYTES > free:
@@ -314,7 +314,7 @@ class Store(Generic[MadeFrom]):
         tensor: Tensor = self._open(WEIGHTS).get_tensor(name)
         return tensor
 
-    def _rows(self, name: str, batch: Batch) -> list[Tensor]:
+    def _column(self, name: str, batch: Batch) -> list[Tensor]:
         """A column of the rows of each example."""
         assert len(batch.examples) == len(batch.tokens), "a batch says which examples it is made of"
         assert min(batch.examples) >= 0, "only examples of the data set are stored"
@@ -373,7 +373,7 @@ def _write_missing(writer: Writer, examples: Sequence[Example], folder: Path, sh
 
 
 def _size_of(examples: Sequence[Example], identity: Identity, folder: Path) -> str:
-    rows, size, row = sum(map(identity.rows_of, examples)), estimate_bytes(examples, identity), identity.row
+    rows, size, row = sum(map(identity.num_rows, examples)), estimate_bytes(examples, identity), identity.row
     line = f"{rows:,} {row}s in {folder}, {size / 1e9:.3f} GB: {identity.row_bytes:,} bytes a {row}"
     if identity.weight_bytes:
         line += f" and {identity.weight_bytes / 1e6:.1f} MB for the lm_head and the embeddings"

@@ -81,7 +81,7 @@ class TeacherIdentity(Identity):
             columns["high_ids"] = Column(torch.uint8, kept)
         return columns | {"log_total": Column(torch.float32)}
 
-    def rows_of(self, example: Example) -> int:
+    def num_rows(self, example: Example) -> int:
         """The trained tokens that are predicted: all but those that begin a document."""
         begins = {0, *accumulate(example.lengths[:-1])}
         return sum(example.trained) - sum(example.trained[begin] for begin in begins)
@@ -107,7 +107,7 @@ class TeacherWriter:
         return {}
 
     @torch.inference_mode()
-    def rows(self, batch: Batch) -> dict[str, Tensor]:
+    def compute_columns(self, batch: Batch) -> dict[str, Tensor]:
         """The labelled positions' rows; of no other are logits made."""
         identity, labelled = self.identity, batch.labelled(1)
         with capture_lm_head_input(self.target.model, lambda hidden: hidden[labelled.to(hidden.device)][None]):
@@ -157,13 +157,13 @@ def sample_tail(
 class TeacherStore(Store[TeacherIdentity]):
     """A teacher cache to read, memory-mapped."""
 
-    def rows(self, batch: Batch) -> SampledTailTeacher:
+    def for_batch(self, batch: Batch) -> SampledTailTeacher:
         """The target's logits at the labelled positions, in the order of ``x[batch.labelled(1)]``, on its device.
 
         They are fp32, divided by the temperature of the cache.
         """
         identity, device = self._identity, batch.tokens.device
-        columns = {name: self._rows(name, batch) for name in identity.columns()}
+        columns = {name: self._column(name, batch) for name in identity.columns()}
         counts = [len(rows) for rows in columns["log_total"]]
         assert counts == batch.labelled(1).sum(1).tolist(), "the batch trains what the cache was written for"
         whole = {name: torch.cat(rows).to(device) for name, rows in columns.items()}
