@@ -1,4 +1,4 @@
-"""The held-out evaluations of a run, and what goes by them."""
+"""The held-out evaluations of a run, and the decisions made by them."""
 
 import math
 from collections.abc import Sequence
@@ -91,7 +91,7 @@ class Watch:
             self._best.check()
 
     def evaluate(self, progress: Progress) -> bool:
-        """Evaluate the weights as they are, if there is a target to do it with; whether patience is at its end."""
+        """Evaluate the present weights if a target is loaded; True when patience has run out."""
         if self._evaluator is None:
             return False
         figures = self._evaluator.figures(self._objective)

@@ -98,7 +98,7 @@ def _run(kind: Kind, accelerator: Accelerator, place: Place) -> None:
 
 
 def _settings(recipe: AnyRecipe, num_processes: int) -> dict[str, Any]:
-    """What of a recipe and its launch may change where a run goes on, and bears on the figures of its steps."""
+    """Settings that may change where a run goes on, and that change the figures of its steps."""
     names = ("learning_rate", "mixed_precision", "micro_batch_size")
     return {**{name: getattr(recipe.training, name) for name in names}, "num_processes": num_processes}
 
@@ -111,7 +111,7 @@ def _as_trained(recipe: AnyRecipe, stretches: Sequence[Mapping[str, Any]]) -> An
 
 
 def _end(recipe: AnyRecipe, progress: Progress, finished: Progress) -> str:
-    """What a run ends with, in a line."""
+    """The run's last line: the folder, the weights chosen, and an early end."""
     steps, section = recipe.training.steps, recipe.evaluation
     line = f"finished: {Path(recipe.output) / FINAL}"
     if section.keep == "best":
