@@ -36,7 +36,7 @@ _RANKS = 10  # of each head's best tokens, as in Medusa's published trees
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """Inputs of the heads' step: a batch, the target's states on it, and the target's parts that heads use or imitate."""
+    """Inputs of the heads' step: a batch, the target's states on it, and the target's parts that heads share."""
 
     batch: Batch
     hidden: Float[Tensor, "batch positions hidden"]

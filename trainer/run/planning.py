@@ -1,7 +1,7 @@
 """Plan of a run before anything is spent: parameters, memory, disk, tokens, hours.
 
-Parameters, tokens and disk are counted. Memory is an estimate by parts: weights and their state are counted, activations follow
-a rule of thumb. Hours come from a few real steps on this machine.
+Parameters, tokens and disk are counted. Memory is an estimate by parts: weights and their state are counted,
+activations follow a rule of thumb. Hours come from a few real steps on this machine.
 """
 
 import tempfile
@@ -116,7 +116,7 @@ def plan_training(recipe: AnyRecipe, launch: Launch | None = None, steps: int = 
 
 
 def _evaluations(kind: Kind) -> int:
-    """Number of evaluations: those during the training, if the target stays for them, and the last; 0 without a target."""
+    """Number of evaluations: the last, and those before it if the target stays; 0 without a target."""
     if kind.target is None:
         return 0
     if not kind.keeps_target:

@@ -101,7 +101,7 @@ class EndpointBackend:
     def outcomes(
         self, conversations: Sequence[Conversation], done: Container[Key], on_tokens: Callable[[int], None]
     ) -> Iterator[list[Outcome]]:
-        """Yield finished conversations, a few at a time; raise a fatal error after yielding those that finished before it."""
+        """Yield finished conversations; raise a fatal error after yielding those that ended with it."""
         waiting = iter([conversation for conversation in conversations if conversation.key not in done])
         running: set[asyncio.Task[Outcome]] = set()
         failures = 0
