@@ -19,7 +19,8 @@ from tiny_models import full_forward, naive_greedy, tiny_model
 
 from decoding.drafters import CascadeDrafter, DraftModelDrafter, LookaheadDrafter, PromptLookupDrafter
 from decoding.drafters.base import TextDrafter
-from decoding.generate import DecodingConfig, decode
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.proposal import ProposalKind
 from decoding.rules.sampling import HistoryRows, SamplingConfig, probabilities
@@ -176,7 +177,7 @@ def test_an_inner_drafter_of_batches_is_refused(tiny_draft: CausalLM) -> None:
 def test_a_draft_with_static_shapes_serves_one_text_at_a_time(tiny_llama: CausalLM) -> None:
     drafter = CascadeDrafter(CausalLM(tiny_model("llama", seed=1), static="eager"), INNER["lookup"], 3)
     for prompt in ([1, 2, 1], [5]):
-        text = decode(tiny_llama, drafter, prompt, DecodingConfig(12))
+        text = Engine(tiny_llama, drafter).decode(prompt, DecodingConfig(12))
         assert text.tokens == naive_greedy(tiny_llama.model, prompt, 12)
     with pytest.raises(ValueError, match="static shapes serve one text at a time, not 2: give a batch size of 1"):
         drafter.open(tiny_llama, SamplingConfig(), 2, 20)
@@ -185,4 +186,4 @@ def test_a_draft_with_static_shapes_serves_one_text_at_a_time(tiny_llama: Causal
 def test_a_text_longer_than_the_drafts_context_is_refused(tiny_llama: CausalLM) -> None:
     draft = CausalLM(tiny_model("llama", max_position_embeddings=8))
     with pytest.raises(ValueError, match="may grow to 12 tokens but the draft's context holds 8"):
-        decode(tiny_llama, CascadeDrafter(draft, INNER["lookup"]), [1, 2], DecodingConfig(10))
+        Engine(tiny_llama, CascadeDrafter(draft, INNER["lookup"])).decode([1, 2], DecodingConfig(10))

@@ -9,7 +9,8 @@ from tiny_models import full_forward, naive_greedy, tiny_model
 from torch import Tensor
 
 from decoding.drafters import CascadeDrafter, Drafter, DraftModelDrafter, DraftTreeDrafter, PromptLookupDrafter
-from decoding.generate import DecodingConfig, decode_batch
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
@@ -129,7 +130,7 @@ def test_a_drafts_cache_has_room_for_its_trees_to_the_texts_end(
         pytest.fail(f"a cache of {cache.capacity} positions has to grow to {needed}")
 
     monkeypatch.setattr(PreallocatedCache, "_grow", grow)
-    texts = decode_batch(tiny_llama, drafters(tiny_llama)[name], PROMPTS, DecodingConfig(12), 3)
+    texts = Engine(tiny_llama, drafters(tiny_llama)[name]).decode(PROMPTS, DecodingConfig(12), batch_size=3)
     assert texts[0].tokens == naive_greedy(tiny_llama.model, PROMPTS[0], 12)
 
 

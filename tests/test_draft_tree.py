@@ -13,7 +13,8 @@ from tiny_models import full_forward, tiny_model
 from decoding.drafters import DraftTreeDrafter
 from decoding.drafters.base import DraftRequest, TextStart
 from decoding.drafters.draft_tree import DraftTreeSession, tree_budgets
-from decoding.generate import DecodingConfig, decode
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import GeneratorSource, HistoryRows, SamplingConfig, probabilities
@@ -244,6 +245,6 @@ def test_the_keys_of_accepted_nodes_are_kept(tiny_draft: CausalLM, tiny_llama: C
 
 
 def test_of_a_draft_that_is_the_target_the_best_child_is_always_accepted(tiny_llama: CausalLM) -> None:
-    steps = decode(tiny_llama, DraftTreeDrafter(tiny_llama, 3, 3, 12), [1, 2, 3], DecodingConfig(20)).steps
+    steps = Engine(tiny_llama, DraftTreeDrafter(tiny_llama, 3, 3, 12)).decode([1, 2, 3], DecodingConfig(20)).steps
     assert sum(step.accepted for step in steps) > 10
     assert all(step.accepted >= 1 for step in steps if step.offered)

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from decoding.drafters import MedusaDrafter
 from decoding.drafters.base import DraftRequest
-from decoding.generate import DecodingConfig, decode
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads, OutputLayer
 from decoding.rules.proposal import ProposalKind
@@ -297,7 +298,7 @@ def test_a_target_whose_embeddings_are_of_another_size_is_refused() -> None:
 
 def test_heads_that_know_how_to_count_are_accepted_whole() -> None:
     drafter = MedusaDrafter(counting_heads(), [[0], [0, 0], [0, 0, 0]])
-    generation = decode(CausalLM(counting_model()), drafter, [0], DecodingConfig(13))
+    generation = Engine(CausalLM(counting_model()), drafter).decode([0], DecodingConfig(13))
     assert generation.tokens == tuple(range(1, 14))
     # The prefill writes one, then three times three drafted and one written.
     assert [(step.accepted, len(step.tokens)) for step in generation.steps] == [(0, 1), (3, 4), (3, 4), (3, 4)]

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from decoding.drafters import MedusaDrafter
-from decoding.generate import DecodingConfig, decode
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads, StackedHeads
 from decoding.rules.proposal import ProposalKind
@@ -123,7 +124,7 @@ def test_the_heads_run_at_one_position_of_each_row_and_no_deeper_than_the_room(
         assert counted == ([2 * 4] if shared else [4, 4])
         if not shared:  # a shared one counts the target's own passes too
             counted.clear()
-            decode(tiny_llama, drafter, [1] * 20, DecodingConfig(6))
+            Engine(tiny_llama, drafter).decode([1] * 20, DecodingConfig(6))
             assert set(counted) == {1}, "the heads do not run over the prompt"
     finally:
         for hook in hooks:

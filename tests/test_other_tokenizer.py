@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from decoding.drafters import OtherTokenizerDrafter
 from decoding.drafters.base import DraftRequest, TextStart
 from decoding.drafters.other_tokenizer import OtherTokenizerSession
-from decoding.generate import DecodingConfig, decode
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.proposal import ProposalKind
 from decoding.rules.sampling import GeneratorSource, SamplingConfig
@@ -105,8 +106,8 @@ def test_a_text_that_the_tokenizer_would_split_in_another_way_goes_on_where_it_e
 def test_a_draft_that_is_right_is_accepted_through_the_loop(target_words: list[str], draft_words: list[str]) -> None:
     target = alphabet_model(target_words)
     drafter = OtherTokenizerDrafter(alphabet_model(draft_words), tokenizer(draft_words), tokenizer(target_words), 4)
-    generation = decode(target, drafter, [0], DecodingConfig(20))
-    assert generation.tokens == decode(target, None, [0], DecodingConfig(20)).tokens
+    generation = Engine(target, drafter).decode([0], DecodingConfig(20))
+    assert generation.tokens == Engine(target).decode([0], DecodingConfig(20)).tokens
     spoilt = 1 if target_words is DOUBLE else 0  # the last of the draft may be half a pair
     assert sum(step.accepted for step in generation.steps) >= 10
     assert all(step.accepted >= step.offered - spoilt for step in generation.steps)
@@ -174,7 +175,7 @@ def test_a_text_longer_than_the_drafts_context_is_decoded_without_it() -> None:
     drafter = OtherTokenizerDrafter(draft, tokenizer(SINGLE), tokenizer(SINGLE), 4)
     assert propose(opened(drafter, target), list(range(8))) == [8, 9, 10, 11]
     assert propose(opened(drafter, target), list(range(9))) == []
-    assert len(decode(target, drafter, [0], DecodingConfig(30)).tokens) == 30
+    assert len(Engine(target, drafter).decode([0], DecodingConfig(30)).tokens) == 30
 
 
 # --- keeping up ----------------------------------------------------------------------------------------------------
@@ -213,7 +214,7 @@ def target_as_draft(target: CausalLM) -> OtherTokenizerDrafter:
 
 
 def test_a_draft_that_is_the_target_is_accepted_whole(tiny_llama: CausalLM) -> None:
-    steps = decode(tiny_llama, target_as_draft(tiny_llama), [1, 2, 3], DecodingConfig(20)).steps
+    steps = Engine(tiny_llama, target_as_draft(tiny_llama)).decode([1, 2, 3], DecodingConfig(20)).steps
     assert sum(step.accepted for step in steps) > 10
     assert all(step.accepted == step.offered for step in steps)
 
@@ -234,6 +235,6 @@ def test_a_draft_of_nothing_is_refused(tiny_draft: CausalLM) -> None:
 def test_a_draft_with_static_shapes_serves_one_text_at_a_time() -> None:
     target, draft = alphabet_model(SINGLE), CausalLM(counting_model(), static="eager")
     drafter = OtherTokenizerDrafter(draft, tokenizer(SINGLE), tokenizer(SINGLE), 3)
-    assert decode(target, drafter, [1, 2], DecodingConfig(6)).tokens == tuple(range(3, 9))
+    assert Engine(target, drafter).decode([1, 2], DecodingConfig(6)).tokens == tuple(range(3, 9))
     with pytest.raises(ValueError, match="static shapes serve one text at a time, not 2: give a batch size of 1"):
         drafter.open(target, SamplingConfig(), 2, 20)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tiny_models import full_forward, naive_greedy, tiny_model
 
 from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter
-from decoding.generate import DecodingConfig, decode, decode_batch
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_draft
 from decoding.model.vocabulary import (
@@ -106,7 +107,7 @@ def drafters(draft: CausalLM) -> list[Drafter]:
 def test_a_trimmed_copy_of_the_target_is_right_about_the_tokens_it_has(tiny_llama: CausalLM) -> None:
     plain = naive_greedy(tiny_llama.model, [1, 2, 3], 12)
     draft = trimmed_vocabulary(tiny_llama.model, set(plain))
-    steps = decode(tiny_llama, DraftModelDrafter(draft, (1, 1, 1)), [1, 2, 3], DecodingConfig(12)).steps
+    steps = Engine(tiny_llama, DraftModelDrafter(draft, (1, 1, 1))).decode([1, 2, 3], DecodingConfig(12)).steps
     assert sum(step.accepted for step in steps) > 5 and all(step.accepted == step.offered for step in steps)
 
 
@@ -145,9 +146,9 @@ def test_a_trimmed_draft_decodes_on_its_own_and_never_writes_what_it_cannot(fami
     assert full_forward(draft.model, [1]).shape == (1, 6), "the draft given stays as it is"
     assert alone.model.get_input_embeddings().weight is draft.model.get_input_embeddings().weight
     for sampling in (SamplingConfig(), SamplingConfig(1.0)):
-        texts = decode_batch(alone, None, PROMPTS, DecodingConfig(12, sampling, seed=1), 2)
+        texts = Engine(alone).decode(PROMPTS, DecodingConfig(12, sampling, seed=1), batch_size=2)
         assert all(len(text.tokens) == 12 and set(text.tokens) <= set(KEPT) for text in texts)
-    greedy = decode(alone, None, [1, 2], DecodingConfig(8)).tokens
+    greedy = Engine(alone).decode([1, 2], DecodingConfig(8)).tokens
     text = [1, 2]
     while len(text) < 10:
         text.append(KEPT[int(full_forward(draft.model, text)[-1].argmax())])

@@ -11,7 +11,8 @@ from test_generate_sampling import FALSE_ALARM, decode_many, small_llama
 from tiny_models import naive_greedy, tiny_model
 
 from decoding.drafters import CascadeDrafter, DraftModelDrafter, PromptLookupDrafter
-from decoding.generate import DecodingConfig, decode, decode_batch
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
 
@@ -26,11 +27,11 @@ def test_a_cascade_in_a_cascade_is_still_the_draft_model(tiny_llama: CausalLM, t
     middle = CascadeDrafter(CausalLM(tiny_model("llama", seed=4)), PromptLookupDrafter(3), 3)
     for sampling in (SamplingConfig(), SamplingConfig(repetition_penalty=1.4)):
         texts = [
-            decode(tiny_llama, drafter, [1, 2, 1], DecodingConfig(30, sampling))
+            Engine(tiny_llama, drafter).decode([1, 2, 1], DecodingConfig(30, sampling))
             for drafter in (CascadeDrafter(tiny_draft, middle, 5), DraftModelDrafter(tiny_draft, (1,) * 5))
         ]
         assert [step.accepted for step in texts[0].steps] == [step.accepted for step in texts[1].steps]
-    assert decode(tiny_llama, CascadeDrafter(tiny_draft, middle, 5), [1, 2, 1], DecodingConfig(30)).tokens == (
+    assert Engine(tiny_llama, CascadeDrafter(tiny_draft, middle, 5)).decode([1, 2, 1], DecodingConfig(30)).tokens == (
         naive_greedy(tiny_llama.model, [1, 2, 1], 30)
     )
 
@@ -41,8 +42,10 @@ def test_sampled_texts_are_those_of_the_draft_model_with_the_same_seed(
 ) -> None:
     prompts = [[1, 2, 1, 2], [5], [7, 7, 0, 7], [3, 1]]
     config = DecodingConfig(24, sampling, seed=5)
-    own = decode_batch(tiny_llama, CascadeDrafter(tiny_draft, PromptLookupDrafter(3), 4), prompts, config, 3)
-    expected = decode_batch(tiny_llama, DraftModelDrafter(tiny_draft, (1,) * 4), prompts, config, 2)
+    own = Engine(tiny_llama, CascadeDrafter(tiny_draft, PromptLookupDrafter(3), 4)).decode(
+        prompts, config, batch_size=3
+    )
+    expected = Engine(tiny_llama, DraftModelDrafter(tiny_draft, (1,) * 4)).decode(prompts, config, batch_size=2)
     assert [text.tokens for text in own] == [text.tokens for text in expected]
 
 

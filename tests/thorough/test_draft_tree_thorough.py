@@ -8,7 +8,8 @@ from test_generate_sampling import FALSE_ALARM, LENGTH, PROMPT, exact_probabilit
 from tiny_models import naive_greedy
 
 from decoding.drafters import DraftTreeDrafter
-from decoding.generate import DecodingConfig, decode, decode_batch
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import SAMPLED_VERIFY, TOP_K_CHILDREN, TRAVERSAL_VERIFICATION
@@ -25,9 +26,9 @@ def test_greedy_output_is_plain_greedy_alone_and_in_batches(
     drafter = DraftTreeDrafter(tiny_draft, *sizes)
     config = DecodingConfig(14, SamplingConfig(repetition_penalty=penalty))
     plain = [naive_greedy(tiny_llama.model, prompt, 14, penalty) for prompt in PROMPTS]
-    assert [decode(tiny_llama, drafter, prompt, config).tokens for prompt in PROMPTS] == plain
+    assert [Engine(tiny_llama, drafter).decode(prompt, config).tokens for prompt in PROMPTS] == plain
     for batch_size in (2, 4):
-        batch = decode_batch(tiny_llama, drafter, PROMPTS, config, batch_size)
+        batch = Engine(tiny_llama, drafter).decode(PROMPTS, config, batch_size=batch_size)
         assert [generation.tokens for generation in batch] == plain
 
 
@@ -37,9 +38,9 @@ def test_sampled_verify_writes_what_plain_decoding_writes_with_the_same_seed(
 ) -> None:
     drafter = DraftTreeDrafter(tiny_llama, 3, 3, 12)
     config = DecodingConfig(14, sampling, SAMPLED_VERIFY, seed=3)
-    plain = [generation.tokens for generation in decode_batch(tiny_llama, None, PROMPTS, config, 1)]
+    plain = [generation.tokens for generation in Engine(tiny_llama).decode(PROMPTS, config, batch_size=1)]
     for batch_size in (1, 3):
-        batch = decode_batch(tiny_llama, drafter, PROMPTS, config, batch_size)
+        batch = Engine(tiny_llama, drafter).decode(PROMPTS, config, batch_size=batch_size)
         assert [generation.tokens for generation in batch] == plain
         assert sum(step.accepted for generation in batch for step in generation.steps) > 8
 
@@ -50,7 +51,7 @@ def test_sampled_texts_have_the_targets_distribution(rule) -> None:  # type: ign
     target, sampling = small_llama(5), SamplingConfig(1.0)
     drafter = DraftTreeDrafter(small_llama(3), 2, 2, 6)
     config = DecodingConfig(LENGTH, sampling, rule)
-    generations = decode_batch(target, drafter, [PROMPT] * 400, config, batch_size=40)
+    generations = Engine(target, drafter).decode([PROMPT] * 400, config, batch_size=40)
     counts = Counter(generation.tokens for generation in generations)
     assert p_value(counts, exact_probabilities(target, sampling)) > FALSE_ALARM
     accepted = sum(step.accepted for generation in generations for step in generation.steps)

@@ -11,7 +11,8 @@ from test_drafters import PENALISED, SAMPLED, assert_same, open_session
 from tiny_models import tiny_model
 
 from decoding.drafters import DraftModelDrafter
-from decoding.generate import DecodingConfig, decode
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
 
@@ -20,10 +21,10 @@ from decoding.rules.sampling import SamplingConfig
 def test_greedy_output_is_plain_greedy_with_a_draft_of_another_padding(tiny_llama: CausalLM, vocab: int) -> None:
     draft = CausalLM(tiny_model("llama", vocab=vocab, seed=2))
     for prompt in ([1, 2], [15, 13, 14]):
-        plain = decode(tiny_llama, None, prompt, DecodingConfig(16)).tokens
+        plain = Engine(tiny_llama).decode(prompt, DecodingConfig(16)).tokens
         for branching in ((1, 1), (2, 2)):
             drafter = DraftModelDrafter(draft, branching)
-            assert decode(tiny_llama, drafter, prompt, DecodingConfig(16)).tokens == plain
+            assert Engine(tiny_llama, drafter).decode(prompt, DecodingConfig(16)).tokens == plain
 
 
 @examples(20)

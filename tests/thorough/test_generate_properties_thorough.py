@@ -12,7 +12,8 @@ from scripted_drafters import HostileDrafter
 from test_generate_properties import COUNT, causal_lm, plain_greedy
 
 import decoding
-from decoding.generate import DecodingConfig, Generation, decode_steps
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig, Generation
 from decoding.model.cache import PreallocatedCache
 
 _PACKAGE = str(Path(decoding.__file__).parent)
@@ -43,7 +44,7 @@ def interrupt_at(line: int) -> Iterator[list[int]]:
 def conversation(kept: PreallocatedCache, prompt: list[int]) -> tuple[int, ...]:
     drafter = HostileDrafter(3, [*prompt, *plain_greedy("llama", tuple(prompt))])
     return Generation.of(
-        list(decode_steps(causal_lm("llama"), drafter, prompt, DecodingConfig(COUNT), cache=kept))
+        list(Engine(causal_lm("llama"), drafter).steps(prompt, DecodingConfig(COUNT), cache=kept))
     ).tokens
 
 

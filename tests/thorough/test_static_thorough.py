@@ -7,7 +7,8 @@ from test_static import FEW, GREEDY, PROMPTS, SAMPLED, THESE, drafters
 from tiny_models import tiny_model
 
 from decoding.drafters import DraftModelDrafter
-from decoding.generate import DecodingConfig, decode_batch
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
 
@@ -19,8 +20,8 @@ def test_compiled_steps_decode_the_texts_of_dynamic_ones() -> None:
     dynamic, static = (CausalLM(tiny_model("llama", num_hidden_layers=1), static=mode) for mode in (None, "compile"))
     heads = drafters("llama", None)["medusa"]
     for theirs, ours in ((heads, heads), *[[DraftModelDrafter(draft, (1, 1, 1)) for draft in drafts]]):
-        expected = [text.tokens for text in decode_batch(dynamic, theirs, prompts, config, 1)]
-        assert [text.tokens for text in decode_batch(static, ours, prompts, config, 1)] == expected
+        expected = [text.tokens for text in Engine(dynamic, theirs).decode(prompts, config, batch_size=1)]
+        assert [text.tokens for text in Engine(static, ours).decode(prompts, config, batch_size=1)] == expected
     cache, other = static.new_cache(32), dynamic.new_cache(32)
     for model, own in ((static, cache), (dynamic, other)):
         model.prefill([[3, 1, 4]], own)

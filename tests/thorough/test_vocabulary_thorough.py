@@ -8,7 +8,8 @@ from test_vocabulary import KEPT, PROMPTS, drafters
 from tiny_models import naive_greedy, tiny_model
 
 from decoding.drafters import DraftModelDrafter, DraftTreeDrafter
-from decoding.generate import DecodingConfig, decode_batch
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.vocabulary import (
     trimmed_vocabulary,
@@ -22,16 +23,16 @@ def test_greedy_output_is_plain_greedy_with_a_trimmed_draft_alone_and_in_batches
     for draft in (trimmed_vocabulary(tiny_model(seed=1), KEPT), trimmed_vocabulary(tiny_llama.model, KEPT)):
         for drafter in drafters(draft):
             for batch_size in (1, 3):
-                batch = decode_batch(tiny_llama, drafter, PROMPTS, DecodingConfig(12), batch_size)
+                batch = Engine(tiny_llama, drafter).decode(PROMPTS, DecodingConfig(12), batch_size=batch_size)
                 assert [generation.tokens for generation in batch] == plain
 
 
 def test_sampled_verify_writes_what_plain_decoding_writes_with_the_same_seed(tiny_llama: CausalLM) -> None:
     drafter = DraftTreeDrafter(trimmed_vocabulary(tiny_llama.model, KEPT), 3, 3, 12)
     config = DecodingConfig(12, SamplingConfig(1.0), SAMPLED_VERIFY, seed=3)
-    plain = [generation.tokens for generation in decode_batch(tiny_llama, None, PROMPTS, config, 1)]
+    plain = [generation.tokens for generation in Engine(tiny_llama).decode(PROMPTS, config, batch_size=1)]
     for batch_size in (1, 3):
-        batch = decode_batch(tiny_llama, drafter, PROMPTS, config, batch_size)
+        batch = Engine(tiny_llama, drafter).decode(PROMPTS, config, batch_size=batch_size)
         assert [generation.tokens for generation in batch] == plain
 
 
@@ -40,7 +41,7 @@ def test_sampled_texts_have_the_targets_distribution_though_the_draft_lacks_toke
     """Chi-square of 400 texts with fixed seeds; were they not, it would fail by chance once in 10**6."""
     target, sampling = small_llama(5), SamplingConfig(1.0)
     drafter = DraftModelDrafter(trimmed_vocabulary(small_llama(3).model, (0, 2, 3)), branching)
-    generations = decode_batch(target, drafter, [PROMPT] * 400, DecodingConfig(LENGTH, sampling), batch_size=40)
+    generations = Engine(target, drafter).decode([PROMPT] * 400, DecodingConfig(LENGTH, sampling), batch_size=40)
     counts = Counter(generation.tokens for generation in generations)
     assert any(1 in tokens for tokens in counts), "the target writes what the draft cannot"
     assert p_value(counts, exact_probabilities(target, sampling)) > FALSE_ALARM
