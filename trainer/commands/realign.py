@@ -209,7 +209,7 @@ def _measure_stale(options: RealignOptions, console: Console) -> Fit:
 
 
 def _made_by(options: RealignOptions) -> dict[str, str]:
-    """All that the stale figures depend on but the draft, whose folder may hold another by now."""
+    """Everything that the stale figures depend on, except the draft: its folder may hold another one by now."""
     made_by = {name: str(value) for name, value in vars(options).items() if name != "output"}
     made_by["heldout rows"] = sha256_of(options.output / _HELDOUT)
     made_by["target weights"] = stored_fingerprint(resolve(options.target), options.trust_remote_code)
@@ -217,7 +217,7 @@ def _made_by(options: RealignOptions) -> dict[str, str]:
 
 
 def _kept(file: Path, options: RealignOptions) -> Fit | None:
-    """The figures in a file; None where they were measured of something else, or cannot be read."""
+    """The figures in a file; None where they belong to other models or settings, or cannot be read."""
     try:
         kept = json.loads(file.read_bytes())
         if kept["options"] != _made_by(options):
@@ -279,7 +279,7 @@ def _figures(
 
 
 def table_of(report: dict[str, Any]) -> Table:
-    """Before and after, each with its 95% interval."""
+    """A table of the figures before and after, each with its 95% interval."""
     table = Table(title=f"held out, {report['heldout_prompts']} prompts, 95% intervals")
     for name in ("setting", "figure", "stale", "realigned"):
         table.add_column(name)

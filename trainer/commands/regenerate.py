@@ -1,4 +1,4 @@
-"""Self-distillation's data: the target answers the prompts of a file itself, and its answers are what is trained on.
+"""Self-distillation's data: the target itself answers the prompts of a file, for heads or drafts to train on.
 
 Medusa-2 calls it self-distillation (2401.10774, section 2.3.2): where the target's training data is not at hand, or it
 was tuned by reinforcement, heads trained on other people's answers learn a distribution that is not the target's.
@@ -92,7 +92,7 @@ class Summary:
 
 
 def run_regenerate(options: RegenerateOptions, console: Console | None = None) -> Summary:
-    """Answer what is not answered yet; prints and returns what was done."""
+    """Answer the prompts that have no answer yet; prints and returns the counts."""
     watched, console = console or standard_error(), console or standard_output()
     sampling = SamplingConfig(temperature=options.temperature, top_p=options.top_p)
     _check(options, sampling)

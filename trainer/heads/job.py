@@ -1,4 +1,4 @@
-"""Heads: from a recipe to what is trained, on a target that runs or on its features, and what that takes."""
+"""Heads: from a recipe to heads to be trained on a target that runs or on its features, and the memory for it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -93,7 +93,7 @@ class HeadsKind:
         return _features(section, target, load_training_data(self.recipe.data, target.tokenizer), place)
 
     def assemble(self, device: torch.device, place: Place, check_costs: bool = False) -> "HeadsJob":
-        """See `trainer.job.Kind.assemble`; heads are so cheap that nothing of theirs is checked."""
+        """See `trainer.job.Kind.assemble`; the costs of heads are small, and not checked."""
         recipe, target = self.recipe, load_target(self.recipe, device)
         dataset, heldout = load_splits(recipe.data, target.tokenizer)
         torch.manual_seed(recipe.training.seed)  # for heads that start at random
