@@ -1,4 +1,4 @@
-"""What a command was given, checked before it runs: an option once, numbers finite, every error one sentence."""
+"""Checks of a command's options before it runs: each given once, numbers finite, every error one sentence."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -64,7 +64,7 @@ def _sentence(error: Any, values: Mapping[str, Any]) -> str:
 
 
 def listed(values: Iterable[str] | None) -> tuple[str, ...] | None:
-    """What a list-like option was given, by commas, repeated, or both; None if nothing was."""
+    """The values of a list-like option, given by commas, repeated, or both; None if it was not given."""
     if values is None:
         return None
     found = tuple(name.strip() for value in values for name in value.split(","))

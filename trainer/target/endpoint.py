@@ -37,7 +37,7 @@ _SEEDS_APART = 1_000_003  # of turns and of tries; servers take seeds of 31 bits
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """A served model, and how it is asked."""
+    """A served model with the settings of its requests."""
 
     address: str
     """The server's base address, which mostly ends in /v1."""
@@ -66,7 +66,7 @@ class _Reply(NamedTuple):
 
 
 class _NoAnswer(Exception):
-    """A request was met, but with nothing that could be trained on."""
+    """A reply came, but without text to train on."""
 
     def __init__(self, problem: Problem, reason: str) -> None:
         super().__init__(reason)
@@ -76,8 +76,8 @@ class _NoAnswer(Exception):
 class EndpointBackend:
     """Asks for answers, several conversations under way, the turns of each one after the other.
 
-    `openai`'s client tries again what may pass (429, 500 and above, timeouts, lost connections), with growing delays;
-    answers that are empty or no answers at all are asked for again here. A wrong key or an unknown model ends the run.
+    `openai`'s client repeats requests that may succeed later (429, 500 and above, timeouts), with growing delays;
+    empty answers and malformed replies are asked for again here. A wrong key or an unknown model ends the run.
     """
 
     def __init__(self, asked: Endpoint) -> None:
@@ -123,7 +123,7 @@ class EndpointBackend:
                 runner.run(self._close(running))
 
     async def _close(self, running: set[asyncio.Task[Outcome]]) -> None:
-        """Let go of what is under way and of the connections; how the tasks ended is read, or Python prints it."""
+        """Cancel the running tasks and close the connections; their errors are collected, or Python prints them."""
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -132,7 +132,7 @@ class EndpointBackend:
     async def _some(
         self, waiting: Iterator[Conversation], running: set[asyncio.Task[Outcome]]
     ) -> set[asyncio.Task[Outcome]]:
-        """Fill the places that are free, and wait until at least one conversation has ended; none if none is left."""
+        """Start conversations up to ``concurrency`` and wait for the next to end; an empty set when none is left."""
         for conversation in waiting:
             running.add(asyncio.create_task(self._converse(conversation)))
             if len(running) >= self._asked.concurrency:
@@ -156,7 +156,7 @@ class EndpointBackend:
         return Answered(conversation, texts, tokens, replies[-1].truncated)
 
     async def _reply(self, conversation: Conversation, answers: Sequence[str]) -> _Reply:
-        """The next answer; another seed for every try, or an empty answer would stay empty."""
+        """The next answer; each try has a seed of its own, or an empty answer would stay empty."""
         problem = _NoAnswer("failed", "never asked")
         for attempt in range(self._asked.retries + 1):
             seed = self._asked.seed + conversation.index + _SEEDS_APART * (len(answers) + attempt)
@@ -205,7 +205,7 @@ class EndpointBackend:
         )
 
     def _explained(self, error: APIError) -> str:
-        """A reason fit to be written down: short, and without the key should the server repeat it."""
+        """The error in one short line, without the key in case the server repeats it."""
         if isinstance(error, APITimeoutError):
             return f"no answer within {self._asked.timeout:g} s"
         if isinstance(error, APIConnectionError):
