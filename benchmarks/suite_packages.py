@@ -1,7 +1,7 @@
 """Stand-ins for packages that `decoding` and `trainer` import but the suite can do without.
 
-A machine with a GPU may have torch and transformers and nothing else. What is used of these packages here is their
-names in annotations, and settings that are plain values.
+A machine with a GPU may have torch and transformers and nothing else. The suite uses these packages' names
+in annotations only, and settings that are plain values.
 """
 
 import importlib

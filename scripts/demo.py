@@ -91,8 +91,7 @@ def measure() -> None:
     run_evaluate(
         EvaluateOptions(
             target=quickstart.NAME,
-            heads=artefact("medusa1"),
-            draft=artefact("draft"),
+            drafter=[f"draft:{artefact('draft')}", f"heads:{artefact('medusa1')}", "lookup"],
             prompts=f"{quickstart.NAME}/heldout.jsonl",
             prompt_tokens=128,
             limit=3 if SHORT else 10,

@@ -67,10 +67,18 @@ def report_of(**fingerprints: str | None) -> dict[str, Any]:
     drafted = [("medusa", "heads"), ("draft model", "draft"), ("prompt lookup", None), ("plain", None)]
     drafted += [("transformers generate", None), ("transformers assisted", "draft")]
     rows = [
-        {"setting": "T=1, typical", "method": method, "label": "lossy", "artefact": artefact}
+        {
+            "setting": "T=1, typical",
+            "method": method,
+            "label": "lossy",
+            "artefact": artefact,
+            "drafter": artefact and f"the {artefact}",
+        }
         for method, artefact in drafted
     ]
-    return {"fingerprints": fingerprints, "rows": rows}
+    specs = {"heads": "heads:final", "draft": "draft:final,tokens=4"}
+    found = {specs.get(name, name): fingerprint for name, fingerprint in fingerprints.items()}
+    return {"drafters": {f"the {kind}": spec for kind, spec in specs.items()}, "fingerprints": found, "rows": rows}
 
 
 def bits(tensor: torch.Tensor) -> bytes:

@@ -111,7 +111,7 @@ def features(
 def plan_training(
     recipe: Annotated[str, typer.Argument(help="YAML recipe.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the recipe.")] = None,
-    processes: Annotated[int, typer.Option(min=1, help="How many it will be launched with, of one device each.")] = 1,
+    processes: Annotated[int, typer.Option(min=1, help="Processes of the launch, one device each.")] = 1,
     zero_stage: Annotated[int, typer.Option(min=0, max=3, help="DeepSpeed's, 1 to 3; 0 is none.")] = 0,
     steps: Annotated[int, typer.Option(min=0, help="Real steps to measure the time by; 0 measures none.")] = 5,
 ) -> None:
@@ -144,7 +144,7 @@ def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Calla
 @app.command(cls=Command)
 @takes(EvaluateOptions)
 def evaluate(options: EvaluateOptions) -> None:
-    """Measure heads, a draft and prompt lookup beside plain decoding and transformers, in one run."""
+    """Measure any number of drafters beside plain decoding and transformers, in one run."""
     from trainer.commands.decode import run_evaluate
 
     run_evaluate(options)
@@ -157,6 +157,18 @@ def generate(options: GenerateOptions) -> None:
     from trainer.commands.decode import run_generate
 
     run_generate(replace(options, prompt=sys.stdin.read()) if options.prompt == "-" else options)
+
+
+@app.command(cls=Command)
+def drafters() -> None:
+    """List the drafters that --drafter takes, with their options."""
+
+    def work() -> None:
+        from trainer.commands.drafters import run_drafters
+
+        run_drafters()
+
+    raise typer.Exit(guarded(work, _debug()))
 
 
 @app.command(cls=Command)

@@ -52,6 +52,10 @@ class MedusaDrafter(Drafter):
             self._places = lru_cache(maxsize=None)(_places)
 
     @property
+    def label(self) -> str:
+        return f"{self.name}, {'dynamic ' * (self.dynamic_nodes is not None)}tree of {self.max_nodes - 1}"
+
+    @property
     def budgets(self) -> tuple[Budget, ...]:
         if self._static is not None:
             return self._static.budgets

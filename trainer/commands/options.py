@@ -13,22 +13,17 @@ DeviceMap = Annotated[
     str | None, Option(help="auto spreads a target that fits no single GPU over all of them; by default one holds it.")
 ]
 
+DRAFTERS = (
+    "NAME[:PATH][,option=value,...], of heads:PATH, draft:PATH,tokens=4, draft-tree:PATH,depth=5, lookup, lookahead, "
+    "cascade:PATH, hybrid:PATH, other-tokenizer:PATH; 'headstart drafters' lists them with their options."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """Which models to decode with."""
 
     target: Annotated[str, Option(help="Hub id or folder of the target; 'quickstart' is the embedded default.")]
-    heads: Annotated[str | None, Option(help="Folder of Medusa heads trained on the target.")] = None
-    draft: Annotated[str | None, Option(help="Hub id or folder of a draft model with the target's tokenizer.")] = None
-    draft_tokens: Annotated[int, Option(min=1, help="Tokens the draft model proposes at a time.")] = 4
-    draft_tree: Annotated[
-        str | None,
-        Option(
-            help="depth,width,nodes of trees that the draft model grows where it is surest, such as 5,4,24: generate "
-            "drafts them instead of chains, evaluate measures both."
-        ),
-    ] = None
     dtype: Annotated[
         str, Option(help="bf16, fp16 or fp32. On a CPU with AVX512-BF16 or AMX, bf16 is the fast one.")
     ] = "bf16"
@@ -42,6 +37,7 @@ class EvaluateOptions(ModelOptions):
 
     prompts: Annotated[str, Option(help=".jsonl file with a prompt a line.")]
     output: Annotated[Path, Option(help="Folder for report.json and report.html.")]
+    drafter: Annotated[list[str] | None, Option(help=f"Measured beside plain decoding, any number: {DRAFTERS}")] = None
     prompt_field: Annotated[str | None, Option(help="Field of the prompt; found by name if not given.")] = None
     prompt_tokens: Annotated[int | None, Option(min=1, help="Take only the first tokens of each text.")] = None
     limit: Annotated[int, Option(min=1, help="How many prompts.")] = 20
@@ -67,7 +63,7 @@ class GenerateOptions(ModelOptions):
     """`headstart generate`."""
 
     prompt: Annotated[str, Option(help="What to answer or to continue; '-' reads it from standard input.")]
-    lookup: Annotated[bool, Option(help="Draft by prompt lookup.")] = False
+    drafter: Annotated[str | None, Option(help=f"Plain decoding if not given: {DRAFTERS}")] = None
     policy: Annotated[str, Option(help="How much to draft at a time: fixed, heuristic or measured.")] = "fixed"
     rule: Annotated[
         str | None,
@@ -112,9 +108,7 @@ class RegenerateOptions:
     keep_truncated: Annotated[
         bool, Option("--keep-truncated/--drop-truncated", help="Keep answers that are cut off by --max-new-tokens.")
     ] = True
-    heads: Annotated[str | None, Option(help="Medusa heads of the target, to be faster.")] = None
-    draft: Annotated[str | None, Option(help="Draft model with the target's tokenizer, to be faster.")] = None
-    draft_tokens: Annotated[int, Option(min=1, help="Tokens the draft model proposes at a time.")] = 4
+    drafter: Annotated[str | None, Option(help=f"Makes a target in this process faster: {DRAFTERS}")] = None
     batch_size: Annotated[int, Option(min=1, help="Prompts decoded at a time in this process.")] = 16
     dtype: Annotated[str, Option(help="bf16, fp16 or fp32, of a target in this process.")] = "bf16"
     device_map: DeviceMap = None

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from decoding.drafters import DraftModelDrafter
+from decoding.drafters.registry import named_drafter
 from decoding.generate import DecodingConfig
 from decoding.jsonl import read_lines
 from decoding.measure.evaluate import measure_acceptance
@@ -58,12 +58,12 @@ Figures = dict[str, dict[str, Any]]
 
 
 class Fit(NamedTuple):
-    """What is known of a target and its draft before anything is spent."""
+    """Figures of a target with its draft on the held-out prompts."""
 
     figures: Figures
-    """Of the stale draft."""
+    """The draft's figures by setting."""
     heldout: int
-    """Prompts they are measured with."""
+    """Number of prompts measured with."""
     positions: int
     """The longest text that both can hold."""
 
@@ -114,7 +114,7 @@ def _check(options: RealignOptions) -> None:
 
 
 def split_prompts(options: RealignOptions) -> None:
-    """Write the three files of prompts, each row to one of them. What is not learnt from is the last rows'."""
+    """Write the three files of prompts, each row to one of them; the last rows are held out."""
     rows = [line.rstrip(b"\n") for _, line in read_lines(resolve(options.prompts))][: options.limit]
     choosing = min(_MOST_CHOOSING, math.ceil(len(rows) / 50))
     if options.heldout is None:
@@ -133,13 +133,12 @@ def split_prompts(options: RealignOptions) -> None:
 
 
 def _questions(options: RealignOptions, name: str) -> RegenerateOptions:
-    """How the target answers, the stale draft speculating for it, which changes nothing but the time it takes."""
+    """Options to let the target answer a file; the stale draft speculates, which saves time and changes no answer."""
     return RegenerateOptions(
         prompts=str(options.output / name),
         output=answers_to(options.output / name),
         target=options.target,
-        draft=options.draft,
-        draft_tokens=options.draft_tokens,
+        drafter=f"draft:{options.draft},tokens={options.draft_tokens}",
         prompt_field=options.prompt_field,
         temperature=options.temperature,
         max_new_tokens=options.max_new_tokens,
@@ -157,7 +156,7 @@ def answers_to(prompts: Path) -> Path:
 
 
 def recipe_of(options: RealignOptions, positions: int) -> AnyRecipe:
-    """How the draft is trained. ``positions`` is the longest text that target and draft can hold."""
+    """The recipe that trains the draft. ``positions`` is the longest text that target and draft can hold."""
     every = max(1, options.steps // 10)
     content: dict[str, Any] = {
         "kind": "draft",
@@ -264,7 +263,7 @@ def _figures(
     ends: tuple[int, ...],
     console: Console,
 ) -> Figures:
-    drafter = DraftModelDrafter(draft, (1,) * options.draft_tokens)
+    drafter = named_drafter("draft", draft, tokens=options.draft_tokens)
     found = {}
     for setting, temperature in _TEMPERATURES.items():
         config = DecodingConfig(options.max_new_tokens, SamplingConfig(temperature), eos_token_ids=ends)

@@ -13,12 +13,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter
+from decoding.drafters.registry import DrafterLoader, parse_drafter
 from decoding.generate import DecodingConfig
 from decoding.measure.machine import commit, versions
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.loading import eos_token_ids, load_draft, load_heads, load_model, load_tokenizer, parse_dtype
+from decoding.model.loading import eos_token_ids, load_model, load_tokenizer, parse_dtype
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.options import RegenerateOptions
 from trainer.data.answers import AnswerFile, Backend, Outcome, SetAside
@@ -33,7 +33,7 @@ from trainer.terminal.progress import ProgressBar
 
 @dataclass
 class Summary:
-    """What one run did. ``differing``: answers that give other tokens when tokenized again; only known in process."""
+    """Counts of one run. ``differing``: answers that give other tokens when tokenized again; known in process only."""
 
     rows: int
     before: int
@@ -154,14 +154,12 @@ def _backend(options: RegenerateOptions, sampling: SamplingConfig) -> tuple[Back
 
 
 def _check(options: RegenerateOptions, sampling: SamplingConfig) -> None:
-    if options.endpoint is not None and (options.heads or options.draft):
-        raise ValueError("--heads and --draft speed up a --target in this process; an --endpoint decodes as it likes")
+    if options.endpoint is not None and options.drafter:
+        raise ValueError("--drafter speeds up a --target in this process; an --endpoint decodes as it likes")
     if options.endpoint is not None and options.device_map:
         raise ValueError("--device-map spreads a --target in this process; an --endpoint places its model itself")
     if options.endpoint is None and options.completions:
         raise ValueError("--completions is the choice of an --endpoint; a --target goes by its chat template")
-    if options.heads and options.draft:
-        raise ValueError("--heads and --draft were asked for: give one of them")
     if options.n < 1:
         raise ValueError(f"n is {options.n}: give at least 1 answer for each prompt")
     if options.n > 1 and sampling.greedy:
@@ -170,16 +168,13 @@ def _check(options: RegenerateOptions, sampling: SamplingConfig) -> None:
 
 def _target(options: RegenerateOptions, named: str, sampling: SamplingConfig) -> tuple[Backend, dict[str, Any]]:
     """The target in this process."""
+    spec = None if options.drafter is None else parse_drafter(options.drafter)
     ensure_built(named)
     name, trusted = resolve(named), options.trust_remote_code
     dtype = parse_dtype(options.dtype)
     target = CausalLM(load_model(name, dtype, trust_remote_code=trusted, device_map=options.device_map))
     tokenizer = load_tokenizer(name, trusted)
-    drafter: Drafter | None = None
-    if options.heads:
-        drafter = MedusaDrafter(load_heads(options.heads, target))
-    elif options.draft:
-        drafter = DraftModelDrafter(load_draft(options.draft, target, tokenizer, trusted), (1,) * options.draft_tokens)
+    drafter = None if spec is None else DrafterLoader(target, tokenizer, trusted).load(spec)
     config = DecodingConfig(
         max_new_tokens=options.max_new_tokens,
         sampling=sampling,

@@ -51,7 +51,7 @@ class Command(TyperCommand):
 
 
 def _name(option: Any) -> str:
-    """As users write it: ``--draft-tokens``, or both of ``--chat/--no-chat``."""
+    """As users write it: ``--max-new-tokens``, or both of ``--chat/--no-chat``."""
     return "/".join([*option.opts, *option.secondary_opts])
 
 

@@ -1,4 +1,4 @@
-"""Files of a store on disk: which examples a shard holds, and whether a file is there and whole.
+"""Shards of a store on disk: their examples, and the seals that tell whole files from halves.
 
 Beside every file lies its seal, a line of checksums as `sha256sum -c` reads it; the file itself names what it was made
 from. The file is on the disk under its name before its seal is, so a file that a kill left behind has no seal and is
@@ -26,18 +26,18 @@ _MADE_FROM = "made_from"
 
 @dataclass(frozen=True)
 class Layout:
-    """Which shard holds which examples: whole ones, in the order of the data, up to ``shard_rows`` rows a shard.
+    """The places of examples in shards: whole examples, in the order of the data, up to ``shard_rows`` rows a shard.
 
-    An example longer than that has a shard of its own.
+    An example of more rows has a shard of its own.
     """
 
     lengths: tuple[int, ...]
-    """Rows of each example; one without any has a place of no rows."""
+    """Rows of each example; an example may have none."""
     shard_rows: int
 
     @cached_property
     def _ends(self) -> list[int]:
-        """Rows up to the end of each example."""
+        """The rows up to the end of each example."""
         return list(accumulate(self.lengths))
 
     @cached_property
@@ -59,12 +59,12 @@ class Layout:
         return self._ends[index - 1] if index else 0
 
     def num_rows(self, shard: int) -> int:
-        """How many rows a shard holds."""
+        """Count the rows of a shard."""
         examples = self.shards[shard]
         return self._before(examples.stop) - self._before(examples.start)
 
     def place(self, index: int) -> tuple[int, slice]:
-        """The shard of an example, and the rows in it that are its own."""
+        """Return the shard of an example, and its rows in that shard."""
         shard = bisect_right(self._firsts, index) - 1
         first = self._before(index) - self._before(self._firsts[shard])
         return shard, slice(first, first + self.lengths[index])
@@ -75,12 +75,12 @@ def shard_name(shard: int) -> str:
 
 
 def digest_of(content: object) -> str:
-    """SHA-256 of plain JSON values."""
+    """Return the SHA-256 of plain JSON values."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def digest_of_each(items: Iterable[object]) -> str:
-    """SHA-256 of numbers, texts and tuples of them, one item after the other: the data need not be held twice."""
+    """Return the SHA-256 of numbers, texts and tuples, item by item: the data need not be held twice."""
     digest = hashlib.sha256()
     for item in items:
         digest.update(repr(item).encode())
@@ -119,12 +119,12 @@ def is_whole(path: Path, made_from: str, verify: bool) -> bool:
 
 
 def is_begun(path: Path) -> bool:
-    """Whether anything of a file is there, whole or not: itself or its seal."""
+    """True where the file or its seal exists, whole or not."""
     return path.exists() or _seal_of(path).exists()
 
 
 def missing_files(folder: Path, names: Sequence[str], made_from: str, verify: bool) -> list[str]:
-    """Those of the files that are not there, or not whole."""
+    """Return the files that are missing or not whole."""
     return [name for name in names if not is_whole(folder / name, made_from, verify)]
 
 
@@ -133,7 +133,7 @@ def _seal_of(path: Path) -> Path:
 
 
 def _settle(partial: Path, path: Path) -> None:
-    """Give a file that is written its name, on the disk."""
+    """Flush a written file to the disk and give it its name."""
     flush_to_disk(partial)
     partial.rename(path)
     flush_to_disk(path.parent)

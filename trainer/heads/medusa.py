@@ -16,7 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from decoding.drafters import Drafter, MedusaDrafter
+from decoding.drafters import Drafter
+from decoding.drafters.registry import named_drafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHead, MedusaHeads
 from decoding.model.lm_head import lm_head_input
@@ -36,7 +37,7 @@ _RANKS = 10  # of each head's best tokens, as in Medusa's published trees
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """What the heads learn from: a batch, the target's states on it, and what of the target they share or imitate."""
+    """Inputs of the heads' step: a batch, the target's states on it, and the target's parts that heads share."""
 
     batch: Batch
     hidden: Float[Tensor, "batch positions hidden"]
@@ -170,7 +171,7 @@ class MedusaObjective:
         return self._lm_head
 
     def drafter(self) -> Drafter:
-        return MedusaDrafter(heads_for_decoding(self.module.heads, self._dtype))
+        return named_drafter("heads", heads_for_decoding(self.module.heads, self._dtype))
 
     def choose_tree(self, target: CausalLM, texts: Sequence[tuple[Sequence[int], int]]) -> None:
         """Fit the tree to the heads: the paths that are right most often on the target's own greedy texts.
@@ -184,7 +185,7 @@ class MedusaObjective:
 
 
 def head_counts(batch: Batch, num_heads: int) -> Float[Tensor, " heads"]:
-    """How many labels each head has."""
+    """Number of labels of each head."""
     return torch.stack([batch.labelled(k + 2).sum() for k in range(num_heads)])
 
 
