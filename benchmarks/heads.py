@@ -111,7 +111,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _given(recipe: str, answers: str, options: argparse.Namespace) -> list[str]:
-    """What all arms of a recipe share."""
+    """Return the overrides that all arms of a recipe share."""
     given = [f"target={options.target}", f"data.train={answers}", f"data.heldout={options.heldout}"]
     if recipe == "medusa1":  # the target stands still: it is run once for all arms on the same answers
         given += [f"features.folder={Path(options.runs) / 'features' / Path(answers).stem}"]

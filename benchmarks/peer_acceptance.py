@@ -1,4 +1,4 @@
-"""What drafts are worth to the real decoding loop, and how those of two trainers compare on the same prompts."""
+"""Tokens per target pass of drafts in the real decoding loop: two trainers' drafts on the same prompts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

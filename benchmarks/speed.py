@@ -141,7 +141,7 @@ def _transformers_step(target: CausalLM, length: int, repeats: int) -> float:
 
 
 def goals(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """What was wanted of each figure, and what came out."""
+    """Compare each figure with its goal."""
     found: list[dict[str, Any]] = []
 
     def add(goal: str, wanted: float, measured: float | None, at_most: bool = False) -> None:

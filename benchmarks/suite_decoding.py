@@ -188,7 +188,7 @@ def _figures(mine: Sequence[Timed]) -> dict[str, Any]:
 def bandwidth_share(
     stage: Stage, mine: Sequence[Timed], prompt_tokens: float, bandwidth: float
 ) -> dict[str, float | int]:
-    """Of plain steps, (bytes a pass must read / copy bandwidth) / seconds of it: 1 is as fast as memory allows.
+    """Return (bytes a plain pass must read / copy bandwidth) / its seconds: 1 is as fast as memory allows.
 
     Bytes: every weight once, and the cached keys and values of all rows at the mean length. Seconds: of the target's
     pass, and of the whole step as the loop takes it.

@@ -1,4 +1,4 @@
-"""What a step launches, and where the device's time goes: torch.profiler on decoding steps and on nothing else."""
+"""Launches and device time of decoding steps, by torch.profiler."""
 
 from collections import Counter
 from collections.abc import Sequence

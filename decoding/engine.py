@@ -1,4 +1,4 @@
-"""A target with its drafter, policy and tokenizer, ready to decode one prompt or a batch, in steps or whole."""
+"""A target with its drafter, policy and tokenizer, ready to decode one prompt or a batch, in steps or at once."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +14,9 @@ from decoding.stopping import StopCheck, TextDecoder
 
 @dataclass(frozen=True, eq=False)
 class Engine:
-    """A target with its drafter, ready to decode; without a drafter it decodes plainly.
+    """A target with its drafter (None: plain decoding), ready to decode.
 
-    The policy is state: it goes on learning from text to text. The tokenizer is read for stop strings alone.
+    The policy is the only state: it may adapt from text to text. The tokenizer is needed for stop strings only.
     """
 
     target: CausalLM
@@ -46,14 +46,14 @@ class Engine:
         seeds: Sequence[int] | None = None,
         cache: PreallocatedCache | None = None,
     ) -> Iterator[Any]:
-        """Decode a prompt (token ids), or with ``batch_size`` many; yields each step when its target pass is done.
+        """Decode a prompt of token ids, or many with ``batch_size``; yield each step when its target pass is done.
 
-        One prompt yields its steps; many yield (place of the prompt, from 0; its next step). Rows accept different
-        lengths and end at different times; a row that ends makes room for the next prompt. ``seeds`` gives each text of
-        a batch a seed of its own, in place of those that the config gives by places.
+        One prompt yields its steps; many yield (place of the prompt from 0, its next step). Rows accept different
+        lengths and end at different times; the next prompt takes the row of a finished text. ``seeds`` are the seeds of
+        a batch's texts, in place of those that follow from the config.
 
-        A ``cache`` of ``target.new_cache`` that is handed from one call to the next, also after a call that was broken
-        off, spares running again what the prompt shares with the text before. The earlier call cannot go on then.
+        A ``cache`` made by ``target.new_cache`` can be handed from one call to the next, also after an interrupted one:
+        the prefix that a prompt shares with the text before is then not run again. The earlier call cannot continue.
 
         ValueError at once, not at the first step, for prompts, rules or drafters that do not fit.
         """
@@ -74,7 +74,7 @@ class Engine:
     def decode(
         self, prompt: Any, config: DecodingConfig, *, batch_size: int | None = None
     ) -> Generation | list[Generation]:
-        """Decode a prompt to its end, or with ``batch_size`` many prompts, in their order."""
+        """Decode a prompt to its end; with ``batch_size`` many prompts, returned in their order."""
         if batch_size is None:
             return Generation.of(tuple(self.steps(prompt, config)))
         steps: list[list[Step]] = [[] for _ in prompt]

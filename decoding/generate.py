@@ -27,9 +27,9 @@ from decoding.token_ids import check_ids
 
 @dataclass(frozen=True)
 class DecodingConfig:
-    """How to decode. With ``rule`` None the rule is greedy at temperature 0, else the lossless one that fits.
+    """Settings of decoding. ``rule`` None is the greedy rule at temperature 0, else the lossless rule that fits.
 
-    The text at place i (from 0) of a batch is decoded with the seed ``seed + i``, whatever stands beside it.
+    The text at place i (from 0) of a batch is decoded with the seed ``seed + i``, whatever texts are beside it.
     ``logprobs`` asks for the log-probability of each new token under the target itself, before any sampling control.
     """
 
@@ -52,17 +52,17 @@ class DecodingConfig:
 
     @property
     def label(self) -> str:
-        """Whether the texts are distributed as the target's own: lossless, or lossy."""
+        """Label of the rule: "lossless" if the texts have the target's own distribution, else "lossy"."""
         return "lossless" if self.rule is None else self.rule.label
 
 
 class Step(NamedTuple):
-    """One turn of the loop for one text: one target pass, and what came of it.
+    """One step of the loop for one text: one target pass and its result.
 
-    ``tokens`` are the tokens emitted, of which the first ``accepted`` were drafted and the last, unless the text ended
-    first, was written by the target. ``offered`` is the depth that could have been accepted, and ``room`` the depth
-    that the text could still hold. The first step of a text is its prefill: one token, nothing offered. Seconds are the
-    text's share: those of the pass over its rows.
+    ``tokens`` are the new tokens: the first ``accepted`` of them were drafted; the last one was written by the target,
+    unless the text ended before it. ``offered`` is the depth of the tree up to the text's end, the most that could be
+    accepted; ``room`` is the depth that the text could still hold. The first step of a text is its prefill: one token,
+    nothing offered. Seconds are those of the pass, divided by its rows.
     """
 
     tokens: tuple[int, ...]
@@ -78,11 +78,11 @@ class Step(NamedTuple):
 
     @property
     def counts(self) -> StepCount:
-        """What the acceptance figures are made of."""
+        """Counts for the acceptance figures."""
         return StepCount(len(self.tokens), self.accepted, self.offered, self.drafted, self.room)
 
     def timed(self, draft_seconds: float, verify_seconds: float, total_seconds: float) -> "Step":
-        """The step with its seconds."""
+        """Return the step with its seconds."""
         return self._replace(draft_seconds=draft_seconds, verify_seconds=verify_seconds, total_seconds=total_seconds)
 
 
@@ -99,7 +99,7 @@ class Generation:
 
 
 class Batch:
-    """The rows being decoded, and the prompts that wait for one. Row i of the batch is ``texts[i]``."""
+    """The texts being decoded, row i being ``texts[i]``, and the prompts that wait for a row."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Batch:
         seeds: Sequence[int] | None = None,
         cache: PreallocatedCache | None = None,
     ) -> None:
-        """Refuse with ValueError what does not fit. The other arguments are those of `Engine.steps`."""
+        """Take ``rows`` texts at a time; the other arguments are those of `Engine.steps`, ValueError included."""
         for prompt in prompts:
             check_prompt(target, prompt, config)
         if drafter and config.rule:
@@ -130,7 +130,7 @@ class Batch:
         self.cache = cache if cache is not None else target.new_cache(longest + nodes, rows)
 
     def run(self) -> Iterator[tuple[int, Step]]:
-        """Decode until every prompt is done; yields (place of the prompt, its next step)."""
+        """Decode until every prompt is done; yield (place of the prompt, its next step)."""
         lease = self.cache.take()
         while self.waiting or self.texts:
             self.cache.check(lease)
@@ -166,13 +166,13 @@ class Batch:
         return [step.timed(*(second / len(steps) for second in seconds)) for step in steps]
 
     def _budget(self) -> Budget:
-        """The policy's choice; the policy is not asked where no text has room for a draft."""
+        """Return the policy's choice; if no text has room for a draft, plain decoding without asking the policy."""
         if self.drafter is None or not any(text.draft_room for text in self.texts):
             return PLAIN
         return self.policy.choose(self.drafter.budgets, len(self.texts))
 
     def _propose(self, budget: Budget) -> list[Proposal]:
-        """A tree for each row; the root alone where nothing is drafted."""
+        """Draft a tree for each row; the root alone if there is no drafter or no room."""
         depths = [min(budget.depth, text.draft_room) for text in self.texts]
         if self.session is None or not any(depths):
             return [Proposal.root_only(text.tokens[-1], self.target.device) for text in self.texts]
@@ -184,7 +184,7 @@ class Batch:
         )
 
     def _decide(self, texts: Sequence[Text], proposals: Sequence[Proposal], logits: Tensor) -> list[Verdict]:
-        """A verdict for each row. ``logits``: (rows, nodes, vocab), shorter rows padded."""
+        """Return a verdict for each row. ``logits``: (rows, nodes, vocab), shorter rows padded."""
         config = self.config
         history = None
         if config.sampling.needs_history:
@@ -195,7 +195,7 @@ class Batch:
         return decide(proposals, logits, config.sampling, config.rule, history, [text.source for text in texts])
 
     def _commit(self, row: int, tree: TokenTree, verdict: Verdict, start: int, hidden: Tensor, logits: Tensor) -> Step:
-        """Keep the accepted path's keys, drop the others, and let the text grow."""
+        """Keep the keys of the accepted path, drop the others, and append the new tokens to the text."""
         text = self.texts[row]
         path, room = verdict.path, text.draft_room
         text.hidden = hidden[path[-1] if path else 0]
@@ -204,14 +204,14 @@ class Batch:
         self._remember([*text.tokens, *tokens[:-1]])
         logprobs = self._logprobs(tree, verdict, logits)
         emitted = text.emit(tokens, self.stop)
-        # A text that ends inside the block was offered, and accepted, nothing behind its end.
+        # Tokens after the end of a text count neither as offered nor as accepted.
         cut = len(emitted) <= len(path)
         accepted = len(emitted) if cut else len(path)
         offered = len(emitted) if cut else tree.shape.max_depth
         return Step(emitted, accepted, offered, len(tree) - 1, room=room, logprobs=logprobs[: len(emitted)])
 
     def _refill(self) -> list[tuple[int, Step]]:
-        """Give the rows of finished texts to waiting prompts; close the gaps where none wait."""
+        """Give the rows of finished texts to waiting prompts; if none wait, move the last rows into the gaps."""
         free = [row for row, text in enumerate(self.texts) if text.finished]
         free += range(len(self.texts), self.rows)
         taken = free[: len(self.waiting)]
@@ -269,7 +269,7 @@ class Batch:
             self.cache.text = tuple(tokens)
 
     def _logprobs(self, tree: TokenTree, verdict: Verdict, logits: Tensor) -> tuple[float, ...]:
-        """Of the tokens of a verdict, under the target's own logits at the node before each."""
+        """Return the log-probability of each token of a verdict, by the target's own logits at the node before it."""
         if not self.config.logprobs:
             return ()
         tokens = [*(tree.token_list[node] for node in verdict.path), verdict.token]
@@ -278,7 +278,7 @@ class Batch:
 
 
 def check_prompt(target: CausalLM, prompt: Sequence[int], config: DecodingConfig) -> None:
-    """Refuse what cannot be decoded: no token ids, none at all, unknown ones, more than the target's context holds."""
+    """Raise ValueError for a prompt that is empty, holds unknown token ids, or exceeds the target's context."""
     check_ids(prompt, target.vocab_size)
     longest = len(prompt) + config.max_new_tokens
     if target.max_positions is not None and longest > target.max_positions:

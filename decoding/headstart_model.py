@@ -1,4 +1,4 @@
-"""A target and what speculates for it, behind transformers' `generate`."""
+"""A target and its drafter, behind transformers' `generate`."""
 
 import copy
 import warnings
@@ -26,10 +26,9 @@ from decoding.token_ids import check_tensor_of_ids
 
 
 class HeadstartModel:
-    """A target and what speculates for it, with transformers' `generate`.
+    """A target and its drafter (None: plain decoding), with transformers' `generate`.
 
-    The policy is kept from call to call, and one that learns goes on learning: sampled texts are repeated by their
-    seed only under the fixed one.
+    The policy is kept from call to call, and may adapt: only under the fixed policy does a seed repeat sampled texts.
     """
 
     def __init__(
@@ -52,15 +51,14 @@ class HeadstartModel:
         tokenizer: PreTrainedTokenizerBase | None = None,
         **draft_options: Any,
     ) -> "HeadstartModel":
-        """Read a target, and a drafter for it, from folders or the hub.
+        """Load a target, and a drafter for it, from folders or the Hub.
 
-        ``drafter``: a name of the registry with its path and options, as ``--drafter`` takes it
-        (``"lookup"``, ``"heads:runs/heads/final"``, ``"draft-tree:runs/draft/final,depth=5"``), the folder or hub id of
-        heads or of a draft alone, or None for plain decoding. ``draft_options`` are further options of it
-        (``tokens=4``; the list: ``headstart drafters``). A draft's tokenizer is compared with ``tokenizer``, by default
-        the target's own where the target is given by name. ``dtype`` and ``device`` (by default the GPU if there is
-        one; ``device_map="auto"`` takes all of them) are for targets given by name; heads and drafts follow their
-        target.
+        ``drafter``: a name of the registry with its path and options, as ``--drafter`` takes it (``"lookup"``,
+        ``"heads:runs/heads/final"``, ``"draft-tree:runs/draft/final,depth=5"``); or the folder or Hub id of heads or of
+        a draft alone; or None for plain decoding. ``draft_options`` are further options (``tokens=4``), listed by
+        ``headstart drafters``. A draft's tokenizer must match ``tokenizer``, by default the tokenizer of a target given
+        by name. ``dtype`` and ``device`` (default: the GPU if there is one; ``device_map="auto"``: all GPUs) apply to a
+        target given by name; heads and drafts follow their target.
         """
         if device is not None and device_map is not None:
             raise ValueError(f"device is {device} and device_map is {device_map!r}: give one of them")
@@ -82,7 +80,7 @@ class HeadstartModel:
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """The target's own: the defaults of `generate`."""
+        """Generation config of the target, the defaults of `generate`."""
         config: GenerationConfig = self.target.model.generation_config or GenerationConfig()
         return config
 
@@ -100,13 +98,13 @@ class HeadstartModel:
         seed: int | None = None,
         **options: Any,
     ) -> Int[Tensor, "batch length"] | SpeculativeOutput:
-        """transformers' `generate`, with its defaults and its result; ``options`` go over the generation config.
+        """Decode as transformers' `generate`, with its defaults and result; ``options`` override the generation config.
 
-        Greedy texts are those of the target's own `generate`, sampled ones are distributed like them, unless a lossy
-        ``rule`` is asked for. Without a ``seed`` it is drawn from torch's global generator, so that
-        ``torch.manual_seed`` repeats a text. ``batch_size`` rows (None: all) are decoded at a time. Processors see each
-        text without its padding. With ``return_dict_in_generate`` the result is a `SpeculativeOutput`. What is not
-        supported is refused by name.
+        Greedy texts equal those of the target's own `generate`; sampled texts have their distribution, unless a lossy
+        ``rule`` is given. Without a ``seed`` one is drawn from torch's global generator, so that ``torch.manual_seed``
+        repeats a text. ``batch_size`` rows (None: all) are decoded at a time. Processors see each text without its
+        padding. With ``return_dict_in_generate`` the result is a `SpeculativeOutput`. ValueError names an option that
+        is not supported.
         """
         input_ids = _one_of(input_ids, options.pop("inputs", None))
         if input_ids is not None:
@@ -140,7 +138,7 @@ class HeadstartModel:
         return output if config.return_dict_in_generate else output.sequences
 
 
-# --- what generate's options mean -----------------------------------------------------------------------------------
+# --- the options of generate ----------------------------------------------------------------------------------------
 
 _REFUSED_ARGUMENTS = {
     "stopping_criteria": "say where texts end by eos_token_id, stop_strings or max_new_tokens",
@@ -163,11 +161,11 @@ _REFUSED_SETTINGS = {
     "output_hidden_states": "run the target on the finished text",
     "max_time": "bound the text by max_new_tokens",
 }
-_DEFAULT_NEW_TOKENS = 20  # of transformers
+_DEFAULT_NEW_TOKENS = 20  # transformers' default
 
 
 def _refuse_arguments(options: dict[str, Any]) -> None:
-    """Refuse what `generate` takes beside its config and cannot be had here; take what is switched off away."""
+    """Refuse arguments of `generate` that are not supported; remove those among them that are switched off."""
     for name, remedy in _REFUSED_ARGUMENTS.items():
         value = options.pop(name, None)
         if value is not None and value is not False and not (isinstance(value, list) and not value):
@@ -177,7 +175,7 @@ def _refuse_arguments(options: dict[str, Any]) -> None:
 def _resolve(
     defaults: GenerationConfig, given: GenerationConfig | None, options: Mapping[str, Any]
 ) -> GenerationConfig:
-    """``options`` over the config given over the model's own; still unset is what nobody set."""
+    """Merge ``options`` over ``given`` over ``defaults``; a value that none of them sets stays unset."""
     config: GenerationConfig = copy.deepcopy(given) if given is not None else GenerationConfig()
     config.update(**defaults.to_dict(), defaults_only=True, allow_custom_entries=True)
     unknown = [name for name, value in config.update(**options).items() if value is not None]
@@ -190,12 +188,12 @@ def _resolve(
 
 
 def _resolve_lengths(config: GenerationConfig, width: int, max_positions: int | None) -> int:
-    """How many new tokens at most; lengths that count the prompt, its padding included, become new tokens too."""
+    """Return the greatest number of new tokens; convert lengths that count the prompt with its padding."""
     if config.min_new_tokens is None and config.min_length:
         config.min_new_tokens = max(0, config.min_length - width)
     config.min_length = None
     if config.eos_token_id is None:
-        config.min_new_tokens = None  # no end to hold back
+        config.min_new_tokens = None  # without EOS there is no end to delay
     if config.max_new_tokens is not None:
         return int(config.max_new_tokens)
     if config.max_length is None:
@@ -214,7 +212,7 @@ def _bos_prompt(config: GenerationConfig, device: torch.device) -> Tensor:
 
 
 def _mask_as_generate(input_ids: Tensor, padding: int | None, eos: Sequence[int]) -> Tensor | None:
-    """Where nobody gave a mask, padding tokens are hidden, unless they may be the end of a text."""
+    """Return a mask that hides padding tokens; None if they may be the end of a text."""
     return None if padding is None or padding in eos else input_ids.ne(padding)
 
 

@@ -1,4 +1,4 @@
-"""One text while it is decoded: its tokens, its two streams of random numbers, its history."""
+"""A text while it is decoded: its tokens, its two streams of random numbers, its history."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from decoding.stopping import StopCheck
 
 
 class Text:
-    """A prompt and the tokens written behind it. ``place`` (from 0) is the prompt's among all that are decoded."""
+    """A prompt and the tokens written after it. ``place`` (from 0) is the prompt's place among all prompts."""
 
     def __init__(self, place: int, prompt: Sequence[int], seed: int, max_new_tokens: int, history: History) -> None:
         self.place = place
@@ -18,8 +18,8 @@ class Text:
         self.prompt_length = len(prompt)
         self.finished = False
         self.hidden = torch.empty(0)
-        """The lm_head's input when the target wrote the last token, (hidden,)."""
-        # Two streams of one seed: drafting does not shift what the target draws.
+        """Input of the lm_head from which the target wrote the last token, (hidden,)."""
+        # Two streams of one seed: draws for the draft do not change the target's draws.
         self.source = GeneratorSource.from_seed(seed, "verify")
         self.draft_source = GeneratorSource.from_seed(seed, "draft")
         self.history = history
@@ -27,11 +27,11 @@ class Text:
 
     @property
     def draft_room(self) -> int:
-        """The deepest draft that could be emitted whole: one more token is the target's own."""
+        """Depth of the deepest draft that fits as a whole, with one more token by the target."""
         return self._longest - len(self.tokens) - 1
 
     def emit(self, tokens: tuple[int, ...], stop: StopCheck) -> tuple[int, ...]:
-        """Append ``tokens`` up to the text's end, if the end is among them; returns those appended."""
+        """Append ``tokens`` up to the end of the text, if it is among them; return the appended ones."""
         room = self._longest - len(self.tokens)
         kept, ended = stop.cut(self.tokens[self.prompt_length :], tokens[:room])
         self.tokens += kept

@@ -185,7 +185,7 @@ def test_a_folder_typed_wrong_is_told_from_a_hub_id(tmp_path: Path, monkeypatch:
     def said(name: str, *more: str) -> str:
         return error_of(["generate", "--target", name, "--prompt", "a", *more])
 
-    both = "and as a model on the hub it cannot be had: "
+    both = "and loading it from the Hub failed: "
     assert f"'runs/fnal': there is no such folder (runs/ holds final, other), {both}" in said("runs/fnal")
     assert f"'storyteler': there is no such folder (is it storyteller?), {both}" in said("storyteler")
     assert f"'org/name': there is no such folder, {both}" in said("org/name")

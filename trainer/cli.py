@@ -111,7 +111,7 @@ def features(
 def plan_training(
     recipe: Annotated[str, typer.Argument(help="YAML recipe.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the recipe.")] = None,
-    processes: Annotated[int, typer.Option(min=1, help="How many it will be launched with, of one device each.")] = 1,
+    processes: Annotated[int, typer.Option(min=1, help="Processes of the launch, one device each.")] = 1,
     zero_stage: Annotated[int, typer.Option(min=0, max=3, help="DeepSpeed's, 1 to 3; 0 is none.")] = 0,
     steps: Annotated[int, typer.Option(min=0, help="Real steps to measure the time by; 0 measures none.")] = 5,
 ) -> None:

@@ -66,12 +66,12 @@ class Drafter(ABC):
 
     @property
     def label(self) -> str:
-        """Its name in tables: the kind, and how much it drafts where that tells two of a kind apart."""
+        """Name in tables: the kind of drafter, with the size of its drafts if two of a kind may differ in it."""
         return self.name
 
     @property
     def max_positions(self) -> int | None:
-        """The longest text it can draft for, in tokens; None where its own models set no limit."""
+        """Length of the longest text that it can draft for, in tokens; None if its own models set no limit."""
         return None
 
     @property

@@ -1,7 +1,7 @@
 """The one list of drafters by name: for the command line, `HeadstartModel.from_pretrained`, and training's evaluation.
 
-A drafter is asked for as ``NAME[:PATH][,option=value,…]``: ``lookup``, ``heads:runs/heads/final``,
-``draft-tree:runs/draft/final,depth=5``. A path alone stands for the heads or the draft in it.
+A drafter is written as ``NAME[:PATH][,option=value,…]``: ``lookup``, ``heads:runs/heads/final``,
+``draft-tree:runs/draft/final,depth=5``. A path alone means the heads or the draft in it.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,7 +42,7 @@ LoadedWeights = MedusaHeads | CausalLM | ForeignDraft | None
 
 @dataclass(frozen=True)
 class Entry:
-    """A drafter of the registry. ``make`` takes its loaded weights, None where it has none, and its options by name."""
+    """A drafter of the registry. ``make`` takes its loaded weights (None if it has none) and its options by name."""
 
     summary: str
     weights: Weights | None
@@ -57,7 +57,7 @@ def _entry(
     own: Mapping[str, Option] | None = None,
     **parameters: str,
 ) -> Entry:
-    """An entry whose options are parameters of the drafter's class, ``option=parameter``, and ``own`` ones."""
+    """Make an entry whose options are parameters of the drafter's class (``option=parameter``) and ``own`` ones."""
     options = {**(own or {}), **options_of(kind, **parameters)}
 
     def make(loaded: Any, values: Mapping[str, Any]) -> Drafter:
@@ -77,7 +77,7 @@ def _draft() -> Entry:
     options = options_of(
         DraftModelDrafter, branching="branching", with_replacement="with_replacement", stop_below="stop_below"
     )
-    # A chain is said by its length: another way to give the branching.
+    # ``tokens`` is a shorter way to give the branching of a chain: its length.
     tokens = Option("branching", len(options["branching"].default), WHOLE, whole)
     options = {"tokens": tokens, **options}
 
@@ -137,7 +137,7 @@ _LOOKUP_OPTIONS = {
 
 
 def _parted(values: Mapping[str, Any]) -> tuple[dict[str, Any], PromptLookupDrafter]:
-    """The values that are not the lookup's, and the lookup of those that are."""
+    """Return the values that are not the lookup's, and a lookup made of the others."""
     own = {name: value for name, value in values.items() if not name.startswith(_PREFIX)}
     rest = {name.removeprefix(_PREFIX): value for name, value in values.items() if name not in own}
     lookup = _LOOKUP.make(None, rest)
@@ -157,7 +157,7 @@ def _cascade() -> Entry:
 
 
 def _hybrid(first: Entry | None = None) -> Entry:
-    """The entry whose tree begins with the tree of ``first``; None: as the list shows it, before that is known."""
+    """Make the entry of a lookup joined to ``first``; with None the entry of the list, before ``of`` is known."""
 
     def make(weights: Any, values: Mapping[str, Any]) -> Drafter:
         assert first is not None
@@ -188,7 +188,7 @@ REGISTRY: Mapping[str, Entry] = {
 
 
 def named_drafter(name: str, weights: LoadedWeights = None, **options: Any) -> Drafter:
-    """A drafter by its name in the registry, of weights in memory: ``named_drafter("draft", draft, tokens=4)``."""
+    """Make a drafter by its name, from weights in memory: ``named_drafter("draft", draft, tokens=4)``."""
     entry = _entry_of(name, options.get("of"))
     return entry.make(weights, read_options(options, entry.options, f"the drafter {name}"))
 
@@ -196,9 +196,9 @@ def named_drafter(name: str, weights: LoadedWeights = None, **options: Any) -> D
 def parse_drafter(text: str, **options: Any) -> DrafterSpec:
     """Read ``NAME[:PATH][,option=value,…]`` or ``PATH[,option=value,…]``; ``options`` are further ones.
 
-    ValueError in one sentence for what is misspelt, missing or out of range. The weights are not read, but a PATH
-    without a name is looked at, on the hub if it is no folder: it stands for ``heads``, else for ``draft-tree`` where
-    an option is one of the tree's, else for ``draft``.
+    ValueError, in one sentence, for an item that is misspelt, missing or out of range. The weights are not read, but a
+    PATH without a name is looked up, on the Hub if it is no folder: it means ``heads`` if it holds heads, else
+    ``draft-tree`` if an option is one of the tree's, else ``draft``.
     """
     name, path, given = split_words(text, tuple(REGISTRY))
     given = {**given, **options}
@@ -227,17 +227,17 @@ def _recognised(path: str | None, options: Mapping[str, Any]) -> str:
 
 
 def _names_heads(name: str) -> bool:
-    """True for a folder, or a hub id, of heads."""
+    """Return True for a folder, or a Hub id, of heads."""
     if Path(name).exists():
         return is_heads_folder(name)
     try:
         return is_heads_folder(Path(hf_hub_download(name, CONFIG_NAME)).parent)
-    except (OSError, ValueError):  # reading the draft will say what is wrong
+    except (OSError, ValueError):  # reading the draft raises the error
         return False
 
 
 class DrafterLoader:
-    """Reads the weights of drafters for one target, each once however many drafters share them."""
+    """Loader of drafters for one target; drafters with the same path share their weights."""
 
     def __init__(
         self,
@@ -245,12 +245,12 @@ class DrafterLoader:
         tokenizer: PreTrainedTokenizerBase | str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        """``tokenizer``: the target's, or its folder or hub id; a draft's is compared with it, unless it is None."""
+        """``tokenizer``: the target's, or its folder or Hub id; a draft's must match it (None: not compared)."""
         self._target, self._tokenizer, self._trusted = target, tokenizer, trust_remote_code
         self._loaded: dict[tuple[Weights, str], LoadedWeights] = {}
 
     def load(self, spec: DrafterSpec) -> Drafter:
-        """The drafter; ValueError where its weights cannot be read or do not fit the target."""
+        """Load the drafter; ValueError if its weights cannot be read or do not fit the target."""
         entry = _entry_of(spec.name, spec.options.get("of"))
         if entry.weights is None:
             return entry.make(None, spec.options)
@@ -278,10 +278,10 @@ class DrafterLoader:
 
 
 def _heads_folder(name: str) -> Path:
-    """The folder of heads, fetched where it is no folder here but a hub id."""
+    """Return the folder of heads, downloaded if the name is a Hub id."""
     if Path(name).exists():
         return Path(name)
     try:
         return Path(snapshot_download(name, allow_patterns=[CONFIG_NAME, WEIGHTS_NAME]))
-    except (OSError, ValueError):  # `load_heads` says what stands beside it
+    except (OSError, ValueError):  # `load_heads` raises the error, and lists the folders beside it
         return Path(name)

@@ -1,4 +1,4 @@
-"""Drafters in words: ``NAME[:PATH][,option=value,…]``, and options whose types and defaults are a class's own."""
+"""Drafters as text: ``NAME[:PATH][,option=value,…]``, and options with the types and defaults of a class."""
 
 import math
 import re
@@ -11,23 +11,23 @@ from typing import Any, NamedTuple, get_args
 
 
 class Option(NamedTuple):
-    """An option of a drafter. ``parameter`` is what the drafter's class calls it."""
+    """An option of a drafter. ``parameter`` is its name in the drafter's class."""
 
     parameter: str
     default: Any
     wanted: str
-    """The values it takes, in words."""
+    """Description of the values that it takes."""
     read: Callable[[str], Any]
-    """Text to value; ValueError for a text that is none."""
+    """Function from text to value; ValueError for any other text."""
 
     @property
     def shown(self) -> str:
-        """The default as a spec has it; empty for none."""
+        """Default value as a spec writes it; empty if it is None."""
         return "" if self.default is None else written(self.default)
 
 
 class Words(NamedTuple):
-    """A spec taken apart, nothing in it checked. ``name`` is None where the text begins with the path."""
+    """Parts of a spec, unchecked. ``name`` is None if the text begins with the path."""
 
     name: str | None
     path: str | None
@@ -36,7 +36,7 @@ class Words(NamedTuple):
 
 @dataclass(frozen=True)
 class DrafterSpec:
-    """A drafter that was asked for: its name in the registry, the path of its weights, its options by name."""
+    """A requested drafter: its name in the registry, the path of its weights, its options by name."""
 
     name: str
     path: str | None
@@ -46,16 +46,16 @@ class DrafterSpec:
         return self.with_path(self.path)
 
     def with_path(self, path: str | None) -> str:
-        """The spec in words, ``path`` in the place of its own."""
+        """Write the spec with ``path`` in place of its own."""
         options = [f"{name}={written(value)}" for name, value in self.options.items()]
         items = [*([path] if path is not None else []), *options]
         return self.name + (":" if items else "") + ",".join(items)
 
 
 def split_words(text: str, names: Sequence[str]) -> Words:
-    """Take a spec apart. A text that begins with none of ``names`` is a path, if it can be one.
+    """Split a spec into its parts. A text that begins with none of ``names`` is a path if it exists or has a slash.
 
-    ValueError for a name that is unknown, and for an item that is neither the path nor ``option=value``.
+    ValueError for an unknown name, and for an item that is neither the path nor ``option=value``.
     """
     head = re.split("[:,]", text, maxsplit=1)[0]
     named = head in names
@@ -78,7 +78,7 @@ def split_words(text: str, names: Sequence[str]) -> Words:
 
 
 def options_of(make: Callable[..., Any], **parameters: str) -> dict[str, Option]:
-    """The options of a class, or of another callable: ``option=parameter``; types and defaults are the parameters'."""
+    """Return the options ``option=parameter`` of a class or function, with the parameters' types and defaults."""
     known = signature(make).parameters
     options = {}
     for option, parameter in parameters.items():
@@ -88,9 +88,9 @@ def options_of(make: Callable[..., Any], **parameters: str) -> dict[str, Option]
 
 
 def read_options(given: Mapping[str, Any], known: Mapping[str, Option], of: str) -> dict[str, Any]:
-    """The values of the options given, each as a text or as what the text would be read as.
+    """Read the values of the given options, each a text or a value already read.
 
-    ValueError in one sentence for an option that ``known`` lacks and for a value that does not fit; ``of`` names the
+    ValueError, in one sentence, for an option that ``known`` lacks and for a value that does not fit; ``of`` names the
     drafter in it.
     """
     values = {}
@@ -111,7 +111,7 @@ def read_options(given: Mapping[str, Any], known: Mapping[str, Option], of: str)
 
 
 def one_of(*choices: str) -> tuple[str, Callable[[str], str]]:
-    """The reader of an option that takes one of some words."""
+    """Return the description and the reader of an option that takes one of ``choices``."""
 
     def read(text: str) -> str:
         if text not in choices:
@@ -122,7 +122,7 @@ def one_of(*choices: str) -> tuple[str, Callable[[str], str]]:
 
 
 def whole(text: str) -> int:
-    """A whole number of at least 1."""
+    """Read a whole number of at least 1."""
     number = int(text)
     if number < 1:
         raise ValueError
@@ -167,7 +167,7 @@ def _reader(annotation: Any) -> tuple[str, Callable[[str], Any]]:
 
 
 def written(value: Any) -> str:
-    """A value as `read_options` reads it."""
+    """Write a value as `read_options` reads it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -12,8 +12,8 @@ from typing import Any
 
 WITHHELD = "(withheld)"
 
-# Starts of POSIX, home, dot and drive paths and of file URLs, then of Windows paths. A single backslash is none, as it
-# also occurs in regular expressions.
+# Starts of POSIX, home, dot and drive paths and of file URLs, then of Windows paths. A single backslash starts no
+# path, as regular expressions hold it, too.
 _START = r"(?:(?:file://)?(?:~[\w.-]*|[A-Za-z]:|\.{1,2})?/|[A-Za-z]:\\|\\\\)"
 _WHOLE_PATH = re.compile(rf"{_START}[^\n]*")
 # A path inside a longer text: it has two parts or more and ends at a blank or a quote. The lookbehind excludes
@@ -102,7 +102,7 @@ def _published(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _published_value(value: str) -> str:
-    """An option's value: a name, or a drafter's ``NAME:PATH,option=value`` with its path cut."""
+    """Return an option's value fit to publish; of a drafter's ``NAME:PATH,option=value`` the path is cut."""
     spec = _DRAFTER.fullmatch(value)
     if spec is None or value.startswith(("file:", "http:", "https:")):
         return published_name(value)
@@ -110,7 +110,7 @@ def _published_value(value: str) -> str:
 
 
 def published_name(value: str) -> str:
-    """A file or folder that is here by its name alone, however it is written; other paths cut to their last part."""
+    """Cut the value to its last part if it is a path, or the name of an existing file or folder; withhold secrets."""
     return str(without_local_paths(basename(value) if value and os.path.exists(value) else value))
 
 

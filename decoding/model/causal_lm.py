@@ -116,7 +116,7 @@ class CausalLM:
         ``eager`` with neither, for tests. Such a model decodes one batch at a time.
         """
         _refuse_unfit(model)
-        leave_out_cudnn()  # here, as every decoding, teaching or distilled model passes here; for the peers, too
+        leave_out_cudnn()  # here, because every model passes here; it also holds for the peers
         self.model = model
         self.output_tokens = None if output_tokens is None else output_tokens.to(model.device)
         text_config = model.config.get_text_config(decoder=True)
@@ -157,7 +157,7 @@ class CausalLM:
         return dtype
 
     def new_cache(self, capacity: int, rows: int = 1) -> PreallocatedCache:
-        """Make a cache for ``rows`` texts of about ``capacity`` positions; a static model gives its only one anew."""
+        """Make a cache for ``rows`` texts of about ``capacity`` positions; a static model restarts its only cache."""
         if self._static is None:
             return PreallocatedCache(self.num_layers, capacity, rows, self._key_devices)
         capacity = self._static.capacity(capacity)

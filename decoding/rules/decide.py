@@ -20,11 +20,11 @@ def decide(
     history: HistoryRows | None,
     sources: Sequence[RandomSource],
 ) -> list[Verdict]:
-    """A verdict for each row: the accepted path and the target's own token behind it.
+    """Return a verdict for each row: the accepted path and the target's own token after it.
 
     Rows with fewer nodes than others are padded in ``logits``. ``history`` has a row for each node of each tree, one
-    tree after the other; None where no control needs it. With ``rule`` None each row takes the lossless rule that fits
-    its proposal. At temperature 0 every rule is the greedy one: the argmax decides.
+    tree after the other; None if no control reads it. ``rule`` None takes the lossless rule that fits each proposal. At
+    temperature 0 every rule is the greedy one: the argmax decides.
     """
     trees = [proposal.tree for proposal in proposals]
     sizes = [len(tree) for tree in trees]
@@ -40,5 +40,5 @@ def decide(
 
 
 def _rule_for(proposal: Proposal, rule: Rule | None) -> Rule:
-    # Where nothing is drafted there is no draft to judge, and every rule writes from p.
+    # The root alone is a deterministic proposal, which some rules refuse; there, all rules would draw from p.
     return rule if rule and len(proposal.tree) > 1 else lossless_rule(proposal)

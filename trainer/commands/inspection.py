@@ -37,7 +37,7 @@ _FIELDS = (
     "packing",
     "bad_rows",
 )
-"""Of the data section, that options of the same names stand over."""
+"""Fields of the data section that options of the same names override."""
 
 
 class _Task(NamedTuple):
@@ -114,7 +114,7 @@ def _print_row(console: Console, task: _Task, row: Row, encoded: Encoded | Value
 
 
 def marked_text(example: Example, tokenizer: PreTrainedTokenizerBase, colour: bool) -> Text:
-    """A sequence as text, special tokens written out; what is trained in green, or else in brackets."""
+    """A sequence as text, special tokens written out; trained tokens in green, or between brackets without colour."""
     text = Text()
     for trained, pieces in groupby(_pieces(example, tokenizer), key=lambda piece: piece[1]):
         text.append(_BEGIN if trained and not colour else "")

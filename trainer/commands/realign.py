@@ -58,12 +58,12 @@ Figures = dict[str, dict[str, Any]]
 
 
 class Fit(NamedTuple):
-    """What is known of a target and its draft before anything is spent."""
+    """Figures of a target with its draft on the held-out prompts."""
 
     figures: Figures
-    """Of the stale draft."""
+    """The draft's figures by setting."""
     heldout: int
-    """Prompts they are measured with."""
+    """Number of prompts measured with."""
     positions: int
     """The longest text that both can hold."""
 
@@ -114,7 +114,7 @@ def _check(options: RealignOptions) -> None:
 
 
 def split_prompts(options: RealignOptions) -> None:
-    """Write the three files of prompts, each row to one of them. What is not learnt from is the last rows'."""
+    """Write the three files of prompts, each row to one of them; the last rows are held out."""
     rows = [line.rstrip(b"\n") for _, line in read_lines(resolve(options.prompts))][: options.limit]
     choosing = min(_MOST_CHOOSING, math.ceil(len(rows) / 50))
     if options.heldout is None:
@@ -133,7 +133,7 @@ def split_prompts(options: RealignOptions) -> None:
 
 
 def _questions(options: RealignOptions, name: str) -> RegenerateOptions:
-    """How the target answers, the stale draft speculating for it, which changes nothing but the time it takes."""
+    """Options to let the target answer a file; the stale draft speculates, which saves time and changes no answer."""
     return RegenerateOptions(
         prompts=str(options.output / name),
         output=answers_to(options.output / name),
@@ -156,7 +156,7 @@ def answers_to(prompts: Path) -> Path:
 
 
 def recipe_of(options: RealignOptions, positions: int) -> AnyRecipe:
-    """How the draft is trained. ``positions`` is the longest text that target and draft can hold."""
+    """The recipe that trains the draft. ``positions`` is the longest text that target and draft can hold."""
     every = max(1, options.steps // 10)
     content: dict[str, Any] = {
         "kind": "draft",

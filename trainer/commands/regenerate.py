@@ -33,7 +33,7 @@ from trainer.terminal.progress import ProgressBar
 
 @dataclass
 class Summary:
-    """What one run did. ``differing``: answers that give other tokens when tokenized again; only known in process."""
+    """Counts of one run. ``differing``: answers that give other tokens when tokenized again; known in process only."""
 
     rows: int
     before: int

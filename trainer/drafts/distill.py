@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # slow to import, and not of use to every draft
 
 
 class TeacherSource(Protocol):
-    """What gives the target's distribution: the target itself, or its logits on disk."""
+    """Source of the target's distribution: the target itself, or its logits on disk."""
 
     def for_batch(self, batch: Batch) -> Teacher:
         """At the positions whose next token is trained, row by row."""
@@ -54,18 +54,18 @@ class OnlineTeacher:
 
 @dataclass(frozen=True)
 class DraftInputs:
-    """What a draft learns from: a batch, and at its labelled positions, row by row, the target's distribution."""
+    """Inputs of a draft's step: a batch, and the target's distribution at its labelled positions, row by row."""
 
     batch: Batch
     teacher: Teacher | None
-    """None where only the data's tokens are learnt."""
+    """None where only the data's tokens are trained on."""
 
 
 class DraftLogits:
-    """How a model's logits come from its lm_head's products: what the losses have to know of a draft."""
+    """The way from a draft's lm_head products to its logits, as the losses need it."""
 
     def __init__(self, model: PreTrainedModel, output_tokens: Int[Tensor, " outputs"] | None, vocab_size: int) -> None:
-        """``vocab_size`` is the target's: of what only the draft knows nothing is learnt, nor decoded."""
+        """``vocab_size`` is the target's: tokens that only the draft knows are neither trained nor decoded."""
         check_logits(model, "draft")
         config = model.config.get_text_config(decoder=True)
         self._scale, self.soft_cap = logit_scale(config), getattr(config, "final_logit_softcapping", None)
@@ -95,7 +95,7 @@ class DistillTraining(nn.Module):
         self._mix = LossMix.of(loss) if loss.mix else None
         width = CausalLM(self.base).hidden_size
         self.projection: nn.Linear | None = None
-        if loss.hidden and width != hidden_size:  # learnt beside the draft, and no part of it
+        if loss.hidden and width != hidden_size:  # trained beside the draft, and no part of it
             self.projection = nn.Linear(width, hidden_size, bias=False)
 
     @property
@@ -171,7 +171,7 @@ class DistillObjective:
         return (DraftInputs(batch, teacher),)
 
     def draft_for_decoding(self) -> CausalLM:
-        """The draft as it is now, adapters merged, in the target's dtype: a copy that training leaves alone."""
+        """A copy of the draft by its present weights, adapters merged, in the target's dtype."""
         draft: Any = copy.deepcopy(self.module.draft)
         if self._section.lora is not None:
             draft = cast("PeftModel", draft).merge_and_unload()

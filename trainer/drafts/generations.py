@@ -22,18 +22,19 @@ from trainer.terminal.place import ALONE, Place
 Kind = Literal["offline", "target", "draft", "loop"]
 """Where a sequence comes from: see `PolicySection`."""
 LONGEST_PERIOD = 16
-"""In tokens, of what a collapsed text repeats."""
+"""Tokens of the longest pattern that a collapsed text may repeat."""
 REPEATS = 4
+"""Repetitions of the pattern, at least."""
 ENDLESS = 32
-"""A text that did not end has collapsed if what it repeats at its end is there so often, in so many tokens."""
+"""Tokens at the end of a collapsed text that repeat one pattern, at least."""
 
 
 def is_collapsed(answer: Sequence[int], ended: bool) -> bool:
-    """Whether a text is empty, or repeats itself to no end. ``answer`` goes up to the token that ended it, if one did.
+    """True for an answer that is empty or repeats itself without end. An answer that ``ended`` includes its end token.
 
-    Empty: it ended with its first token. Endless: it was cut off, and its last 32 tokens or more (of a short one three
-    quarters, at least 8) are one sequence of up to 16 tokens, four times or more. The rows of a table differ from one
-    another, and a text that ends by itself has not collapsed however often it said the same.
+    Empty: the first token ended it. Endless: it was cut off, and the last `ENDLESS` or more tokens (of a short answer
+    three quarters, at least 8) are one pattern of at most `LONGEST_PERIOD` tokens, at least `REPEATS` times. The rows
+    of a table differ from one another; an answer that ended has not collapsed however often it repeats itself.
     """
     if ended:
         return len(answer) == 1
@@ -42,7 +43,7 @@ def is_collapsed(answer: Sequence[int], ended: bool) -> bool:
 
 
 def _repeated(tokens: Sequence[int], period: int) -> int:
-    """How many tokens at the end repeat those ``period`` before them, with the first of what they repeat."""
+    """Length of the end that repeats with this period, its first ``period`` tokens included."""
     length = period
     while length < len(tokens) and tokens[-length - 1] == tokens[-length - 1 + period]:
         length += 1
@@ -88,8 +89,10 @@ class Written(NamedTuple):
 
 
 class TextWriter:
-    """Writes texts with a draft as it is now. What a text says does not depend on those it is written with, up to
-    rounding: each has a seed of its own."""
+    """Writer of texts by a draft's present weights.
+
+    Up to rounding, a text does not depend on the texts decoded beside it: each has a seed of its own.
+    """
 
     def __init__(
         self,
@@ -152,7 +155,7 @@ def _seed_of(seed: int, order: Order) -> int:
 
 
 class WindowFiles:
-    """What was written, in a folder of JSON lines: a file for each process and each time that texts were written.
+    """Written texts in a folder of JSON lines: one file for each process and each writing.
 
     A file is called by the steps that were done then, as a checkpoint is: ``after-00000020-process-0-of-2.jsonl``. A
     run that goes on from between two such times reads its texts from them. Older ones than ``kept_steps`` are removed.
@@ -176,7 +179,7 @@ class WindowFiles:
         write_text(self.folder / name, "".join(json.dumps(row) + "\n" for row in rows))
 
     def _remove_others(self, done: int) -> None:
-        """What is too old, and what as many steps left that were dealt out to another number of processes."""
+        """Remove files older than ``kept_steps``, and files of the same step from another number of processes."""
         for path in self.folder.glob("after-*.jsonl"):
             same = path.name.startswith(_window_name(done))
             if path.name < _window_name(max(0, done - self._kept_steps)) or (

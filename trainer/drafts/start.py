@@ -111,7 +111,7 @@ def coverage(examples: Sequence[Example], tokens: Sequence[int] | Int[Tensor, " 
 
 
 def _trained_tokens(example: Example) -> Iterator[int]:
-    """What the draft is to write: the tokens trained, but for each document's first, which nothing predicts."""
+    """Tokens for the draft to write: the trained ones, without each document's first, which nothing predicts."""
     firsts = {0, *accumulate(example.lengths)}
     for place, (token, trained) in enumerate(zip(example.tokens, example.trained, strict=True)):
         if trained and place not in firsts:
@@ -197,7 +197,7 @@ def _new_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: 
 
 
 def _keep_ends(draft: PreTrainedModel, target: PreTrainedModel) -> None:
-    """How texts end is as in the target; how the target likes to be sampled is not."""
+    """Copy the ends of texts from the target's generation config, and none of its sampling settings."""
     if (ends := target.generation_config) is not None:
         draft.generation_config = GenerationConfig(
             bos_token_id=ends.bos_token_id, eos_token_id=ends.eos_token_id, pad_token_id=ends.pad_token_id
@@ -258,7 +258,7 @@ def _check_known(base: PreTrainedConfig, changes: Mapping[str, Any]) -> None:
 
 
 def _heads_that_follow(base: PreTrainedConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """What heads are by default: each as large as hidden_size leaves room for, and all with keys of their own.
+    """Attention sizes that follow from hidden_size: head_dim fills it, and each head has keys of its own.
 
     For a target that has it so too, whose config then says it in figures of its own.
     """

@@ -1,4 +1,4 @@
-"""A report's figures go on the card of the very weights that were measured, and on no other."""
+"""The check that a report measured the very weights whose card its figures go on."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ def drafters_of(report: dict[str, Any], source: Path) -> frozenset[str]:
 
 
 def check_measured(report: dict[str, Any], name: str, source: Path, kind: str) -> None:
-    """`ValueError` unless the report measured the artefact in ``source``, on the target it belongs to.
+    """Raise `ValueError` unless the report measured the artefact in ``source``, on its own target.
 
     ``kind`` is "heads" or "draft"; ``name`` is the report's, for errors.
     """
@@ -48,9 +48,9 @@ def _weights(report: dict[str, Any]) -> dict[Any, Any]:
 
 
 def _target_of(source: Path) -> str | None:
-    """The fingerprint of the target that the artefact in ``source`` belongs to; None where it is not recorded.
+    """Return the fingerprint of the target that the artefact in ``source`` belongs to; None where it is not recorded.
 
-    Heads that were trained with adapters belong to the adapted target beside them, not to the one they started on.
+    Heads trained jointly with adapters belong to the adapted target beside them, not to the target at the start.
     """
     stored = read_stored_provenance(source)
     if stored is None:

@@ -1,4 +1,4 @@
-"""The figures of a report by `decoding.measure.evaluate` that belong on an artefact's card, as texts for tables."""
+"""Figures for an artefact's card, from a report by `decoding.measure.evaluate`, as texts for tables."""
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ _LABELS = ("lossless", "lossy")
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """One method under one setting. Every figure comes with its interval or quartiles; a dash stands for none."""
+    """One method under one setting. Every figure has its interval or quartiles; a dash stands for a missing one."""
 
     setting: str
     method: str
@@ -23,12 +23,12 @@ class MeasuredRow:
     over_transformers: str
     identical: str
     positions: tuple[tuple[str, str], ...]
-    """At each drafted position, from 1: conditional and unconditional acceptance, with interval and count"""
+    """At each drafted position, from 1: conditional and unconditional acceptance, with interval and count."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured, on what."""
+    """The measured rows for a card, with the hardware, the prompts and the commit behind them."""
 
     hardware: str
     dtype: str
@@ -46,10 +46,11 @@ class Measured:
 
 
 def read_measured(report: dict[str, Any], name: str, kind: str, drafters: Container[str] | None = None) -> Measured:
-    """The figures for the card of heads or a draft; ``name`` is the report's, for errors.
+    """Read the figures for the card of heads or a draft; ``name`` is the report's, for errors.
 
-    They are those of ``kind`` ("heads" or "draft"), of plain decoding, and of the peers that need nothing else.
-    `ValueError` if a row lacks its promise or holds what is no figure.
+    Rows of ``kind`` ("heads" or "draft") by one of ``drafters`` (None: by any) are kept, those of plain decoding, and
+    those of peers without an artefact.
+    `ValueError` if a row lacks its label or holds something else than a figure.
     """
     rows = report.get("rows")
     if not isinstance(rows, list) or not rows:
@@ -109,7 +110,7 @@ def _of(share: dict[str, Any]) -> str:
 
 
 def _hardware(hardware: dict[str, Any]) -> str:
-    """The accelerator if there was one, and the processor with the threads it ran."""
+    """Name the accelerator, if there was one, and the processor with its threads."""
     processor = _said(hardware.get("processor"))
     if hardware.get("threads"):
         processor += f" ({hardware['threads']} threads)"

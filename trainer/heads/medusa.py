@@ -37,7 +37,7 @@ _RANKS = 10  # of each head's best tokens, as in Medusa's published trees
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """What the heads learn from: a batch, the target's states on it, and what of the target they share or imitate."""
+    """Inputs of the heads' step: a batch, the target's states on it, and the target's parts that heads share."""
 
     batch: Batch
     hidden: Float[Tensor, "batch positions hidden"]
@@ -185,7 +185,7 @@ class MedusaObjective:
 
 
 def head_counts(batch: Batch, num_heads: int) -> Float[Tensor, " heads"]:
-    """How many labels each head has."""
+    """Number of labels of each head."""
     return torch.stack([batch.labelled(k + 2).sum() for k in range(num_heads)])
 
 

@@ -56,8 +56,8 @@ class JointTraining(nn.Module):
     ) -> TermSums:
         """Losses (heads + 1,). Without ``joint`` the target stands still.
 
-        ``teacher`` holds the hidden states of the target as it was, for the divergence from it; without them its own
-        loss is the cross entropy on the data.
+        ``teacher`` holds the hidden states of the target without adapters, for the divergence from it; without them
+        the target's own loss is the cross entropy on the data.
         """
         with torch.set_grad_enabled(joint):
             hidden = lm_head_input(self._target, batch.model_inputs())

@@ -17,7 +17,7 @@ def frozen_bytes(model: CausalLM, trained: nn.Module) -> int:
 
 
 def frozen_forward_bytes(model: CausalLM, positions: int) -> int:
-    """Bytes at work in one layer of a frozen model over so many positions."""
+    """Bytes at work in one layer of a frozen model over ``positions``."""
     return positions * (4 * model.hidden_size + 3 * inner_size(model)) * model.dtype.itemsize
 
 

@@ -77,7 +77,7 @@ class Best:
         return known[max(known)] if known else None
 
     def is_enough(self, step: int) -> bool:
-        """Whether so many evaluations as the recipe has patience for were no new best up to this step."""
+        """True after ``patience`` evaluations without a new best, at this step."""
         if self._section.patience is None:
             return False
         best = self.latest()

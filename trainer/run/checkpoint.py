@@ -2,8 +2,8 @@
 
 A checkpoint is written beside the others under a temporary name and renamed when it is whole and on the disk, so a
 kill or a full disk in the middle costs that checkpoint alone. The order of data, the learning rate and the random
-state are functions of the step, so nothing else needs saving. Its tensors are whole and go by the parameters' names
-(see `state`), so it does not depend on how many processes wrote it, nor on how they were launched.
+state are functions of the step, so nothing else needs saving. Its tensors are whole and named by parameter (see
+`state`), so it depends neither on the number of processes that wrote it nor on their launcher.
 
 Each file has a checksum. A checkpoint that cannot be read is named, passed over and never deleted: the disk may have
 failed for a moment only.
@@ -34,14 +34,14 @@ _ASIDE = "unreadable-"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: optimizer steps done, and trained tokens seen by all processes."""
+    """Progress of a run: optimizer steps done, and trained tokens seen by all processes."""
 
     step: int
     tokens: int
 
 
 class Saved(NamedTuple):
-    """What a checkpoint holds: progress, weights by name, and the optimizers' state by ``{parameter} {name}``."""
+    """Content of a checkpoint: progress, weights by name, and the optimizers' state by ``{parameter} {name}``."""
 
     progress: Progress
     weights: Tensors
@@ -69,11 +69,11 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: Path, keep: int, identity: dict[str, Any], settings: Mapping[str, Any] | None = None
+        self, folder: Path, keep: int, identity: Mapping[str, Any], settings: Mapping[str, Any] | None = None
     ) -> None:
         self._folder = folder
         self._keep = keep
-        self._identity = json.loads(json.dumps(identity))
+        self._identity = json.loads(json.dumps(dict(identity)))
         self._settings: dict[str, Any] = json.loads(json.dumps(dict(settings or {})))
         self._made_by = {"commit": commit(), "versions": versions()}
         self.stretches: list[dict[str, Any]] = [{"first_step": 0, **self._settings}]

@@ -1,4 +1,4 @@
-"""What each way of launching asks of the training loop: one process, DDP, DeepSpeed's ZeRO, FSDP2.
+"""Launchers of the training loop, one class each: one process, DDP and FSDP2; DeepSpeed's ZeRO.
 
 `accelerate launch` says which it is to be, and not every combination with a machine's devices runs as asked: what does
 not is refused here, for a run that silently is another one than was asked for has trained something else.
@@ -49,7 +49,7 @@ def build_accelerator(section: TrainingSection, **options: Any) -> Accelerator:
 
 
 def sharded_precision(section: TrainingSection) -> MixedPrecisionPolicy:
-    """How FSDP2 rounds: products in bf16 if the recipe says so; gradients are summed, and losses returned, in fp32.
+    """FSDP2's rounding: products in bf16 if the recipe asks for it; gradients summed and losses returned in fp32.
 
     accelerate's own policy for bf16 rounds both: a loss sum of 16,700.1 would come back as 16,640.
     """
@@ -59,7 +59,7 @@ def sharded_precision(section: TrainingSection) -> MixedPrecisionPolicy:
 
 
 def describe(accelerator: Accelerator) -> dict[str, Any]:
-    """How a run was launched, as plain JSON values."""
+    """The run's launch as plain JSON values."""
     return {
         "num_processes": accelerator.num_processes,
         "distributed_type": accelerator.distributed_type.value,
@@ -181,7 +181,7 @@ class _Zero:
 def whole_parameters(accelerator: Accelerator, module: nn.Module) -> Iterator[None]:
     """Every parameter of ``module`` whole on every process, as a plain module that one process alone may run and copy.
 
-    To be entered on all processes. What is changed inside is lost to the training. ``module`` is the objective's own,
+    To be entered on all processes. Changes made inside are lost to the training. ``module`` is the objective's own,
     not the wrapper.
     """
     if zero_stage(accelerator) == 3:

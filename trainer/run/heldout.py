@@ -1,10 +1,9 @@
-"""The held-out evaluations of a run, and what goes by them."""
+"""The held-out evaluations of a run, and the decisions made by them."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -77,15 +76,14 @@ class Watch:
     Main process only, where parameters are whole.
     """
 
-    def __init__(self, job: Job, identity: dict[str, Any], log: Log, checkpoints: Checkpoints) -> None:
-        """``identity`` is the job's own."""
+    def __init__(self, job: Job, log: Log, checkpoints: Checkpoints) -> None:
         self._objective, self._log, self._section = job.objective, log, job.recipe.evaluation
         self._evaluator = evaluator_of(job)
         self._evaluated_at: int | None = None
         self._best: Best | None = None
-        if self._section.decides:
-            assert self._evaluator is not None, "recipes without a target go by no evaluation"
-            comparable = [identity, self._evaluator.prompts, self._section.max_new_tokens, self._section.temperature]
+        if self._section.decides and self._evaluator is not None:
+            settings = (self._section.max_new_tokens, self._section.temperature)
+            comparable = [job.identity, self._evaluator.prompts, *settings]
             self._best = Best(Path(job.recipe.output) / "best", self._section, comparable, checkpoints.steps)
 
     def check(self) -> None:
@@ -94,7 +92,7 @@ class Watch:
             self._best.check()
 
     def evaluate(self, progress: Progress) -> bool:
-        """Evaluate the weights as they are, if there is a target to do it with; whether patience is at its end."""
+        """Evaluate the present weights if a target is loaded; True when patience has run out."""
         if self._evaluator is None:
             return False
         figures = self._evaluator.figures(self._objective)

@@ -1,4 +1,4 @@
-"""What a run says while it trains: metrics.jsonl, the tracker, and a progress bar.
+"""Output of a run while it trains: metrics.jsonl, the tracker, and a progress bar.
 
 metrics.jsonl has each step once. Where a run goes on from a checkpoint, the lines of the steps that it repeats move to
 metrics.superseded.jsonl.
@@ -46,7 +46,7 @@ class Log:
     def begun(self, progress: Progress, checkpoints: Checkpoints) -> None:
         """Say where the run goes on, under which settings if they changed, and without which checkpoints.
 
-        Main process only. Of a run that begins, nothing is said.
+        Main process only; prints nothing at a run's first step.
         """
         lost = self._supersede(progress)
         if not progress.step:

@@ -29,7 +29,7 @@ class Interrupted(Exception):  # not an error: the run was asked to stop, and ca
 
 
 class Hooks(NamedTuple):
-    """What happens around the steps. Each is called with the progress so far."""
+    """Callbacks around the steps, each called with the progress so far."""
 
     on_step: Callable[[Progress, dict[str, float]], None]
     """On every process, after each optimizer step, with its figures."""
@@ -97,7 +97,7 @@ def train(
 
 
 def _evaluate(hooks: Hooks, objective: Objective, accelerator: Accelerator, progress: Progress) -> bool:
-    """Whether to end here, on every process."""
+    """True on every process if the run ends here."""
     enough: list[bool] = []
     with whole_parameters(accelerator, objective.module):
         on_main(accelerator, lambda: enough.append(hooks.evaluate(progress)))

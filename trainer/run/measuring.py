@@ -1,4 +1,4 @@
-"""How fast a run's own steps, evaluations and forwards are on this machine, by doing a few."""
+"""Timing of a run's own steps, evaluations and forwards on this machine, by a few of each."""
 
 import resource
 import statistics

@@ -19,15 +19,15 @@ from trainer.data.conversations import Conversation, Key
 GROUP = 4
 """Batches that are decoded and written together: more keep the rows of a batch full, fewer lose less to a kill."""
 TURN = 2**32
-"""How far the seeds of one turn and of the next are apart: further than a file has rows."""
+"""Distance between the seeds of one turn and of the next: larger than any file's number of rows."""
 
 
 class TargetBackend:
     """The target in this process, speculating if it has a drafter.
 
     Conversations are decoded in groups that are the same in every run of the same command, so that a run that was
-    killed and started again writes, bit for bit, what it would have written: in bf16 what stands beside a text in a
-    batch can decide between two tokens that are equally good. The texts of a group whose first conversation has the
+    killed and started again writes the same answers, bit for bit: in bf16 the texts beside a text in its batch can
+    decide between two tokens that are equally good. The texts of a group whose first conversation has the
     index i are decoded with the seeds seed + i, seed + i + 1, ...; later turns with seeds of their own.
     """
 
@@ -66,7 +66,7 @@ class TargetBackend:
         return [text.outcome() for text in texts]
 
     def _prompt(self, text: "_Text") -> tuple[int, ...] | None:
-        """What the text's next answer follows, or None where that cannot be decoded."""
+        """The prompt of the text's next answer; None, with the problem noted, for one that cannot be decoded."""
         conversation = text.conversation
         try:
             prompt = encode_prompt(conversation.open_after(text.answers), self._tokenizer, conversation.chat)
@@ -95,7 +95,7 @@ class TargetBackend:
         text.differing += not self._reads_back(text, prompt, written)
 
     def _reads_back(self, text: "_Text", prompt: tuple[int, ...], written: list[int]) -> bool:
-        """Whether training, which tokenizes the text, will see the tokens that the target read and wrote."""
+        """True if training, which tokenizes the text, will see the tokens that the target read and wrote."""
         if not text.conversation.chat:
             tokens: list[int] = self._tokenizer(text.answers[-1], add_special_tokens=False)["input_ids"]
             return tokens == written
@@ -119,7 +119,7 @@ class _Text:
 
     @property
     def is_open(self) -> bool:
-        """Nothing is said after an answer that was cut off, or that is empty."""
+        """True while turns are left to answer; an answer that was cut off or is empty ends the conversation."""
         broken_off = self.problem is not None or self.truncated or "" in self.answers
         return not broken_off and len(self.answers) < len(self.conversation.turns)
 

@@ -1,7 +1,7 @@
 """A target that is served: any OpenAI-compatible endpoint, asked by `openai`'s client, many conversations at a time.
 
-The server templates the messages, samples with its own generator, and tells texts, not tokens. What makes its model
-another one (a top-k in its generation config, say) is its own affair.
+The server templates the messages, samples with its own generator, and returns texts, not tokens. It may change the
+model's distribution unseen, for example by a top-k in its generation config.
 """
 
 import asyncio
@@ -101,7 +101,7 @@ class EndpointBackend:
     def outcomes(
         self, conversations: Sequence[Conversation], done: Container[Key], on_tokens: Callable[[int], None]
     ) -> Iterator[list[Outcome]]:
-        """What has come to an end since the last look. What ends the run is raised once the rest of it is written."""
+        """Yield finished conversations; raise a fatal error after yielding those that ended with it."""
         waiting = iter([conversation for conversation in conversations if conversation.key not in done])
         running: set[asyncio.Task[Outcome]] = set()
         failures = 0
@@ -226,7 +226,7 @@ def _checked(address: str) -> str:
 
 
 def _read(completion: ChatCompletion | Completion) -> _Reply:
-    """What the endpoint answered; neither it nor the client promises that the schema is kept to."""
+    """The reply in a completion; neither the endpoint nor the client promises that it keeps to the schema."""
     choices: Any = getattr(completion, "choices", None)
     if not isinstance(choices, list) or not choices:
         raise _NoAnswer("failed", "what the endpoint sent is no completion")

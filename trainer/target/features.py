@@ -192,9 +192,7 @@ def ensure_features(
     return FeatureStore.open(folder, writer.identity, verify=False)  # each process has verified its share
 
 
-def feature_writer(
-    target: Target, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], top_k: int
-) -> FeatureWriter:
+def feature_writer(target: Target, examples: Sequence[Example], top_k: int) -> FeatureWriter:
     """The writer of these examples' features, which says what they must have been made from to be used."""
-    identity = FeatureIdentity.of(target.model, target.fingerprint, tokenizer, examples, top_k)
+    identity = FeatureIdentity.of(target.model, target.fingerprint, target.tokenizer, examples, top_k)
     return FeatureWriter(target.model, identity)

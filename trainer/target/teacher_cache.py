@@ -191,12 +191,8 @@ def ensure_teacher_cache(
 
 
 def teacher_writer(
-    target: Target,
-    tokenizer: PreTrainedTokenizerBase,
-    examples: Sequence[Example],
-    section: TeacherSection,
-    temperature: float,
+    target: Target, examples: Sequence[Example], section: TeacherSection, temperature: float
 ) -> TeacherWriter:
     """The writer of these examples' cache at the loss's temperature: it says what a cache must be made from."""
-    identity = TeacherIdentity.of(target.model, target.weights, tokenizer, examples, section, temperature)
+    identity = TeacherIdentity.of(target.model, target.weights, target.tokenizer, examples, section, temperature)
     return TeacherWriter(target.model, identity)
