@@ -119,7 +119,8 @@ def _made_by(
 ) -> dict[str, Any]:
     """The report's account of itself: the command, its settings, and fingerprints of all that was measured.
 
-    ``drafters`` has the spec of each drafter by its name in the rows; these specs are the keys of the weights' fingerprints.
+    ``drafters`` has the spec of each drafter by its name in the rows; the specs are the keys of the weights'
+    fingerprints.
     """
     trusted = options.trust_remote_code
     kept_apart = {"target", "drafter", "prompts", "output", "title"}
