@@ -17,7 +17,7 @@ from trainer.data.chat import read_answer
 from trainer.data.conversations import Conversation, Key
 
 GROUP = 4
-"""Batches that are decoded and written together: more keep the rows of a batch full, fewer lose less to a kill."""
+"""Batches in a group: more keep the rows of a batch full, fewer lose less to a kill."""
 TURN = 2**32
 """Distance between the seeds of one turn and of the next: larger than any file's number of rows."""
 
@@ -47,7 +47,7 @@ class TargetBackend:
     def outcomes(
         self, conversations: Sequence[Conversation], done: Container[Key], on_tokens: Callable[[int], None]
     ) -> Iterator[list[Outcome]]:
-        """A group at a time; groups that are done are left out."""
+        """Yield the outcomes of one group at a time, without the groups that are done."""
         size = GROUP * self._batch_size
         for start in range(0, len(conversations), size):
             group = conversations[start : start + size]
@@ -55,7 +55,7 @@ class TargetBackend:
                 yield self._answer(group, on_tokens)
 
     def _answer(self, group: Sequence[Conversation], on_tokens: Callable[[int], None]) -> list[Outcome]:
-        """Turn by turn, each for all conversations of the group that have come so far."""
+        """Answer a group turn by turn, each turn for all conversations that have one left."""
         texts = [_Text(conversation) for conversation in group]
         for turn in range(max(len(conversation.turns) for conversation in group)):
             ready = [(text, prompt) for text in texts if text.is_open and (prompt := self._prompt(text))]
