@@ -21,12 +21,13 @@ from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_tokenizer
 from trainer.cli import BAD_INPUT, app
 from trainer.commands.options import RegenerateOptions
-from trainer.commands.regenerate import Summary, run_regenerate
+from trainer.commands.regenerate import run_regenerate
 from trainer.data.answers import AnswerFile
 from trainer.data.conversations import Key, read_conversations
 from trainer.data.dataset import load_dataset
 from trainer.files.lock import hold_file
 from trainer.recipe.common import DataSection
+from trainer.run.answering import Summary
 
 
 @pytest.fixture(scope="module")

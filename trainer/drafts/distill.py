@@ -36,7 +36,7 @@ class TeacherSource(Protocol):
     """Source of the target's distribution: the target itself, or its logits on disk."""
 
     def for_batch(self, batch: Batch) -> Teacher:
-        """At the positions whose next token is trained, row by row."""
+        """The target's distribution at the positions whose next token is trained, row by row."""
         ...
 
 
@@ -47,7 +47,7 @@ class OnlineTeacher:
         self._states = OnlineTarget(target)
 
     def for_batch(self, batch: Batch) -> HiddenTeacher:
-        """Its hidden states there; logits are made of them a chunk at a time."""
+        """The target's hidden states there, which losses turn into logits a chunk at a time."""
         states = self._states
         return HiddenTeacher(states.hidden(batch)[batch.labelled(1)], states.lm_head, states.transform)
 
@@ -78,7 +78,7 @@ class DraftLogits:
         return lm_head if self.output_tokens is not None else lm_head[: self._vocab_size]
 
     def keywords(self) -> dict[str, Any]:
-        """For `trainer.learning.fused`."""
+        """Keyword arguments for the losses of `trainer.learning.fused`."""
         return {"tokens": self.output_tokens, "soft_cap": self.soft_cap}
 
 
@@ -104,8 +104,10 @@ class DistillTraining(nn.Module):
         return self.draft if isinstance(self.draft, PreTrainedModel) else base_of(self.draft)
 
     def forward(self, inputs: DraftInputs) -> TermSums:
-        """Losses (terms,), with Σ min(p, q), what token rejection accepts; for the data's tokens alone, how many are
-        right."""
+        """Losses and hits, (terms,) each.
+
+        Hits of soft terms are Σ min(p, q), the acceptance of token rejection; of cross entropy alone, correct argmaxes.
+        """
         hidden = lm_head_input(self.base, inputs.batch.model_inputs())
         return run_in_lm_head(self.base, hidden, partial(self._losses, inputs))
 
@@ -132,7 +134,7 @@ class DistillTraining(nn.Module):
 
 
 class DistillObjective:
-    """A draft, what teaches it, and the losses between them."""
+    """A draft, its teacher, and the losses between them."""
 
     def __init__(
         self,
@@ -177,8 +179,7 @@ class DistillObjective:
             draft = cast("PeftModel", draft).merge_and_unload()
         draft.to(self._dtype)
         draft.config.dtype = self._dtype
-        draft.requires_grad_(False)
-        return CausalLM(draft, self.output_tokens)
+        return CausalLM(draft.requires_grad_(False).eval(), self.output_tokens)
 
     def drafter(self) -> Drafter:
         return named_drafter("draft", self.draft_for_decoding(), tokens=self._section.num_draft_tokens)

@@ -53,7 +53,7 @@ def _repeated(tokens: Sequence[int], period: int) -> int:
 class Order(NamedTuple):
     """A text to be written, for a position of a step's batch. Both count from 0.
 
-    ``place`` is that in the data set of the example whose prompt it answers.
+    ``place``: the place in the data set of the example with the prompt.
     """
 
     step: int
@@ -64,7 +64,7 @@ class Order(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A text that was written. ``rejected``: where in ``tokens`` the target put its own in place of a drafted one."""
+    """A text that was written. ``rejected``: places in ``tokens`` where the target replaced a drafted token."""
 
     step: int
     position: int
@@ -80,7 +80,7 @@ class Written(NamedTuple):
         return self.tokens[self.prompt_length :]
 
     def example(self, rejected_only: bool) -> Example:
-        """To train on: all of the answer, or where the draft was wrong, which may be nowhere."""
+        """The text to train on: all of its answer, or the rejected places alone, of which there may be none."""
         places = self.rejected if rejected_only else range(self.prompt_length, len(self.tokens))
         trained = [False] * len(self.tokens)
         for place in places:
@@ -150,15 +150,15 @@ class TextWriter:
 
 
 def _seed_of(seed: int, order: Order) -> int:
-    """Another for every position of every step."""
+    """The seed of one position of one step, different for each."""
     return (seed << 32 | order.step) << 32 | order.position
 
 
 class WindowFiles:
     """Written texts in a folder of JSON lines: one file for each process and each writing.
 
-    A file is called by the steps that were done then, as a checkpoint is: ``after-00000020-process-0-of-2.jsonl``. A
-    run that goes on from between two such times reads its texts from them. Older ones than ``kept_steps`` are removed.
+    A file is named by the steps done before, as a checkpoint is: ``after-00000020-process-0-of-2.jsonl``. A run that
+    resumes between two writings reads its texts from these files; files older than ``kept_steps`` are removed.
     """
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase, kept_steps: int, place: Place = ALONE) -> None:
@@ -166,7 +166,7 @@ class WindowFiles:
         self._tokenizer, self._kept_steps = tokenizer, kept_steps
 
     def text_of(self, written: Written) -> str:
-        """Its answer, to look at."""
+        """The answer as text, to look at."""
         return str(self._tokenizer.decode(list(written.answer)))
 
     def write(self, done: int, texts: Iterable[Written]) -> None:

@@ -1,4 +1,4 @@
-"""Drafts: from a recipe to a draft that is distilled from its target or from a teacher cache, and what that takes."""
+"""Drafts: from a recipe to a draft to be distilled from its target or a teacher cache, and the memory for it."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -113,7 +113,7 @@ class DraftKind:
         return load_target(self.recipe, device if self.recipe.quantise is None else torch.device("cpu"))
 
     def _as_teacher(self, target: Target, device: torch.device) -> Target:
-        """The target as it teaches: rounded, if the recipe asks for that."""
+        """The target that teaches: rounded, if the recipe asks for it."""
         if self.recipe.quantise is None:
             return target
         return target.rounded(self.recipe.quantise, None if self.recipe.device_map else device)
@@ -194,7 +194,7 @@ def _identity(recipe: DraftRecipe, target: Target, dataset: Dataset, initial: In
 
 
 def _longest(recipe: DraftRecipe, target: CausalLM) -> int:
-    """Tokens that a draft will read at most: an answer behind a prompt, which the target's context has room for."""
+    """The longest text that a draft will read, in tokens: a prompt with its answer, within the target's context."""
     policy, evaluation = recipe.draft.policy, recipe.evaluation
     answers = [policy.max_new_tokens if policy.generates else 0, evaluation.max_new_tokens if evaluation.prompts else 0]
     return min(recipe.data.max_length + max(answers), target.max_positions or 1 << 30)
@@ -208,6 +208,6 @@ def _check_costs(target: Target, initial: InitialDraft, place: Place) -> None:
     costs: list[Costs | None] = [None]
     if place.is_first:
         draft: Any = copy.deepcopy(initial.model)
-        costs = [best_costs(target.model, CausalLM(draft.to(target.dtype), initial.output_tokens))]
+        costs = [best_costs(target.model, CausalLM(draft.to(target.dtype).eval(), initial.output_tokens))]
     (found,) = broadcast_object_list(costs)
     place.say(check_pays(found))

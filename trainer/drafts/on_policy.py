@@ -22,7 +22,7 @@ from trainer.terminal.place import ALONE, Place
 TEXT_PROMPT = 64
 """A plain text has no prompt of its own: its first `TEXT_PROMPT` tokens serve as one, or half of a short text."""
 GENERATED = "generated"
-"""The folder in a run's output that what was written lies in."""
+"""The folder of the written texts in a run's output."""
 
 
 def draft_source(
@@ -34,9 +34,9 @@ def draft_source(
     place: Place = ALONE,
     folder: Path | None = None,
 ) -> BatchSource:
-    """Where a draft's batches come from. ``draft`` gives the draft with its present weights, to decode with.
+    """The source of a draft's batches. ``draft`` gives the draft with its present weights, to decode with.
 
-    ``folder`` is where what is written goes, by default in the run's output. Raises ValueError where no prompt of the
+    ``folder`` is for the written texts, by default in the run's output. Raises ValueError where no prompt of the
     data leaves room for an answer.
     """
     training, policy = recipe.training, recipe.draft.policy
@@ -83,7 +83,7 @@ class PolicySource:
         return step % self._policy.every == 0 and bool(self._orders(step, range(self._training.batch_size)))
 
     def write(self, step: int, positions: Sequence[int]) -> Mapping[str, float]:
-        """Texts for these positions of the window's steps.
+        """Write texts for these positions of the window's steps.
 
         The figures count texts, their new tokens, those at which the draft was rejected, texts that collapsed, and
         seconds: the processes' mean. Raises ValueError for a collapsed text if the policy is to stop.

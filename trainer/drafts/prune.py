@@ -25,7 +25,7 @@ from decoding.model.lm_head import capture_lm_head_input, last_position
 from trainer.data.batch import Example, collate
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite")
-"""Whose names, norms and scalings are known here."""
+"""Families whose names, norms and scalings are known here."""
 
 _AXES: dict[str, tuple[str | None, str | None]] = {
     "embed_tokens": (None, "channels"),
@@ -152,11 +152,11 @@ def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
 
 
 def pruned(draft: PreTrainedModel, layers: Sequence[int], activity: Activity, sizes: Sizes) -> PreTrainedModel:
-    """A draft made narrower, in its dtype on the CPU: what stays is what was most active in its target.
+    """A draft made narrower, in its dtype on the CPU: the parts most active in its target stay.
 
-    ``draft`` has the target's ``layers``, in this order, at their full width. All norms give each channel one say in
-    which channels stay. A norm over fewer channels writes sqrt(channels before / after) times as much to each, so that
-    what reads it gets as much as before: exactly what it got where the channels left out are silent.
+    ``draft`` has the target's ``layers``, in this order, at their full width. Each norm's activity counts alike in the
+    choice of channels. A norm over fewer channels writes sqrt(channels before / after) times as much to each: its
+    readers get as much as before, and exactly the same where the channels left out are silent.
     """
     config = draft.config.get_text_config(decoder=True)
     activity = _of_layers(activity, layers)
@@ -260,7 +260,7 @@ def _layer(name: str) -> str:
 def _kept_heads(
     o_proj: Float[Tensor, "channels written"], products: Float[Tensor, "heads size size"], groups: int, sizes: Sizes
 ) -> dict[str, Tensor]:
-    """Which rows of queries, and of keys and values: those of the heads that write most to the channels.
+    """The rows of queries, and of keys and values, of the heads that write most to the channels.
 
     First the key-value heads whose queries write most together, then of each the queries that write most.
     """

@@ -1,4 +1,4 @@
-"""Heads: from a recipe to what is trained, on a target that runs or on its features, and what that takes."""
+"""Heads: from a recipe to heads to be trained on a target that runs or on its features, and the memory for it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -93,19 +93,18 @@ class HeadsKind:
         return _features(section, target, load_training_data(self.recipe.data, target.tokenizer), place)
 
     def assemble(self, device: torch.device, place: Place, check_costs: bool = False) -> "HeadsJob":
-        """See `trainer.job.Kind.assemble`; heads are so cheap that nothing of theirs is checked."""
+        """See `trainer.job.Kind.assemble`; the costs of heads are small, and not checked."""
         recipe, target = self.recipe, load_target(self.recipe, device)
         dataset, heldout = load_splits(recipe.data, target.tokenizer)
-        identity = _identity(recipe, target, dataset)
         torch.manual_seed(recipe.training.seed)  # for heads that start at random
+        kept: StoredTarget = target
         if recipe.features is None:
-            return HeadsJob(recipe, dataset, heldout, target, _objective_on(recipe, target), identity)
-        store = _features(recipe.features, target, dataset, place)
-        config = AutoConfig.from_pretrained(target.name, trust_remote_code=recipe.trust_remote_code)
-        states = StoredFeatures(store, config, device)
-        objective = MedusaObjective(states, recipe.heads, recipe.training.steps, target.dtype)
-        kept = target if recipe.features.keep_target else target.let_go()
-        return HeadsJob(recipe, dataset, heldout, kept, objective, identity)
+            objective = _objective_on(recipe, target)
+        else:
+            store = _features(recipe.features, target, dataset, place)
+            objective = _objective_from(recipe, target, store, device)
+            kept = target if recipe.features.keep_target else target.let_go()
+        return HeadsJob(recipe, dataset, heldout, kept, objective, _identity(recipe, target, dataset))
 
 
 @dataclass(frozen=True)
@@ -189,3 +188,11 @@ def _objective_on(recipe: MedusaRecipe, target: Target) -> MedusaObjective | Med
     if recipe.adapters is not None:
         return Medusa2Objective(target.model, target.tokenizer, recipe.heads, recipe.adapters, steps)
     return MedusaObjective(OnlineTarget(target.model), recipe.heads, steps, target.dtype)
+
+
+def _objective_from(
+    recipe: MedusaRecipe, target: StoredTarget, store: FeatureStore, device: torch.device
+) -> MedusaObjective:
+    """The objective on stored features, for which the target need not be loaded."""
+    config = AutoConfig.from_pretrained(target.name, trust_remote_code=recipe.trust_remote_code)
+    return MedusaObjective(StoredFeatures(store, config, device), recipe.heads, recipe.training.steps, target.dtype)

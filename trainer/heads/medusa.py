@@ -44,7 +44,7 @@ class HeadInputs:
     embedded: Float[Tensor, "batch positions hidden"] | None = None
     """The tokens' embeddings, for sequential heads."""
     lm_head: Float[Tensor, "vocab hidden"] | None = None
-    """The target's, for heads that share it and for soft targets."""
+    """The target's lm_head, for heads that share it and for soft targets."""
     top_k: TopLogits | None = None
     transform: LogitTransform | None = None
 
@@ -165,7 +165,7 @@ class MedusaObjective:
         )
 
     def _lm_head_on(self, device: torch.device) -> Float[Tensor, "vocab hidden"]:
-        """The target's, where the heads are: a target spread over several devices may have it on another."""
+        """The target's lm_head on the heads' device; a target spread over several may hold it on another."""
         if self._lm_head is None or self._lm_head.device != device:
             self._lm_head = self._states.lm_head.to(device)
         return self._lm_head
@@ -205,7 +205,7 @@ def fit_tree(heads: MedusaHeads, target: CausalLM, texts: Sequence[tuple[Sequenc
 def rank_accuracies(
     target: CausalLM, heads: MedusaHeads, texts: Sequence[tuple[Sequence[int], int]]
 ) -> list[list[float]]:
-    """``[k][r]``: how often head k's rank-r token (both from 0) is the token of the text it predicts.
+    """``[k][r]``: the share of labels that are head k's rank-r token (both from 0).
 
     A sequential head is given the text's own tokens before that one.
     """

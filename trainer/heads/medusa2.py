@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # slow to import, and of use to this objective alone
     from peft import PeftModel
 
 TARGET_FOLDER = "target"
-"""Where `Medusa2Objective.save` writes the target that goes with the heads."""
+"""The subfolder that `Medusa2Objective.save` writes the heads' target to."""
 
 
 class JointTraining(nn.Module):

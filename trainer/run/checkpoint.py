@@ -29,7 +29,7 @@ from trainer.run.state import Tensors
 _STATE, _WEIGHTS, _OPTIMIZER = "state.json", "weights.safetensors", "optimizer.safetensors"
 _NAME = re.compile(r"step-\d{8,}")
 _ASIDE = "unreadable-"
-"""Before the name of a checkpoint that could not be read, once the run has gone on without it."""
+"""Prefix for the folder of a checkpoint that could not be read, once the run has gone on without it."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Unreadable(NamedTuple):
 class Checkpoints:
     """The checkpoints of one run, newest last. ``identity`` ties them to a recipe: another one cannot resume them.
 
-    ``settings`` are what may change where a run goes on, such as the learning rate: `stretches` keeps account of them.
+    ``settings`` may change where a run goes on, as the learning rate may; `stretches` lists them.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Checkpoints:
     def save(self, saved: Saved) -> None:
         """Write a checkpoint and drop the oldest; raises OSError with the last good one untouched.
 
-        What a kill left half written goes too. What could not be read, which `latest` passed over, is set aside.
+        Half-written folders of a kill are removed too. Checkpoints that `latest` passed over are renamed.
         """
         progress = saved.progress
         newest = self._folder / f"step-{progress.step:08d}"
@@ -123,7 +123,7 @@ class Checkpoints:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _set_aside(self, newest: Path) -> None:
-        """Rename what was passed over, and whatever else is of later steps than the run has come to."""
+        """Rename the checkpoints that were passed over, and those of later steps than the run has reached."""
         passed_over = {passed.folder for passed in self.unreadable}
         for folder in self._all():
             if folder > newest or folder in passed_over:

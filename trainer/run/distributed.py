@@ -1,7 +1,7 @@
 """Launchers of the training loop, one class each: one process, DDP and FSDP2; DeepSpeed's ZeRO.
 
-`accelerate launch` says which it is to be, and not every combination with a machine's devices runs as asked: what does
-not is refused here, for a run that silently is another one than was asked for has trained something else.
+`accelerate launch` chooses one. Combinations of launcher and devices that accelerate would silently replace by others
+are refused here: such a run would train something else than was asked for.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ from trainer.recipe.common import TrainingSection
 def build_accelerator(section: TrainingSection, **options: Any) -> Accelerator:
     """The accelerator of the launcher that runs this program, with the recipe's precision.
 
-    Raises ValueError if the launcher asked for something else than what runs.
+    Raises ValueError if accelerate runs something else than the launcher asked for.
     """
     deepspeed = _is_asked_for("ACCELERATE_USE_DEEPSPEED")
     fsdp = _is_asked_for("ACCELERATE_USE_FSDP")
@@ -68,7 +68,7 @@ def describe(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def zero_stage(accelerator: Accelerator) -> int:
-    """0 without DeepSpeed."""
+    """DeepSpeed's ZeRO stage; 0 without DeepSpeed."""
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return 0
     stage: int = accelerator.state.deepspeed_plugin.zero_stage
@@ -79,12 +79,12 @@ class Runner(Protocol):
     """A module and its optimizers in the hands of a launcher."""
 
     module: nn.Module
-    """To be called with the inputs; its gradients are averaged over the processes."""
+    """The wrapped module, called with the inputs; its gradients are averaged over the processes."""
     engine: Any
-    """DeepSpeed's, or None."""
+    """DeepSpeed's engine, or None."""
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        """Around the forward and the backward pass of a micro batch: only the last one's are shared."""
+        """Context of a micro batch's forward and backward pass; gradients are shared in the last one alone."""
 
     def backward(self, loss: Tensor) -> None:
         """Add to the gradients."""

@@ -71,7 +71,7 @@ def _evaluator(job: Job, target: StoredTarget | None) -> Evaluator | None:
 
 
 class Watch:
-    """The evaluations during a run: which weights are to be finished, and when its patience ends.
+    """The evaluations during a run, which choose the weights to finish and end the run's patience.
 
     Main process only, where parameters are whole.
     """
@@ -117,7 +117,7 @@ class Watch:
             )
 
     def choose_weights(self, progress: Progress) -> Progress:
-        """When all is trained: leave the weights to finish in the module; how far those were trained."""
+        """Load the weights to finish into the module at the end of training; returns their progress."""
         if self._best is None or self._section.keep == "last":
             return progress
         if self._evaluated_at != progress.step:

@@ -19,7 +19,7 @@ from trainer.terminal.console import say
 from trainer.terminal.progress import ProgressBar
 
 _NAMES = {"num_processes": "the number of processes"}
-"""Settings of a stretch of steps that are no keys of the recipe's training section."""
+"""Names for the settings of a stretch of steps that are no keys of the recipe's training section."""
 
 
 class Log:
@@ -127,7 +127,7 @@ def _is_repeated(line: str, step: int, evaluates: bool) -> bool:
 
 
 def _changes(stretches: list[dict[str, Any]], progress: Progress) -> list[str]:
-    """A line for each setting that is another than before the run was stopped."""
+    """One line for each setting that changed since the run was stopped."""
     now = stretches[-1]
     if now["first_step"] != progress.step or len(stretches) < 2:
         return []

@@ -64,7 +64,7 @@ class Plan:
     """Plan of a run. Bytes are those of one device for ``memory``, of the whole run for ``disk``."""
 
     parameters: Mapping[str, int]
-    """Trained ones, by part."""
+    """Trained parameters by part."""
     memory: Mapping[str, int]
     disk: Mapping[str, int]
     tokens: Tokens
@@ -134,7 +134,7 @@ def count_parameters(module: nn.Module) -> dict[str, int]:
 
 
 def count_tokens(examples: Sequence[Example], section: TrainingSection) -> Tokens:
-    """Exactly what the run's steps read, in its own order."""
+    """Tokens that the run's steps read, exactly, in the run's own order."""
     sequences = section.steps * section.batch_size
     whole, rest = divmod(sequences, len(examples))
     last = batch_indices(whole, len(examples), len(examples), section.seed)[:rest]
@@ -149,7 +149,7 @@ def count_tokens(examples: Sequence[Example], section: TrainingSection) -> Token
 
 
 def largest_batch(examples: Sequence[Example], section: TrainingSection, processes: int) -> Largest:
-    """Among the micro batches of the run's first epoch."""
+    """The largest sizes among the micro batches of the run's first epoch."""
     positions = trained = 0
     for step in range(min(section.steps, -(-len(examples) // section.batch_size))):
         indices = batch_indices(step, section.batch_size, len(examples), section.seed)
@@ -181,7 +181,7 @@ def memory_of(kind: Kind, job: Job, launch: Launch, largest: Largest) -> dict[st
 
 
 def _moment_bytes(job: Job) -> int:
-    """AdamW keeps two moments of each parameter, Muon one."""
+    """Bytes of the optimizers' moments: AdamW keeps two of each parameter, Muon one."""
     objective = job.objective
     return sum(
         parameter.numel() * (4 if isinstance(optimizer, torch.optim.Muon) else 8)

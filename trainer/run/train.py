@@ -104,7 +104,7 @@ def _settings(recipe: AnyRecipe, num_processes: int) -> dict[str, Any]:
 
 
 def _as_trained(recipe: AnyRecipe, stretches: Sequence[Mapping[str, Any]]) -> AnyRecipe:
-    """The recipe with the settings of its last stretch of steps: what it says now may have come after the last step."""
+    """The recipe with the settings of its last stretch of steps, which may have been changed after the last step."""
     names = type(recipe.training).model_fields
     last = {name: value for name, value in stretches[-1].items() if name in names} if stretches else {}
     return recipe.model_copy(update={"training": recipe.training.model_copy(update=last)})
@@ -164,7 +164,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def ensure_built(target: str | None) -> None:
-    """Train the embedded default target if that is what is asked for and it is not there yet."""
+    """Train the embedded default target if ``target`` names it and it is not there yet."""
     if target is None or target.partition("/")[0] != quickstart.NAME or quickstart.is_built():
         return
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -37,7 +37,7 @@ _SEEDS_APART = 1_000_003  # of turns and of tries; servers take seeds of 31 bits
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """A served model, and the settings of the requests."""
+    """A served model with the settings of its requests."""
 
     address: str
     """The server's base address, which mostly ends in /v1."""
@@ -67,7 +67,7 @@ class _Reply(NamedTuple):
 
 
 class _NoAnswer(Exception):
-    """A reply without an answer to train on."""
+    """A reply came, but without text to train on."""
 
     def __init__(self, problem: Problem, reason: str) -> None:
         super().__init__(reason)
@@ -77,9 +77,8 @@ class _NoAnswer(Exception):
 class EndpointBackend:
     """Asks an endpoint for answers, several conversations at once, the turns of each one after the other.
 
-    `openai`'s client repeats requests after errors that may pass (429, 500 and above, timeouts, lost connections), with
-    growing delays; this class repeats those whose answer is empty or no answer. A wrong key or an unknown model ends
-    the run.
+    `openai`'s client repeats requests that may succeed later (429, 500 and above, timeouts), with growing delays;
+    empty answers and malformed replies are asked for again here. A wrong key or an unknown model ends the run.
     """
 
     def __init__(self, asked: Endpoint) -> None:
@@ -125,7 +124,7 @@ class EndpointBackend:
                 runner.run(self._close(running))
 
     async def _close(self, running: set[asyncio.Task[Outcome]]) -> None:
-        """Cancel the running requests and close the connections; read the tasks' errors, or Python would print them."""
+        """Cancel the running tasks and close the connections; their errors are collected, or Python prints them."""
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -134,7 +133,7 @@ class EndpointBackend:
     async def _some(
         self, waiting: Iterator[Conversation], running: set[asyncio.Task[Outcome]]
     ) -> set[asyncio.Task[Outcome]]:
-        """Start conversations up to the limit; wait until some have ended and return these; none if none runs."""
+        """Start conversations up to ``concurrency`` and wait for the next to end; an empty set when none is left."""
         for conversation in waiting:
             running.add(asyncio.create_task(self._converse(conversation)))
             if len(running) >= self._asked.concurrency:
@@ -158,7 +157,7 @@ class EndpointBackend:
         return Answered(conversation, texts, tokens, replies[-1].truncated)
 
     async def _reply(self, conversation: Conversation, answers: Sequence[str]) -> _Reply:
-        """Return the next answer; each try has another seed, or an empty answer would stay empty."""
+        """The next answer; each try has a seed of its own, or an empty answer would stay empty."""
         problem = _NoAnswer("failed", "never asked")
         for attempt in range(self._asked.retries + 1):
             seed = self._asked.seed + conversation.index + _SEEDS_APART * (len(answers) + attempt)
@@ -207,7 +206,7 @@ class EndpointBackend:
         )
 
     def _explained(self, error: APIError) -> str:
-        """Return a short reason for the file, without the key even if the server repeats it."""
+        """The error in one short line, without the key in case the server repeats it."""
         if isinstance(error, APITimeoutError):
             return f"no answer within {self._asked.timeout:g} s"
         if isinstance(error, APIConnectionError):

@@ -1,4 +1,4 @@
-"""Loading the target of a recipe, and what stays known of it when it is let go."""
+"""A recipe's target: loaded, or on disk once it was let go."""
 
 import os
 from dataclasses import dataclass, replace

@@ -47,7 +47,7 @@ class TargetBackend:
     def outcomes(
         self, conversations: Sequence[Conversation], done: Container[Key], on_tokens: Callable[[int], None]
     ) -> Iterator[list[Outcome]]:
-        """Yield the outcomes of one group after the other, without the groups that are done."""
+        """Yield the outcomes of one group at a time, without the groups that are done."""
         size = GROUP * self._batch_size
         for start in range(0, len(conversations), size):
             group = conversations[start : start + size]
@@ -55,7 +55,7 @@ class TargetBackend:
                 yield self._answer(group, on_tokens)
 
     def _answer(self, group: Sequence[Conversation], on_tokens: Callable[[int], None]) -> list[Outcome]:
-        """Answer turn by turn, each turn for all conversations of the group that have reached it."""
+        """Answer a group turn by turn, each turn for all conversations that have one left."""
         texts = [_Text(conversation) for conversation in group]
         for turn in range(max(len(conversation.turns) for conversation in group)):
             ready = [(text, prompt) for text in texts if text.is_open and (prompt := self._prompt(text))]
