@@ -23,7 +23,7 @@ from trainer.recipe.pretrain import PretrainRecipe
 
 NAME = "quickstart"
 _VOCABULARY = 2048
-_HELDOUT_SHARE = 16  # one file in so many is held out
+_HELDOUT_SHARE = 16  # one file in 16 is held out
 _LONGEST_FILE = 60_000  # characters; tables and generated modules are longer
 _SKIPPED = {"site-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3", "pydoc_data", "encodings"}
 _END = "<|end|>"
@@ -71,7 +71,7 @@ def build_corpus() -> Path:
 
 
 def recipe() -> PretrainRecipe:
-    """How the target is trained."""
+    """The recipe that trains the target."""
     corpus = build_corpus()
     content: dict[str, Any] = {
         "kind": "pretrain",

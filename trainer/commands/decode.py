@@ -1,4 +1,4 @@
-"""What the commands that decode do: evaluate and generate."""
+"""`headstart evaluate` and `headstart generate`."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
