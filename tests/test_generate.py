@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -361,6 +362,33 @@ def test_a_stream_yields_each_step_as_it_is_done(counting: CausalLM) -> None:
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
+
+
+def test_models_that_are_being_trained_decode_without_dropout_and_stay_in_training_mode() -> None:
+    models = [tiny_model(seed=seed, attention_dropout=0.5) for seed in (0, 1)]
+    prompt = [1, 2, 3, 1, 2]
+    plain = naive_greedy(models[0], prompt, 12)
+    for model in models:
+        model.train()
+        model.model.layers[0].eval()  # a part that stands still
+    modes = [[module.training for module in model.modules()] for model in models]
+    target, draft = map(CausalLM, models)
+    steps = Engine(target, DraftModelDrafter(draft, (1, 1))).steps(prompt, DecodingConfig(12))
+    tokens: list[int] = []
+    for step in steps:
+        tokens += step.tokens
+        assert [[module.training for module in model.modules()] for model in models] == modes
+    assert tuple(tokens) == plain
+    assert all(parameter.requires_grad for model in models for parameter in model.parameters())
+
+
+def test_a_pass_that_fails_leaves_the_training_mode_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model().train()
+    target = CausalLM(model)
+    monkeypatch.setattr(model.model.layers[1], "forward", Mock(side_effect=RuntimeError("out of memory")))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        Engine(target).decode([1, 2], DecodingConfig(2))
+    assert all(module.training for module in model.modules())
 
 
 def test_an_empty_prompt_is_refused(tiny_llama: CausalLM) -> None:

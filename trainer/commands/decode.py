@@ -1,4 +1,4 @@
-"""`headstart evaluate` and `headstart generate`."""
+"""The commands `headstart evaluate` and `headstart generate`."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -119,7 +119,7 @@ def _made_by(
 ) -> dict[str, Any]:
     """The report's account of itself: the command, its settings, and fingerprints of all that was measured.
 
-    ``drafters`` has the spec of each drafter by its name in the rows; weights' fingerprints go by these specs.
+    ``drafters`` has the spec of each drafter by its name in the rows; weights' fingerprints stand under these specs.
     """
     trusted = options.trust_remote_code
     kept_apart = {"target", "drafter", "prompts", "output", "title"}

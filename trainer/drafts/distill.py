@@ -179,8 +179,7 @@ class DistillObjective:
             draft = cast("PeftModel", draft).merge_and_unload()
         draft.to(self._dtype)
         draft.config.dtype = self._dtype
-        draft.requires_grad_(False)
-        return CausalLM(draft, self.output_tokens)
+        return CausalLM(draft.requires_grad_(False).eval(), self.output_tokens)
 
     def drafter(self) -> Drafter:
         return named_drafter("draft", self.draft_for_decoding(), tokens=self._section.num_draft_tokens)

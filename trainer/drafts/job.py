@@ -208,6 +208,6 @@ def _check_costs(target: Target, initial: InitialDraft, place: Place) -> None:
     costs: list[Costs | None] = [None]
     if place.is_first:
         draft: Any = copy.deepcopy(initial.model)
-        costs = [best_costs(target.model, CausalLM(draft.to(target.dtype), initial.output_tokens))]
+        costs = [best_costs(target.model, CausalLM(draft.to(target.dtype).eval(), initial.output_tokens))]
     (found,) = broadcast_object_list(costs)
     place.say(check_pays(found))

@@ -31,7 +31,7 @@ from trainer.data.chat import whole_characters
 from trainer.data.conversations import Conversation, Key
 
 HOPELESS = 50
-"""Conversations that fail one after the other before the run ends: the endpoint is down, or asked wrongly."""
+"""Failures in a row that end the run: the endpoint is down, or every request is wrong."""
 _SEEDS_APART = 1_000_003  # of turns and of tries; servers take seeds of 31 bits
 
 
@@ -58,10 +58,11 @@ class Endpoint:
 
 
 class _Reply(NamedTuple):
-    """``tokens``: 0 where the endpoint does not count them."""
+    """An answer of the endpoint."""
 
     text: str
     tokens: int
+    """0 where the endpoint does not count them."""
     truncated: bool
 
 
@@ -74,7 +75,7 @@ class _NoAnswer(Exception):
 
 
 class EndpointBackend:
-    """Asks for answers, several conversations under way, the turns of each one after the other.
+    """Asks an endpoint for answers, several conversations at once, the turns of each one after the other.
 
     `openai`'s client repeats requests that may succeed later (429, 500 and above, timeouts), with growing delays;
     empty answers and malformed replies are asked for again here. A wrong key or an unknown model ends the run.
@@ -212,11 +213,11 @@ class EndpointBackend:
             return f"no connection: {first_line(error.__cause__ or error)}"
         status = f"HTTP {error.status_code}: " if isinstance(error, APIStatusError) else ""
         reason = first_line(error).replace(self._key, "[the key]") if self._key else first_line(error)
-        return f"{status}{reason[:300]}"  # cut off last: half a key would not be found
+        return f"{status}{reason[:300]}"  # cut after the replacement, which would not find half a key
 
 
 def _checked(address: str) -> str:
-    """The endpoint's address; a wrong one is not repeated in the error, for it may hold a password."""
+    """Return the endpoint's address; ValueError for a wrong one, without repeating it: it may hold a password."""
     try:
         return str(HttpUrl(address))
     except ValidationError:

@@ -17,7 +17,7 @@ from trainer.data.chat import read_answer
 from trainer.data.conversations import Conversation, Key
 
 GROUP = 4
-"""Batches that are decoded and written together: more keep the rows of a batch full, fewer lose less to a kill."""
+"""Batches in a group: more keep the rows of a batch full, fewer lose less to a kill."""
 TURN = 2**32
 """Distance between the seeds of one turn and of the next: larger than any file's number of rows."""
 
