@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,9 @@ from decoding.rules.tree import TokenTree, fetch_tokens
 from decoding.rules.verify import GREEDY, Rule, Verdict, lossless_rule
 from decoding.stopping import StopCheck, TextDecoder
 from decoding.token_ids import check_ids
+
+_REHEARSED = 512
+"""Tokens of a rehearsal, at most."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +223,8 @@ class _Batch:
 
     def run(self) -> Iterator[tuple[int, Step]]:
         """Until every prompt is decoded."""
+        if self.drafter:
+            self.policy.begin(self.drafter.budgets, self.rows, self._rehearse)
         lease = self.cache.take()
         while self.waiting or self.texts:
             self.cache.check(lease)
@@ -228,6 +233,14 @@ class _Batch:
                 self.cache.check(lease)
                 places = [text.place for text in self.texts]
                 yield from zip(places, self._step(), strict=True)
+
+    def _rehearse(self, policy: Policy, rows: int) -> Iterator[object]:
+        """Decode the first ``rows`` prompts by another policy, for its measurement: the texts go nowhere."""
+        prompts = [prompt for _, prompt, _ in self.waiting][:rows]
+        longest = max(len(prompt) for prompt in prompts)
+        room = _REHEARSED if self.target.max_positions is None else self.target.max_positions - longest
+        config = replace(self.config, max_new_tokens=min(_REHEARSED, room), eos_token_ids=(), stop_strings=())
+        return _Batch(self.target, self.drafter, prompts, config, None, policy, rows, None, None).run()
 
     def _refill(self) -> list[tuple[int, Step]]:
         """Give the rows of finished texts to waiting prompts; close the gaps where none wait."""
