@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from decoding.metrics import StepCount
 from decoding.policies.base import Budget
 
-_MEMORY = 100.0
+_MEMORY = 200.0
 """Trials of a position that its mean remembers."""
 _PRIOR = 1.5
 """Trials that the prior counts for."""
-_SURPRISE = 8.0
-"""Recent deviations from a mean, summed in standard deviations, that make it start anew: 3.5 sigma of that sum."""
-_ANEW = 8.0
-"""Trials that a mean keeps when it starts anew."""
+_SURPRISE = 10.0
+"""Recent deviations from a mean, summed in standard deviations, that tell of a change: 4.4 sigma of that sum."""
+_ANEW = 2.0
+"""Trials that a mean keeps after a change."""
 
 
 class _Position:
@@ -27,17 +27,19 @@ class _Position:
     def add(self, accepted: bool) -> None:
         bounded = min(max(self.mean, 0.05), 0.95)
         self.deviation = 0.9 * self.deviation + (accepted - bounded) / math.sqrt(bounded * (1 - bounded))
-        if abs(self.deviation) > _SURPRISE:
-            self.trials, self.deviation = min(self.trials, _ANEW), 0.0
         self.trials = min(self.trials + 1, _MEMORY)
         self.mean += (accepted - self.mean) / self.trials
+
+    def start_anew(self) -> None:
+        self.trials, self.deviation = min(self.trials, _ANEW), 0.0
 
 
 class Acceptance:
     """Acceptance at each position (from 0), conditional on the position before, for each family of tree shapes.
 
     All chains are one family, since a cut chain is a chain; every other budget is a family of its own. Tokens that were
-    not offered count as not accepted, unless the text had no room for them. A family's prior at a position is the mean
+    not offered count as not accepted, unless the text had no room for them. After a change at one position all rely on
+    what comes now. A family's prior at a position is the mean
     over all families there, whose own prior is the position before; the first position's is even odds.
     """
 
@@ -55,6 +57,20 @@ class Acceptance:
             for position in range(min(step.accepted + (not ended), budget.depth, step.room)):
                 for table in tables:
                     table[position].add(position < step.accepted)
+        if any(abs(position.deviation) > _SURPRISE for position in tables[1]):
+            for table in (self._all, *self._families.values()):
+                for position in table:
+                    position.start_anew()
+
+    def trials(self, budget: Budget) -> float:
+        """How many of its family's drafts are remembered."""
+        table = self._families.get(_family(budget))
+        return table[0].trials if table else 0.0
+
+    @staticmethod
+    def related(budget: Budget, other: Budget) -> bool:
+        """True for two of one family."""
+        return _family(budget) == _family(other)
 
     def expected_tokens(self, budgets: Sequence[Budget]) -> list[float]:
         """Tokens for each row and target pass, the target's own included: 1 + sum over i of prod over j <= i of a_j."""

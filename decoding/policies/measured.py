@@ -1,5 +1,6 @@
 """The measured policy: most tokens per second by the running acceptance and the costs measured on this machine."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,11 +13,15 @@ from decoding.policies.survey import Survey
 _SURVEY_SECONDS = 2.0
 _GAIN_TO_SWITCH = 1.02
 """A choice is left for one this much better: else it would flap between budgets that are equally good."""
+_DOUBT = 0.6
+"""What is added to that where the two draft other shapes, over the root of the trials of the less known one."""
+_LEAST_GAIN = 1.03
+"""What drafting must gain over plain decoding, whose speed is the surer."""
 _EXPLORED_SHARE = 0.01
 """Share of the tokens that trying other budgets may cost."""
-_LEAST_PRICE, _DEAREST = 0.3, 4.0
+_LEAST_PRICE, _DEAREST = 0.15, 4.0
 """Tokens that such a trial is taken to cost at least, and that may be saved up for one."""
-_LEVEL_RATE, _FACTOR_RATE, _HICCUP = 0.1, 0.25, 0.3
+_LEVEL_RATE, _FACTOR_RATE, _HICCUP = 0.05, 0.15, 0.15
 """Share of a surprise in a step's seconds that the level takes over, and a budget's factor; the largest surprise."""
 _USE_RATE = 0.05
 
@@ -83,8 +88,9 @@ class MeasuredPolicy:
             for choice, whole in zip(self._choices, measured, strict=True)
         ]
         rates = [expected / cost for expected, cost in zip(tokens, seconds, strict=True)]
+        rates[0] *= _LEAST_GAIN
         best = max(range(len(rates)), key=rates.__getitem__)
-        if rates[best] > _GAIN_TO_SWITCH * rates[self._current]:
+        if rates[best] > self._margin(best) * rates[self._current]:
             self._current = best
         self._rate = rates[self._current]
         self._saved = min(self._saved + _EXPLORED_SHARE * tokens[self._current], _DEAREST)
@@ -93,18 +99,27 @@ class MeasuredPolicy:
         chosen.last_step = self._steps
         return chosen.budget
 
+    def _margin(self, other: int) -> float:
+        """Times the rate of the choice in use that another one must promise, the more the less is known of either."""
+        budgets = [self._choices[place].budget for place in (self._current, other) if place]
+        if len(budgets) == 2 and self._acceptance.related(*budgets):
+            return _GAIN_TO_SWITCH
+        return _GAIN_TO_SWITCH + _DOUBT / math.sqrt(1 + min(map(self._acceptance.trials, budgets), default=0.0))
+
     def _trial(self, tokens: Sequence[float], seconds: Sequence[float]) -> int:
-        """The choice in use or, of those whose expected loss is saved up, the one that was longest not in use."""
-        chosen, oldest = self._current, self._steps
+        """The choice in use or, of those whose expected loss is saved up, the one not in use for longest at its price."""
+        chosen, most_urgent, needed = self._current, 0.0, 0.0
         if self._saved >= _LEAST_PRICE:
             for place, choice in enumerate(self._choices):
-                if choice.last_step < oldest and seconds[place] * self._rate - tokens[place] <= self._saved:
-                    chosen, oldest = place, choice.last_step
-        return chosen
+                price = max(_LEAST_PRICE, seconds[place] * self._rate - tokens[place])
+                urgency = (self._steps - choice.last_step) / price**2
+                if place != self._current and urgency > most_urgent and price <= _DEAREST:
+                    chosen, most_urgent, needed = place, urgency, price
+        return chosen if needed <= self._saved else self._current
 
     def observe(self, budget: Budget, rows: int, steps: Sequence[StepCount], *seconds: float) -> None:
         place = next((place for place, choice in enumerate(self._choices) if choice.budget == budget), None)
-        if place is None or not steps:
+        if place is None or not steps or seconds[-1] <= 0:
             return
         choice, measured = self._choices[place], self._measured(rows)
         drafted = max(step.drafted for step in steps)

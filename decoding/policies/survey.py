@@ -10,11 +10,11 @@ from decoding.model.cost_curve import Costs
 from decoding.policies.acceptance import Acceptance
 from decoding.policies.base import PLAIN, Budget
 
-_SIZES, _ROUNDS = 6, 5
+_SIZES, _ROUNDS = 6, 20
 
 
 class Survey:
-    """A policy that takes plain decoding and up to six of the budgets in turn, five times."""
+    """A policy that takes plain decoding and up to six of the budgets in turn, twenty times."""
 
     name = "survey"
 
@@ -31,7 +31,7 @@ class Survey:
 
     @property
     def done(self) -> bool:
-        """True after five rounds."""
+        """True after twenty rounds."""
         return self.steps >= self._whole
 
     def begin(self, *_: object) -> None:
