@@ -72,14 +72,11 @@ COMPARISONS: dict[str, dict[str, Arm]] = {
         "reverse KL": _loss(reverse_kl=1),
         "JSD": _loss(jsd=1),
         "TVD": _loss(tvd=1),
-        "TVD++, rewards normalised": _loss(tvd_plus=1),
         "acceptance": _loss(acceptance=1),
         "acceptance + KL": _loss(acceptance=0.5, forward_kl=0.5),
         "LK, adaptive": _loss(lk=1),
         "cross entropy": _loss(cross_entropy=1),
         "KL + hidden states": _loss(forward_kl=1, hidden=0.5),
-        "KL, hardest fifth dropped": Arm(("draft.loss.selection.keep=0.8",)),
-        "KL, AdaSPEC's choice": Arm(("draft.loss.selection.keep=0.6", "draft.loss.selection.reference={base}")),
     },
     "data policies": {
         BASE: Arm(),
@@ -112,6 +109,8 @@ COMPARISONS: dict[str, dict[str, Arm]] = {
 }
 """Comparison -> arm -> what differs. An arm that is in several of them is trained once. The base is one layer, pruned
 to a width of 192, which learns the target's greedy answers by forward KL."""
+REMOVED = {"objectives": ("TVD++, rewards normalised", "KL, hardest fifth dropped", "KL, AdaSPEC's choice")}
+"""Comparison -> arms that were measured and gained nothing; their code is removed, their rows stay on the page."""
 LENGTHS = (2, 4, 6)
 """Draft lengths measured in the comparison of sizes, on the first prompt set; all else is measured at 4."""
 
@@ -121,7 +120,7 @@ def main() -> None:
     out = Path(options.output)
     results = json.loads(out.read_text()) if out.is_file() else {"arms": {}, "decoding": {}}
     if options.publish:
-        publish(results, {part: list(arms) for part, arms in COMPARISONS.items()}, ROOT / "docs")
+        publish(results, arms_on_the_page(), ROOT / "docs")
         return
     arms = {name: arm for part in options.comparisons for name, arm in COMPARISONS[part].items()}
     assert len({slug(name) for name in arms}) == len(arms), "every arm has a folder of its own"
@@ -140,6 +139,11 @@ def main() -> None:
                 (standard_output() if sys.stdout.isatty() else standard_output(width=150)).print(
                     table(results, part, prompt_set)
                 )
+
+
+def arms_on_the_page() -> dict[str, list[str]]:
+    """Return the arms of each comparison in the order of their rows, the removed ones last."""
+    return {part: [*arms, *REMOVED.get(part, ())] for part, arms in COMPARISONS.items()}
 
 
 def _parse() -> argparse.Namespace:
@@ -174,8 +178,7 @@ def _overrides(arm: Arm, options: argparse.Namespace) -> list[str]:
     given = [f"target={options.target}", f"data.train={answers}", f"data.heldout={options.heldout}"]
     given += [f"data.max_rows={len(Path(options.answers).read_text().splitlines())}", "draft.check_costs=false"]
     given += [f"training.steps={options.steps}", f"evaluation.every={max(options.steps // 4, 1)}"]
-    base = Path(options.runs) / slug(BASE) / "final"
-    return [*given, *(override.format(base=base) if "{base}" in override else override for override in arm.overrides)]
+    return [*given, *arm.overrides]
 
 
 def measure(names: Sequence[str], results: dict[str, Any], options: argparse.Namespace) -> None:

@@ -41,8 +41,8 @@ from decoding.prompts import read_prompts
 from trainer.data.batch import Example
 from trainer.data.dataset import load_dataset
 from trainer.drafts.start import initial_draft, write_draft
+from trainer.recipe.draft import DraftRecipe
 from trainer.recipe.reading import load_recipe
-from trainer.recipe.recipe import DraftRecipe
 from trainer.terminal.console import standard_output
 
 OURS, PEER, START = "Headstart", "TRL GKD", "untrained"

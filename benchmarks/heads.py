@@ -39,13 +39,13 @@ from trainer.terminal.console import standard_output
 RECIPES = ROOT / "recipes" / "storyteller-11m"
 ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Medusa-1": ("medusa1", ()),
-    "Medusa-1, KL": ("medusa1", ("heads.loss.cross_entropy=0", "heads.loss.forward_kl=1")),
-    "Medusa-1, TVD": ("medusa1", ("heads.loss.cross_entropy=0", "heads.loss.tvd=4")),
-    "Medusa-1, acceptance": ("medusa1", ("heads.loss.cross_entropy=0", "heads.loss.acceptance=1")),
+    "Medusa-1, KL": ("medusa1", ("heads.loss.forward_kl=1",)),
+    "Medusa-1, TVD": ("medusa1", ("heads.loss.tvd=4",)),
+    "Medusa-1, acceptance": ("medusa1", ("heads.loss.acceptance=1",)),
     "Medusa-1, shared lm_head": ("medusa1", ("heads.shared_lm_head=true",)),
     "Medusa-1, two blocks": ("medusa1", ("heads.num_layers=2",)),
     "Hydra": ("medusa1", ("heads.sequential=true",)),
-    "Hydra, KL": ("medusa1", ("heads.sequential=true", "heads.loss.cross_entropy=0", "heads.loss.forward_kl=1")),
+    "Hydra, KL": ("medusa1", ("heads.sequential=true", "heads.loss.forward_kl=1")),
     "Medusa-2": ("medusa2", ()),
 }
 """Name -> (recipe of storyteller-11m, overrides)."""

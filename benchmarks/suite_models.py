@@ -18,7 +18,7 @@ from decoding.model.loading import load_draft, load_heads, load_model, load_toke
 from decoding.prompts import read_prompts
 from trainer.data.batch import Example
 from trainer.data.dataset import load_dataset
-from trainer.recipe.recipe import DataSection
+from trainer.recipe.common import DataSection
 
 DRAFT_TOKENS = 4
 TRAINED = "trained size"

@@ -16,8 +16,9 @@ from trainer.drafts.distill import DistillObjective, OnlineTeacher
 from trainer.drafts.start import initial_draft
 from trainer.heads.medusa import MedusaObjective
 from trainer.learning.objective import Objective
-from trainer.recipe.draft import DraftLossSection, DraftSection, FromTargetSection, InitSection
-from trainer.recipe.recipe import HeadsSection, TrainingSection
+from trainer.recipe.common import TrainingSection
+from trainer.recipe.draft import DraftSection, FromTargetSection, InitSection
+from trainer.recipe.heads import HeadsSection
 from trainer.run.optimizer import build_optimizers
 from trainer.target.hidden import OnlineTarget
 
@@ -30,7 +31,7 @@ def objective_for(kind: str, stage: Stage, steps: int) -> Objective:
     # The tokenizer is only written beside what is saved, and nothing is.
     no_tokenizer: Any = None
     start = InitSection(from_target=FromTargetSection())  # in words: where pydantic is missing, nothing fills them in
-    section = DraftSection(init=start, loss=DraftLossSection(forward_kl=1.0))
+    section = DraftSection(init=start)
     initial = initial_draft(target, no_tokenizer, section, ())
     return DistillObjective(target, OnlineTeacher(target), no_tokenizer, initial, section)
 

@@ -40,9 +40,10 @@ from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_model
 from trainer.data.batch import Batch, Example, collate
 from trainer.heads.medusa import HeadInputs, MedusaObjective, MedusaTraining
-from trainer.recipe.recipe import HeadsSection, LossSection
-from trainer.target.features import FeatureIdentity, FeatureStore, FeatureWriter
-from trainer.target.hidden import HiddenStates, OnlineTarget, StoredFeatures
+from trainer.recipe.heads import HeadsSection
+from trainer.recipe.loss import LossSection
+from trainer.target.features import FeatureIdentity, FeatureStore, FeatureWriter, StoredFeatures
+from trainer.target.hidden import HiddenStates, OnlineTarget
 from trainer.target.store import write_store
 from trainer.terminal.console import standard_output
 
@@ -108,7 +109,7 @@ def loss_of(case: Case) -> tuple[nn.Module, Callable[[], Tensor]]:
     inputs = HeadInputs(random_batch(case.rows, case.length, case.vocabulary), hidden, lm_head=lm_head)
     if case.way == "plain":
         return heads, lambda: plain_losses(heads, inputs, soft).sum()
-    training = MedusaTraining(heads, LossSection(cross_entropy=0, forward_kl=1) if soft else LossSection())
+    training = MedusaTraining(heads, LossSection(forward_kl=1) if soft else LossSection(cross_entropy=1))
     counts = torch.stack([inputs.batch.labelled(k + 2).sum() for k in range(HEADS)])
     return heads, lambda: (training(inputs).losses / counts).sum()
 

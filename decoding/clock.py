@@ -1,4 +1,4 @@
-"""How long the phases of a step took, without making the device wait for the host to ask."""
+"""Durations of a step's phases, measured without synchronising host and device."""
 
 import time
 
@@ -6,7 +6,7 @@ import torch
 
 
 class PhaseClock:
-    """Marks the ends of phases. On a GPU the marks are events in its queue, read when the step's result is there."""
+    """A clock of consecutive phases. On a GPU the marks are events in its queue, read after the step's result."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -17,7 +17,7 @@ class PhaseClock:
             self.mark()
 
     def mark(self) -> None:
-        """A phase ends here."""
+        """End the current phase and begin the next."""
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -26,11 +26,11 @@ class PhaseClock:
             self._marks.append(time.perf_counter())
 
     def total(self) -> float:
-        """Seconds from the start to now."""
+        """Return the seconds from the start to now."""
         return time.perf_counter() - self._begin
 
     def phases(self) -> list[float]:
-        """Seconds of each phase. Call it when the device has done them: after a result was read."""
+        """Return the seconds of each phase. Call this when the device has finished them: after reading a result."""
         if self._on_gpu:
             pairs = zip(self._events, self._events[1:], strict=False)
             return [before.elapsed_time(after) / 1000 for before, after in pairs]

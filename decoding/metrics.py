@@ -1,9 +1,9 @@
-"""From raw counts of decoding steps to acceptance figures, each with its count and a 95% interval.
+"""Acceptance figures from the counts of decoding steps, each with its number of observations and a 95% interval.
 
 Acceptance means four things in the literature; each has its own name here:
-- tokens per target pass: tokens emitted / target passes, prefill left out, the target's own token included;
-- conditional acceptance at position i (from 1): accepted there / accepted at i-1 of a draft that was i deep;
-- unconditional acceptance at position i: accepted there / drafts that were i deep;
+- tokens per target pass: tokens emitted / target passes, without the prefill, with the target's own token;
+- conditional acceptance at position i (from 1): drafts accepted at i / drafts at least i deep accepted at i-1;
+- unconditional acceptance at position i: drafts accepted at i / drafts at least i deep;
 - accepted per drafted: accepted tokens / drafted tree nodes.
 """
 
@@ -21,7 +21,7 @@ _Z95 = 1.959964
 
 
 class StepCount(NamedTuple):
-    """What one target pass did: see `decoding.generate.Step`, whose fields of the same names these are."""
+    """Counts of one target pass: the fields of the same names of `decoding.generate.Step`."""
 
     emitted: int
     accepted: int
@@ -31,7 +31,7 @@ class StepCount(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A figure, its 95% interval, and how many observations it rests on."""
+    """A figure, its 95% interval, and its number of observations."""
 
     value: float
     low: float
@@ -40,7 +40,7 @@ class Estimate(NamedTuple):
 
 
 def proportion(successes: int, trials: int) -> Estimate:
-    """A share with its Wilson score interval (Wilson 1927)."""
+    """Estimate a share, with its Wilson score interval (Wilson 1927)."""
     if trials == 0:
         return Estimate(math.nan, 0.0, 1.0, 0)
     share = successes / trials
@@ -52,9 +52,9 @@ def proportion(successes: int, trials: int) -> Estimate:
 
 
 def ratio_of_sums(pairs: Sequence[tuple[float, float]], resamples: int = 1000) -> Estimate:
-    """Sum of the first over sum of the second, with a bootstrap interval over the pairs (one pair per text).
+    """Estimate the sum of first entries over the sum of second entries, with a bootstrap interval over pairs.
 
-    Steps of one text are correlated, so texts are what is resampled; the resampling is seeded.
+    A pair belongs to one text: its steps are correlated, so whole texts are resampled, with a fixed seed.
     """
     return _resampled(
         torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2), lambda sums: sums[0] / sums[1], resamples
@@ -62,17 +62,18 @@ def ratio_of_sums(pairs: Sequence[tuple[float, float]], resamples: int = 1000) -
 
 
 def ratio_of_rates(texts: Sequence[tuple[float, float, float, float]], resamples: int = 1000) -> Estimate:
-    """How many times as fast the first of two is as the second, over all texts together.
+    """Estimate the tokens per second of one method over those of another, over all texts together.
 
-    A text is (tokens, seconds) of the first, then of the second: total tokens over total seconds of the one, divided by
-    the same of the other. The bootstrap interval is over texts, each drawn with both its sides; the draws are seeded.
+    An entry is (tokens, seconds) of one text by the first method, then by the second. The figure is total tokens over
+    total seconds of the first, divided by the same of the second. The bootstrap interval resamples texts, each with
+    both methods' entries, with a fixed seed.
     """
     values = torch.tensor(texts, dtype=torch.float64).reshape(-1, 4)
     return _resampled(values, lambda sums: sums[0] / sums[1] * (sums[3] / sums[2]), resamples)
 
 
 def _resampled(values: Tensor, ratio: Callable[[Tensor], Tensor], resamples: int) -> Estimate:
-    """``ratio`` of the columns' sums, with its 95% interval over rows drawn again, (texts, columns)."""
+    """Estimate ``ratio`` of the column sums of ``values`` (texts, columns), with a 95% bootstrap interval over rows."""
     texts = len(values)
     total = ratio(values.sum(0)) if texts else torch.tensor(math.nan)
     if not total.isfinite():
@@ -80,7 +81,7 @@ def _resampled(values: Tensor, ratio: Callable[[Tensor], Tensor], resamples: int
     generator = torch.Generator().manual_seed(0)
     chosen = torch.randint(texts, (resamples, texts), generator=generator)
     ratios = ratio(values[chosen].sum(1).T)
-    finite = ratios[ratios.isfinite()]  # draws of empty texts alone say nothing
+    finite = ratios[ratios.isfinite()]  # a draw of nothing but empty texts has no ratio
     low, high = finite.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return Estimate(float(total), low, high, texts)
 
@@ -95,7 +96,7 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Median and quartiles."""
+    """Return the median and the quartiles; NaN without values."""
     if not values:
         return Spread(math.nan, math.nan, math.nan, 0)
     low, median, high = torch.tensor(values, dtype=torch.float64).quantile(
@@ -106,7 +107,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Acceptance over a set of texts. Lists by position start at position 1, the first drafted token."""
+    """Acceptance over a set of texts. Tuples by position start at position 1, the first drafted token."""
 
     passes: int
     tokens_per_pass: Estimate
@@ -117,7 +118,7 @@ class Acceptance:
 
 
 def acceptance(texts: Sequence[Sequence[StepCount]]) -> Acceptance:
-    """Figures over texts, each the sequence of its decoding steps without the prefill."""
+    """Compute the figures of texts, each given as the sequence of its decoding steps without the prefill."""
     steps = [step for text in texts for step in text]
     deepest = max((step.offered for step in steps), default=0)
     conditional, unconditional = [], []
@@ -125,7 +126,7 @@ def acceptance(texts: Sequence[Sequence[StepCount]]) -> Acceptance:
         offered = [step for step in steps if step.offered >= position]
         accepted = sum(step.accepted >= position for step in offered)
         reached = sum(step.accepted >= position - 1 for step in offered)
-        if reached == 0:  # no draft came this far: there is nothing to say of this position or of those behind it
+        if reached == 0:  # no draft was accepted this far: later positions have no observations either
             break
         conditional.append(proportion(accepted, reached))
         unconditional.append(proportion(accepted, len(offered)))
@@ -140,12 +141,18 @@ def acceptance(texts: Sequence[Sequence[StepCount]]) -> Acceptance:
 
 
 def expected_tokens(acceptance_rate: float, depth: int) -> float:
-    """Tokens per target pass of a chain of ``depth`` if each token is accepted alike (Leviathan et al., eq. 1)."""
+    """Return the expected tokens per target pass of a chain of ``depth`` tokens.
+
+    Every token is accepted with probability ``acceptance_rate`` (Leviathan et al. 2211.17192, eq. 1).
+    """
     if acceptance_rate == 1:
         return depth + 1.0
     return (1 - acceptance_rate ** (depth + 1)) / (1 - acceptance_rate)
 
 
 def predicted_speedup(tokens_per_pass: float, draft_cost: float, verify_cost: float, overhead: float = 0.0) -> float:
-    """Speed-up over plain decoding; costs of a whole cycle in units of one plain target step: S = E / (c + v + o)."""
+    """Predict the speed-up over plain decoding: tokens per pass / (draft cost + verify cost + overhead).
+
+    The costs are those of one target pass with its drafting, in units of one plain decoding step.
+    """
     return tokens_per_pass / (draft_cost + verify_cost + overhead)

@@ -1,80 +1,23 @@
-"""Prompts and answers in the rows of files: where they stand, and prompts as token ids."""
+"""Prompts as token ids: encoded from texts or messages, and read from .jsonl files."""
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-PROMPT_FIELDS = (
-    *("prompt", "question", "instruction", "problem", "query", "turns", "messages", "conversations", "input", "text"),
-)
-ANSWER_FIELDS = ("answer", "response", "output", "completion", "solution", "canonical_solution", "code", "instances")
-"""``instances`` is self-instruct's: a list of an input and an output each, of which the first counts."""
-_WANTED = "a .jsonl file has one JSON object a line, in UTF-8"
-_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "tool": "tool",
-}
-"""What ShareGPT calls who speaks."""
-_ABOUT = ("input", "context")
-"""The second half of an instruction, the text that it is about, as Alpaca and Dolly call it."""
-_TEXT_ANSWERS = ("answer", "response", "completion")
-"""What makes a ``text`` beside it a prompt; so does ``code`` in rows of mbpp, which have a ``task_id``."""
-
-
-def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The JSON objects of a .jsonl file with their line numbers (from 1); a bare string is ``{"text": string}``."""
-    for number, line in read_lines(path):
-        yield number, parse_row(line, f"{path}, line {number}")
-
-
-def read_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a .jsonl file that are not blank, with their numbers (from 1)."""
-    path = Path(path)
-    if not path.is_file():
-        missing = "is a folder" if path.is_dir() else "is not there"
-        raise ValueError(f"{path} {missing}: prompts are read from a .jsonl file, one JSON object a line")
-    if path.suffix == ".parquet":
-        raise ValueError(f"{path} is Parquet, but prompts are read from a .jsonl file: write its rows as JSON lines")
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield number, line
-
-
-def parse_row(line: bytes, where: str) -> dict[str, Any]:
-    """One line of a .jsonl file; ``where`` names it in errors."""
-    try:
-        row = json.loads(line)
-        if b"\\u" in line:  # an escape may be half of a character, which no tokenizer takes
-            json.dumps(row, ensure_ascii=False).encode()
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{where}: not JSON ({error.msg.removesuffix(' at')} at column {error.colno}): {_WANTED}"
-        ) from error
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: a \\u escape is half a character ({error.reason}): write the whole one") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: not UTF-8 text ({error.reason}): {_WANTED}") from error
-    if isinstance(row, str):
-        return {"text": row}
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: the row is {type(row).__name__}, not an object with fields: write one a line")
-    return row
+from decoding.fields import check_messages, find_answer, prompt_of
+from decoding.jsonl import read_rows
 
 
 def encode_prompt(
     prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, chat: bool
 ) -> tuple[int, ...]:
-    """A user's message, or the messages so far, in the tokenizer's chat template; else a plain text to continue."""
+    """Return the token ids that ask for an answer to a user's message or to messages.
+
+    Without ``chat`` or a chat template they are the tokens of the plain text, which a model continues. ValueError for
+    text that is not UTF-8 and for messages that the template refuses.
+    """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
         for message in messages:
@@ -101,11 +44,12 @@ def read_prompts(
     prompt_tokens: int | None = None,
     chat: bool = True,
 ) -> list[tuple[int, ...]]:
-    """The first ``limit`` prompts of a .jsonl file.
+    """Return the first ``limit`` prompts of a .jsonl file as token ids.
 
-    ``field`` names where the prompt stands; by default the first of prompt, question, instruction (with its input),
-    turns (the first one), messages (up to the first answer) or text. A text without an answer beside it is continued,
-    not answered. With ``prompt_tokens``, only the first tokens are taken, which is how a plain text becomes a prompt.
+    ``field`` names the field of the prompt; None takes the first of `decoding.fields.PROMPT_FIELDS` that a row has. Of
+    several turns the first is the prompt, of messages those before the first answer. A ``text`` without an answer
+    beside it is continued, not answered. ``prompt_tokens`` keeps only that many first tokens, which makes a prompt of
+    a plain text. ValueError for a file without prompts.
     """
     prompts: list[tuple[int, ...]] = []
     for number, row in read_rows(path):
@@ -121,56 +65,8 @@ def read_prompts(
     return prompts
 
 
-def find_prompt(row: dict[str, Any]) -> str | None:
-    """The first known field of a prompt that a row has."""
-    return next((name for name in PROMPT_FIELDS if row.get(name) is not None), None)
-
-
-def find_answer(row: dict[str, Any]) -> str | None:
-    """The first known field of an answer that a row has; none beside a plain text, whatever else is noted of it."""
-    known = ANSWER_FIELDS
-    if find_prompt(row) == "text":
-        known = (*_TEXT_ANSWERS, *(("code",) if "task_id" in row else ()))
-    return next((name for name in known if row.get(name) is not None), None)
-
-
-def prompt_of(row: dict[str, Any], field: str | None, where: str) -> tuple[str, Any]:
-    """The field that holds a row's prompt, and what it holds: the one named, else the first that is a known one.
-
-    An ``instruction`` is followed by the row's ``input`` or ``context``, if that is not empty.
-    """
-    name = field or find_prompt(row)
-    if name is None or name not in row:
-        wanted = f"the field {field!r}" if field else f"a field of {', '.join(PROMPT_FIELDS)}"
-        raise ValueError(f"{where}: the row lacks {wanted}; it has {', '.join(sorted(row))}")
-    value = row[name]
-    if name == "conversations":
-        return name, messages_of(value, where)
-    if name != "instruction" or not isinstance(value, str):
-        return name, value
-    holder = _first_instance(row, where) if "instances" in row else row
-    about = next((field for field in _ABOUT if holder.get(field)), None)
-    text = holder[about] if about else ""
-    if not isinstance(text, str):
-        raise ValueError(f"{where}: field {about!r} holds {type(text).__name__}, not text")
-    return name, f"{value}\n\n{text}" if text.strip() else value
-
-
-def answer_of(row: dict[str, Any], name: str, where: str) -> Any:
-    """What a row's field of the answer holds."""
-    return _first_instance(row, where).get("output") if name == "instances" else row[name]
-
-
-def _first_instance(row: dict[str, Any], where: str) -> dict[str, Any]:
-    instances = row["instances"]
-    if not isinstance(instances, list) or not instances or not isinstance(instances[0], dict):
-        raise ValueError(f"{where}: the instances are {instances!r:.60}, not a list of an input and an output each")
-    first: dict[str, Any] = instances[0]
-    return first
-
-
 def _before_the_answer(value: Any, where: str) -> str | list[dict[str, str]]:
-    """A prompt as it stands in a row: a text, the first of several turns, or the messages before the first answer."""
+    """Return a text, the first of several turns, or the messages before the first answer."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         messages = check_messages(value, where)
         roles = [message["role"] for message in messages]
@@ -179,30 +75,3 @@ def _before_the_answer(value: Any, where: str) -> str | list[dict[str, str]]:
     if not isinstance(first, str):
         raise ValueError(f"{where}: the prompt is {type(first).__name__}, not text")
     return first
-
-
-def messages_of(turns: Any, where: str) -> list[dict[str, str]]:
-    """The messages of a ShareGPT row's ``conversations``, as chat templates take them."""
-    if not isinstance(turns, list) or not turns:
-        raise ValueError(f"{where}: the conversations are {turns!r:.60}, not a list of turns")
-    if isinstance(turns[0], dict) and "role" in turns[0]:  # ShareGPT's field with messages in it
-        return check_messages(turns, where)
-    return [_message(turn, where) for turn in turns]
-
-
-def _message(turn: Any, where: str) -> dict[str, str]:
-    if not isinstance(turn, dict) or not all(isinstance(turn.get(key), str) for key in ("from", "value")):
-        raise ValueError(f"{where}: a turn is {turn!r:.60}, without a 'from' and a 'value' that are texts")
-    if turn["from"] not in _ROLES:
-        raise ValueError(f"{where}: a turn is from {turn['from']!r}: ShareGPT has {', '.join(_ROLES)}")
-    return {"role": _ROLES[turn["from"]], "content": turn["value"]}
-
-
-def check_messages(value: Any, where: str) -> list[dict[str, str]]:
-    """A conversation as chat templates take it: a list of messages, each with a role and a content."""
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{where}: the messages are {value!r:.60}, not a list of messages")
-    for message in value:
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise ValueError(f"{where}: a message is {message!r:.60}, without a role and a content that are texts")
-    return value

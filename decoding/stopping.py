@@ -1,16 +1,16 @@
-"""Where a text ends: an EOS token, a stop string, the last of its new tokens."""
+"""End of a text: an EOS token or a stop string."""
 
 from typing import Any, Protocol
 
 
 class TextDecoder(Protocol):
-    """The part of a tokenizer that stop strings need."""
+    """Part of a tokenizer that stop strings need."""
 
     def decode(self, token_ids: list[int]) -> Any: ...
 
 
 class StopCheck:
-    """Finds where a text ends inside a block of new tokens."""
+    """Finder of the end of a text inside a block of new tokens."""
 
     def __init__(
         self, eos_token_ids: tuple[int, ...], stop_strings: tuple[str, ...], tokenizer: TextDecoder | None
@@ -20,13 +20,13 @@ class StopCheck:
         self._eos = frozenset(eos_token_ids)
         self._strings = stop_strings
         self._tokenizer = tokenizer
-        # A character is at most four byte tokens; a few more for one cut at the front.
+        # A character takes at most four byte tokens; four more, as the first character may be incomplete.
         self._tail = 4 * max((len(string) for string in stop_strings), default=0) + 4
 
     def cut(self, text: list[int], tokens: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
-        """The tokens up to and including the one that ends the text, and whether one does.
+        """Return ``tokens`` up to and including the one that ends the text, and True if one does.
 
-        ``text`` are the new tokens so far; prompts do not end a text.
+        ``text``: the new tokens before them, without the prompt, in which no text ends.
         """
         for index, token in enumerate(tokens):
             if token in self._eos or (self._strings and self._holds_stop_string([*text, *tokens[: index + 1]])):

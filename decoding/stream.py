@@ -1,4 +1,4 @@
-"""Token ids to text as they come."""
+"""Streaming: token ids to text, step by step."""
 
 from collections.abc import Container, Iterable, Iterator
 from typing import NamedTuple
@@ -8,26 +8,26 @@ from decoding.stopping import TextDecoder
 
 
 class Piece(NamedTuple):
-    """A stretch of text, and whether the token that completed it was drafted or written by the target."""
+    """A stretch of text. ``drafted``: the token that completed it was drafted, not written by the target."""
 
     text: str
     drafted: bool
 
 
 class Detokenizer:
-    """Turns a growing list of tokens into text, holding back characters that are not whole yet.
+    """Converter of a growing list of tokens into text; it holds back incomplete characters.
 
-    Each token is decoded together with the few before it, for what a token reads as may depend on its neighbours.
+    Each token is decoded together with the few before it, as its text may depend on its neighbours.
     """
 
     def __init__(self, tokenizer: TextDecoder) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
-        self._shown = 0  # tokens whose text is out
-        self._context = 0  # where decoding starts: some tokens before those
+        self._shown = 0  # number of tokens whose text was returned
+        self._context = 0  # index where decoding starts, a few tokens before them
 
     def push(self, token: int) -> str:
-        """The text that became readable with this token; may be empty."""
+        """Add a token; return the text that it completes, which may be empty."""
         self._tokens.append(token)
         before = self._tokenizer.decode(self._tokens[self._context : self._shown])
         text: str = self._tokenizer.decode(self._tokens[self._context :])
@@ -38,14 +38,14 @@ class Detokenizer:
         return text[len(before) :]
 
     def flush(self) -> str:
-        """What is held back at the end, as far as it can be read."""
+        """Return the text held back at the end; incomplete characters become U+FFFD."""
         before = self._tokenizer.decode(self._tokens[self._context : self._shown])
         text: str = self._tokenizer.decode(self._tokens[self._context :])
         return text[len(before) :]
 
 
 def stream_pieces(steps: Iterable[Step], tokenizer: TextDecoder, hidden: Container[int] = ()) -> Iterator[Piece]:
-    """The text of each token as soon as its step is done; ``hidden`` tokens (the EOS) are not shown."""
+    """Yield the text of each token as soon as its step is done; tokens in ``hidden`` (the EOS) have none."""
     detokenizer = Detokenizer(tokenizer)
     for step in steps:
         for index, token in enumerate(step.tokens):

@@ -1,4 +1,4 @@
-"""Refusing, in one sentence each, what is handed over in place of token ids."""
+"""Checks of token ids given by users, each with an error of one sentence."""
 
 from collections.abc import Iterable, Sized
 from numbers import Integral
@@ -11,9 +11,9 @@ _REMEDY = "give tokenizer(text)['input_ids']"
 
 
 def check_ids(prompt: Any, vocab_size: int | None = None) -> None:
-    """Refuse a prompt that is no list of token ids: a text, one number, or numbers that are no integers.
+    """Refuse a prompt that is not a list of token ids: a text, a single number, or numbers other than integers.
 
-    With a ``vocab_size`` (None: of a target not known yet), refuse an empty one too, and ids outside the vocabulary.
+    Given ``vocab_size`` (None: the target is not known yet), also refuse an empty prompt and ids outside it.
     """
     if isinstance(prompt, str | bytes):
         raise ValueError(f"a prompt is the text {prompt!r:.60}, not token ids: {_REMEDY}")
@@ -24,7 +24,7 @@ def check_ids(prompt: Any, vocab_size: int | None = None) -> None:
     if all(type(token) is int for token in prompt) and len(prompt) and vocab_size is not None:
         low, high = min(prompt), max(prompt)
         if low >= 0 and high < vocab_size:
-            return  # at once: prompts may have many thousand tokens
+            return  # a fast path: prompts may have many thousand tokens
     for token in prompt:
         if isinstance(token, bool) or not isinstance(token, Integral):
             kind = type(token).__name__
@@ -38,7 +38,7 @@ def check_ids(prompt: Any, vocab_size: int | None = None) -> None:
 
 
 def check_tensor_of_ids(input_ids: Any) -> None:
-    """Refuse what is no tensor, or one of other numbers than integers."""
+    """Refuse anything but a tensor of integers."""
     if not isinstance(input_ids, Tensor):
         kind = type(input_ids).__name__
         raise ValueError(f"input_ids is a {kind}: give a tensor of ids, tokenizer(text, return_tensors='pt').input_ids")

@@ -22,13 +22,11 @@ EXAMPLES = (
 """Positions 3 to 6 of the first text predict its answer, 0 to 2 of the second all but its first token: 7 labels."""
 
 
-def objective_for(
-    model: PreTrainedModel, reference: CausalLM | None = None, words: tuple[str, ...] = WORDS, **section: Any
-) -> DistillObjective:
+def objective_for(model: PreTrainedModel, words: tuple[str, ...] = WORDS, **section: Any) -> DistillObjective:
     """A draft of a tiny target's first layer, unless the section says otherwise."""
     target, parsed, tokenizer = CausalLM(model), DraftSection.model_validate(section), tiny_tokenizer(words=words)
     initial = initial_draft(target, tokenizer, parsed, EXAMPLES)
-    return DistillObjective(target, OnlineTeacher(target), tokenizer, initial, parsed, reference)
+    return DistillObjective(target, OnlineTeacher(target), tokenizer, initial, parsed)
 
 
 def sums_of(objective: DistillObjective, batch: Batch) -> TermSums:

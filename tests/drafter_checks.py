@@ -1,4 +1,4 @@
-"""What every drafter must keep, whatever it drafts: checks that the drafters' own tests call with theirs."""
+"""Checks of promises that every drafter keeps; each drafter's tests call them."""
 
 import random
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def opened(
     seed: int = 0,
     rows: int = 1,
 ) -> DraftSession:
-    """A session whose rows all have a text."""
+    """Open a session with a text in every row."""
     session = drafter.open(target, sampling or SamplingConfig(), rows, ROOM)
     for slot in range(rows):
         session.admit(slot, TextStart(prompt_length, GeneratorSource.from_seed(seed + slot)))
@@ -42,17 +42,17 @@ def opened(
 
 
 def paths(tree: TokenTree) -> set[tuple[int, ...]]:
-    """The tree as the set of its paths of tokens from below the root."""
+    """Return the tree as the set of its paths of tokens from below the root."""
     return {tuple(tree.token_list[at] for at in tree.shape.path(node)) for node in range(1, len(tree))}
 
 
 def every_start(path: Sequence[int]) -> set[tuple[int, ...]]:
-    """A path and all paths that it begins with."""
+    """Return all beginnings of a path, the path itself included."""
     return {tuple(path[:length]) for length in range(1, len(path) + 1)}
 
 
 def accept_some(proposal: Proposal, chance: random.Random, vocab: int = 16) -> list[int]:
-    """Some path of a tree and a token behind it, as a rule might emit; under a lossy rule also one that was refused."""
+    """Return a random path of the tree and a token after it, perhaps a rejected one, as lossy rules may write."""
     tree = proposal.tree
     node = chance.randrange(len(tree))
     refused = [tree.token_list[child] for child in tree.shape.children[node]]
@@ -63,7 +63,7 @@ def accept_some(proposal: Proposal, chance: random.Random, vocab: int = 16) -> l
 def check_bounds(
     drafter: Drafter, target: CausalLM, sampling: SamplingConfig, seed: int, siblings_differ: bool = True
 ) -> None:
-    """Random texts, bounds and logits: each tree has the right root, and is no deeper and no larger than asked for."""
+    """Check on random texts, bounds and logits that each tree has the right root and keeps to the bounds."""
     chance = random.Random(seed)
     session = opened(drafter, target, sampling, seed=seed)
     text = [chance.randrange(16) for _ in range(chance.randint(1, 12))]
@@ -84,14 +84,14 @@ def check_bounds(
 
 
 def check_budgets(drafter: Drafter) -> None:
-    """Budgets grow, and none is smaller than what it says of its depth."""
+    """Check that budgets grow, and that each has room for a path of its depth."""
     budgets = drafter.budgets
     assert all(before.nodes < after.nodes and before.depth <= after.depth for before, after in pairwise(budgets))
     assert all(1 <= budget.depth < budget.nodes for budget in budgets)
 
 
 def check_greedy(target: CausalLM, drafter: Drafter, count: int = 24) -> None:
-    """The output is plain greedy decoding, in batches of any size, also where texts end inside a block."""
+    """Check that the output is plain greedy decoding's, in batches of any size, and if texts end inside a block."""
     plain = [naive_greedy(target.model, prompt, count) for prompt in PROMPTS]
     for batch_size in (1, 2, 5):
         texts = decode_batch(target, drafter, PROMPTS, DecodingConfig(count), batch_size)
@@ -111,7 +111,7 @@ def check_penalised_greedy(target: CausalLM, drafter: Drafter, penalty: float = 
 
 
 def check_text_of_the_seed(target: CausalLM, drafter: Drafter) -> None:
-    """Sampled verify draws once per token, drafting from a stream of its own: the text is plain decoding's."""
+    """Check that sampled verify, which draws once per token from its own stream, writes plain decoding's text."""
     for sampling in (SamplingConfig(1.0), SamplingConfig(1.2, top_p=0.9, repetition_penalty=1.3)):
         config = DecodingConfig(20, sampling, SAMPLED_VERIFY, seed=7)
         drafted = decode_batch(target, drafter, PROMPTS, config, 3)
@@ -122,7 +122,7 @@ def check_text_of_the_seed(target: CausalLM, drafter: Drafter) -> None:
 def propose(
     drafter: Drafter, target: CausalLM, hidden: torch.Tensor, bounds: Sequence[tuple[int, int]] = ()
 ) -> list[Proposal]:
-    """What a drafter that keeps no state proposes, one row per hidden state; row i's text ends with token i."""
+    """Return the proposals of a stateless drafter, one row per hidden state; row i's text ends with token i."""
     session = drafter.open(target, SamplingConfig(), len(hidden), 40)
     every = bounds or [(99, 99)] * len(hidden)
     return session.propose([DraftRequest([7, row], hidden[row], *bound) for row, bound in enumerate(every)])

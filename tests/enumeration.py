@@ -29,13 +29,13 @@ Context = tuple[int, ...]
 ROOT_TOKEN = 0
 
 LOSSLESS = 1e-12
-"""A rule at most this far from the target is lossless: what float64 leaves."""
+"""Greatest distance of a lossless rule from the target: float64 rounding."""
 LOSSY = 1e-6
-"""A rule further than this is broken."""
+"""Least distance of a broken rule from the target."""
 
 
 class EnumeratingSource:
-    """Replays a script of choices and goes on with first options, keeping the probability of the whole path."""
+    """A random source that replays a script of choices, then takes first options; it keeps the path's probability."""
 
     def __init__(self, script: tuple[int, ...] = ()) -> None:
         self._script = script
@@ -66,7 +66,7 @@ class EnumeratingSource:
 
 
 def outcomes(program: Callable[[RandomSource], Result]) -> Iterator[tuple[Result, float]]:
-    """Every path of choices the program can take: its result and its probability, which sum to 1."""
+    """Yield the result and the probability of every path of choices of the program; the probabilities sum to 1."""
     scripts: list[tuple[int, ...]] = [()]
     while scripts:
         source = EnumeratingSource(scripts.pop())
@@ -76,7 +76,7 @@ def outcomes(program: Callable[[RandomSource], Result]) -> Iterator[tuple[Result
 
 
 def distribution(program: Callable[[RandomSource], Counted]) -> dict[Counted, float]:
-    """The probability of each result."""
+    """Return the probability of each result."""
     total: dict[Counted, float] = defaultdict(float)
     for result, probability in outcomes(program):
         total[result] += probability
@@ -95,7 +95,7 @@ class ContextModel:
 
     @staticmethod
     def random(vocab: int, depth: int, kind: RowKind, generator: torch.Generator) -> "ContextModel":
-        """Rows drawn anew for each context, so that a rule that mixes up contexts is found out."""
+        """Draw a row for each context, so that a rule that confuses contexts fails."""
         rows: dict[Context, Tensor] = {}
         level: list[Context] = [()]
         for _ in range(depth + 1):
@@ -108,7 +108,7 @@ class ContextModel:
         return self._rows[context]
 
     def joint(self, length: int) -> dict[Context, float]:
-        """The probability of each sequence of ``length`` tokens."""
+        """Return the probability of each sequence of ``length`` tokens."""
         level: dict[Context, float] = {(): 1.0}
         for _ in range(length):
             level = {
@@ -119,7 +119,7 @@ class ContextModel:
         return level
 
     def completed(self, emitted: dict[Context, float], length: int) -> dict[Context, float]:
-        """The joint distribution of ``length`` tokens that begin with what was emitted and go on with this model."""
+        """Return the joint distribution of ``length`` tokens: those of ``emitted``, then draws from this model."""
         total: dict[Context, float] = defaultdict(float)
         unfinished = list(emitted.items())
         while unfinished:
@@ -150,17 +150,17 @@ def _random_row(vocab: int, kind: RowKind, generator: torch.Generator) -> Tensor
 
 
 def contexts(tree: TokenTree) -> list[Context]:
-    """Each node's context."""
+    """Return each node's context."""
     return [tuple(tree.token_list[ancestor] for ancestor in tree.shape.path(node)) for node in range(len(tree))]
 
 
 def target_rows(tree: TokenTree, p: ContextModel) -> Tensor:
-    """p at every node, (nodes, vocab): what the target pass would give."""
+    """Return p at every node, (nodes, vocab), in place of a target pass."""
     return torch.stack([p(context) for context in contexts(tree)])
 
 
 def sampled_draft(shape: TreeShape, q: ContextModel, kind: ProposalKind) -> Draft:
-    """Draws a tree of this shape from q, node after node; where q runs out of tokens the children are left out."""
+    """Make a draft that draws a tree of this shape from q, node by node; where q has no token left, children lack."""
 
     def draft(source: RandomSource) -> Proposal:
         context_of: dict[int, Context] = {0: ()}
@@ -191,7 +191,7 @@ def sampled_draft(shape: TreeShape, q: ContextModel, kind: ProposalKind) -> Draf
 
 
 def deterministic_draft(shape: TreeShape, children_of: Callable[[Context, int], Sequence[int]]) -> Draft:
-    """A tree whose children are ``children_of(context, how many)``: a function of the context alone."""
+    """Make a draft of a tree whose children are ``children_of(context, count)``: a function of the context alone."""
     context_of: dict[int, Context] = {0: ()}
     for node, children in enumerate(shape.children):
         for child, token in zip(children, children_of(context_of[node], len(children)), strict=True):
@@ -202,7 +202,7 @@ def deterministic_draft(shape: TreeShape, children_of: Callable[[Context, int], 
 
 
 def mixed_draft(shape: TreeShape, q: ContextModel, looked_up: Callable[[Context, int], Sequence[int]]) -> Draft:
-    """Each node's first child drawn from q, the others ``looked_up(context, how many)``: they may repeat the first."""
+    """Make a draft of first children drawn from q and others ``looked_up(context, count)``, which may repeat them."""
 
     def draft(source: RandomSource) -> Proposal:
         context_of: dict[int, Context] = {0: ()}
@@ -218,7 +218,7 @@ def mixed_draft(shape: TreeShape, q: ContextModel, looked_up: Callable[[Context,
 
 
 def draft_of(kind: ProposalKind, shape: TreeShape, q: ContextModel) -> Draft:
-    """A draft of this kind: drawn from q, or q's best tokens, or some of both."""
+    """Make a draft of this kind: drawn from q, or q's best tokens, or both in one tree."""
     if kind is ProposalKind.DETERMINISTIC:
         return deterministic_draft(shape, top_tokens(q))
     if kind is ProposalKind.MIXED:
@@ -228,7 +228,7 @@ def draft_of(kind: ProposalKind, shape: TreeShape, q: ContextModel) -> Draft:
 
 @contextmanager
 def shapes_unchecked() -> Iterator[None]:
-    """Switch the shape checks off: over thousands of outcomes they would take twenty times as long as the rule."""
+    """Switch the shape checks off: in thousands of outcomes they take twenty times as long as the rule."""
     before = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
@@ -238,7 +238,7 @@ def shapes_unchecked() -> Iterator[None]:
 
 
 def verdicts(draft: Draft, decide: Decide, p: ContextModel) -> list[tuple[Proposal, Verdict, float]]:
-    """Every outcome of drafting and then verifying, with its probability. Shapes are checked in the first."""
+    """Return every outcome of drafting and verifying, with its probability. Only the first checks tensor shapes."""
     first = draft(EnumeratingSource())
     decide(first, target_rows(first.tree, p), EnumeratingSource())
     found: list[tuple[Proposal, Verdict, float]] = []
@@ -251,7 +251,7 @@ def verdicts(draft: Draft, decide: Decide, p: ContextModel) -> list[tuple[Propos
 
 
 class Enumerated(NamedTuple):
-    """All outcomes of one turn, in two figures.
+    """Two figures over all outcomes of one turn of drafting and verifying.
 
     ``distance``: the largest difference of any sequence's probability from the target's own.
     ``accepted_length``: the expected number of drafted tokens accepted.
@@ -262,7 +262,7 @@ class Enumerated(NamedTuple):
 
 
 def enumerate_turn(draft: Draft, decide: Decide, p: ContextModel, length: int) -> Enumerated:
-    """One turn of drafting and verifying, its text completed by p to ``length`` tokens to be compared."""
+    """Enumerate one turn; its texts are completed by p to ``length`` tokens, and then compared with p's own."""
     emitted: dict[Context, float] = defaultdict(float)
     accepted = 0.0
     for proposal, verdict, probability in verdicts(draft, decide, p):
@@ -274,7 +274,7 @@ def enumerate_turn(draft: Draft, decide: Decide, p: ContextModel, length: int) -
 
 
 def distance_from_target(draft: Draft, decide: Decide, p: ContextModel, length: int) -> float:
-    """The largest difference of any sequence's probability from p's own, over sequences of ``length`` tokens."""
+    """Return the largest difference of any sequence's probability from p's own, over sequences of ``length`` tokens."""
     return enumerate_turn(draft, decide, p, length).distance
 
 
@@ -291,7 +291,7 @@ ALL_MODELS = [*MODELS, "p = q"]
 
 
 def model_pair(name: str, vocab: int, depth: int, seed: int) -> tuple[ContextModel, ContextModel]:
-    """p and q, each a function of the context."""
+    """Make p and q, each a function of the context."""
     generator = torch.Generator().manual_seed(seed)
     if name == "p = q":
         p = ContextModel.random(vocab, depth, "mixed", generator)
@@ -320,6 +320,6 @@ SHAPES = {name: TreeShape(parents) for name, parents in (CHAINS | TREES).items()
 
 @cache
 def enumerated(rule: str, kind: ProposalKind, shape: str, models: str, seed: int) -> Enumerated:
-    """All outcomes of a rule on one draft, enumerated once for every test that asks."""
+    """Enumerate all outcomes of a rule on one draft, once for all tests."""
     p, q = model_pair(models, 3, SHAPES[shape].max_depth, seed)
     return enumerate_turn(draft_of(kind, SHAPES[shape], q), RULES[rule], p, SHAPES[shape].max_depth + 1)

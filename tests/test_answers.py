@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from trainer.data.dataset import Dataset, load_dataset
-from trainer.recipe.recipe import DataSection
+from trainer.recipe.common import DataSection
 
 UNMARKED = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 COMPARED = UNMARKED.replace("{% endfor %}", "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}")

@@ -13,9 +13,9 @@ from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.compress import write_output_tokens
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_draft, load_heads, load_model
+from decoding.model.vocabulary import write_output_tokens
 from trainer.export import export
 from trainer.export.vllm import read_vllm_heads
 

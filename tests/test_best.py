@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from trainer.files import folders
 from trainer.learning.objective import Objective
+from trainer.recipe.common import EvaluationSection
 from trainer.recipe.reading import parse_recipe
-from trainer.recipe.recipe import EvaluationSection
 from trainer.run import best as best_module
 from trainer.run.best import Best
 from trainer.run.checkpoint import Checkpoints, Progress

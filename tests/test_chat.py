@@ -10,8 +10,8 @@ from tiny_training import CHAT_TEMPLATE, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from decoding.jsonl import read_rows
 from decoding.model.loading import load_tokenizer
-from decoding.prompts import read_rows
 from trainer.data.chat import COMPARED, MARKED, ChatTemplate, Marked, chat_template
 
 SHARED = Path(__file__).parents[2] / "shared"

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 import trainer.run.checkpoint
 from trainer.files.folders import write_folder
-from trainer.recipe.recipe import TrainingSection
+from trainer.recipe.common import TrainingSection
 from trainer.run.checkpoint import Checkpoints, Progress, Saved
 from trainer.run.optimizer import build_optimizers
 from trainer.run.state import gather_moments, gather_weights, load_moments, load_weights

@@ -21,7 +21,7 @@ from decoding.prompts import read_prompts
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import SAMPLED_VERIFY
 from trainer.cli import BAD_INPUT, app, guarded
-from trainer.commands.decode import decode as commands
+from trainer.commands import decode as commands
 from trainer.commands.options import EvaluateOptions, GenerateOptions, RealignOptions
 
 CLI = CliRunner()
@@ -82,8 +82,8 @@ def test_every_command_that_decodes_hands_the_device_map_on(
     def load(*given: Any, device_map: str | None = None, **named: Any) -> Any:
         raise ValueError(f"asked to spread by {device_map}")
 
-    for module in ("commands", "regenerate", "realign"):
-        monkeypatch.setattr(f"trainer.{module}.load_model", load)
+    for module in ("decode", "regenerate", "realign"):
+        monkeypatch.setattr(f"trainer.commands.{module}.load_model", load)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "def f{i}"}}\n' for i in range(4)))
     options = {

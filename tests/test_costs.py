@@ -12,11 +12,11 @@ from tiny_models import tiny_model
 from tiny_training import recipe_content, write_corpus, write_target
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.compress import trimmed_vocabulary
+from decoding.model.vocabulary import trimmed_vocabulary
 from trainer.drafts import costs as costs_module
+from trainer.drafts import job as job_module
 from trainer.drafts.costs import DEEPEST, SIZES, Costs, best_depth, check_pays, measure_costs, payoff
 from trainer.recipe.reading import parse_recipe
-from trainer.run import train as train_module
 from trainer.run.train import run_recipe
 
 
@@ -99,7 +99,7 @@ def flat_run(folder: Path, monkeypatch: pytest.MonkeyPatch, draft_step: float, *
     content = recipe_content(folder, "draft", steps=1)
     content["draft"] = draft
     said = io.StringIO()
-    monkeypatch.setattr(train_module, "best_costs", lambda target, draft: flat(draft_step))
+    monkeypatch.setattr(job_module, "best_costs", lambda target, draft: flat(draft_step))
     AcceleratorState._reset_state(True)
     try:
         run_recipe(parse_recipe(content), Console(width=200, file=said))

@@ -8,8 +8,8 @@ from tiny_training import CHAT_TEMPLATE, WORDS, tiny_tokenizer, write_rows
 
 from trainer.data.batch import Example, collate
 from trainer.data.dataset import Dataset, heldout_prompts, load_dataset
-from trainer.data.rows import Source, open_source
-from trainer.recipe.recipe import DataSection
+from trainer.data.rows import RowSource, open_source
+from trainer.recipe.common import DataSection
 
 
 def section(**changes: Any) -> DataSection:
@@ -194,13 +194,13 @@ def test_a_long_answer_is_cut_and_counted_and_one_wholly_behind_the_cut_is_left_
     long = {"prompt": "a b c d", "answer": "e f g h i j"}  # 4 + 6 + <eos>, cut to 8
     behind = {"prompt": "a b c d e f g h", "answer": "i"}
     dataset = load_all(tmp_path, [short, long, behind], max_length=8)
-    assert (dataset.rows, dataset.truncated, dataset.skipped, len(dataset.examples)) == (3, 1, 1, 2)
+    assert (dataset.num_rows, dataset.truncated, dataset.skipped, len(dataset.examples)) == (3, 1, 1, 2)
     assert dataset.examples[1] == Example((4, 5, 6, 7, 8, 9, 10, 11), (False,) * 4 + (True,) * 4, 4)
 
 
 def test_a_text_too_short_is_left_out_and_counted(tmp_path: Path) -> None:
     dataset = load_all(tmp_path, ["a b c d e f g", "a b c d e f g h"])
-    assert (dataset.rows, dataset.skipped, len(dataset.examples)) == (2, 1, 1)
+    assert (dataset.num_rows, dataset.skipped, len(dataset.examples)) == (2, 1, 1)
 
 
 def test_a_file_in_which_nothing_is_left_to_train_is_refused(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_only_max_rows_are_read(tmp_path: Path) -> None:
 def test_a_dataset_says_what_it_was_read_from(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", ["a b c d e f g h"])
     dataset = load_dataset(path, section(), tiny_tokenizer())
-    assert dataset.path == path and dataset.rows == 1
+    assert dataset.path == path and dataset.num_rows == 1
     again = load_dataset(path, section(max_length=8), tiny_tokenizer())
     assert again.sha256 == dataset.sha256 and len(dataset.sha256) == 64
     write_rows(tmp_path / "rows.jsonl", ["a b c d e f g h i"])
@@ -271,7 +271,7 @@ def test_a_bad_row_stops_the_run_unless_it_is_to_be_skipped(tmp_path: Path, capl
         load_dataset(str(path), section(), tiny_tokenizer())
     assert not caplog.messages
     dataset = load_dataset(str(path), section(bad_rows="skip"), tiny_tokenizer())
-    assert (dataset.rows, dataset.bad_rows, len(dataset.examples)) == (8, 6, 2)
+    assert (dataset.num_rows, dataset.bad_rows, len(dataset.examples)) == (8, 6, 2)
     assert [message.split(": ")[:2] for message in caplog.messages] == [
         ["skipped", f"{path}, line {line}"] for line in (1, 2, 4, 5, 6)
     ]
@@ -298,7 +298,7 @@ def test_a_template_file_replaces_the_tokenizers_and_is_part_of_the_digest(tmp_p
 def test_the_split_of_a_hub_data_set_is_the_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def opened(name: str, split: str) -> Source:
+    def opened(name: str, split: str) -> RowSource:
         asked.append((name, split))
         return open_source(write_rows(tmp_path / "rows.jsonl", ["a b c d e f g h"]), split)
 

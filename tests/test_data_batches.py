@@ -10,7 +10,7 @@ from tiny_training import tiny_tokenizer, write_rows
 
 from trainer.data.batch import Batch, Example, batch_indices, check_documents_are_apart, collate, pack
 from trainer.data.dataset import load_dataset
-from trainer.recipe.recipe import DataSection
+from trainer.recipe.common import DataSection
 
 
 def example(*tokens: int) -> Example:

@@ -1,4 +1,4 @@
-"""What a draft is trained by: mixed losses on any family, chosen tokens, hidden states, trimmed vocabularies."""
+"""What a draft is trained by: mixed losses on any family, hidden states, trimmed vocabularies."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from tiny_training import tiny_tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decoding.model.causal_lm import CausalLM, capture_lm_head_input
+from decoding.model.causal_lm import CausalLM
+from decoding.model.lm_head import capture_lm_head_input
 from decoding.model.loading import load_draft
 from trainer.data.batch import Batch, Example, collate, pack
 from trainer.drafts.distill import DistillObjective, DraftLogits
@@ -58,33 +59,6 @@ def test_packed_documents_lose_what_they_lose_alone() -> None:
     assert packed.tokens.shape[0] == 1
     together, apart = (sums_of(objective, batch).losses.item() for batch in (packed, BATCH))
     assert together == pytest.approx(apart, rel=1e-5)
-
-
-def kl_of_each(objective: DistillObjective, target: PreTrainedModel) -> Tensor:
-    own, wanted = (labelled_logits(model, BATCH) for model in (objective.module.base.eval(), target))
-    return torch.stack([divergence(own[i : i + 1], wanted[i : i + 1], "forward_kl") for i in range(len(own))])
-
-
-def test_the_hardest_tokens_of_each_text_are_dropped() -> None:
-    """Half of four labels and half of three, rounded up: two and two."""
-    target = tiny_model("llama")
-    objective = objective_for(target, loss={"selection": {"keep": 0.5}})
-    each = kl_of_each(objective, target)
-    expected = each[:4].sort().values[:2].sum() + each[4:].sort().values[:2].sum()
-    assert objective.counts(BATCH).tolist() == [4]
-    assert sums_of(objective, BATCH).losses.item() == pytest.approx(expected.item(), rel=1e-4)
-
-
-def test_with_a_reference_the_tokens_with_most_to_gain_are_kept() -> None:
-    target = tiny_model("llama")
-    reference = tiny_model("llama", seed=5)
-    objective = objective_for(target, CausalLM(reference), loss={"selection": {"keep": 0.5, "reference": "given"}})
-    own = kl_of_each(objective, target)
-    wanted = labelled_logits(target, BATCH)
-    theirs = labelled_logits(reference, BATCH)
-    gain = own - torch.stack([divergence(theirs[i : i + 1], wanted[i : i + 1], "forward_kl") for i in range(len(own))])
-    kept = [*gain[:4].topk(2).indices.tolist(), *(4 + gain[4:].topk(2).indices).tolist()]
-    assert sums_of(objective, BATCH).losses.item() == pytest.approx(own[kept].sum().item(), rel=1e-4)
 
 
 def hidden_of(model: PreTrainedModel) -> Tensor:
@@ -164,7 +138,7 @@ class _AllOnDisk:
     def __init__(self, target: PreTrainedModel) -> None:
         self._target = target
 
-    def rows(self, batch: Batch) -> Teacher:
+    def for_batch(self, batch: Batch) -> Teacher:
         with torch.no_grad():
             logits, tokens = labelled_logits(self._target, batch).sort(-1, descending=True)
         none = tokens[:, :0]
@@ -180,7 +154,7 @@ def test_logits_from_disk_teach_what_the_target_does() -> None:
 
 
 def test_a_row_whose_only_trained_token_is_its_first_is_no_loss_and_can_be_differentiated() -> None:
-    objective = objective_for(tiny_model("llama"), loss={"forward_kl": 1, "hidden": 1, "selection": {"keep": 0.5}})
+    objective = objective_for(tiny_model("llama"), loss={"forward_kl": 1, "hidden": 1})
     batch = collate([Example((1, 2, 3), (True, False, False), 0)])
     losses = sums_of(objective, batch).losses
     losses.sum().backward()

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.compress import write_output_tokens
 from decoding.model.loading import load_draft
+from decoding.model.vocabulary import write_output_tokens
 from trainer.data.batch import Example
 from trainer.drafts.start import (
     InitialDraft,

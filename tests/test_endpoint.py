@@ -20,9 +20,10 @@ from tiny_training import write_rows
 from trainer.cli import BAD_INPUT, guarded
 from trainer.commands.options import RegenerateOptions
 from trainer.commands.regenerate import Summary, run_regenerate
-from trainer.data.answers import Answered, Conversation, Outcome, read_conversations
+from trainer.data.answers import Answered, Outcome
+from trainer.data.conversations import Conversation, read_conversations
 from trainer.target import endpoint as endpoint_module
-from trainer.target.endpoint import EndpointBackend
+from trainer.target.endpoint import Endpoint, EndpointBackend
 
 KEY = "sk-ThisIsNoRealKeyOnlyATest"
 
@@ -311,9 +312,13 @@ def test_what_was_answered_is_handed_over_before_a_refusal_ends_the_run(
 
     monkeypatch.setattr(EndpointBackend, "_converse", converse)
     monkeypatch.setattr(endpoint_module.AsyncOpenAI, "close", close)
-    chosen = options(tmp_path, "http://127.0.0.1:9/v1", ("refused", "good", "slow", "late"), concurrency=3)
-    conversations = read_conversations(chosen.prompts, None, None, 1, chat=True)
-    outcomes = EndpointBackend(chosen).outcomes(conversations, (), lambda tokens: None)
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": p} for p in ("refused", "good", "slow", "late")])
+    conversations = read_conversations(prompts, None, None, 1, chat=True)
+    asked = Endpoint(
+        address="http://127.0.0.1:9/v1", model="tiny", temperature=0.0, top_p=1.0, max_new_tokens=256, seed=0,
+        concurrency=3, retries=2, timeout=30.0, api_key_variable="OPENAI_API_KEY",
+    )  # fmt: skip
+    outcomes = EndpointBackend(asked).outcomes(conversations, (), lambda tokens: None)
     assert [outcome.conversation.text for outcome in next(outcomes)] == ["good"]
     with pytest.raises(ValueError, match="the key is refused"):
         next(outcomes)

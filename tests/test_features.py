@@ -15,17 +15,19 @@ from tiny_models import full_forward, tiny_model
 from tiny_training import tiny_tokenizer, toy_examples
 from torch import Tensor
 
-from decoding.model.causal_lm import CausalLM, capture_lm_head_input
+from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import fingerprint
+from decoding.model.lm_head import capture_lm_head_input
 from trainer.data.batch import Example, collate
 from trainer.files.shards import Layout
 from trainer.heads.medusa import MedusaObjective
-from trainer.recipe.recipe import FeaturesSection, HeadsSection
+from trainer.recipe.heads import FeaturesSection, HeadsSection
 from trainer.target import store as stores
-from trainer.target.features import FeatureIdentity, FeatureStore, FeatureWriter, ensure_features
-from trainer.target.hidden import OnlineTarget, StoredFeatures
+from trainer.target.features import FeatureIdentity, FeatureStore, FeatureWriter, StoredFeatures, ensure_features
+from trainer.target.hidden import OnlineTarget
 from trainer.target.store import estimate_bytes, write_store
 from trainer.terminal import progress
+from trainer.terminal.place import Place
 
 EXAMPLES = toy_examples(12)  # of 4 to 12 tokens
 SHARD_TOKENS = 30  # three shards of EXAMPLES
@@ -171,16 +173,16 @@ def test_heads_learn_from_features_what_they_learn_from_the_target(
 def test_a_shard_holds_whole_examples_and_a_long_one_has_a_shard_of_its_own() -> None:
     layout = Layout((3, 4, 3, 20, 5, 5), shard_rows=10)
     assert layout.shards == [range(3), range(3, 4), range(4, 6)]
-    assert [layout.rows(shard) for shard in range(3)] == [10, 20, 10]
+    assert [layout.num_rows(shard) for shard in range(3)] == [10, 20, 10]
     assert layout.place(2) == (0, slice(7, 10))
     assert layout.place(3) == (1, slice(0, 20))
     assert layout.place(5) == (2, slice(5, 10))
 
 
 def test_two_processes_write_half_each_and_together_all(tiny_llama: CausalLM, tmp_path: Path) -> None:
-    write(tiny_llama, tmp_path / "both", process_index=0, num_processes=2)
+    write(tiny_llama, tmp_path / "both", place=Place(0, 2))
     first = written_at(tmp_path / "both")
-    identity = write(tiny_llama, tmp_path / "both", process_index=1, num_processes=2)
+    identity = write(tiny_llama, tmp_path / "both", place=Place(1, 2))
     both = written_at(tmp_path / "both")
     write(tiny_llama, tmp_path / "one")
     assert len(first) == 2 and first.items() < both.items() and both.keys() == written_at(tmp_path / "one").keys()
@@ -192,7 +194,7 @@ def test_two_processes_write_half_each_and_together_all(tiny_llama: CausalLM, tm
 def test_what_is_complete_is_left_as_it_is_and_the_target_is_not_run(
     tiny_llama: CausalLM, stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FeatureWriter, "rows", None)
+    monkeypatch.setattr(FeatureWriter, "compute_columns", None)
     before = written_at(stored.folder)
     write(tiny_llama, stored.folder)
     assert written_at(stored.folder) == before and len(before) == 4  # three shards and the weights
@@ -259,7 +261,7 @@ def test_a_run_names_the_file_that_it_writes_again(tiny_llama: CausalLM, stored:
     def said() -> str:
         heard = Console(file=io.StringIO(), width=200)
         section = FeaturesSection(folder=str(stored.folder))
-        ensure_features(tiny_llama, EXAMPLES, stored.folder, stored.identity, section, heard)
+        ensure_features(FeatureWriter(tiny_llama, stored.identity), EXAMPLES, section, Place(console=heard))
         return heard.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO
 
     fault(stored.folder / name)
@@ -406,7 +408,8 @@ def test_the_size_is_said_before_and_the_speed_after(tiny_llama: CausalLM, tmp_p
     section = FeaturesSection(folder=str(tmp_path))
     identity = identity_of(tiny_llama)
     for _ in range(2):
-        store = ensure_features(tiny_llama, EXAMPLES, tmp_path, identity, section, Console(file=heard, width=200))
+        place = Place(console=Console(file=heard, width=200))
+        store = ensure_features(FeatureWriter(tiny_llama, identity), EXAMPLES, section, place)
         assert store.hidden(collate(EXAMPLES[:1], (0,))).shape == (1, 4, 16)
     lines = heard.getvalue().splitlines()
     assert len(lines) == 3  # the second time there is nothing to write
@@ -418,7 +421,8 @@ def test_without_a_terminal_the_writing_says_how_far_it_is(
 ) -> None:
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     heard, section = io.StringIO(), FeaturesSection(folder=str(tmp_path))
-    ensure_features(tiny_llama, EXAMPLES, tmp_path, identity_of(tiny_llama), section, Console(file=heard, width=200))
+    writer = FeatureWriter(tiny_llama, identity_of(tiny_llama))
+    ensure_features(writer, EXAMPLES, section, Place(console=Console(file=heard, width=200)))
     written = [line for line in heard.getvalue().splitlines() if line.startswith("writing the features: ")]
     assert written and written[-1].startswith("writing the features: 87/87, ") and written[-1].endswith(" tokens/s")
 
@@ -433,10 +437,10 @@ def test_a_whole_store_is_read_where_nobody_can_write(
 
     monkeypatch.setattr(stores, "hold", read_only)
     writer = FeatureWriter(tiny_llama, stored.identity)
-    stores.ensure_store(writer, EXAMPLES, stored.folder, SHARD_TOKENS, Console(file=io.StringIO()))
+    stores.ensure_store(writer, EXAMPLES, stored.folder, SHARD_TOKENS, Place(console=Console(file=io.StringIO())))
     (stored.folder / "shard-00000.safetensors").unlink()
     with pytest.raises(ValueError, match=r"1 of .* files missing or damaged"):
-        stores.ensure_store(writer, EXAMPLES, stored.folder, SHARD_TOKENS, Console(file=io.StringIO()))
+        stores.ensure_store(writer, EXAMPLES, stored.folder, SHARD_TOKENS, Place(console=Console(file=io.StringIO())))
 
 
 def test_features_of_other_data_are_refused_before_anything_is_said_of_them(
@@ -446,5 +450,5 @@ def test_features_of_other_data_are_refused_before_anything_is_said_of_them(
     backwards = EXAMPLES[::-1]
     writer = FeatureWriter(tiny_llama, identity_of(tiny_llama, backwards))
     with pytest.raises(ValueError, match="holds features made with another data"):
-        stores.ensure_store(writer, backwards, stored.folder, SHARD_TOKENS, Console(file=said))
+        stores.ensure_store(writer, backwards, stored.folder, SHARD_TOKENS, Place(console=Console(file=said)))
     assert said.getvalue() == ""

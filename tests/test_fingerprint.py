@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from tiny_training import CHAT_TEMPLATE, WORDS, recipe_content, tiny_tokenizer, write_corpus, write_target
 
-from decoding.model.compress import write_output_tokens
 from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
 from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.model.vocabulary import write_output_tokens
 from trainer.recipe.reading import parse_recipe
-from trainer.run.assemble import load_target
+from trainer.target.loading import load_target
 
 
 def test_a_targets_fingerprint_does_not_depend_on_the_dtype_it_is_loaded_in(tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_a_targets_fingerprint_does_not_depend_on_the_dtype_it_is_loaded_in(tmp_
     for dtype in ("fp32", "bf16"):
         recipe = parse_recipe({**recipe_content(tmp_path, "medusa"), "dtype": dtype})
         target = load_target(recipe, torch.device("cpu"))
-        assert target is not None and str(target.dtype) in ("torch.float32", "torch.bfloat16")
+        assert str(target.dtype) in ("torch.float32", "torch.bfloat16")
         found.add(target.fingerprint)
     assert found == {stored_fingerprint(tmp_path / "target")} and len(found.pop()) == 16
 

@@ -22,13 +22,13 @@ from loss_references import (
     one,
     reference,
 )
-from torch import Tensor
 from torch.nn import functional as F
 
 from trainer.learning import fused
-from trainer.learning.fused import fused_loss, token_divergences
-from trainer.learning.losses import Divergence, LossMix, Term, divergence
+from trainer.learning.fused import fused_loss
+from trainer.learning.losses import LossMix
 from trainer.learning.teachers import HiddenTeacher
+from trainer.recipe.loss import Divergence, Term
 
 CROSS_ENTROPY = one("cross_entropy")
 
@@ -213,23 +213,6 @@ def test_no_tokens_cost_nothing_in_any_mix(kind: str, weights: dict[Term, float]
     found = fused_loss(hidden[:0], weight, labels[:0], LossMix(weights), a_teacher(kind)[0])
     assert [part.item() for part in found] == [0, 0, 0]
     assert not any(gradient.any() for gradient in gradients(found.loss, hidden, weight))
-
-
-@pytest.mark.parametrize("chunk", [1, 4, None])
-@pytest.mark.parametrize("known", [None, [4, 1, 6]])
-@pytest.mark.parametrize("soft_cap", [None, 1.5])
-def test_token_divergences_are_the_forward_kl_of_each_token(
-    chunk: int | None, known: list[int] | None, soft_cap: float | None
-) -> None:
-    hidden, weight, _ = inputs(outputs=VOCAB if known is None else len(known))
-    tokens = None if known is None else torch.tensor(known)
-    teacher, target = a_teacher("hidden")
-    logits = hidden @ weight.T if soft_cap is None else soft_cap * torch.tanh(hidden @ weight.T / soft_cap)
-    found = token_divergences(hidden, weight, teacher, 1.7, tokens=tokens, soft_cap=soft_cap, chunk=chunk)
-    rows = zip(logits.split(1), target.split(1), strict=True)
-    expected: list[Tensor] = [divergence(ours, theirs, "forward_kl", 1.7, tokens=tokens) for ours, theirs in rows]
-    assert torch.allclose(found, torch.stack(expected), rtol=0, atol=1e-10) and not found.requires_grad
-    assert token_divergences(hidden[:0], weight, teacher, tokens=tokens).shape == (0,)
 
 
 def test_what_does_not_fit_is_refused_with_the_remedy() -> None:

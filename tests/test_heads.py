@@ -15,8 +15,8 @@ from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, Medusa
 from trainer.data.batch import Example, collate
 from trainer.export import export
 from trainer.heads.medusa import rank_accuracies
+from trainer.recipe.heads import HeadsSection
 from trainer.recipe.reading import parse_recipe
-from trainer.recipe.recipe import HeadsSection
 
 CONFIG = MedusaConfig(hidden_size=16, vocab_size=16, num_heads=3, tree=((0,), (1,), (0, 0), (0, 0, 2)))
 SHARED = replace(CONFIG, shared_lm_head=True)

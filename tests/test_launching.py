@@ -11,7 +11,7 @@ from accelerate.utils import DistributedType
 from tiny_training import ToyObjective, cpu_accelerator
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from trainer.recipe.recipe import TrainingSection
+from trainer.recipe.common import TrainingSection
 from trainer.run.distributed import build_accelerator, describe, prepare, sharded_precision, whole_parameters
 from trainer.run.optimizer import build_optimizers
 

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Batch, Example
 from trainer.heads.medusa import MedusaObjective
-from trainer.recipe.recipe import HeadsSection, TrainingSection
+from trainer.recipe.common import TrainingSection
+from trainer.recipe.heads import HeadsSection
 from trainer.run.checkpoint import Progress
 from trainer.run.loop import Interrupted, _check_one_run, learning_rate_at
 from trainer.run.optimizer import PREFIX

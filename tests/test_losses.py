@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from loss_references import KINDS, SEEDS, VOCAB, WITHOUT_GRADIENT_INSIDE, gradients
 from torch import Tensor
 
-from trainer.learning.losses import Divergence, LossMix, divergence
+from trainer.learning.losses import LossMix, divergence
+from trainer.recipe.loss import Divergence
 
 # Two tokens whose distributions can be told by hand, and one on which both agree.
 P = torch.tensor([[0.5, 0.5], [0.75, 0.25], [0.1, 0.9]], dtype=torch.float64)
@@ -35,8 +36,6 @@ def test_divergences_by_hand() -> None:
         "reverse_kl": reverse,
         "jsd": sum(to_middle),
         "tvd": 0.25 + 0.25,
-        # A reward has probability 1/4, then 1/2: deviations √3/4 and 1/2.
-        "tvd_plus": 1 / math.sqrt(3) + 0.5,
         "acceptance": -2 * ln(0.75),
         "lk": share * forward + (1 - share) * 0.5,
     }
@@ -79,7 +78,6 @@ def test_of_some_tokens_by_hand() -> None:
         # m = (1/2, 1/8, 3/8) over all three
         "jsd": (0.25 * ln(2) + 0.25 * ln(2 / 3)) / 2 + 0.5 * ln(4 / 3) / 2,
         "tvd": 0.25,
-        "tvd_plus": 0.25 / math.sqrt(0.25 * 0.75),  # of token 0, where both are equal, half the reward
         "acceptance": -ln(0.75),
         "lk": share * forward + (1 - share) * 0.25,
     }
@@ -92,7 +90,7 @@ def test_what_a_draft_does_not_know_is_what_it_never_says(seed: int) -> None:
     """Of a draft that knows three tokens of five, and of one whose probability of the others is 0."""
     draft, target = two(seed)
     never = torch.cat((draft[:, :3], torch.full_like(draft[:, 3:], -1e300)), 1)
-    for kind in ("reverse_kl", "jsd", "tvd", "tvd_plus", "acceptance"):
+    for kind in ("reverse_kl", "jsd", "tvd", "acceptance"):
         found = divergence(draft[:, :3], target, kind, beta=0.3)
         assert found.item() == pytest.approx(divergence(never, target, kind, beta=0.3).item(), rel=1e-9)
     # Forward KL would be beyond all bounds: it counts what can be learnt, and is 0 where that is.
@@ -148,19 +146,6 @@ def test_jsd_is_at_most_ln_2_and_tvd_at_most_1(seed: int) -> None:
     assert divergence(draft, target, "tvd") <= 1 + 1e-12
 
 
-@given(SEEDS)
-def test_tvd_plus_is_a_policy_gradient_with_rewards_of_deviation_1(seed: int) -> None:
-    """Its gradient is -Σ q (reward - mean) / deviation ∇ log q."""
-    draft, target = two(seed)
-    draft.requires_grad_(True)
-    log_q = draft.log_softmax(-1)
-    q, rewards = log_q.exp().detach(), (target.log_softmax(-1) > log_q).double()
-    mean = (q * rewards).sum(-1, keepdim=True)
-    advantage = (rewards - mean) / (q * (rewards - mean).square()).sum(-1, keepdim=True).sqrt()
-    expected = gradients(-(q * advantage * log_q).sum(), draft)
-    assert torch.allclose(*gradients(divergence(draft, target, "tvd_plus"), draft), *expected, rtol=1e-6, atol=1e-9)
-
-
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in WITHOUT_GRADIENT_INSIDE])
 @pytest.mark.parametrize("tokens", [None, [3, 0]])
 def test_divergences_pass_gradcheck(kind: Divergence, tokens: list[int] | None) -> None:
@@ -179,7 +164,6 @@ def test_a_token_the_target_excludes_counts_as_one_of_probability_0(kind: Diverg
         "forward_kl": ln(2),
         "jsd": (ln(4 / 3) + 0.5 * ln(2 / 3) + 0.5 * ln(2)) / 2,
         "tvd": 0.5,
-        "tvd_plus": 1.0,
         "acceptance": ln(2),
         "lk": share * ln(2) + (1 - share) * 0.5,
     }

@@ -19,8 +19,9 @@ from trainer.data.batch import Example, collate
 from trainer.data.dataset import Dataset
 from trainer.heads.medusa import MedusaObjective
 from trainer.heads.medusa2 import TARGET_FOLDER, Medusa2Objective
+from trainer.recipe.heads import AdaptersSection, HeadsSection
+from trainer.recipe.loss import LossSection
 from trainer.recipe.reading import parse_recipe
-from trainer.recipe.recipe import AdaptersSection, HeadsSection, LossSection
 from trainer.run.train import Evaluator, run_recipe
 from trainer.target.hidden import OnlineTarget
 

@@ -21,11 +21,12 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads
 from trainer.data.batch import Batch, Example, collate
 from trainer.heads.medusa import HeadInputs, MedusaObjective, head_weights, heads_for_decoding, rank_accuracies
-from trainer.recipe.recipe import HeadsSection, LossSection
+from trainer.recipe.heads import HeadsSection
+from trainer.recipe.loss import LossSection
 
 COUNTING = Example(tuple(i % 16 for i in range(20)), (True,) * 20, 0)
 HEADS = HeadsSection(num_heads=3)
-SOFT = LossSection(cross_entropy=0, forward_kl=1)
+SOFT = LossSection(forward_kl=1)
 
 
 def knowing_heads(objective: MedusaObjective, steps_ahead: Sequence[int]) -> None:
@@ -270,7 +271,7 @@ def test_soft_targets_are_the_targets_own_distribution_at_the_position_before_th
 
 def test_a_head_that_is_the_targets_own_distribution_has_no_soft_loss(counting: CausalLM) -> None:
     """The counting target gives x+1 a logit of 4 after x; a head that gives x+2 a logit of 4 imitates it perfectly."""
-    soft = HeadsSection(num_heads=1, loss=LossSection(cross_entropy=0, acceptance=1, tvd=1, forward_kl=1))
+    soft = HeadsSection(num_heads=1, loss=LossSection(acceptance=1, tvd=1, forward_kl=1))
     objective = medusa_on(counting, soft)
     weight = objective.module.heads.heads[0].lm_head.weight
     for ahead, expected in ((2, True), (3, False)):
@@ -286,7 +287,7 @@ def test_a_mix_is_the_sum_of_its_terms_by_weight() -> None:
         return sums(medusa_on(target, HeadsSection(num_heads=1, loss=LossSection(**weights))), batch)[0][0]
 
     mixed = loss(cross_entropy=0.5, forward_kl=2)
-    assert mixed == pytest.approx(0.5 * loss() + 2 * loss(cross_entropy=0, forward_kl=1), rel=1e-5)
+    assert mixed == pytest.approx(0.5 * loss(cross_entropy=1) + 2 * loss(forward_kl=1), rel=1e-5)
 
 
 def test_sequential_heads_are_given_the_tokens_between_the_state_and_their_own() -> None:
@@ -310,7 +311,7 @@ def test_sequential_heads_are_given_the_tokens_between_the_state_and_their_own()
 
 def test_packed_documents_give_the_losses_of_each_alone() -> None:
     target = CausalLM(tiny_model("llama"))
-    objective = medusa_on(target, HeadsSection(num_heads=3, loss=LossSection(forward_kl=1)))
+    objective = medusa_on(target, HeadsSection(num_heads=3, loss=LossSection(cross_entropy=1, forward_kl=1)))
     documents = [Example((3, 1, 4, 1, 5), (True,) * 5, 0), Example((9, 2, 6), (True,) * 3, 0), COUNTING]
     packed = Example(
         sum((each.tokens for each in documents), ()), (True,) * 28, 0, tuple(len(each.tokens) for each in documents)

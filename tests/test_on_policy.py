@@ -16,13 +16,12 @@ from torch import Tensor
 
 from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Example
-from trainer.data.source import BatchRow, Offline, Source
+from trainer.data.source import BatchSource, Offline, PlacedExample
 from trainer.drafts.distill import DistillObjective, OnlineTeacher
 from trainer.drafts.generations import WindowFiles, Written
 from trainer.drafts.on_policy import PolicySource, draft_source, prompt_of
 from trainer.drafts.start import InitialDraft
-from trainer.recipe.draft import DraftSection, PolicySection
-from trainer.recipe.recipe import DraftRecipe
+from trainer.recipe.draft import DraftRecipe, DraftSection, PolicySection
 from trainer.run.loop import Interrupted
 
 ALL = range(8)
@@ -33,13 +32,13 @@ def written_in(folder: Path, done: int = 0) -> list[Written]:
     return WindowFiles(folder, tiny_tokenizer(), 100).read(done)
 
 
-def batches(source: Source, steps: Sequence[int], positions: Sequence[int] = ALL) -> list[list[BatchRow]]:
+def batches(source: BatchSource, steps: Sequence[int], positions: Sequence[int] = ALL) -> list[list[PlacedExample]]:
     """What the loop gets of a source."""
     found = []
     for step in steps:
         if source.writes_at(step):
             source.write(step, positions)
-        found.append(source.rows(step, positions))
+        found.append(source.examples_at(step, positions))
     return found
 
 
@@ -55,7 +54,7 @@ def kinds_at(folder: Path, policy: PolicySection, steps: int, batch_size: int = 
 def test_a_policy_of_offline_alone_gives_the_batches_of_the_data_and_never_writes(tmp_path: Path) -> None:
     source = source_of(tmp_path, policy_of(offline=2.0))
     assert not any(source.writes_at(step) for step in range(6))
-    assert batches(source, range(6)) == [Offline(DATA, 8, 0).rows(step, ALL) for step in range(6)]
+    assert batches(source, range(6)) == [Offline(DATA, 8, 0).examples_at(step, ALL) for step in range(6)]
     assert not list(tmp_path.iterdir())
 
 
@@ -101,7 +100,7 @@ def test_every_kind_of_row_is_what_it_is_called(tmp_path: Path) -> None:
     (rows,) = batches(source, [0])
     kinds = source._kinds(0)
     assert Counter(kinds) == {"offline": 2, "target": 2, "draft": 2, "loop": 2}
-    for kind, row, own in zip(kinds, rows, Offline(DATA, 8, 0).rows(0, ALL), strict=True):
+    for kind, row, own in zip(kinds, rows, Offline(DATA, 8, 0).examples_at(0, ALL), strict=True):
         prompt = PROMPTS[own.place]
         if kind == "offline":
             assert row == own
@@ -147,7 +146,7 @@ def test_texts_are_written_for_several_steps_by_the_draft_as_it_is_at_the_first(
     assert len(asked) == 2
     for step, of_step in enumerate(rows):
         writer = tiny_model("llama", seed=1 + (step >= 4), num_hidden_layers=1)
-        for own, row in zip(Offline(DATA, 8, 0).rows(step, ALL), of_step, strict=True):
+        for own, row in zip(Offline(DATA, 8, 0).examples_at(step, ALL), of_step, strict=True):
             plain = naive_greedy(writer, PROMPTS[own.place], 12)
             answer = row.example.tokens[row.example.prompt_length :]
             assert answer == plain[: len(answer)] and (len(answer) == 12 or answer[-1] == 1)
@@ -162,7 +161,7 @@ def test_a_window_without_a_row_to_write_is_passed_over(tmp_path: Path) -> None:
         wanted = any(source._kinds(later) == ["loop"] for later in (step, step + 1))
         assert source.writes_at(step) == wanted and not source.writes_at(step + 1)
     assert not source.writes_at(0) and source.writes_at(198)
-    assert source.rows(0, [0]) == Offline(DATA, 1, 0).rows(0, [0])
+    assert source.examples_at(0, [0]) == Offline(DATA, 1, 0).examples_at(0, [0])
 
 
 def test_figures_count_what_was_written(tmp_path: Path) -> None:
@@ -220,7 +219,7 @@ def test_the_datas_own_answer_stands_in_for_a_text_that_collapsed(tmp_path: Path
     source = source_of(tmp_path, policy_of(draft=1, temperature=0), draft_now=stuck)
     figures = source.write(0, ALL)
     assert figures["generated/collapsed"] == 8
-    assert source.rows(0, ALL) == Offline(DATA, 8, 0).rows(0, ALL)
+    assert source.examples_at(0, ALL) == Offline(DATA, 8, 0).examples_at(0, ALL)
     assert all(text.collapsed and len(text.answer) == 12 for text in written_in(tmp_path)), "they are there to look at"
 
 
@@ -350,13 +349,13 @@ def recipe_with(folder: Path, policy: dict[str, Any], **data: Any) -> DraftRecip
     return DraftRecipe.model_validate(content)
 
 
-def source_by(recipe: DraftRecipe) -> Source:
+def source_by(recipe: DraftRecipe) -> BatchSource:
     return draft_source(recipe, DATA, target(), tiny_tokenizer(), draft)
 
 
 def test_a_recipes_policy_becomes_its_source(tmp_path: Path) -> None:
     plain = source_by(recipe_with(tmp_path, {"offline": 1}))
-    assert isinstance(plain, Offline) and plain.rows(1, ALL) == Offline(DATA, 8, 0).rows(1, ALL)
+    assert isinstance(plain, Offline) and plain.examples_at(1, ALL) == Offline(DATA, 8, 0).examples_at(1, ALL)
     assert len(batches(source_by(recipe_with(tmp_path, {"draft": 1, "max_new_tokens": 12, "every": 2})), [0])[0]) == 8
     written = written_in(tmp_path / "run" / "generated")
     assert {text.step for text in written} == {0, 1}

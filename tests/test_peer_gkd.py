@@ -14,7 +14,8 @@ import torch
 
 from decoding.metrics import StepCount
 from trainer.data.batch import Example
-from trainer.recipe.recipe import DraftRecipe, TrainingSection
+from trainer.recipe.common import TrainingSection
+from trainer.recipe.draft import DraftRecipe
 from trainer.run.loop import learning_rate_at
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"

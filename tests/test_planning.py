@@ -11,14 +11,16 @@ from tiny_training import recipe_content, toy_examples, write_corpus, write_targ
 from typer.testing import CliRunner
 
 from trainer.cli import app
-from trainer.commands.decode import planning
-from trainer.commands.planning import Launch, Plan, Tokens, count_tokens, largest_batch, plan_training
+from trainer.commands import planning
 from trainer.data.batch import Example, batch_indices
 from trainer.drafts.on_policy import PolicySource
 from trainer.heads.medusa2 import Medusa2Objective
+from trainer.job import Phase
+from trainer.recipe.common import TrainingSection
 from trainer.recipe.reading import parse_recipe
-from trainer.recipe.recipe import AnyRecipe, TrainingSection
-from trainer.run.measuring import Measured, Pace, Phase
+from trainer.recipe.recipe import AnyRecipe
+from trainer.run.measuring import Measured, Pace
+from trainer.run.planning import Launch, Plan, Tokens, count_tokens, largest_batch, plan_training
 
 HEADS = 2 * (16 * 16 + 16 + 16 * 16)
 """Parameters of two heads of one block: its matrix, its bias, the Linear to 16 tokens."""

@@ -19,8 +19,11 @@ from trainer.learning.teachers import SampledTailTeacher
 from trainer.recipe.reading import parse_recipe
 from trainer.recipe.recipe import AnyRecipe
 from trainer.run import distributed
-from trainer.run.assemble import assemble
+from trainer.run.kinds import kind_of
 from trainer.target.teacher_cache import TeacherStore
+from trainer.terminal.place import Place
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -54,7 +57,7 @@ def test_features_written_ahead_are_those_that_training_reads(workshop: Path) ->
     prepare_features(recipe_with_features(workshop), Console(file=io.StringIO()))
     before = shards_of(workshop / "features")
     heard = io.StringIO()
-    assemble(recipe_with_features(workshop), torch.device("cpu"), Console(file=heard))
+    kind_of(recipe_with_features(workshop)).assemble(CPU, Place(console=Console(file=heard)))
     assert before and shards_of(workshop / "features") == before and "written here" not in heard.getvalue()
 
 
@@ -65,15 +68,15 @@ def test_a_teacher_cache_written_ahead_is_what_a_draft_is_trained_from(workshop:
     before = shards_of(workshop / "teacher")
     assert f"teacher cache: 456 positions in {workshop}/teacher, 0.000 GB: 52 bytes a position" in heard.getvalue()
     again = io.StringIO()
-    job = assemble(recipe_with_teacher(workshop, 2.0), torch.device("cpu"), Console(file=again))
+    job = kind_of(recipe_with_teacher(workshop, 2.0)).assemble(CPU, Place(console=Console(file=again)))
     assert before and shards_of(workshop / "teacher") == before and "written here" not in again.getvalue()
     assert isinstance(store, TeacherStore)
     batch = collate(job.dataset.examples[:3], range(3))
     (inputs,) = job.objective.inputs(batch, 0)
     assert isinstance(inputs.teacher, SampledTailTeacher)
-    assert torch.equal(inputs.teacher.logits, store.rows(batch).logits) and inputs.teacher.temperature == 2.0
+    assert torch.equal(inputs.teacher.logits, store.for_batch(batch).logits) and inputs.teacher.temperature == 2.0
     with pytest.raises(ValueError, match="holds a teacher cache made with another temperature"):
-        assemble(recipe_with_teacher(workshop, 1.5), torch.device("cpu"), Console(file=again))
+        kind_of(recipe_with_teacher(workshop, 1.5)).assemble(CPU, Place(console=Console(file=again)))
 
 
 @pytest.mark.parametrize("kind", ["medusa", "draft"])

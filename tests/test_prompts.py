@@ -8,8 +8,9 @@ import pytest
 from tiny_tokenizer import byte_tokenizer
 from tiny_training import tiny_tokenizer
 
-from decoding.prompts import encode_prompt, find_answer, prompt_of, read_prompts
-from trainer.data.answers import read_conversations
+from decoding.fields import find_answer, prompt_of
+from decoding.prompts import encode_prompt, read_prompts
+from trainer.data.conversations import read_conversations
 
 CHAT = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}{% if add_generation_prompt %}:{% endif %}"
 

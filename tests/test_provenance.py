@@ -22,9 +22,11 @@ from decoding.model.fingerprint import fingerprint, stored_fingerprint
 from decoding.model.heads import MedusaHeads
 from decoding.model.loading import load_heads, load_model
 from trainer.recipe.reading import parse_recipe
-from trainer.run.assemble import assemble
+from trainer.recipe.recipe import AnyRecipe
+from trainer.run.kinds import kind_of
 from trainer.run.provenance import FILE_NAME
 from trainer.run.train import run_recipe
+from trainer.terminal.place import Place
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MARKER = "s3cret-m4rker-that-must-not-leak"
@@ -120,13 +122,17 @@ def test_a_fingerprint_is_the_same_wherever_the_model_is_read_from(tmp_path: Pat
     assert len(prints) == 1 and fingerprint(load_model(str(tmp_path / "here"), torch.bfloat16)) not in prints
 
 
+def assembled(recipe: AnyRecipe) -> Any:
+    return kind_of(recipe).assemble(torch.device("cpu"), Place(console=Console(file=io.StringIO())))
+
+
 def identity_of(folder: Path, **sections: Any) -> dict[str, Any]:
     recipe = parse_recipe({**recipe_content(folder, "medusa"), **sections})
-    return assemble(recipe, torch.device("cpu"), Console(file=io.StringIO())).identity()
+    return assembled(recipe).identity()
 
 
 def test_soft_targets_from_the_best_logits_are_no_resumption_of_exact_ones(run_folder: Path) -> None:
-    soft = {"heads": {"loss": {"cross_entropy": 0, "forward_kl": 1}}}
+    soft = {"heads": {"loss": {"forward_kl": 1}}}
     exact = identity_of(run_folder, **soft)
     assert identity_of(run_folder, **soft, features={"folder": str(run_folder / "all")}) == exact
     best = identity_of(run_folder, **soft, features={"folder": str(run_folder / "best"), "top_k": 2})
@@ -147,7 +153,7 @@ def test_the_same_file_read_by_another_tokenizer_is_other_training_data(run_fold
 def test_which_tokens_are_trained_is_part_of_the_training_data(run_folder: Path) -> None:
     """A chat template may mark other tokens of the same text."""
     recipe = parse_recipe(recipe_content(run_folder, "medusa"))
-    job = assemble(recipe, torch.device("cpu"), Console(file=io.StringIO()))
+    job = assembled(recipe)
     first, *others = job.dataset.examples
     untrained = first._replace(trained=(False, *first.trained[1:]))
     other = replace(job, dataset=replace(job.dataset, examples=[untrained, *others]))

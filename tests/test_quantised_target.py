@@ -13,12 +13,13 @@ from tiny_models import full_forward, tiny_model
 from tiny_training import recipe_content, write_corpus, write_target
 from torch import nn
 
-from decoding.model.compress import quantised
 from decoding.model.fingerprint import stored_fingerprint
+from decoding.model.quantise import quantised
 from trainer.data.batch import collate
-from trainer.drafts.distill import DistillObjective
+from trainer.drafts.job import DraftJob
 from trainer.recipe.reading import parse_recipe
-from trainer.run.assemble import Job, assemble
+from trainer.run.kinds import kind_of
+from trainer.terminal.place import Place
 
 
 @pytest.fixture(autouse=True)
@@ -43,17 +44,17 @@ def test_all_linear_layers_are_rounded_and_the_lm_head_if_that_is_asked_for() ->
             assert torch.equal(ours, theirs * 0.5 if is_rounded else theirs), name
 
 
-def job_of(folder: Path, **changes: Any) -> Job:
+def job_of(folder: Path, **changes: Any) -> DraftJob:
     write_target(folder / "target")
     write_corpus(folder)
     recipe = parse_recipe({**recipe_content(folder, "draft"), **changes})
-    return assemble(recipe, torch.device("cpu"), Console(file=io.StringIO()))
+    job = kind_of(recipe).assemble(torch.device("cpu"), Place(console=Console(file=io.StringIO())))
+    assert isinstance(job, DraftJob)
+    return job
 
 
 def test_a_rounded_target_teaches_and_a_draft_is_made_of_it_as_it_was(tmp_path: Path) -> None:
     whole, job = job_of(tmp_path), job_of(tmp_path, quantise="int8")
-    assert job.target is not None and job.target.model is not None and whole.target is not None
-    assert isinstance(job.objective, DistillObjective) and isinstance(whole.objective, DistillObjective)
     rounded = quantised(tiny_model(), lm_head=False)
     assert torch.equal(full_forward(job.target.model.model, [4, 5]), full_forward(rounded, [4, 5]))
     drafts = [objective.draft_for_decoding().model for objective in (job.objective, whole.objective)]

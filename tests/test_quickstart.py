@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from decoding.model.loading import load_model, load_tokenizer
 from trainer import quickstart
-from trainer.recipe.recipe import PretrainRecipe
+from trainer.recipe.pretrain import PretrainRecipe
 from trainer.run.train import ensure_built
 
 

@@ -8,8 +8,10 @@ import yaml
 from pydantic import ValidationError
 from tiny_training import recipe_content
 
+from trainer.recipe.draft import DraftRecipe
+from trainer.recipe.heads import MedusaRecipe
+from trainer.recipe.pretrain import PretrainRecipe
 from trainer.recipe.reading import load_recipe, parse_recipe
-from trainer.recipe.recipe import DraftRecipe, MedusaRecipe, PretrainRecipe
 
 ROOT = Path(__file__).resolve().parents[1]
 MEDUSA: dict[str, Any] = {
@@ -231,7 +233,6 @@ def drafts(**section: Any) -> dict[str, Any]:
         ),
         ({"teacher": {"folder": "t"}, "loss": {"reverse_kl": 1}}, "draft.loss.reverse_kl cannot be learnt"),
         ({"teacher": {"folder": "t"}, "loss": {"cross_entropy": 1}}, "draft.loss learns the data's tokens alone"),
-        ({"loss": {"selection": {"reference": "r"}}}, "draft.loss.selection.reference chooses among tokens"),
         ({"teacher": {"folder": "t"}, "loss": {"hidden": 1}}, "draft.loss.hidden needs the target's hidden states"),
     ],
 )
@@ -277,3 +278,29 @@ def test_a_drafts_recipe_says_what_it_comes_down_to_where_nothing_is_said(tmp_pa
     content["draft"] |= {"loss": {"tvd": 2}, "policy": {"draft": 1}, "init": {"from_config": {"num_hidden_layers": 1}}}
     said = parse_recipe(content).model_dump(mode="json")["draft"]
     assert (said["loss"]["forward_kl"], said["policy"]["offline"], said["init"]["from_target"]) == (0, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "section", "default"), [("medusa", "heads", "cross_entropy"), ("draft", "draft", "forward_kl")]
+)
+def test_heads_and_drafts_share_one_loss_section_in_which_a_term_that_is_not_named_weighs_0(
+    kind: str, section: str, default: str
+) -> None:
+    def mix_of(loss: dict[str, Any]) -> Any:
+        return getattr(parse_recipe({**MEDUSA, "kind": kind, section: {"loss": loss}}), section).loss.mix
+
+    assert mix_of({}) == mix_of({"temperature": 2}) == {default: 1}
+    assert getattr(parse_recipe({**MEDUSA, "kind": kind}), section).loss.mix == {default: 1}
+    for term in ("cross_entropy", "forward_kl", "reverse_kl", "jsd", "tvd", "acceptance", "lk"):
+        assert mix_of({term: 0.5}) == mix_of({term: 0.5, "tvd" if term != "tvd" else "jsd": 0}) == {term: 0.5}
+
+
+@pytest.mark.parametrize(("content", "section"), [(MEDUSA, "heads"), (DRAFT, "draft")])
+def test_a_loss_that_weighs_every_term_0_is_refused(content: dict[str, Any], section: str) -> None:
+    with pytest.raises(ValueError, match=f"{section}.loss: the loss weighs every term 0: give one of them a weight"):
+        parse_recipe({**content, section: {"loss": {"forward_kl": 0}}})
+
+
+def test_heads_have_no_hidden_states_to_compare() -> None:
+    with pytest.raises(ValueError, match=r"heads\.loss\.hidden compares a draft's last hidden state"):
+        parse_recipe({**MEDUSA, "heads": {"loss": {"hidden": 1}}})

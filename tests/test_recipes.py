@@ -11,8 +11,8 @@ from accelerate.state import AcceleratorState
 from rich.console import Console
 from tiny_training import write_corpus, write_target
 
+from trainer.recipe.heads import MedusaRecipe
 from trainer.recipe.reading import load_recipe
-from trainer.recipe.recipe import MedusaRecipe
 from trainer.run.train import run_recipe
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -22,10 +22,11 @@ from decoding.model.loading import load_tokenizer
 from trainer.cli import BAD_INPUT, app
 from trainer.commands.options import RegenerateOptions
 from trainer.commands.regenerate import Summary, run_regenerate
-from trainer.data.answers import AnswerFile, Key, read_conversations
+from trainer.data.answers import AnswerFile
+from trainer.data.conversations import Key, read_conversations
 from trainer.data.dataset import load_dataset
 from trainer.files.lock import hold_file
-from trainer.recipe.recipe import DataSection
+from trainer.recipe.common import DataSection
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,7 @@ def test_training_reads_what_was_written(models: Path, tmp_path: Path, target: s
     (first, second) = dataset.examples
     trained = [token for token, counts in zip(second.tokens, second.trained, strict=True) if counts]
     assert trained == [13, 14, 15, 0, 1]  # its very tokens, the <unk> among them
-    assert dataset.rows == 2 and len(first.tokens) < len(second.tokens)
+    assert dataset.num_rows == 2 and len(first.tokens) < len(second.tokens)
 
 
 def test_answers_that_tokenize_to_other_tokens_than_were_written_are_counted(models: Path, tmp_path: Path) -> None:

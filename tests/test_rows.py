@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from tiny_training import write_rows
 
-from trainer.data.rows import Row, conversation, open_source
+from trainer.data.conversations import transcript_of
+from trainer.data.rows import Row, open_source
+from trainer.recipe.common import DataSection
 
 
 def fields_of(name: Path | str, split: str = "train") -> list[dict[str, Any]]:
-    return [row.fields() for row in open_source(str(name), split).rows()]
+    return [row.fields() for row in open_source(str(name), split).read()]
 
 
 @pytest.fixture
@@ -34,7 +36,7 @@ def write_parquet(datasets: Any, path: Path, rows: list[dict[str, Any]]) -> Path
 def test_a_jsonl_file_gives_its_lines_with_their_numbers_blank_ones_counted(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "a"}\n\n"b"\n')
-    rows = list(open_source(str(path), "train").rows())
+    rows = list(open_source(str(path), "train").read())
     assert [row.where for row in rows] == [f"{path}, line 1", f"{path}, line 3"]
     assert [row.fields() for row in rows] == [{"text": "a"}, {"text": "b"}]
 
@@ -65,20 +67,26 @@ def test_without_the_datasets_library_the_remedy_is_named(
         (b'{"text": "\\ud83d"}', r"a \\u escape is half a character \(surrogates not allowed\)"),
     ],
 )
-def test_a_line_that_is_no_row_is_found_when_its_fields_are_asked_for(line: bytes, message: str) -> None:
-    row = Row("rows.jsonl, line 7", line)
-    with pytest.raises(ValueError, match=f"^rows.jsonl, line 7: {message}"):
+def test_a_line_that_is_no_row_is_found_when_its_fields_are_asked_for(
+    tmp_path: Path, line: bytes, message: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\n" * 6 + line + b'\n{"text": "a"}\n')
+    row, good = open_source(str(path), "train").read()
+    with pytest.raises(ValueError, match=f"^{path}, line 7: {message}"):
         row.fields()
+    assert good.fields() == {"text": "a"}
 
 
-def test_an_escaped_character_beyond_the_basic_plane_is_whole() -> None:
-    assert Row("row", b'{"text": "\\ud83d\\ude00"}').fields() == {"text": "😀"}
+def test_an_escaped_character_beyond_the_basic_plane_is_whole(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'{"text": "\\ud83d\\ude00"}\n')
+    assert fields_of(tmp_path / "rows.jsonl") == [{"text": "😀"}]
 
 
 def test_a_parquet_file_gives_its_rows_without_the_columns_left_empty(datasets: Any, tmp_path: Path) -> None:
     rows = [{"prompt": "a", "answer": "b", "text": None}, {"prompt": None, "answer": None, "text": "c"}]
     path = write_parquet(datasets, tmp_path / "rows.parquet", rows)
-    read = list(open_source(str(path), "train").rows())
+    read = list(open_source(str(path), "train").read())
     assert [row.where for row in read] == [f"{path}, row 1", f"{path}, row 2"]
     assert [row.fields() for row in read] == [{"prompt": "a", "answer": "b"}, {"text": "c"}]
 
@@ -135,7 +143,7 @@ def test_a_hub_data_set_is_read_by_its_id_configuration_and_split(
         return datasets.Dataset.from_list([{"question": "a", "answer": "b"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    (row,) = open_source("openai/gsm8k:main", "test").rows()
+    (row,) = open_source("openai/gsm8k:main", "test").read()
     assert row == Row("openai/gsm8k:main, row 1", {"question": "a", "answer": "b"})
     open_source("ORG/NAME", "train")
     assert asked == [(("openai/gsm8k", "main"), {"split": "test"}), (("ORG/NAME", None), {"split": "train"})]
@@ -175,6 +183,11 @@ def test_what_can_be_neither_file_nor_hub_id_is_not_looked_for_on_the_hub(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=f"there is no data file {name}: give a .jsonl or .parquet file, a folder"):
         open_source(name, "train")
+
+
+def conversation(fields: dict[str, Any], format: str, where: str) -> list[Any]:
+    section = DataSection.model_validate({"train": "a", "heldout": "b", "format": format})
+    return list(transcript_of(Row(where, fields), section).messages)
 
 
 def test_a_sharegpt_conversation_becomes_messages() -> None:

@@ -11,8 +11,8 @@ from tiny_training import Recorder, ToyObjective, interrupt, toy_examples, train
 from torch import Tensor
 
 from trainer.data.batch import Batch, Example, batch_indices
-from trainer.data.source import BatchRow, Offline
-from trainer.recipe.recipe import TrainingSection
+from trainer.data.source import Offline, PlacedExample
+from trainer.recipe.common import TrainingSection
 from trainer.run.loop import Interrupted, _my_positions
 
 DATA = toy_examples(5)
@@ -23,14 +23,14 @@ def test_a_fixed_set_gives_the_examples_of_its_order_with_their_places(batch_siz
     source = Offline(DATA, batch_size, seed=3)
     for step in range(7):
         indices = batch_indices(step, batch_size, 5, 3)
-        assert source.rows(step, range(batch_size)) == [BatchRow(DATA[index], index) for index in indices]
+        assert source.examples_at(step, range(batch_size)) == [PlacedExample(DATA[index], index) for index in indices]
         assert not source.writes_at(step)
 
 
 def test_every_process_gets_the_rows_of_its_positions() -> None:
     source = Offline(DATA, 6, seed=0)
-    whole = source.rows(2, range(6))
-    assert source.rows(2, range(0, 6, 2)) == whole[::2] and source.rows(2, range(1, 6, 2)) == whole[1::2]
+    whole = source.examples_at(2, range(6))
+    assert source.examples_at(2, range(0, 6, 2)) == whole[::2] and source.examples_at(2, range(1, 6, 2)) == whole[1::2]
 
 
 def test_the_positions_of_a_batch_are_dealt_out_to_the_processes_in_turn() -> None:
@@ -52,9 +52,9 @@ class Diary:
         self.asked.append(("write", step, tuple(positions)))
         return {"generated/texts": 3.0, "generated/seconds": 0.5}
 
-    def rows(self, step: int, positions: Sequence[int]) -> list[BatchRow]:
+    def examples_at(self, step: int, positions: Sequence[int]) -> list[PlacedExample]:
         self.asked.append(("rows", step, tuple(positions)))
-        return [BatchRow(Example((step, position), (False, True), 0), -1) for position in positions]
+        return [PlacedExample(Example((step, position), (False, True), 0), -1) for position in positions]
 
 
 def test_the_loop_lets_a_source_write_before_the_steps_that_need_it_and_logs_its_figures(tmp_path: Path) -> None:

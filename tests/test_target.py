@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from decoding.model.cache import PreallocatedCache
-from decoding.model.causal_lm import CausalLM, capture_lm_head_input, last_position
+from decoding.model.causal_lm import CausalLM
+from decoding.model.lm_head import capture_lm_head_input, last_position
 from decoding.rules.tree import TokenTree, TreeShape
 
 # Longer than the window of the families that have one, on both sides of a branch.

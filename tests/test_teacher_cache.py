@@ -17,13 +17,14 @@ from trainer.data.batch import Batch, Example, collate
 from trainer.data.dataset import load_dataset
 from trainer.learning.fused import fused_loss
 from trainer.learning.losses import LossMix, divergence
+from trainer.recipe.common import DataSection
 from trainer.recipe.draft import TeacherSection
-from trainer.recipe.recipe import DataSection
-from trainer.run.assemble import Target
 from trainer.target import teacher_cache
 from trainer.target.features import FeatureIdentity, FeatureWriter
+from trainer.target.loading import Target
 from trainer.target.store import estimate_bytes, write_store
-from trainer.target.teacher_cache import TeacherIdentity, TeacherStore, TeacherWriter, sample_tail, teacher_identity
+from trainer.target.teacher_cache import TeacherIdentity, TeacherStore, TeacherWriter, sample_tail, teacher_writer
+from trainer.terminal.place import Place
 
 EXAMPLES = toy_examples(12)  # of 4 to 12 tokens, some of them trained
 LABELLED = [int(collate([example]).labelled(1).sum()) for example in EXAMPLES]
@@ -77,7 +78,7 @@ def test_the_best_logits_are_the_models_own_where_the_next_token_is_trained(
 ) -> None:
     changes = {"final_logit_softcapping": 2.0} if family == "gemma2" else {}
     target = CausalLM(tiny_model(family, **changes))
-    found = write(target, tmp_path, temperature=temperature).rows(batch_of(7, 0, 11))
+    found = write(target, tmp_path, temperature=temperature).for_batch(batch_of(7, 0, 11))
     scores = logits_at(target, (7, 0, 11)) / temperature
     assert len(found.tokens) == LABELLED[7] + LABELLED[0] + LABELLED[11]
     torch.testing.assert_close(found.logits, scores.topk(3).values, rtol=1e-5, atol=1e-5)
@@ -93,7 +94,7 @@ def test_logits_come_back_to_the_bit_and_are_divided_by_the_temperature_in_fp32(
     examples = sorted(EXAMPLES, key=lambda example: -len(example.tokens))  # as they are run
     store = write(target, tmp_path, shard_rows=1000, examples=examples, temperature=3.0)
     batch = collate(examples, range(12))
-    found = store.rows(batch)
+    found = store.for_batch(batch)
     with torch.inference_mode():
         logits = target.model(**batch.model_inputs(), use_cache=False).logits[batch.labelled(1)].float()
     tokens = torch.cat((found.tokens, found.tail_tokens), 1)
@@ -103,15 +104,15 @@ def test_logits_come_back_to_the_bit_and_are_divided_by_the_temperature_in_fp32(
 
 def test_rows_come_in_the_order_of_the_batch_whatever_that_is(tiny_llama: CausalLM, tmp_path: Path) -> None:
     store = write(tiny_llama, tmp_path)
-    each = [store.rows(batch_of(index)) for index in (5, 2, 5)]
-    together = store.rows(batch_of(5, 2, 5))
+    each = [store.for_batch(batch_of(index)) for index in (5, 2, 5)]
+    together = store.for_batch(batch_of(5, 2, 5))
     for name in ("tokens", "logits", "log_total", "tail_tokens", "tail_logits"):
         assert torch.equal(getattr(together, name), torch.cat([getattr(rows, name) for rows in each]))
 
 
 def test_ids_beyond_two_bytes_come_back(tmp_path: Path) -> None:
     target = CausalLM(tiny_model(vocab=70_000))
-    found = write(target, tmp_path, examples=EXAMPLES[:2], top_k=40, tail=5).rows(batch_of(0, 1))
+    found = write(target, tmp_path, examples=EXAMPLES[:2], top_k=40, tail=5).for_batch(batch_of(0, 1))
     logits = logits_at(target, (0, 1))
     assert torch.equal(found.tokens, logits.topk(40).indices) and (found.tokens >= 1 << 16).any()
     torch.testing.assert_close(found.tail_logits, logits.gather(1, found.tail_tokens), rtol=1e-5, atol=1e-5)
@@ -127,23 +128,28 @@ def test_a_row_is_a_position_whose_next_token_is_trained_in_its_document(tiny_ll
     packed = Example((1, 2, 3, 4, 5, 6, 7), trained, 0, (3, 1, 3))  # tokens 3 and 4 begin documents
     nothing = Example((1, 2), (True, False), 0)
     for example in (*EXAMPLES, packed, nothing):
-        assert identity_of(tiny_llama).rows_of(example) == int(collate([example]).labelled(1).sum())
-    assert identity_of(tiny_llama).rows_of(packed) == 2
+        assert identity_of(tiny_llama).num_rows(example) == int(collate([example]).labelled(1).sum())
+    assert identity_of(tiny_llama).num_rows(packed) == 2
 
 
 def test_an_example_without_a_trained_token_has_no_rows_and_is_not_run(
     tiny_llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run: list[int] = []
-    rows = TeacherWriter.rows
-    monkeypatch.setattr(TeacherWriter, "rows", lambda self, batch: run.extend(batch.examples) or rows(self, batch))
+    compute = TeacherWriter.compute_columns
+
+    def compute_columns(self: TeacherWriter, batch: Batch) -> dict[str, Tensor]:
+        run.extend(batch.examples)
+        return compute(self, batch)
+
+    monkeypatch.setattr(TeacherWriter, "compute_columns", compute_columns)
     nothing = Example((9,) * 40, (False,) * 40, 0)
     examples = [nothing, *EXAMPLES[:3], nothing]
     store = write(tiny_llama, tmp_path, examples=examples)
     assert sorted(run) == [1, 2, 3]
-    found = store.rows(collate([nothing, EXAMPLES[0], nothing], (0, 1, 4)))
+    found = store.for_batch(collate([nothing, EXAMPLES[0], nothing], (0, 1, 4)))
     assert len(found.tokens) == LABELLED[0]
-    assert store.rows(collate([nothing], (0,))).tokens.shape == (0, 3)
+    assert store.for_batch(collate([nothing], (0,))).tokens.shape == (0, 3)
 
 
 # The sample
@@ -196,7 +202,7 @@ def test_a_fine_sample_gives_the_loss_and_the_gradient_of_the_whole_vocabulary(
     """Draws spread evenly, 20,000 a row, are off by less than 1 in 20,000 each."""
     spread = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
     monkeypatch.setattr(teacher_cache, "_uniforms", lambda index, rows, tail: spread.expand(rows, -1))
-    rows = write(tiny_llama, tmp_path, tail=20_000, temperature=temperature).rows(batch_of(3, 8))
+    rows = write(tiny_llama, tmp_path, tail=20_000, temperature=temperature).for_batch(batch_of(3, 8))
     hidden = torch.randn(len(rows.tokens), 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     weight = torch.randn(16, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     found, expected = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
@@ -214,8 +220,8 @@ def test_draws_of_an_example_do_not_depend_on_its_neighbours_and_differ_between_
     examples = [*EXAMPLES, EXAMPLES[8]]
     one, many = (write(tiny_llama, tmp_path / str(rows), rows, examples, tail=30) for rows in (1000, 4))
     batch = collate(examples, range(13))
-    assert torch.equal(one.rows(batch).tail_tokens, many.rows(batch).tail_tokens)
-    twice = [one.rows(collate([EXAMPLES[8]], (index,))) for index in (8, 12)]
+    assert torch.equal(one.for_batch(batch).tail_tokens, many.for_batch(batch).tail_tokens)
+    twice = [one.for_batch(collate([EXAMPLES[8]], (index,))) for index in (8, 12)]
     assert torch.equal(twice[0].tokens, twice[1].tokens)
     assert not torch.equal(twice[0].tail_tokens, twice[1].tail_tokens)
 
@@ -235,7 +241,7 @@ def test_any_number_of_processes_and_a_run_broken_off_write_the_same_files(
 
     write_store(writer, EXAMPLES, tmp_path / "one", SHARD_ROWS)
     for process in (1, 0, 2):
-        write_store(writer, EXAMPLES, tmp_path / "three", SHARD_ROWS, process, 3)
+        write_store(writer, EXAMPLES, tmp_path / "three", SHARD_ROWS, Place(process, 3))
     with pytest.raises(KeyboardInterrupt):
         write_store(writer, EXAMPLES, tmp_path / "broken", SHARD_ROWS, on_progress=break_off)
     begun = files_of(tmp_path / "broken")
@@ -250,7 +256,7 @@ def test_the_estimate_is_what_the_files_take(tiny_llama: CausalLM, tmp_path: Pat
     store = write(tiny_llama, tmp_path)
     shards = list(tmp_path.glob("*.safetensors"))
     estimate = estimate_bytes(EXAMPLES, identity_of(tiny_llama))
-    assert estimate == 34 * sum(LABELLED) and store.rows(batch_of(0)).width == 5
+    assert estimate == 34 * sum(LABELLED) and store.for_batch(batch_of(0)).width == 5
     assert estimate < sum(path.stat().st_size for path in shards) < estimate + 400 * len(shards)  # their headers
 
 
@@ -289,9 +295,9 @@ def test_a_target_with_rounded_weights_is_another_one(tiny_llama: CausalLM, tmp_
     data = write_rows(tmp_path / "rows.jsonl", [{"text": "a b c d e f g h"}])
     dataset = load_dataset(data, DataSection(train=data, heldout=data), tiny_tokenizer())
     section = TeacherSection(folder="anywhere", top_k=3, tail=2)
-    exact = Target("tiny", tiny_llama, torch.float32, "itself")
+    exact = Target("tiny", torch.float32, "itself", tiny_llama)
     identities = [
-        teacher_identity(target, tiny_tokenizer(), dataset, section, 1.0)
+        teacher_writer(target, tiny_tokenizer(), dataset.examples, section, 1.0).identity
         for target in (exact, replace(exact, rounding="int8"))
     ]
     assert identities[0].target == "itself" != identities[1].target

@@ -11,7 +11,7 @@ from jaxtyping import TypeCheckError
 from pydantic import ValidationError
 
 from decoding.rules.tree import MOST_NODES, TokenTree, TreeShape, common_length, fetch_tokens
-from trainer.recipe.recipe import HeadsSection
+from trainer.recipe.heads import HeadsSection
 
 # Root 0 -> {1, 2}, 1 -> {3}, 2 -> {4, 5}, 5 -> {6}
 SHAPE = TreeShape((-1, 0, 0, 1, 2, 2, 5))

@@ -25,8 +25,8 @@ from decoding.model.loading import load_model
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
 from trainer.heads.medusa2 import Medusa2Objective
+from trainer.recipe.heads import AdaptersSection, HeadsSection
 from trainer.recipe.reading import parse_recipe
-from trainer.recipe.recipe import AdaptersSection, HeadsSection
 from trainer.run.optimizer import build_optimizers
 from trainer.run.train import run_recipe
 
@@ -187,14 +187,14 @@ def test_a_run_on_a_spread_target_trains_and_evaluates_as_on_a_whole_one(
         return spread(load_model(*args[:4]), devices) if device_map == "auto" else load_model(*args, **named)
 
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    monkeypatch.setattr("trainer.run.assemble.load_model", load)
+    monkeypatch.setattr("trainer.target.loading.load_model", load)
     # What is trained is on the CPU. `Module.to` keeps parameters what they are between real devices, but not here.
     monkeypatch.setattr(
         "trainer.run.loop.build_optimizers", lambda module, *rest: build_optimizers(moved(module, CPU), *rest)
     )
     write_target(tmp_path / "target", seed=3)
     write_corpus(tmp_path)
-    heads = {"shared": {"shared_lm_head": True}, "soft": {"loss": {"cross_entropy": 0, "forward_kl": 1}}}
+    heads = {"shared": {"shared_lm_head": True}, "soft": {"loss": {"forward_kl": 1}}}
     rows = {}
     for name, device_map in (("whole", None), ("spread", "auto")):
         content = recipe_content(tmp_path, "draft" if kind == "draft" else "medusa")

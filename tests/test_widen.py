@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decoding.measure.widen import main, widened, widened_heads, widened_to
-from decoding.model.causal_lm import capture_lm_head_input
 from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.model.lm_head import capture_lm_head_input
 from decoding.model.loading import load_model
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen2-mixed", "qwen3")

@@ -1,4 +1,4 @@
-"""Random models small enough to run a forward in under a millisecond, and the slowest decoding there is."""
+"""Random models that run a forward in under a millisecond, and plain greedy decoding without a cache as reference."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ from transformers import (
 )
 
 WINDOW = 5
-"""Of every sliding window here: smaller than the texts decoded."""
+"""Width of every sliding window, smaller than the decoded texts."""
 
 _SIZE: dict[str, Any] = {
     "hidden_size": 16,
@@ -121,16 +121,16 @@ FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
 
 ATTENTIONS = [(family, attention) for family in FAMILIES for attention in ("eager", "sdpa")]
 ATTENTIONS.remove(("gemma2", "sdpa"))
-"""Every family with every attention it has."""
+"""Every family with every attention that it supports."""
 
-# Where the first weights write one token for ever, or the same text whatever the prompt: better ones.
+# Seeds for families whose weights of seed 0 repeat one token for ever, or write the same text for every prompt.
 _FIRST_SEED = {"qwen3-moe": 18, "gemma2": 20, "gemma3": 1, "phi3": 1, "falcon": 2, "olmo2": 21}
 
 
 def tiny_model(
     family: str = "llama", vocab: int = 16, seed: int = 0, attention: str | None = None, **changes: Any
 ) -> PreTrainedModel:
-    """A model of the family with random weights, fp32; the same for the same arguments."""
+    """Make a model of the family with random fp32 weights, the same for the same arguments."""
     torch.manual_seed(seed + _FIRST_SEED.get(family, 0))
     config = FAMILIES[family](vocab_size=vocab, **{**_COMMON, **changes})
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
@@ -139,7 +139,7 @@ def tiny_model(
 
 
 def counting_model(vocab: int = 16) -> PreTrainedModel:
-    """A Llama whose next token is always its last plus one: its layers add nothing, its lm_head shifts by one.
+    """Make a Llama whose next token is always its last plus one: its layers add nothing, its lm_head shifts by one.
 
     Its last hidden state is 4 at the index of the last token and 0 elsewhere (a one-hot, normalised to rms 1).
     """
@@ -157,13 +157,13 @@ def counting_model(vocab: int = 16) -> PreTrainedModel:
 
 @torch.inference_mode()
 def full_forward(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
-    """Logits at every position of a text, (positions, vocab): one plain forward, no cache, no mask of ours."""
+    """Return the logits at every position of a text, (positions, vocab), by one forward without cache and masks."""
     logits: Tensor = model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0]
     return logits
 
 
 def naive_greedy(model: PreTrainedModel, prompt: Sequence[int], count: int, penalty: float = 1.0) -> tuple[int, ...]:
-    """``count`` new tokens by argmax, the whole text run again for each."""
+    """Decode ``count`` tokens by argmax; each of them takes a forward over the whole text."""
     text = list(prompt)
     for _ in range(count):
         logits = full_forward(model, text)[-1].clone()

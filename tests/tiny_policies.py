@@ -11,8 +11,9 @@ from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Example
 from trainer.drafts.generations import Kind, Order, TextWriter, WindowFiles
 from trainer.drafts.on_policy import PolicySource
+from trainer.recipe.common import TrainingSection
 from trainer.recipe.draft import PolicySection
-from trainer.recipe.recipe import TrainingSection
+from trainer.terminal.place import Place
 
 PROMPTS = [(4, 5, 6), (7,), (8, 9), (10, 11, 12, 13), (5, 4), (6, 6, 6), (14, 15), (9, 8, 7, 6, 5)]
 DATA = [Example((*prompt, 4, 5, 1), (False,) * len(prompt) + (True,) * 3, len(prompt)) for prompt in PROMPTS]
@@ -54,5 +55,5 @@ def source_of(
     processes: int = 1,
     kept_steps: int = 100,
 ) -> PolicySource:
-    files = WindowFiles(folder, tiny_tokenizer(), kept_steps, process, processes)
+    files = WindowFiles(folder, tiny_tokenizer(), kept_steps, Place(process, processes))
     return PolicySource(DATA, training or training_of(), policy, writer_of(policy), draft_now, files)

@@ -19,10 +19,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from decoding.drafters import Drafter
 from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Batch, Example
-from trainer.data.source import Offline, Source
+from trainer.data.source import BatchSource, Offline
 from trainer.heads.medusa import MedusaObjective
 from trainer.learning.objective import EVERYWHERE_THE_SAME, TermSums
-from trainer.recipe.recipe import HeadsSection, TrainingSection
+from trainer.recipe.common import TrainingSection
+from trainer.recipe.heads import HeadsSection
 from trainer.run.checkpoint import Checkpoints, Progress
 from trainer.run.loop import Hooks, train
 from trainer.target.hidden import OnlineTarget
@@ -205,7 +206,7 @@ def train_toy(
     folder: Path,
     objective: Any,
     recorder: Recorder | None = None,
-    examples: Sequence[Example] | Source | None = None,
+    examples: Sequence[Example] | BatchSource | None = None,
     checkpoint_every: int = 2,
     evaluate_every: int = 1000,
     **training: Any,

@@ -65,11 +65,9 @@ def run_train(recipe_path: str, overrides: Sequence[str]) -> int:
 
     def work() -> None:
         from trainer.recipe.reading import load_recipe
-        from trainer.run.train import ensure_built, run_recipe
+        from trainer.run.train import run_recipe
 
-        recipe = load_recipe(recipe_path, overrides)
-        ensure_built(getattr(recipe, "target", None))
-        run_recipe(recipe)
+        run_recipe(load_recipe(recipe_path, overrides))
 
     return guarded(work, debug=_debug())
 
@@ -103,11 +101,8 @@ def features(
     def work() -> None:
         from trainer.commands.prepare import prepare_features
         from trainer.recipe.reading import load_recipe
-        from trainer.run.train import ensure_built
 
-        content = load_recipe(recipe, overrides or ())
-        ensure_built(getattr(content, "target", None))
-        prepare_features(content)
+        prepare_features(load_recipe(recipe, overrides or ()))
 
     raise typer.Exit(guarded(work, _debug()))
 
@@ -123,8 +118,9 @@ def plan_training(
     """Say what a training run will take: parameters, memory, disk, tokens, hours."""
 
     def work() -> None:
-        from trainer.commands.planning import Launch, print_plan
+        from trainer.commands.planning import print_plan
         from trainer.recipe.reading import load_recipe
+        from trainer.run.planning import Launch
 
         print_plan(load_recipe(recipe, overrides or ()), Launch(processes, zero_stage), steps)
 

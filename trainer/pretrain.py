@@ -1,7 +1,8 @@
-"""The language-modelling objective: a small Llama from nothing, for the embedded default target."""
+"""A small Llama trained from nothing, for the embedded default target: the objective, and its kind of job."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,27 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
-from trainer.data.batch import Batch
+from decoding.model.causal_lm import CausalLM
+from decoding.model.loading import load_tokenizer
+from trainer.data.batch import Batch, Example
+from trainer.data.dataset import Dataset
+from trainer.data.source import BatchSource, Offline
 from trainer.files.transformers4 import write_model
+from trainer.job import (
+    GreedyTexts,
+    Largest,
+    Phase,
+    Stored,
+    load_data,
+    shared_identity,
+    trained_itemsize,
+    trained_numbers,
+)
 from trainer.learning.objective import EVERYWHERE_THE_SAME, TermSums
-from trainer.recipe.recipe import PretrainSection
+from trainer.recipe.common import TrainingSection
+from trainer.recipe.pretrain import PretrainRecipe, PretrainSection
+from trainer.target.store import Writer
+from trainer.terminal.place import Place
 
 
 class LanguageModelTraining(nn.Module):
@@ -74,3 +92,89 @@ class PretrainObjective:
         model.config.dtype = torch.bfloat16
         model.generation_config = GenerationConfig.from_model_config(model.config)
         write_model(model, self._tokenizer, folder)
+
+
+@dataclass(frozen=True)
+class PretrainKind:
+    """The kind of a recipe for a model from nothing: see `trainer.job.Kind`."""
+
+    recipe: PretrainRecipe
+
+    @property
+    def target(self) -> str | None:
+        return None
+
+    @property
+    def tokenizer(self) -> str:
+        return self.recipe.model.tokenizer
+
+    @property
+    def stored(self) -> Stored | None:
+        return None
+
+    @property
+    def keeps_target(self) -> bool:
+        return False
+
+    @property
+    def steps_per_writing(self) -> int:
+        return 1
+
+    def phases(self) -> list[Phase]:
+        return [Phase("a step", 0, self.recipe.training.steps)]
+
+    def measured_from(self, phase: Phase) -> int:
+        return phase.first
+
+    def small(self, rows: int, scratch: Path) -> PretrainRecipe:
+        return self.recipe
+
+    def assemble(self, device: torch.device, place: Place, check_costs: bool = False) -> "PretrainJob":
+        tokenizer = load_tokenizer(self.tokenizer)
+        dataset, heldout = load_data(self.recipe, tokenizer)
+        torch.manual_seed(self.recipe.training.seed)  # for the weights, which start at random
+        return PretrainJob(self.recipe, tokenizer, dataset, heldout, PretrainObjective(tokenizer, self.recipe.model))
+
+
+@dataclass(frozen=True)
+class PretrainJob:
+    """A model to be trained from nothing: see `trainer.job.Job`."""
+
+    recipe: PretrainRecipe
+    tokenizer: PreTrainedTokenizerBase
+    dataset: Dataset
+    heldout: Dataset
+    objective: PretrainObjective
+
+    @property
+    def target(self) -> None:
+        """None: there is no target."""
+
+    def identity(self) -> dict[str, Any]:
+        return shared_identity(self.recipe, None, self.dataset)
+
+    def source(self, section: TrainingSection, place: Place, folder: Path | None = None) -> BatchSource:
+        return Offline(self.dataset.examples, section.batch_size, section.seed)
+
+    def writer(self, examples: Sequence[Example]) -> Writer | None:
+        return None
+
+    def target_again(self, device: torch.device) -> None:
+        """None: there is no target."""
+
+    def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
+        """A model has no tree."""
+
+    def notes(self) -> list[str]:
+        return []
+
+    def passing_bytes(self, largest: Largest) -> int:
+        """See `trainer.job.Job.passing_bytes`; the logits of all trained tokens exist at once."""
+        shape, itemsize = self.recipe.model, trained_itemsize(self.recipe)
+        layer = 10 * shape.hidden_size + 4 * shape.intermediate_size
+        vocab = self.objective.module.get_parameter("model.lm_head.weight").shape[0]
+        layers = largest.positions * layer * shape.num_hidden_layers * itemsize
+        return layers + largest.trained * vocab * (2 * itemsize + 8)
+
+    def artefact_bytes(self) -> dict[str, int]:
+        return {"the finished artefact": 4 * trained_numbers(self.objective)}

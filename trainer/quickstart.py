@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from trainer.files.folders import write_folder
-from trainer.recipe.recipe import PretrainRecipe
+from trainer.recipe.pretrain import PretrainRecipe
 
 NAME = "quickstart"
 _VOCABULARY = 2048

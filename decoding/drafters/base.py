@@ -1,4 +1,4 @@
-"""What every drafter is: one class, one file. It opens sessions; a session proposes trees for the rows of a batch."""
+"""Interface of drafters. A drafter (one class in one file) opens sessions; a session proposes trees for a batch."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from decoding.rules.sampling import GeneratorSource, SamplingConfig
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """One row's turn. The drafter answers with a tree of at most these bounds.
+    """Request for one row's tree, within these bounds.
 
-    ``tokens`` is the whole text, prompt included; its last token is the tree's root. ``hidden`` is what the target's
-    lm_head read when it wrote that token. ``max_depth`` counts drafted tokens, 0 where the row has room for none;
-    ``max_nodes`` counts the root.
+    ``tokens`` is the whole text, prompt included; its last token is the tree's root. ``hidden`` is the input of the
+    target's lm_head from which that token was written. ``max_depth`` bounds the drafted tokens of a path, and is 0 if
+    the row has no room for any. ``max_nodes`` counts the root.
     """
 
     tokens: Sequence[int]
@@ -31,92 +31,92 @@ class DraftRequest:
 
 @dataclass(frozen=True)
 class TextStart:
-    """A text that begins in a row: its first ``prompt_length`` tokens are the prompt; ``source`` is its own chance."""
+    """A text that begins in a row: its first ``prompt_length`` tokens are the prompt; ``source`` draws for it alone."""
 
     prompt_length: int
     source: GeneratorSource
 
 
 class DraftSession(Protocol):
-    """A drafter at work on a batch. All state of a generation lives here, none in the drafter or its model."""
+    """A drafter at work on a batch. It holds all state of a generation; the drafter and its model hold none."""
 
     def admit(self, slot: int, start: TextStart) -> None:
-        """A new text begins in this row; what was known of the row's last text is forgotten."""
+        """Begin a new text in row ``slot``, and forget the row's last text."""
 
     def move(self, slot: int, to: int) -> None:
-        """The text in row ``slot`` goes on in row ``to``; the rows from ``slot`` on are no longer in use."""
+        """Move the text in row ``slot`` to row ``to``; the rows from ``slot`` on are no longer in use."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """Draft a tree for each of the rows 0, 1, ….
 
-        A session keeps up with the texts by itself: between two calls a row's tokens grow by whatever was accepted and
-        written, also in steps it was not asked in.
+        A session follows the texts by itself: between two calls a row's tokens grow by the accepted and the written
+        ones, also in steps without a call.
         """
 
     def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
-        """What the target said at every node of the last trees, (nodes, vocab) for each row."""
+        """Take note of the target's logits at every node of the last trees, (nodes, vocab) for each row."""
 
 
 class Drafter(ABC):
-    """Opens sessions; holds models and settings, which never change."""
+    """A way to draft: opens sessions, and holds models and settings, which never change."""
 
     name: str
     artefact: str | None = None
-    """The trained artefact that drafts: "heads", "draft", or None."""
+    """Kind of the trained artefact that drafts: "heads", "draft", or None."""
 
     @property
     @abstractmethod
     def budgets(self) -> tuple[Budget, ...]:
-        """The sizes it can draft in, in increasing cost; the last one is what it drafts if nobody says less."""
+        """Sizes of the trees that it can draft, by increasing cost; the last one is the default."""
 
     @abstractmethod
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> DraftSession:
-        """Start on up to ``rows`` texts of at most ``max_length`` tokens. Refuses a target it does not fit."""
+        """Start on up to ``rows`` texts of at most ``max_length`` tokens. ValueError for a target that does not fit."""
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
-        """The kinds of its proposals under these controls: deterministic, unless it says otherwise."""
+        """Return the kinds of its proposals under these controls; deterministic by default."""
         return frozenset({ProposalKind.DETERMINISTIC})
 
     @property
     def chains_only(self) -> bool:
-        """Whether all it drafts are chains: none of its budgets has room for more."""
+        """True if it drafts nothing but chains: no budget has room for a branch."""
         return all(budget.nodes == budget.depth + 1 for budget in self.budgets)
 
     @property
     def max_depth(self) -> int:
-        """The deepest tree it drafts."""
+        """Depth of the deepest tree that it drafts."""
         return self.budgets[-1].depth
 
     @property
     def max_nodes(self) -> int:
-        """The largest tree it drafts, the root included."""
+        """Number of nodes of the largest tree that it drafts, the root included."""
         return self.budgets[-1].nodes
 
 
 def chain_budgets(depth: int) -> tuple[Budget, ...]:
-    """Of a drafter of chains up to ``depth`` tokens."""
+    """Return the budgets of a drafter of chains of up to ``depth`` tokens."""
     return tuple(Budget(length, length + 1) for length in range(1, depth + 1))
 
 
 class TextSession(Protocol):
-    """A drafter at work on one text: what a drafter that gains nothing from a batch writes instead."""
+    """A drafter at work on one text: the simpler interface for drafters that gain nothing from a batch."""
 
     def propose(self, request: DraftRequest) -> Proposal:
         """Draft a tree; ``request.max_depth`` is at least 1."""
 
     def observe(self, proposal: Proposal, logits: Float[Tensor, "nodes vocab"]) -> None:
-        """What the target said at every node of the last tree."""
+        """Take note of the target's logits at every node of the last tree."""
 
 
 class TextDrafter(Drafter):
-    """A drafter that looks at one text at a time."""
+    """A drafter that drafts for one text at a time."""
 
     @abstractmethod
     def open_text(self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int) -> TextSession:
         """Start on a text of at most ``max_length`` tokens."""
 
     def check(self, target: CausalLM, rows: int, max_length: int) -> None:
-        """Refuse, before any text begins, what `open_text` could not serve: a target, or so many rows at a time."""
+        """Raise ValueError, before any text begins, for a target or a number of rows that `open_text` cannot serve."""
 
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> DraftSession:
         self.check(target, rows, max_length)
@@ -124,7 +124,7 @@ class TextDrafter(Drafter):
 
 
 def check_static_rows(draft: CausalLM, rows: int, name: str) -> None:
-    """Refuse to draft text by text with a model whose static shapes leave it one cache for all texts."""
+    """Raise ValueError if several texts each need a cache of a draft with static shapes, which has only one."""
     if draft.is_static and rows > 1:
         raise ValueError(
             f"the {name} drafts text by text, and its draft's static shapes serve one text at a time, not {rows}: "
@@ -133,7 +133,7 @@ def check_static_rows(draft: CausalLM, rows: int, name: str) -> None:
 
 
 class _TextByText:
-    """A batch of text sessions, asked one after the other."""
+    """A session of a batch made of one text session per row, asked one after the other."""
 
     def __init__(self, drafter: TextDrafter, target: CausalLM, sampling: SamplingConfig, max_length: int) -> None:
         self._drafter, self._target, self._sampling, self._max_length = drafter, target, sampling, max_length

@@ -1,11 +1,11 @@
-"""A cascade: the draft model's own drafting is speculated by a cheaper drafter, so a chain takes fewer draft passes.
+"""A cascade: a cheaper drafter speculates for the draft model, so that a chain takes fewer passes of the draft model.
 
-Staged speculation (Spector and Re 2308.04623; Chen et al. 2312.11462): the inner drafter proposes a tree to the
-draft model, which verifies it in one pass, and again behind what it kept, until the chain is as long as it should be.
+Staged speculation (Spector and Re 2308.04623; Chen et al. 2312.11462): the inner drafter proposes a tree to the draft
+model, which verifies it in one pass. This repeats after the kept tokens until the chain has its length.
 
 Each token of the chain is drawn from the draft's own q in its context, whether the inner drafter guessed it or not:
-that is the sampled-verify rule with the draft in the target's place. So the chain is distributed, and q recorded, as if
-the draft had written it alone; each token takes one draw, so with the same chance it is the very same chain.
+this is the sampled-verify rule with the draft in the target's place. So the chain's distribution and the recorded q are
+those of the draft alone. Each token takes one draw, so with the same seed the chain is the same as well.
 """
 
 from collections.abc import Sequence
@@ -31,16 +31,15 @@ from decoding.rules.tree import TokenTree, TreeShape, common_length
 from decoding.rules.verify import Verdict, sampled_verify
 
 _APART = 16
-"""Tokens the draft's cache lacks that are run with the tree; more of them have a pass of their own."""
+"""Greatest number of tokens missing in the draft's cache that run together with the tree; more get their own pass."""
 
 
 class CascadeDrafter(TextDrafter):
-    """Drafts a chain of ``num_draft_tokens`` with a model of the target's own tokenizer, helped by ``inner``.
+    """Drafter of a chain of ``num_draft_tokens`` by a model with the target's tokenizer, sped up by ``inner``.
 
-    ``inner`` is best a drafter that costs next to nothing, as prompt lookup. Every text has a cache of its own for the
-    draft, and the texts of a batch are drafted one after the other: a draft with static shapes, which has only one to
-    give, is refused for more than one text at a time. Where processors forbid every token the draft knows, the chain
-    ends.
+    ``inner`` should cost almost nothing, as prompt lookup does. Every text has its own draft cache, and the texts of a
+    batch are drafted one after the other. A draft with static shapes has a single cache and is refused for more than
+    one text at a time. The chain ends where processors forbid every token that the draft knows.
     """
 
     name = "cascade"
@@ -79,7 +78,7 @@ class CascadeDrafter(TextDrafter):
 
 
 class CascadeSession:
-    """The draft's cache holds the keys of ``_held``, which is the text and, behind it, what was drafted last."""
+    """A session on one text. The draft's cache holds the keys of ``_held``: the text, then the tokens drafted last."""
 
     def __init__(
         self,
@@ -98,7 +97,7 @@ class CascadeSession:
         self._held: list[int] = []
 
     def observe(self, proposal: Proposal, logits: Float[Tensor, "nodes vocab"]) -> None:
-        """The text says all it needs to know."""
+        """Do nothing: the text holds everything that the session needs."""
 
     @torch.inference_mode()
     def propose(self, request: DraftRequest) -> Proposal:
@@ -126,23 +125,23 @@ class CascadeSession:
         return Proposal(tree, ProposalKind.SAMPLED, torch.cat(q_rows)[: len(tree) - 1])
 
     def _guess(self, text: Sequence[int], room: int) -> Proposal:
-        """What the inner drafter proposes behind the chain so far; the draft writes one token itself."""
+        """Let the inner drafter propose up to ``room`` tokens after the chain so far."""
         if room < 1:
             return Proposal.root_only(text[-1], self._drafter.draft.device)
-        # There is no hidden state: the draft did not write the text's last token, and it may not fit the inner drafter.
+        # Without a hidden state: the draft may not have written the text's last token, and its size may not fit.
         return self._inner.propose(DraftRequest(text, torch.empty(0), room, self._drafter.inner.max_nodes))
 
     def _drop_refused(self, tokens: Sequence[int]) -> None:
-        """Keep the keys of what became text, its last token left out: that one is run again as the root."""
+        """Keep the keys of tokens that became text, without the last one, which runs again as the root."""
         del self._held[common_length(tokens[:-1], self._held) :]
         self._state.cache.truncate(0, len(self._held))
 
     def _run(self, text: Sequence[int], tree: TokenTree) -> Float[Tensor, "nodes vocab"]:
-        """Run what the cache lacks of the text, and the tree behind it, in one pass; logits at the tree's nodes."""
+        """Run the text's tokens that the cache lacks, then the tree, in one pass; return the logits at its nodes."""
         draft, cache = self._drafter.draft, self._state.cache
         lacking = list(text[len(self._held) : -1])
-        # The prompt, or what was written in steps it was not asked in: a pass of its own spares it a tree's mask, and
-        # the logits of all its positions.
+        # The prompt, or text of steps without a draft, gets its own pass: without a tree's mask, and without logits at
+        # all its positions.
         if len(lacking) > (_APART if self._held else 0):
             draft.append([self._known(lacking)], cache)
             self._held, lacking = [*self._held, *lacking], []
@@ -151,15 +150,15 @@ class CascadeSession:
         return self._state.over_target_vocabulary(draft.verify([known], cache).logits[0, len(lacking) :])
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
-        # A token only the target knows is read as the draft's last, as in every draft.
+        # A token that only the target knows is read as the draft's last token, as in `DraftState`.
         return [min(token, self._drafter.draft.vocab_size - 1) for token in tokens]
 
     def _judge(
         self, tokens: Sequence[int], chain: Sequence[int], guess: Proposal, logits: Float[Tensor, "nodes vocab"]
     ) -> tuple[Verdict, list[Float[Tensor, "emitted vocab"]]]:
-        """Which guesses the draft would have written, its own next token, and the q of each of them.
+        """Return the guesses that the draft itself writes, with its own next token, and the q of each of these tokens.
 
-        The next token is ``vocab``, which is none, where q has no mass: processors forbid every token the draft knows.
+        The next token is ``vocab``, which is no id, if processors forbid every token that the draft knows.
         """
         history = None
         if self._sampling.needs_history:
@@ -173,7 +172,7 @@ class CascadeSession:
         return verdict, [q[[0, *verdict.path]]]
 
     def _keep(self, text: Sequence[int], tree: TokenTree, path: Sequence[int]) -> None:
-        """Of the block just run, keep the keys of the text and of the path below the root."""
+        """Keep the keys of the text and of the path below the root, from the block that has just run."""
         start = len(self._held)
         lacking = len(text) - 1 - start
         self._state.cache.commit(0, start, [*range(lacking), *(lacking + node for node in (0, *path))])
@@ -181,12 +180,12 @@ class CascadeSession:
 
 
 def _or_none(q: Float[Tensor, "nodes vocab"]) -> Float[Tensor, "nodes vocab_and_none"]:
-    """q with one more token, none, which has all the mass of the rows that have no other."""
+    """Append to q a token that stands for none, with all the mass of the rows in which no token is allowed."""
     massless = q.isnan().any(-1, keepdim=True)
     return torch.cat([q.masked_fill(massless, 0), massless.to(q.dtype)], dim=-1)
 
 
 def _behind(line: Sequence[int], tree: TokenTree) -> TokenTree:
-    """The tree with a line of tokens before its root."""
+    """Return the tree with a chain of tokens before its root."""
     parents = (*range(-1, len(line)), *(parent + len(line) for parent in tree.shape.parents[1:]))
     return TokenTree.of_list([*line, *tree.token_list], TreeShape(parents))

@@ -24,15 +24,15 @@ from decoding.rules.tree import TokenTree, TreeShape
 
 
 class DraftModelDrafter(Drafter):
-    """Drafts with a model of the target's own tokenizer.
+    """Drafter by a model with the target's tokenizer.
 
-    ``branching[d]`` is how many children each node at depth d gets: ``(1, 1, 1, 1)`` is a chain of four. At
+    ``branching[d]`` is the number of children of each node at depth d: ``(1, 1, 1, 1)`` is a chain of four tokens. At
     temperature 0 the children are the draft's best tokens; above it they are drawn from the draft's distribution,
-    without replacement unless ``with_replacement`` (the single children of a chain are drawn alike either way). Where
-    processors forbid every token that the draft knows, it drafts no further.
+    without replacement unless ``with_replacement`` (for the single children of a chain this makes no difference). A
+    draft ends where processors forbid every token that the model knows.
 
-    ``stop_below`` ends a chain after a token that the draft itself gave less probability than this. The token is kept:
-    dropping a sampled token for its value would not be lossless, stopping after it is.
+    ``stop_below`` ends a chain after a token to which the draft gave a probability below it. The token stays in the
+    chain: dropping a sampled token for its value would not be lossless, stopping after it is.
     """
 
     name = "draft model"
@@ -78,7 +78,7 @@ class DraftModelDrafter(Drafter):
         return frozenset({self.kind(sampling)})
 
     def kind(self, sampling: SamplingConfig) -> ProposalKind:
-        """How the tokens of all its proposals are chosen."""
+        """Return the kind of all its proposals under these controls."""
         if sampling.greedy:
             return ProposalKind.DETERMINISTIC
         if self.is_chain or self.with_replacement:
@@ -86,13 +86,13 @@ class DraftModelDrafter(Drafter):
         return ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
 
     def depth_within(self, request: DraftRequest) -> int:
-        """The deepest of its own trees that fits a request."""
+        """Return the depth of its deepest tree that fits a request."""
         fitting = [b.depth for b in self.budgets if b.depth <= request.max_depth and b.nodes <= request.max_nodes]
         return max(fitting, default=0)
 
 
 class DraftModelSession:
-    """The draft at work on a batch. Each row draws from its own source, and only for what it proposes."""
+    """A session of the draft on a batch. Each row draws from its own source, and only for tokens that it proposes."""
 
     def __init__(self, drafter: DraftModelDrafter, state: DraftState, sampling: SamplingConfig) -> None:
         self._drafter = drafter
@@ -106,7 +106,7 @@ class DraftModelSession:
         self._state.move(slot, to)
 
     def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
-        """The texts say all it needs to know."""
+        """Do nothing: the texts hold everything that the session needs."""
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
@@ -120,7 +120,7 @@ class DraftModelSession:
         return self._propose_trees(texts, logits, depths)
 
     def _propose_chains(self, texts: Sequence[Sequence[int]], logits: Tensor, depths: list[int]) -> list[Proposal]:
-        """A token a step for every row; nothing is read back from the device unless a control or a stop needs it."""
+        """Draft a token per step in every row; nothing is read from the device unless a control or a stop needs it."""
         columns = [torch.tensor([text[-1] for text in texts]).to(logits.device, non_blocking=True)]
         q_steps: list[Tensor] = []
         step = 0
@@ -131,7 +131,7 @@ class DraftModelSession:
             if self._sampling.processors and not self._sampling.greedy:
                 ended: list[bool] = (columns[-1] == q_steps[-1].shape[1]).tolist()
                 depths = [min(depth, step) if end else depth for depth, end in zip(depths, ended, strict=True)]
-                columns[-1].clamp_(max=q_steps[-1].shape[1] - 1)  # a token that nobody reads
+                columns[-1].clamp_(max=q_steps[-1].shape[1] - 1)  # a valid id, which is never read
             step += 1
             if self._drafter.stop_below:
                 unsure: list[bool] = self._unsure(logits, columns[-1], q_steps).tolist()
@@ -152,9 +152,9 @@ class DraftModelSession:
         drawing: Sequence[bool],
         q_steps: list[Tensor],
     ) -> Tensor:
-        """The next token of each chain, (rows,): the argmax, or a draw from q, which is appended to ``q_steps``.
+        """Choose the next token of each chain, (rows,): the argmax, or a draw from q, which is appended to ``q_steps``.
 
-        Where processors forbid every token the draft knows, q is NaN and the draw is ``vocab``, which is no token.
+        If processors forbid every token that the draft knows, q is NaN and the draw is ``vocab``, which is no token id.
         """
         history = None
         if self._sampling.needs_history:
@@ -170,7 +170,7 @@ class DraftModelSession:
             return adjusted_logits(logits, self._sampling, history).argmax(-1)
         q = probabilities(logits, self._sampling, history)
         q_steps.append(q)
-        # A row that is not drawing any more leaves its source alone: its samples must not depend on its neighbours.
+        # A row that has ended takes nothing from its source: its samples must not depend on its neighbours.
         uniforms = [self._state.sources[row].uniform() if wanted else 0.5 for row, wanted in enumerate(drawing)]
         return inverse_cdf(q, torch.tensor(uniforms, dtype=torch.float64).to(q.device, non_blocking=True))
 
@@ -179,7 +179,7 @@ class DraftModelSession:
         return q.gather(1, chosen[:, None])[:, 0] < self._drafter.stop_below
 
     def _propose_trees(self, texts: Sequence[Sequence[int]], root: Tensor, depths: Sequence[int]) -> list[Proposal]:
-        """Draw level by level; all nodes of a level, of all rows, run through the draft in one pass."""
+        """Draft trees level by level; all nodes of a level, of all rows, run through the draft in one pass."""
         growing = [_GrowingTree(text[-1]) for text in texts]
         logits = list(root[:, None])
         run = [0] * len(texts)
@@ -211,7 +211,7 @@ class DraftModelSession:
     def _children(
         self, row: int, logits: Tensor, history: HistoryRows | None, count: int
     ) -> tuple[list[list[int]], Tensor]:
-        """The children of each node of a level in draw order, none where q has no mass; and the q they came from."""
+        """Choose the children of each node of a level, in draw order, none where q has no mass; return them and q."""
         if self._sampling.greedy:
             return adjusted_logits(logits, self._sampling, history).topk(count).indices.tolist(), logits
         q = probabilities(logits, self._sampling, history)
@@ -222,7 +222,7 @@ class DraftModelSession:
 
 
 class _GrowingTree:
-    """A tree under construction. A level's nodes follow one another, so the rows of q line up with the nodes."""
+    """A tree under construction. The nodes of a level are consecutive, so row i of q belongs to node i."""
 
     def __init__(self, root: int) -> None:
         self.tokens = [root]

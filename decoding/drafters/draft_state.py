@@ -1,4 +1,4 @@
-"""A draft model at work on a batch: its cache, and how it keeps up with texts that accept part of what it drafted."""
+"""State of a draft model on a batch: its cache, which follows the texts as the target accepts parts of its drafts."""
 
 from collections.abc import Sequence
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 from decoding.drafters.base import TextStart
 from decoding.model.causal_lm import CausalLM
-from decoding.model.compress import over_vocabulary
+from decoding.model.vocabulary import over_vocabulary
 from decoding.rules.history import History
 from decoding.rules.sampling import GeneratorSource, HistoryRows, SamplingConfig
 from decoding.rules.tree import TokenTree
 
 
 def check_draft(draft: CausalLM, target: CausalLM, max_length: int) -> None:
-    """Refuse a draft whose context is too short, or which writes tokens that the target does not know."""
+    """Raise ValueError for a draft whose context is too short, or that writes tokens unknown to the target."""
     if draft.max_positions is not None and max_length > draft.max_positions:
         raise ValueError(
             f"the text may grow to {max_length} tokens but the draft's context holds {draft.max_positions}: "
@@ -28,17 +28,20 @@ def check_draft(draft: CausalLM, target: CausalLM, max_length: int) -> None:
 
 
 def shared_tokens(draft: CausalLM, target: CausalLM) -> int:
-    """How many of the target's tokens the draft can write."""
+    """Return the number of the target's tokens that the draft can write."""
     return min(target.vocab_size, draft.vocab_size if draft.output_tokens is None else len(draft.output_tokens))
 
 
 class DraftState:
-    """Between two steps the cache holds each row's text and, behind it, those nodes of its last tree that were run."""
+    """Cache, random sources and histories of a draft on a batch.
+
+    Between two steps the cache holds each row's text and, after it, the nodes of its last tree that were run.
+    """
 
     def __init__(
         self, draft: CausalLM, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int, max_nodes: int
     ) -> None:
-        """``max_nodes``: how many nodes of a tree may stand in the cache behind a text."""
+        """``max_nodes``: greatest number of a tree's nodes in the cache after a text."""
         check_draft(draft, target, max_length)
         self.draft = draft
         self._vocab_size = target.vocab_size
@@ -49,7 +52,7 @@ class DraftState:
         self._histories: dict[int, History] = {}
         self._committed = [0] * rows
         self._run_trees: dict[int, tuple[TokenTree, int]] = {}
-        """Each row's last tree, of which the first so many nodes below the root follow the text in the cache."""
+        """Last tree of each row, and the number of its nodes below the root that follow the text in the cache."""
 
     def admit(self, slot: int, start: TextStart) -> None:
         self.cache.truncate(slot, 0)
@@ -68,11 +71,11 @@ class DraftState:
             self._run_trees[to] = self._run_trees.pop(slot)
 
     def catch_up(self, texts: Sequence[Sequence[int]]) -> Float[Tensor, "rows vocab"]:
-        """Run what is new of each text; logits after its last token, over the target's vocabulary."""
+        """Run the new tokens of each text; return the logits after its last one, over the target's vocabulary."""
         self.cache.check(self._lease)
         for slot, text in enumerate(texts):
             self._keep_accepted(slot, text)
-        # The prompt of a row that has just begun would make every other row as wide as itself.
+        # A new row's prompt runs apart: in one pass with the other rows it would pad them all to its own length.
         fresh = [slot for slot, text in enumerate(texts) if self._committed[slot] == 0 and len(text) > 1]
         if fresh:
             self.draft.prefill([self._known(texts[slot][:-1]) for slot in fresh], self.cache, fresh)
@@ -85,46 +88,46 @@ class DraftState:
         return self.over_target_vocabulary(logits)
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
-        # A token only the target knows is read as the draft's last: a poorer q, and any q is lossless.
+        # A token that only the target knows is read as the draft's last token: q is poorer, but any q is lossless.
         last = self.draft.vocab_size - 1
         return [min(token, last) for token in tokens]
 
     def _keep_accepted(self, slot: int, text: Sequence[int]) -> None:
-        """Keep the keys of those nodes of the last tree that became text; drop the others."""
+        """Keep the keys of the nodes of the last tree that became text; drop the others."""
         if slot not in self._run_trees:
             return
         tree, run = self._run_trees.pop(slot)
-        # Not the last token, even where a lossy rule wrote one it had refused: the next draft starts by running it.
+        # Without the text's last token, which the next draft runs first (a lossy rule may write one that it rejected).
         path = tree.follow(text[self._committed[slot] : -1])
         kept = [node - 1 for node in path if node <= run]
         self.cache.commit(slot, self._committed[slot], kept)
         self._committed[slot] += len(kept)
 
     def remember(self, trees: Sequence[TokenTree], run: Sequence[int]) -> None:
-        """What the cache holds behind the texts now: of each row's tree the first ``run`` nodes below the root."""
+        """Record that the cache holds, after each row's text, the first ``run[row]`` nodes below its tree's root."""
         for slot, (tree, count) in enumerate(zip(trees, run, strict=True)):
             self._run_trees[slot] = (tree, count)
 
     def step(self, tokens: Int[Tensor, " rows"]) -> Float[Tensor, "rows vocab"]:
-        """Run one more token in each row."""
+        """Run one more token in each row, and return its logits."""
         known = tokens.clamp(max=self.draft.vocab_size - 1)
         return self.over_target_vocabulary(self.draft.step(known, self.cache).logits)
 
     def run_level(self, trees: Sequence[TokenTree], first: Sequence[int]) -> list[Tensor]:
-        """Run each tree's nodes from ``first`` on; their logits, (nodes, vocab) for each row."""
+        """Run each tree's nodes from ``first`` on; return their logits, (nodes, vocab) for each row."""
         logits = self.over_target_vocabulary(self.draft.verify(trees, self.cache, first).logits)
         return [
             logits[row, : len(tree) - skipped] for row, (tree, skipped) in enumerate(zip(trees, first, strict=True))
         ]
 
     def over_target_vocabulary(self, logits: Float[Tensor, "*rows draft_vocab"]) -> Float[Tensor, "*rows vocab"]:
-        """Logits over the *target's* vocabulary.
+        """Map the draft's logits to the *target's* vocabulary.
 
-        Padded vocabularies of one family differ in size: what the target does not know is never proposed, what the
-        draft does not know has q = 0.
+        Padded vocabularies of one family differ in size: a token that only the draft has is never proposed, one that
+        only the target has gets q = 0.
         """
         return over_vocabulary(logits, self.draft.output_tokens, self._vocab_size)
 
     def history_at(self, slot: int, text: Sequence[int], tree: TokenTree, nodes: Sequence[int]) -> HistoryRows:
-        """What the sampling controls need to know at some nodes of a row's tree."""
+        """Return the history that the sampling controls read at ``nodes`` of a row's tree."""
         return self._histories[slot].at(text, tree, nodes)

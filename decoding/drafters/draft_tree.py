@@ -1,4 +1,4 @@
-"""A draft model that grows its tree where it is surest: other texts, other trees (EAGLE-2, 2406.16858, section 4)."""
+"""A draft model whose tree grows where it is surest, another at every step (EAGLE-2, 2406.16858, section 4)."""
 
 import heapq
 import math
@@ -19,12 +19,12 @@ from decoding.rules.tree import TokenTree, TreeShape
 
 
 class DraftTreeDrafter(Drafter):
-    """Drafts the ``nodes`` likeliest nodes (the root included) of what a beam of the draft model comes across.
+    """Drafter of the ``nodes`` likeliest nodes (the root included) among those that a beam of the draft model meets.
 
-    A node's score is the draft's probability of its whole path. Each level runs the best ``width`` nodes of the level
-    before, each of which gets its best ``width`` tokens as children; of all children of all levels the best are
-    kept. The tree is a function of the text, so proposals are deterministic whatever the temperature; above 0 the
-    probabilities are those after every sampling control.
+    A node's score is the draft's probability of its whole path. Each pass runs the best ``width`` nodes of a level,
+    and each of them gets its best ``width`` tokens as children. Of the children of all levels the best are kept. The
+    tree is a function of the text, so proposals are deterministic at any temperature; above 0 the probabilities are
+    those after every sampling control.
     """
 
     name = "draft tree"
@@ -54,22 +54,22 @@ class DraftTreeDrafter(Drafter):
         return DraftTreeSession(self, state, sampling)
 
     def _met(self, depth: int) -> int:
-        """How many nodes the beam comes across up to a depth, the root included."""
+        """Return the number of nodes that the beam meets down to ``depth``, the root included."""
         return 1 + self.width + (depth - 1) * self.width**2
 
     def bounds_within(self, request: DraftRequest) -> Budget:
-        """The largest tree that may be drafted for a request."""
+        """Return the bounds of the tree to draft for a request."""
         nodes = max(1, min(self.nodes, request.max_nodes))
         return Budget(min(self.depth, request.max_depth, nodes - 1), nodes)
 
 
 def tree_budgets(depth: int, nodes: int) -> tuple[Budget, ...]:
-    """Of a drafter whose trees fit any bounds up to these: depth and size grow together."""
+    """Return the budgets of a drafter whose trees fit any bounds up to these: depth and size grow together."""
     return tuple(Budget(level, 1 + max(level, (nodes - 1) * level // depth)) for level in range(1, depth + 1))
 
 
 class DraftTreeSession:
-    """The draft at work on a batch: a pass, and a transfer to the host, for each level of all trees together."""
+    """A session of the draft on a batch: one pass and one transfer to the host per level of all trees together."""
 
     def __init__(self, drafter: DraftTreeDrafter, state: DraftState, sampling: SamplingConfig) -> None:
         self._drafter = drafter
@@ -83,7 +83,7 @@ class DraftTreeSession:
         self._state.move(slot, to)
 
     def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
-        """The texts say all it needs to know."""
+        """Do nothing: the texts hold everything that the session needs."""
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
@@ -109,7 +109,7 @@ class DraftTreeSession:
     def _children(
         self, texts: Sequence[Sequence[int]], beams: Sequence["_Beam"], logits: Sequence[Float[Tensor, "level vocab"]]
     ) -> list[list[tuple[int, float]]]:
-        """Token and log-probability of the best children of each node that has just run, row after row, best first."""
+        """Return token and log-probability of the best children of each node that has just run, row by row."""
         history = None
         if self._sampling.needs_history:
             history = HistoryRows.cat(
@@ -126,7 +126,7 @@ class DraftTreeSession:
         else:
             best, tokens = probabilities(flat, self._sampling, history).float().topk(self._drafter.width)
             scores = best.log()
-        # fp32 holds every id below 2^24, so that both come to the host together.
+        # fp32 holds every id below 2^24, so ids and scores come to the host in one transfer.
         token_lists, score_lists = torch.stack([tokens.float(), scores]).tolist()
         return [
             [(int(token), score) for token, score in zip(*node, strict=True) if score > -math.inf]
@@ -135,24 +135,24 @@ class DraftTreeSession:
 
 
 class _Beam:
-    """A row's tree in the making: all nodes met so far, and those of them that run through the draft."""
+    """A row's tree under construction: all nodes met so far, and those among them that run through the draft."""
 
     def __init__(self, root: int, bounds: Budget, width: int) -> None:
         self._bounds, self._width = bounds, width
         self._tokens, self._parents, self._scores = [root], [-1], [0.0]
         self._depth = 0
         self.run = [0]
-        """In the order in which their keys lie in the draft's cache."""
+        """Nodes that ran or run now, in the order of their keys in the draft's cache."""
         self.level = [0] if bounds.depth > 0 else []
-        """The last of ``run``: those that run now."""
+        """Nodes that run now, the last ones of ``run``."""
 
     @property
     def ran(self) -> int:
-        """How many nodes of the run tree are in the cache already."""
+        """Number of nodes of the run tree that are in the cache already."""
         return len(self.run) - len(self.level)
 
     def grow(self, children: Sequence[Sequence[tuple[int, float]]]) -> None:
-        """Give each node of the level its children, and choose those that run next."""
+        """Give each node of the level its children, and choose the nodes that run next."""
         begin = len(self._tokens)
         for parent, of_parent in zip(self.level, children, strict=True):
             for token, log_probability in of_parent:
@@ -160,21 +160,21 @@ class _Beam:
                 self._parents.append(parent)
                 self._scores.append(self._scores[parent] + min(log_probability, 0.0))
         self._depth += 1
-        # Scores fall along a path: what is not among the best already cannot have a child that will be.
+        # Scores never rise along a path: a node outside the best cannot get a child among them.
         fresh = [node for node in self._best() if node >= begin] if self._depth < self._bounds.depth else []
         self.level = fresh[: self._width]
         self.run += self.level
 
     def _best(self) -> list[int]:
-        """The nodes that would be drafted now, best first; of equals the one met first, so parents before children."""
+        """Return the best nodes so far, best first; among equals the one met first, so parents before children."""
         return heapq.nlargest(self._bounds.nodes - 1, range(1, len(self._tokens)), key=self._scores.__getitem__)
 
     def run_tree(self) -> TokenTree:
-        """The nodes that ran or run now."""
+        """Return the tree of the nodes that ran or run now."""
         return self._tree_of(self.run)
 
     def best_tree(self, device: torch.device) -> TokenTree:
-        """The tree to propose."""
+        """Return the tree to propose."""
         return self._tree_of([0, *sorted(self._best())], device)
 
     def _tree_of(self, nodes: Sequence[int], device: torch.device | str = "cpu") -> TokenTree:

@@ -1,4 +1,4 @@
-"""Two drafters in one tree: a lookup costs next to nothing, so its branches stand beside what a model drafts."""
+"""Two drafters in one tree: a lookup costs almost nothing, so its branches are added to those of a model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,14 +16,14 @@ from decoding.rules.tree import TokenTree, fetch_tokens
 
 
 class HybridDrafter(Drafter):
-    """Grafts the branches of ``lookup`` onto the tree of ``first``; a token that both draft at a node is one child.
+    """Drafter that grafts the branches of ``lookup`` onto the tree of ``first``; equal children of a node become one.
 
     ``lookup`` is any drafter, best a deterministic one such as prompt lookup. Its k-th budget is paired with the first
-    drafter's k-th, and the shorter list's last with the rest of the longer, so that each has nodes of its own: neither
-    takes what the other may need. A request smaller than every pair goes to ``first`` alone.
+    drafter's k-th; the last budget of the shorter list is paired with the rest of the longer one. So each drafter has
+    its own share of the nodes. A request smaller than every pair goes to ``first`` alone.
 
-    Where both have drafted, the proposal is deterministic if both are, else it is mixed and carries no q: the children
-    of a node then come from no one distribution. Where only one has, its proposal stands as it is.
+    If both have drafted, the proposal is deterministic if both parts are, and else mixed, without q: the children of a
+    node then come from different distributions. If only one has drafted, its proposal is used unchanged.
     """
 
     name = "hybrid"
@@ -43,7 +43,7 @@ class HybridDrafter(Drafter):
         )
 
     def split(self, max_nodes: int) -> tuple[int, int]:
-        """The bounds of either tree, both roots included, of a tree of so many nodes."""
+        """Split ``max_nodes`` between the trees of ``first`` and ``lookup``; each share counts its own root."""
         fitting = [first.nodes for first, lookup in self._pairs() if first.nodes + lookup.nodes - 1 <= max_nodes]
         first_nodes = fitting[-1] if fitting else max_nodes
         return first_nodes, max_nodes - first_nodes + 1
@@ -63,7 +63,7 @@ class HybridDrafter(Drafter):
 
 
 class Grafted(NamedTuple):
-    """A proposal, the two it was made of, and where in its tree the nodes of either are."""
+    """A proposal, its two parts, and the numbers that the nodes of each part have in its tree."""
 
     proposal: Proposal
     parts: tuple[Proposal, Proposal]
@@ -71,7 +71,7 @@ class Grafted(NamedTuple):
 
 
 class HybridSession:
-    """Both drafters' sessions. Each follows the texts by itself, so it does not matter whose branch was accepted."""
+    """Sessions of both drafters. Each follows the texts by itself, whichever drafter's branch was accepted."""
 
     def __init__(self, drafter: HybridDrafter, sessions: Sequence[DraftSession]) -> None:
         self._drafter = drafter
@@ -87,7 +87,7 @@ class HybridSession:
             session.move(slot, to)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        # Neither is told what the other drafted: that may be chance, which a rule for its own kind would not expect.
+        # Neither sees the other's tokens: they may be random draws, which a rule for its own kind does not allow for.
         splits = [self._drafter.split(request.max_nodes) for request in requests]
         parts = [
             session.propose(
@@ -101,7 +101,7 @@ class HybridSession:
 
     def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
         if [id(proposal) for proposal in proposals] != [id(grafted.proposal) for grafted in self._last]:
-            return  # rows that had no room for a draft were not asked about one
+            return  # not the last proposals: this step had no room for a draft
         for of, session in enumerate(self._sessions):
             session.observe(
                 [grafted.parts[of] for grafted in self._last],
@@ -110,13 +110,13 @@ class HybridSession:
 
 
 def graft(first: Proposal, lookup: Proposal) -> Grafted:
-    """The first tree with its nodes as they are, and behind them those nodes of the second that it does not hold."""
+    """Join two trees: the nodes of the first keep their numbers, and the nodes that only the second has follow."""
     if len(first.tree) == 1 or len(lookup.tree) == 1:
         whole, root = (first, [0]) if len(lookup.tree) == 1 else (lookup, [0])
         every = list(range(len(whole.tree)))
         return Grafted(whole, (first, lookup), (every, root) if whole is first else (root, every))
-    # Also where the second adds nothing: whether it does depends on what was drawn, and a q that is kept for some
-    # drawn tokens and dropped for others is no longer what they were drawn from.
+    # Mixed even if the second adds no node. That depends on the drawn tokens: a q kept for some draws and dropped for
+    # others is not the distribution of those for which it was kept.
     deterministic = first.kind is lookup.kind is ProposalKind.DETERMINISTIC
     kind = ProposalKind.DETERMINISTIC if deterministic else ProposalKind.MIXED
     trie = TokenTrie(first.tree.token_list[0])
@@ -128,5 +128,5 @@ def graft(first: Proposal, lookup: Proposal) -> Grafted:
 
 
 def _below_root(tree: TokenTree) -> list[tuple[int, int]]:
-    """Parent and token of every node but the root."""
+    """Return parent and token of every node but the root."""
     return list(zip(tree.shape.parents[1:], tree.token_list[1:], strict=True))

@@ -1,4 +1,4 @@
-"""Trees of sequential heads, grown depth by depth: every node has a distribution of its own (Hydra, 2402.05109)."""
+"""Trees of sequential heads, grown depth by depth: every node has its own distribution (Hydra, 2402.05109)."""
 
 import heapq
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from decoding.rules.tree import TokenTree, TreeShape
 
 
 class SequentialHeads:
-    """Heads at work on one target, whose embeddings they read tokens through and whose lm_head they may share."""
+    """Sequential heads with their target: its embeddings, by which they read tokens, and the lm_head they may share."""
 
     def __init__(self, heads: MedusaHeads, target: nn.Module) -> None:
         embeddings = heads.embeddings_of(target)
@@ -32,9 +32,10 @@ class SequentialHeads:
     def logits(
         self, hidden: Float[Tensor, "nodes hidden"], paths: Int[Tensor, "nodes tokens"]
     ) -> Float[Tensor, "nodes vocab"]:
-        """What may follow each path of tokens, the root first, behind the hidden state its root was written from.
+        """Return the logits of the token after each path of tokens (root first).
 
-        The logits are where the head's layer to the vocabulary lies.
+        ``hidden`` is the hidden state from which each path's root was written. The logits are on the device of the
+        head's output layer.
         """
         head = self._heads[paths.shape[1] - 1]
         logits: Tensor = head(hidden.to(self._like), self._lm_head, self._embeddings(paths).to(self._like))
@@ -43,22 +44,22 @@ class SequentialHeads:
 
 @dataclass(frozen=True)
 class _Level:
-    """The nodes of one depth that have children, in all trees of a batch, whose nodes are numbered in one sequence."""
+    """The nodes of one depth that have children, in all trees of a batch; node numbers run on from tree to tree."""
 
     rows: Int[Tensor, " parents"]
     paths: Int[Tensor, "parents depth"]
-    """The nodes from the root to each parent."""
+    """Nodes from the root to each parent, both included."""
     children: Int[Tensor, " children"]
     child_parents: Int[Tensor, " children"]
-    """Of each child, its parent's place in ``paths``."""
+    """Index in ``paths`` of each child's parent."""
     child_ranks: Int[Tensor, " children"]
     width: int
-    """How many of a parent's best tokens stand in some tree."""
+    """Number of a parent's best tokens that some tree holds."""
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """All that is known of the trees of a batch before there is a token: what to run, and where each token goes."""
+    """A plan for the trees of a batch, from their shapes alone: the nodes to run, and the place of each token."""
 
     shapes: tuple[TreeShape, ...]
     roots: Int[Tensor, " rows"]
@@ -66,7 +67,7 @@ class _Plan:
 
     @staticmethod
     def of_trees(trees: tuple[tuple[TreeShape, tuple[int, ...]], ...], device: torch.device) -> "_Plan":
-        """Each tree is a shape, and every drafted node's rank among its parent's best tokens."""
+        """Plan the ``trees``: each is a shape, and every drafted node's rank among its parent's best tokens."""
         shapes = tuple(shape for shape, _ in trees)
         first = [0]
         for shape in shapes:
@@ -78,7 +79,7 @@ class _Plan:
 def _level(
     trees: Sequence[tuple[TreeShape, Sequence[int]]], first: Sequence[int], depth: int, device: torch.device
 ) -> _Level:
-    """The parents at one depth and their children; ``first`` is the number of each tree's root."""
+    """Collect the parents at one depth and their children; ``first`` holds the number of each tree's root."""
     rows: list[int] = []
     paths: list[list[int]] = []
     children: list[int] = []
@@ -104,14 +105,14 @@ def _level(
 
 
 class StaticGrowth:
-    """Trees of a fixed shape: rank r below a node is the head's r-th best token (from 0) behind that node's path."""
+    """Growth to a fixed shape: a node's child of rank r holds the head's r-th best token (from 0) after its path."""
 
     def __init__(self, tree: StaticTree) -> None:
         self._tree = tree
         self._plan = lru_cache(maxsize=64)(_Plan.of_trees)
 
     def propose(self, requests: Sequence[DraftRequest], heads: SequentialHeads) -> list[Proposal]:
-        """One pass of one head per depth, over the parents of all trees, and no transfer to the host."""
+        """Draft with one pass of one head per depth, over the parents of all trees, without a transfer to the host."""
         hidden = torch.stack([request.hidden for request in requests])
         plan = self._plan(
             tuple(self._tree.cut(request.max_depth, request.max_nodes) for request in requests), hidden.device
@@ -128,9 +129,9 @@ class StaticGrowth:
 
 
 class DynamicGrowth:
-    """The likeliest trees at this position: of so many nodes, those with the largest product of probabilities.
+    """Growth to the likeliest tree at this position: the nodes with the largest products of probabilities.
 
-    No other tree has a larger sum: a depth runs every node that may still have a child among the best.
+    No other tree of this size has a larger sum: each depth runs every node that can still have a child among the best.
     """
 
     def __init__(self, largest: Budget) -> None:
@@ -141,7 +142,7 @@ class DynamicGrowth:
         return Budget(min(self._largest.depth, request.max_depth, nodes - 1), nodes)
 
     def propose(self, requests: Sequence[DraftRequest], heads: SequentialHeads) -> list[Proposal]:
-        """One pass of one head per depth, over all trees, and a transfer to the host."""
+        """Draft with one pass of one head per depth, over all trees, and one transfer to the host after each."""
         hidden = torch.stack([request.hidden for request in requests])
         trees = [_GrowingTree(request.tokens[-1], self._bounds(request)) for request in requests]
         ranks = self._largest.nodes - 1
@@ -156,10 +157,10 @@ class DynamicGrowth:
 
 
 def _best_children(logits: Float[Tensor, "nodes vocab"], ranks: int) -> list[list[tuple[int, float]]]:
-    """Token and probability of each node's best children, best first."""
+    """Return token and probability of each node's best children, best first."""
     best, tokens = logits.topk(min(ranks, logits.shape[-1]))
     shares = (best - logits.logsumexp(-1, keepdim=True)).exp()
-    # fp32 holds every id below 2^24, so that both come to the host together.
+    # fp32 holds every id below 2^24, so ids and shares come to the host in one transfer.
     token_lists, share_lists = torch.stack([tokens.float(), shares]).tolist()
     return [
         [(int(token), min(share, 1.0)) for token, share in zip(*node, strict=True) if share > 0]
@@ -168,7 +169,7 @@ def _best_children(logits: Float[Tensor, "nodes vocab"], ranks: int) -> list[lis
 
 
 class _GrowingTree:
-    """A row's tree in the making. Its nodes are paths of ranks, () the root; a child's rank is 0 for the best."""
+    """A row's tree under construction. Its nodes are paths of ranks: () is the root, rank 0 the best child."""
 
     def __init__(self, root: int, bounds: Budget) -> None:
         self._bounds = bounds
@@ -176,10 +177,10 @@ class _GrowingTree:
         self._shares: dict[tuple[int, ...], float] = {(): 1.0}
         self._depth = 0
         self.level: list[tuple[int, ...]] = [()] if bounds.depth > 0 else []
-        """The nodes to be run next."""
+        """Nodes to run next."""
 
     def tokens_to(self, path: tuple[int, ...]) -> list[int]:
-        """The tokens from the root to a node."""
+        """Return the tokens from the root to a node."""
         return [self._tokens[path[:length]] for length in range(len(path) + 1)]
 
     def grow(self, children: Sequence[Sequence[tuple[int, float]]]) -> None:
@@ -189,16 +190,16 @@ class _GrowingTree:
                 self._tokens[*path, rank] = token
                 self._shares[*path, rank] = self._shares[path] * share
         self._depth += 1
-        # Products fall along a path: what is not among the best already cannot have a child that will be.
+        # Products never rise along a path: a node outside the best cannot get a child among them.
         fresh = [path for path in self._best() if len(path) == self._depth]
         self.level = fresh if self._depth < self._bounds.depth else []
 
     def _best(self) -> list[tuple[int, ...]]:
-        """The nodes that would be drafted now; of equals the one met first, so parents before children."""
+        """Return the best nodes so far; among equals the one met first, so parents come before children."""
         return heapq.nlargest(self._bounds.nodes, self._shares, key=self._shares.__getitem__)
 
     def best(self, device: torch.device) -> TokenTree:
-        """The tree to propose."""
+        """Return the tree to propose."""
         shape, ranks = TreeShape.from_paths(self._best())
         paths = [tuple(ranks[node - 1] for node in shape.path(last)) for last in range(len(shape))]
         return TokenTree.of_list([self._tokens[path] for path in paths], shape, device)

@@ -1,18 +1,19 @@
 """Lookahead decoding (Fu et al. 2402.02057): the target itself guesses ahead, in the positions a pass leaves idle.
 
-A window of guesses is carried along, ``ngram - 1`` levels of ``window`` columns. The token at level l of column i
-stands l + i positions behind the text's last token, which is level 0 of column 0. Level 0 is a line, the trunk; a token
-of a higher level follows the one below it in its column, and the column's first follows the trunk up to there. So the
-window is a tree, and a tree's mask is all that lookahead's own attention mask asks for.
+A window of guessed tokens is kept from step to step: ``window`` columns of ``ngram - 1`` levels each. The token at
+level l of column i stands l + i positions after the text's last token, which is level 0 of column 0. The tokens of
+level 0 form a chain, the trunk. A token of a higher level is the child of the token one level below it in its column.
+So the window is a tree, and a tree's mask does the work of lookahead's own attention mask.
 
-Each target pass also says what follows every column's last level. That closes an n-gram per column, which goes into the
-pool; the levels move down by one, and the new tokens become the last level (a Jacobi step for each position at once).
-The n-grams in the pool that begin with the text's last token are the tree's other branches: the guesses.
+Each target pass also predicts the token after every column's last level. That completes one n-gram per column, which
+goes into the pool. The levels then move down by one, and the predicted tokens become the last level (a Jacobi step for
+all positions at once). The pool's n-grams that begin with the text's last token are the tree's other branches, the
+guesses to be accepted.
 
-The tree depends on the text and on the logits of earlier passes, never on chance that this step's verification uses. So
-it is deterministic, and at any temperature a rule for such proposals is lossless: given all that came before, the tree
-is fixed, and each token is drawn from the target's distribution in its context. That the guesses are the target's
-argmax, and unmoved by sampling controls, only says how often they are right.
+The tree depends on the text and on the logits of earlier passes, never on random numbers of this step's verification.
+So it is deterministic, and a rule for deterministic proposals is lossless at any temperature: given all earlier steps
+the tree is fixed, and each token is drawn from the target's distribution in its context. The guesses are the target's
+argmax without sampling controls; that changes only how often they are accepted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,12 +33,10 @@ from decoding.rules.sampling import SamplingConfig
 
 
 class LookaheadDrafter(TextDrafter):
-    """Drafts with no model but the target: W = ``window``, N = ``ngram`` and G = ``guesses`` of the paper.
+    """Drafter without a model besides the target: W = ``window``, N = ``ngram`` and G = ``guesses`` of the paper.
 
-    ``guesses`` bounds the n-grams kept for each first token, and so the branches tried in a step. With ``text_ngrams``
-    the n-grams of the prompt and the output go into the pool too.
-
-    A smaller budget runs fewer columns, and with them fewer guesses.
+    ``guesses`` bounds the n-grams kept for each first token, and so the branches tried in a step. ``text_ngrams`` adds
+    the n-grams of the prompt and the output to the pool. A smaller budget runs fewer columns and fewer guesses.
     """
 
     name = "lookahead"
@@ -62,11 +61,11 @@ class LookaheadDrafter(TextDrafter):
         return tuple(sizes)
 
     def window_depth(self, columns: int) -> int:
-        """The depth of the last column's last level."""
+        """Return the depth of the last level of the last of ``columns`` columns."""
         return columns - 1 + self.ngram - 2
 
     def window_nodes(self, columns: int) -> int:
-        """Nodes of the first columns at most, the root not counted."""
+        """Return the greatest number of nodes of the first ``columns`` columns, without the root."""
         return max(0, columns * (self.ngram - 1) - 1)
 
     def open_text(
@@ -76,19 +75,19 @@ class LookaheadDrafter(TextDrafter):
 
 
 class LookaheadSession:
-    """The window and the pool of one text."""
+    """Window and pool of one text."""
 
     def __init__(self, drafter: LookaheadDrafter, target: CausalLM, prompt_length: int) -> None:
         self._drafter = drafter
         self._device = target.device
         self._prompt_length = prompt_length
         self._columns: list[list[int]] = []
-        """The tokens of each column, from level 0 up."""
+        """Tokens of each column, from level 0 up."""
         self._pool = _NgramPool(drafter.guesses)
         self._read = 0
         self._last: Proposal | None = None
         self._last_nodes: list[int] = []
-        """Of the last proposal, the node at the end of each column that was run."""
+        """Node of the last proposal at the end of each column that ran."""
 
     def propose(self, request: DraftRequest) -> Proposal:
         tokens, size = request.tokens, self._drafter.ngram
@@ -109,32 +108,32 @@ class LookaheadSession:
 
     @torch.inference_mode()
     def observe(self, proposal: Proposal, logits: Float[Tensor, "nodes vocab"]) -> None:
-        """Close an n-gram in every column that was run, and move the levels down by one."""
+        """Complete an n-gram in every column that ran, and move the levels down by one."""
         if proposal is not self._last or not self._last_nodes:
             return
-        said: list[int] = logits[self._last_nodes].argmax(-1).tolist()
-        for column, token in zip(self._columns, said, strict=False):
+        predicted: list[int] = logits[self._last_nodes].argmax(-1).tolist()
+        for column, token in zip(self._columns, predicted, strict=False):
             column.append(token)
             self._pool.add(column)
             del column[0]
         self._last_nodes = []
 
     def _fill_window(self, prompt: Sequence[int]) -> None:
-        """Guess at first that the text begins again: any tokens would do, and these are at least in use."""
+        """Fill the window with the prompt from its start: any tokens would do, and these occur in the text."""
         self._columns = [
             [prompt[(level + column) % len(prompt)] for level in range(self._drafter.ngram - 1)]
             for column in range(self._drafter.window)
         ]
 
     def _window_paths(self) -> Iterator[list[int]]:
-        """Each column's path from below the root."""
+        """Yield each column's path from below the root."""
         trunk: list[int] = []
         for index, column in enumerate(self._columns):
             trunk += column[:1] if index else []
             yield [*trunk, *column[1:]]
 
     def _columns_within(self, request: DraftRequest) -> int:
-        """How many columns fit: of the largest own budget within the nodes, those no deeper than the request."""
+        """Return the greatest number of columns whose budget and depth fit the request."""
         fitting = [
             columns
             for columns, budget in enumerate(self._drafter.budgets, start=1)
@@ -144,7 +143,7 @@ class LookaheadSession:
 
 
 class _NgramPool:
-    """The last n-grams seen, by their first token: of each first token at most ``limit``, the latest first."""
+    """Pool of the latest n-grams by their first token: at most ``limit`` for each first token."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -159,5 +158,5 @@ class _NgramPool:
             del rests[next(iter(rests))]
 
     def behind(self, token: int) -> Iterator[tuple[int, ...]]:
-        """What followed this token, the latest first."""
+        """Return the rests of the n-grams that begin with ``token``, the latest first."""
         return reversed(self._rest.get(token, {}))

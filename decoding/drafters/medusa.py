@@ -1,4 +1,4 @@
-"""Heads as a drafter: a tree of the heads' best tokens, from the one hidden state that matters."""
+"""Heads as a drafter: a tree of the heads' best tokens, from the hidden state that the root was written from."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -21,12 +21,12 @@ from decoding.rules.tree import TokenTree, TreeShape
 
 
 class MedusaDrafter(Drafter):
-    """Drafts the tree in the heads' config, or the one given: paths of ranks within each head's best tokens.
+    """Drafter of the tree in the heads' config, or of ``tree``: paths of ranks among each head's best tokens.
 
-    A node at depth d (from 1) holds one of head d-1's tokens: of sequential heads (Hydra), one of the best behind the
-    node's own parents. With ``dynamic_nodes`` the tree is another at every step: of so many nodes, the root included,
-    those with the largest product of the heads' probabilities at this position. Both are functions of the context, so
-    proposals are deterministic whatever the temperature.
+    A node at depth d (from 1) holds one of the best tokens of head d-1; for sequential heads (Hydra), one of the best
+    given the node's path. With ``dynamic_nodes`` every step has a tree of its own: the ``dynamic_nodes`` nodes, the
+    root included, with the largest product of the heads' probabilities. All these trees depend on the context alone,
+    so proposals are deterministic at any temperature.
     """
 
     name = "medusa"
@@ -68,7 +68,7 @@ class MedusaDrafter(Drafter):
         return MedusaSession(partial(self._draft, lm_head=lm_head))
 
     def _draft(self, requests: Sequence[DraftRequest], lm_head: nn.Module | None) -> list[Proposal]:
-        """All heads on all rows' hidden states at once."""
+        """Run all heads on the hidden states of all rows at once."""
         deepest = min(self.max_depth, max(request.max_depth for request in requests))
         hidden = torch.stack([request.hidden for request in requests])
         logits = self._stacked(hidden, deepest, lm_head)
@@ -93,11 +93,11 @@ class MedusaDrafter(Drafter):
         self, requests: Sequence[DraftRequest], logits: Float[Tensor, "heads rows vocab"]
     ) -> list[Proposal]:
         assert self.dynamic_nodes is not None
-        # The token of rank r stands in a tree only behind the r better ones.
+        # A tree that holds the token of rank r also holds the r better ones: more ranks than nodes are never needed.
         ranks = min(self.dynamic_nodes - 1, logits.shape[-1])
         best, tokens = logits.float().topk(ranks)
         shares = (best - logits.float().logsumexp(-1, keepdim=True)).exp()
-        # (2, rows, heads, ranks); fp32 holds every id below 2^24, so that both come to the host together.
+        # (2, rows, heads, ranks); fp32 holds every id below 2^24, so ids and shares come to the host in one transfer.
         token_lists, share_lists = torch.stack([tokens.float(), shares]).transpose(1, 2).tolist()
         proposals = []
         for request, row_tokens, row_shares in zip(requests, token_lists, share_lists, strict=True):
@@ -113,25 +113,25 @@ class MedusaDrafter(Drafter):
 
 
 def _places(shape: TreeShape, ranks: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Each drafted node's head and rank, (nodes - 1,) each."""
+    """Return each drafted node's head and rank, (nodes - 1,) each."""
     heads = torch.tensor([depth - 1 for depth in shape.depths[1:]], dtype=torch.long, device=device)
     return heads, torch.tensor(ranks, dtype=torch.long, device=device)
 
 
 class MedusaSession:
-    """The heads keep no state between steps."""
+    """A session of heads, which keep no state between steps."""
 
     def __init__(self, draft: Callable[[Sequence[DraftRequest]], list[Proposal]]) -> None:
         self._draft = draft
 
     def admit(self, slot: int, start: TextStart) -> None:
-        """Nothing to keep."""
+        """Do nothing: there is no state."""
 
     def move(self, slot: int, to: int) -> None:
-        """Nothing to keep."""
+        """Do nothing: there is no state."""
 
     def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
-        """Nothing to learn."""
+        """Do nothing: there is no state."""
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:

@@ -1,7 +1,8 @@
-"""A draft model with a tokenizer of its own: target and draft understand each other by text.
+"""A draft model with another tokenizer than the target's: the two exchange text.
 
-Universal assisted generation of `transformers` (``assistant_tokenizer``). The text is read again by the draft's
-tokenizer at every step, and what the draft writes by the target's: slower than a draft of the same tokenizer.
+Follows `transformers`' universal assisted generation (``assistant_tokenizer``). At every step the draft's tokenizer
+encodes the text anew, and the target's tokenizer encodes the draft's continuation: slower than a draft with the same
+tokenizer.
 """
 
 from collections.abc import Sequence
@@ -19,15 +20,15 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, common_length
 
 _LOOKBEHIND = 10
-"""Tokens before the new ones that are translated with them, so that they are split as they would be in the text."""
+"""Number of tokens before the new ones that are encoded with them, so that the split is that of the whole text."""
 _HALF = "\ufffd"
-"""What a decoder writes for bytes that are no whole character yet."""
+"""Replacement character, which a decoder writes for the bytes of an incomplete character."""
 
 
 class OtherTokenizerDrafter(TextDrafter):
-    """Drafts a chain: the draft's greedy continuation of the text, ``num_draft_tokens`` of its own tokens long.
+    """Drafter of a chain: the draft's greedy continuation of the text, ``num_draft_tokens`` of its own tokens long.
 
-    The chain is a function of the text, so it is deterministic whatever the temperature.
+    The chain is a function of the text, so it is deterministic at any temperature.
     """
 
     name = "draft model with another tokenizer"
@@ -53,13 +54,13 @@ class OtherTokenizerDrafter(TextDrafter):
         self.target_tokenizer = target_tokenizer
         self.num_draft_tokens = num_draft_tokens
         self.special_tokens = frozenset(draft_tokenizer.all_special_ids)
-        """Of the draft: what it writes behind one of these is no continuation."""
+        """Special tokens of the draft; its tokens after one of them are no continuation."""
         self.prefix = _prefix(draft_tokenizer)
-        """What the draft's tokenizer puts before any text, such as a BOS token."""
+        """Tokens that the draft's tokenizer puts before any text, such as a BOS token."""
         known = draft_tokenizer.get_vocab()
         specials = zip(target_tokenizer.all_special_tokens, target_tokenizer.all_special_ids, strict=True)
         self.unreadable = frozenset(token for text, token in specials if text not in known)
-        """Special tokens of the target that the draft would take for ordinary text."""
+        """Special tokens of the target that the draft's tokenizer would read as ordinary text."""
 
     @property
     def budgets(self) -> tuple[Budget, ...]:
@@ -75,7 +76,7 @@ class OtherTokenizerDrafter(TextDrafter):
 
 
 class OtherTokenizerSession:
-    """The draft's cache, which holds the keys of ``held``, tokens of its own."""
+    """A session on one text. The draft's cache holds the keys of ``_held``, tokens of the draft's own vocabulary."""
 
     def __init__(self, drafter: OtherTokenizerDrafter, target: CausalLM, max_length: int) -> None:
         self._drafter = drafter
@@ -85,7 +86,7 @@ class OtherTokenizerSession:
         self._held: list[int] = []
 
     def observe(self, proposal: Proposal, logits: Float[Tensor, "nodes vocab"]) -> None:
-        """The text says all it needs to know."""
+        """Do nothing: the text holds everything that the session needs."""
 
     @torch.inference_mode()
     def propose(self, request: DraftRequest) -> Proposal:
@@ -101,7 +102,7 @@ class OtherTokenizerSession:
         )
 
     def _own_tokens(self, tokens: Sequence[int]) -> list[int]:
-        """The text in the draft's tokens; none where it ends within a character."""
+        """Encode the text by the draft's tokenizer; empty if the text ends inside a character."""
         bos = self._drafter.target_tokenizer.bos_token_id
         readable = [token for token in tokens[tokens[0] == bos :] if token not in self._drafter.unreadable]
         text = _decode(self._drafter.target_tokenizer, readable)
@@ -110,7 +111,7 @@ class OtherTokenizerSession:
         return [*self._drafter.prefix, *_encode(self._drafter.draft_tokenizer, text)]
 
     def _continue(self, own: list[int]) -> list[int]:
-        """Greedy, up to the end of a text; what the cache holds of the tokens is not run again."""
+        """Continue greedily, up to a special token; tokens whose keys are cached do not run again."""
         common = common_length(self._held, own[:-1])
         self._cache.truncate(0, common)
         columns = [self._best(self._draft.append([own[common:]], self._cache).logits)]
@@ -126,7 +127,7 @@ class OtherTokenizerSession:
         return best if self._draft.output_tokens is None else self._draft.output_tokens[best]
 
     def _translate(self, tokens: Sequence[int], own: Sequence[int], written: Sequence[int]) -> list[int]:
-        """What the draft wrote behind the text, in the target's tokens."""
+        """Encode ``written``, the draft's continuation of the text, by the target's tokenizer."""
         before = _decode(self._drafter.draft_tokenizer, own[-_LOOKBEHIND:])
         after = _decode(self._drafter.draft_tokenizer, [*own[-_LOOKBEHIND:], *written])
         if not after.startswith(before):
@@ -137,7 +138,7 @@ class OtherTokenizerSession:
         tokenizer = self._drafter.target_tokenizer
         known = _decode(tokenizer, tokens[-_LOOKBEHIND:])
         whole = _encode(tokenizer, known + new)
-        # Where the tokens of the known text end among those of the whole, if one does not reach over its end.
+        # The index at which the known text's tokens end in the whole; None if a token reaches across that end.
         behind = (end for end in range(1, len(whole)) if _decode(tokenizer, whole[:end]) == known)
         end = next(behind, None)
         translated = whole[end:] if end is not None else _encode(tokenizer, new)

@@ -1,4 +1,4 @@
-"""Prompt lookup (Saxena 2023): the text itself is the draft; what followed the same few tokens before is drafted again.
+"""Prompt lookup (Saxena 2023): drafts the tokens that followed an earlier occurrence of the text's last few tokens.
 
 The longest suffix of the text, of at most ``max_ngram`` tokens, that occurs earlier is looked up, and its latest
 earlier occurrence continued (`transformers`, with ``prompt_lookup_num_tokens``, continues the first one).
@@ -20,13 +20,14 @@ from decoding.rules.tree import common_length
 
 
 class PromptLookupDrafter(TextDrafter):
-    """Drafts up to ``num_branches`` continuations of ``num_draft_tokens`` from the prompt and the output so far.
+    """Drafter of up to ``num_branches`` continuations of ``num_draft_tokens``, from the prompt and the output so far.
 
-    The first continues the latest occurrence of the longest suffix; the others that differ follow, later occurrences
-    before earlier ones and longer suffixes before shorter ones, and share what they begin with. A continuation ends
-    where the text does, unless the occurrence touches the suffix: such a text goes round, and so does its continuation.
+    The first branch continues the latest earlier occurrence of the longest suffix. Further branches are other
+    continuations: those of longer suffixes first, for one suffix those of later occurrences first; common beginnings
+    are shared. A continuation ends where the text ends, unless the occurrence touches or overlaps the suffix: then the
+    text repeats itself, and the continuation repeats it further.
 
-    No suffix of fewer than ``min_ngram`` tokens is looked up.
+    Suffixes of fewer than ``min_ngram`` tokens are not looked up.
     """
 
     name = "prompt lookup"
@@ -56,12 +57,12 @@ class PromptLookupDrafter(TextDrafter):
 
 
 class PromptLookupSession:
-    """Keeps, for every n-gram, where it occurred: each token is indexed once, when there is a token behind it.
+    """An index of the occurrences of every n-gram of one text. A token enters it when another token follows.
 
-    The text need not be a continuation of the one before: what was taken back is forgotten.
+    A text need not continue the previous one: tokens that were taken back leave the index.
     """
 
-    _LOOKS = 4  # occurrences of an n-gram looked at for each branch: the latest often continue alike
+    _LOOKS = 4  # occurrences of an n-gram tried per branch, as the latest ones often continue alike
 
     def __init__(self, drafter: PromptLookupDrafter, target: CausalLM) -> None:
         self._drafter = drafter
@@ -70,11 +71,11 @@ class PromptLookupSession:
         self._ends: dict[tuple[int, ...], list[int]] = {}
 
     def observe(self, proposal: Proposal, logits: Float[Tensor, "nodes vocab"]) -> None:
-        """The text says all it needs to know."""
+        """Do nothing: the text holds everything that the session needs."""
 
     def propose(self, request: DraftRequest) -> Proposal:
         tokens = request.tokens
-        # The suffix itself has no token behind it, so it is not in the index: every match is an earlier one.
+        # The index ends before the last token, so the suffix itself is not in it: every match is an earlier one.
         self._follow(tokens[:-1])
         depth = min(request.max_depth, self._drafter.num_draft_tokens)
         trie = TokenTrie(tokens[-1])
@@ -88,14 +89,14 @@ class PromptLookupSession:
         return Proposal(trie.tree(self._device), ProposalKind.DETERMINISTIC)
 
     def _matches(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Where earlier occurrences of the text's suffixes end, and their sizes: longest first, then the latest."""
+        """Yield the ends of earlier occurrences of the text's suffixes, and their sizes: longest first, then latest."""
         for size in range(min(self._drafter.max_ngram, len(tokens)), self._drafter.min_ngram - 1, -1):
             ends = self._ends.get(tuple(tokens[len(tokens) - size :]), ())
             for end in islice(reversed(ends), self._LOOKS * self._drafter.num_branches):
                 yield end, size
 
     def _follow(self, tokens: Sequence[int]) -> None:
-        """Bring the index from the text it knows to this one, a token at a time."""
+        """Change the index from the text that it holds to ``tokens``, one token at a time."""
         common = common_length(tokens, self._indexed)
         while len(self._indexed) > common:
             for ngram in self._ngrams_at_end():
@@ -113,7 +114,7 @@ class PromptLookupSession:
 
 
 def _continuation(tokens: Sequence[int], end: int, size: int, count: int) -> list[int]:
-    """Up to ``count`` tokens from ``end`` on, where the text's last ``size`` tokens occurred before."""
+    """Return up to ``count`` tokens from ``end`` on, where an occurrence of the text's last ``size`` tokens ends."""
     period = len(tokens) - end
     length = count if period <= size else min(count, period)
     return [tokens[end + place % period] for place in range(length)]

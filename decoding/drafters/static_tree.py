@@ -1,4 +1,4 @@
-"""A tree of heads' tokens whose shape is the same at every step, and the parts of it that fit a smaller budget."""
+"""A tree of heads' tokens with the same shape at every step, and its cuts to smaller budgets."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -9,9 +9,9 @@ from decoding.rules.tree import TreeShape
 
 
 class StaticTree:
-    """A tree of ranks and its cuts: to a depth, and to the nodes that only the best ``width`` ranks lead to.
+    """A tree of ranks and its cuts: to a depth, and to the nodes whose paths use only the best ``width`` ranks.
 
-    Cutting never looks at the tokens' values.
+    A cut never depends on the drafted tokens.
     """
 
     def __init__(self, config: MedusaConfig, paths: Sequence[Sequence[int]]) -> None:
@@ -26,7 +26,7 @@ class StaticTree:
             raise ValueError(f"the tree asks for rank {max(ranks)} but the heads know {config.vocab_size} tokens")
         self._shape = shape
         self._ranks = (0, *ranks)
-        widest = [0]  # of each node, the largest rank on the way to it
+        widest = [0]  # the largest rank on the path to each node
         for node, parent in enumerate(shape.parents[1:], start=1):
             widest.append(max(widest[parent], self._ranks[node]))
         self._widest = tuple(widest)
@@ -34,16 +34,16 @@ class StaticTree:
         self.budgets = self._sizes()
 
     def cut(self, depth: int, nodes: int) -> tuple[TreeShape, tuple[int, ...]]:
-        """The widest part within bounds, and each drafted node's rank among its parent's best tokens."""
+        """Return the widest cut within the bounds, and each drafted node's rank among its parent's best tokens."""
         return self._cuts(min(depth, self._shape.max_depth), min(nodes, len(self._shape)))
 
     @property
     def ranks(self) -> int:
-        """How many of a head's best tokens stand in it."""
+        """Number of a head's best tokens that the tree holds."""
         return max(self._ranks) + 1
 
     def _sizes(self) -> tuple[Budget, ...]:
-        """The tree to every depth, its best chain to every depth, and the whole depth with 2, 4, 8, ... ranks."""
+        """List the budgets: all ranks and rank 0 alone, each to every depth, and 1, 2, 4, ... ranks to full depth."""
         deepest, widths = self._shape.max_depth, [1]
         while 2 * widths[-1] <= max(self._ranks):
             widths.append(2 * widths[-1])

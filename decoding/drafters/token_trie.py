@@ -8,7 +8,7 @@ from decoding.rules.tree import TokenTree, TreeShape
 
 
 class TokenTrie:
-    """Paths below one root token; what two paths begin with in common is run, and counted, once."""
+    """Paths below one root token; the common beginning of two paths is stored, run and counted once."""
 
     def __init__(self, root: int) -> None:
         self._tokens = [root]
@@ -16,11 +16,11 @@ class TokenTrie:
         self._child: dict[tuple[int, int], int] = {}
 
     def __len__(self) -> int:
-        """Nodes, the root included."""
+        """Count the nodes, the root included."""
         return len(self._tokens)
 
     def add(self, path: Sequence[int], max_nodes: int | None = None) -> int:
-        """Add the path from below the root, or as much of it as ``max_nodes`` allow; its last node."""
+        """Add the path below the root, as far as ``max_nodes`` allows; return its last node."""
         node = 0
         for token in path:
             if len(self) == max_nodes and (node, token) not in self._child:
@@ -29,12 +29,12 @@ class TokenTrie:
         return node
 
     def child(self, parent: int, token: int) -> int:
-        """The first child of a node that holds a token, grown if there is none."""
+        """Return the first child of ``parent`` that holds ``token``; add one if there is none."""
         known = self._child.get((parent, token))
         return self.grow(parent, token) if known is None else known
 
     def grow(self, parent: int, token: int) -> int:
-        """A new last child, also where a sister of it holds the same token."""
+        """Add a last child to ``parent``, even if a sibling holds the same token, and return it."""
         child = len(self._tokens)
         self._tokens.append(token)
         self._parents.append(parent)
@@ -42,5 +42,5 @@ class TokenTrie:
         return child
 
     def tree(self, device: torch.device | str = "cpu") -> TokenTree:
-        """The tree so far, its nodes in the order they were added."""
+        """Return the tree so far, its nodes in the order of their addition."""
         return TokenTree.of_list(self._tokens, TreeShape(tuple(self._parents)), device)

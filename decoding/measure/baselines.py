@@ -1,4 +1,4 @@
-"""transformers' own decoding, timed like ours: the peers in every table."""
+"""Peers in every table: transformers' own decoding, timed as ours is."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from decoding.rules.sampling import ForPromptLength, SamplingConfig
 
 
 class TimedText(NamedTuple):
-    """New tokens, how many of them came with the first emission, and the time before and after it."""
+    """A decoded text: its new tokens, how many of them came at the first emission, and the time before and after it."""
 
     tokens: tuple[int, ...]
     first_tokens: int
@@ -25,7 +25,7 @@ class TimedText(NamedTuple):
 
 
 class _Clock(BaseStreamer):
-    """Notes when `generate` first emits tokens. It streams the prompt first, which is not counted."""
+    """Streamer that notes when `generate` first emits new tokens; the prompt, streamed before, is not counted."""
 
     def __init__(self) -> None:
         self.puts = 0
@@ -49,10 +49,10 @@ def transformers_generate(
     assistant: CausalLM | None = None,
     num_assistant_tokens: int | None = None,
 ) -> TimedText:
-    """`model.generate` with the same controls; with ``assistant``, assisted generation.
+    """Decode one prompt by `model.generate` with the same controls; by assisted generation with ``assistant``.
 
-    ``num_assistant_tokens`` fixes the draft length, as ours is fixed; without it the assistant keeps its own defaults
-    (a length that adapts, a confidence threshold that stops early).
+    ``num_assistant_tokens`` fixes the draft length, as ours is fixed. None keeps `transformers`' defaults: a length
+    that adapts, and a confidence threshold that ends a draft early.
     """
     input_ids = torch.tensor([list(prompt)], device=target.device)
     models = [target.model] if assistant is None else [target.model, assistant.model]
@@ -76,7 +76,7 @@ def transformers_generate(
 def transformers_generate_batch(
     target: CausalLM, prompts: Sequence[Sequence[int]], config: DecodingConfig
 ) -> list[tuple[int, ...]]:
-    """`model.generate` on prompts padded on the left; each one's new tokens, up to and with its EOS."""
+    """Decode prompts padded on the left by `model.generate`; return each one's new tokens, up to and with its EOS."""
     longest = max(len(prompt) for prompt in prompts)
     padding = [longest - len(prompt) for prompt in prompts]
     generation_config = _generation_config(config)
@@ -104,7 +104,7 @@ def transformers_generate_batch(
 
 @contextmanager
 def _seeded(target: CausalLM, config: DecodingConfig) -> Iterator[None]:
-    """`generate` draws from torch's global generators: seed them for a while, and leave them as they were."""
+    """Seed torch's global generators, which `generate` draws from, within the block; restore them after it."""
     with torch.random.fork_rng([target.device] if target.device.type == "cuda" else []):
         torch.manual_seed(config.seed)
         yield
@@ -112,9 +112,10 @@ def _seeded(target: CausalLM, config: DecodingConfig) -> Iterator[None]:
 
 @contextmanager
 def _bare_generation_configs(models: Sequence[PreTrainedModel], num_assistant_tokens: int | None) -> Iterator[None]:
-    """For a while, no control comes from a model's own generation config: `generate` fills in what we leave unset.
+    """Replace the models' generation configs by default ones within the block; restore them after it.
 
-    The draft length is read from the assistant's: fixed to ``num_assistant_tokens``, or `transformers`' own defaults.
+    `generate` takes unset controls from the model's config, and the draft length from the assistant's: fixed to
+    ``num_assistant_tokens``, or `transformers`' defaults.
     """
     kept = [model.generation_config for model in models]
     for model in models:
@@ -148,7 +149,7 @@ def _generation_config(config: DecodingConfig) -> GenerationConfig:
             "temperature": sampling.temperature,
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
-            "min_p": sampling.min_p or None,  # it refuses 0; with a bare config None is none
+            "min_p": sampling.min_p or None,  # `generate` refuses 0; None disables it
             "typical_p": sampling.typical_p,
         }
     return GenerationConfig(

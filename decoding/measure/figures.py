@@ -1,4 +1,4 @@
-"""A report's figures as texts for tables. Any figure may be null: what could not be measured is a dash."""
+"""Figures of a report as text for tables. A figure that was not measured is null in the report and a dash here."""
 
 import math
 from collections.abc import Sequence
@@ -6,35 +6,38 @@ from typing import Any
 
 NONE = "–"
 _NEAR = {"bfloat16": 0.5, "float16": 0.1, "float32": 0.01}
-"""Logits of some tens that lie this close may change places by rounding."""
+"""Largest gap between two logits, by dtype, that rounding can reverse (for logits of some tens)."""
 
 Figure = dict[str, Any] | None
-"""`decoding.metrics.Estimate` or `Spread` as JSON; None where it was not measured."""
+"""A `decoding.metrics.Estimate` or `Spread` as JSON; None if it was not measured."""
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """``2.31``"""
+    """Format a number: ``2.31``."""
     return NONE if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
 
 
 def estimate(figure: Figure, unit: str = "") -> str:
-    """``2.31 [2.20, 2.43]``, the interval where there is one."""
+    """Format an estimate: ``2.31 [2.20, 2.43]``, without the brackets if it has no interval."""
     return _with_range(figure, "value", "low", "high", unit)
 
 
 def counted(figure: Figure) -> str:
-    """``0.89 (312)``: a share and how many it is a share of."""
+    """Format a share and its number of observations: ``0.89 (312)``."""
     text = number(figure["value"]) if figure else NONE
     return text if text == NONE or figure is None else f"{text} ({figure['observations']:,})"
 
 
 def shares(figures: Sequence[Figure] | None, most: int | None = None, between: str = " ") -> str:
-    """The shares of the first positions, each with its count."""
+    """Format the shares of the first ``most`` positions (None: all), each with its number of observations."""
     return between.join(counted(figure) for figure in (figures or [])[:most]) or NONE
 
 
 def speedup(row: dict[str, Any], name: str = "speedup") -> str:
-    """``2.12× [1.95, 2.30]; median 2.52× [2.36, 2.57]``: the ratio of all tokens/s first, then that of paired runs."""
+    """Format a row's speed-up: ``2.12× [1.95, 2.30]; median 2.52× [2.36, 2.57]``.
+
+    First comes the ratio of all tokens/s, then the median ratio of paired runs.
+    """
     median = _with_range(row.get(name), "median", "low_quartile", "high_quartile", "×")
     totals = estimate(row.get(f"{name}_of_totals"), "×")
     parts = [part for part in (totals, f"median {median}" if median != NONE else NONE) if part != NONE]
@@ -52,7 +55,10 @@ def _with_range(figure: Figure, middle: str, low: str, high: str, unit: str) -> 
 
 
 def identical(compared: Figure) -> str:
-    """``11 of 12, largest logit margin where they part 0.0312, one ended early``"""
+    """Format a comparison with plain decoding's texts.
+
+    ``11 of 12, largest logit margin where they part 0.0312, one ended early``
+    """
     if not compared:
         return ""
     text = f"{compared['identical']} of {compared['of']}"
@@ -67,7 +73,7 @@ def _count_of(number: int) -> str:
 
 
 def greedy_sentence(report: dict[str, Any]) -> str:
-    """A sentence on how this report's greedy texts compare with plain decoding's; empty where it has none."""
+    """Write a sentence that compares the report's greedy texts with plain decoding's; empty if it has none."""
     compared = [
         row["identical_to_plain"]
         for row in report["rows"]

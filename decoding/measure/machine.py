@@ -1,4 +1,4 @@
-"""What the figures were measured on: hardware, library versions, commit."""
+"""Hardware, library versions and commit that figures are measured on."""
 
 import importlib.metadata
 import os
@@ -13,7 +13,7 @@ _PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "tokenizers",
 
 
 def processor_name() -> str:
-    """The processor's own name where the system tells it."""
+    """Return the processor's model name, or its architecture on systems that do not tell the name."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -24,7 +24,7 @@ def processor_name() -> str:
 
 
 def hardware() -> dict[str, str | int]:
-    """The machine, for a table's caption."""
+    """Describe the machine, for a table's caption."""
     described: dict[str, str | int] = {
         "processor": processor_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -39,7 +39,7 @@ def hardware() -> dict[str, str | int]:
 
 
 def attention_backends() -> str:
-    """What torch's attention on a GPU may run by, in the order in which it asks: it decides what a figure is worth."""
+    """Name torch's enabled attention backends on a GPU, in order of priority, then the disabled ones."""
     enabled = {
         SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled(),
         SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled(),
@@ -53,7 +53,7 @@ def attention_backends() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, this project, and what its figures depend on."""
+    """Return the versions of Python, of this project, and of the packages that its figures depend on."""
     found = {"python": platform.python_version()}
     for package in ("headstart", *_PACKAGES):
         try:
@@ -64,7 +64,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit this code is at, with ``-dirty`` if it was changed since; ``unknown`` outside a checkout."""
+    """Return the commit of this code, with ``-dirty`` if files differ from it; ``unknown`` outside a git checkout."""
     folder = Path(__file__).parent
     try:
         described = subprocess.run(

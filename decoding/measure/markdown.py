@@ -1,4 +1,4 @@
-"""Text of others' making inside Markdown: whatever it holds, it is shown, and makes no link, image, tag or column."""
+"""Markdown escapes for foreign text, which then shows as written and makes no link, image, tag or table column."""
 
 import re
 import unicodedata
@@ -6,13 +6,13 @@ from typing import Any
 
 _SPECIAL = re.compile(r"[\\`*_\[\]<>&|~$!#]")
 _LINKED = re.compile(r"(?i)(?<=[a-z])(:)(?=//)|(?<=\bwww)(\.)|(@)|(?<=mailto)(:)|(?<=xmpp)(:)")
-"""Marks of a bare address, by which some renderers make a link of it."""
+"""Characters by which some renderers turn a bare address into a link."""
 _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn")
-"""Unicode's categories of characters that show nothing themselves."""
+"""Unicode categories of invisible characters."""
 
 
 def one_line(value: Any) -> str:
-    """The text on one line, without control characters, among them those that colour or rewrite a terminal."""
+    """Return the text on one line, without invisible characters, some of which colour or rewrite a terminal."""
     words = str(value).split()
     return " ".join("".join(c for c in word if unicodedata.category(c) not in _HIDDEN) for word in words)
 
@@ -24,7 +24,7 @@ def text(value: Any) -> str:
 
 
 def code(value: Any) -> str:
-    """Write a code span, for anywhere but a table, where a bar would end the cell."""
+    """Write a code span; not for tables, where a bar inside it would end the cell."""
     line = one_line(value)
     fence = "`" * (_longest_run(line) + 1)
     pad = " " if line.startswith("`") or line.endswith("`") else ""
@@ -38,5 +38,5 @@ def fenced(value: str, language: str) -> str:
 
 
 def _longest_run(value: str) -> int:
-    """Of backticks."""
+    """Return the length of the longest run of backticks."""
     return max((len(run) for run in re.findall("`+", value)), default=0)

@@ -1,4 +1,7 @@
-"""What must not be published: local paths and secrets. Pure functions of texts, but for looking what is a file here."""
+"""Removal of local paths and secrets from texts to be published.
+
+Pure functions of their arguments, except that `is_hub_id` and `published_command` look up which files exist.
+"""
 
 import os
 import re
@@ -9,15 +12,16 @@ from typing import Any
 
 WITHHELD = "(withheld)"
 
-# POSIX, home, dot and drive paths, and file URLs; then Windows' own. A lone backslash begins a regular expression.
+# Starts of POSIX, home, dot and drive paths and of file URLs, then of Windows paths. A single backslash is none, as it
+# also occurs in regular expressions.
 _START = r"(?:(?:file://)?(?:~[\w.-]*|[A-Za-z]:|\.{1,2})?/|[A-Za-z]:\\|\\\\)"
 _WHOLE_PATH = re.compile(rf"{_START}[^\n]*")
-# Inside a longer text a path has two parts or more and ends at a blank or a quote. What stands before it tells it
-# from ORG/NAME, URLs and closing tags.
+# A path inside a longer text: it has two parts or more and ends at a blank or a quote. The lookbehind excludes
+# ORG/NAME, URLs and closing tags.
 _PART = r"[^\s'\"`,;)\]}/\\]+"
 _PATH_WITHIN = re.compile(rf"(?<![\w:/\\.~<-]){_START}(?:{_PART}[/\\]+)+(?:{_PART})?")
-# As their makers mark them: Hugging Face, OpenAI, GitHub, GitLab, Slack, Amazon, Google, wandb; a JSON web token; a
-# request's header.
+# Tokens by the prefixes of their issuers: Hugging Face, OpenAI, GitHub, GitLab, Slack, Amazon, Google, wandb; JSON web
+# tokens.
 _TOKENS = (
     r"hf_\w{16,}",
     r"sk-[\w-]{16,}",
@@ -43,17 +47,17 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a model's name is ORG/NAME on the Hub and no folder here."""
+    """Return True if a model's name has the form ORG/NAME of the Hub and no such folder exists."""
     return _HUB_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
 def basename(path: str) -> str:
-    """The last part of a path of any system."""
+    """Return the last part of a POSIX or Windows path."""
     return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
 
 
 def without_local_paths(value: Any) -> Any:
-    """A JSON value with every absolute, home or dot path cut to its last part, and secrets withheld."""
+    """Return a JSON value with every absolute, home or dot path cut to its last part, and secrets withheld."""
     if isinstance(value, dict):
         return {
             without_local_paths(key): WITHHELD if held and _is_secret_key(key) else without_local_paths(held)
@@ -70,14 +74,14 @@ def without_local_paths(value: Any) -> Any:
 
 
 def without_secrets(text: str) -> str:
-    """A text with its secrets withheld, paths and all else as they are."""
+    """Return the text with its secrets replaced by `WITHHELD`; paths stay."""
     for secret in (_HEADER, _QUERY):
         text = secret.sub(rf"\g<1>{WITHHELD}", text)
     return _SECRET.sub(WITHHELD, text)
 
 
 def published_command(arguments: Sequence[str]) -> str:
-    """A command line as it may be published: paths cut to their last part, the values of secret options withheld."""
+    """Return a command line fit to publish: paths cut to their last part, values of secret options withheld."""
     return shlex.join(_published(arguments))
 
 
@@ -97,7 +101,7 @@ def _published(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _published_value(value: str) -> str:
-    """A file or folder that is here by its name alone, however it is written."""
+    """Cut the value to its last part if it is a path, or the name of an existing file or folder; withhold secrets."""
     return str(without_local_paths(basename(value) if value and os.path.exists(value) else value))
 
 

@@ -1,4 +1,4 @@
-"""A report (see `decoding.measure.evaluate`) as a table in the terminal and as a page with pictures, in one file."""
+"""Views of a report (see `decoding.measure.evaluate`): a table for the terminal, and one HTML page with pictures."""
 
 import io
 import math
@@ -18,12 +18,12 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# Okabe & Ito's palette, which the colour-blind can tell apart.
+# Okabe & Ito's palette, whose colours colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 _SPLIT = {"draft": "#E69F00", "verify": "#0072B2", "overhead": "#999999"}
 
 _literal = matplotlib.rc_context({"text.parse_math": False})
-"""For figures with names of others' making, in which a dollar is a dollar."""
+"""Decorator of a figure: a dollar sign in a name is printed, and starts no formula."""
 
 COLUMNS = (
     "setting",
@@ -38,14 +38,14 @@ COLUMNS = (
 
 
 def markdown_table(report: dict[str, Any]) -> str:
-    """The table in Markdown, for a README or a card."""
+    """Write the table in Markdown, for a README or a model card."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---|---|---|" + "---:|" * (len(COLUMNS) - 3)]
     lines += ["| " + " | ".join([*map(text, row[:3]), *row[3:]]) + " |" for row in table_rows(report)]
     return "\n".join(lines)
 
 
 def table_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The report's figures as text, a tuple per method in the order of `COLUMNS`."""
+    """Return the report's figures as text, a tuple per method in the order of `COLUMNS`."""
     return [
         (
             one_line(row["setting"]),
@@ -72,7 +72,7 @@ MORE_COLUMNS = (
 
 
 def more_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
-    """What the page says beyond the table, a tuple per drafter in the order of `MORE_COLUMNS`."""
+    """Return the figures that only the page shows, a tuple per drafter in the order of `MORE_COLUMNS`."""
     return [
         (
             one_line(row["setting"]),
@@ -92,7 +92,7 @@ def _share(figure: dict[str, Any]) -> str:
 
 
 def _promise(row: dict[str, Any]) -> str:
-    """Lossless or lossy; for greedy texts also how many came out as plain decoding's."""
+    """Return the row's label, lossless or lossy; for greedy texts with the count identical to plain decoding's."""
     same = row.get("identical_to_plain")
     if not same or row["method"] == "plain":
         return str(row["label"])
@@ -100,7 +100,7 @@ def _promise(row: dict[str, Any]) -> str:
 
 
 def caption(report: dict[str, Any]) -> str:
-    """What was measured, on what."""
+    """Describe the target, the machine, the prompts and the commit."""
     machine = report["hardware"]
     prompts = f"{report['prompts']} prompts"
     if left_out := report.get("prompts_left_out"):
@@ -113,13 +113,14 @@ def caption(report: dict[str, Any]) -> str:
 
 
 def notes(report: dict[str, Any]) -> str:
-    """Explain the table, and say how its greedy texts compare."""
+    """Explain the columns, and compare the greedy texts with plain decoding's."""
     return " ".join(filter(None, (_NOTES, greedy_sentence(report))))
 
 
 _NOTES = (
     "Tokens per target pass: 95% interval over prompts, prefill left out, the target's own token included. "
-    "Accepted at i: share kept of the drafts at least i deep whose first i-1 tokens were kept (of how many). "
+    "Accepted at i: share of drafts whose token i was accepted, among those at least i deep whose first i-1 tokens "
+    "were accepted (number of these). "
     "Same: greedy texts identical to plain decoding's. "
     "Speed-up: all tokens over all seconds, divided by plain decoding's by the same loop on the same prompts, "
     "prefill left out, 95% interval over prompts; then the median [quartiles] of the ratios of paired runs."
@@ -127,7 +128,7 @@ _NOTES = (
 
 
 def terminal_table(report: dict[str, Any]) -> Table:
-    """The table for a terminal."""
+    """Make the table for a terminal."""
     table = Table(
         title=Text(one_line(report.get("title") or ""), style="bold"),
         caption=Text(f"{caption(report)}\n{notes(report)}", style="table.caption"),
@@ -146,7 +147,7 @@ def terminal_table(report: dict[str, Any]) -> Table:
 
 
 def write_html(report: dict[str, Any], path: Path) -> None:
-    """Write the page: table, pictures and what they were measured with, in one file that needs nothing else."""
+    """Write the page: table, pictures, settings and versions, in one file without external resources."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
     )
@@ -200,9 +201,9 @@ def _grid(axes: Axes, axis: str) -> None:
 
 @_literal
 def speedup_figure(report: dict[str, Any]) -> Figure:
-    """A bar per method under each setting: of all tokens/s, with its interval; lossy ones hatched.
+    """Draw a bar per method under each setting: the ratio of all tokens/s with its interval; lossy methods hatched.
 
-    A dot with a line stands for the median of paired runs and its quartiles.
+    A dot marks the median of paired runs, its line the quartiles.
     """
     settings = _settings(report)
     counts = [sum(row["setting"] == setting for row in report["rows"]) for setting in settings]
@@ -253,7 +254,7 @@ def _draw_speedup(axes: Axes, position: int, row: dict[str, Any]) -> None:
 
 @_literal
 def acceptance_figure(report: dict[str, Any]) -> Figure:
-    """Unconditional acceptance at each position, a line per drafter, with 95% intervals."""
+    """Draw unconditional acceptance at each position, a line per drafter, with 95% intervals."""
     settings = _settings(report)
     figure, all_axes = plt.subplots(1, len(settings), figsize=(3.4 * len(settings), 3), sharey=True, squeeze=False)
     names = list(dict.fromkeys(row["method"] for row in report["rows"] if row.get("unconditional_acceptance")))
@@ -289,13 +290,13 @@ def acceptance_figure(report: dict[str, Any]) -> Figure:
 
 
 def _values(figures: list[dict[str, Any]], key: str) -> list[float]:
-    """One number of each figure; NaN, which a line leaves out, where it was not measured."""
+    """Return ``figure[key]`` of each figure; NaN, a gap in the line, for a figure that was not measured."""
     return [math.nan if figure[key] is None else figure[key] for figure in figures]
 
 
 @_literal
 def time_figure(report: dict[str, Any]) -> Figure:
-    """Share of the decoding time in the draft, in the target's pass, and in neither."""
+    """Draw the shares of the decoding time spent in drafting, in the target's pass, and elsewhere."""
     rows = [row for row in report["rows"] if row.get("time_split")][::-1]
     figure, axes = plt.subplots(figsize=(7.5, 0.9 + 0.3 * len(rows)))
     for position, row in enumerate(rows):
@@ -318,7 +319,7 @@ def time_figure(report: dict[str, Any]) -> Figure:
 
 
 def cost_figure(report: dict[str, Any]) -> Figure:
-    """v(n): the cost of a target pass over n tokens, in passes over one."""
+    """Draw v(n): the cost of a target pass over n tokens, in passes over one token."""
     curve = {int(size): cost for size, cost in report["cost_curve_ms"].items()}
     figure, axes = plt.subplots(figsize=(4.5, 3))
     axes.plot(list(curve), [cost / curve[1] for cost in curve.values()], "o-", color=_COLOURS[0])

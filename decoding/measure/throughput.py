@@ -1,4 +1,4 @@
-"""Many prompts at once: this loop's tokens per second beside `transformers`' batched generate, in turns."""
+"""Throughput in batches: tokens per second of this loop and of `transformers`' batched generate, measured in turns."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from decoding.policies import named_policy
 
 
 class Timed(NamedTuple):
-    """All prompts decoded once. Prefill is part of it: rows begin while others go on."""
+    """All prompts decoded once. ``seconds`` include the prefill, as new prompts are prefilled while others decode."""
 
     tokens: tuple[tuple[int, ...], ...]
     seconds: float
@@ -25,7 +25,7 @@ class Timed(NamedTuple):
 def _ours(
     target: CausalLM, drafter: Drafter | None, policy: str, config: DecodingConfig, batch_size: int
 ) -> Callable[[Sequence[Sequence[int]]], Timed]:
-    chosen = named_policy(policy)  # one for all rounds: it goes on learning
+    chosen = named_policy(policy)  # one policy for all rounds, so that it keeps adapting
 
     def run(prompts: Sequence[Sequence[int]]) -> Timed:
         begin = time.perf_counter()
@@ -57,10 +57,11 @@ def measure_throughput(
     rounds: int = 3,
     policies: Sequence[str] = ("fixed", "measured"),
 ) -> list[dict[str, Any]]:
-    """A row for each batch size and method: tokens per second, and its ratio to plain and to transformers' (paired).
+    """Measure every method at every batch size; return a row of JSON values for each.
 
-    Each row carries its method's promise, lossless or lossy; greedy ones say how many texts are plain decoding's.
-    Prompts are taken longest first, in the same order by all, so that transformers' padding is as small as it can be.
+    A row holds tokens per second, and its paired ratios to plain decoding and to transformers' generate. It carries the
+    label lossless or lossy; greedy rows also count the texts identical to plain decoding's. All methods take the
+    prompts longest first, which keeps transformers' padding smallest.
     """
     if not prompts:
         raise ValueError("there are no prompts to decode: give at least one")
@@ -106,7 +107,7 @@ def _row(batch_size: int, name: str, runs: dict[str, list[Timed]], config: Decod
         "speedup": ratios[PLAIN],
         "speedup_over_transformers": ratios[TRANSFORMERS],
     }
-    if config.sampling.greedy:  # a lossless rule promises sampled texts the same distribution, not the same tokens
+    if config.sampling.greedy:  # sampled texts keep their distribution, not their tokens
         same = sum(a == b for a, b in zip(mine[0].tokens, runs[PLAIN][0].tokens, strict=True))
         row["identical_to_plain"] = {"identical": same, "of": len(mine[0].tokens)}
     return row

@@ -1,14 +1,16 @@
-"""Benchmark stand-ins: a model that computes what a small trained one computes, at the cost of a larger one.
+"""Benchmark stand-ins: a model with the outputs of a small trained model, at the cost of a larger one.
 
-A small target can be trained anywhere, but its pass is so cheap that drafting has little to save. Widened and deepened,
-the same target behaves as before (same texts, same acceptance) while a pass costs what a larger model's costs. Every
-figure measured so must say so: the speed is the larger size's, the behaviour the small model's.
+A small target can be trained anywhere, but its pass is so cheap that drafting saves little time. Widened and deepened,
+the same target writes the same texts with the same acceptance, while a pass costs as much as a larger model's. Every
+figure measured with a stand-in must say so: its speed is that of the larger size, its behaviour that of the small
+model.
 
-The residual stream's new part is zero throughout, so RMSNorm is kept by weight × sqrt(H/H') and eps × H/H' (H and H':
-the widths before and after), and an added layer writes nothing. H'/H is a power of 4, so that both factors are powers
-of 2, exact in every dtype. What is read but cannot change the result is random and nowhere zero, so that it costs its
-real price; only what writes to the residual stream (embeddings, the output projections of attention and MLP) is padded
-with zeros. Growing a network without changing its function is Net2Net's idea (1511.05641).
+The added part of the residual stream is zero throughout, and an added layer adds zeros to the stream. RMSNorm stays
+the same by weight × sqrt(H/H') and eps × H/H' (H and H': the hidden sizes before and after). H'/H is a power of 4, so
+that both factors are powers of 2, exact in every dtype. Added weights that cannot change the result are random and
+never zero, so that they cost as much as real ones; only weights that write to the residual stream (embeddings, the
+output projections of attention and MLP) are padded with zeros. Growing a network without changing its function follows
+Net2Net (1511.05641).
 
 ``python -m decoding.measure.widen SOURCE OUTPUT --parameters 150e6`` writes such a model to a folder.
 """
@@ -32,12 +34,12 @@ from decoding.model.loading import DTYPES, load_model, load_tokenizer, parse_dty
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 WIDTHS = (1, 4, 16)
-"""The factors `widened_to` chooses from."""
+"""Width factors that `widened_to` tries, in this order."""
 
 _WRITES_RESIDUAL = ("embed_tokens", "o_proj", "down_proj")
 _WEIGHT_SIZE = 0.02
 _BLOCK = 1_048_573
-"""How many random numbers are made. A prime, so that a matrix's rows do not start alike."""
+"""Count of random numbers made. A prime, so that the rows of a matrix start at different ones."""
 
 
 def widened(
@@ -47,15 +49,15 @@ def widened(
     device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
 ) -> PreTrainedModel:
-    """A new model with ``model``'s function, ``width`` times its width and ``extra_layers`` more layers.
+    """Make a model with ``model``'s function, ``width`` times its width and ``extra_layers`` more layers.
 
     Hidden size, attention heads, key-value heads and intermediate size grow by ``width``, a power of 4; head size and
     vocabulary stay; the extra layers are spread evenly between the real ones. Logits differ from ``model``'s by the
-    order of summation only. The lm_head reads ``model``'s own hidden state followed by zeros: see `widened_heads`.
-    Built in the model's dtype straight on ``device`` (the model's unless given); the padding comes from ``generator``
-    (on the CPU). The config says what it is under ``stand_in``.
+    order of summation only. The lm_head reads ``model``'s hidden state followed by zeros: see `widened_heads`. Built
+    in the model's dtype directly on ``device`` (None: the model's device); the padding is drawn from ``generator`` (on
+    the CPU). ``config.stand_in`` describes the result.
 
-    Raises ValueError for another factor, another family, or weights that are not plain ones of their family.
+    ValueError for another width, a family not in `FAMILIES`, or parameters other than those of a plain model of it.
     """
     _refuse_unfit(model, width, extra_layers)
     place = torch.device(device) if device is not None else model.device
@@ -85,9 +87,10 @@ def widened_to(
     generator: torch.Generator | None = None,
     max_layers: int = 64,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """`widened` to at least ``parameters``, and what it is: the narrowest that needs no more than ``max_layers``.
+    """Make the narrowest `widened` model of at least ``parameters`` parameters in at most ``max_layers`` layers.
 
-    Raises ValueError where the model has as many already, or no width in `WIDTHS` reaches as many.
+    Returns it with its description (``config.stand_in``). ValueError if the model already has ``parameters``, or if
+    none of `WIDTHS` reaches them.
     """
     have = model.num_parameters()
     _refuse_unfit(model, 1, 0)
@@ -106,10 +109,10 @@ def widened_to(
 
 
 def widened_heads(heads: MedusaHeads, width: int, generator: torch.Generator | None = None) -> MedusaHeads:
-    """Heads for a target `widened` by ``width`` that predict what ``heads`` predict for the target itself.
+    """Make heads for a target `widened` by ``width``, with the predictions of ``heads`` for the original target.
 
-    They read the hidden state and ignore the zeros behind it, at the cost of heads of that size. ValueError for
-    sequential heads, whose unit-size embeddings the zeros would change.
+    They read the hidden state, ignore the zeros after it, and cost as much as trained heads of the wide size.
+    ValueError for sequential heads: the zeros would change their embeddings, which are normalised.
     """
     _refuse_factor(width)
     if heads.config.sequential:
@@ -124,13 +127,13 @@ def widened_heads(heads: MedusaHeads, width: int, generator: torch.Generator | N
         for name, parameter in wide.named_parameters():
             noise.fill(parameter, _WEIGHT_SIZE)
             if ".blocks." in name:
-                parameter[heads.config.hidden_size :] = 0  # a block's new outputs: what follows must read zeros
+                parameter[heads.config.hidden_size :] = 0  # the next block must read zeros there
             _paste(parameter, real[name])
     return wide.eval()
 
 
 class _Noise:
-    """Numbers of magnitude 0.5 to 1.5, none of them zero: made once, then laid over tensors at the speed of a copy."""
+    """Random numbers of magnitude 0.5 to 1.5 and either sign: made once, then copied into tensors."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None) -> None:
         self._generator = generator or torch.Generator().manual_seed(0)
@@ -139,7 +142,7 @@ class _Noise:
         self._block = (magnitude * sign).to(device, dtype)
 
     def fill(self, tensor: Tensor, size: float) -> None:
-        """Overwrite a contiguous tensor with ``size`` times the numbers, from a random one on; with 0: zeros."""
+        """Overwrite a contiguous tensor with ``size`` times the numbers, from a random one on; zeros if it is 0."""
         if not size:
             tensor.zero_()
             return
@@ -150,15 +153,15 @@ class _Noise:
 
 
 def _paste(wide: Tensor, real: Tensor, factor: float = 1.0) -> None:
-    """The real weights, times ``factor``, into the first rows and columns of the wide ones."""
+    """Write the real weights, times ``factor``, into the first rows and columns of the wide ones."""
     wide[tuple(slice(length) for length in real.shape)].copy_(real * factor)
 
 
 def _sizes(name: str, family: str, width: int) -> tuple[float, float]:
-    """How large a parameter's padding is (0: it must be zero), and the factor of its real part.
+    """Return the size of a parameter's padding (0: zeros), and the factor of its real part.
 
-    Qwen3 also normalises each query and key head, whose width stays but whose eps shrinks with the config's only one.
-    Queries and keys smaller by sqrt(1/width) make up for it.
+    Qwen3 also normalises each query and key head. The head size stays, but the config has only one eps, which shrinks:
+    queries and keys smaller by sqrt(1/width) make up for it.
     """
     part = name.split(".")[-2]
     if part in _WRITES_RESIDUAL:
@@ -171,12 +174,12 @@ def _sizes(name: str, family: str, width: int) -> tuple[float, float]:
 
 
 def _real_layers(layers: int, extra_layers: int) -> dict[int, int]:
-    """Where the real layers stand among all, the first of them first: {index among all: index among the real}."""
+    """Map the index of each real layer in the wide model to its index in the real model; layer 0 is a real one."""
     return {index * (layers + extra_layers) // layers: index for index in range(layers)}
 
 
 def _source_name(name: str, real_layers: dict[int, int]) -> str | None:
-    """What a wide parameter is called in the real model; None for an extra layer's."""
+    """Return the name of a wide parameter in the real model; None if it belongs to an extra layer."""
     if not name.startswith("model.layers."):
         return name
     index, rest = name.removeprefix("model.layers.").split(".", 1)
@@ -184,7 +187,7 @@ def _source_name(name: str, real_layers: dict[int, int]) -> str | None:
 
 
 def _widened_config(config: PreTrainedConfig, width: int, extra_layers: int) -> PreTrainedConfig:
-    """The config with everything grown; an extra layer attends like the real one before it."""
+    """Return the config of the wide model; an extra layer has the attention type of the real layer before it."""
     wide = copy.deepcopy(config)
     for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"):
         setattr(wide, name, getattr(config, name) * width)
@@ -206,7 +209,7 @@ def _new_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _shapes(config: PreTrainedConfig) -> dict[str, torch.Size]:
-    """The parameters a model of this config has, none of them allocated."""
+    """Return the shape of every parameter of a model of this config, without allocating any."""
     with torch.device("meta"):
         model = _new_model(copy.deepcopy(config), torch.float32)
     return {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -241,7 +244,7 @@ def _refuse_unfit(model: PreTrainedModel, width: int, extra_layers: int) -> None
 
 
 def _describe(model: PreTrainedModel, wide: PreTrainedModel, width: int, extra_layers: int) -> dict[str, Any]:
-    """What a stand-in is, for its config and for every report of figures measured with it."""
+    """Describe a stand-in, for its config and for every report of figures measured with it."""
     have, parameters = model.num_parameters(), wide.num_parameters()
     return {
         "width": width,
@@ -258,7 +261,7 @@ def _describe(model: PreTrainedModel, wide: PreTrainedModel, width: int, extra_l
 
 
 def _short(count: int) -> str:
-    """4.5K, 11.2M, 1.0B"""
+    """Format a count of parameters: 4.5K, 11.2M, 1.0B."""
     for size, letter in ((1e9, "B"), (1e6, "M")):
         if count >= 0.99995 * size:
             return f"{count / size:.1f}{letter}"
@@ -278,7 +281,10 @@ def _readme(source: str, stand_in: dict[str, Any]) -> str:
 def write_stand_in(
     source: str, output: Path, parameters: int, heads: Path | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, Any]:
-    """`widened_to`, from a folder or hub id to a folder with tokenizer and README; heads go to ``output/heads``."""
+    """Write `widened_to`'s model of ``source`` (folder or Hub id), its tokenizer and a README to a new folder.
+
+    Widened ``heads`` go to ``output/heads``. Returns the description of the stand-in.
+    """
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"{output} is not empty: give a new folder")
     wide, stand_in = widened_to(load_model(source, dtype), parameters)
@@ -291,11 +297,11 @@ def write_stand_in(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m decoding.measure.widen", description=__doc__.splitlines()[0])
     parser.add_argument("source", help="hub id or folder of a causal LM")
     parser.add_argument("output", type=Path, help="folder to write")
-    parser.add_argument("--parameters", type=float, required=True, help="at least as many, for instance 150e6")
+    parser.add_argument("--parameters", type=float, required=True, help="least number of parameters, such as 150e6")
     parser.add_argument("--heads", type=Path, help="Medusa heads of the source, to be widened too (OUTPUT/heads)")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     given = parser.parse_args(arguments)

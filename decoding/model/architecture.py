@@ -1,4 +1,4 @@
-"""What a model's config and its placement say of how it may be run."""
+"""Properties of a model, from its config and placement, that limit how it can run."""
 
 from typing import Any
 
@@ -7,19 +7,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def layer_types(text_config: PreTrainedConfig) -> tuple[str, ...]:
-    """The type of each layer, where the architecture has several: then it takes a mask for each type.
+    """Return the type of each layer for architectures that take one mask per layer type; else an empty tuple.
 
-    Others (Mistral) carry what their config file says of types along, but give every layer the same mask.
+    Other architectures (Mistral) keep the types of their config file, but give every layer the same mask.
     """
     declared = hasattr(type(text_config), "layer_types")
     return tuple(getattr(text_config, "layer_types", None) or ()) if declared else ()
 
 
 def max_positions(text_config: PreTrainedConfig) -> int | None:
-    """How long a text may become.
+    """Return the greatest length of a text, in tokens; None if the config sets no limit.
 
-    Where longrope has other frequencies for long texts than for short ones, no longer than the short ones reach: all
-    keys in the cache, of every row, would be void as soon as one row grows beyond.
+    Longrope changes its frequencies for texts beyond its original length. The limit is then that original length:
+    once a row grew beyond it, the cached keys of all rows would be wrong.
     """
     longest: int | None = getattr(text_config, "max_position_embeddings", None)
     found = _rope_parameters(text_config)
@@ -28,16 +28,16 @@ def max_positions(text_config: PreTrainedConfig) -> int | None:
 
 
 def _rope_parameters(text_config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """The rotary embeddings' parameters: one set, or one for each type of layer."""
+    """Return the parameters of the rotary embeddings: one set, or one for each layer type."""
     rope = getattr(text_config, "rope_parameters", None) or {}
     return [part for part in (rope, *rope.values()) if isinstance(part, dict)]
 
 
 def refuse_changing_rope(text_config: PreTrainedConfig) -> None:
-    """Refuse to fix the shapes of a model that asks its positions how far they reach before it turns its keys.
+    """Raise ValueError if the rotary embeddings choose their frequencies by a step's longest position.
 
-    That is a question to the device, which no CUDA graph can record (transformers' `dynamic_rope_update`; longrope is
-    free of it in its latest versions alone).
+    The host then reads that position from the device, which no CUDA graph can record (transformers'
+    `dynamic_rope_update`; only the latest versions of longrope do without).
     """
     kinds = {str(part.get("rope_type", "default")) for part in _rope_parameters(text_config)}
     if changing := sorted(kind for kind in kinds if "dynamic" in kind or kind == "longrope"):
@@ -48,19 +48,19 @@ def refuse_changing_rope(text_config: PreTrainedConfig) -> None:
 
 
 def places_of(model: PreTrainedModel) -> frozenset[str]:
-    """Where accelerate put the parts of a model; nothing for a model that it did not place (``device_map``)."""
+    """Return the places (devices, ``cpu``, ``disk``) where accelerate put a model; empty without ``device_map``."""
     placed: Any = getattr(model, "hf_device_map", None) or {}
     return frozenset(str(place) for place in placed.values())
 
 
 def is_spread(model: PreTrainedModel) -> bool:
-    """True where accelerate spread the model over several devices."""
+    """Return True if accelerate spread the model over several devices."""
     return len(places_of(model)) > 1
 
 
 @torch.inference_mode()
 def key_devices(model: PreTrainedModel) -> tuple[torch.device, ...] | None:
-    """Where each layer's keys arrive in a model that is spread over several devices, found by a token; else None."""
+    """Return the device of each layer's keys, found by running one token; None for a model on one device."""
     if not is_spread(model):
         return None
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
@@ -69,7 +69,7 @@ def key_devices(model: PreTrainedModel) -> tuple[torch.device, ...] | None:
 
 
 def refuse_several_devices(model: PreTrainedModel) -> None:
-    """Refuse to fix the shapes of a model that is spread: a CUDA graph holds one device's work."""
+    """Raise ValueError for a model spread over several devices: a CUDA graph holds the work of one device."""
     if is_spread(model):
         raise ValueError(
             f"the model is spread over {len(places_of(model))} devices, and steps of fixed shapes run on one: leave "

@@ -1,8 +1,8 @@
 """Scaled dot-product attention that never copies the cached keys and values.
 
 `transformers`' sdpa repeats the keys and values of grouped-query models for every query head as soon as there is more
-than one query or a mask: a copy of the whole prefix in every layer of every step. Here the query heads of a group stand
-beside each other as queries instead, so that the cache is read where it lies.
+than one query or a mask: a copy of the whole prefix in every layer of every step. Here the query heads of a group
+become further queries of one head instead, so that the cache is read in place.
 """
 
 from collections.abc import Iterator
@@ -29,10 +29,10 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of `transformers`' signature; query (batch, heads, queries, dim), key (batch, groups, keys, dim).
+    """Attend, by `transformers`' signature: query (batch, heads, queries, dim), key (batch, groups, keys, dim).
 
-    Without a mask (a prefill), where every head has keys of its own, and where more than a mask is asked for, it is
-    `transformers`' own sdpa (which refuses what it does not know).
+    Calls `transformers`' own sdpa if there is no mask (a prefill), if every head has its own keys, or if options other
+    than a mask are given (it refuses unknown ones). Returns (batch, queries, heads, dim) and None.
     """
     batch, heads, queries, dim = query.shape
     groups = key.shape[1]
@@ -58,18 +58,18 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 def leave_out_cudnn() -> None:
     """Switch off cuDNN's attention in this process, for this project's models and for transformers' peers alike.
 
-    On recent GPUs torch tries it first, and it builds a plan for every new key length: a text that grows by a token a
-    step, and batches padded to lengths of their own, would pay tens of milliseconds each time.
+    On recent GPUs torch tries it first, and it builds a plan for every new key length: tens of milliseconds in every
+    step of a growing text, and for every new padded length of a batch.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @contextmanager
 def copy_free_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model that attends by sdpa attend by `grouped_attention` while this context lasts; others as they are.
+    """Let a model with sdpa attention use `grouped_attention` inside the context.
 
-    Those are the models that do not look their attention up in `transformers`' interface (Falcon among them): under a
-    name that they do not know they would attend eagerly, by masks that are not for that.
+    Models that do not look their attention up in `transformers`' interface (Falcon among them) keep their own: with a
+    name unknown to them they would attend eagerly, by masks made for sdpa.
     """
     config = model.config
     if config._attn_implementation != "sdpa" or not model._supports_attention_backend:

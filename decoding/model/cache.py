@@ -1,9 +1,8 @@
 """A preallocated key-value cache on transformers' own interface: append a block, keep one path of it, drop the rest.
 
-Every row of a batch has a length of its own and starts at position 0 of its slot, so the key at index i stands at
-position i of its text. Nothing is concatenated or recomputed: a step writes its keys and values behind each row's
-committed prefix, attention reads views of the buffers, and `commit` moves the accepted nodes together (for a chain
-there is nothing to move).
+Every row of a batch has its own length and starts at position 0 of its slot, so the key at index i belongs to position
+i of its text. Nothing is concatenated or recomputed: a step writes its keys and values after each row's committed
+prefix, attention reads views of the buffers, and `commit` moves the accepted nodes together (in a chain none moves).
 """
 
 import itertools
@@ -22,32 +21,32 @@ _BUFFERS = itertools.count(1)
 
 @dataclass(frozen=True)
 class _Block:
-    """Where the running forward writes: row i of the batch into slot ``slots[i]``, from ``starts[i]`` on."""
+    """A running forward's place in the cache: row i of the batch goes into slot ``slots[i]``, from ``starts[i]`` on."""
 
     slots: Sequence[int]
     starts: Sequence[int]
     positions: tuple[Tensor, ...] | None
-    """(rows, block) on each device, where the rows start at different lengths; None where all start alike."""
+    """Positions to write, (rows, block) on each device; None if all rows start at the same position."""
     keys: int
-    """How many positions of the buffers are attended to."""
+    """Number of positions of the buffers that attention reads."""
 
     @property
     def is_prefill(self) -> bool:
-        """All rows are empty: they attend to their own block alone."""
+        """True if all rows are empty, and so attend to their own block alone."""
         return not any(self.starts)
 
 
 class _Buffers(NamedTuple):
-    """The keys and values of all layers on one device, (layers, rows, heads, capacity, dim)."""
+    """Keys and values of all layers on one device, each (layers, rows, heads, capacity, dim)."""
 
     keys: Tensor
     values: Tensor
     row_index: Tensor
-    """(rows,)"""
+    """Numbers from 0 to rows - 1, (rows,)."""
 
 
 class PreallocatedLayer(CacheLayerMixin):
-    """One layer's share of the buffers, on the device ``place`` (from 0) of those there are."""
+    """One layer's part of the buffers, on the cache's device number ``place`` (from 0)."""
 
     is_sliding = False
 
@@ -60,7 +59,10 @@ class PreallocatedLayer(CacheLayerMixin):
         self._owner.allocate(key_states, value_states)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write a block behind what each row holds; return all there is to attend to. (batch, heads, positions, dim)"""
+        """Write a block after each row's prefix; return the keys and values to attend to.
+
+        All tensors are (batch, heads, positions, dim).
+        """
         owner, block = self._owner, self._owner.block
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -91,7 +93,7 @@ class PreallocatedLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        """What the model takes for the number of cached positions: the longest row's."""
+        """Return the number of cached positions that transformers reckons with: the longest row's."""
         block = self._owner.block
         return max(block.starts) if block is not None else max(self._owner.lengths)
 
@@ -102,16 +104,16 @@ class PreallocatedLayer(CacheLayerMixin):
 class PreallocatedCache(Cache):
     """Keys and values of every layer and row in two stacked buffers on each device, allocated at first use.
 
-    ``capacity`` is a first size in positions, not a limit: a longer text doubles the buffers (one copy, amortised).
-    Sliding-window layers keep all positions here, so that rejected tokens can always be dropped; the window is in
-    the mask. ``lengths[slot]`` are the positions each row holds; ``text``, which the loop keeps up for caches that
-    serve several calls, are the tokens of row 0 whose keys it holds for certain.
+    ``capacity`` is the initial size in positions, not a limit: a longer text doubles the buffers (one copy, amortised).
+    Sliding-window layers keep all positions here, so that rejected tokens can always be dropped; the window is in the
+    mask. ``lengths[slot]`` is the number of positions that a row holds. ``text`` holds the tokens of row 0 whose keys
+    are cached for certain; the decoding loop updates it in caches that serve several calls.
     """
 
     def __init__(
         self, num_layers: int, capacity: int, rows: int = 1, devices: Sequence[torch.device] | None = None
     ) -> None:
-        """``devices``: where each layer's keys arrive; None where all arrive on one device, which the first tells."""
+        """``devices``: the device of each layer's keys; None if all layers share the device of the first block."""
         self._devices: tuple[torch.device | None, ...] = tuple(dict.fromkeys(devices)) if devices else (None,)
         places = [self._devices.index(device) for device in devices] if devices else [0] * num_layers
         self._members = [[i for i in range(num_layers) if places[i] == place] for place in range(len(self._devices))]
@@ -122,18 +124,18 @@ class PreallocatedCache(Cache):
         self.lengths = [0] * rows
         self.block: _Block | None = None
         self.buffers = 0
-        """Names the buffers: a graph that was recorded on others is void."""
+        """Number of the current buffers: a CUDA graph recorded on other buffers is invalid."""
         self.lease = 0
         self.text: tuple[int, ...] = ()
         self._held: tuple[_Buffers, ...] = ()
-        """One for each device; none before the first block."""
+        """Buffers of each device; empty before the first block."""
         self._handed_out: tuple[_Buffers, ...] = self._held
-        """Those whose views the layers have: an interrupt may come between the buffers and the views."""
+        """Buffers whose views the layers hold; not `_held` after an interrupt between buffers and views."""
 
     def begin(self, slots: Sequence[int], size: int, device: torch.device) -> None:
-        """Announce a forward that writes ``size`` positions behind each of these rows.
+        """Announce a forward that appends ``size`` positions to each of the rows ``slots``.
 
-        Rows that hold something must be the first ones, in order: attention reads a slice of the buffers.
+        Rows with content must be the first ones, in order: attention reads a slice of the buffers.
         """
         starts = [self.lengths[slot] for slot in slots]
         assert not any(starts) or list(slots) == list(range(len(slots))), f"rows {slots} are not the first ones"
@@ -146,19 +148,19 @@ class PreallocatedCache(Cache):
     def begin_static(self, positions: Tensor, keys: int) -> None:
         """Announce a forward whose rows write at ``positions`` (rows, block) and attend to ``keys`` positions.
 
-        Nothing here depends on how long the rows are: see `decoding.model.static`.
+        Nothing here depends on the lengths of the rows: see `decoding.model.static`.
         """
         rows = len(positions)
         self.block = _Block(range(rows), (keys,) * rows, (positions,), keys)
 
     def end(self, written: Sequence[int]) -> None:
-        """The forward is done; of each row's block, ``written`` positions hold its own tokens, the rest is padding."""
+        """Finish the forward: the first ``written[i]`` positions of row i's block are its own, the rest is padding."""
         assert self.block is not None
         self.advance(self.block.slots, written)
         self.block = None
 
     def advance(self, slots: Sequence[int], written: Sequence[int]) -> None:
-        """These rows have grown."""
+        """Lengthen each of the rows ``slots`` by its number of ``written`` positions."""
         for slot, count in zip(slots, written, strict=True):
             self.lengths[slot] += count
 
@@ -171,31 +173,31 @@ class PreallocatedCache(Cache):
 
     @property
     def device(self) -> torch.device | None:
-        """Where the first layer's buffers are; None before the first block."""
+        """Device of the first layer's buffers; None before the first block."""
         return self._held[0].keys.device if self._held else None
 
     def row_index(self, place: int) -> Tensor:
-        """(rows,) on a device, by its place among those there are."""
+        """Return the numbers from 0 to rows - 1, (rows,), on device number ``place``."""
         return self._held[place].row_index
 
     def restart(self, capacity: int) -> None:
-        """Drop all texts and serve another generation from the same buffers; the one before may use it no more."""
+        """Drop all texts; give the buffers, with room for ``capacity``, to a new generation. Older ones lose them."""
         self.lease += 1
         self.lengths = [0] * self.rows
         self.block, self.text = None, ()
         self.reserve(capacity)
 
     def take(self) -> int:
-        """A generation begins, and the one before may use these buffers no more. Returns what `check` asks for."""
+        """Give the buffers to a new generation; older ones lose them. Returns the lease that `check` asks for."""
         self.lease += 1
         return self.lease
 
     def check(self, lease: int) -> None:
-        """Refuse a generation whose buffers were given to another one since."""
+        """Raise ValueError if the buffers were given to another generation after this ``lease``."""
         if lease != self.lease:
             raise ValueError(
-                "a cache that is handed on, as a model with static shapes, decodes one batch at a time, and another "
-                "generation has begun on it: finish or drop the first, or give each its own"
+                "a cache that is handed on, or one of a model with static shapes, decodes one batch at a time, and "
+                "another generation has begun on it: finish or drop the first, or give each generation its own cache"
             )
 
     def allocate(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -206,7 +208,7 @@ class PreallocatedCache(Cache):
         self._hand_out_views()
 
     def _new_buffers(self, place: int, keys: Tensor, values: Tensor, capacity: int) -> _Buffers:
-        """Empty ones for the layers on a device; heads, widths and dtypes are those of ``keys`` and ``values``."""
+        """Make zero buffers for a device's layers; heads, widths and dtypes are those of ``keys`` and ``values``."""
         device = self._devices[place] or keys.device
         layers = len(self._members[place])
         new_keys, new_values = (self._new_buffer(like, layers, capacity, device) for like in (keys, values))
@@ -218,9 +220,9 @@ class PreallocatedCache(Cache):
         return like.new_zeros(layers, self.rows, heads, capacity, dim, device=device)
 
     def _grow(self, needed: int) -> None:
-        """Double the buffers until ``needed`` positions fit, keeping what is in them.
+        """Double the buffers until ``needed`` positions fit, and copy their content.
 
-        The new capacity comes last: what breaks off before (too little memory, say) leaves the old one.
+        ``capacity`` is set last, so that an error before it (out of memory) leaves the cache usable.
         """
         old = capacity = self.capacity
         while capacity < needed:
@@ -247,7 +249,7 @@ class PreallocatedCache(Cache):
 
     @torch.inference_mode()
     def commit(self, slot: int, start: int, kept: Sequence[int]) -> None:
-        """Of the block a row wrote at ``start``, keep the nodes ``kept`` (increasing), in that order; drop the rest."""
+        """Keep the nodes ``kept`` (increasing) of the block that a row wrote at ``start``; drop the other nodes."""
         if list(kept) != list(range(len(kept))):
             for held in self._held:
                 index = torch.tensor(kept).to(held.keys.device, non_blocking=True) + start
@@ -261,7 +263,7 @@ class PreallocatedCache(Cache):
         self.lengths[slot] = length
 
     def rewind(self, prompt: Sequence[int]) -> int:
-        """Keep of row 0 what a new prompt begins with, its last token left out, and say how many positions that is."""
+        """Cut row 0 to the longest prefix that it shares with ``prompt[:-1]``; return that prefix's length."""
         common = common_length(self.text, prompt[:-1])
         self.text = self.text[:common]
         self.truncate(0, common)
@@ -269,7 +271,7 @@ class PreallocatedCache(Cache):
 
     @torch.inference_mode()
     def move(self, slot: int, to: int) -> None:
-        """Let the row in ``slot`` go on in slot ``to``, whose own content is dropped."""
+        """Move the row in ``slot`` to slot ``to``, whose content is dropped."""
         length = self.lengths[slot]
         if slot != to:
             for held in self._held:
@@ -280,5 +282,5 @@ class PreallocatedCache(Cache):
 
 
 def _positions(starts: Sequence[int], size: int, device: torch.device) -> Tensor:
-    """The ``size`` positions from each start on, (rows, size)."""
+    """Return the ``size`` positions from each start on, (rows, size)."""
     return torch.tensor(starts).to(device, non_blocking=True)[:, None] + torch.arange(size, device=device)

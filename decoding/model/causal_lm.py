@@ -1,8 +1,7 @@
 """Any transformers causal language model behind one call: tokens or trees in, hidden states and logits out."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -20,54 +19,28 @@ from decoding.model.architecture import (
 )
 from decoding.model.attention import copy_free_attention, leave_out_cudnn
 from decoding.model.cache import PreallocatedCache
+from decoding.model.lm_head import capture_lm_head_input, last_position
 from decoding.model.static import StaticSteps, nodes_at
 from decoding.rules.tree import TokenTree, TreeShape
 
 _MOST_STORED = 256
 _LARGEST_STORED = 256
-"""Masks of trees that are kept, and nodes of the largest: a block of text that is appended is larger, and never seen
-again."""
+"""Limits on stored tree masks: their number, and the nodes of the largest. A block of appended text has more nodes, and
+its shape seldom occurs again."""
 
 _PREFILL_TOKENS = 1 << 14
-"""Tokens, padding included, of one pass over prompts: enough to fill a GPU, where 32 texts of 8k would hold 40 GB."""
+"""Greatest number of tokens, with padding, in one prefill pass: it fills a GPU; 32 texts of 8k would take 40 GB."""
 
 
 class ModelOutput(NamedTuple):
-    """``hidden``: what the lm_head read. ``logits``: what it wrote."""
+    """Outputs of a pass. ``hidden``: the input of the lm_head. ``logits``: its output."""
 
     hidden: Float[Tensor, "*positions hidden"]
     logits: Float[Tensor, "*positions vocab"]
 
 
-@contextmanager
-def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] | None = None) -> Iterator[list[Tensor]]:
-    """Collect what the lm_head reads while the model runs inside this context, whatever the architecture.
-
-    The captured tensor is whole, (batch, positions, hidden). With ``select`` the lm_head itself is given only what that
-    returns of it, so that nobody pays for logits that are not read.
-    """
-    captured: list[Tensor] = []
-
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        captured.append(args[0])
-        return (select(args[0]), *args[1:]) if select else None
-
-    handle = None
-    try:  # from here on, for an interrupt that left the hook on would spoil every later forward
-        handle = model.get_output_embeddings().register_forward_pre_hook(hook)  # type: ignore[operator]  # nn.Module's getattr
-        yield captured
-    finally:
-        if handle is not None:
-            handle.remove()
-
-
-def last_position(hidden: Tensor) -> Tensor:
-    """The last position of each row, (batch, 1, hidden)."""
-    return hidden[:, -1:]
-
-
 def _refuse_unfit(model: PreTrainedModel) -> None:
-    """Refuse a model whose branches could not stand side by side in one pass, or could not be taken back."""
+    """Refuse a model that cannot run a tree's branches in one pass, or cannot drop rejected tokens."""
     config = model.config
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
@@ -93,7 +66,7 @@ def _refuse_unfit(model: PreTrainedModel) -> None:
         )
     if "past_key_values" not in accepted:
         raise ValueError(f"{kind} keeps no key-value cache: give a model that does")
-    # Old config files hold this entry for any model, and the GPT-NeoX family declares it, but does not read it.
+    # is_decoder: old config files hold it for any model; the GPT-NeoX family declares it, but does not read it.
     declared = hasattr(type(text_config), "is_decoder") and not kind.startswith("gpt_neox")
     if declared and not text_config.is_decoder:
         raise ValueError(f"{kind} reads texts in both directions: give a causal LM, or set is_decoder in its config")
@@ -108,10 +81,7 @@ def _refuse_unfit(model: PreTrainedModel) -> None:
 
 
 class CausalLM:
-    """A causal language model ready to decode with: rows of different lengths, its own cache, tree attention.
-
-    Serves for the target and for a draft model alike.
-    """
+    """A causal language model, target or draft, ready to decode: rows of different lengths, a cache, tree attention."""
 
     def __init__(
         self,
@@ -119,18 +89,18 @@ class CausalLM:
         output_tokens: Int[Tensor, " outputs"] | None = None,
         static: str | None = None,
     ) -> None:
-        """``output_tokens``: of a draft whose lm_head was trimmed, the token that each of its outputs stands for.
+        """``output_tokens``: the token id of each output of a draft with a trimmed lm_head (None: all tokens).
 
-        ``static``: run steps in fixed shapes, ``graphs`` as CUDA graphs, ``compile`` through `torch.compile` as well,
-        ``eager`` as they are (to see that they are right). Such a model decodes one batch at a time.
+        ``static`` runs steps in fixed shapes: ``graphs`` as CUDA graphs, ``compile`` through `torch.compile` as well,
+        ``eager`` with neither, for tests. Such a model decodes one batch at a time.
         """
         _refuse_unfit(model)
-        leave_out_cudnn()  # whatever decodes, teaches or is distilled passes here, and the peers decode with it too
+        leave_out_cudnn()  # here, as every decoding, teaching or distilled model passes here; for the peers, too
         self.model = model.eval()
         self.output_tokens = None if output_tokens is None else output_tokens.to(model.device)
         text_config = model.config.get_text_config(decoder=True)
         self.num_layers: int = text_config.num_hidden_layers
-        # What the lm_head reads; some models (the smallest OPT) are wider inside.
+        # The input size of the lm_head; some models (the smallest OPT) are wider inside.
         self.hidden_size: int = getattr(model.get_output_embeddings(), "in_features", text_config.hidden_size)
         self.vocab_size: int = text_config.vocab_size
         self.max_positions = max_positions(text_config)
@@ -147,12 +117,12 @@ class CausalLM:
 
     @property
     def is_static(self) -> bool:
-        """Whether its steps have fixed shapes, so that all texts it serves at a time share one cache."""
+        """True if its steps have fixed shapes; all texts that it decodes at a time then share one cache."""
         return self._static is not None
 
     @property
     def device(self) -> torch.device:
-        """Where tokens go in; of a model that is spread over several devices, all that comes out is brought there."""
+        """Device of the input tokens; a model spread over several devices brings its outputs there."""
         device: torch.device = self.model.device
         return device
 
@@ -166,7 +136,7 @@ class CausalLM:
         return dtype
 
     def new_cache(self, capacity: int, rows: int = 1) -> PreallocatedCache:
-        """Room for ``rows`` texts of about ``capacity`` positions."""
+        """Make a cache for ``rows`` texts of about ``capacity`` positions; a static model gives its only one anew."""
         if self._static is None:
             return PreallocatedCache(self.num_layers, capacity, rows, self._key_devices)
         capacity = self._static.capacity(capacity)
@@ -179,11 +149,11 @@ class CausalLM:
     def prefill(
         self, texts: Sequence[Sequence[int]], cache: PreallocatedCache, slots: Sequence[int] | None = None
     ) -> ModelOutput:
-        """Run whole texts into empty ``slots`` of the cache (by default the first ones).
+        """Run whole texts into empty ``slots`` of the cache (None: the first ones).
 
         Returns hidden state and logits of each text's last token, (rows, hidden) and (rows, vocab). Shorter texts are
-        padded on the right, where no token of theirs looks. Many long texts run one group after the other, so that
-        what a pass holds in memory has a bound.
+        padded on the right, where none of their tokens attends. Texts run in groups of up to `_PREFILL_TOKENS` tokens,
+        which bounds the memory of a pass.
         """
         slots = range(len(texts)) if slots is None else slots
         assert not any(cache.lengths[slot] for slot in slots), "these rows are not empty"
@@ -210,7 +180,10 @@ class CausalLM:
 
     @torch.inference_mode()
     def append(self, blocks: Sequence[Sequence[int]], cache: PreallocatedCache) -> ModelOutput:
-        """Run a line of tokens behind each row; hidden state and logits of each row's last, (rows, ...)."""
+        """Run a chain of tokens after each row.
+
+        Returns hidden state and logits of each row's last token, (rows, hidden) and (rows, vocab).
+        """
         if not any(cache.lengths[: len(blocks)]):
             return self.prefill(blocks, cache)
         trees = [TokenTree.chain(block) for block in blocks]
@@ -222,7 +195,10 @@ class CausalLM:
 
     @torch.inference_mode()
     def step(self, tokens: Int[Tensor, " rows"], cache: PreallocatedCache) -> ModelOutput:
-        """Run one token behind each row; the tokens may still be on their way on the device. (rows, ...)"""
+        """Run one token after each row, without waiting for tokens that the device has yet to compute.
+
+        Returns (rows, hidden) and (rows, vocab).
+        """
         if self._static is not None:
             output = ModelOutput(*self._static.step(tokens, cache))
         else:
@@ -234,17 +210,17 @@ class CausalLM:
     def verify(
         self, trees: Sequence[TokenTree], cache: PreallocatedCache, first: Sequence[int] | None = None
     ) -> ModelOutput:
-        """Run a tree behind each row, each node attending to its row's prefix and its own path.
+        """Run a tree after each row, each node attending to its row's prefix and its own path.
 
-        Of row i the nodes before ``first[i]`` are in the cache already (a tree drafted level by level); only the others
-        run. Returns (rows, nodes, hidden) and (rows, nodes, vocab); rows with fewer nodes than others are padded.
+        The nodes of row i before ``first[i]`` are in the cache already (a tree drafted level by level); the others run.
+        Returns (rows, nodes, hidden) and (rows, nodes, vocab); rows with fewer nodes than others are padded.
         """
         if self._static is not None and self._static.fits(trees):
             return ModelOutput(*self._static.run(trees, cache, first))
         return self._run_trees(trees, cache, first or [0] * len(trees), None)
 
     def _last_of(self, lengths: Sequence[int]) -> Callable[[Tensor], Tensor]:
-        """Selects each row's last own position, (rows, 1, hidden)."""
+        """Return a function that selects each row's last own position, (rows, 1, hidden)."""
         if len(set(lengths)) == 1:
             return last_position
         index = torch.tensor(lengths, device=self.device) - 1
@@ -274,7 +250,7 @@ class CausalLM:
             positions.clamp_(max=self.max_positions - 1)
         uniform = len(set(starts)) == 1
         if uniform and size == 1 and not any(first) and not any(self._windows().values()):
-            masks = None  # one token behind each row: `transformers` builds what its layers need
+            masks = None  # one token per row: `transformers` builds the masks of its layers
         else:
             masks = self._masks([tree.shape for tree in trees], starts, first, size)
         cache.begin(range(len(trees)), size, self.device)
@@ -283,7 +259,7 @@ class CausalLM:
         return output
 
     def _stack(self, parts: Sequence[Tensor], size: int) -> Tensor:
-        """(rows, size) on the model's device, shorter rows padded with zeros."""
+        """Stack the parts to (rows, size) on the model's device, shorter ones padded with zeros."""
         parts = [part.to(self.device, non_blocking=True) for part in parts]
         if all(len(part) == size for part in parts):
             return torch.stack(list(parts))
@@ -314,21 +290,21 @@ class CausalLM:
         mask: Any,
         last: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """A step for `decoding.model.static`: ``model`` is our own or compiled, ``last`` selects a node of each row."""
+        """Run a step for `decoding.model.static`; ``model`` may be compiled, ``last`` selects a node of each row."""
         select = None if last is None else partial(nodes_at, last)
         output = self._run(model, tokens, positions, cache, mask, select)
         return output.hidden, output.logits
 
     def _windows(self) -> dict[str, int | None]:
-        """The masks its layers need: the window of each type of layer."""
+        """Return the sliding window (None: full attention) of each layer type that takes a mask."""
         if "sliding_attention" in self._layer_types:
             return {"full_attention": None, "sliding_attention": self._window}
         return {"full_attention": None if self._layer_types else self._window}
 
     def _masks(self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int) -> Any:
-        """Additive masks (rows, 1, queries, keys); boolean 4-D masks are silently wrong under eager attention.
+        """Make additive masks (rows, 1, queries, keys): boolean 4-D masks are silently wrong under eager attention.
 
-        One for all layers, or a dict by layer type for models that mix full and sliding attention.
+        Returns one mask for all layers, or a dict by layer type for models that mix full and sliding attention.
         """
         masks = {kind: self._mask(shapes, starts, first, size, window) for kind, window in self._windows().items()}
         return masks if len(masks) > 1 else masks["full_attention"]
@@ -341,7 +317,7 @@ class CausalLM:
         return self._ragged_mask(shapes, starts, first, size, window)
 
     def _shared_mask(self, shape: TreeShape, start: int, first: int, window: int | None) -> Tensor:
-        """One mask for all rows, (1, 1, queries, keys): every row is as long and has the same tree."""
+        """Make one mask for all rows, (1, 1, queries, keys): they have the same length and the same tree."""
         nodes = len(shape)
         mask = torch.zeros(nodes - first, start + nodes, dtype=self.dtype, device=self.device)
         mask[:, start:] = self._tree_mask(shape)[first:]
@@ -355,7 +331,7 @@ class CausalLM:
     def _ragged_mask(
         self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int, window: int | None
     ) -> Tensor:
-        """A mask for each row. A row's keys are its prefix, then its tree's nodes, then padding nobody looks at."""
+        """Make a mask for each row. A row's keys are its prefix, its tree's nodes, then padding that is masked out."""
         device, blocked = self.device, torch.finfo(self.dtype).min
         nodes = max(skipped + size for skipped in first)
         tree_masks = torch.full((len(shapes), size, nodes), blocked, dtype=self.dtype, device=device)
@@ -379,7 +355,7 @@ class CausalLM:
         return mask.to(self.dtype)[:, None]
 
     def _tree_mask(self, shape: TreeShape) -> Tensor:
-        """What a tree's nodes may not see of one another, (nodes, nodes), additive."""
+        """Return the additive mask among a tree's nodes, (nodes, nodes); it is stored for small trees."""
         if shape in self._tree_masks:
             return self._tree_masks[shape]
         mask = torch.full((len(shape),) * 2, torch.finfo(self.dtype).min, dtype=self.dtype, device=self.device)

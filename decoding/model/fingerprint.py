@@ -1,7 +1,7 @@
-"""Short digests that say whether two models, heads, tokenizers or sets of prompts are the same.
+"""Short digests that are equal if two models, heads, tokenizers or sets of prompts are the same.
 
-`stored_fingerprint` is of what lies on disk or on the Hub: it does not depend on the dtype a model is loaded in, nor on
-how its weights are cut into files. `fingerprint` is of a module in memory.
+`stored_fingerprint` covers files on disk or on the Hub: it depends neither on the dtype in which a model is loaded, nor
+on the way its weights are split into files. `fingerprint` covers a module in memory.
 """
 
 import hashlib
@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # its base for all that goes wrong on the way
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # base class of all errors of a download
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
-from decoding.model.compress import OUTPUT_TOKENS_KEY, OUTPUT_TOKENS_NAME
 from decoding.model.heads import WEIGHTS_NAME
 from decoding.model.loading import TOKENIZER_PROBE, first_line, is_heads_folder
+from decoding.model.vocabulary import OUTPUT_TOKENS_KEY, OUTPUT_TOKENS_NAME
 
 _DIGITS = 16
 _SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "dtype", "auto_map", "use_cache")
-"""Keys of a config that tell where a model came from and how it is run, not what it computes."""
+"""Keys of a config that tell a model's origin and the way it runs, but do not change its outputs."""
 _ADAPTERS_SAY_NOTHING = ("base_model_name_or_path", "revision", "peft_version", "inference_mode", "auto_mapping")
 _ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _INDEX = f"{WEIGHTS_NAME}.index.json"
@@ -31,7 +31,7 @@ _CHUNK = 1 << 24
 
 
 class _Stored(NamedTuple):
-    """A tensor in a safetensors file: ``begin`` and ``end`` are its bytes' places in the file."""
+    """A tensor in a safetensors file: ``begin`` and ``end`` are the offsets of its bytes in the file."""
 
     name: str
     dtype: str
@@ -42,9 +42,9 @@ class _Stored(NamedTuple):
 
 
 def fingerprint(module: nn.Module) -> str:
-    """A short digest of a model in memory: its config, and of every tensor its name, shape, dtype and all its values.
+    """Return a short digest of a model in memory: of its config, and of every tensor's name, shape, dtype and values.
 
-    Takes about a second a GB: SHA-256 on one core.
+    Takes about a second per GB: SHA-256 on one core.
     """
     digest = hashlib.sha256()
     if isinstance(module, PreTrainedModel):
@@ -56,13 +56,13 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def stored_fingerprint(name: str | Path, trust_remote_code: bool = False) -> str:
-    """A short digest of the model, heads or LoRA adapters in a folder or under a hub id, as they are stored.
+    """Return a short digest of the files of a model, heads or LoRA adapters, in a folder or under a Hub id.
 
-    It covers the config and every tensor's name, shape, stored dtype and bytes; for heads their tree, by which they are
-    measured; for adapters also the base model. Reads the files in pieces, about a second a GB, and once in a process
-    while they stay as they are.
+    It covers the config and every tensor's name, shape, stored dtype and bytes; for heads also their tree, which
+    changes their measured figures; for adapters also the base model. Reads the files in pieces, about a second per GB,
+    and only once per process while they do not change.
 
-    `ValueError` where there is no such model, or a file of it cannot be read.
+    ValueError if there is no such model, or a file of it cannot be read.
     """
     name = str(name)
     folder = Path(name)
@@ -75,7 +75,7 @@ def stored_fingerprint(name: str | Path, trust_remote_code: bool = False) -> str
 
 @lru_cache(maxsize=16)
 def _stored_fingerprint(name: str, trust_remote_code: bool, files: tuple[tuple[str, int, int], ...]) -> str:
-    """``files``: names, sizes and times of what is in a folder, by which the cache knows that it changed."""
+    """Compute `stored_fingerprint`; ``files`` (names, sizes and times of a folder's files) is a key of the cache."""
     try:
         digest = hashlib.sha256(_json_bytes(_described(name, trust_remote_code)))
         for tensor in sorted(_tensors_of(name)):
@@ -87,18 +87,18 @@ def _stored_fingerprint(name: str, trust_remote_code: bool, files: tuple[tuple[s
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A short digest of a tokenizer: its vocabulary, its chat template, and how it splits a probe."""
+    """Return a short digest of a tokenizer: of its vocabulary, its chat template, and the tokens of a probe text."""
     probe = tokenizer(TOKENIZER_PROBE)["input_ids"]
     return _digest_of([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template, probe])
 
 
 def prompts_fingerprint(prompts: Sequence[Sequence[int]]) -> str:
-    """A short digest of prompts as token ids, their order included."""
+    """Return a short digest of prompts, given as token ids, and of their order."""
     return _digest_of([list(prompt) for prompt in prompts])
 
 
 def _described(name: str, trust_remote_code: bool) -> Any:
-    """All that a model computes by beside its weights, as JSON values."""
+    """Return everything besides the weights that decides a model's outputs, as JSON values."""
     if is_heads_folder(name):
         return json.loads((Path(name) / "config.json").read_text())
     if (adapters := _file_of(name, _ADAPTER_CONFIG)) is not None:
@@ -113,7 +113,7 @@ def _described(name: str, trust_remote_code: bool) -> Any:
 
 
 def _behaviour(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a config, and of those inside it, that changes what a model computes."""
+    """Return the part of a config, nested configs included, that changes a model's outputs."""
     return {
         key: _behaviour(value) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -122,12 +122,12 @@ def _behaviour(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sorted(value: Any) -> Any:
-    """peft keeps the names of modules in a set, whose order differs from one writing to the next."""
+    """Sort a list: peft writes sets of module names, whose order differs from one writing to the next."""
     return sorted(value, key=str) if isinstance(value, list) else value
 
 
 def _tensors_of(name: str) -> Iterator[_Stored]:
-    """Every tensor stored under a name, from the files that transformers would load."""
+    """Yield every tensor stored under a name, from the files that transformers would load."""
     for single in (_ADAPTER_WEIGHTS, WEIGHTS_NAME):
         if (path := _file_of(name, single)) is not None:
             yield from _tensors_in(path)
@@ -143,7 +143,7 @@ def _tensors_of(name: str) -> Iterator[_Stored]:
 
 
 def _file_of(name: str, file: str) -> Path | None:
-    """A file of a folder or hub id, from the cache if it is there; None where there is no such file."""
+    """Return the path of a file of a folder or Hub id (downloaded if need be); None if there is no such file."""
     if Path(name).is_dir():
         path = Path(name) / file
         return path if path.is_file() else None
@@ -152,7 +152,7 @@ def _file_of(name: str, file: str) -> Path | None:
 
 
 def _tensors_in(path: Path) -> Iterator[_Stored]:
-    """The tensors of a safetensors file: eight bytes of length, a JSON header, then all bytes."""
+    """Yield the tensors of a safetensors file: eight bytes of length, a JSON header, then all bytes."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > path.stat().st_size - 8:

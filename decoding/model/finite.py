@@ -1,4 +1,4 @@
-"""The test that weights hold numbers: one NaN or infinity in a draft or in heads makes all they write worthless."""
+"""Checks for NaN and infinity in weights: a single one makes every output of a draft or of heads worthless."""
 
 from collections.abc import Mapping
 
@@ -14,7 +14,7 @@ def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 def check_finite(tensors: Mapping[str, Tensor], what: str, remedy: str) -> None:
     """Raise ValueError for the first tensor that holds a NaN or an infinity, with the count of such values.
 
-    ``what`` names in the message whose tensors these are, ``remedy`` says what to do: "give an earlier checkpoint".
+    ``what`` names the owner of the tensors in the message; ``remedy`` says what to do ("give an earlier checkpoint").
     """
     broken = non_finite(tensors)
     if not broken:
@@ -29,6 +29,6 @@ def check_finite(tensors: Mapping[str, Tensor], what: str, remedy: str) -> None:
 
 
 def _finite(tensor: Tensor) -> Tensor:
-    """Mark the finite values; integers are, and 8-bit floats, for which torch has no `isfinite`, are widened."""
+    """Mark the finite values. 8-bit floats are widened first, as torch has no `isfinite` for them."""
     tensor = tensor.detach()
     return torch.isfinite(tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor)

@@ -1,7 +1,7 @@
-"""The check of a local transformers folder before anything is built from it: its JSON files, its index, its sizes.
+"""Check of a local transformers folder before a model is built from it: its JSON files, its index, its sizes.
 
-What transformers would find out for itself after it has made the layers is found here from the headers of the weights;
-a size that it would believe in silence, too.
+The headers of the weights reveal errors here that transformers would report only after making the layers, and wrong
+sizes that it would accept silently.
 """
 
 import reprlib
@@ -17,23 +17,23 @@ _REMEDY = "copy the folder again from where it came"
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _WIDTHS = ("hidden_size", "n_embd", "vocab_size")
-"""Sizes that are a dimension of some tensor in every family: of the embeddings."""
+"""Config keys of sizes that are a dimension of some tensor in every family, the embeddings."""
 _INNER = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 _INNER_FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3"),
     *("gpt2", "gpt_neox", "opt", "falcon", "olmo2", "granite"),
 )
-"""The model types whose feed-forward layers have that size; where all are mixtures of experts, none has it."""
+"""Model types in which a feed-forward tensor has the `_INNER` size; in a mixture of experts none need have it."""
 _COUNTS = ("num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads", "head_dim")
 _POSITIONS = ("max_position_embeddings", "n_positions")
 _SHARES = ("partial_rotary_factor", "rotary_pct")
 
 
 def check_model_folder(folder: Path, above: tuple[Path, ...] = ()) -> None:
-    """Refuse a folder whose config and weights cannot be those of one model; ValueError names the file and the value.
+    """Refuse a folder whose config and weights cannot belong to one model; ValueError names the file and the value.
 
-    The headers alone are read. Whatever is not known here is left to transformers. ``above``: the folders of the
-    adapters that this one is the base of.
+    Reads the headers only. Sizes and families not known here are left to transformers. ``above``: the folders of the
+    adapters whose base model this folder is, to find circles.
     """
     if folder.resolve() in above:
         raise ValueError(f"{folder} holds adapters of a model that is made of these adapters: {_REMEDY}")
@@ -64,7 +64,7 @@ def adapted_model(folder: Path) -> str | None:
 
 
 def _check_adapters(folder: Path, above: tuple[Path, ...]) -> None:
-    """Check the rank of LoRA matrices, which are made before their weights are read."""
+    """Check the rank of LoRA matrices, which peft allocates before it reads their weights."""
     path = folder / _ADAPTER_CONFIG
     base, config = adapted_model(folder), read_object(path, _REMEDY)
     if not (folder / _ADAPTER).is_file():
@@ -79,7 +79,7 @@ def _check_adapters(folder: Path, above: tuple[Path, ...]) -> None:
 
 
 def _check_rank(path: Path, key: str, rank: object, header: Mapping[str, StoredTensor], needed: bool) -> None:
-    """Refuse a rank that no stored matrix has; one that patterns overrule everywhere need only be small."""
+    """Refuse a rank that no stored matrix has; unless ``needed``, as patterns may override it, only too large a one."""
     _check_count(path, key, rank)
     assert isinstance(rank, int)
     dims = {size for tensor in header.values() for size in tensor.shape}
@@ -88,7 +88,7 @@ def _check_rank(path: Path, key: str, rank: object, header: Mapping[str, StoredT
 
 
 def _weights_header(folder: Path) -> dict[str, StoredTensor]:
-    """Names, dtypes and shapes of all weights, in one file or in those of an index; empty where there are neither."""
+    """Return the header of all weights, from one file or from those of an index; empty if there are neither."""
     if (folder / _WEIGHTS).is_file():
         return read_header(folder / _WEIGHTS, _REMEDY)
     if not (folder / _INDEX).is_file():
@@ -100,7 +100,7 @@ def _weights_header(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _shards(folder: Path) -> list[str]:
-    """The files that an index names, each of them there, in the folder."""
+    """Return the files that an index names; ValueError unless each one exists inside the folder."""
     path = folder / _INDEX
     index = read_object(path, _REMEDY)
     weight_map = index.get("weight_map")
@@ -116,7 +116,7 @@ def _shards(folder: Path) -> list[str]:
 
 
 def _as_shard(name: object) -> str | None:
-    """The name, if it is one of a safetensors file that cannot lie outside the folder; a link there is the user's."""
+    """Return the name if it is one of a safetensors file inside the folder (symbolic links may leave it), else None."""
     if not isinstance(name, str) or not name.endswith(".safetensors") or "\0" in name:
         return None
     outside = any(kind(name).is_absolute() or kind(name).drive or ".." in kind(name).parts for kind in _PATHS)
@@ -127,7 +127,7 @@ _PATHS = (PurePosixPath, PureWindowsPath)
 
 
 def _check_counts(path: Path, config: Mapping[str, Any]) -> None:
-    """Refuse sizes that are none; transformers' own check says what null and lists mean for a family."""
+    """Refuse sizes that are not whole numbers from 1; null and lists, valid in some families, pass."""
     for key in (*_LAYERS, *_WIDTHS, *_INNER, *_COUNTS, *_POSITIONS):
         if config.get(key) is not None and not isinstance(config[key], list):
             _check_count(path, key, config[key])
@@ -147,7 +147,7 @@ def _check_count(path: Path, key: str, value: object) -> None:
 
 
 def _check_sizes(path: Path, config: Mapping[str, Any], header: Mapping[str, StoredTensor]) -> None:
-    """Compare the sizes in a config with the tensors there are, whose weights are floats unless it quantises them."""
+    """Compare a config's sizes with the stored tensors; weights must be floats unless the config quantises them."""
     dims = {size for tensor in header.values() for size in tensor.shape}
     numbered = [int(part) for name in header if (part := _layer_of(name)) is not None]
     most = max(numbered) + 1 if numbered else max(dims, default=0)
@@ -167,5 +167,5 @@ def _check_sizes(path: Path, config: Mapping[str, Any], header: Mapping[str, Sto
 
 
 def _layer_of(name: str) -> str | None:
-    """The first number in a tensor's name, its layer in every family (model.layers.3., transformer.h.3.)."""
+    """Return the first number in a tensor's name, its layer in every family (model.layers.3., transformer.h.3.)."""
     return next((part for part in name.split(".") if part.isascii() and part.isdigit() and len(part) < 10), None)

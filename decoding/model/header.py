@@ -1,7 +1,7 @@
-"""What an artefact's files say about themselves, read and checked before anything is built from it.
+"""JSON files and safetensors headers of an artefact, checked before anything is built from it.
 
-A size in a ``config.json`` is a claim; the header of a safetensors file, which the library checks against the length of
-the file, is the evidence. Both are small, so a lie costs milliseconds here and not the memory it asks for.
+A size in a ``config.json`` is a claim. The header of a safetensors file is the evidence, as the library checks it
+against the length of the file. Both are small: a wrong claim costs milliseconds here, not the memory that it names.
 """
 
 import json
@@ -13,20 +13,20 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 _MOST_BYTES = 256 << 20
-"""The largest JSON file read: the index of the largest models has a few MiB."""
+"""Greatest size of a JSON file, in bytes; the index of the largest models has a few MiB."""
 _FLOATS = ("BF16", "F16", "F32", "F64")
-"""The dtypes, by their safetensors names, that heads are computed in."""
+"""Dtypes that heads may have, by their safetensors names."""
 
 
 class StoredTensor(NamedTuple):
-    """A tensor by its header: its dtype in the words of safetensors (``BF16``) and its shape."""
+    """A tensor as its file's header describes it: the safetensors name of its dtype (``BF16``) and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """Read a JSON file that holds an object. ValueError with ``remedy`` for one that is missing or anything else."""
+    """Read a JSON file that holds an object. ValueError with ``remedy`` if it is missing or holds anything else."""
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise ValueError(f"it has {path.stat().st_size} bytes")
@@ -49,9 +49,9 @@ def read_header(path: Path, remedy: str) -> dict[str, StoredTensor]:
 
 
 def check_tensors(path: Path, expected: Iterable[tuple[str, tuple[int, ...]]], remedy: str) -> None:
-    """Refuse a weights file unless it holds exactly these names and shapes, in one floating dtype.
+    """Raise ValueError unless a weights file holds exactly these names and shapes, in one floating dtype.
 
-    ``expected`` is walked no further than to the first name that is missing, however long its config makes it.
+    ``expected`` is read up to the first missing name only, however many names a wrong config makes it yield.
     """
     header = read_header(path, remedy)
     if not header:
@@ -80,6 +80,6 @@ def _check_one_float(path: Path, header: Mapping[str, StoredTensor]) -> None:
 
 
 def check_whole(key: str, value: object, least: int = 1) -> None:
-    """Refuse a size that is no whole number, or below ``least``: true and 1.0 are none either."""
+    """Raise ValueError unless the size ``key`` is an int of at least ``least``; True and 1.0 are refused as well."""
     if type(value) is not int or value < least:
         raise ValueError(f"{key} is {reprlib.repr(value)}: give a whole number, {least} or more")

@@ -2,7 +2,7 @@
 
 Head k (from 0) reads the hidden state at position t, from which the target's own lm_head predicts token t+1,
 and predicts token t+2+k (Medusa, 2401.10774, section 2.1.1). A sequential head also reads the tokens in between, t+1
-to t+1+k, of which all but the first are drafts of the heads before it (Hydra, 2402.05109, section 3).
+to t+1+k, all but the first of which were drafted by the heads before it (Hydra, 2402.05109, section 3).
 """
 
 import json
@@ -29,11 +29,11 @@ _REMEDY = "give heads as headstart wrote them"
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """Shape of the heads and the tree they draft; ValueError for sizes that are none and for a tree that is none.
+    """Sizes of the heads and the tree that they draft; ValueError for an impossible size or tree.
 
-    ``tree`` lists paths of ranks: ``(0, 2)`` is head 1's third best token after head 0's best. Every prefix is there.
-    With ``shared_lm_head`` no head has a Linear of its own: all of them write through the target's lm_head.
-    With ``sequential`` a head reads the embeddings of the tokens before its own, too.
+    ``tree`` lists paths of ranks: ``(0, 2)`` is head 1's third best token after head 0's best. Every prefix is listed.
+    ``shared_lm_head``: the heads have no output layer of their own and use the target's lm_head. ``sequential``: each
+    head also reads the embeddings of the tokens between t and its own.
     """
 
     hidden_size: int
@@ -59,7 +59,7 @@ class MedusaConfig:
             raise ValueError("sequential heads read tokens in their first block, but num_layers is 0: give at least 1")
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the name and shape of every tensor of such heads, head by head."""
+        """Yield the name and shape of every tensor of heads with this config, head by head."""
         for head in range(self.num_heads):
             for layer in range(self.num_layers):
                 block = f"heads.{head}.blocks.{layer}"
@@ -71,7 +71,7 @@ class MedusaConfig:
                 yield f"heads.{head}.lm_head.weight", (self.vocab_size, self.hidden_size)
 
     def check_fits(self, hidden_size: int, vocab_size: int) -> None:
-        """Refuse a target of another width or vocabulary."""
+        """Raise ValueError for a target of another hidden size or vocabulary size."""
         if self.hidden_size != hidden_size:
             raise ValueError(
                 f"these heads read hidden states of size {self.hidden_size} but the target's have size "
@@ -92,7 +92,7 @@ def _zero_linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(Wx + b), the identity at the start: W and b are zero."""
+    """Residual block x + SiLU(Wx + b); W and b start at zero, which makes it the identity."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -104,11 +104,11 @@ class ResidualBlock(nn.Module):
 
 
 class SequentialBlock(nn.Module):
-    """x + Ue + SiLU(Wx + Ve + b) for e the embeddings of ``tokens`` tokens, side by side: the identity at the start.
+    """Residual block x + Ue + SiLU(Wx + Ve + b), with e the embeddings of ``tokens`` tokens side by side.
 
-    Hydra's first layer, with the hidden state itself in place of a projection of it, so that it starts as Medusa's.
-    Embeddings are tens of times smaller than hidden states, and their size is the target's business: all are brought
-    to a mean square of 1.
+    All weights start at zero, which makes it the identity. It is Hydra's first layer with the hidden state itself in
+    place of a projection of it, so that it starts as Medusa's. Embeddings are tens of times smaller than hidden states,
+    by a factor that depends on the target: each embedding is scaled to a mean square of 1.
     """
 
     def __init__(self, hidden_size: int, tokens: int) -> None:
@@ -117,7 +117,7 @@ class SequentialBlock(nn.Module):
         self.embedded = _zero_linear(tokens * hidden_size, 2 * hidden_size, bias=False)
 
     def forward(self, x: Tensor, embedded: Tensor) -> Tensor:
-        # By default eps is that of the dtype, which in bf16 is larger than an embedding's mean square.
+        # The default eps belongs to the dtype: in bf16 it is larger than an embedding's mean square.
         unit = F.rms_norm(embedded, embedded.shape[-1:], eps=1e-12)
         outer, inner = self.embedded(unit.flatten(-2)).chunk(2, -1)
         residual: Tensor = x + outer + F.silu(self.linear(x) + inner)
@@ -125,20 +125,21 @@ class SequentialBlock(nn.Module):
 
 
 class OutputLayer(nn.Linear):
-    """A Linear to the vocabulary."""
+    """Linear layer from hidden states to the vocabulary."""
 
     def forward(self, hidden: Tensor, read: Callable[[Tensor, Tensor], Any] = F.linear) -> Any:
-        """What ``read`` makes of the hidden state and this layer's weight, logits unless told otherwise.
+        """Return ``read(hidden, weight)``: by default the logits.
 
-        A loss that needs the weight runs in here, because sharded training gathers it for this call alone.
+        A loss that needs the weight is given as ``read``, because sharded training gathers the weight for this call
+        only.
         """
         return read(hidden, self.weight)
 
 
 class MedusaHead(nn.Module):
-    """Head ``index`` (from 0): blocks, each with weights of its own, and an `OutputLayer` unless the target's serves.
+    """Head ``index`` (from 0): its blocks, then an `OutputLayer`, unless the target's lm_head is shared.
 
-    A sequential head reads ``index + 1`` tokens.
+    A sequential head reads the embeddings of ``index + 1`` tokens.
     """
 
     def __init__(self, config: MedusaConfig, index: int) -> None:
@@ -152,9 +153,9 @@ class MedusaHead(nn.Module):
     def features(
         self, hidden: Float[Tensor, "*batch hidden"], embedded: Float[Tensor, "*batch tokens hidden"] | None = None
     ) -> Float[Tensor, "*batch hidden"]:
-        """What the layer to the vocabulary reads.
+        """Return the input of the output layer.
 
-        ``embedded``: for a sequential head and for no other, the target's embeddings of the tokens from t+1 to the one
+        ``embedded``: for a sequential head, and for no other, the target's embeddings of the tokens from t+1 to the one
         before the head's own.
         """
         if self.sequential != (embedded is not None):
@@ -173,14 +174,14 @@ class MedusaHead(nn.Module):
         lm_head: nn.Module | None = None,
         embedded: Float[Tensor, "*batch tokens hidden"] | None = None,
     ) -> Float[Tensor, "*batch vocab"]:
-        """Logits. ``lm_head`` is the target's, for a head that has none of its own; ``embedded`` as in `features`."""
+        """Return the logits. ``lm_head``: the target's, for a head without its own; ``embedded``: as in `features`."""
         return _written(self, self.features(hidden, embedded), lm_head)
 
 
 def _written(
     head: MedusaHead, features: Float[Tensor, "*batch hidden"], lm_head: nn.Module | None
 ) -> Float[Tensor, "*batch vocab"]:
-    """Logits by the head's own layer or the target's, which may be of another dtype or lie on another device."""
+    """Return the logits by the head's own layer or the target's, which may have another dtype or device."""
     writer = lm_head if head.lm_head is None else head.lm_head
     if writer is None:
         raise ValueError("these heads share the target's lm_head: give it as lm_head")
@@ -189,7 +190,7 @@ def _written(
 
 
 class MedusaHeads(nn.Module):
-    """All heads of one target."""
+    """All heads of one target, in the order of the tokens that they predict."""
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
@@ -198,7 +199,7 @@ class MedusaHeads(nn.Module):
 
     @staticmethod
     def for_target(target: nn.Module, config: MedusaConfig) -> "MedusaHeads":
-        """Heads that start as the target's own lm_head: each Linear a copy of its weight, each block the identity."""
+        """Make untrained heads: each output layer is a copy of the target's lm_head, each block the identity."""
         lm_head: nn.Linear = target.get_output_embeddings()  # type: ignore[operator]  # nn.Module's getattr
         if getattr(lm_head, "bias", None) is not None:
             raise ValueError(
@@ -208,7 +209,7 @@ class MedusaHeads(nn.Module):
 
     @staticmethod
     def for_lm_head(weight: Float[Tensor, "vocab hidden"], config: MedusaConfig) -> "MedusaHeads":
-        """`for_target` by the weight of its lm_head alone."""
+        """Make the heads of `for_target` from the weight of the target's lm_head alone."""
         if weight.shape != (config.vocab_size, config.hidden_size):
             raise ValueError(
                 f"the target's lm_head is {tuple(weight.shape)} and fits no heads of {config.vocab_size} tokens and "
@@ -228,17 +229,18 @@ class MedusaHeads(nn.Module):
         lm_head: nn.Module | None = None,
         embedded: Float[Tensor, "*batch heads hidden"] | None = None,
     ) -> Float[Tensor, "heads *batch vocab"]:
-        """Logits of every head. For training use the heads one at a time: this stacks all of them.
+        """Return the logits of every head. In training run the heads one at a time: this holds the logits of all.
 
-        ``embedded``: for sequential heads, the embeddings of the tokens t+1, t+2, ...: head k reads the first k+1.
+        ``embedded``: for sequential heads, the embeddings of the tokens t+1, t+2, ...; head k (from 0) reads the first
+        k+1.
         """
         read = [None if embedded is None else embedded[..., : k + 1, :] for k in range(len(self.heads))]
         return torch.stack([head(hidden, lm_head, tokens) for head, tokens in zip(self.heads, read, strict=True)])
 
     def embeddings_of(self, target: nn.Module) -> nn.Module | None:
-        """The target's layer that sequential heads read tokens through; None for heads that read none.
+        """Return the target's embedding layer, through which sequential heads read tokens; None for other heads.
 
-        `ValueError` where its embeddings are of another size than the heads' hidden states.
+        ValueError if the size of its embeddings is not that of the hidden states.
         """
         if not self.config.sequential:
             return None
@@ -252,7 +254,7 @@ class MedusaHeads(nn.Module):
         return embeddings
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write ``config.json`` and ``model.safetensors``."""
+        """Write ``config.json`` and ``model.safetensors`` to the folder."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG_NAME).write_text(json.dumps({"format": FORMAT, **asdict(self.config)}, indent=2) + "\n")
@@ -263,10 +265,10 @@ class MedusaHeads(nn.Module):
     def from_pretrained(
         folder: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> "MedusaHeads":
-        """Read heads written by `save_pretrained`, in their stored dtype unless another is given.
+        """Read heads written by `save_pretrained`, in ``dtype`` (None: as stored).
 
-        Every tensor must be there and nothing else, all of them finite in the dtype asked for. ValueError before
-        anything is built where ``config.json`` and the weights do not describe the same heads.
+        ValueError, before anything is built, for a tensor that ``config.json`` does not describe or that is missing;
+        ValueError for a weight that is not finite in the dtype.
         """
         folder = Path(folder)
         config = read_config(folder)
@@ -277,9 +279,9 @@ class MedusaHeads(nn.Module):
 def loaded(
     config: MedusaConfig, weights: dict[str, Tensor], folder: Path, dtype: torch.dtype | None = None
 ) -> MedusaHeads:
-    """Heads with these weights, ready to decode, in the weights' own dtype unless another is given.
+    """Build heads with these weights, ready to decode, in ``dtype`` (None: the weights' own).
 
-    ValueError, in which ``folder`` is said to hold them, for a weight that is not finite or will not be in ``dtype``.
+    ValueError for a weight that is not finite in that dtype; the message names ``folder`` as its source.
     """
     check_finite(weights, f"{folder}", "give an earlier checkpoint, or train the heads again")
     stored = next(iter(weights.values())).dtype
@@ -292,7 +294,7 @@ def loaded(
 
 
 def read_config(folder: Path) -> MedusaConfig:
-    """Read the ``config.json`` beside the weights of heads. ValueError unless it is one of heads in our format."""
+    """Read the ``config.json`` beside the weights of heads. ValueError unless it describes heads in `FORMAT`."""
     for name in (CONFIG_NAME, WEIGHTS_NAME):
         if not (folder / name).is_file():
             raise ValueError(f"{folder} holds no Medusa heads: {name} is missing")
@@ -313,11 +315,11 @@ def read_config(folder: Path) -> MedusaConfig:
 
 
 class StackedHeads:
-    """All heads of a target at once, for decoding: one product for a layer of blocks, one for a shared lm_head.
+    """All heads of a target run at once, for decoding: one product per layer of blocks, one for a shared lm_head.
 
-    The blocks' weights are laid side by side once, and the heads given hold views of them from then on, so that
-    nothing is held twice, whoever stacks them again. Heads that are moved to another device or dtype later are no
-    longer the ones run here. Not for sequential heads, which have to wait for one another.
+    The blocks' weights are stored side by side, and the given heads become views of them: no weight is held twice, even
+    if the heads are stacked again. Heads that are later moved to another device or dtype are no longer those that run
+    here. Not for sequential heads, each of which needs the tokens of the heads before it.
     """
 
     def __init__(self, heads: MedusaHeads) -> None:
@@ -334,9 +336,9 @@ class StackedHeads:
     def __call__(
         self, hidden: Float[Tensor, "rows hidden"], count: int, lm_head: nn.Module | None = None
     ) -> Float[Tensor, "count rows vocab"]:
-        """Logits of the first ``count`` heads, where their layers to the vocabulary lie.
+        """Return the logits of the first ``count`` heads, on the device of their output layers.
 
-        ``lm_head`` is the target's, for heads that share it.
+        ``lm_head``: the target's, for heads that share it.
         """
         x = hidden.to(self._like).expand(count, -1, -1)
         for weight, bias in self._layers:
@@ -347,7 +349,7 @@ class StackedHeads:
 
 
 def _side_by_side(parameters: Sequence[Tensor]) -> Tensor:
-    """One tensor, (parameters, ...), that the parameters are views of: the one they are views of already, if any."""
+    """Make the parameters views of one tensor (parameters, ...) and return it; nothing moves if they already are."""
     first, size = parameters[0].detach(), parameters[0].numel()
     storage = first.untyped_storage().data_ptr()
     if all(

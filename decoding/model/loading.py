@@ -1,11 +1,11 @@
-"""Reading targets, drafts and heads from a folder or the hub, with every mismatch found before anything runs."""
+"""Loading of targets, drafts and heads from a folder or the Hub; every mismatch is found before anything runs."""
 
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub.errors import (  # type: ignore[attr-defined]  # its base for all that goes wrong on the way
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # base class of all errors of a download
     HTTPError,
     StrictDataclassError,
 )
@@ -15,16 +15,17 @@ from transformers.utils import logging
 
 from decoding.model.architecture import is_spread, places_of
 from decoding.model.causal_lm import CausalLM
-from decoding.model.compress import read_output_tokens, trimmed_vocabulary
 from decoding.model.finite import check_finite
 from decoding.model.folder import adapted_model, check_model_folder
 from decoding.model.header import read_object
 from decoding.model.heads import CONFIG_NAME, FORMAT, MedusaHeads, read_config
+from decoding.model.vocabulary import read_output_tokens, trimmed_vocabulary
 
 TOKENIZER_PROBE = "def speculate(prompt):\n    return 'Zoë said: 3 + 4 = 7'  "
-"""A text with what tokenizers differ on: blanks at both ends of lines, digits, an accent."""
+"""Text that tokenizers split differently: spaces at both ends of lines, digits, an accent."""
 
-_NAMED = 8  # folders, in an error
+_NAMED = 8
+"""Greatest number of folders that an error lists."""
 
 UNREADABLE = (
     OSError,
@@ -40,13 +41,13 @@ UNREADABLE = (
     AssertionError,
     ImportError,
 )
-"""What transformers raises, from its own lines and its libraries', for a model or a config that it cannot make."""
+"""Errors that transformers and its libraries raise for a model or a config that they cannot build."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """``bf16``, ``fp16`` or ``fp32``."""
+    """Return the dtype called ``bf16``, ``fp16`` or ``fp32``; ValueError for another name."""
     if name not in DTYPES:
         raise ValueError(f"dtype is {name!r}: give one of {', '.join(DTYPES)}")
     return DTYPES[name]
@@ -63,18 +64,18 @@ def load_model(
     trust_remote_code: bool = False,
     device_map: str | None = None,
 ) -> PreTrainedModel:
-    """A causal LM from a folder or a hub id, from safetensors only, every weight of it from there.
+    """Load a causal LM from a folder or a Hub id. Every weight must be stored there, in safetensors files.
 
-    ``dtype="auto"`` keeps the stored one. A folder's config is compared with its weights before anything is built.
-    ``device_map="auto"`` spreads it over all devices there are, by accelerate, instead of moving it to one. ValueError
-    where it does not fit them: what accelerate leaves on the host or on disk is there for no other layer to read.
+    ``dtype="auto"`` keeps the stored dtype. A folder's config is compared with its weights before the model is built.
+    ``device_map="auto"`` lets accelerate spread the model over all devices, instead of moving it to ``device``.
+    ValueError for a model that cannot be read, lacks weights, or is too large for the devices together.
     """
     if device_map not in (None, "auto"):
         raise ValueError(f"device_map is {device_map!r}: give auto, or leave it out")
     _check_folder(name)
     if Path(name).is_dir():
         check_model_folder(Path(name))
-    logging.disable_progress_bar()  # of the weights' reading: over before it is drawn
+    logging.disable_progress_bar()  # the bar of reading weights ends before it is drawn
     try:
         read: Any = AutoModelForCausalLM.from_pretrained(
             name,
@@ -104,7 +105,7 @@ def load_model(
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer that belongs to a model's folder or hub id; adapters saved without one have their base model's."""
+    """Load the tokenizer of a model's folder or Hub id; adapters saved without one use their base model's."""
     if (base := adapted_model(Path(name))) is not None and not any(Path(name).glob("tokenizer*")):
         name = base
     try:
@@ -115,7 +116,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 
 def _check_folder(name: str) -> None:
-    """Say plainly what is wrong with a local folder, which the hub client would report as a missing repository."""
+    """Raise ValueError for a missing or incomplete local folder; the Hub client would call it a missing repository."""
     folder = Path(name)
     looks_local = folder.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1
     if not looks_local:
@@ -124,21 +125,21 @@ def _check_folder(name: str) -> None:
         raise ValueError(
             f"there is no folder {name}{_beside(folder)}: give a folder with a model, or a hub id such as ORG/NAME"
         )
-    if not any((folder / config).is_file() for config in ("config.json", "adapter_config.json")):  # or adapters of one
+    if not any((folder / config).is_file() for config in ("config.json", "adapter_config.json")):  # or adapters
         raise ValueError(f"{name} holds no model: config.json is missing")
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"{name} holds no weights: no .safetensors file is in it (pickled weights are not loaded)")
 
 
 def _readings(name: str) -> str:
-    """What stands before the hub's complaint of a name that is no folder here: perhaps one was meant, typed wrong."""
+    """Begin the error for a name that is no local folder, and failed on the Hub: it may be a mistyped folder."""
     if Path(name).exists():
         return ""
     return f"there is no such folder{_beside(Path(name))}, and as a model on the hub it cannot be had: "
 
 
 def _beside(folder: Path) -> str:
-    """The folders that stand where one is missing; of those in the working folder only such as are called alike."""
+    """List the folders beside a missing one; in the working folder only those with a similar name."""
     parent = folder.parent
     if not parent.is_dir():
         return ""
@@ -151,13 +152,13 @@ def _beside(folder: Path) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first, or its name where it says nothing: library errors run over many lines."""
+    """Return the first line of an error (library errors have many), or the name of its class if it has no text."""
     return _lines(error)[0]
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, in one line: transformers' checks of a config say why in their last."""
-    if "ignore_mismatched_sizes" in str(error):  # its remedy, which here nobody can take
+    """Return the line of an error that tells the reason: the first, or the last in transformers' config checks."""
+    if "ignore_mismatched_sizes" in str(error):  # an option that users cannot set here
         return "the sizes in its config.json are not those of its weights"
     if not isinstance(error, StrictDataclassError):
         return first_line(error)
@@ -165,13 +166,13 @@ def reason(error: BaseException) -> str:
 
 
 def _lines(error: BaseException) -> list[str]:
-    """The lines of an error, at least one, none so long that a value in it hides the rest."""
+    """Return the lines of an error, at least one, each cut to 300 characters."""
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     return [line if len(line) <= 300 else f"{line[:300]}..." for line in lines]
 
 
 def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
-    """Refuse a draft whose token ids mean other texts; vocabularies of one family padded to other sizes are fine."""
+    """Refuse a draft whose token ids mean other texts; vocabularies that differ only in their padding pass."""
     target_vocab, draft_vocab = target.get_vocab(), draft.get_vocab()
     differing = [token for token, index in draft_vocab.items() if target_vocab.get(token, index) != index]
     unknown = [token for token in draft_vocab if token not in target_vocab]
@@ -195,7 +196,7 @@ def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedToken
 
 
 def load_heads(folder: str | Path, target: CausalLM) -> MedusaHeads:
-    """Heads in the target's dtype, on its device, checked against it before their weights are read."""
+    """Load heads in the target's dtype, on its device; their sizes are checked before their weights are read."""
     if not Path(folder).is_dir():
         raise ValueError(f"there is no folder {folder}{_beside(Path(folder))}: give one with Medusa heads")
     read_config(Path(folder)).check_fits(target.hidden_size, target.vocab_size)
@@ -209,10 +210,11 @@ def load_draft(
     trust_remote_code: bool = False,
     other_tokenizer: bool = False,
 ) -> CausalLM:
-    """A draft model in the target's dtype, on its device; its tokenizer is checked against the target's if given.
+    """Load a draft model in the target's dtype, on its device.
 
-    ``other_tokenizer`` says that it may be another, as `OtherTokenizerDrafter` takes it. A folder that
-    `compress.write_output_tokens` wrote to gives a draft with a trimmed vocabulary.
+    Its tokenizer must match the target's ``tokenizer``, if that is given and ``other_tokenizer`` is False: an
+    `OtherTokenizerDrafter` takes any. A folder marked by `vocabulary.write_output_tokens` gives a draft with a trimmed
+    vocabulary.
     """
     draft = load_model(name, target.dtype, target.device, trust_remote_code)
     check_finite(dict(draft.named_parameters()), f"the draft {name} in {target.dtype}", _finite_remedy(target.dtype))
@@ -242,13 +244,13 @@ def _finite_remedy(dtype: torch.dtype) -> str:
 
 
 def is_heads_folder(folder: str | Path) -> bool:
-    """Whether a folder holds heads in this project's own format."""
+    """Return True if a folder holds heads in this project's own format."""
     config = Path(folder) / CONFIG_NAME
     return config.is_file() and read_object(config, "give heads or a model").get("format") == FORMAT
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[int, ...]:
-    """What ends a text: the generation config's EOS ids, else the tokenizer's."""
+    """Return the ids that end a text: the generation config's EOS ids, else the tokenizer's, else none."""
     configured: Any = model.generation_config.eos_token_id if model.generation_config is not None else None
     if configured is None and tokenizer is not None:
         configured = tokenizer.eos_token_id

@@ -1,8 +1,8 @@
-"""Target and draft steps of fixed shapes: what CUDA graphs and `torch.compile` need, and what runs the same on a CPU.
+"""Steps of fixed shapes, for target and draft: CUDA graphs and `torch.compile` need them, and a CPU can run them too.
 
 A step's shape is rounded up to a bucket (rows, nodes, keys). Everything that changes from step to step (tokens, depths,
-the tree's mask, where each row begins) is copied into tensors that stay where they are; positions, the attention mask
-and the places to write to are computed from them on the device, inside the graph. The host waits for nothing here.
+the tree's mask, the start of each row) is copied into tensors of fixed address; positions, the attention mask and the
+places to write to are computed from them on the device, inside the graph. The host never waits for the device here.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,25 +21,25 @@ from decoding.rules.tree import TokenTree, TreeShape
 MODES = ("eager", "graphs", "compile")
 _NODE_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 _FREE_TOKENS = 64
-"""A pass over so few tokens costs a GPU as much as one over a single token: there a few large buckets do."""
+"""Tokens in a pass up to which a GPU takes no longer than for a single token: there, a few large buckets suffice."""
 _KEY_BUCKET = 256
 _ALIGNMENT = 8  # bytes
 _COMPILED_SHAPES = 1024
 
 
 class Size(NamedTuple):
-    """The shape of a bucket's steps: ``nodes`` of a tree of ``span`` run in each row and see ``keys`` positions."""
+    """The shape of a bucket's steps: in each row ``nodes`` of a tree of ``span`` run, and see ``keys`` positions."""
 
     rows: int
     nodes: int
     span: int
     keys: int
     last_only: bool
-    """Whether the lm_head writes for each row's last node alone."""
+    """True if the lm_head computes logits of each row's last node alone."""
 
 
 def node_bucket(rows: int, nodes: int) -> int:
-    """What ``nodes`` in each row are rounded up to: a power of two while that costs nothing, finer where it does."""
+    """Round up the ``nodes`` of each row: to a power of two up to `_FREE_TOKENS` in all, else to `_NODE_BUCKETS`."""
     power = 1 << (nodes - 1).bit_length()
     if rows * power <= _FREE_TOKENS:
         return power
@@ -47,13 +47,13 @@ def node_bucket(rows: int, nodes: int) -> int:
 
 
 def key_bucket(keys: int) -> int:
-    """What a number of keys is rounded up to: the next 256, or eighth of a power of two where that is more."""
+    """Round up a number of keys: to a multiple of 256, or of an eighth of the largest power of two in it if greater."""
     step = max(_KEY_BUCKET, 1 << max(0, keys.bit_length() - 4))
     return -(-keys // step) * step
 
 
 class _Fields:
-    """Tensors of several shapes and dtypes side by side in one run of bytes, which one copy fills."""
+    """Tensors of several shapes and dtypes side by side in one byte buffer, which one copy fills."""
 
     def __init__(self, fields: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> None:
         self._fields = fields
@@ -70,10 +70,10 @@ class _Fields:
         return tensors, begin
 
     def staged(self) -> tuple[Tensor, list[Tensor]]:
-        """The same fields on the host, to be filled in and copied over, with whatever is in them.
+        """Return an uninitialised host buffer of the same layout and its tensors, to fill in and copy over.
 
-        In pinned memory, so that the copy waits for nothing. It is new at each step: PyTorch hands it out again only
-        when the copy from it is done, so that nothing is overwritten on its way.
+        The buffer is pinned, so that the copy does not block, and new at each step: PyTorch reuses its memory only when
+        the copy from it is done.
         """
         host = torch.empty(self.bytes.shape, dtype=torch.uint8, pin_memory=self.bytes.is_cuda)
         return host, self._carve(host)[0]
@@ -81,11 +81,11 @@ class _Fields:
 
 @dataclass(frozen=True)
 class _Layout:
-    """What a step's fields tell of its trees' shapes. It stays from step to step while the shapes stay."""
+    """Shapes of a step's trees. A step with the same layout as the one before needs no copy of the tree fields."""
 
     shapes: tuple[TreeShape, ...]
     firsts: tuple[int, ...]
-    """Of each tree, how many nodes are in the cache already: the others run."""
+    """Number of nodes of each tree that are in the cache already; the others run."""
 
     @property
     def counts(self) -> list[int]:
@@ -93,11 +93,12 @@ class _Layout:
 
 
 class StaticInputs:
-    """What a step reads, all on the model's device. ``span`` nodes make a row's tree, the last ``nodes`` of them run.
+    """Inputs of a step, all on the model's device. Each row has a tree of ``span`` nodes; the last ``nodes`` of it run.
 
-    ``tokens`` (rows, nodes) · ``starts`` (rows,): where each row's tree begins · ``firsts`` (rows,): how many of its
-    nodes are cached · ``last`` (rows,): the last node that is a row's own · ``depths`` (rows, nodes) of those that run
-    · ``key_depths`` (rows, span) of all · ``hidden_from`` (rows, nodes, span): where a node may not see another.
+    ``tokens`` (rows, nodes) · ``starts`` (rows,): position of each row's root · ``firsts`` (rows,): number of cached
+    nodes · ``last`` (rows,): index of each row's last own node among those that run, the rest being padding ·
+    ``depths`` (rows, nodes): depths of the nodes that run · ``key_depths`` (rows, span): depths of all nodes ·
+    ``hidden_from`` (rows, nodes, span): true where a node must not attend to another.
     """
 
     def __init__(self, size: Size, device: torch.device) -> None:
@@ -114,10 +115,10 @@ class StaticInputs:
         self._layout: _Layout | None = None
 
     def fill(self, layout: _Layout, starts: Sequence[int], tokens: Tensor | Sequence[Sequence[int]]) -> None:
-        """Copy a step in: the layout if it is another than before, the rest in one copy.
+        """Copy a step in: the layout only if it changed, the rest in one copy.
 
-        ``tokens`` are those that run, on the host as lists, or on the device as (rows, nodes), where they stay. What is
-        left of the bucket are nodes that nobody sees.
+        ``tokens``: the tokens that run, as lists on the host, or as a (rows, nodes) tensor, which never leaves the
+        device. The rest of the bucket is padding, to which no node of a tree attends.
         """
         if layout != self._layout:
             self._fill_layout(layout)
@@ -139,8 +140,8 @@ class StaticInputs:
         host, (firsts, last, depths, key_depths, hidden_from) = self._tree.staged()
         host.zero_()
         hidden_from.fill_(True)
-        # Every node sees at least one key, its own or another: a softmax over nothing is NaN in fp16, and the cache
-        # would keep it.
+        # Every node attends to at least one key, padding too: a softmax over none is NaN in fp16, which would stay in
+        # the cache.
         hidden_from.diagonal(dim1=1, dim2=2).fill_(False)
         members: dict[tuple[TreeShape, int], list[int]] = {}
         for row, key in enumerate(zip(layout.shapes, layout.firsts, strict=True)):
@@ -155,12 +156,13 @@ class StaticInputs:
 
 
 Forward = Callable[[Callable[..., Any], Tensor, Tensor, PreallocatedCache, Any, Tensor | None], tuple[Tensor, Tensor]]
-"""(model, tokens, positions, cache, masks, last) -> (hidden, logits), (rows, nodes, ...), or (rows, 1, ...) of the
-nodes ``last``, (rows,), if that is given."""
+"""A pass of the model: (model, tokens, positions, cache, masks, last) -> (hidden, logits), each (rows, nodes, ...).
+
+With ``last`` (rows,), only that node of each row: (rows, 1, ...)."""
 
 
 class StaticSteps:
-    """Runs steps of one model on one cache, a graph (or compiled function) for each bucket met."""
+    """Runner of one model's steps on one cache, with a graph (or compiled function) for each bucket that occurs."""
 
     def __init__(
         self,
@@ -174,25 +176,25 @@ class StaticSteps:
         if mode not in MODES:
             raise ValueError(f"static mode is {mode!r}: give one of {', '.join(MODES)}")
         self._forward = partial(forward, _compiled(model) if mode == "compile" else model)
-        # torch.compile looks into the hook that selects but does not notice when it is another one.
+        # torch.compile traces the hook that selects nodes, but does not notice when another hook replaces it.
         self._selects = mode != "compile"
         self._windows = windows
         self._max_positions = max_positions
         self._dtype = dtype
         self.captures = mode != "eager"
-        """Whether steps on a GPU are recorded as CUDA graphs."""
+        """True if steps on a GPU are recorded as CUDA graphs."""
         self._steps: dict[Size, _Bucket] = {}
         self._buffers = 0
         self.pool: Any = None
-        """The memory that all graphs share. They never run side by side, and what a step leaves is read before the
-        next one begins."""
+        """Memory pool of all graphs. They never run side by side, and the outputs of a step are read before the next
+        step begins."""
 
     def capacity(self, wanted: int) -> int:
-        """How many positions a cache of at least ``wanted`` has, so that no padded step makes it grow."""
+        """Return the capacity that a cache for ``wanted`` positions needs so that no padded step makes it grow."""
         return key_bucket(wanted + _NODE_BUCKETS[-1])
 
     def fits(self, trees: Sequence[TokenTree]) -> bool:
-        """Whether the step is small enough for a bucket."""
+        """Return True if the largest tree fits into the largest bucket."""
         return max(len(tree) for tree in trees) <= _NODE_BUCKETS[-1]
 
     @torch.inference_mode()
@@ -203,16 +205,16 @@ class StaticSteps:
         first: Sequence[int] | None = None,
         last_only: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """A tree behind each of the first rows: (rows, nodes, hidden), (rows, nodes, vocab); padding included.
+        """Run a tree after each of the first rows; return (rows, nodes, hidden) and (rows, nodes, vocab), with padding.
 
-        Of row i the nodes from ``first[i]`` on run, the others are cached. With ``last_only`` the last node of each
-        row, (rows, 1, ...). The results are overwritten by the next step of this model.
+        The nodes of row i from ``first[i]`` on run, the others are cached. ``last_only`` returns the last node of each
+        row alone, (rows, 1, ...). The next step of this model overwrites the results.
         """
         layout = _Layout(tuple(tree.shape for tree in trees), tuple(first or [0] * len(trees)))
         if all(tree.on_host for tree in trees):
             lists = [tree.token_list[skipped:] for tree, skipped in zip(trees, layout.firsts, strict=True)]
             return self._run(layout, lists, cache, last_only)
-        # Not fetched: a draft's tokens are verified without the host having seen them.
+        # The tokens stay on the device: a draft's tokens are verified before the host has read them.
         device = next(tree.tokens.device for tree in trees if not tree.on_host)
         parts = [
             tree.tokens[skipped:].to(device, non_blocking=True)
@@ -223,7 +225,10 @@ class StaticSteps:
 
     @torch.inference_mode()
     def step(self, tokens: Tensor, cache: PreallocatedCache) -> tuple[Tensor, Tensor]:
-        """One token behind each of the first rows, (rows,) on the device: (rows, 1, hidden), (rows, 1, vocab)."""
+        """Run one token after each of the first rows; ``tokens`` (rows,) are on the device.
+
+        Returns (rows, 1, hidden) and (rows, 1, vocab).
+        """
         layout = _Layout((TreeShape.chain(0),) * len(tokens), (0,) * len(tokens))
         return self._run(layout, tokens[:, None], cache, False)
 
@@ -237,7 +242,7 @@ class StaticSteps:
         span = nodes if not any(layout.firsts) else node_bucket(rows, max(map(len, layout.shapes)))
         needed = max(cache.lengths[:asked]) + nodes
         cache.reserve(needed)
-        last_only = last_only and nodes > 1  # the last of one node is all there is
+        last_only = last_only and nodes > 1  # a single node is the last one
         keys = min(cache.capacity, key_bucket(needed))
         bucket = self._bucket(Size(rows, nodes, span, keys, last_only and self._selects), cache)
         bucket.inputs.fill(layout, starts, tokens)
@@ -250,14 +255,14 @@ class StaticSteps:
 
     def _bucket(self, size: Size, cache: PreallocatedCache) -> "_Bucket":
         if cache.buffers != self._buffers:
-            # Buffers that were replaced by larger ones take their graphs with them, and these their pool.
+            # Graphs recorded on replaced buffers are invalid, and free their pool.
             self._steps, self._buffers, self.pool = {}, cache.buffers, None
         if size not in self._steps:
             self._steps[size] = _Bucket(self, cache, size)
         return self._steps[size]
 
     def compute(self, inputs: StaticInputs, cache: PreallocatedCache, size: Size) -> tuple[Tensor, Tensor]:
-        """The step itself: the same kernels in the same order for every step of a bucket."""
+        """Compute a step: the same kernels in the same order for every step of a bucket."""
         node_index = torch.arange(size.nodes, device=inputs.tokens.device)
         positions = inputs.depths + inputs.starts[:, None]
         if self._max_positions is not None:
@@ -272,7 +277,7 @@ class StaticSteps:
             cache.block = None
 
     def _mask(self, inputs: StaticInputs, size: Size, window: int | None) -> Tensor:
-        """Additive, (rows, 1, nodes, keys)."""
+        """Return the additive mask, (rows, 1, nodes, keys)."""
         key = torch.arange(size.keys, device=inputs.tokens.device)[None]
         begin = inputs.starts[:, None]
         node = (key - begin).clamp(0, size.span - 1)
@@ -289,14 +294,14 @@ class StaticSteps:
 
 
 def nodes_at(index: Tensor, values: Tensor) -> Tensor:
-    """Of (rows, nodes, width) the node ``index[row]`` of each row, (rows, 1, width)."""
+    """Return the node ``index[row]`` of each row of ``values`` (rows, nodes, width): (rows, 1, width)."""
     return values.gather(1, index[:, None, None].expand(-1, -1, values.shape[-1]))
 
 
 def _compiled(model: nn.Module) -> Callable[..., Any]:
-    """The model through `torch.compile`, for as many shapes as there are buckets: beyond 8, torch would give up."""
+    """Return the model through `torch.compile`, for up to `_COMPILED_SHAPES` shapes (torch's default limit is 8)."""
 
-    # What is compiled is kept by function: with one of our own, nobody else's use of the model is mixed up with ours.
+    # torch keeps compiled code per function: a new function keeps other uses of the same model apart.
     def run(**inputs: Any) -> Any:
         return model(**inputs)
 
@@ -311,7 +316,7 @@ def _compiled(model: nn.Module) -> Callable[..., Any]:
 
 
 class _Bucket:
-    """The steps of one shape."""
+    """The steps of one shape: their inputs, and their CUDA graph once it is recorded."""
 
     def __init__(self, owner: StaticSteps, cache: PreallocatedCache, size: Size) -> None:
         assert cache.device is not None, "a prefill comes before the first step"
@@ -333,10 +338,10 @@ class _Bucket:
         return self._outputs
 
     def _capture(self) -> tuple[Tensor, Tensor]:
-        """Record the step once.
+        """Record the step as a CUDA graph.
 
-        The warm-up runs the step whose inputs are filled in already: it writes the keys and values that the replay
-        writes again, and reads nothing that it writes itself.
+        The warm-up runs the step whose inputs are already filled in. That is harmless: every run of it, the replay
+        too, writes the same keys and values to the same positions.
         """
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 
 
 def best_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[tuple[int, ...], ...]:
-    """The ``nodes`` tree paths most likely to be accepted, given how often head d's rank-r token is the right one.
+    """Return the ``nodes`` tree paths most likely to be accepted, shorter paths first; fewer if the others never are.
 
-    ``accuracies[d][r]`` is head d's (from 0) share at rank r (from 0), taken as independent of the others, so a path
-    is accepted with the product along it. The product falls along a path and, where shares fall with rank, among
-    siblings; then the most probable nodes taken from a heap form the optimal tree (Medusa, 2401.10774, section 2.3.3).
+    ``accuracies[d][r]`` is the share of steps in which the rank-r token (from 0) of head d (from 0) was right. Heads
+    count as independent, so the probability of a path is the product of the shares along it. That product never rises
+    from parent to child, nor from one rank to the next; the most probable paths, popped from a heap, therefore form
+    the optimal tree (Medusa, 2401.10774, section 2.3.3). ValueError without a node or a head.
     """
     shares = [list(_non_increasing(head)) for head in accuracies]
     if not shares or not shares[0] or nodes < 1:
@@ -29,7 +30,7 @@ def best_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[tuple[
 
 
 def _non_increasing(shares: Sequence[float]) -> list[float]:
-    """A rank cannot be more likely than the one before it, but a small sample may say so: cap it."""
+    """Cap each rank's share at that of the rank before it, which only a small sample exceeds."""
     capped: list[float] = []
     for share in shares:
         capped.append(min(share, capped[-1]) if capped else share)

@@ -1,4 +1,4 @@
-"""Sampling controls by `transformers`: its generation configs read, its logits processors made."""
+"""Sampling controls of `transformers`: reads its generation configs and builds its logits processors."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
@@ -41,16 +41,16 @@ _REFUSED: dict[str, tuple[object, str]] = {
     "encoder_repetition_penalty": (1, _ENCODER),
     "encoder_no_repeat_ngram_size": (0, _ENCODER),
     "forced_bos_token_id": (None, _ENCODER),
-    "forced_eos_token_id": (None, "a text that is cut at its greatest length ends without one"),
+    "forced_eos_token_id": (None, "a text that is cut at its greatest length ends without EOS"),
     "token_healing": (False, "it rewrites the prompt: do that before decoding"),
-    "num_return_sequences": (1, "give the prompt as often as texts are wanted"),
+    "num_return_sequences": (1, "give the prompt once for every text that you want"),
     "prompt_lookup_num_tokens": (None, _OTHER_SPEEDUP),
     "assistant_early_exit": (None, _OTHER_SPEEDUP),
     "assistant_ensemble_weight": (None, _OTHER_SPEEDUP),
     "speculation_type": (None, _OTHER_SPEEDUP),
     "use_mtp": (False, _OTHER_SPEEDUP),
 }
-"""What changes the text and cannot be had here: the value that switches it off, and what to say."""
+"""Unsupported options that change the text: the value that disables each, and the remedy for the error message."""
 _REFUSED_IF_SAMPLING: dict[str, tuple[object, str]] = {
     "top_h": (None, _NO_WARPER),
     "epsilon_cutoff": (0, _NO_WARPER),
@@ -59,13 +59,13 @@ _REFUSED_IF_SAMPLING: dict[str, tuple[object, str]] = {
 _READ = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "eos_token_id")
 _PROCESSED = ("sequence_bias", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens")
 _PROCESSED_LENGTH = ("min_length", "min_new_tokens", "exponential_decay_length_penalty", "remove_invalid_values")
-# The rest has no effect on which token comes next: what ends a text, which is the `DecodingConfig`'s, ...
+# The options below do not change the next token. These end a text, which `DecodingConfig` decides here; ...
 _END = ("max_length", "max_new_tokens", "max_time", "stop_strings", "bos_token_id", "pad_token_id")
-# ... what only beams, an assistant, an encoder or contrastive search would read, ...
+# ... these are read only by beam search, an assistant, an encoder or contrastive search; ...
 _BEAM = ("early_stopping", "length_penalty", "decoder_start_token_id", "low_memory", "max_matching_ngram_size")
 _ASSISTANT = ("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
 _LOOKBEHIND = ("assistant_lookbehind", "target_lookbehind")
-# ... how `generate` computes, and what it hands back.
+# ... and these set how `generate` computes, and which outputs it returns.
 _CACHE = ("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size")
 _RUN = ("compile_config", "disable_compile", "continuous_batching_config", "renormalize_logits", "transformers_version")
 _OUTPUT = ("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate")
@@ -79,18 +79,19 @@ def sampling_from_generation_config(
     processors: Sequence[Processor] = (),
     device: torch.device | str = "cpu",
 ) -> SamplingConfig:
-    """The controls of `generate` with this config and ``logits_processor=processors``, in its order.
+    """Return the controls that `generate` applies with this config and ``logits_processor=processors``, in its order.
 
-    Read as `generate` reads it: without ``do_sample`` it is greedy decoding, and an unset ``top_k`` is 50. ``device``
-    is where the logits will be. How long a text may be, and what ends it, is not read: that is the `DecodingConfig`'s.
-    Refuses by name what is set and cannot be had here.
+    Reads the config as `generate` does: without ``do_sample`` decoding is greedy, and an unset ``top_k`` is 50.
+    ``device`` holds the logits later. Limits on the length and the tokens that end a text are not taken over: they
+    belong into `DecodingConfig`. ValueError for a set option that is not supported, with its name.
     """
     sample = bool(config.do_sample)
     _refuse_unsupported(config, _REFUSED | _REFUSED_IF_SAMPLING if sample else _REFUSED)
     penalty = config.repetition_penalty or 1.0
     made = list(_processors(config, torch.device(device)))
     if penalty != 1 and (config.sequence_bias or RepetitionPenaltyLogitsProcessor in map(type, processors)):
-        # Our own penalty comes first of all: `generate` biases sequences before, and lets a given one replace it.
+        # `SamplingConfig.repetition_penalty` is applied before all processors. `generate` applies the sequence bias
+        # before it, and the caller's penalty in its place: for both, the penalty has to be a processor as well.
         made.insert(1 if config.sequence_bias else 0, RepetitionPenaltyLogitsProcessor(float(penalty)))
         penalty = 1.0
     merged = _merge(made, processors)
@@ -113,9 +114,9 @@ def sampling_from_generation_config(
 def bad_words_processor(
     bad_words: Sequence[Sequence[int]], eos_token_ids: Sequence[int] = ()
 ) -> NoBadWordsLogitsProcessor:
-    """Never writes these token sequences. A sequence that is an EOS token alone is left out, so that texts can end.
+    """Make a processor that never writes these token sequences; a single EOS token stays allowed, so that texts end.
 
-    A word has other tokens after a space than at the start of a text: give both.
+    Most tokenizers write a word differently after a space and at the start of a text: give both.
     """
     words = [list(word) for word in bad_words if list(word) not in [[token] for token in eos_token_ids]]
     if not words or [] in words:
@@ -124,7 +125,7 @@ def bad_words_processor(
 
 
 def logit_bias_processor(biases: Mapping[int, float]) -> SequenceBiasLogitsProcessor:
-    """Adds a bias to the logits of single tokens, as OpenAI's ``logit_bias`` does."""
+    """Make a processor that adds ``biases[token]`` to a token's logit, as OpenAI's ``logit_bias`` does."""
     if not biases:
         raise ValueError("no token has a bias: give {token: bias}")
     return SequenceBiasLogitsProcessor([[[token], float(bias)] for token, bias in biases.items()])
@@ -135,14 +136,14 @@ def _refuse_unsupported(config: GenerationConfig, refused: Mapping[str, tuple[ob
         value = getattr(config, name, None)
         if value is not None and value != neutral:
             raise ValueError(f"{name} is {value}, which is not supported: {remedy}; unset it")
-    # What `transformers` does not know either (many published configs hold such entries), `generate` does not read.
+    # Only options that `transformers` defines: `generate` ignores the other entries of published configs.
     for name in sorted(vars(GenerationConfig()).keys() - _KNOWN - _REFUSED.keys() - _REFUSED_IF_SAMPLING.keys()):
         if not name.startswith("_") and getattr(config, name, None) is not None:
             raise ValueError(f"{name} is {getattr(config, name)}, which is not supported: unset it")
 
 
 def _processors(config: GenerationConfig, device: torch.device) -> Iterator[Processor]:
-    """Those that `generate` puts before the caller's own, in its order, but for the repetition penalty."""
+    """Yield the processors that `generate` puts before the caller's, in its order, without the repetition penalty."""
     if config.sequence_bias:
         yield SequenceBiasLogitsProcessor(config.sequence_bias)
     if config.no_repeat_ngram_size:
@@ -187,7 +188,7 @@ def _eos_tensor(config: GenerationConfig, required_by: str, device: torch.device
 
 
 def _merge(made: Sequence[Processor], given: Sequence[Processor]) -> tuple[Processor, ...]:
-    """The config's, then the caller's; one of the caller's takes the place of the config's of its own type."""
+    """Return the config's processors, then the caller's; a caller's one replaces the config's one of the same type."""
     placed = [next((own for own in given if _type(own) is _type(default)), default) for default in made]
     return (*placed, *(own for own in given if not any(own is other for other in placed)))
 

@@ -1,4 +1,4 @@
-"""What the sampling controls have to know of a text: which tokens it holds, how often, and in which order."""
+"""History of a text, as sampling controls read it: its tokens, how often each occurs, and their order."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from decoding.rules.tree import TokenTree
 
 
 class History:
-    """The history of one text, kept up as it grows. Free of cost where no control needs it."""
+    """The history of one text, updated as the text grows. Costs nothing if no control reads the history."""
 
     def __init__(
         self, sampling: SamplingConfig, prompt_length: int, vocab_size: int, device: torch.device | str
@@ -20,17 +20,17 @@ class History:
         self._vocab_size = vocab_size
         self._device = torch.device(device)
         self._tokens: list[int] | None = None
-        """The text read so far, of which the tensors tell; None if they tell of nothing that is whole."""
+        """The text that the tensors below describe; None before the first call and after an interrupted one."""
         self._seen: Tensor | None = None
         self._counts: Tensor | None = None
         self._text: Tensor | None = None
 
     def at(self, tokens: Sequence[int], tree: TokenTree, nodes: Sequence[int] | None = None) -> HistoryRows:
-        """One row per node (all of them if None): the history when the token after that node is chosen.
+        """Return one row for each of ``nodes`` (None: all nodes): the history before the token that follows the node.
 
-        That is ``tokens``, the whole text so far, whose last is the root of ``tree``, and the path below the root down
-        to the node, itself included. Only what was appended since the last call is read again; a text that is no
-        continuation of the one seen before is read from its start.
+        It consists of ``tokens``, the whole text so far, which ends with the root of ``tree``, and of the path from
+        below the root down to the node, the node included. Only tokens appended since the last call are read; a text
+        that does not continue the previous call's text is read from its start.
         """
         if not self._sampling.needs_history:
             return HistoryRows()
@@ -43,12 +43,12 @@ class History:
         return self._rows(path_tokens)
 
     def _follow(self, tokens: list[int]) -> None:
-        text, self._tokens = self._tokens, None  # so an interrupted call leaves it, and the next one starts over
+        text, self._tokens = self._tokens, None  # stays None if this call is interrupted: the next one starts over
         known = 0
         if text is not None:
             known = len(text)
             text += tokens[known:]
-        # This reads the whole text, but comparing lists of the same objects takes two nanoseconds per token.
+        # Comparing the whole text takes two nanoseconds per token, as both lists hold the same objects.
         if text != tokens:
             self._start_over()
             known, text = 0, list(tokens)
@@ -65,7 +65,7 @@ class History:
             self._text = torch.zeros(0, dtype=torch.long, device=self._device)
 
     def _read(self, fresh: list[int], known: int) -> None:
-        """What follows the first ``known`` tokens of the text."""
+        """Add ``fresh``, the tokens after the first ``known`` ones, to the tensors."""
         new = self._on_device(fresh)
         if self._seen is not None:
             self._seen.index_fill_(0, new, True)
@@ -75,12 +75,12 @@ class History:
             self._text = torch.cat([self._text, new])
 
     def _rows(self, path_tokens: list[list[int]]) -> HistoryRows:
-        """The text followed by each of these paths."""
+        """Return one row per path: the history of the text followed by the path's tokens."""
         row_count = len(path_tokens)
         seen = counts = texts = None
         lengths: tuple[int, ...] = ()
         if self._seen is not None or self._counts is not None:
-            # Where (row, token) lies in the rows laid end to end.
+            # The index of (row, token) in the flattened (rows, vocab) tensor.
             flat = [row * self._vocab_size + token for row, path in enumerate(path_tokens) for token in path]
             index = self._on_device(flat)
             if self._seen is not None:
@@ -99,10 +99,10 @@ class History:
         return HistoryRows(seen, counts, texts, lengths, prompt_lengths)
 
     def _on_device(self, values: list[int]) -> Tensor:
-        # Without waiting for the work queued there.
+        # Non-blocking: does not wait for the work queued on the device.
         return torch.tensor(values, dtype=torch.long).to(self._device, non_blocking=True)
 
 
 def _count(counts: Tensor, index: Tensor) -> None:
-    """Add 1 at each index, as often as it occurs."""
+    """Add 1 to ``counts`` at each index, once per occurrence; in place."""
     counts.scatter_add_(0, index, torch.ones_like(index, dtype=counts.dtype))

@@ -1,4 +1,4 @@
-"""What a drafter hands to an acceptance rule: a tree, how its tokens were chosen, and the q they came from."""
+"""Proposals, which a drafter hands to an acceptance rule: a tree, the kind of choice of its tokens, and their q."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -11,29 +11,30 @@ from decoding.rules.tree import TokenTree
 
 
 class ProposalKind(Enum):
-    """How a node's children were chosen. A lossless rule is lossless only for the kinds it was derived for."""
+    """Ways to choose a node's children. A lossless rule is lossless only for the kinds it was derived for."""
 
     SAMPLED = "sampled"
-    """Each child drawn independently from q (with replacement)."""
+    """Each child is drawn independently from q (with replacement)."""
     SAMPLED_WITHOUT_REPLACEMENT = "sampled without replacement"
-    """Children drawn from q one after the other, each from what is left of q."""
+    """Children are drawn one after the other, each from q without the tokens drawn before, renormalised."""
     DETERMINISTIC = "deterministic"
-    """The set of children is a function of the context: top-k, argmax, lookup."""
+    """The set of children is a function of the context alone: top-k, argmax, lookup."""
     MIXED = "mixed"
-    """Children of several origins in one tree, as where a sampled draft meets a lookup: no one q describes them."""
+    """Children of several origins in one tree, such as a sampled draft with lookup branches: no single q fits them."""
 
     @property
     def has_q(self) -> bool:
-        """Whether such a proposal carries the q its tokens were drawn from."""
+        """True if a proposal of this kind carries the q that its tokens were drawn from."""
         return self in (ProposalKind.SAMPLED, ProposalKind.SAMPLED_WITHOUT_REPLACEMENT)
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A drafted tree.
+    """A drafted tree and the kind of choice of its tokens.
 
-    ``q`` has a row for each node that has children: the distribution, after every sampling control, that its first
-    child was drawn from (rows after the last such node may be missing). Deterministic and mixed proposals carry none.
+    Row i of ``q`` (parents, vocab) is the distribution, after every sampling control, from which the first child of
+    node i was drawn. Rows after the last node with children may be missing. Deterministic and mixed proposals have no
+    ``q``.
     """
 
     tree: TokenTree
@@ -46,5 +47,5 @@ class Proposal:
 
     @staticmethod
     def root_only(token: int, device: torch.device | str = "cpu") -> "Proposal":
-        """Nothing drafted: the target pass decodes one token, as plain decoding does."""
+        """Make a proposal without drafted tokens: its target pass decodes one token, as plain decoding does."""
         return Proposal(TokenTree.chain([token], device), ProposalKind.DETERMINISTIC)

@@ -1,7 +1,7 @@
-"""From logits to probabilities, and from probabilities to tokens: one copy for the target and the draft.
+"""Sampling: logits to probabilities, and probabilities to tokens, by the same code for the target and the draft.
 
-The controls are applied in the order `transformers` applies them: penalties, processors, temperature, top-k, top-p,
-min-p, typical-p. Probabilities are fp32 (or wider, if the logits are), whatever the dtype of the model.
+The controls are applied in the order of `transformers`: penalties, processors, temperature, top-k, top-p, min-p,
+typical-p. Probabilities are fp32 (fp64 for fp64 logits), whatever the dtype of the model.
 """
 
 import hashlib
@@ -17,22 +17,22 @@ from torch.nn import functional as F
 
 @runtime_checkable
 class LogitsProcessor(Protocol):
-    """Any change to the logits that is a function of the text alone; every one of `transformers` fits.
+    """A change to the logits that is a function of the text alone; every logits processor of `transformers` fits.
 
-    It must keep no memory from one call to the next: drafted texts that are never kept are asked about too.
+    It must keep no state between calls: it is also called with drafted texts that are rejected later.
     """
 
     def __call__(
         self, input_ids: Int[Tensor, "rows length"], scores: Float[Tensor, "rows vocab"], /
     ) -> Float[Tensor, "rows vocab"]:
-        """The new scores of the token after each text; those given may be overwritten."""
+        """Return the new scores of the token after each text; ``scores`` may be overwritten."""
 
 
 @dataclass(frozen=True)
 class ForPromptLength:
-    """A processor that has to know how long the prompt is, which differs from text to text: ``build(length)`` makes it.
+    """A processor that depends on the length of the prompt: ``build(prompt_length)`` makes it, in tokens.
 
-    ``build`` is called once per group of texts and step: keep it cheap, or cache it.
+    ``build`` is called in every step, once for all texts of the same lengths: keep it cheap, or cache it.
     """
 
     build: Callable[[int], LogitsProcessor]
@@ -42,8 +42,8 @@ class ForPromptLength:
 class SamplingConfig:
     """Sampling controls, with `transformers`' meanings. Temperature 0 is greedy decoding.
 
-    Presence and frequency penalties mean what they mean to OpenAI and vLLM: they are subtracted from the logits of the
-    tokens of the output, once and once per occurrence. The repetition penalty is over the prompt and the output.
+    The presence penalty is subtracted once from the logit of every token in the output, the frequency penalty once per
+    occurrence, as OpenAI and vLLM do. The repetition penalty applies to the tokens of the prompt and the output.
     """
 
     temperature: float = 0.0
@@ -92,16 +92,16 @@ class SamplingConfig:
 
     @property
     def needs_history(self) -> bool:
-        """Whether the distribution depends on which tokens came before, beyond what the model reads."""
+        """True if a penalty or a processor reads the tokens before the next one."""
         return self.needs_seen or self.needs_counts or bool(self.processors)
 
 
 class HistoryRows(NamedTuple):
-    """What the controls have to know of the text before each row's token; None where no control asks. See `History`.
+    """The text before each row's token, as the controls read it; a tensor that no control reads is None. See `History`.
 
-    ``seen`` (rows, vocab) bool: the tokens of prompt and output. ``counts`` (rows, vocab) int32: how often each is in
-    the output. ``texts`` (rows, longest) long: the texts, of which row i's first ``lengths[i]`` entries count.
-    ``prompt_lengths``: how many tokens of each text are its prompt.
+    ``seen`` (rows, vocab) bool: true for tokens of the prompt or the output. ``counts`` (rows, vocab) int32:
+    occurrences in the output. ``texts`` (rows, longest) long: row i's text is its first ``lengths[i]`` entries, the
+    rest is padding. ``prompt_lengths``: tokens of each row's prompt.
     """
 
     seen: Tensor | None = None
@@ -112,7 +112,7 @@ class HistoryRows(NamedTuple):
 
     @staticmethod
     def cat(parts: Sequence["HistoryRows"]) -> "HistoryRows":
-        """The rows of all parts, which come from the same `SamplingConfig`, one part after the other."""
+        """Join the rows of all parts, one part after the other; all come from the same `SamplingConfig`."""
 
         def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
             given = [tensor for tensor in tensors if tensor is not None]
@@ -129,7 +129,7 @@ class HistoryRows(NamedTuple):
         )
 
     def groups(self) -> Iterator[tuple[Int[Tensor, " group"], Int[Tensor, "group length"], int]]:
-        """The rows whose texts and prompts are equally long: their indices, their texts, and the prompts' length."""
+        """Group rows of equal text and prompt length: yield their indices, their texts, and the prompt length."""
         assert self.texts is not None, "processors need the texts"
         members: dict[tuple[int, int], list[int]] = {}
         for row, lengths in enumerate(zip(self.lengths, self.prompt_lengths, strict=True)):
@@ -146,10 +146,9 @@ def _padded(texts: Int[Tensor, "rows length"], longest: int) -> Int[Tensor, "row
 def adjusted_logits(
     logits: Float[Tensor, "rows vocab"], sampling: SamplingConfig, history: HistoryRows | None = None
 ) -> Float[Tensor, "rows vocab"]:
-    """Logits after penalties and processors, which is what greedy decoding takes its argmax of.
+    """Return the logits after penalties and processors, of which greedy decoding takes the argmax.
 
-    Untouched, in their own dtype, where nothing needs the history; else in fp32 or wider. The logits given stay as
-    they are.
+    Without penalties and processors this is ``logits`` itself; else a new tensor in fp32 (fp64 for fp64 logits).
     """
     if not sampling.needs_history:
         return logits
@@ -192,7 +191,7 @@ def _processed(
 def probabilities(
     logits: Float[Tensor, "rows vocab"], sampling: SamplingConfig, history: HistoryRows | None = None
 ) -> Float[Tensor, "rows vocab"]:
-    """The distribution each row is sampled from, after every control; at temperature 0 all mass is on the argmax."""
+    """Return each row's sampling distribution, after every control; at temperature 0 all mass is on the argmax."""
     logits = _widened(adjusted_logits(logits, sampling, history))
     if sampling.greedy:
         one_hot = torch.zeros_like(logits)
@@ -212,18 +211,18 @@ def probabilities(
 
 
 _NUCLEUS_CANDIDATES = 512
-"""The best tokens, which hold the nucleus unless the distribution is very flat."""
+"""Number of best tokens that `_nucleus` sorts on the CPU; they hold the nucleus except in very flat distributions."""
 
 
 def _nucleus(logits: Float[Tensor, "rows vocab"], top_p: float) -> Float[Tensor, "rows vocab"]:
     """Keep the smallest set of most probable tokens whose mass reaches ``top_p`` (always at least one).
 
-    On the host a sort of a large vocabulary costs more than all else: there only the best tokens are sorted in the rows
-    where they hold that mass, as they do after a top-k and nearly always without.
+    Sorting a large vocabulary on the CPU costs more than all other controls together. There, only the best
+    `_NUCLEUS_CANDIDATES` tokens are sorted; rows in which these hold less than ``top_p`` are sorted as a whole.
     """
     if not logits.is_cpu or logits.shape[-1] <= _NUCLEUS_CANDIDATES:
         return _without_tail(logits, 0.0, top_p)
-    # In the order of the vocabulary, so that equals fall as in a sort of all.
+    # In vocabulary order, so that ties fall as in a sort of the whole row.
     best = logits.topk(_NUCLEUS_CANDIDATES).indices.sort().values
     candidates = logits.gather(-1, best)
     others = 1 - (candidates.logsumexp(-1, keepdim=True) - logits.logsumexp(-1, keepdim=True)).exp()
@@ -237,7 +236,10 @@ def _nucleus(logits: Float[Tensor, "rows vocab"], top_p: float) -> Float[Tensor,
 def _without_tail(
     logits: Float[Tensor, "rows vocab"], others: float | Float[Tensor, "rows 1"], top_p: float
 ) -> Float[Tensor, "rows vocab"]:
-    """Drop the least probable tokens while their mass, with the share ``others`` of tokens not here, leaves top_p."""
+    """Drop the least probable tokens as long as the mass of the rest is at least ``top_p``.
+
+    ``others`` is the mass of the tokens outside ``logits``, which are dropped before any in it.
+    """
     ascending, order = logits.sort(descending=False)
     dropped = others + (1 - others) * ascending.softmax(-1).cumsum(-1) <= 1 - top_p
     dropped[..., -1] = False
@@ -245,9 +247,9 @@ def _without_tail(
 
 
 def _typical(logits: Float[Tensor, "rows vocab"], mass: float) -> Float[Tensor, "rows vocab"]:
-    """Keep the tokens whose surprise is nearest the entropy until their mass reaches ``mass`` (2202.00666, section 4).
+    """Keep the tokens whose -log p is nearest the entropy until their mass reaches ``mass`` (2202.00666, section 4).
 
-    Tokens equally near the last one kept are kept as well.
+    Tokens exactly as near as the last kept one are kept as well.
     """
     log_shares = logits.log_softmax(-1)
     entropy = -(log_shares * log_shares.exp()).nansum(-1, keepdim=True)
@@ -264,8 +266,8 @@ def _typical(logits: Float[Tensor, "rows vocab"], mass: float) -> Float[Tensor, 
 def inverse_cdf(weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, " rows"]) -> Int[Tensor, " rows"]:
     """Draw one token per row in proportion to its weights, which need not sum to 1, from uniforms in [0, 1).
 
-    Where the weights are, without waiting for the device; the uniforms may be on the host. Never a token of weight 0;
-    a row that has no weight at all, or NaN, gives ``vocab``, which is no token.
+    Runs on the weights' device without waiting for it; the uniforms may be on the host. Never draws a token of weight
+    0. A row with NaN, or without any weight, gives ``vocab``, which is no token id.
     """
     cumulative = _cumulative(weights)
     thresholds = cumulative[:, -1:] * uniforms.to(cumulative.device, non_blocking=True)[:, None]
@@ -274,54 +276,57 @@ def inverse_cdf(weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, 
 
 
 def _cumulative(weights: Float[Tensor, "*rows vocab"]) -> Float64[Tensor, "*rows vocab"]:
-    """Sums that never fall from one entry to the next, and rise only where there is weight."""
+    """Return cumulative sums that never fall from one entry to the next, and rise only at positive weights."""
     if weights.is_mps:  # which has no float64
         weights = weights.cpu()
     own = weights.clone() if weights.dtype == torch.float64 else weights.double()
     sums = own.cumsum_(-1)
-    # On the host each sum is the one before plus its weight.
+    # The CPU adds one weight after the other, so its sums have this property already.
     return sums if weights.is_cpu else _monotone(sums, weights)
 
 
 def _monotone(
     sums: Float64[Tensor, "*rows vocab"], weights: Float[Tensor, "*rows vocab"]
 ) -> Float64[Tensor, "*rows vocab"]:
-    """A parallel sum may differ from its neighbour in the last bits, up or down, where the weight between them is 0."""
+    """Remove the rounding of a parallel sum: neighbours may differ in the last bits though the weight between is 0."""
     return torch.where(weights > 0, sums, 0).cummax(-1).values
 
 
 @runtime_checkable
 class RandomSource(Protocol):
-    """Where chance comes from: a generator when decoding, an enumerator of every outcome in the proofs."""
+    """A source of random decisions: a generator in decoding, an enumerator of every outcome in the exactness tests."""
 
     def accept(self, probability: float) -> bool:
-        """True with ``min(1, probability)``; never true at 0."""
+        """Return True with probability ``min(1, probability)``; never at 0."""
 
     def draw(self, weights: Float[Tensor, " vocab"]) -> int:
-        """An index drawn in proportion to ``weights``, which need not sum to 1; never one of weight 0."""
+        """Draw an index in proportion to ``weights``, which need not sum to 1; never one of weight 0."""
 
 
 class GeneratorSource:
-    """Chance from a `torch.Generator` on the host, so that a seed gives the same uniforms whatever the device."""
+    """A random source over a `torch.Generator` on the host: a seed gives the same uniforms whatever the device."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
 
     @staticmethod
     def from_seed(seed: int, stream: int | str = "") -> "GeneratorSource":
-        """Chance of its own for each stream of a seed, as drafting and verifying need it, the same in every run."""
+        """Make the source of one stream of a seed: independent of the seed's other streams, the same in every run.
+
+        Drafting and verifying use two streams.
+        """
         digest = hashlib.sha256(f"{seed} {stream}".encode()).digest()
         return GeneratorSource(torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True)))
 
     def uniform(self) -> float:
-        """A number in [0, 1), a multiple of 2^-53."""
+        """Draw a number in [0, 1), a multiple of 2^-53."""
         return torch.rand((), generator=self._generator, dtype=torch.float64).item()
 
     def accept(self, probability: float) -> bool:
         return self.uniform() < probability
 
     def draw(self, weights: Float[Tensor, " vocab"]) -> int:
-        # One row of `inverse_cdf`, written without its second axis: this is called for every drafted token.
+        # `inverse_cdf` of a single row, without the row axis: faster, as this is called for every drafted token.
         cumulative = _cumulative(weights)
         token = int(torch.searchsorted(cumulative, cumulative[-1] * self.uniform(), right=True))
         if token == len(weights):
@@ -332,7 +337,10 @@ class GeneratorSource:
 def draw_without_replacement(
     weights: Float[Tensor, " vocab"], count: int, source: RandomSource
 ) -> Int[Tensor, " drawn"]:
-    """Up to ``count`` distinct indices in draw order, each drawn from what is left; fewer when the mass runs out."""
+    """Draw up to ``count`` distinct indices, each from the weights left by those before; fewer if no weight is left.
+
+    Returned in draw order.
+    """
     weights = weights.clone()
     drawn: list[int] = []
     while len(drawn) < count and bool((weights > 0).any()):

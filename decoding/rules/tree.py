@@ -14,13 +14,13 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 MOST_NODES = 4096
-"""What a tree written down may have: the mask of one so large takes 16 MiB, and no target verifies it in one pass."""
+"""Greatest number of nodes in a tree of a file or a recipe: its mask takes 16 MiB, and no target verifies more."""
 
 
 def checked_paths(paths: object, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """Return paths of child ranks, as a file or a recipe holds them, as tuples; ValueError where they make no tree.
+    """Return paths of child ranks, read from a file or a recipe, as tuples; ValueError unless they make a tree.
 
-    Every prefix of a path must be there, every path once, and ranks are below ``vocab_size``.
+    Every prefix of a path must be listed, every path once, and every rank must be below ``vocab_size``.
     """
     if not isinstance(paths, list | tuple):
         raise ValueError(f"the tree is {reprlib.repr(paths)}: give paths of ranks, such as [[0], [1], [0, 0]]")
@@ -30,17 +30,17 @@ def checked_paths(paths: object, vocab_size: int) -> tuple[tuple[int, ...], ...]
     for path in sorted(map(_checked_path, paths), key=len):
         shown = reprlib.repr(list(path))
         if path in known:
-            raise ValueError(f"tree path {shown} is there twice: list each path once")
+            raise ValueError(f"tree path {shown} is listed twice: list each path once")
         if path[:-1] not in known:
             raise ValueError(f"tree path {shown} has no parent: add {reprlib.repr(list(path[:-1]))} to the paths")
         if path[-1] >= vocab_size:
-            raise ValueError(f"tree path {shown} has a rank of {path[-1]}: {vocab_size} tokens have ranks below that")
+            raise ValueError(f"tree path {shown} has a rank of {path[-1]}: give ranks below the {vocab_size} tokens")
         known.add(path)
     return tuple(map(tuple, paths))
 
 
 def _checked_path(path: object) -> tuple[int, ...]:
-    """A path that is a list of ranks, and not empty."""
+    """Return the path as a tuple; ValueError unless it is a non-empty list of ranks."""
     if not isinstance(path, list | tuple) or not path:
         raise ValueError(f"tree path {reprlib.repr(path)} is no list of ranks: give one such as [0, 1]")
     for rank in path:
@@ -54,7 +54,7 @@ class TreeShape:
     """The topology of a token tree, without its tokens: computed once, shared by every step that uses it.
 
     ``parents[i]`` is the parent of node i; ``parents[0]`` is -1 and every parent comes before its children.
-    The order of a node's children is the order in which they were drawn, which recursive rejection depends on.
+    Siblings stand in the order in which they were drawn; recursive rejection depends on that order.
     """
 
     parents: tuple[int, ...]
@@ -72,16 +72,16 @@ class TreeShape:
     @staticmethod
     @lru_cache(maxsize=256)
     def chain(length: int) -> "TreeShape":
-        """A root followed by ``length`` drafted tokens in one line."""
+        """Make the shape of a root followed by ``length`` drafted tokens, each the child of the one before."""
         return TreeShape(tuple(range(-1, length)))
 
     @staticmethod
     def from_paths(paths: Iterable[Sequence[int]]) -> tuple["TreeShape", tuple[int, ...]]:
         """Build a shape from paths of child ranks, as Medusa writes its trees (``medusa_choices``).
 
-        ``(0, 2)`` is the third best child (rank 2) of the best child of the root. Every prefix of a path must be there.
-        Returns the shape and, for each node but the root, its rank among its siblings; nodes are ordered by depth,
-        then by path, so that siblings stand best first.
+        ``(0, 2)`` is the third best child (rank 2) of the best child of the root. Every prefix of a path must be
+        listed (else ValueError). Returns the shape and the rank of each node but the root among its siblings. Nodes
+        are ordered by depth, then by path, so that siblings stand best first.
         """
         ordered = sorted({tuple(path) for path in paths} - {()}, key=lambda path: (len(path), path))
         node_of: dict[tuple[int, ...], int] = {(): 0}
@@ -119,7 +119,7 @@ class TreeShape:
 
     @cached_property
     def ancestor_mask(self) -> Bool[Tensor, "nodes nodes"]:
-        """``mask[i, j]`` is true where node j is node i or one of its ancestors: what i may attend to."""
+        """Attention mask within the tree: ``mask[i, j]`` is true if node j is node i or one of its ancestors."""
         if self.is_chain:
             return torch.ones(len(self), len(self), dtype=torch.bool).tril()
         mask = torch.eye(len(self), dtype=torch.bool)
@@ -132,7 +132,7 @@ class TreeShape:
         return torch.tensor(self.depths)
 
     def path(self, node: int) -> tuple[int, ...]:
-        """The nodes from below the root down to ``node``; empty for the root."""
+        """Return the nodes from below the root down to ``node``; empty for the root."""
         nodes = []
         while node != 0:
             nodes.append(node)
@@ -140,11 +140,11 @@ class TreeShape:
         return tuple(reversed(nodes))
 
     def nodes_up_to(self, depth: int) -> tuple[int, ...]:
-        """The nodes no deeper than ``depth``, in order. They form a tree of their own."""
+        """Return the nodes no deeper than ``depth``, in order; they form a tree as well."""
         return tuple(node for node, node_depth in enumerate(self.depths) if node_depth <= depth)
 
     def keep(self, nodes: Sequence[int]) -> "TreeShape":
-        """The tree of the given nodes alone; each one's parent must be among them, before it."""
+        """Return the tree of the given nodes alone; each node's parent must stand before it in ``nodes``."""
         new_index = {node: index for index, node in enumerate(nodes)}
         return TreeShape(tuple(-1 if node == 0 else new_index[self.parents[node]] for node in nodes))
 
@@ -160,25 +160,25 @@ class TokenTree:
 
     @staticmethod
     def of_list(tokens: Sequence[int], shape: TreeShape, device: torch.device | str = "cpu") -> "TokenTree":
-        """A tree whose tokens are known on the host, so that nobody need fetch them from the device."""
-        on_device = torch.tensor(tokens).to(device, non_blocking=True)  # without waiting for what is queued there
+        """Make a tree of tokens known on the host, which then need not be fetched from the device."""
+        on_device = torch.tensor(tokens).to(device, non_blocking=True)  # does not wait for queued work
         tree = TokenTree(on_device, shape)
         tree._token_list = list(tokens)
         return tree
 
     @staticmethod
     def chain(tokens: Sequence[int], device: torch.device | str = "cpu") -> "TokenTree":
-        """A chain of tokens known on the host, the root first."""
+        """Make a chain of tokens known on the host, the root first."""
         return TokenTree.of_list(tokens, TreeShape.chain(len(tokens) - 1), device)
 
     @property
     def on_host(self) -> bool:
-        """Whether `token_list` costs no transfer."""
+        """True if `token_list` costs no transfer from the device."""
         return self._token_list is not None
 
     @property
     def token_list(self) -> list[int]:
-        """The tokens on the host (one transfer, kept)."""
+        """The tokens on the host, fetched in one transfer and kept."""
         if self._token_list is None:
             self._token_list = self.tokens.tolist()
         return self._token_list
@@ -187,7 +187,7 @@ class TokenTree:
         return len(self.shape)
 
     def child_with_token(self, node: int, token: int) -> int | None:
-        """The first child of ``node`` that holds ``token``."""
+        """Return the first child of ``node`` that holds ``token``; None if none does."""
         tokens = self.token_list
         for child in self.shape.children[node]:
             if tokens[child] == token:
@@ -195,7 +195,7 @@ class TokenTree:
         return None
 
     def follow(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """The nodes met by walking from the root along ``tokens`` for as long as the tree has them."""
+        """Return the nodes below the root whose tokens match ``tokens``, up to the first token that no child holds."""
         node, path = 0, []
         for token in tokens:
             child = self.child_with_token(node, token)
@@ -206,9 +206,9 @@ class TokenTree:
         return tuple(path)
 
     def descend(self, best: Sequence[int]) -> tuple[tuple[int, ...], int]:
-        """Walk from the root to the child that holds ``best[node]`` for as long as there is one.
+        """Walk from the root, at each node to the child that holds ``best[node]``, until no child holds it.
 
-        Returns the nodes met below the root, and the token of the last one that no child holds.
+        Returns the nodes met below the root, and ``best`` of the last node.
         """
         node, path = 0, []
         while (child := self.child_with_token(node, best[node])) is not None:
@@ -218,7 +218,10 @@ class TokenTree:
 
 
 def fetch_tokens(trees: Sequence[TokenTree], also: Sequence[Tensor] = ()) -> list[list[int]]:
-    """Bring all trees' tokens to the host in one transfer, and with them some tensors of integers, which it returns."""
+    """Fetch the tokens of all trees to the host, and the integers of ``also`` with them, in one transfer.
+
+    The trees keep their tokens; the lists returned are those of ``also``.
+    """
     missing = [tree for tree in trees if not tree.on_host]
     parts = [*(tree.tokens for tree in missing), *also]
     if not parts:
@@ -235,7 +238,7 @@ def fetch_tokens(trees: Sequence[TokenTree], also: Sequence[Tensor] = ()) -> lis
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two texts begin with in common."""
+    """Return the length of the longest common prefix of two texts, in tokens."""
     shorter = min(len(first), len(second))
     first, second = list(first[:shorter]), list(second[:shorter])
     if first == second:  # the usual case, at two nanoseconds per token

@@ -1,10 +1,10 @@
 """Acceptance rules: which drafted tokens the target keeps, and which token it writes after them.
 
-Each rule is a pure function of a proposal, the target's distribution at every node, and a source of chance.
+Each rule is a pure function of a proposal, the target's distribution at every node, and a random source.
 p is the target's distribution and q the draft's, both after every sampling control. A *lossless* rule emits tokens
 distributed exactly as p, whatever q is; the tests prove it by enumerating every outcome.
 
-In the formulas ()+ is the positive part, and delta(x) the distribution that is always x.
+In the formulas (y)+ is the positive part of y, and delta(x) the distribution with all its mass on x.
 """
 
 import math
@@ -22,7 +22,7 @@ from decoding.rules.tree import TokenTree
 
 
 class Verdict(NamedTuple):
-    """``path``: the accepted nodes from below the root downwards. ``token``: what the target writes after them."""
+    """Result of a rule. ``path``: the accepted nodes, from below the root down. ``token``: the target's token after."""
 
     path: tuple[int, ...]
     token: int
@@ -33,7 +33,7 @@ Decide = Callable[[Proposal, Tensor, RandomSource], Verdict]
 
 @dataclass(frozen=True)
 class Rule:
-    """An acceptance rule with its promise. Called with a kind of proposal it does not fit, it refuses."""
+    """An acceptance rule and its label. Calls with a proposal that the rule was not derived for raise ValueError."""
 
     name: str
     lossless: bool
@@ -46,7 +46,7 @@ class Rule:
         return "lossless" if self.lossless else "lossy"
 
     def check(self, kinds: Collection[ProposalKind], are_chains: bool) -> None:
-        """Refuse proposals of these kinds, or trees, if the rule was not derived for them."""
+        """Raise ValueError unless the rule was derived for these kinds, and for trees unless ``are_chains``."""
         if unfit := sorted(kind.value for kind in kinds if kind not in self.kinds):
             fitting = " or ".join(sorted(kind.value for kind in self.kinds))
             raise ValueError(f"the {self.name} rule takes {fitting} proposals, not {' or '.join(unfit)} ones")
@@ -68,11 +68,12 @@ def greedy(proposal: Proposal, target_scores: Float[Tensor, "nodes vocab"], sour
 
 
 def sampled_verify(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
-    """Follow a token drawn from p for as long as it is a drafted child; write it where it is not.
+    """Draw a token from p at each node: go on to the child that holds it, or write it if no child does.
 
-    Lossless for any draft, however it was made. Each emitted token takes exactly one draw, from p in its context, as
-    in plain decoding: with a seeded source from which the drafter draws nothing, the text is the one that plain
-    decoding writes with that seed. A token drawn from q is kept with probability sum of p q, rejection's at most.
+    Lossless for any draft, however its tokens were chosen. Each written token takes exactly one draw from ``source``,
+    from p in its context, as in plain decoding. If the drafter draws nothing from ``source``, the text therefore equals
+    that of plain decoding with the same seed. A child drawn from q is kept with probability sum of p q, which is at
+    most the probability under rejection.
     """
     tree = proposal.tree
     path: list[int] = []
@@ -87,29 +88,30 @@ def sampled_verify(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: 
 
 
 def token_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
-    """Speculative sampling on a chain (Leviathan et al. 2211.17192, Chen et al. 2302.01318).
+    """Verify a chain by speculative sampling (Leviathan et al. 2211.17192, Chen et al. 2302.01318).
 
-    A drafted x is kept with probability min(1, p(x)/q(x)); at the first refusal the target writes from the
-    normalised positive part of p - q; when all are kept it writes from p after the last.
+    A drafted x is kept with probability min(1, p(x)/q(x)). At the first rejection the target writes from the
+    normalised (p - q)+; if all tokens are kept, it writes from p after the last one.
     """
     q = proposal.q
     assert q is not None
     for position, ratio in enumerate(_chain_ratios(proposal.tree, p, q)):
         if not source.accept(ratio):
             residual = _residual(p[position], q[position])
-            # p = q up to rounding leaves no residual; the refusal was rounding too, and p is what to write from.
+            # Without a residual p equals q up to rounding: the rejection was rounding, too, so write from p.
             return Verdict(tuple(range(1, position + 1)), source.draw(p[position] if residual is None else residual))
     length = len(proposal.tree) - 1
     return Verdict(tuple(range(1, length + 1)), source.draw(p[length]))
 
 
 def block_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
-    """A chain verified as a whole (Sun et al. 2403.10444): never keeps fewer than token rejection in expectation.
+    """Verify a chain as a whole (Sun et al. 2403.10444): in expectation keeps at least as many as token rejection.
 
-    P(0) = 1 and P(i) = min(1, P(i-1) p(x_i)/q(x_i)). The whole chain of K is kept with probability P(K); a prefix of
-    i < K with S/(S + (1 - P(i))), S being the sum of (P(i) p - q)+ over the tokens after x_i. The longest prefix kept
-    counts, wherever shorter ones failed. The target writes from the normalised (P(i) p - q)+ after it, or from p after
-    the whole chain. A deterministic x is one drawn from delta(x).
+    With P(0) = 1 and P(i) = min(1, P(i-1) p(x_i)/q(x_i)), the whole chain of K tokens is kept with probability P(K).
+    A prefix of i < K tokens is kept with probability S/(S + (1 - P(i))), where S is the sum of (P(i) p - q)+ over the
+    vocabulary, p and q being those after x_i. The longest kept prefix counts, even if shorter ones were rejected. After
+    it the target writes from the normalised (P(i) p - q)+, after the whole chain from p. A deterministic x counts as
+    drawn from delta(x).
     """
     tree = proposal.tree
     length = len(tree) - 1
@@ -121,20 +123,20 @@ def block_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], sour
         reach.append(min(1.0, reach[-1] * ratio))
     if length == 0 or (reach[length] > 0 and source.accept(reach[length])):
         return Verdict(tuple(range(1, length + 1)), source.draw(p[length]))
-    rows = sum(value > 0 for value in reach[:length])  # what follows a token of p = 0 is never kept
+    rows = sum(value > 0 for value in reach[:length])  # no token after one of p = 0 is kept
     scale = torch.tensor(reach[:rows], dtype=p.dtype, device=p.device)
     residuals = (p[:rows] * scale[:, None]).sub_(q[:rows]).clamp_(min=0)
     masses: list[float] = residuals.sum(-1).tolist()
-    # The tests are independent: going backwards, the first to hold is the longest, and the others need not be made.
+    # The prefixes are tested independently: from the longest down, the first that is kept decides.
     kept = rows - 1
     while kept > 0 and not (masses[kept] > 0 and source.accept(masses[kept] / (masses[kept] + (1 - reach[kept])))):
         kept -= 1
-    # Nothing left at the root is p = q up to rounding, as in token rejection.
+    # Without a residual at the root p equals q up to rounding, as in token rejection.
     return Verdict(tuple(range(1, kept + 1)), source.draw(residuals[kept] if masses[kept] > 0 else p[kept]))
 
 
 def _chain_ratios(tree: TokenTree, p: Float[Tensor, "nodes vocab"], q: Float[Tensor, "parents vocab"]) -> list[float]:
-    """p(x)/q(x) of each drafted token of a chain, in one transfer to the host."""
+    """Return p(x)/q(x) of each drafted token of a chain, in one transfer to the host."""
     drafted = tree.tokens[1:, None]
     rows = len(drafted)
     ratios: list[float] = (p[:rows].gather(1, drafted) / q[:rows].gather(1, drafted)).squeeze(1).tolist()
@@ -143,11 +145,11 @@ def _chain_ratios(tree: TokenTree, p: Float[Tensor, "nodes vocab"], q: Float[Ten
 
 
 def recursive_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
-    """Rejection down a sampled tree, with replacement (SpecInfer 2305.09781) or without (RSD 2402.14160, Sequoia).
+    """Verify a sampled tree by rejection, with replacement (SpecInfer 2305.09781) or without (RSD 2402.14160, Sequoia).
 
-    At each node the children are tried in draw order against a p that shrinks to its residual after each refusal.
-    With replacement q stays as it is (a duplicate is refused for certain, and still updates p); without, the refused
-    token is taken out of q. When no child is kept the target writes from the last p.
+    At each node the children are tried in draw order; each rejection replaces p by its residual, the normalised
+    (p - q)+. With replacement q does not change (a duplicate is always rejected, and still updates p); without it, the
+    rejected token is removed from q. If no child is kept, the target writes from the last p.
     """
     tree = proposal.tree
     path: list[int] = []
@@ -159,7 +161,7 @@ def recursive_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], sou
             ratio = float(p_now[token] / q_now[token])
             assert ratio < math.inf, _UNDRAWN
             residual = None if source.accept(ratio) else _residual(p_now, q_now)
-            if residual is None:  # kept, or p = q up to rounding, where a refusal has probability 0
+            if residual is None:  # kept, or p = q up to rounding, where a rejection has probability 0
                 accepted = child
                 break
             p_now = residual
@@ -171,29 +173,31 @@ def recursive_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], sou
 
 
 def top_k_children(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
-    """The children's set is a function of the context, as in the trees of Medusa (2401.10774) and EAGLE (2401.15077).
+    """Verify children whose set is a function of the context, as in Medusa (2401.10774) and EAGLE (2401.15077).
 
-    They are tried one by one, in any order: x is kept with probability p(x); refused, it is zeroed in p, which is
-    renormalised for the next (so that a duplicate is never kept). None kept: the target writes from the last p. This
-    is recursive rejection with q = delta(x), and its verdicts are distributed as those of `sampled_verify`.
+    The children are tried one by one, in any order. Child x is kept with probability p(x); a rejected x gets p(x) = 0
+    and p is renormalised before the next child (so that a duplicate is never kept). If no child is kept, the target
+    writes from the last p. This is recursive rejection with q = delta(x); its verdicts have the same distribution as
+    those of `sampled_verify`.
     """
     return recursive_rejection(proposal, p, source)
 
 
 def traversal_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
-    """A tree verified as a whole, depth first and leaves first (Weng et al. 2505.12398).
+    """Verify a tree as a whole, depth first and leaves first (Weng et al. 2505.12398).
 
-    A is 1 at the root and min(1, A p(x)/q(x)) at its child x. A leaf is kept with its A, and the target writes from p
-    after it. Each child refused turns its parent's p into the normalised (A p - q)+ and A into S/(S + (1 - A)), S being
-    the sum of that positive part; the next child is weighed with these, in draw order. With no child left the parent
-    is kept with its last A, and the target writes from its last p; else the parent is refused in its turn. On a chain
-    this is block verification; a deterministic x is one drawn from delta(x).
+    Every node has a probability A of being kept: 1 at the root, and min(1, A p(x)/q(x)) at child x of a node with A. A
+    leaf is kept with probability A, and the target writes from p after it. A rejected child changes its parent: p
+    becomes the normalised (A p - q)+, and A becomes S/(S + (1 - A)), where S is the sum of (A p - q)+; the next child
+    in draw order is tried with this p and A. A node whose children are all rejected is kept with its last A, and the
+    target writes from its last p; else the node is rejected as well. On a chain this is block verification. A
+    deterministic x counts as drawn from delta(x).
     """
     tree = proposal.tree
 
     def visit(node: int, kept: float) -> Verdict | None:
-        """The verdict, if it falls at or below a node whose A is ``kept``; None refuses the node."""
-        # A p in one, which is all that the formulas read of either; a leaf only draws from it, at any scale.
+        """Return the verdict at or below ``node``, whose A is ``kept``; None if the node is rejected."""
+        # The product A p: the formulas need no other use of p or A. A leaf only draws from p, so its scale is free.
         mass = p[node] * kept if tree.shape.children[node] else p[node]
         for child, q_now in _children_with_q(proposal, node, mass):
             token = tree.token_list[child]
@@ -205,7 +209,7 @@ def traversal_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], 
             residual = (mass - q_now).clamp_(min=0)
             left = float(residual.sum())
             if left == 0:
-                # Nothing is left to write here. At the root this is p = q up to rounding, as in token rejection.
+                # Without a residual the node is rejected. At the root p equals q up to rounding, as in token rejection.
                 kept = 0.0
                 break
             rest = left + (1 - kept)
@@ -222,7 +226,7 @@ def traversal_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], 
 def _children_with_q(
     proposal: Proposal, node: int, like: Float[Tensor, " vocab"]
 ) -> Iterator[tuple[int, Float[Tensor, " vocab"]]]:
-    """A node's children in draw order, each with the distribution it was drawn from given those before it."""
+    """Yield a node's children in draw order, each with the q it was drawn from, given the children before it."""
     token_list, drawn = proposal.tree.token_list, None
     for child in proposal.tree.shape.children[node]:
         if proposal.q is None:
@@ -239,7 +243,7 @@ def _children_with_q(
 
 
 def _residual(p: Float[Tensor, " vocab"], q: Float[Tensor, " vocab"]) -> Float[Tensor, " vocab"] | None:
-    """The normalised positive part of p - q; None where it is empty, which means p = q."""
+    """Return the normalised (p - q)+; None if it is zero everywhere, which means p = q."""
     positive = (p - q).clamp(min=0)
     total = positive.sum()
     return positive / total if bool(total > 0) else None
@@ -249,10 +253,10 @@ _UNDRAWN = "a drafted token has q = 0: it was not drawn from the q that was reco
 
 
 def typical_acceptance(epsilon: float = 0.09, delta: float = 0.3) -> Rule:
-    """Medusa's typical acceptance (2401.10774, section 2.3.1): lossy.
+    """Make the rule of Medusa's typical acceptance (2401.10774, section 2.3.1): lossy.
 
-    A drafted x is kept if p(x) > min(epsilon, delta * exp(-entropy of p)). Of the paths kept whole the longest wins,
-    ties by likelihood under p; the target then writes from p after the last kept token.
+    A drafted x passes if p(x) > min(epsilon, delta * exp(-entropy of p)). The longest path of passing tokens is kept;
+    among equally long ones, the likeliest under p. The target then writes from p after the last kept token.
     """
 
     def decide(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
@@ -297,14 +301,15 @@ RULES: dict[str, Rule] = {
     "traversal": TRAVERSAL_VERIFICATION,
     "typical": typical_acceptance(),
 }
-"""Every rule by the short name it has on the command line; typical acceptance with its published thresholds."""
+"""Every rule by its name on the command line; typical acceptance with its published thresholds."""
 
 
 def lossless_rule(proposal: Proposal) -> Rule:
-    """The lossless sampling rule for this proposal where no other is asked for.
+    """Return the default lossless sampling rule for this proposal.
 
-    Block and traversal verification keep the most of a sampled draft. Of a deterministic one all rules keep the same
-    in expectation, and `sampled_verify` gives the text of plain decoding with the same seed.
+    For a sampled proposal: block verification (chains) or traversal verification, which keep the most tokens. For any
+    other: `sampled_verify`, as all rules keep equally many deterministic tokens in expectation, and this one writes
+    the text of plain decoding with the same seed.
     """
     if not proposal.kind.has_q:
         return SAMPLED_VERIFY

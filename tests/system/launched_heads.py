@@ -27,7 +27,8 @@ from decoding.model.causal_lm import CausalLM
 from trainer.data.source import Offline
 from trainer.heads.medusa import HeadInputs, MedusaObjective, MedusaTraining
 from trainer.learning.objective import TermSums
-from trainer.recipe.recipe import HeadsSection, TrainingSection
+from trainer.recipe.common import TrainingSection
+from trainer.recipe.heads import HeadsSection
 from trainer.run.checkpoint import Checkpoints, Progress
 from trainer.run.distributed import Runner, build_accelerator, describe, prepare, whole_parameters, zero_stage
 from trainer.run.loop import Hooks, Interrupted, train

@@ -17,7 +17,7 @@ from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import load_model
 from trainer.data.batch import collate
 from trainer.data.dataset import load_dataset
-from trainer.recipe.recipe import DataSection
+from trainer.recipe.common import DataSection
 from trainer.target.features import FeatureIdentity, FeatureStore
 
 pytestmark = pytest.mark.system

@@ -13,11 +13,13 @@ from transformers import PreTrainedTokenizerBase
 from decoding.model.loading import load_tokenizer
 from trainer import quickstart
 from trainer.commands.options import InspectOptions
-from trainer.data.batch import Example
-from trainer.data.dataset import Dataset, Encoded, cut, encoded_rows, load_dataset
+from trainer.data.batch import Example, cut
+from trainer.data.chat import Encoded
+from trainer.data.dataset import Dataset, encoded_rows, load_dataset
 from trainer.data.rows import Row, open_source
+from trainer.recipe.common import DataSection
 from trainer.recipe.reading import load_recipe
-from trainer.recipe.recipe import DataSection, PretrainRecipe
+from trainer.run.kinds import kind_of
 from trainer.terminal.console import say, standard_output, title
 
 _STYLES = {(True, False): "green", (True, True): "bold green", (False, False): None, (False, True): "bold magenta"}
@@ -64,7 +66,7 @@ def _task(options: InspectOptions) -> _Task:
     if options.source.endswith((".yaml", ".yml")):
         recipe = load_recipe(options.source, options.overrides or ())
         base = recipe.data
-        target = recipe.model.tokenizer if isinstance(recipe, PretrainRecipe) else recipe.target
+        target = kind_of(recipe).tokenizer
     elif options.overrides:
         raise ValueError(f"{options.overrides[0]!r} is an override of a recipe, but {options.source} is data: drop it")
     elif options.heldout:
@@ -96,6 +98,7 @@ def _print_row(console: Console, task: _Task, row: Row, encoded: Encoded | Value
     if isinstance(encoded, ValueError):
         say(console, Text(f"skipped: {encoded}", style="red"))
         return
+    format = encoded.transcript.format
     for example in encoded.examples:
         kept = cut(example, task.section.max_length)
         length = f"{len(example.tokens)} tokens"
@@ -104,10 +107,10 @@ def _print_row(console: Console, task: _Task, row: Row, encoded: Encoded | Value
         else:
             cut_at = f", cut to {len(kept.tokens)}" if len(kept.tokens) < len(example.tokens) else ""
             heading = f"{length}{cut_at}, {sum(kept.trained)} trained ({encoded.mask_source})"
-        say(console, Text(f"{row.where}: {encoded.format}, {heading}", style="bold"))
+        say(console, Text(f"{row.where}: {format}, {heading}", style="bold"))
         say(console, marked_text(kept or example, task.tokenizer, colour))
     if not encoded.examples:
-        say(console, Text(f"{row.where}: {encoded.format}, left out: too short", style="bold"))
+        say(console, Text(f"{row.where}: {format}, left out: too short", style="bold"))
 
 
 def marked_text(example: Example, tokenizer: PreTrainedTokenizerBase, colour: bool) -> Text:

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from decoding.drafters import DraftModelDrafter
 from decoding.generate import DecodingConfig
+from decoding.jsonl import read_lines
 from decoding.measure.evaluate import measure_acceptance
 from decoding.measure.machine import commit, hardware, versions
 from decoding.metrics import Estimate
@@ -29,11 +30,11 @@ from decoding.model.loading import (
     load_tokenizer,
     parse_dtype,
 )
-from decoding.prompts import encode_prompt, read_lines
+from decoding.prompts import encode_prompt
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.options import RealignOptions, RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
-from trainer.data.answers import read_conversations
+from trainer.data.conversations import read_conversations
 from trainer.files.folders import check_can_be_folder, sha256_of
 from trainer.files.lock import hold
 from trainer.files.shards import write_text

@@ -109,6 +109,12 @@ def collate(examples: Sequence[Example], indices: Sequence[int] = ()) -> Batch:
     return Batch(tokens, attention_mask, trained, documents, tuple(indices))
 
 
+def cut(example: Example, length: int) -> Example | None:
+    """Return the first ``length`` tokens of an example; None if none of these is trained."""
+    short = example._replace(tokens=example.tokens[:length], trained=example.trained[:length])
+    return short if any(short.trained) else None
+
+
 def pack(examples: Sequence[Example], max_length: int) -> list[Example]:
     """Several examples in one sequence of at most ``max_length`` tokens, each where it leaves the least room.
 

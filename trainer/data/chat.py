@@ -1,4 +1,4 @@
-"""Conversations to token ids, with the assistant's own tokens marked."""
+"""Conversations become token ids, with the assistant's own tokens marked as trained."""
 
 import re
 from collections.abc import Sequence
@@ -8,28 +8,135 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from decoding.prompts import encode_prompt
+from trainer.data.batch import Example
+from trainer.data.conversations import ANSWER_TOKENS, Transcript
+from trainer.recipe.common import DataSection
+
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MARKED = "the template's generation marks"
 COMPARED = "prefixes of the template compared"
 _GOES_ON = "\ue000"  # for private use: no template has it
+_SHORTEST_TEXT = 8  # tokens; a shorter last piece of a text is left out
 
 Messages = Sequence[dict[str, Any]]
 
 
+class Encoded(NamedTuple):
+    """The sequences of a transcript, not yet cut to the longest length."""
+
+    transcript: Transcript
+    mask_source: str
+    """The way in which the trained tokens were found, in words."""
+    examples: tuple[Example, ...]
+
+
+class TranscriptEncoder:
+    """Encodes transcripts with a tokenizer as a recipe's data section says."""
+
+    def __init__(self, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._max_length = section.max_length
+        self._tokenizer = tokenizer
+        self._template = chat_template(tokenizer, section.chat_template)
+        self._vocabulary = frozenset(tokenizer.get_vocab().values())
+
+    def encode(self, transcript: Transcript) -> Encoded:
+        """Return the transcript's sequences; ValueError, naming the row, for one that cannot be encoded."""
+        messages, where = transcript.messages, transcript.where
+        if transcript.format == "text":
+            return Encoded(transcript, "the whole text", self._text_pieces(transcript.text))
+        if transcript.format == "prompt_answer":
+            if not messages[1]["content"].strip():  # a model would be trained to stay silent
+                return Encoded(transcript, "nothing: the answer is empty", ())
+            if self._template is None and transcript.answer_tokens is None:
+                return Encoded(transcript, "the answer behind its prompt", (self._answer_behind_prompt(transcript),))
+        if transcript.answer_tokens is not None:
+            return Encoded(transcript, "the target's own tokens", self._own_tokens(transcript))
+        if self._template is None:
+            raise ValueError(
+                f"{where}: the tokenizer has no chat template, which {transcript.format!r} rows need: name a file with "
+                "one in data.chat_template, or use prompt and answer"
+            )
+        marked = self._template.encode(messages, where, transcript.cut_off)
+        examples = tuple(Example(tokens, trained, trained.index(True)) for tokens, trained in marked)
+        return Encoded(transcript, self._template.mask_source, examples)
+
+    def _text_pieces(self, text: str) -> tuple[Example, ...]:
+        """Cut a plain text into consecutive sequences; every token is trained."""
+        tokens: list[int] = self._tokenizer(text)["input_ids"]
+        pieces = [tokens[i : i + self._max_length] for i in range(0, len(tokens), self._max_length)]
+        return tuple(Example(tuple(piece), (True,) * len(piece), 0) for piece in pieces if len(piece) >= _SHORTEST_TEXT)
+
+    def _answer_behind_prompt(self, transcript: Transcript) -> Example:
+        """Join the prompt, the answer and, unless the answer was cut off, the end of the text, without a template."""
+        prompt, answer = (message["content"] for message in transcript.messages)
+        prompt_tokens: list[int] = self._tokenizer(prompt)["input_ids"]
+        answer_tokens: list[int] = self._tokenizer(answer, add_special_tokens=False)["input_ids"]
+        if self._tokenizer.eos_token_id is not None and not transcript.cut_off:
+            answer_tokens = [*answer_tokens, self._tokenizer.eos_token_id]
+        mask = [False] * len(prompt_tokens) + [True] * len(answer_tokens)
+        return Example(tuple(prompt_tokens + answer_tokens), tuple(mask), len(prompt_tokens))
+
+    def _own_tokens(self, transcript: Transcript) -> tuple[Example, ...]:
+        """Return a sequence for each answer, of the very tokens that the target wrote.
+
+        The answer's text may be other tokens when it is tokenized again, and a cut-off answer has no end to train.
+        """
+        messages, where, written = transcript.messages, transcript.where, transcript.answer_tokens
+        places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        if not isinstance(written, list) or len(written) != len(places):
+            raise ValueError(f"{where}: {ANSWER_TOKENS} holds no list for each of the {len(places)} answers: remove it")
+        examples = []
+        for place, tokens in zip(places, written, strict=True):
+            if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+                raise ValueError(f"{where}: {ANSWER_TOKENS} holds {tokens!r:.60}, not a list of token ids: remove it")
+            if unknown := set(tokens) - self._vocabulary:
+                raise ValueError(
+                    f"{where}: {ANSWER_TOKENS} holds {min(unknown)}, which is no token of this tokenizer: regenerate "
+                    "the answers with this target, or remove the field"
+                )
+            read = read_answer(self._tokenizer, tokens, transcript.cut_off and place == places[-1])
+            if read.strip() != messages[place]["content"].strip():
+                raise ValueError(
+                    f"{where}: {ANSWER_TOKENS} are not the answer's text under this tokenizer: regenerate the answers "
+                    "with this target, or remove the field"
+                )
+            prompt = self._prompt(messages[:place], where)
+            trained = (False,) * len(prompt) + (True,) * len(tokens)
+            examples.append(Example((*prompt, *tokens), trained, len(prompt)))
+        return tuple(examples)
+
+    def _prompt(self, messages: Messages, where: str) -> tuple[int, ...]:
+        if self._template is None:
+            return encode_prompt(list(messages), self._tokenizer, chat=False)
+        return self._template.prompt(messages, where)
+
+
+def read_answer(tokenizer: PreTrainedTokenizerBase, tokens: list[int], truncated: bool) -> str:
+    """Return the text of an answer's tokens, as regeneration writes it down and training compares it."""
+    text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return whole_characters(str(text), truncated)
+
+
+def whole_characters(answer: str, truncated: bool) -> str:
+    """Return the answer without the half character that a cut may leave at its end."""
+    return answer.rstrip("\N{REPLACEMENT CHARACTER}") if truncated else answer
+
+
 class Marked(NamedTuple):
-    """A sequence of token ids, and which of them the assistant wrote, its end of turn included."""
+    """A sequence of token ids; ``trained`` marks the assistant's own, its end of turn included."""
 
     tokens: tuple[int, ...]
     trained: tuple[bool, ...]
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, and how to tell which tokens in it are the assistant's.
+    """A tokenizer's chat template that tells the assistant's tokens from the others.
 
-    A template with ``{% generation %}`` marks says so itself. Of any other, an answer is what the conversation up to
-    and with it has beyond the prompt that would ask for it. Where a template writes earlier turns in another way
-    once others follow (Qwen3 leaves out what was thought), a conversation gives a sequence for each answer, which is
-    how the target sees it when it writes that answer.
+    A template with ``{% generation %}`` marks says so itself. Without marks, two texts are compared: the prompt that
+    asks for an answer, and the conversation with the answer, whose surplus is the answer. Some templates write earlier
+    turns differently once others follow (Qwen3 leaves out its thinking): such a conversation gives one sequence for
+    each answer, as the target saw it when it wrote that answer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
@@ -46,11 +153,11 @@ class ChatTemplate:
 
     @property
     def mask_source(self) -> str:
-        """How the assistant's tokens are found."""
+        """The way in which the assistant's tokens are found, in words."""
         return MARKED if self._has_marks else COMPARED
 
     def prompt(self, messages: Messages, where: str) -> tuple[int, ...]:
-        """The tokens that ask for the answer to ``messages``; ``where`` names the row in errors."""
+        """Return the tokens that ask for an answer to ``messages``; ``where`` names the row in errors."""
         try:
             text = self._asking(messages, where)
         except (TemplateError, TypeError) as error:
@@ -59,9 +166,9 @@ class ChatTemplate:
         return tuple(tokens)
 
     def encode(self, messages: Messages, where: str, cut_off: bool = False) -> list[Marked]:
-        """One sequence, or one for each answer; ``where`` names the row in errors.
+        """Return one sequence, or one for each answer; ``where`` names the row in errors.
 
-        Where the last answer was ``cut_off``, the end that the template gives it is not marked: nobody wrote it.
+        With ``cut_off`` the end that the template puts behind the last answer is not marked: nobody wrote it.
         """
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError(f"{where}: the conversation has no answer of the assistant's, so nothing would be trained")
@@ -82,7 +189,7 @@ class ChatTemplate:
         return Marked(tuple(encoded["input_ids"]), tuple(bool(mark) for mark in encoded["assistant_masks"]))
 
     def _without_end(self, messages: Messages, marked: Marked) -> Marked:
-        """Marks up to where the text would change if the last answer went on."""
+        """Unmark the tokens from where the text would change if the last answer went on."""
         *before, last = messages
         text = self._render(messages)
         longer = self._render([*before, {**last, "content": last["content"] + _GOES_ON}])
@@ -126,12 +233,12 @@ class ChatTemplate:
         return str(text)
 
     def _end_of_answer(self, text: str) -> int:
-        """Behind the end of turn: a line break that follows it is the template's, never written by the target."""
+        """Return the place behind the end of turn: a line break after it is the template's, not the target's."""
         stripped = text.rstrip()
         return len(stripped) if stripped.endswith(self._specials) else len(text)
 
     def _tokenize(self, text: str, spans: Sequence[tuple[int, int]]) -> Marked:
-        """A token is the assistant's if any of its characters is."""
+        """Tokenize the text, marking each token of which any character lies in ``spans``."""
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         offsets: Any = encoded["offset_mapping"]
         marks = [False] * len(offsets)
@@ -155,7 +262,7 @@ class ChatTemplate:
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase, file: str | None) -> ChatTemplate | None:
-    """The template in a Jinja file, else the tokenizer's own; None where it has none."""
+    """Return the template in a Jinja file, else the tokenizer's own; None without either."""
     if file is not None:
         if not Path(file).is_file():
             raise ValueError(f"there is no chat template {file}: data.chat_template names a Jinja file")

@@ -1,4 +1,4 @@
-"""Where training rows come from: .jsonl and .parquet files, folders of them, data sets on the hub."""
+"""Rows of a data source in a fixed order: .jsonl and .parquet files, folders of them, data sets on the hub."""
 
 import glob
 import hashlib
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from decoding.jsonl import parse_row, read_lines
 from decoding.model.loading import first_line
-from decoding.prompts import check_messages, messages_of, parse_row, read_lines
 from trainer.files.folders import sha256_of
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+)?")
@@ -17,43 +17,47 @@ _SUFFIXES = (".jsonl", ".parquet")
 
 
 class Row(NamedTuple):
-    """One row, read but not yet understood: what is wrong with it is found when its fields are asked for."""
+    """One row: its fields by name, or the reason why it has none."""
 
     where: str
-    """The file and the line, as errors name it."""
-    content: bytes | dict[str, Any]
+    """The file and the line, or the data set and the row, as errors name them."""
+    content: dict[str, Any] | ValueError
+    """ValueError for a line that is not a JSON object; the reader decides whether it stops the run."""
 
     def fields(self) -> dict[str, Any]:
-        """The row's fields by name; ValueError where a line is not a JSON object."""
-        return self.content if isinstance(self.content, dict) else parse_row(self.content, self.where)
+        """Return the fields; raise the row's ValueError where it has none."""
+        if isinstance(self.content, ValueError):
+            raise self.content
+        return self.content
 
 
 @dataclass(frozen=True)
-class Source:
-    """Rows in a fixed order, and a digest of all of them."""
+class RowSource:
+    """Rows of files or of a hub data set, and a digest of all of them."""
 
     name: str
     files: tuple[Path, ...]
     hub: Any
     """A ``datasets.Dataset`` in place of files."""
     sha256: str
-    """Of the file; of a folder's names and digests; of a hub data set's name, split and fingerprint."""
+    """Digest of the file; of a folder's names and digests; of a hub data set's name, split and fingerprint."""
 
-    def rows(self) -> Iterator[Row]:
-        """Every row, file after file; lines and rows count from 1."""
+    def read(self) -> Iterator[Row]:
+        """Yield every row, file after file; lines and rows count from 1."""
         if self.hub is not None:
             yield from _numbered(self.name, self.hub)
         for file in self.files:
             if file.suffix == ".parquet":
                 yield from _parquet_rows(file)
             else:
-                yield from (Row(f"{file}, line {number}", line) for number, line in read_lines(file))
+                yield from _jsonl_rows(file)
 
 
-def open_source(name: str, split: str) -> Source:
-    """The rows of a file, of a folder's files in the order of their names, or of a ``split`` of a data set on the hub.
+def open_source(name: str, split: str) -> RowSource:
+    """Open a file, a folder's files in the order of their names, or a ``split`` of a data set on the hub.
 
-    The last is named ORG/NAME, or ORG/NAME:CONFIG where it has several. What is in the way of reading is a ValueError.
+    A hub data set is named ORG/NAME, or ORG/NAME:CONFIG where it has several configurations. ValueError for a source
+    that is not there or cannot be read.
     """
     path = Path(name)
     if path.is_dir():
@@ -61,16 +65,16 @@ def open_source(name: str, split: str) -> Source:
         if not files:
             raise ValueError(f"folder {name} holds no data: put .jsonl or .parquet files into it")
         digests = "".join(f"{file.name} {sha256_of(file)}\n" for file in files)
-        return Source(name, files, None, hashlib.sha256(digests.encode()).hexdigest())
+        return RowSource(name, files, None, hashlib.sha256(digests.encode()).hexdigest())
     if path.is_file():
-        return Source(name, (path,), None, sha256_of(path))
+        return RowSource(name, (path,), None, sha256_of(path))
     if not _HUB_ID.fullmatch(name) or name.endswith((*_SUFFIXES, ".json")):
         raise ValueError(
             f"there is no data file {name}: give a .jsonl or .parquet file, a folder of them, or ORG/NAME on the hub"
         )
-    hub = _hub_rows(name, split)
+    hub = _hub_data_set(name, split)
     digest = hashlib.sha256(f"{name}\n{split}\n{hub._fingerprint}".encode()).hexdigest()
-    return Source(name, (), hub, digest)
+    return RowSource(name, (), hub, digest)
 
 
 def _datasets(name: str) -> Any:
@@ -83,7 +87,7 @@ def _datasets(name: str) -> Any:
     return datasets
 
 
-def _hub_rows(name: str, split: str) -> Any:
+def _hub_data_set(name: str, split: str) -> Any:
     datasets = _datasets(name)
     repository, _, config = name.partition(":")
     try:
@@ -95,8 +99,18 @@ def _hub_rows(name: str, split: str) -> Any:
         ) from error
 
 
+def _jsonl_rows(file: Path) -> Iterator[Row]:
+    for number, line in read_lines(file):
+        where = f"{file}, line {number}"
+        try:
+            content: dict[str, Any] | ValueError = parse_row(line, where)
+        except ValueError as error:
+            content = error
+        yield Row(where, content)
+
+
 def _parquet_rows(file: Path) -> Iterator[Row]:
-    """Streamed, so that no second copy of the file is written anywhere."""
+    """Stream the file, so that no second copy of it is written anywhere."""
     datasets = _datasets(str(file))
     try:
         rows = datasets.load_dataset("parquet", data_files=glob.escape(str(file)), split="train", streaming=True)
@@ -106,15 +120,6 @@ def _parquet_rows(file: Path) -> Iterator[Row]:
 
 
 def _numbered(name: str, rows: Any) -> Iterator[Row]:
-    """Columns that a row leaves empty are fields it does not have."""
+    """Yield rows without the columns that they leave empty."""
     for number, row in enumerate(rows, start=1):
         yield Row(f"{name}, row {number}", {field: value for field, value in row.items() if value is not None})
-
-
-def conversation(fields: dict[str, Any], format: str, where: str) -> list[dict[str, Any]]:
-    """The messages of a row in the ``messages`` or the ``sharegpt`` format, as chat templates take them."""
-    return (
-        check_messages(fields["messages"], where)
-        if format == "messages"
-        else messages_of(fields["conversations"], where)
-    )

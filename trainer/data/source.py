@@ -6,14 +6,14 @@ from typing import NamedTuple, Protocol
 from trainer.data.batch import Example, batch_indices
 
 
-class BatchRow(NamedTuple):
+class PlacedExample(NamedTuple):
     """A sequence of a batch, and its place in the data set: -1 for one that is not in it."""
 
     example: Example
     place: int
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """What the training loop asks for its batches.
 
     What a step gets at a position of its batch (from 0) is the same however positions are dealt out to processes,
@@ -30,7 +30,7 @@ class Source(Protocol):
         Returns figures to log, which are summed over the processes: with the same keys on all.
         """
 
-    def rows(self, step: int, positions: Sequence[int]) -> list[BatchRow]:
+    def examples_at(self, step: int, positions: Sequence[int]) -> list[PlacedExample]:
         """The sequences at these positions of the step's batch."""
 
 
@@ -46,6 +46,6 @@ class Offline:
     def write(self, step: int, positions: Sequence[int]) -> Mapping[str, float]:
         raise AssertionError("nothing is written for a fixed set")
 
-    def rows(self, step: int, positions: Sequence[int]) -> list[BatchRow]:
+    def examples_at(self, step: int, positions: Sequence[int]) -> list[PlacedExample]:
         indices = batch_indices(step, self._batch_size, len(self._examples), self._seed)
-        return [BatchRow(self._examples[indices[position]], indices[position]) for position in positions]
+        return [PlacedExample(self._examples[indices[position]], indices[position]) for position in positions]

@@ -10,11 +10,12 @@ from transformers import PreTrainedTokenizerBase
 from decoding.drafters import Drafter, DraftModelDrafter
 from decoding.generate import DecodingConfig, decode_batch_steps
 from decoding.model.causal_lm import CausalLM
-from decoding.model.compress import with_whole_vocabulary
+from decoding.model.vocabulary import with_whole_vocabulary
 from decoding.rules.sampling import SamplingConfig
 from trainer.data.batch import Example
 from trainer.files.shards import write_text
 from trainer.recipe.draft import PolicySection
+from trainer.terminal.place import ALONE, Place
 
 Kind = Literal["offline", "target", "draft", "loop"]
 """Where a sequence comes from: see `PolicySection`."""
@@ -157,16 +158,9 @@ class WindowFiles:
     run that goes on from between two such times reads its texts from them. Older ones than ``kept_steps`` are removed.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        tokenizer: PreTrainedTokenizerBase,
-        kept_steps: int,
-        process_index: int = 0,
-        num_processes: int = 1,
-    ) -> None:
-        self.folder, self.num_processes = folder, num_processes
-        self._tokenizer, self._kept_steps, self._process_index = tokenizer, kept_steps, process_index
+    def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase, kept_steps: int, place: Place = ALONE) -> None:
+        self.folder, self.place = folder, place
+        self._tokenizer, self._kept_steps = tokenizer, kept_steps
 
     def text_of(self, written: Written) -> str:
         """Its answer, to look at."""
@@ -175,10 +169,10 @@ class WindowFiles:
     def write(self, done: int, texts: Iterable[Written]) -> None:
         """Write this process's texts, whole or not at all."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self._process_index == 0:
+        if self.place.is_first:
             self._remove_others(done)
         rows = ({**text._asdict(), "text": self.text_of(text)} for text in texts)
-        name = f"{_window_name(done)}-process-{self._process_index}-of-{self.num_processes}.jsonl"
+        name = f"{_window_name(done)}-process-{self.place.rank}-of-{self.place.world}.jsonl"
         write_text(self.folder / name, "".join(json.dumps(row) + "\n" for row in rows))
 
     def _remove_others(self, done: int) -> None:
@@ -186,7 +180,7 @@ class WindowFiles:
         for path in self.folder.glob("after-*.jsonl"):
             same = path.name.startswith(_window_name(done))
             if path.name < _window_name(max(0, done - self._kept_steps)) or (
-                same and not path.name.endswith(f"-of-{self.num_processes}.jsonl")
+                same and not path.name.endswith(f"-of-{self.place.world}.jsonl")
             ):
                 path.unlink(missing_ok=True)
 

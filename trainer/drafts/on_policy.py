@@ -13,10 +13,11 @@ from transformers import PreTrainedTokenizerBase
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids
 from trainer.data.batch import Example
-from trainer.data.source import BatchRow, Offline, Source
+from trainer.data.source import BatchSource, Offline, PlacedExample
 from trainer.drafts.generations import Kind, Order, TextWriter, WindowFiles, Written
-from trainer.recipe.draft import PolicySection
-from trainer.recipe.recipe import DraftRecipe, TrainingSection
+from trainer.recipe.common import TrainingSection
+from trainer.recipe.draft import DraftRecipe, PolicySection
+from trainer.terminal.place import ALONE, Place
 
 TEXT_PROMPT = 64
 """A plain text has no prompt of its own: so many of its first tokens are one, or half of a short text."""
@@ -30,10 +31,9 @@ def draft_source(
     target: CausalLM,
     tokenizer: PreTrainedTokenizerBase,
     draft: Callable[[], CausalLM],
-    process_index: int = 0,
-    num_processes: int = 1,
+    place: Place = ALONE,
     folder: Path | None = None,
-) -> Source:
+) -> BatchSource:
     """Where a draft's batches come from. ``draft`` gives it as it is now, to decode with.
 
     ``folder`` is where what is written goes, by default in the run's output. Raises ValueError where no prompt of the
@@ -46,7 +46,7 @@ def draft_source(
     writer = TextWriter(target, policy, recipe.draft.num_draft_tokens, ends, training.seed)
     kept_steps = recipe.checkpoint.every * (recipe.checkpoint.keep + 1) + policy.every
     folder = folder or Path(recipe.output) / GENERATED
-    files = WindowFiles(folder, tokenizer, kept_steps, process_index, num_processes)
+    files = WindowFiles(folder, tokenizer, kept_steps, place)
     return PolicySource(examples, training, policy, writer, draft, files)
 
 
@@ -100,7 +100,7 @@ class PolicySource:
             "generated/tokens": sum(len(text.answer) for text in texts),
             "generated/rejected": sum(len(text.rejected) for text in texts),
             "generated/collapsed": sum(text.collapsed for text in texts),
-            "generated/seconds": (time.perf_counter() - start) / self._files.num_processes,
+            "generated/seconds": (time.perf_counter() - start) / self._files.place.world,
         }
 
     def _check(self, texts: Sequence[Written]) -> None:
@@ -112,21 +112,21 @@ class PolicySource:
                     "offline first"
                 )
 
-    def rows(self, step: int, positions: Sequence[int]) -> list[BatchRow]:
+    def examples_at(self, step: int, positions: Sequence[int]) -> list[PlacedExample]:
         window = step - step % self._policy.every
         if window != self._window:
             self._window, self._texts = window, self._read(window)
         return [
             self._learnt(row, self._texts.get((step, position)))
-            for position, row in zip(positions, self._offline.rows(step, positions), strict=True)
+            for position, row in zip(positions, self._offline.examples_at(step, positions), strict=True)
         ]
 
-    def _learnt(self, row: BatchRow, text: Written | None) -> BatchRow:
+    def _learnt(self, row: PlacedExample, text: Written | None) -> PlacedExample:
         """The data's own where nothing was written, or what is not to be learnt."""
         if text is None or (text.collapsed and self._policy.collapsed == "replace"):
             return row
         rejected_only = text.kind == "loop" and self._policy.loop_trains == "rejected"
-        return BatchRow(text.example(rejected_only), -1)
+        return PlacedExample(text.example(rejected_only), -1)
 
     def _read(self, window: int) -> dict[tuple[int, int], Written]:
         """What was written at the beginning of a window, before the run was stopped in it."""
@@ -144,7 +144,7 @@ class PolicySource:
         orders = []
         for step in range(window, min(window + self._policy.every, self._training.steps)):
             kinds = self._kinds(step)
-            for position, row in zip(positions, self._offline.rows(step, positions), strict=True):
+            for position, row in zip(positions, self._offline.examples_at(step, positions), strict=True):
                 prompt = prompt_of(row.example)
                 if kinds[position] != "offline" and self._fits(prompt):
                     orders.append(Order(step, position, row.place, kinds[position], prompt))

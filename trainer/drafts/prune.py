@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from decoding.model.causal_lm import capture_lm_head_input, last_position
+from decoding.model.lm_head import capture_lm_head_input, last_position
 from trainer.data.batch import Example, collate
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite")

@@ -21,15 +21,15 @@ from transformers import (
 )
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.compress import (
+from decoding.model.finite import check_finite
+from decoding.model.loading import check_same_tokenizer, eos_token_ids, load_model, load_tokenizer, reason
+from decoding.model.vocabulary import (
     most_frequent_tokens,
     read_output_tokens,
     trimmed_vocabulary,
     with_filled_vocabulary,
     write_output_tokens,
 )
-from decoding.model.finite import check_finite
-from decoding.model.loading import check_same_tokenizer, eos_token_ids, load_model, load_tokenizer, reason
 from trainer.data.batch import Example
 from trainer.drafts.prune import measured, narrow_sizes, pruned
 from trainer.files.transformers4 import write_model
@@ -94,7 +94,7 @@ def initial_draft(
 def write_draft(draft: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """A finished draft as a plain transformers folder, which `decoding.model.loading.load_draft` reads back to the bit.
 
-    A trimmed one gets its other lm_head rows back, as `decoding.model.compress.with_filled_vocabulary` makes them, so
+    A trimmed one gets its other lm_head rows back, as `decoding.model.vocabulary.with_filled_vocabulary` makes them, so
     that every server can load it.
     """
     whole = with_filled_vocabulary(draft)

@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decoding.model.compress import read_output_tokens, write_output_tokens
 from decoding.model.finite import check_finite
 from decoding.model.loading import TOKENIZER_PROBE, load_model, load_tokenizer
+from decoding.model.vocabulary import read_output_tokens, write_output_tokens
 from trainer.export.card import Artefact
 from trainer.export.readback import check_bit_equal
 from trainer.files.transformers4 import write_model

@@ -55,7 +55,7 @@ class Layout:
     def _before(self, index: int) -> int:
         return self._ends[index - 1] if index else 0
 
-    def rows(self, shard: int) -> int:
+    def num_rows(self, shard: int) -> int:
         """How many rows a shard holds."""
         examples = self.shards[shard]
         return self._before(examples.stop) - self._before(examples.start)

@@ -17,16 +17,19 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from decoding.drafters import Drafter, MedusaDrafter
-from decoding.model.causal_lm import CausalLM, capture_lm_head_input, last_position
+from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHead, MedusaHeads
+from decoding.model.lm_head import lm_head_input
 from decoding.rules.best_tree import best_tree
 from trainer.data.batch import Batch
 from trainer.learning.fused import FusedLoss, fused_loss
 from trainer.learning.losses import LossMix
 from trainer.learning.objective import EVERYWHERE_THE_SAME, TermSums
 from trainer.learning.teachers import HiddenTeacher, Teacher, TopKTeacher
-from trainer.recipe.recipe import HeadsSection, LossSection
-from trainer.target.hidden import HiddenStates, LogitTransform, TopLogits
+from trainer.recipe.heads import HeadsSection
+from trainer.recipe.loss import LossSection
+from trainer.target.hidden import HiddenStates, TopLogits
+from trainer.target.logits import LogitTransform
 
 _RANKS = 10  # of each head's best tokens, as in Medusa's published trees
 
@@ -71,7 +74,7 @@ class MedusaTraining(nn.Module):
         loss = partial(
             fused_loss,
             labels=inputs.batch.tokens[rows, places + ahead],
-            mix=LossMix(self._loss.mix, self._loss.temperature),
+            mix=LossMix.of(self._loss),
             teacher=_teacher(inputs, rows, places + ahead - 1) if self._loss.soft else None,
         )
         if head.lm_head is not None:  # inside its forward: only there are its weights whole when they are sharded
@@ -211,9 +214,7 @@ def rank_accuracies(
     device = next(heads.parameters()).device
     for tokens, prompt_length in texts:
         ids = torch.tensor([list(tokens)], device=target.device)
-        with capture_lm_head_input(target.model, select=last_position) as captured:
-            target.model(input_ids=ids, use_cache=False)
-        hidden, text = captured[0][0].to(device), ids[0].to(device)
+        hidden, text = lm_head_input(target.model, {"input_ids": ids})[0].to(device), ids[0].to(device)
         embedded = embed(ids[0]).to(device) if heads.config.sequential else None
         for k, head in enumerate(heads.heads):
             first = max(prompt_length - 1, 0)  # the position whose lm_head wrote the first new token

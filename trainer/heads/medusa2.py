@@ -1,6 +1,7 @@
 """The Medusa-2 objective: heads and the target's LoRA adapters, trained jointly (2401.10774, section 2.2.2)."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter, MedusaDrafter
 from decoding.model.architecture import is_spread
-from decoding.model.causal_lm import CausalLM, capture_lm_head_input, last_position
+from decoding.model.causal_lm import CausalLM
+from decoding.model.lm_head import lm_head_input, run_in_lm_head
 from trainer.data.batch import Batch
 from trainer.files.transformers4 import write_model
 from trainer.heads.medusa import (
@@ -28,8 +30,8 @@ from trainer.learning.lora import base_of, merged_weights, refuse_embeddings, wa
 from trainer.learning.losses import LossMix
 from trainer.learning.objective import TermSums
 from trainer.learning.teachers import HiddenTeacher
-from trainer.recipe.recipe import AdaptersSection, HeadsSection
-from trainer.target.hidden import check_logits, logit_scale, logit_transform, read_at_lm_head
+from trainer.recipe.heads import AdaptersSection, HeadsSection
+from trainer.target.logits import check_logits, logit_scale, logit_transform
 
 if TYPE_CHECKING:  # slow to import, and of use to this objective alone
     from peft import PeftModel
@@ -56,15 +58,9 @@ class JointTraining(nn.Module):
         ``teacher`` holds the hidden states of the target as it was, for the divergence from it; without them its own
         loss is the cross entropy on the data.
         """
-        found: list[TermSums] = []
-
-        def read(hidden: Tensor, lm_head: Tensor) -> None:
-            with torch.enable_grad():
-                found.append(self._losses(batch, hidden, lm_head, teacher))
-
-        with torch.set_grad_enabled(joint), read_at_lm_head(self._target, read):
-            self._target(**batch.model_inputs(), use_cache=False)
-        losses, hits = found[0]
+        with torch.set_grad_enabled(joint):
+            hidden = lm_head_input(self._target, batch.model_inputs())
+        losses, hits = run_in_lm_head(self._target, hidden, partial(self._losses, batch, teacher))
         if not joint:  # data parallelism waits for the gradient of everything that is trained
             still = [p for p in self.model.parameters() if p.requires_grad and p.numel()]
             losses = losses + 0 * sum((p.sum() for p in still), torch.zeros((), device=losses.device))
@@ -75,7 +71,7 @@ class JointTraining(nn.Module):
         """The target itself: peft replaced layers inside it."""
         return base_of(self.model)
 
-    def _losses(self, batch: Batch, hidden: Tensor, lm_head: Tensor, teacher: Tensor | None) -> TermSums:
+    def _losses(self, batch: Batch, teacher: Tensor | None, hidden: Tensor, lm_head: Tensor) -> TermSums:
         embedded = None
         if self.heads.heads.config.sequential:
             with torch.no_grad():
@@ -141,9 +137,8 @@ class Medusa2Objective:
     def _as_it_was(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
         """The hidden states of the target with its adapters switched off."""
         model = self.module.model
-        with model.disable_adapter(), capture_lm_head_input(model.get_base_model(), select=last_position) as captured:
-            model.get_base_model()(**batch.model_inputs(), use_cache=False)
-        return captured[0]
+        with model.disable_adapter():
+            return lm_head_input(model.get_base_model(), batch.model_inputs())
 
     def drafter(self) -> Drafter:
         self.module.eval()

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from trainer.learning.losses import Comparison, LossMix
-from trainer.learning.teachers import TargetRows, Teacher
+from trainer.learning.teachers import KnownLogits, Teacher
 
 CHUNK_BYTES = 128 * 2**20
 """Logits of a chunk: fewer make the products with the weight slow, more make the memory grow and nothing faster."""
@@ -64,33 +64,6 @@ def fused_loss(
     return FusedLoss(*_FusedLoss.apply(hidden, weight, labels, mix, teacher, layer, chunk))  # type: ignore[no-untyped-call]  # torch's
 
 
-@torch.no_grad()
-def token_divergences(
-    hidden: Float[Tensor, "tokens hidden"],
-    weight: Float[Tensor, "outputs hidden"],
-    teacher: Teacher,
-    temperature: float = 1.0,
-    *,
-    tokens: Int[Tensor, " outputs"] | None = None,
-    soft_cap: float | None = None,
-    chunk: int | None = None,
-) -> Float[Tensor, " tokens"]:
-    """The forward KL of each token, without gradient: what tokens are selected by (AdaSPEC, 2510.19779).
-
-    Arguments as `fused_loss`'s.
-    """
-    layer, dtype = _Outputs(len(weight), tokens, soft_cap), _product_dtype(hidden)
-    found = [torch.zeros(0, dtype=_wide(dtype), device=hidden.device)]
-    with torch.autocast(hidden.device.type, enabled=False):
-        for rows, logits in _chunks(hidden.to(dtype), weight.to(dtype), teacher.width, chunk):
-            target = teacher.rows(rows.start, rows.stop, temperature).to(hidden.device)
-            for block in _blocks(logits, teacher.width):
-                log_q = (layer.scores(logits[block]) / temperature).log_softmax(-1)
-                sides, _ = layer.compare(target.block(block), log_q, log_q.exp(), temperature)
-                found.append(sides.forward_kl().value)
-    return torch.cat(found)
-
-
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -113,7 +86,7 @@ class _FusedLoss(torch.autograd.Function):
             for rows, logits in _chunks(compute_hidden, compute_weight, width, chunk):
                 target = None
                 if teacher is not None:
-                    target = teacher.rows(rows.start, rows.stop, mix.temperature).to(hidden.device)
+                    target = teacher.known_logits(rows.start, rows.stop, mix.temperature).to(hidden.device)
                 found = _turn_into_gradient(logits, labels[rows], mix, target, layer)
                 for total, part in zip(sums, found, strict=True):
                     total += part
@@ -170,14 +143,14 @@ def _turn_into_gradient(
     logits: Float[Tensor, "rows outputs"],
     labels: Int[Tensor, " rows"],
     mix: LossMix,
-    target: TargetRows | None,
+    target: KnownLogits | None,
     layer: "_Outputs",
 ) -> FusedLoss:
     """Overwrite a linear layer's products with the loss's gradient with respect to them."""
     wide = _wide(logits.dtype)
     loss, accepted = (torch.zeros((), dtype=wide, device=logits.device) for _ in range(2))
     correct = torch.zeros((), dtype=torch.long, device=logits.device)
-    written = layer.rows(labels)
+    written = layer.outputs_of(labels)
     for block in _blocks(logits, 0 if target is None else target.logits.shape[1]):
         scores, right = layer.scores(logits[block]), written[block]
         correct += (scores.argmax(-1) == right).sum()
@@ -193,7 +166,7 @@ def _mixed(
     scores: Float[Tensor, "rows outputs"],
     right: Int[Tensor, " rows"],
     mix: LossMix,
-    target: TargetRows | None,
+    target: KnownLogits | None,
     layer: "_Outputs",
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, "rows outputs"]]:
     """The loss of wide logits, what would be accepted, and the loss's gradient with respect to them."""
@@ -252,7 +225,7 @@ class _Outputs:
         """From the gradient with respect to logits to that with respect to the products."""
         return gradient if self._cap is None else gradient.mul_(1 - (scores / self._cap).square_())
 
-    def rows(self, tokens: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+    def outputs_of(self, tokens: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
         """Which row writes each of the target's tokens; -1: none."""
         if self._sorted is None:
             return tokens.where(tokens < self._count, -1)
@@ -262,7 +235,7 @@ class _Outputs:
 
     def compare(
         self,
-        target: TargetRows,
+        target: KnownLogits,
         log_q: Float[Tensor, "rows outputs"],
         q: Float[Tensor, "rows outputs"],
         temperature: float,
@@ -283,7 +256,7 @@ class _Outputs:
             rest = others.sum(-1, keepdim=True).clamp_(min=torch.finfo(q.dtype).tiny)
             merged = torch.cat((log_q.gather(1, target.tokens), rest.log()), 1)
             return Comparison(log_p, merged, merged.exp()), partial(_of_best_and_rest, q, target.tokens, others / rest)
-        rows = self.rows(target.tokens)
+        rows = self.outputs_of(target.tokens)
         weights = weights.masked_fill_(rows < 0, 0.0)
         rows = rows.clamp_(min=0)
         sides = Comparison(log_p, log_q.gather(1, rows), q.gather(1, rows), weights, whole=False)

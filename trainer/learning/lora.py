@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from trainer.recipe.draft import LoraSection
+from trainer.recipe.common import LoraSection
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -8,17 +8,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd", "tvd_plus", "acceptance", "lk"]
-Term = Literal["cross_entropy", Divergence]
-
-_LEAST_DEVIATION = 1e-3
-"""Of the rewards in ``tvd_plus``: a token whose rewards are all but equal weighs at most a thousand times its TVD."""
+from trainer.recipe.loss import Divergence, LossSection, Term
 
 
 @dataclass(frozen=True)
@@ -48,9 +44,14 @@ class LossMix:
         if not self.eta >= 0:
             raise ValueError(f"lk has eta {self.eta:g}: give 0 or more")
 
+    @staticmethod
+    def of(section: LossSection) -> "LossMix":
+        """Return the mix of a recipe's terms on the logits; ValueError if it has none."""
+        return LossMix(section.mix, section.temperature, section.jsd_beta, section.lk_eta)
+
     @property
     def soft(self) -> bool:
-        """Whether any term asks for the target's distribution."""
+        """True if a term needs the target's distribution."""
         return self.weights.keys() != {"cross_entropy"}
 
 
@@ -74,12 +75,9 @@ def divergence(
     - ``acceptance``: -log Σ min(p, q) (LK losses, 2602.23881).
     - ``lk``: λ KL(p‖q) + (1-λ) tvd with λ = exp(-η Σ min(p, q)) (the same; there the mean over a batch, here each
       token has its own).
-    - ``tvd_plus``: TVD++ (Direct Alignment, 2403.00858). The gradient of ``tvd`` is that of a policy rewarded by 1 for
-      a token with p > q, 0 for one with p < q. Less their mean (which changes no gradient) and over their standard
-      deviation σ under q, the rewards make it that of tvd / σ. There σ is a batch's, here each token has its own.
 
-    No gradient flows through λ and σ; they are each token's own because sums that knew their batch would not add up
-    over accumulation steps and processes. Not scaled by temperature squared.
+    No gradient flows through λ, which is each token's own because a sum that depends on its batch would not add up over
+    accumulation steps and processes. Terms are not scaled by temperature squared.
 
     ``tokens[i]`` is the target's token that the draft's output i stands for; without it, token i. Where the draft
     knows only some of the tokens, S, p is not renormalised, and what the draft cannot say costs only what cannot be
@@ -106,9 +104,6 @@ def divergence(
             each = (q * (log_q - log_p)).sum(-1)
         case "tvd":
             each = 1 - overlap
-        case "tvd_plus":
-            mean = (q * torch.heaviside(log_p - log_q, q.new_tensor(0.5))).sum(-1).detach()
-            each = (1 - overlap) / (mean * (1 - mean)).sqrt().clamp(min=_LEAST_DEVIATION)
         case "acceptance":
             each = -torch.minimum(log_p, log_q).logsumexp(-1)
         case "lk":
@@ -137,7 +132,7 @@ class Comparison:
     Without ``weights`` the outcomes are all that the draft knows. With them they are a sample of these, repeats
     included, and a sum over the sample times its weights is expected to be the sum over all: so are then
     ``forward_kl`` (but for the constant in p(S)), ``reverse_kl``, ``jsd`` and ``tvd`` and every gradient of theirs.
-    ``acceptance``, ``lk`` and ``tvd_plus`` are functions of such sums: they come close as the sample grows.
+    ``acceptance`` and ``lk`` are functions of such sums: they come close as the sample grows.
     """
 
     def __init__(
@@ -163,10 +158,6 @@ class Comparison:
                 return self._jsd(mix.beta)
             case "tvd":
                 return Pulled(1 - self.overlap, self._gain)
-            case "tvd_plus":
-                mean = self._gain.sum(-1)  # of the rewards, under q
-                deviation = (mean * (1 - mean)).clamp_(min=0).sqrt_().clamp_(min=_LEAST_DEVIATION)
-                return Pulled((1 - self.overlap) / deviation, self._gain / deviation[:, None])
             case "acceptance":
                 return self._acceptance()
             case "lk":

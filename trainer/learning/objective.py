@@ -1,14 +1,13 @@
 """What the training loop asks of an objective: batch -> sums of losses, and something to evaluate and save."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from decoding.drafters import Drafter
-from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Batch
 
 
@@ -55,14 +54,6 @@ class Objective(Protocol):
 
     def save(self, folder: Path) -> None:
         """Write what was trained in the form that is used afterwards."""
-
-
-@runtime_checkable
-class TreeObjective(Protocol):
-    """An objective whose drafter drafts a tree that is chosen when all is trained."""
-
-    def choose_tree(self, target: CausalLM, texts: Sequence[tuple[Sequence[int], int]]) -> None:
-        """Fit the tree to the target's own greedy texts, as (tokens, prompt length)."""
 
 
 EVERYWHERE_THE_SAME: Mapping[str, float] = {"": 1.0}

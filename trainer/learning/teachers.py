@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 
-class TargetRows(NamedTuple):
+class KnownLogits(NamedTuple):
     """What is known of the target's logits at some positions.
 
     All of them; or, with ``log_total``, those of ``tokens``. These are the best, and all others count as one outcome;
@@ -21,17 +21,17 @@ class TargetRows(NamedTuple):
     log_total: Float[Tensor, " rows"] | None = None
     drawn: int | None = None
 
-    def block(self, rows: slice) -> "TargetRows":
+    def block(self, rows: slice) -> "KnownLogits":
         """Some of these rows."""
         return self._each(lambda part: part[rows])
 
-    def to(self, device: torch.device) -> "TargetRows":
+    def to(self, device: torch.device) -> "KnownLogits":
         """These rows on a device."""
         return self._each(lambda part: part.to(device))
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "TargetRows":
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "KnownLogits":
         logits, tokens, log_total, drawn = self
-        return TargetRows(
+        return KnownLogits(
             change(logits),
             None if tokens is None else change(tokens),
             None if log_total is None else change(log_total),
@@ -73,11 +73,8 @@ class Teacher(Protocol):
     def width(self) -> int:
         """How many logits it gives for a token."""
 
-    def rows(self, start: int, stop: int, temperature: float) -> TargetRows:
+    def known_logits(self, start: int, stop: int, temperature: float) -> KnownLogits:
         """For tokens ``start`` to ``stop``; ``temperature`` is the one the loss will divide the logits by."""
-
-    def at(self, index: Int[Tensor, " chosen"]) -> "Teacher":
-        """Of some of the tokens, in the order given."""
 
 
 class HiddenTeacher(NamedTuple):
@@ -95,21 +92,17 @@ class HiddenTeacher(NamedTuple):
     def width(self) -> int:
         return len(self.weight)
 
-    def rows(self, start: int, stop: int, temperature: float) -> TargetRows:
+    def known_logits(self, start: int, stop: int, temperature: float) -> KnownLogits:
         """Every logit of these tokens."""
         logits = self.hidden[start:stop].to(self.weight) @ self.weight.T
-        return TargetRows(logits if self.transform is None else self.transform(logits))
-
-    def at(self, index: Int[Tensor, " chosen"]) -> "HiddenTeacher":
-        """Of some of the tokens."""
-        return self._replace(hidden=self.hidden[index])
+        return KnownLogits(logits if self.transform is None else self.transform(logits))
 
 
 class TopKTeacher(NamedTuple):
     """The target's best logits at each token and the logsumexp over all: the best are exact, the rest is one outcome.
 
     Divergences are then those between distributions over k+1 outcomes: the tokens kept, and "any other". Merging
-    outcomes loses information, so every term but ``lk`` and ``tvd_plus`` is a lower bound of the term over the whole
+    outcomes loses information, so every term but ``lk`` is a lower bound of the term over the whole
     vocabulary (for ``tvd`` and ``acceptance``: the overlap is overrated); equal to it where draft and target share out
     the rest alike. Within the rest the draft keeps its own proportions. The tokens of a row are distinct, and fewer
     than the vocabulary.
@@ -125,18 +118,14 @@ class TopKTeacher(NamedTuple):
     def width(self) -> int:
         return self.tokens.shape[1]
 
-    def rows(self, start: int, stop: int, temperature: float) -> TargetRows:
+    def known_logits(self, start: int, stop: int, temperature: float) -> KnownLogits:
         """The best of these tokens; ValueError at a temperature."""
         if temperature != 1:
             raise ValueError(
                 f"the loss has temperature {temperature:g} but the best logits were stored with their total at 1: "
                 "set the temperature to 1, or store no top_k so that the target's lm_head is used"
             )
-        return TargetRows(self.logits, self.tokens, self.log_total).block(slice(start, stop))
-
-    def at(self, index: Int[Tensor, " chosen"]) -> "TopKTeacher":
-        """Of some of the tokens."""
-        return TopKTeacher(*(part[index] for part in self))
+        return KnownLogits(self.logits, self.tokens, self.log_total).block(slice(start, stop))
 
 
 class SampledTailTeacher(NamedTuple):
@@ -145,8 +134,8 @@ class SampledTailTeacher(NamedTuple):
     The k best tokens are exact. Of the others, the tail, n were drawn with replacement in proportion to the target's
     probabilities; one that was drawn with probability p among the whole stands for P / (n p) tokens, P being the
     tail's whole probability. So every sum over the vocabulary is estimated without bias: ``forward_kl`` (its gradient
-    is q - p' with Σ p' = 1), ``reverse_kl``, ``jsd``, ``tvd`` and all their gradients. ``acceptance``, ``lk`` and
-    ``tvd_plus`` are functions of such sums, and come close as the tail's share falls or n grows; so does the value of
+    is q - p' with Σ p' = 1), ``reverse_kl``, ``jsd``, ``tvd`` and all their gradients. ``acceptance`` and
+    ``lk`` are functions of such sums, and come close as the tail's share falls or n grows; so does the value of
     ``forward_kl``, though not its gradient, where the draft knows only some of the tokens. A sample is no good to
     ``reverse_kl`` all the same: where the draft says what the target does not, it weighs q / p, which has no bound.
     The bias that top-k alone has, and this cure: Sparse Logit Sampling, 2503.16870.
@@ -166,7 +155,7 @@ class SampledTailTeacher(NamedTuple):
     def width(self) -> int:
         return self.tokens.shape[1] + self.tail_tokens.shape[1]
 
-    def rows(self, start: int, stop: int, temperature: float) -> TargetRows:
+    def known_logits(self, start: int, stop: int, temperature: float) -> KnownLogits:
         """The best and the sample; ValueError at another temperature than theirs."""
         if temperature != self.temperature:
             raise ValueError(
@@ -174,19 +163,9 @@ class SampledTailTeacher(NamedTuple):
                 f"{self.temperature:g}: set the temperature to {self.temperature:g}, or store them anew"
             )
         rows = slice(start, stop)
-        return TargetRows(
+        return KnownLogits(
             torch.cat((self.logits[rows], self.tail_logits[rows]), 1),
             torch.cat((self.tokens[rows], self.tail_tokens[rows]), 1),
             self.log_total[rows],
             self.tail_tokens.shape[1],
-        )
-
-    def at(self, index: Int[Tensor, " chosen"]) -> "SampledTailTeacher":
-        """Of some of the tokens."""
-        return self._replace(
-            tokens=self.tokens[index],
-            logits=self.logits[index],
-            log_total=self.log_total[index],
-            tail_tokens=self.tail_tokens[index],
-            tail_logits=self.tail_logits[index],
         )

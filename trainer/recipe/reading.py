@@ -11,7 +11,10 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from yaml import YAMLError
 
-from trainer.recipe.recipe import AnyRecipe, DraftRecipe, MedusaRecipe, PretrainRecipe, Recipe
+from trainer.recipe.draft import DraftRecipe
+from trainer.recipe.heads import MedusaRecipe
+from trainer.recipe.pretrain import PretrainRecipe
+from trainer.recipe.recipe import AnyRecipe, Recipe
 
 _ADAPTER: TypeAdapter[AnyRecipe] = TypeAdapter(Recipe)
 

@@ -1,7 +1,9 @@
-"""What every section of a recipe is: frozen, without keys that nobody reads, and without infinite numbers."""
+"""The base of every part of a recipe: frozen, without unknown keys, and without infinite numbers."""
 
 from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
+    """Part of a recipe; pydantic raises ValidationError for an unknown key or a value out of its range."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

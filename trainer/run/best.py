@@ -19,7 +19,7 @@ from torch import nn
 
 from decoding.model.finite import check_finite
 from trainer.files.folders import check_seal, write_folder
-from trainer.recipe.recipe import EvaluationSection
+from trainer.recipe.common import EvaluationSection
 from trainer.run.checkpoint import Progress
 from trainer.run.state import gather_weights, load_weights
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from trainer.recipe.recipe import TrainingSection
+from trainer.recipe.common import TrainingSection
 
 
 def build_accelerator(section: TrainingSection, **options: Any) -> Accelerator:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from decoding.generate import DecodingConfig, decode
@@ -14,12 +15,13 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids
 from decoding.rules.sampling import SamplingConfig
 from trainer.data.dataset import Dataset, heldout_prompts
+from trainer.job import Job
 from trainer.learning.objective import Objective
-from trainer.recipe.recipe import EvaluationSection
-from trainer.run.assemble import Job
+from trainer.recipe.common import EvaluationSection
 from trainer.run.best import CRITERION, Best
 from trainer.run.checkpoint import Checkpoints, Progress
 from trainer.run.log import Log
+from trainer.target.loading import StoredTarget, Target
 
 
 class Evaluator:
@@ -53,10 +55,19 @@ class Evaluator:
 
 
 def evaluator_of(job: Job) -> Evaluator | None:
-    """None where there is no target to evaluate with now, or no prompt is asked for."""
-    if job.target is None or job.target.model is None or not job.recipe.evaluation.prompts:
+    """The evaluator of a run in between; None where no target is loaded to evaluate with, or no prompt is asked for."""
+    return _evaluator(job, job.target)
+
+
+def evaluator_at_end(job: Job, device: torch.device) -> Evaluator | None:
+    """The evaluator of finished weights, for which a target that was let go is loaded again on ``device``."""
+    return _evaluator(job, job.target_again(device)) if job.recipe.evaluation.prompts else None
+
+
+def _evaluator(job: Job, target: StoredTarget | None) -> Evaluator | None:
+    if not isinstance(target, Target) or not job.recipe.evaluation.prompts:
         return None
-    return Evaluator(job.target.model, job.tokenizer, job.heldout, job.recipe.evaluation)
+    return Evaluator(target.model, job.tokenizer, job.heldout, job.recipe.evaluation)
 
 
 class Watch:

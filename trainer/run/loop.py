@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.data.batch import Batch, collate
-from trainer.data.source import Source
+from trainer.data.source import BatchSource
 from trainer.learning.objective import Objective
-from trainer.recipe.recipe import TrainingSection
+from trainer.recipe.common import TrainingSection
 from trainer.run.checkpoint import Checkpoints, Progress, Saved
 from trainer.run.distributed import Runner, prepare, whole_parameters
 from trainer.run.optimizer import build_optimizers, set_learning_rates
@@ -50,7 +50,7 @@ def learning_rate_at(step: int, section: TrainingSection) -> float:
 
 def train(
     objective: Objective,
-    source: Source,
+    source: BatchSource,
     section: TrainingSection,
     accelerator: Accelerator,
     checkpoints: Checkpoints,
@@ -108,7 +108,7 @@ def _step(
     objective: Objective,
     runner: Runner,
     optimizers: Sequence[Optimizer],
-    source: Source,
+    source: BatchSource,
     section: TrainingSection,
     accelerator: Accelerator,
     progress: Progress,
@@ -176,7 +176,7 @@ def _my_positions(section: TrainingSection, accelerator: Accelerator) -> range:
 
 
 def _write(
-    source: Source, objective: Objective, section: TrainingSection, accelerator: Accelerator, step: int
+    source: BatchSource, objective: Objective, section: TrainingSection, accelerator: Accelerator, step: int
 ) -> dict[str, float]:
     """Let the source write where a step needs it; its figures, of all processes together."""
     if not source.writes_at(step):
@@ -188,10 +188,13 @@ def _write(
     return dict(zip(figures, sums.tolist(), strict=True))
 
 
-def _my_micro_batches(step: int, source: Source, section: TrainingSection, accelerator: Accelerator) -> list[Batch]:
-    rows = source.rows(step, _my_positions(section, accelerator))
-    shares = [rows[start : start + section.micro_batch_size] for start in range(0, len(rows), section.micro_batch_size)]
-    batches = (collate([row.example for row in share], [row.place for row in share]) for share in shares)
+def _my_micro_batches(
+    step: int, source: BatchSource, section: TrainingSection, accelerator: Accelerator
+) -> list[Batch]:
+    examples = source.examples_at(step, _my_positions(section, accelerator))
+    size = section.micro_batch_size
+    shares = [examples[start : start + size] for start in range(0, len(examples), size)]
+    batches = (collate([each.example for each in share], [each.place for each in share]) for share in shares)
     return [batch.to(accelerator.device) for batch in batches]
 
 

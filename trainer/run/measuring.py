@@ -7,38 +7,25 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
 
 from trainer.data.batch import Example, collate
-from trainer.data.dataset import Dataset
+from trainer.job import Job, Kind, Phase
 from trainer.learning.objective import Objective
-from trainer.recipe.recipe import AnyRecipe, DraftRecipe, MedusaRecipe
-from trainer.run.assemble import Job, Target, feature_identity, source_of
 from trainer.run.checkpoint import Checkpoints, Progress, Saved
 from trainer.run.distributed import build_accelerator
 from trainer.run.heldout import Evaluator
 from trainer.run.loop import Hooks, train
 from trainer.run.state import gather_weights
-from trainer.target.features import FeatureWriter
-from trainer.target.store import Writer
-from trainer.target.teacher_cache import TeacherWriter, teacher_identity
+from trainer.target.loading import Target
 from trainer.terminal.console import standard_output
-
-
-class Phase(NamedTuple):
-    """Steps of a run that are of one kind: from step ``first`` (from 0), ``steps`` of them."""
-
-    name: str
-    first: int
-    steps: int
+from trainer.terminal.place import ALONE
 
 
 @dataclass(frozen=True)
@@ -86,31 +73,21 @@ def quiet() -> Console:
     return standard_output(file=StringIO())
 
 
-def phases_of(recipe: AnyRecipe) -> list[Phase]:
-    """The kinds of steps in a run: adapters that join the heads later make two of it."""
-    steps = recipe.training.steps
-    alone = recipe.adapters.heads_first_steps if isinstance(recipe, MedusaRecipe) and recipe.adapters else 0
-    if not 0 < alone < steps:
-        return [Phase("a step", 0, steps)]
-    return [Phase("a step of the heads alone", 0, alone), Phase("a step with the adapters", alone, steps - alone)]
-
-
-def measure(job: Job, processes: int, steps: int, examples: Sequence[Example]) -> Measured:
+def measure(kind: Kind, job: Job, processes: int, steps: int, examples: Sequence[Example]) -> Measured:
     """Do ``steps`` steps of each phase after one to warm up, an evaluation of one prompt, and a forward.
 
     One process does its share of a batch, as each of ``processes`` would. ``examples`` are those to be written.
     The objective is trained by it: assemble another one to train.
     """
-    paces = tuple(_pace(job, phase, processes, steps) for phase in phases_of(job.recipe))
+    paces = tuple(_pace(kind, job, phase, processes, steps) for phase in kind.phases())
     peak = peak_memory()
     return Measured(paces, _evaluation_seconds(job), _writing_seconds(job, examples) / processes, peak)
 
 
-def _pace(job: Job, phase: Phase, processes: int, steps: int) -> Pace:
+def _pace(kind: Kind, job: Job, phase: Phase, processes: int, steps: int) -> Pace:
     """A phase too short for a step to warm up is measured with it."""
     section = job.recipe.training
     share = section.model_copy(update={"batch_size": section.batch_size // processes})
-    its_own = replace(job, recipe=job.recipe.model_copy(update={"training": share}))
     stamps: list[float] = []
     wrote: list[float] = []
 
@@ -121,35 +98,24 @@ def _pace(job: Job, phase: Phase, processes: int, steps: int) -> Pace:
             raise _Enough
 
     accelerator = build_accelerator(section)
-    begin = _BegunAt(job.objective, _first_step(job.recipe, phase))
+    begin = _BegunAt(job.objective, kind.measured_from(phase))
     hooks = Hooks(on_step, lambda progress: False)
     stamps.append(time.perf_counter())
     with suppress(_Enough), tempfile.TemporaryDirectory() as folder:
-        source = source_of(its_own, folder=Path(folder))
+        source = job.source(share, ALONE, Path(folder))
         train(job.objective, source, share, accelerator, begin, 1 << 30, 1 << 30, hooks)
     accelerator.free_memory()  # or this phase's optimizer would be there still during the next
     seconds = [after - start - writing for (start, after), writing in zip(pairwise(stamps), wrote, strict=True)]
     taken, writings = seconds[1:] or seconds, [writing for writing in wrote if writing]
-    each = statistics.median(writings[1:] or writings or [0.0]) / _steps_written_for(job.recipe)
+    each = statistics.median(writings[1:] or writings or [0.0]) / kind.steps_per_writing
     return Pace(phase, statistics.median(taken) + each, min(taken) + each, max(taken) + each)
 
 
-def _first_step(recipe: AnyRecipe, phase: Phase) -> int:
-    """With texts to write, whose shares may change over the run: one in its middle at which some are written."""
-    every = _steps_written_for(recipe)
-    return phase.steps // 2 // every * every if isinstance(recipe, DraftRecipe) else phase.first
-
-
-def _steps_written_for(recipe: AnyRecipe) -> int:
-    """At a time."""
-    return recipe.draft.policy.every if isinstance(recipe, DraftRecipe) else 1
-
-
 def _evaluation_seconds(job: Job) -> float:
-    """From one of its prompts."""
-    if job.target is None or job.target.model is None:
-        return 0.0
+    """Seconds of a whole evaluation, by one of its prompts; 0 where no target is loaded to evaluate with."""
     section = job.recipe.evaluation
+    if not isinstance(job.target, Target):
+        return 0.0
     one = section.model_copy(update={"prompts": 1})
     evaluator = Evaluator(job.target.model, job.tokenizer, job.heldout, one)
     start = time.perf_counter()
@@ -158,29 +124,17 @@ def _evaluation_seconds(job: Job) -> float:
 
 
 def _writing_seconds(job: Job, examples: Sequence[Example]) -> float:
-    """From one micro batch."""
-    writer = None if job.target is None else writer_of(job.recipe, job.target, job.tokenizer, job.dataset)
+    """Seconds of writing features or a teacher cache of these examples, by one micro batch; 0 without either."""
+    writer = job.writer(job.dataset.examples)
     if writer is None:
         return 0.0
     few = job.dataset.examples[: job.recipe.training.micro_batch_size]
     batch = collate(few, range(len(few)))
     start = time.perf_counter()
-    for column in writer.rows(batch).values():
+    for column in writer.compute_columns(batch).values():
         column.cpu()
     speed = sum(len(example.tokens) for example in few) / (time.perf_counter() - start)
     return sum(len(example.tokens) for example in examples) / speed
-
-
-def writer_of(recipe: AnyRecipe, target: Target, tokenizer: PreTrainedTokenizerBase, dataset: Dataset) -> Writer | None:
-    """Of the features or the teacher cache that a recipe learns from; None where it has neither."""
-    if isinstance(recipe, MedusaRecipe) and recipe.features is not None:
-        assert target.model is not None
-        return FeatureWriter(target.model, feature_identity(target, tokenizer, dataset, recipe.features))
-    if isinstance(recipe, DraftRecipe) and recipe.draft.teacher is not None:
-        assert target.model is not None
-        section, temperature = recipe.draft.teacher, recipe.draft.loss.temperature
-        return TeacherWriter(target.model, teacher_identity(target, tokenizer, dataset, section, temperature))
-    return None
 
 
 def peak_memory() -> int:

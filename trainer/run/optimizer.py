@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.recipe.recipe import TrainingSection
+from trainer.recipe.common import TrainingSection
 
 _OVER_VOCABULARY = {"embed_tokens", "embed_in", "embed_out", "embedding", "word_embeddings", "wte", "wpe", "lm_head"}
 """Names of embeddings and output layers in the families of transformers."""

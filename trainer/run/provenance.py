@@ -32,7 +32,7 @@ def provenance(
         "versions": versions(),
         "hardware": hardware(),
         "recipe": recipe.model_dump(mode="json"),
-        "data": {dataset.path: {"sha256": dataset.sha256, "rows": dataset.rows} for dataset in datasets},
+        "data": {dataset.path: {"sha256": dataset.sha256, "rows": dataset.num_rows} for dataset in datasets},
         "target": {"name": name, "fingerprint": target} if target else None,
         "steps": steps,
         "tokens": tokens,

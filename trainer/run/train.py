@@ -1,48 +1,47 @@
 """From a recipe to a finished folder: assemble, train, evaluate, write."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from rich.console import Console
 from safetensors import safe_open
 
-from decoding.model.causal_lm import CausalLM
 from decoding.model.finite import check_finite
 from trainer import quickstart
-from trainer.drafts.costs import SIZES, Costs, best_costs, check_pays
-from trainer.drafts.distill import DistillObjective
-from trainer.drafts.start import coverage
 from trainer.files.folders import write_folder
 from trainer.files.lock import hold
-from trainer.learning.objective import TreeObjective
-from trainer.recipe.recipe import AnyRecipe, DraftRecipe, MedusaRecipe, PretrainRecipe
-from trainer.run.assemble import Job, assemble, check_folders, load_target_model, source_of
+from trainer.job import Job, Kind, trained_numbers
+from trainer.recipe.recipe import AnyRecipe
 from trainer.run.checkpoint import Checkpoints, Progress
 from trainer.run.distributed import build_accelerator, describe, whole_parameters
-from trainer.run.heldout import Evaluator, Watch, evaluator_of
+from trainer.run.heldout import Evaluator, Watch, evaluator_at_end
+from trainer.run.kinds import check_folders, kind_of
 from trainer.run.log import Log
 from trainer.run.loop import Hooks, on_main, train
 from trainer.run.provenance import provenance, write_provenance
 from trainer.run.tracking import address_of, is_installed, tracker_of
 from trainer.terminal.console import say, standard_error
+from trainer.terminal.place import Place
 
 CHECKPOINTS, FINAL = "checkpoints", "final"
 
 
 def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
-    """Train a recipe to its end, resuming if it was stopped before; returns the folder of the finished artefact."""
-    console = console or standard_error()
-    check_folders(recipe)
+    """Train a recipe to its end, resuming if it was stopped before; returns the folder of the finished artefact.
+
+    The embedded target is trained first where the recipe asks for it and it is not there yet.
+    """
+    console, kind = console or standard_error(), kind_of(recipe)
+    ensure_built(kind.target)
+    check_folders(kind)
     accelerator = _accelerator(recipe)
     with _alone_in(Path(recipe.output), accelerator):
-        _run(recipe, accelerator, console)
+        _run(kind, accelerator, Place(accelerator.process_index, accelerator.num_processes, console))
     accelerator.end_training()
     return Path(recipe.output) / FINAL
 
@@ -55,16 +54,17 @@ def _alone_in(output: Path, accelerator: Accelerator) -> Iterator[None]:
         yield
 
 
-def _run(recipe: AnyRecipe, accelerator: Accelerator, console: Console) -> None:
-    rank, world = accelerator.process_index, accelerator.num_processes
-    job = assemble(recipe, accelerator.device, console, rank, world, _cost_check(recipe, accelerator, console))
-    output, identity = Path(recipe.output), job.identity()
-    checkpoints = Checkpoints(output / CHECKPOINTS, recipe.checkpoint.keep, identity, _settings(recipe, world))
-    if accelerator.is_main_process:
-        _announce(console, job)
-    with Log(recipe, accelerator, console) as log:
+def _run(kind: Kind, accelerator: Accelerator, place: Place) -> None:
+    recipe, output = kind.recipe, Path(kind.recipe.output)
+    # A run that was begun may go on, however busy the machine is now.
+    begun = any((output / CHECKPOINTS).glob("step-*"))
+    job = kind.assemble(accelerator.device, place, check_costs=not begun)
+    identity = job.identity()
+    checkpoints = Checkpoints(output / CHECKPOINTS, recipe.checkpoint.keep, identity, _settings(recipe, place.world))
+    _announce(place, kind, job)
+    with Log(recipe, accelerator, place.console) as log:
         if (address := address_of(accelerator)) is not None:
-            say(console, f"figures also go to {address}")
+            say(place.console, f"figures also go to {address}")
         watch = Watch(job, identity, log, checkpoints)
         on_main(accelerator, watch.check)
 
@@ -74,7 +74,7 @@ def _run(recipe: AnyRecipe, accelerator: Accelerator, console: Console) -> None:
 
         progress = train(
             job.objective,
-            source_of(job, rank, world),
+            job.source(recipe.training, place),
             recipe.training,
             accelerator,
             checkpoints,
@@ -85,11 +85,11 @@ def _run(recipe: AnyRecipe, accelerator: Accelerator, console: Console) -> None:
 
         def finish() -> None:
             finished = watch.choose_weights(progress)
-            evaluator = evaluator_of(_with_target(job, accelerator))
+            evaluator = evaluator_at_end(job, accelerator.device)
             _finish(job, evaluator, output / FINAL, finished, checkpoints, accelerator)
             if evaluator is not None:
                 log.evaluation(progress, evaluator.figures(job.objective), finished.step)
-            say(console, _end(recipe, progress, finished))
+            place.say(_end(recipe, progress, finished))
 
         with whole_parameters(accelerator, job.objective.module):
             on_main(accelerator, finish)
@@ -109,28 +109,6 @@ def _as_trained(recipe: AnyRecipe, stretches: Sequence[Mapping[str, Any]]) -> An
     return recipe.model_copy(update={"training": recipe.training.model_copy(update=last)})
 
 
-def _cost_check(
-    recipe: AnyRecipe, accelerator: Accelerator, console: Console
-) -> Callable[[CausalLM, CausalLM], None] | None:
-    """Refuses a draft that could not pay, on every process by the costs that the first one measures; None: unasked."""
-    if not isinstance(recipe, DraftRecipe) or not recipe.draft.check_costs or recipe.quantise is not None:
-        return None
-    if any((Path(recipe.output) / CHECKPOINTS).glob("step-*")):
-        return None  # what was begun may go on, however busy the machine is now
-
-    def check(target: CausalLM, draft: CausalLM) -> None:
-        shared = torch.zeros(1 + len(SIZES), device=accelerator.device)
-        if accelerator.is_main_process:
-            found = best_costs(target, draft)
-            shared += torch.tensor([found.draft_step, *found.target_pass.values()], device=shared.device)
-        draft_step, *passes = accelerator.reduce(shared, "sum").tolist()
-        line = check_pays(Costs(draft_step, dict(zip(SIZES, passes, strict=True))))
-        if accelerator.is_main_process:
-            say(console, line)
-
-    return check
-
-
 def _end(recipe: AnyRecipe, progress: Progress, finished: Progress) -> str:
     """What a run ends with, in a line."""
     steps, section = recipe.training.steps, recipe.evaluation
@@ -140,14 +118,6 @@ def _end(recipe: AnyRecipe, progress: Progress, finished: Progress) -> str:
     if progress.step < steps:
         line += f"; ended at step {progress.step} of {steps}, after {section.patience} evaluations without a new best"
     return line
-
-
-def _with_target(job: Job, accelerator: Accelerator) -> Job:
-    """The target again, where features stood in for it and it is to be evaluated."""
-    if job.target is None or job.target.model is not None or not job.recipe.evaluation.prompts:
-        return job
-    assert not isinstance(job.recipe, PretrainRecipe), "it has a target"
-    return replace(job, target=replace(job.target, model=load_target_model(job.recipe, accelerator.device)))
 
 
 def _finish(
@@ -164,8 +134,8 @@ def _finish(
     """
     objective = job.objective
     objective.module.eval()  # the target may be part of it
-    if isinstance(objective, TreeObjective) and evaluator is not None:
-        objective.choose_tree(evaluator.target, evaluator.greedy_texts(job.dataset))  # not on what is evaluated
+    if evaluator is not None:  # and by other texts than are evaluated
+        job.choose_tree(evaluator.target, lambda: evaluator.greedy_texts(job.dataset))
     stretches = [stretch for stretch in checkpoints.stretches if stretch["first_step"] < progress.step]
     made_from = provenance(
         _as_trained(job.recipe, stretches),
@@ -210,18 +180,13 @@ def _accelerator(recipe: AnyRecipe) -> Accelerator:
     return build_accelerator(recipe.training, log_with=tracker_of(recipe.tracking), project_dir=recipe.output)
 
 
-def _announce(console: Console, job: Job) -> None:
-    recipe, module = job.recipe, job.objective.module
-    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+def _announce(place: Place, kind: Kind, job: Job) -> None:
+    recipe = job.recipe
     if recipe.tracking == "wandb" and not is_installed():
-        say(console, "wandb is not installed: figures go to metrics.jsonl alone")
-    aim = f" for {recipe.target}" if isinstance(recipe, MedusaRecipe | DraftRecipe) else ""
-    say(
-        console,
-        f"{recipe.name}: {recipe.kind}{aim}; {trained / 1e6:.2f}M parameters trained; {job.dataset.describe()}; "
-        f"{recipe.training.steps} steps of {recipe.training.batch_size} sequences",
+        place.say("wandb is not installed: figures go to metrics.jsonl alone")
+    aim = f" for {kind.target}" if kind.target is not None else ""
+    place.say(
+        f"{recipe.name}: {recipe.kind}{aim}; {trained_numbers(job.objective) / 1e6:.2f}M parameters trained; "
+        f"{job.dataset.describe()}; {recipe.training.steps} steps of {recipe.training.batch_size} sequences",
+        *(job.notes() if place.is_first else ()),
     )
-    written = job.objective.output_tokens if isinstance(job.objective, DistillObjective) else None
-    if written is not None:
-        share = coverage(job.dataset.examples, written)
-        say(console, f"the draft writes {len(written):,} tokens, {share:.1%} of those trained")

@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from openai import (
@@ -25,12 +26,35 @@ from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 from pydantic import HttpUrl, ValidationError
 
 from decoding.model.loading import first_line
-from trainer.commands.options import RegenerateOptions
-from trainer.data.answers import Answered, Conversation, Key, Outcome, Problem, SetAside, whole_characters
+from trainer.data.answers import Answered, Outcome, Problem, SetAside
+from trainer.data.chat import whole_characters
+from trainer.data.conversations import Conversation, Key
 
 HOPELESS = 50
 """Conversations that fail one after the other before the run ends: the endpoint is down, or asked wrongly."""
 _SEEDS_APART = 1_000_003  # of turns and of tries; servers take seeds of 31 bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """A served model, and how it is asked."""
+
+    address: str
+    """The server's base address, which mostly ends in /v1."""
+    model: str
+    """The server's name for the model."""
+    temperature: float
+    top_p: float
+    max_new_tokens: int
+    seed: int
+    concurrency: int
+    """Requests under way at a time."""
+    retries: int
+    """Tries after the first."""
+    timeout: float
+    """Seconds to wait for one answer."""
+    api_key_variable: str
+    """The environment variable with the key."""
 
 
 class _Reply(NamedTuple):
@@ -56,22 +80,22 @@ class EndpointBackend:
     answers that are empty or no answers at all are asked for again here. A wrong key or an unknown model ends the run.
     """
 
-    def __init__(self, options: RegenerateOptions) -> None:
+    def __init__(self, asked: Endpoint) -> None:
         for name, least in (("concurrency", 1), ("retries", 0), ("timeout", 0.001)):
-            if getattr(options, name) < least:
-                raise ValueError(f"{name} is {getattr(options, name)}: give at least {least}")
-        self._options = options
-        self._key = os.environ.get(options.api_key_variable)
+            if getattr(asked, name) < least:
+                raise ValueError(f"{name} is {getattr(asked, name)}: give at least {least}")
+        self._asked = asked
+        self._key = os.environ.get(asked.api_key_variable)
         if self._key and not all("!" <= character <= "~" for character in self._key):
             raise ValueError(
-                f"the key in the environment variable {options.api_key_variable} has a blank, a line break or a "
+                f"the key in the environment variable {asked.api_key_variable} has a blank, a line break or a "
                 "character that is not ASCII in it: copy the key into it once more"
             )
         self._client = AsyncOpenAI(
-            base_url=_address(options),
+            base_url=_checked(asked.address),
             api_key=self._key or "none",
-            timeout=options.timeout,
-            max_retries=options.retries,
+            timeout=asked.timeout,
+            max_retries=asked.retries,
         )
 
     def outcomes(
@@ -111,7 +135,7 @@ class EndpointBackend:
         """Fill the places that are free, and wait until at least one conversation has ended; none if none is left."""
         for conversation in waiting:
             running.add(asyncio.create_task(self._converse(conversation)))
-            if len(running) >= self._options.concurrency:
+            if len(running) >= self._asked.concurrency:
                 break
         if not running:
             return set()
@@ -134,8 +158,8 @@ class EndpointBackend:
     async def _reply(self, conversation: Conversation, answers: Sequence[str]) -> _Reply:
         """The next answer; another seed for every try, or an empty answer would stay empty."""
         problem = _NoAnswer("failed", "never asked")
-        for attempt in range(self._options.retries + 1):
-            seed = self._options.seed + conversation.index + _SEEDS_APART * (len(answers) + attempt)
+        for attempt in range(self._asked.retries + 1):
+            seed = self._asked.seed + conversation.index + _SEEDS_APART * (len(answers) + attempt)
             try:
                 return await self._ask(conversation, answers, seed % 2**31)
             except _NoAnswer as error:
@@ -150,41 +174,40 @@ class EndpointBackend:
         except (AuthenticationError, PermissionDeniedError) as error:
             raise ValueError(
                 f"the endpoint refuses the key (HTTP {error.status_code}): put the right one into the environment "
-                f"variable {self._options.api_key_variable}"
+                f"variable {self._asked.api_key_variable}"
             ) from None  # the server may repeat the key, which a traceback would show
         except NotFoundError:
             raise ValueError(
-                f"the endpoint knows no model {self._options.model!r}, or has nothing at this address (HTTP 404): "
+                f"the endpoint knows no model {self._asked.model!r}, or has nothing at this address (HTTP 404): "
                 "check --model, and that --endpoint is the server's base address, which mostly ends in /v1"
             ) from None
 
     async def _request(
         self, conversation: Conversation, answers: Sequence[str], seed: int
     ) -> ChatCompletion | Completion:
-        options = self._options
-        assert options.model is not None
+        asked = self._asked
         if not conversation.chat:
             return await self._client.completions.create(
-                model=options.model,
+                model=asked.model,
                 prompt=conversation.text,
-                temperature=options.temperature,
-                top_p=options.top_p,
-                max_tokens=options.max_new_tokens,
+                temperature=asked.temperature,
+                top_p=asked.top_p,
+                max_tokens=asked.max_new_tokens,
                 seed=seed,
             )
         return await self._client.chat.completions.create(
-            model=options.model,
+            model=asked.model,
             messages=cast(list[ChatCompletionMessageParam], conversation.open_after(answers)),
-            temperature=options.temperature,
-            top_p=options.top_p,
-            max_tokens=options.max_new_tokens,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            max_tokens=asked.max_new_tokens,
             seed=seed,
         )
 
     def _explained(self, error: APIError) -> str:
         """A reason fit to be written down: short, and without the key should the server repeat it."""
         if isinstance(error, APITimeoutError):
-            return f"no answer within {self._options.timeout:g} s"
+            return f"no answer within {self._asked.timeout:g} s"
         if isinstance(error, APIConnectionError):
             return f"no connection: {first_line(error.__cause__ or error)}"
         status = f"HTTP {error.status_code}: " if isinstance(error, APIStatusError) else ""
@@ -192,10 +215,10 @@ class EndpointBackend:
         return f"{status}{reason[:300]}"  # cut off last: half a key would not be found
 
 
-def _address(options: RegenerateOptions) -> str:
-    """The endpoint's; a wrong one is not repeated in the error, for it may hold a password."""
+def _checked(address: str) -> str:
+    """The endpoint's address; a wrong one is not repeated in the error, for it may hold a password."""
     try:
-        return str(HttpUrl(options.endpoint or ""))
+        return str(HttpUrl(address))
     except ValidationError:
         raise ValueError(
             "--endpoint is not the address of a server: give one such as http://localhost:8000/v1"

@@ -11,17 +11,20 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float
-from rich.console import Console
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from decoding.model.causal_lm import CausalLM, capture_lm_head_input, last_position
+from decoding.model.causal_lm import CausalLM
+from decoding.model.lm_head import capture_lm_head_input, last_position
 from trainer.data.batch import Batch, Example
 from trainer.files.shards import digest_of_each
-from trainer.recipe.recipe import FeaturesSection
+from trainer.recipe.heads import FeaturesSection
 from trainer.target.hidden import TopLogits
+from trainer.target.loading import Target
+from trainer.target.logits import logit_transform
 from trainer.target.store import BATCH_TOKENS, Column, Identity, Store, ensure_store, tokens_of_a_forward
+from trainer.terminal.place import Place
 
 _LOGIT_ROWS = 1024  # in fp32 at a time
 
@@ -65,7 +68,7 @@ class FeatureIdentity(Identity):
             columns["log_total"] = Column(torch.float32)
         return columns
 
-    def rows_of(self, example: Example) -> int:
+    def num_rows(self, example: Example) -> int:
         """All of its tokens."""
         return len(example.tokens)
 
@@ -101,7 +104,7 @@ class FeatureWriter:
         return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
 
     @torch.inference_mode()
-    def rows(self, batch: Batch) -> dict[str, Tensor]:
+    def compute_columns(self, batch: Batch) -> dict[str, Tensor]:
         """All tokens' rows; padding is left out."""
         top_k, model = self.identity.top_k, self.target.model
         inputs = batch.to(self.target.device).model_inputs()
@@ -141,7 +144,7 @@ class FeatureStore(Store[FeatureIdentity]):
         return TopLogits(tokens, self._padded("logits", batch), self._padded("log_total", batch))
 
     def _padded(self, name: str, batch: Batch) -> Tensor:
-        rows = self._rows(name, batch)
+        rows = self._column(name, batch)
         shape = (*batch.tokens.shape, *rows[0].shape[1:])
         padded = torch.zeros(shape, dtype=rows[0].dtype)
         for place, row in zip(padded, rows, strict=True):
@@ -149,20 +152,49 @@ class FeatureStore(Store[FeatureIdentity]):
         return padded.to(batch.tokens.device)
 
 
+class StoredFeatures:
+    """Hidden states written to disk before; the target need not be loaded."""
+
+    def __init__(self, store: FeatureStore, config: PreTrainedConfig, device: torch.device) -> None:
+        """``config`` is the target's."""
+        self._store = store
+        self._device = device
+        self.transform = logit_transform(config.get_text_config(decoder=True))
+
+    @cached_property
+    def lm_head(self) -> Float[Tensor, "vocab hidden"]:
+        return self._store.lm_head.to(self._device)
+
+    @cached_property
+    def _embedding(self) -> Float[Tensor, "vocab hidden"]:
+        return self._store.embedding.to(self._device)
+
+    def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
+        return self._store.hidden(batch).to(self._device)
+
+    def embedded(self, tokens: Int[Tensor, "batch positions"]) -> Float[Tensor, "batch positions hidden"]:
+        return nn.functional.embedding(tokens, self._embedding)
+
+    def top_k(self, batch: Batch) -> TopLogits | None:
+        found = self._store.top_k(batch)
+        return None if found is None else TopLogits(*(tensor.to(self._device) for tensor in found))
+
+
 def ensure_features(
-    target: CausalLM,
-    examples: Sequence[Example],
-    folder: Path,
-    identity: FeatureIdentity,
-    section: FeaturesSection,
-    console: Console,
-    process_index: int = 0,
-    num_processes: int = 1,
+    writer: FeatureWriter, examples: Sequence[Example], section: FeaturesSection, place: Place
 ) -> FeatureStore:
-    """The features of these examples, written if they are not there, with the disk they take said before.
+    """The features of these examples, written where they are not there yet.
 
     Every process calls this, and waits for the others at the end.
     """
-    writer = FeatureWriter(target, identity)
-    ensure_store(writer, examples, folder, section.shard_tokens, console, process_index, num_processes)
-    return FeatureStore.open(folder, identity, verify=False)  # each process has verified its share
+    folder = Path(section.folder)
+    ensure_store(writer, examples, folder, section.shard_tokens, place)
+    return FeatureStore.open(folder, writer.identity, verify=False)  # each process has verified its share
+
+
+def feature_writer(
+    target: Target, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], top_k: int
+) -> FeatureWriter:
+    """The writer of these examples' features, which says what they must have been made from to be used."""
+    identity = FeatureIdentity.of(target.model, target.fingerprint, tokenizer, examples, top_k)
+    return FeatureWriter(target.model, identity)

@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from accelerate import PartialState
-from rich.console import Console
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -36,6 +35,7 @@ from trainer.files.shards import (
     write_text,
 )
 from trainer.terminal.console import say
+from trainer.terminal.place import ALONE, Place
 from trainer.terminal.progress import ProgressBar
 
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
@@ -104,7 +104,7 @@ class Identity(ABC):
         """The tensors of a shard, by name."""
 
     @abstractmethod
-    def rows_of(self, example: Example) -> int:
+    def num_rows(self, example: Example) -> int:
         """How many rows an example has."""
 
     @property
@@ -130,7 +130,7 @@ class Writer(Protocol):
     def weights(self) -> dict[str, Tensor]:
         """The tensors that belong to no example, on the CPU."""
 
-    def rows(self, batch: Batch) -> dict[str, Tensor]:
+    def compute_columns(self, batch: Batch) -> dict[str, Tensor]:
         """The columns of all rows of a batch, one example after the other, on any device."""
 
 
@@ -141,7 +141,7 @@ def tokens_of_a_forward(vocab_size: int) -> int:
 
 def estimate_bytes(examples: Sequence[Example], identity: Identity) -> int:
     """What a folder for these examples takes on disk, but for a few hundred bytes a file."""
-    return sum(map(identity.rows_of, examples)) * identity.row_bytes + identity.weight_bytes
+    return sum(map(identity.num_rows, examples)) * identity.row_bytes + identity.weight_bytes
 
 
 def write_store(
@@ -149,8 +149,7 @@ def write_store(
     examples: Sequence[Example],
     folder: Path,
     shard_rows: int,
-    process_index: int = 0,
-    num_processes: int = 1,
+    place: Place = ALONE,
     on_progress: OnProgress | None = None,
     on_damaged: OnDamaged | None = None,
 ) -> None:
@@ -160,41 +159,39 @@ def write_store(
     complete when all have returned. Raises ValueError where it was made from something else or the disk is too small.
     """
     identity = writer.identity
-    layout = _begin(folder, identity, examples, shard_rows, process_index)
+    layout = _begin(folder, identity, examples, shard_rows, place)
     _check_space(folder, identity, layout)
     stamp = _stamp(identity, layout)
-    missing = set(missing_files(folder, _names(identity, layout)[process_index::num_processes], stamp, verify=True))
+    missing = set(missing_files(folder, _names(identity, layout)[place.rank :: place.world], stamp, verify=True))
     if on_damaged is not None:
         for name in sorted(name for name in missing if is_begun(folder / name)):
             on_damaged(name)
     if WEIGHTS in missing:
         write_sealed(folder / WEIGHTS, writer.weights(), stamp)
     shards = [shard for shard in range(len(layout.shards)) if shard_name(shard) in missing]
-    written, to_write = 0, sum(layout.rows(shard) for shard in shards)
+    written, to_write = 0, sum(layout.num_rows(shard) for shard in shards)
     for shard in shards:
         columns = identity.columns().items()
-        tensors = {name: torch.empty(layout.rows(shard), *shape, dtype=dtype) for name, (dtype, shape) in columns}
+        tensors = {name: torch.empty(layout.num_rows(shard), *shape, dtype=dtype) for name, (dtype, shape) in columns}
         for indices in _batches(layout.shards[shard], examples, layout, writer.batch_tokens):
             batch = collate([examples[index] for index in indices], indices)
-            _fill(tensors, layout, batch, writer.rows(batch))
+            _fill(tensors, layout, batch, writer.compute_columns(batch))
             written += sum(layout.lengths[index] for index in indices)
             if on_progress is not None:
                 on_progress(written, to_write)
         write_sealed(folder / shard_name(shard), tensors, stamp)
 
 
-def _begin(
-    folder: Path, identity: Identity, examples: Sequence[Example], shard_rows: int, process_index: int
-) -> Layout:
+def _begin(folder: Path, identity: Identity, examples: Sequence[Example], shard_rows: int, place: Place) -> Layout:
     """The layout of a folder; a new one gets its manifest."""
     found = _read_manifest(folder)
-    layout = Layout(tuple(identity.rows_of(example) for example in examples), shard_rows)
+    layout = Layout(tuple(identity.num_rows(example) for example in examples), shard_rows)
     if found is not None:
         _check_identity(folder, found["identity"], identity)
         if tuple(found["lengths"]) == layout.lengths:
             return replace(layout, shard_rows=found["shard_tokens"])  # as it was begun
     folder.mkdir(parents=True, exist_ok=True)
-    if process_index == 0:
+    if place.is_first:
         content = {
             "identity": asdict(identity),
             "shard_tokens": shard_rows,
@@ -246,7 +243,7 @@ def _names(identity: Identity, layout: Layout) -> list[str]:
 
 def _check_space(folder: Path, identity: Identity, layout: Layout) -> None:
     missing = missing_files(folder, _names(identity, layout), _stamp(identity, layout), verify=False)
-    shards = [layout.rows(shard) for shard in range(len(layout.shards)) if shard_name(shard) in missing]
+    shards = [layout.num_rows(shard) for shard in range(len(layout.shards)) if shard_name(shard) in missing]
     needed = sum(shards) * identity.row_bytes + (identity.weight_bytes if WEIGHTS in missing else 0)
     free = shutil.disk_usage(folder).free
     if needed and needed * 1.05 + _SPARE_BYTES > free:
@@ -317,7 +314,7 @@ class Store(Generic[MadeFrom]):
         tensor: Tensor = self._open(WEIGHTS).get_tensor(name)
         return tensor
 
-    def _rows(self, name: str, batch: Batch) -> list[Tensor]:
+    def _column(self, name: str, batch: Batch) -> list[Tensor]:
         """A column of the rows of each example."""
         assert len(batch.examples) == len(batch.tokens), "a batch says which examples it is made of"
         assert min(batch.examples) >= 0, "only examples of the data set are stored"
@@ -333,67 +330,50 @@ class Store(Generic[MadeFrom]):
         return self._files[name]
 
 
-def ensure_store(
-    writer: Writer,
-    examples: Sequence[Example],
-    folder: Path,
-    shard_rows: int,
-    console: Console,
-    process_index: int = 0,
-    num_processes: int = 1,
-) -> None:
+def ensure_store(writer: Writer, examples: Sequence[Example], folder: Path, shard_rows: int, place: Place) -> None:
     """Write what is not there yet, with the disk all of it takes said before.
 
     Every process calls this, and waits for the others, and for another run that writes the same folder.
     """
-    wait_for_all = PartialState().wait_for_everyone if num_processes > 1 else lambda: None
-    with _held(writer.identity, folder, console) if process_index == 0 else nullcontext():
+    wait_for_all = PartialState().wait_for_everyone if place.world > 1 else lambda: None
+    with _held(writer.identity, folder, place) if place.is_first else nullcontext():
         wait_for_all()
-        _write_missing(writer, examples, folder, shard_rows, console, process_index, num_processes)
+        _write_missing(writer, examples, folder, shard_rows, place)
         wait_for_all()
 
 
 @contextmanager
-def _held(identity: Identity, folder: Path, console: Console) -> Iterator[None]:
+def _held(identity: Identity, folder: Path, place: Place) -> Iterator[None]:
     """Hold a folder that is written; one that is whole may be where nobody can write."""
     with ExitStack() as held:
         try:
-            held.enter_context(hold(folder, lambda line: say(console, line)))
+            held.enter_context(hold(folder, place.say))
         except OSError:
             Store.open(folder, identity, verify=False)
         yield
 
 
-def _write_missing(
-    writer: Writer,
-    examples: Sequence[Example],
-    folder: Path,
-    shard_rows: int,
-    console: Console,
-    process_index: int,
-    num_processes: int,
-) -> None:
-    identity, main = writer.identity, process_index == 0
+def _write_missing(writer: Writer, examples: Sequence[Example], folder: Path, shard_rows: int, place: Place) -> None:
+    identity = writer.identity
     noun, row = identity.noun, identity.row
     if (found := _read_manifest(folder)) is not None:
         _check_identity(folder, found["identity"], identity)
-    if main:
-        say(console, f"{noun}: {_size_of(examples, identity, folder)}")
-    with ProgressBar(console, f"writing the {noun}", None, active=main) as bar:
+    place.say(f"{noun}: {_size_of(examples, identity, folder)}")
+    with ProgressBar(place.console, f"writing the {noun}", None, active=place.is_first) as bar:
 
         def on_progress(written: int, total: int) -> None:
             bar.update(written, total=total, note=f"{written / bar.seconds:,.0f} {row}s/s")
 
         def on_damaged(name: str) -> None:
-            say(console, f"{noun}: {name} was damaged or half written, and is written again")
+            say(place.console, f"{noun}: {name} was damaged or half written, and is written again")
 
-        write_store(writer, examples, folder, shard_rows, process_index, num_processes, on_progress, on_damaged)
-    if main and bar.completed:
-        say(console, f"{noun}: {bar.completed:,} {row}s written here, {bar.completed / bar.seconds:,.0f} {row}s/s")
+        write_store(writer, examples, folder, shard_rows, place, on_progress, on_damaged)
+    if bar.completed:
+        place.say(f"{noun}: {bar.completed:,} {row}s written here, {bar.completed / bar.seconds:,.0f} {row}s/s")
 
 
 def _size_of(examples: Sequence[Example], identity: Identity, folder: Path) -> str:
-    rows, size, row = sum(map(identity.rows_of, examples)), estimate_bytes(examples, identity), identity.row
+    rows, size, row = sum(map(identity.num_rows, examples)), estimate_bytes(examples, identity), identity.row
     line = f"{rows:,} {row}s in {folder}, {size / 1e9:.3f} GB: {identity.row_bytes:,} bytes a {row}"
     if identity.weight_bytes:
         line += f" and {identity.weight_bytes / 1e6:.1f} MB for the lm_head and the embeddings"

@@ -14,24 +14,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
-from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from decoding.model.causal_lm import CausalLM, capture_lm_head_input
+from decoding.model.causal_lm import CausalLM
+from decoding.model.lm_head import capture_lm_head_input
 from trainer.data.batch import Batch, Example
-from trainer.data.dataset import Dataset
 from trainer.files.shards import digest_of_each
 from trainer.learning.teachers import SampledTailTeacher
 from trainer.recipe.draft import TeacherSection
+from trainer.target.loading import Target
 from trainer.target.store import Column, Identity, Store, ensure_store, tokens_of_a_forward
-
-if TYPE_CHECKING:
-    from trainer.run.assemble import Target
+from trainer.terminal.place import Place
 
 _SEED = 20_170_706  # of the draws, the same in every cache
 _TWO_BYTES = 1 << 16
@@ -83,7 +81,7 @@ class TeacherIdentity(Identity):
             columns["high_ids"] = Column(torch.uint8, kept)
         return columns | {"log_total": Column(torch.float32)}
 
-    def rows_of(self, example: Example) -> int:
+    def num_rows(self, example: Example) -> int:
         """The trained tokens that are predicted: all but those that begin a document."""
         begins = {0, *accumulate(example.lengths[:-1])}
         return sum(example.trained) - sum(example.trained[begin] for begin in begins)
@@ -109,7 +107,7 @@ class TeacherWriter:
         return {}
 
     @torch.inference_mode()
-    def rows(self, batch: Batch) -> dict[str, Tensor]:
+    def compute_columns(self, batch: Batch) -> dict[str, Tensor]:
         """The labelled positions' rows; of no other are logits made."""
         identity, labelled = self.identity, batch.labelled(1)
         with capture_lm_head_input(self.target.model, lambda hidden: hidden[labelled.to(hidden.device)][None]):
@@ -159,13 +157,13 @@ def sample_tail(
 class TeacherStore(Store[TeacherIdentity]):
     """A teacher cache to read, memory-mapped."""
 
-    def rows(self, batch: Batch) -> SampledTailTeacher:
+    def for_batch(self, batch: Batch) -> SampledTailTeacher:
         """The target's logits at the labelled positions, in the order of ``x[batch.labelled(1)]``, on its device.
 
         They are fp32, divided by the temperature of the cache.
         """
         identity, device = self._identity, batch.tokens.device
-        columns = {name: self._rows(name, batch) for name in identity.columns()}
+        columns = {name: self._column(name, batch) for name in identity.columns()}
         counts = [len(rows) for rows in columns["log_total"]]
         assert counts == batch.labelled(1).sum(1).tolist(), "the batch trains what the cache was written for"
         whole = {name: torch.cat(rows).to(device) for name, rows in columns.items()}
@@ -180,35 +178,25 @@ class TeacherStore(Store[TeacherIdentity]):
         )
 
 
-def teacher_identity(
-    target: "Target",
-    tokenizer: PreTrainedTokenizerBase,
-    dataset: Dataset,
-    section: TeacherSection,
-    temperature: float,
-) -> TeacherIdentity:
-    """What a teacher cache must have been made from to be used."""
-    assert target.model is not None
-    known = target.fingerprint if target.rounding is None else f"{target.fingerprint} {target.rounding}"
-    return TeacherIdentity.of(target.model, known, tokenizer, dataset.examples, section, temperature)
-
-
-def teacher_of(
-    target: "Target",
-    tokenizer: PreTrainedTokenizerBase,
-    dataset: Dataset,
-    section: TeacherSection,
-    temperature: float,
-    console: Console,
-    process_index: int = 0,
-    num_processes: int = 1,
+def ensure_teacher_cache(
+    writer: TeacherWriter, examples: Sequence[Example], section: TeacherSection, place: Place
 ) -> TeacherStore:
-    """The teacher cache of a data set at the loss's temperature, written where it is not there yet.
+    """The teacher cache of these examples, written where it is not there yet.
 
     Every process calls this, and waits for the others at the end.
     """
-    assert target.model is not None
-    identity = teacher_identity(target, tokenizer, dataset, section, temperature)
-    writer, folder = TeacherWriter(target.model, identity), Path(section.folder)
-    ensure_store(writer, dataset.examples, folder, section.shard_tokens, console, process_index, num_processes)
-    return TeacherStore.open(folder, identity, verify=False)  # each process has verified its share
+    folder = Path(section.folder)
+    ensure_store(writer, examples, folder, section.shard_tokens, place)
+    return TeacherStore.open(folder, writer.identity, verify=False)  # each process has verified its share
+
+
+def teacher_writer(
+    target: Target,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    section: TeacherSection,
+    temperature: float,
+) -> TeacherWriter:
+    """The writer of these examples' cache at the loss's temperature: it says what a cache must be made from."""
+    identity = TeacherIdentity.of(target.model, target.weights, tokenizer, examples, section, temperature)
+    return TeacherWriter(target.model, identity)

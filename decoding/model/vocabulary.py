@@ -1,6 +1,6 @@
-"""Smaller drafts: int8 weights, and an lm_head that writes frequent tokens only. Neither changes what the target says.
+"""Drafts with a trimmed vocabulary: an lm_head of frequent tokens only (FR-Spec, 2502.14856).
 
-A draft of fewer tokens is q = 0 for the others, which a lossless rule allows for (FR-Spec, 2502.14856).
+Such a draft has q = 0 for every other token. A lossless rule allows for that, so the target's output is unchanged.
 """
 
 import copy
@@ -19,33 +19,15 @@ from transformers.utils.hub import cached_file
 from decoding.model.causal_lm import CausalLM
 
 OUTPUT_TOKENS_KEY = "headstart_output_tokens"
-"""In a draft's config.json: the name of the file beside it that lists the tokens its lm_head is cut to."""
+"""Key in a draft's config.json: its value names the file beside it that lists the tokens of the trimmed lm_head."""
 OUTPUT_TOKENS_NAME = "output_tokens.json"
 
 
-def quantised(model: PreTrainedModel, lm_head: bool = True) -> PreTrainedModel:
-    """The model with the weights of its linear layers rounded to int8, row by row; in place.
-
-    Without ``lm_head`` that layer is left as it is: where a loss is formed of its weight.
-    Products are still made in the model's dtype, for which the weights are widened again at every call: without
-    `torch.compile` (``static="compile"`` of `CausalLM`) the model is smaller, but slower. Needs torchao.
-    """
-    try:
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
-    except ImportError as error:
-        raise ValueError("int8 weights need torchao: pip install 'headstart[quantise]'") from error
-    left_out = None if lm_head else model.get_output_embeddings()
-    quantize_(
-        model, Int8WeightOnlyConfig(), lambda module, name: isinstance(module, nn.Linear) and module is not left_out
-    )
-    return model
-
-
 def most_frequent_tokens(texts: Iterable[Sequence[int]], count: int, always: Sequence[int] = ()) -> tuple[int, ...]:
-    """The ``count`` commonest tokens of texts of token ids, ``always`` among them, in increasing order.
+    """Return the ``count`` most frequent tokens of texts of token ids, ``always`` among them, in increasing order.
 
-    Fewer where the texts have no more. Of tokens equally common the lower id wins. Put what ends a text, and whatever
-    else must not be missing, into ``always``.
+    Fewer if the texts hold fewer. Among equally frequent tokens the lower id wins. Put the EOS tokens, and all others
+    that must not be missing, into ``always``.
     """
     if count < max(1, len(set(always))):
         raise ValueError(f"count is {count}: give at least 1, and room for the {len(set(always))} tokens in always")
@@ -61,9 +43,9 @@ def most_frequent_tokens(texts: Iterable[Sequence[int]], count: int, always: Seq
 
 
 def trimmed_vocabulary(model: PreTrainedModel, token_ids: Iterable[int]) -> CausalLM:
-    """A draft that writes these tokens alone: the model with the other rows of its lm_head cut off.
+    """Make a draft that writes only ``token_ids``: a copy of the model without the other rows of its lm_head.
 
-    It still reads every token. The model given stays as it is, and shares its other weights with the draft.
+    It still reads every token. ``model`` is unchanged, and shares its other weights with the draft.
     """
     tokens = sorted(token_ids)
     lm_head = model.get_output_embeddings()
@@ -76,11 +58,11 @@ def trimmed_vocabulary(model: PreTrainedModel, token_ids: Iterable[int]) -> Caus
 
 
 def with_filled_vocabulary(draft: CausalLM) -> PreTrainedModel:
-    """A trimmed draft with a whole lm_head, as a program that knows nothing of trimming can load it.
+    """Return a trimmed draft with a full lm_head, for programs that do not know of trimming.
 
-    The row of a token that the draft cannot write is the mean of those it can. Its logit is then the mean of theirs,
-    never above the best: greedily such a model writes what the draft writes. It shares all other weights. A draft that
-    is not trimmed comes back as it is.
+    The lm_head row of a token that the draft cannot write is the mean of the draft's rows. Its logit is then the mean
+    of the draft's logits, never above the largest: greedy decoding writes the same tokens as the draft. All other
+    weights are shared. For a draft that is not trimmed, its own model is returned.
     """
     model: PreTrainedModel = draft.model
     if (output_tokens := draft.output_tokens) is None:
@@ -97,9 +79,9 @@ def with_filled_vocabulary(draft: CausalLM) -> PreTrainedModel:
 
 
 def with_whole_vocabulary(draft: CausalLM, vocab_size: int) -> CausalLM:
-    """A draft that can decode on its own: its logits over ``vocab_size`` tokens, -inf for those it cannot write.
+    """Make a model of the draft that decodes on its own: logits over ``vocab_size`` tokens, -inf for missing ones.
 
-    It shares its weights with the draft given, which stays as it is.
+    Shares its weights with ``draft``, which is unchanged.
     """
     output_tokens = draft.output_tokens
 
@@ -117,9 +99,10 @@ def with_whole_vocabulary(draft: CausalLM, vocab_size: int) -> CausalLM:
 def over_vocabulary(
     logits: Float[Tensor, "*rows outputs"], output_tokens: Int[Tensor, " outputs"] | None, vocab_size: int
 ) -> Float[Tensor, "*rows vocab"]:
-    """A draft's logits over a target's vocabulary: -inf for what the draft does not know, without what only it knows.
+    """Map a draft's logits to the target's vocabulary of ``vocab_size`` tokens.
 
-    ``output_tokens``: the token of each output; None where output i is token i.
+    Tokens that the draft cannot write get -inf; tokens that only the draft has are dropped. ``output_tokens``: the
+    token id of each output; None if output i is token i.
     """
     if output_tokens is not None:
         whole = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
@@ -129,7 +112,7 @@ def over_vocabulary(
 
 
 def _with_lm_head(model: PreTrainedModel, weight: Tensor, bias: Tensor | None) -> PreTrainedModel:
-    """The model, its other weights shared, with a frozen lm_head of its own."""
+    """Copy the model with a frozen lm_head of its own; all other weights are shared."""
     lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     lm_head.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
@@ -141,12 +124,12 @@ def _with_lm_head(model: PreTrainedModel, weight: Tensor, bias: Tensor | None) -
 
 
 def _shared(model: nn.Module) -> dict[int, Any]:
-    """For `copy.deepcopy`: copy everything but the parameters."""
+    """Return a memo that makes `copy.deepcopy` share the parameters and copy everything else."""
     return {id(parameter): parameter for parameter in model.parameters()}
 
 
 def write_output_tokens(folder: str | Path, token_ids: Iterable[int]) -> None:
-    """Let a draft's folder, which stays a plain transformers folder, be read by `loading.load_draft` as trimmed."""
+    """Mark a draft's folder as trimmed to ``token_ids`` for `loading.load_draft`; transformers ignores the mark."""
     config_path = Path(folder) / "config.json"
     if not config_path.is_file():
         raise ValueError(f"{folder} holds no model: config.json is missing")
@@ -158,7 +141,7 @@ def write_output_tokens(folder: str | Path, token_ids: Iterable[int]) -> None:
 
 
 def read_output_tokens(model: PreTrainedModel, name: str) -> tuple[int, ...] | None:
-    """The tokens that a draft from this folder or hub id is to be trimmed to; None where it is not."""
+    """Return the tokens that a draft from this folder or Hub id is trimmed to; None if it is not trimmed."""
     file_name = getattr(model.config, OUTPUT_TOKENS_KEY, None)
     if file_name is None:
         return None

@@ -1,0 +1,99 @@
+"""Prompts and answers in the fields of a row, by the names that data sets give them."""
+
+from typing import Any
+
+PROMPT_FIELDS = (
+    *("prompt", "question", "instruction", "problem", "query", "turns", "messages", "conversations", "input", "text"),
+)
+ANSWER_FIELDS = ("answer", "response", "output", "completion", "solution", "canonical_solution", "code", "instances")
+"""``instances`` is self-instruct's list of inputs with outputs; the first output is the answer."""
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+}
+"""ShareGPT's names of the speakers -> roles of chat templates."""
+_ABOUT = ("input", "context")
+"""Fields of the text that an instruction refers to, in Alpaca and Dolly."""
+_TEXT_ANSWERS = ("answer", "response", "completion")
+"""Fields that turn a ``text`` beside them into a prompt. In mbpp, whose rows have a ``task_id``, ``code`` does too."""
+
+
+def find_prompt(row: dict[str, Any]) -> str | None:
+    """Return the first of `PROMPT_FIELDS` that the row has; None without any."""
+    return next((name for name in PROMPT_FIELDS if row.get(name) is not None), None)
+
+
+def find_answer(row: dict[str, Any]) -> str | None:
+    """Return the first of `ANSWER_FIELDS` that the row has, beside a ``text`` only of the fields that answer one."""
+    known = ANSWER_FIELDS
+    if find_prompt(row) == "text":
+        known = (*_TEXT_ANSWERS, *(("code",) if "task_id" in row else ()))
+    return next((name for name in known if row.get(name) is not None), None)
+
+
+def prompt_of(row: dict[str, Any], field: str | None, where: str) -> tuple[str, Any]:
+    """Return the field that holds a row's prompt, and its value: ``field``, else the first of `PROMPT_FIELDS`.
+
+    The value of ``instruction`` is followed by the row's ``input`` or ``context`` unless that is empty; the value of
+    ``conversations`` is turned into messages. ValueError, naming the row by ``where``, without such a field.
+    """
+    name = field or find_prompt(row)
+    if name is None or name not in row:
+        wanted = f"the field {field!r}" if field else f"a field of {', '.join(PROMPT_FIELDS)}"
+        raise ValueError(f"{where}: the row lacks {wanted}; it has {', '.join(sorted(row))}")
+    value = row[name]
+    if name == "conversations":
+        return name, messages_of(value, where)
+    if name != "instruction" or not isinstance(value, str):
+        return name, value
+    holder = _first_instance(row, where) if "instances" in row else row
+    about = next((field for field in _ABOUT if holder.get(field)), None)
+    text = holder[about] if about else ""
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: field {about!r} holds {type(text).__name__}, not text")
+    return name, f"{value}\n\n{text}" if text.strip() else value
+
+
+def answer_of(row: dict[str, Any], name: str, where: str) -> Any:
+    """Return the value of a row's answer field ``name``, as `find_answer` gives it."""
+    return _first_instance(row, where).get("output") if name == "instances" else row[name]
+
+
+def _first_instance(row: dict[str, Any], where: str) -> dict[str, Any]:
+    instances = row["instances"]
+    if not isinstance(instances, list) or not instances or not isinstance(instances[0], dict):
+        raise ValueError(f"{where}: the instances are {instances!r:.60}, not a list of an input and an output each")
+    first: dict[str, Any] = instances[0]
+    return first
+
+
+def messages_of(turns: Any, where: str) -> list[dict[str, str]]:
+    """Turn a ShareGPT row's ``conversations`` into messages for a chat template; ValueError names a bad turn."""
+    if not isinstance(turns, list) or not turns:
+        raise ValueError(f"{where}: the conversations are {turns!r:.60}, not a list of turns")
+    if isinstance(turns[0], dict) and "role" in turns[0]:  # messages under ShareGPT's field name
+        return check_messages(turns, where)
+    return [_message(turn, where) for turn in turns]
+
+
+def _message(turn: Any, where: str) -> dict[str, str]:
+    if not isinstance(turn, dict) or not all(isinstance(turn.get(key), str) for key in ("from", "value")):
+        raise ValueError(f"{where}: a turn is {turn!r:.60}, without a 'from' and a 'value' that are texts")
+    if turn["from"] not in _ROLES:
+        raise ValueError(f"{where}: a turn is from {turn['from']!r}: ShareGPT has {', '.join(_ROLES)}")
+    return {"role": _ROLES[turn["from"]], "content": turn["value"]}
+
+
+def check_messages(value: Any, where: str) -> list[dict[str, str]]:
+    """Return ``value`` if it is a list of messages with a role and a content, texts both; else raise ValueError."""
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{where}: the messages are {value!r:.60}, not a list of messages")
+    for message in value:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise ValueError(f"{where}: a message is {message!r:.60}, without a role and a content that are texts")
+    return value

@@ -1,0 +1,52 @@
+"""Rows of .jsonl files: one JSON object a line, in UTF-8."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_WANTED = "a .jsonl file has one JSON object a line, in UTF-8"
+
+
+def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the objects of a .jsonl file, parsed by `parse_row`, with their line numbers (from 1)."""
+    for number, line in read_lines(path):
+        yield number, parse_row(line, f"{path}, line {number}")
+
+
+def read_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a .jsonl file that are not blank, with their numbers (from 1)."""
+    path = Path(path)
+    if not path.is_file():
+        missing = "is a folder" if path.is_dir() else "is not there"
+        raise ValueError(f"{path} {missing}: prompts are read from a .jsonl file, one JSON object a line")
+    if path.suffix == ".parquet":
+        raise ValueError(f"{path} is Parquet, but prompts are read from a .jsonl file: write its rows as JSON lines")
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield number, line
+
+
+def parse_row(line: bytes, where: str) -> dict[str, Any]:
+    """Parse one line of a .jsonl file; a bare string becomes ``{"text": string}``.
+
+    ``where`` names the line in errors: ValueError for other values, other encodings and half characters.
+    """
+    try:
+        row = json.loads(line.rstrip(b"\r\n"))  # an error at the end is in this line, not in the next
+        if b"\\u" in line:  # an escape may be half a character, which tokenizers refuse
+            json.dumps(row, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{where}: not JSON ({error.msg.removesuffix(' at')} at column {error.colno}): {_WANTED}"
+        ) from error
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: a \\u escape is half a character ({error.reason}): write the whole one") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8 text ({error.reason}): {_WANTED}") from error
+    if isinstance(row, str):
+        return {"text": row}
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: the row is {type(row).__name__}, not an object with fields: write one a line")
+    return row

@@ -1,0 +1,76 @@
+"""The place where a model's lm_head reads the last hidden state: capture the state there, or work on it there.
+
+The output embeddings are the one layer that every architecture names (`get_output_embeddings`), so nothing here knows
+a family. All work at the lm_head, in decoding and in training, goes through this module.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+Result = TypeVar("Result")
+
+
+@contextmanager
+def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] | None = None) -> Iterator[list[Tensor]]:
+    """Collect what the lm_head reads while the model runs inside this context, (batch, positions, hidden) a forward.
+
+    With ``select`` the lm_head itself reads only ``select(hidden)``, which saves the logits that nobody wants; the
+    captured tensor is whole all the same.
+    """
+    captured: list[Tensor] = []
+
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        captured.append(args[0])
+        return (select(args[0]), *args[1:]) if select else None
+
+    handle = None
+    try:  # from here on: a hook that an interrupt left behind would spoil every later forward
+        handle = _lm_head(model).register_forward_pre_hook(hook)
+        yield captured
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def last_position(hidden: Float[Tensor, "batch positions hidden"]) -> Float[Tensor, "batch 1 hidden"]:
+    """Select the last position of each row."""
+    return hidden[:, -1:]
+
+
+def lm_head_input(model: nn.Module, inputs: Mapping[str, Any]) -> Float[Tensor, "batch positions hidden"]:
+    """Run ``model(**inputs)`` without a cache; return what its lm_head reads, on the lm_head's device.
+
+    The lm_head computes the logits of the last position alone.
+    """
+    with capture_lm_head_input(model, last_position) as captured:
+        model(**inputs, use_cache=False)
+    return captured[0]
+
+
+def run_in_lm_head(model: nn.Module, hidden: Tensor, work: Callable[[Tensor, Tensor], Result]) -> Result:
+    """Call the lm_head on ``hidden`` with ``work(hidden, weight)`` in place of its forward; return the work's result.
+
+    Launchers shard the lm_head. Their hooks make its weight whole around its forward, and again in the backward pass
+    for the gradient of whatever the layer returns and of nothing else (DeepSpeed's ZeRO-3): a loss computed from the
+    weight has to leave by here.
+    """
+    layer: Any = _lm_head(model)
+    own = vars(layer).get("forward")  # a launcher may have set one on the instance
+    layer.forward = lambda hidden: work(hidden, layer.weight)
+    try:
+        result: Result = layer(hidden)
+    finally:
+        if own is None:
+            del layer.forward
+        else:
+            layer.forward = own
+    return result
+
+
+def _lm_head(model: nn.Module) -> nn.Linear:
+    layer: nn.Linear = model.get_output_embeddings()  # type: ignore[operator]  # nn.Module's getattr
+    return layer

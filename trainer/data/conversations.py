@@ -1,0 +1,202 @@
+"""Rows become conversations: with their answers to train on, or without answers for a target to write them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from decoding.fields import (
+    ANSWER_FIELDS,
+    PROMPT_FIELDS,
+    answer_of,
+    check_messages,
+    find_answer,
+    find_prompt,
+    messages_of,
+    prompt_of,
+)
+from decoding.jsonl import read_rows
+from trainer.data.rows import Row
+from trainer.recipe.common import DataSection
+
+ANSWER_TOKENS = "answer_tokens"
+"""Field in which `headstart regenerate` keeps the target's own tokens, a list of token ids for each answer."""
+TRUNCATED = "truncated"
+"""Field in which `headstart regenerate` says that the last answer was cut off, so that it has no end."""
+_PROMPT_ALONE = tuple(name for name in PROMPT_FIELDS if name not in ("messages", "conversations"))
+"""Fields of prompts whose answers stand in another field."""
+
+Message = dict[str, str]
+Format = Literal["messages", "sharegpt", "prompt_answer", "text"]
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """A row understood: a conversation with its answers, or a plain text."""
+
+    where: str
+    """The row's place, as errors name it."""
+    format: Format
+    messages: tuple[Message, ...] = ()
+    """The conversation; empty for a plain text."""
+    text: str = ""
+    """The plain text; empty for a conversation."""
+    fields: tuple[str, str] | None = None
+    """The fields of the prompt and of its answer in ``prompt_answer`` rows."""
+    answer_tokens: Any = None
+    """The row's `ANSWER_TOKENS`, unchecked; None without that field."""
+    cut_off: bool = False
+    """True if the last answer was cut off, so that it has no end to train."""
+
+
+def transcript_of(row: Row, section: DataSection) -> Transcript:
+    """Understand a row as the recipe's data section says; ValueError, naming the row, for one that cannot be used."""
+    fields, where = row.fields(), row.where
+    format = _format_of(fields, section, where)
+    if format == "text":
+        return Transcript(where, format, text=_text(fields[section.text_field], section.text_field, where))
+    found: tuple[str, str] | None = None
+    if format == "messages":
+        messages = check_messages(fields["messages"], where)
+    elif format == "sharegpt":
+        messages = messages_of(fields["conversations"], where)
+    else:
+        question, prompt = prompt_of(fields, section.prompt_field, where)
+        reply = section.answer_field or find_answer(fields)
+        assert reply is not None, "the format says that there is one"
+        found, answer = (question, reply), answer_of(fields, reply, where)
+        messages = [
+            {"role": "user", "content": _text(prompt, question, where)},
+            {"role": "assistant", "content": _text(answer, reply, where)},
+        ]
+    cut_off = fields.get(TRUNCATED) is True
+    return Transcript(where, format, tuple(messages), "", found, fields.get(ANSWER_TOKENS), cut_off)
+
+
+def _format_of(fields: dict[str, Any], section: DataSection, where: str) -> Format:
+    missing: dict[Format, str | None] = {
+        "messages": _unless_there("messages", fields),
+        "sharegpt": _unless_there("conversations", fields),
+        "prompt_answer": _missing(fields, section),
+        "text": _unless_there(section.text_field, fields),
+    }
+    format: Format | None
+    if section.format != "auto":
+        format = section.format
+    else:
+        format = next((name for name, lack in missing.items() if lack is None), None)
+        if (section.prompt_field or section.answer_field) and format in ("text", None):
+            format = "prompt_answer"  # a field that the recipe names must be there, not only a text
+    if format is None:
+        raise ValueError(
+            f"{where}: the row has the fields {sorted(fields)} but training needs 'messages', 'conversations', a "
+            f"prompt ({', '.join(_PROMPT_ALONE)}) with an answer ({', '.join(ANSWER_FIELDS)}), or "
+            f"{section.text_field!r}: set data.prompt_field, data.answer_field or data.text_field"
+        )
+    if missing[format] is not None:
+        raise ValueError(
+            f"{where}: the row has no field {missing[format]} (it has {sorted(fields)}): "
+            "name the right field in the recipe's data section, or set data.format"
+        )
+    return format
+
+
+def _missing(fields: dict[str, Any], section: DataSection) -> str | None:
+    """Return what the row lacks to be a prompt with its answer; None if it lacks nothing."""
+    for named, found, known in (
+        (section.prompt_field, find_prompt(fields), _PROMPT_ALONE),
+        (section.answer_field, find_answer(fields), ANSWER_FIELDS),
+    ):
+        if named is not None and named not in fields:
+            return repr(named)
+        if named is None and found not in known:
+            return f"of {', '.join(known)}"
+    return None
+
+
+def _unless_there(field: str, fields: dict[str, Any]) -> str | None:
+    return None if field in fields else repr(field)
+
+
+def _text(value: Any, field: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: field {field!r} holds {type(value).__name__}, not text")
+    return value
+
+
+class Key(NamedTuple):
+    """Identity of an answer: the source's line (from 1) and the sample of that line (from 0)."""
+
+    row: int
+    sample: int
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation to be answered. ``turns[i]`` are the messages between answer i - 1 and answer i.
+
+    ``index`` (from 0) counts all conversations of a run; seeds are made of it. Without ``chat`` there is one turn of
+    one message, whose text is to be continued.
+    """
+
+    key: Key
+    index: int
+    turns: tuple[tuple[Message, ...], ...]
+    chat: bool
+
+    def with_answers(self, answers: Sequence[str]) -> list[Message]:
+        """Return the first ``len(answers)`` turns, each with its answer."""
+        turns = zip(self.turns[: len(answers)], answers, strict=True)
+        return [message for turn, answer in turns for message in (*turn, {"role": "assistant", "content": answer})]
+
+    def open_after(self, answers: Sequence[str]) -> list[Message]:
+        """Return the messages up to the next answer."""
+        return [*self.with_answers(answers), *self.turns[len(answers)]]
+
+    @property
+    def text(self) -> str:
+        """The text to be continued where there is no chat."""
+        return self.turns[0][0]["content"]
+
+
+def read_conversations(
+    path: str | Path, field: str | None, limit: int | None, samples: int, chat: bool
+) -> list[Conversation]:
+    """Read the first ``limit`` rows of a .jsonl file, each as ``samples`` conversations without their answers.
+
+    The prompt's field is found as `decoding.prompts.read_prompts` finds it. A row of several turns, or of messages
+    with the assistant's between them, becomes a conversation of several turns, which only a ``chat`` can hold.
+    ValueError for a file without prompts and for a row that is none.
+    """
+    conversations: list[Conversation] = []
+    for number, row in read_rows(path):
+        if limit is not None and len(conversations) >= limit * samples:
+            break
+        where = f"{path}, line {number}"
+        turns = _turns(prompt_of(row, field, where)[1], where)
+        if not chat and (len(turns) > 1 or len(turns[0]) > 1):
+            raise ValueError(f"{where}: a conversation of several messages needs a chat template: give one text a row")
+        for sample in range(samples):
+            conversations.append(Conversation(Key(number, sample), len(conversations), turns, chat))
+    if not conversations:
+        raise ValueError(f"{path} holds no prompts: give a .jsonl file with one a line, and a limit above 0")
+    return conversations
+
+
+def _turns(value: Any, where: str) -> tuple[tuple[Message, ...], ...]:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        turns: list[list[Message]] = [[]]
+        for message in check_messages(value, where):
+            if message["role"] != "assistant":
+                turns[-1].append({"role": message["role"], "content": message["content"]})
+            elif turns[-1]:
+                turns.append([])
+        found = tuple(tuple(turn) for turn in turns if turn)
+    else:
+        texts = value if isinstance(value, list) else [value]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{where}: the prompt is {value!r:.60}, not text")
+        found = tuple(({"role": "user", "content": text},) for text in texts)
+    if not found:
+        raise ValueError(f"{where}: the conversation has nothing to answer: give at least one message of the user")
+    return found

@@ -1,0 +1,226 @@
+"""Drafts: from a recipe to a draft that is distilled from its target or from a teacher cache, and what that takes."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from transformers import PreTrainedTokenizerBase
+
+from decoding.model.causal_lm import CausalLM
+from decoding.model.fingerprint import fingerprint
+from trainer.data.batch import Example
+from trainer.data.dataset import Dataset
+from trainer.data.source import BatchSource
+from trainer.drafts.costs import Costs, best_costs, check_pays
+from trainer.drafts.distill import DistillObjective, OnlineTeacher, TeacherSource
+from trainer.drafts.on_policy import draft_source
+from trainer.drafts.start import InitialDraft, coverage, initial_draft
+from trainer.job import (
+    GreedyTexts,
+    Largest,
+    Phase,
+    Stored,
+    load_data,
+    load_training_data,
+    shared_identity,
+    trained_itemsize,
+    with_few_rows,
+)
+from trainer.learning.fused import CHUNK_BYTES
+from trainer.learning.memory import frozen_forward_bytes, layer_bytes
+from trainer.recipe.common import TrainingSection
+from trainer.recipe.draft import DraftRecipe, TeacherSection
+from trainer.target.loading import Target, load_target, load_target_tokenizer
+from trainer.target.teacher_cache import TeacherStore, TeacherWriter, ensure_teacher_cache, teacher_writer
+from trainer.terminal.place import Place
+
+_SOFTMAXED = 8  # tensors of fp32 that a divergence makes of a chunk's logits on a GPU; on a CPU they are in its cache
+
+
+@dataclass(frozen=True)
+class DraftKind:
+    """The kind of a recipe for a draft: see `trainer.job.Kind`."""
+
+    recipe: DraftRecipe
+
+    @property
+    def target(self) -> str:
+        return self.recipe.target
+
+    @property
+    def tokenizer(self) -> str:
+        return self.recipe.target
+
+    @property
+    def stored(self) -> Stored | None:
+        teacher = self.recipe.draft.teacher
+        if teacher is None:
+            return None
+        return Stored("draft.teacher.folder", Path(teacher.folder), partial(self._write_cache, teacher))
+
+    @property
+    def keeps_target(self) -> bool:
+        return True
+
+    @property
+    def steps_per_writing(self) -> int:
+        return self.recipe.draft.policy.every
+
+    def phases(self) -> list[Phase]:
+        return [Phase("a step", 0, self.recipe.training.steps)]
+
+    def measured_from(self, phase: Phase) -> int:
+        """A step in the middle at which texts are written: their shares may change over the run."""
+        return phase.steps // 2 // self.steps_per_writing * self.steps_per_writing
+
+    def small(self, rows: int, scratch: Path) -> DraftRecipe:
+        section = self.recipe.draft
+        if section.teacher is None:
+            return self.recipe
+        teacher = section.teacher.model_copy(update={"folder": str(scratch / "teacher")})
+        draft = section.model_copy(update={"teacher": teacher})
+        return self.recipe.model_copy(update={"draft": draft, **with_few_rows(self.recipe, rows)})
+
+    def _write_cache(self, section: TeacherSection, device: torch.device, place: Place) -> TeacherStore:
+        target = self._as_teacher(self._load_target(device), device)
+        tokenizer = load_target_tokenizer(self.recipe)
+        return self._cache(section, target, tokenizer, load_training_data(self.recipe, tokenizer), place)
+
+    def assemble(self, device: torch.device, place: Place, check_costs: bool = False) -> "DraftJob":
+        """See `trainer.job.Kind.assemble`; the draft is made of the target before that is rounded to teach."""
+        recipe, target = self.recipe, self._load_target(device)
+        tokenizer = load_target_tokenizer(recipe)
+        dataset, heldout = load_data(recipe, tokenizer)
+        torch.manual_seed(recipe.training.seed)  # for weights that start at random
+        longest = _longest(recipe, target.model)
+        initial = initial_draft(
+            target.model, tokenizer, recipe.draft, dataset.examples, recipe.trust_remote_code, longest
+        )
+        # Nothing is measured of a target that is quantised to teach: it is slower than the one to be sped up.
+        if check_costs and recipe.draft.check_costs and recipe.quantise is None:
+            _check_costs(target, initial, place)
+        target = self._as_teacher(target, device)
+        teacher = self._teacher(target, tokenizer, dataset, place)
+        objective = DistillObjective(target.model, teacher, tokenizer, initial, recipe.draft)
+        return DraftJob(recipe, tokenizer, dataset, heldout, target, objective)
+
+    def _load_target(self, device: torch.device) -> Target:
+        """The target; one that is to be rounded on the CPU, where it fits before."""
+        return load_target(self.recipe, device if self.recipe.quantise is None else torch.device("cpu"))
+
+    def _as_teacher(self, target: Target, device: torch.device) -> Target:
+        """The target as it teaches: rounded, if the recipe asks for that."""
+        if self.recipe.quantise is None:
+            return target
+        return target.rounded(self.recipe.quantise, None if self.recipe.device_map else device)
+
+    def _teacher(
+        self, target: Target, tokenizer: PreTrainedTokenizerBase, dataset: Dataset, place: Place
+    ) -> TeacherSource:
+        """The target itself, or its logits on disk."""
+        section = self.recipe.draft.teacher
+        if section is None:
+            return OnlineTeacher(target.model)
+        return self._cache(section, target, tokenizer, dataset, place)
+
+    def _cache(
+        self,
+        section: TeacherSection,
+        target: Target,
+        tokenizer: PreTrainedTokenizerBase,
+        dataset: Dataset,
+        place: Place,
+    ) -> TeacherStore:
+        """The teacher cache of the training data, written where it is not there yet."""
+        temperature = self.recipe.draft.loss.temperature
+        writer = teacher_writer(target, tokenizer, dataset.examples, section, temperature)
+        return ensure_teacher_cache(writer, dataset.examples, section, place)
+
+
+@dataclass(frozen=True)
+class DraftJob:
+    """A draft to be trained: see `trainer.job.Job`."""
+
+    recipe: DraftRecipe
+    tokenizer: PreTrainedTokenizerBase
+    dataset: Dataset
+    heldout: Dataset
+    target: Target
+    objective: DistillObjective
+
+    def identity(self) -> dict[str, Any]:
+        """See `trainer.job.Job.identity`; drafts that the recipe names are known by their weights."""
+        section, content = self.recipe.draft, shared_identity(self.recipe, self.target, self.dataset)
+        content["draft"].pop("check_costs")
+        if section.init.from_model is not None:
+            content["draft"]["init"]["from_model"] = fingerprint(self.objective.module.base)
+        if section.teacher is not None:
+            content["draft"]["teacher"] = {"top_k": section.teacher.top_k, "tail": section.teacher.tail}
+        return content
+
+    def source(self, section: TrainingSection, place: Place, folder: Path | None = None) -> BatchSource:
+        recipe = self.recipe.model_copy(update={"training": section})
+        draft = self.objective.draft_for_decoding
+        return draft_source(recipe, self.dataset.examples, self.target.model, self.tokenizer, draft, place, folder)
+
+    def writer(self, examples: Sequence[Example]) -> TeacherWriter | None:
+        section, temperature = self.recipe.draft.teacher, self.recipe.draft.loss.temperature
+        return None if section is None else teacher_writer(self.target, self.tokenizer, examples, section, temperature)
+
+    def target_again(self, device: torch.device) -> Target:
+        return self.target
+
+    def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
+        """A draft has no tree of its own."""
+
+    def notes(self) -> list[str]:
+        """A trimmed vocabulary, with the share of the trained tokens that it covers."""
+        tokens = self.objective.output_tokens
+        if tokens is None:
+            return []
+        share = coverage(self.dataset.examples, tokens)
+        return [f"the draft writes {len(tokens):,} tokens, {share:.1%} of those trained"]
+
+    def passing_bytes(self, largest: Largest) -> int:
+        """See `trainer.job.Job.passing_bytes`: layers, chunks of logits, and the gradients of what these come from."""
+        section, itemsize = self.recipe.draft, trained_itemsize(self.recipe)
+        draft = CausalLM(self.objective.module.base)
+        lm_head = self.objective.module.base.get_output_embeddings().weight
+        softmaxed = 0 if lm_head.device.type == "cpu" else 4 * _SOFTMAXED // itemsize
+        chunk = min(CHUNK_BYTES, largest.trained * len(lm_head) * itemsize)
+        logits = chunk * ((1 if section.teacher else 2) + softmaxed)
+        gradients = largest.trained * draft.hidden_size * itemsize
+        gradients += 8 * lm_head.numel() if lm_head.requires_grad else 0
+        layers = largest.positions * draft.num_layers * layer_bytes(draft, itemsize, adapted=section.lora is not None)
+        teaching = 0 if section.teacher else frozen_forward_bytes(self.target.model, largest.positions)
+        return layers + logits + gradients + teaching
+
+    def artefact_bytes(self) -> dict[str, int]:
+        """See `trainer.job.Job.artefact_bytes`: the whole draft, its adapters merged."""
+        numbers = sum(parameter.numel() for parameter in self.objective.module.base.parameters())
+        return {"the finished artefact": numbers * self.target.dtype.itemsize}
+
+
+def _longest(recipe: DraftRecipe, target: CausalLM) -> int:
+    """Tokens that a draft will read at most: an answer behind a prompt, which the target's context has room for."""
+    policy, evaluation = recipe.draft.policy, recipe.evaluation
+    answers = [policy.max_new_tokens if policy.generates else 0, evaluation.max_new_tokens if evaluation.prompts else 0]
+    return min(recipe.data.max_length + max(answers), target.max_positions or 1 << 30)
+
+
+def _check_costs(target: Target, initial: InitialDraft, place: Place) -> None:
+    """Refuse a draft that could not pay, on every process by the costs that the first one measures.
+
+    The draft is measured in the dtype that it will decode in.
+    """
+    costs: list[Costs | None] = [None]
+    if place.is_first:
+        draft: Any = copy.deepcopy(initial.model)
+        costs = [best_costs(target.model, CausalLM(draft.to(target.dtype), initial.output_tokens))]
+    (found,) = broadcast_object_list(costs)
+    place.say(check_pays(found))

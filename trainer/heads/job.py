@@ -1,0 +1,195 @@
+"""Heads: from a recipe to what is trained, on a target that runs or on its features, and what that takes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from decoding.model.causal_lm import CausalLM
+from trainer.data.batch import Example
+from trainer.data.dataset import Dataset
+from trainer.data.source import BatchSource, Offline
+from trainer.heads.medusa import MedusaObjective
+from trainer.heads.medusa2 import Medusa2Objective
+from trainer.job import (
+    GreedyTexts,
+    Largest,
+    Phase,
+    Stored,
+    load_data,
+    load_training_data,
+    shared_identity,
+    trained_itemsize,
+    trained_numbers,
+    with_few_rows,
+)
+from trainer.learning.fused import CHUNK_BYTES
+from trainer.learning.memory import frozen_bytes, frozen_forward_bytes, layer_bytes
+from trainer.recipe.common import TrainingSection
+from trainer.recipe.heads import FeaturesSection, MedusaRecipe
+from trainer.target.features import FeatureStore, FeatureWriter, StoredFeatures, ensure_features, feature_writer
+from trainer.target.hidden import OnlineTarget
+from trainer.target.loading import (
+    StoredTarget,
+    Target,
+    load_target,
+    load_target_model,
+    load_target_tokenizer,
+)
+from trainer.terminal.place import Place
+
+
+@dataclass(frozen=True)
+class HeadsKind:
+    """The kind of a recipe for heads: see `trainer.job.Kind`."""
+
+    recipe: MedusaRecipe
+
+    @property
+    def target(self) -> str:
+        return self.recipe.target
+
+    @property
+    def tokenizer(self) -> str:
+        return self.recipe.target
+
+    @property
+    def stored(self) -> Stored | None:
+        features = self.recipe.features
+        if features is None:
+            return None
+        return Stored("features.folder", Path(features.folder), partial(self._write_features, features))
+
+    @property
+    def keeps_target(self) -> bool:
+        return self.recipe.features is None or self.recipe.features.keep_target
+
+    @property
+    def steps_per_writing(self) -> int:
+        return 1
+
+    def phases(self) -> list[Phase]:
+        """Two where adapters join the heads later."""
+        steps = self.recipe.training.steps
+        alone = self.recipe.adapters.heads_first_steps if self.recipe.adapters else 0
+        if not 0 < alone < steps:
+            return [Phase("a step", 0, steps)]
+        return [Phase("a step of the heads alone", 0, alone), Phase("a step with the adapters", alone, steps - alone)]
+
+    def measured_from(self, phase: Phase) -> int:
+        return phase.first
+
+    def small(self, rows: int, scratch: Path) -> MedusaRecipe:
+        if self.recipe.features is None:
+            return self.recipe
+        changes = {"folder": str(scratch / "features"), "keep_target": True}
+        features = self.recipe.features.model_copy(update=changes)
+        return self.recipe.model_copy(update={"features": features, **with_few_rows(self.recipe, rows)})
+
+    def _write_features(self, section: FeaturesSection, device: torch.device, place: Place) -> FeatureStore:
+        target, tokenizer = load_target(self.recipe, device), load_target_tokenizer(self.recipe)
+        return _features(section, target, tokenizer, load_training_data(self.recipe, tokenizer), place)
+
+    def assemble(self, device: torch.device, place: Place, check_costs: bool = False) -> "HeadsJob":
+        """See `trainer.job.Kind.assemble`; heads are so cheap that nothing of theirs is checked."""
+        recipe, target = self.recipe, load_target(self.recipe, device)
+        tokenizer = load_target_tokenizer(recipe)
+        dataset, heldout = load_data(recipe, tokenizer)
+        torch.manual_seed(recipe.training.seed)  # for heads that start at random
+        if recipe.features is None:
+            return HeadsJob(recipe, tokenizer, dataset, heldout, target, _objective_on(recipe, target.model, tokenizer))
+        store = _features(recipe.features, target, tokenizer, dataset, place)
+        config = AutoConfig.from_pretrained(target.name, trust_remote_code=recipe.trust_remote_code)
+        states = StoredFeatures(store, config, device)
+        objective = MedusaObjective(states, recipe.heads, recipe.training.steps, target.dtype)
+        kept = target if recipe.features.keep_target else target.let_go()
+        return HeadsJob(recipe, tokenizer, dataset, heldout, kept, objective)
+
+
+@dataclass(frozen=True)
+class HeadsJob:
+    """Heads to be trained: see `trainer.job.Job`."""
+
+    recipe: MedusaRecipe
+    tokenizer: PreTrainedTokenizerBase
+    dataset: Dataset
+    heldout: Dataset
+    target: StoredTarget
+    objective: MedusaObjective | Medusa2Objective
+
+    def identity(self) -> dict[str, Any]:
+        """See `trainer.job.Job.identity`; soft losses also know how many of the target's logits were stored."""
+        recipe, content = self.recipe, shared_identity(self.recipe, self.target, self.dataset)
+        content["heads"].pop("tree_nodes")
+        if recipe.adapters is not None:
+            content["adapters"].pop("export")
+        if recipe.heads.loss.soft:
+            content["features.top_k"] = recipe.features.top_k if recipe.features else 0
+        return content
+
+    def source(self, section: TrainingSection, place: Place, folder: Path | None = None) -> BatchSource:
+        return Offline(self.dataset.examples, section.batch_size, section.seed)
+
+    def writer(self, examples: Sequence[Example]) -> FeatureWriter | None:
+        if self.recipe.features is None or not isinstance(self.target, Target):
+            return None
+        return feature_writer(self.target, self.tokenizer, examples, self.recipe.features.top_k)
+
+    def target_again(self, device: torch.device) -> Target:
+        if isinstance(self.target, Target):
+            return self.target
+        return self.target.loaded(load_target_model(self.recipe, device))
+
+    def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
+        self.objective.choose_tree(target, texts())
+
+    def notes(self) -> list[str]:
+        return []
+
+    def passing_bytes(self, largest: Largest) -> int:
+        """See `trainer.job.Job.passing_bytes`: a head keeps its input, and three states of each block, in fp32."""
+        recipe, target, itemsize = self.recipe, self._loaded, trained_itemsize(self.recipe)
+        head = 4 * target.hidden_size * (2 + 3 * recipe.heads.num_layers)
+        heads = largest.trained * head * recipe.heads.num_heads
+        chunk = min(CHUNK_BYTES, largest.trained * target.vocab_size * itemsize)
+        heads += chunk * (1 if target.device.type == "cpu" else 3)
+        if recipe.adapters is None:
+            return heads + (0 if recipe.features else frozen_forward_bytes(target, largest.positions))
+        layer = layer_bytes(target, itemsize, adapted=True)
+        if recipe.adapters.gradient_checkpointing:  # layers keep what they read, and are run again one by one
+            return heads + largest.positions * (target.num_layers * target.hidden_size * itemsize + layer)
+        return heads + largest.positions * target.num_layers * layer
+
+    def artefact_bytes(self) -> dict[str, int]:
+        """See `trainer.job.Job.artefact_bytes`; adapters may be merged into a copy of the target."""
+        parts = {"the finished artefact": trained_numbers(self.objective) * self.target.dtype.itemsize}
+        if self.recipe.adapters is not None and self.recipe.adapters.export == "merged":
+            parts["the merged target"] = frozen_bytes(self._loaded, self.objective.module)
+        return parts
+
+    @property
+    def _loaded(self) -> CausalLM:
+        assert isinstance(self.target, Target), "a plan keeps the target"
+        return self.target.model
+
+
+def _features(
+    section: FeaturesSection, target: Target, tokenizer: PreTrainedTokenizerBase, dataset: Dataset, place: Place
+) -> FeatureStore:
+    """The features of the training data, written where they are not there yet."""
+    writer = feature_writer(target, tokenizer, dataset.examples, section.top_k)
+    return ensure_features(writer, dataset.examples, section, place)
+
+
+def _objective_on(
+    recipe: MedusaRecipe, target: CausalLM, tokenizer: PreTrainedTokenizerBase
+) -> MedusaObjective | Medusa2Objective:
+    """The objective on a target that runs at every step."""
+    steps = recipe.training.steps
+    if recipe.adapters is not None:
+        return Medusa2Objective(target, tokenizer, recipe.heads, recipe.adapters, steps)
+    return MedusaObjective(OnlineTarget(target), recipe.heads, steps, target.dtype)

@@ -1,0 +1,189 @@
+"""Everything that a run asks of a recipe's kind: a `Kind`, from the recipe alone, and the `Job` that it assembles.
+
+Heads, drafts and models from nothing have one of each; `trainer.run.kinds` alone chooses among them by the recipe.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from decoding.model.causal_lm import CausalLM
+from trainer.data.batch import Example
+from trainer.data.dataset import Dataset, load_dataset
+from trainer.data.source import BatchSource
+from trainer.files.shards import digest_of_each
+from trainer.learning.objective import Objective
+from trainer.quickstart import resolve
+from trainer.recipe.common import TrainingSection
+from trainer.recipe.recipe import AnyRecipe
+from trainer.target.loading import StoredTarget
+from trainer.target.store import Store, Writer
+from trainer.terminal.place import Place
+
+GreedyTexts = Callable[[], Sequence[tuple[Sequence[int], int]]]
+"""Gives the target's own greedy answers to prompts of the training data, as (tokens, prompt length) pairs."""
+
+
+class Stored(NamedTuple):
+    """A folder that is written ahead of the training, which then reads it: features or a teacher cache."""
+
+    setting: str
+    """The key of the recipe that names the folder."""
+    folder: Path
+    write: Callable[[torch.device, Place], Store[Any]]
+    """Writes what is missing of it. Every process calls this, and writes its share."""
+
+
+class Phase(NamedTuple):
+    """Steps of a run that take the same time: from step ``first`` (from 0), ``steps`` of them."""
+
+    name: str
+    first: int
+    steps: int
+
+
+class Largest(NamedTuple):
+    """The most positions of any micro batch, padding included, and the most trained tokens of any."""
+
+    positions: int
+    trained: int
+
+
+class Kind(Protocol):
+    """A recipe with all that depends on its kind before anything is loaded, and the making of its job."""
+
+    @property
+    def recipe(self) -> AnyRecipe: ...
+
+    @property
+    def target(self) -> str | None:
+        """The recipe's name for the target; None where a model is trained from nothing."""
+
+    @property
+    def tokenizer(self) -> str:
+        """The recipe's name for the folder or hub id with the tokenizer."""
+
+    @property
+    def stored(self) -> Stored | None:
+        """The folder that is written ahead; None where the training reads none."""
+
+    @property
+    def keeps_target(self) -> bool:
+        """True where a target stays loaded during the training, for evaluations."""
+
+    def phases(self) -> list[Phase]:
+        """The run's phases, in order."""
+
+    def measured_from(self, phase: Phase) -> int:
+        """The step (from 0) to begin with where a phase's time is measured by a few of its steps."""
+
+    @property
+    def steps_per_writing(self) -> int:
+        """Steps whose texts are written together; 1 where no texts are written during the training."""
+
+    def small(self, rows: int, scratch: Path) -> AnyRecipe:
+        """The recipe cut down for a measurement: with ``stored``, at most ``rows`` rows, stored in ``scratch``."""
+
+    def assemble(self, device: torch.device, place: Place, check_costs: bool = False) -> "Job":
+        """Load and check everything the recipe names, and write what is missing of ``stored``.
+
+        Every process calls this. With ``check_costs``, ValueError for a draft that by the costs measured here could
+        not pay, unless the recipe asks for no such check.
+        """
+
+
+class Job(Protocol):
+    """All that a run is made of, assembled."""
+
+    @property
+    def recipe(self) -> AnyRecipe: ...
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+
+    @property
+    def dataset(self) -> Dataset:
+        """The training data."""
+
+    @property
+    def heldout(self) -> Dataset: ...
+
+    @property
+    def target(self) -> StoredTarget | None:
+        """A `Target` where one is loaded, a `StoredTarget` where it was let go; None for a model from nothing."""
+
+    @property
+    def objective(self) -> Objective: ...
+
+    def identity(self) -> dict[str, Any]:
+        """Plain JSON values that must be the same for a checkpoint to be resumed: all that changes a step's result.
+
+        The learning rate and the precision are left out: they are what to change when the loss is no longer finite.
+        Target, data and drafts are known by their content, wherever they lie. To be asked before anything is trained.
+        """
+
+    def source(self, section: TrainingSection, place: Place, folder: Path | None = None) -> BatchSource:
+        """The batches of a training by ``section``. ``folder``: where texts are written, by default in the output."""
+
+    def writer(self, examples: Sequence[Example]) -> Writer | None:
+        """The writer of features or of a teacher cache of these examples; None where the training reads neither."""
+
+    def target_again(self, device: torch.device) -> StoredTarget | None:
+        """The target for the last evaluation: as ``target``, but loaded once more if it was let go."""
+
+    def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
+        """Fit the tree of finished heads to the target's own texts; nothing to do for anything else."""
+
+    def notes(self) -> list[str]:
+        """Lines to print before the training begins."""
+
+    def passing_bytes(self, largest: Largest) -> int:
+        """An estimate of the bytes on one device that pass through a step, with micro batches up to ``largest``."""
+
+    def artefact_bytes(self) -> dict[str, int]:
+        """Bytes of the finished artefact on disk, by part."""
+
+
+def load_data(recipe: AnyRecipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset]:
+    """The training data and the held-out data, which is never packed. ValueError for rows that cannot be used."""
+    section = recipe.data.model_copy(update={"split": recipe.data.heldout_split, "packing": False})
+    try:
+        heldout = load_dataset(resolve(recipe.data.heldout), section, tokenizer)
+    except ValueError as error:
+        raise ValueError(f"data.heldout: {error}") from error
+    return load_training_data(recipe, tokenizer), heldout
+
+
+def load_training_data(recipe: AnyRecipe, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """The training data alone."""
+    return load_dataset(resolve(recipe.data.train), recipe.data, tokenizer)
+
+
+def shared_identity(recipe: AnyRecipe, target: StoredTarget | None, dataset: Dataset) -> dict[str, Any]:
+    """The part of `Job.identity` that all kinds share; each kind removes from its own sections what binds no run."""
+    content = recipe.model_dump(mode="json")
+    for free in ("name", "output", "evaluation", "checkpoint", "tracking", "features", "target", "data"):
+        content.pop(free, None)
+    for free in ("micro_batch_size", "learning_rate", "mixed_precision"):
+        content["training"].pop(free)
+    content["target weights"] = target.fingerprint if target else None
+    content["training data"] = digest_of_each(dataset.examples)
+    return content
+
+
+def with_few_rows(recipe: AnyRecipe, rows: int) -> dict[str, Any]:
+    """The change of a recipe that makes it read at most ``rows`` rows."""
+    return {"data": recipe.data.model_copy(update={"max_rows": min(recipe.data.max_rows or rows, rows)})}
+
+
+def trained_itemsize(recipe: AnyRecipe) -> int:
+    """Bytes of a number as products are computed in: 2 in bf16, else 4."""
+    return 2 if recipe.training.mixed_precision == "bf16" else 4
+
+
+def trained_numbers(objective: Objective) -> int:
+    """The number of trained parameters."""
+    return sum(p.numel() for p in objective.module.parameters() if p.requires_grad)

@@ -1,0 +1,143 @@
+"""The sections that recipes of every kind share: data, training, evaluation, checkpoint, and low-rank adapters."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from trainer.recipe.section import Section
+
+
+class DataSection(Section):
+    """Rows to train on and rows to evaluate on.
+
+    Each source is a .jsonl or .parquet file, a folder of such files, or a data set on the hub, ORG/NAME or
+    ORG/NAME:CONFIG.
+    """
+
+    train: str
+    heldout: str
+    split: str = "train"
+    """Split of a hub data set to train on."""
+    heldout_split: str = "test"
+    format: Literal["auto", "text", "messages", "sharegpt", "prompt_answer"] = "auto"
+    text_field: str = "text"
+    prompt_field: str | None = None
+    """None: the first field of a row that is in `decoding.fields.PROMPT_FIELDS`."""
+    answer_field: str | None = None
+    """None: the first field of a row that is in `decoding.fields.ANSWER_FIELDS`."""
+    chat_template: str | None = None
+    """Jinja file that replaces the tokenizer's chat template."""
+    max_length: Annotated[int, Field(ge=8)] = 512
+    """Longest sequence in tokens; longer texts are cut into several, longer chats are cut off (and counted)."""
+    max_rows: Annotated[int, Field(ge=1)] | None = None
+    packing: bool = False
+    """Put several short examples into one sequence; none attends to another."""
+    bad_rows: Literal["stop", "skip"] = "stop"
+    """Stop the run at a row that cannot be used, or skip the row; skipped rows are named and counted."""
+
+
+class TrainingSection(Section):
+    """The training loop. ``batch_size`` counts sequences per optimizer step over all processes together."""
+
+    steps: Annotated[int, Field(ge=1)]
+    batch_size: Annotated[int, Field(ge=1)] = 16
+    micro_batch_size: Annotated[int, Field(ge=1)] = 16
+    """Sequences per process per forward pass; gradients accumulate until the batch is complete."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """``muon`` steps the network's matrices and AdamW the rest: trains much faster where a model is young."""
+    adam_beta2: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    mixed_precision: Literal["no", "bf16"] = "bf16"
+    """``bf16``: products in bf16 on fp32 weights. ``no``: all in fp32 without TF32, slow on a GPU."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+
+    @field_validator("mixed_precision", mode="before")
+    @classmethod
+    def _a_bare_no_is_meant(cls, value: Any) -> Any:
+        """Turn False into "no": YAML reads an unquoted ``no`` as false."""
+        return "no" if value is False else value
+
+
+class EvaluationSection(Section):
+    """The real decoding loop on held-out prompts, during training and at its end."""
+
+    every: Annotated[int, Field(ge=1)] = 200
+    prompts: Annotated[int, Field(ge=0)] = 8
+    """0 disables evaluation; heads then keep a plain chain."""
+    prompt_tokens: Annotated[int, Field(ge=1)] = 64
+    """Length of the prompt taken from a plain text, which has no prompt of its own."""
+    max_new_tokens: Annotated[int, Field(ge=1)] = 64
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    keep: Literal["last", "best"] = "last"
+    """Weights of the finished run: those of the last step, or those with the most tokens per target pass."""
+    patience: Annotated[int, Field(ge=1)] | None = None
+    """Evaluations without a new best after which the run stops; None: the run goes on to the last step."""
+
+    @property
+    def decides(self) -> bool:
+        """True if evaluations choose the weights or stop the run."""
+        return self.keep == "best" or self.patience is not None
+
+    @model_validator(mode="after")
+    def _there_is_something_to_go_by(self) -> "EvaluationSection":
+        if not self.prompts and self.decides:
+            raise ValueError("evaluation.keep=best and evaluation.patience go by evaluations: give evaluation.prompts")
+        return self
+
+
+class CheckpointSection(Section):
+    """Checkpoints: steps between two of them, and how many stay on disk."""
+
+    every: Annotated[int, Field(ge=1)] = 200
+    keep: Annotated[int, Field(ge=1)] = 2
+
+
+class LoraSection(Section):
+    """Low-rank adapters (2106.09685) in place of all parameters."""
+
+    rank: Annotated[int, Field(ge=1)] = 32
+    alpha: Annotated[float, Field(gt=0)] = 16.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Linear layers that get an adapter, by the end of their names; ``all-linear`` leaves the lm_head out."""
+
+
+class CommonRecipe(Section):
+    """Settings of every kind of run."""
+
+    name: str
+    output: str
+    """Folder of the run: checkpoints/, metrics.jsonl, final/."""
+    data: DataSection
+    training: TrainingSection
+    evaluation: EvaluationSection = EvaluationSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    tracking: Literal["wandb", "none"] | None = None
+    """None: wandb only where WANDB_API_KEY is set. ``wandb`` without a key runs offline, silently; metrics.jsonl is
+    written in any case."""
+
+    @model_validator(mode="after")
+    def _batches_divide(self) -> "CommonRecipe":
+        training = self.training
+        if training.batch_size % training.micro_batch_size:
+            raise ValueError(
+                f"training.batch_size ({training.batch_size}) is not a multiple of training.micro_batch_size "
+                f"({training.micro_batch_size})"
+            )
+        return self
+
+
+class TargetRecipe(CommonRecipe):
+    """Settings of every run that speeds up a target."""
+
+    target: str
+    """Hub id or folder of the target; ``quickstart`` is the embedded default."""
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """The target's dtype."""
+    device_map: Literal["auto"] | None = None
+    """``auto`` spreads a target that fits no single device over all of them, with one process; adapters need a target
+    on one device."""
+    trust_remote_code: bool = False

@@ -1,0 +1,98 @@
+"""The recipe of heads on a target: Medusa-1, Medusa-2 and Hydra."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from trainer.recipe.common import LoraSection, TargetRecipe
+from trainer.recipe.loss import LossSection, default_term
+from trainer.recipe.section import Section
+
+
+class HeadsSection(Section):
+    """Medusa heads: their shape, their loss, and the weight of head k (from 0) in the loss."""
+
+    num_heads: Annotated[int, Field(ge=1)] = 4
+    num_layers: Annotated[int, Field(ge=1)] = 1
+    """Residual blocks per head, each with weights of its own."""
+    sequential: bool = False
+    """Hydra-style: head k also reads the tokens drafted before its own."""
+    shared_lm_head: bool = False
+    """Heads are residual blocks alone, which write through the target's own lm_head: far smaller."""
+    init: str | None = None
+    """Folder of heads to start from, such as a Medusa-1 run's final/."""
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Head k weighs ``decay ** k``."""
+    weights: tuple[Annotated[float, Field(ge=0)], ...] | None = None
+    """One weight per head, in place of ``decay``."""
+    schedule: Literal["constant", "sine"] = "constant"
+    """``sine``: the heads' weights rise as sin(step / steps · π/2)."""
+    loss: Annotated[LossSection, default_term("cross_entropy")] = LossSection(cross_entropy=1.0)
+    tree_nodes: Annotated[int, Field(ge=1, le=4096)] = 16
+    """Drafted nodes of the tree chosen at the end from the heads' measured accuracies; 4096 is the most that a heads
+    file may hold."""
+
+    @model_validator(mode="after")
+    def _weights_are_one_per_head(self) -> "HeadsSection":
+        if self.weights is not None and len(self.weights) != self.num_heads:
+            raise ValueError(f"heads.weights holds {len(self.weights)} numbers for {self.num_heads} heads")
+        if self.weights is not None and not any(self.weights):
+            raise ValueError("heads.weights are all 0, so that no head would learn: give one a weight")
+        return self
+
+    @model_validator(mode="after")
+    def _the_loss_is_on_logits(self) -> "HeadsSection":
+        if self.loss.hidden:
+            raise ValueError("heads.loss.hidden compares a draft's last hidden state: heads have none, leave it out")
+        return self
+
+
+class AdaptersSection(LoraSection):
+    """Medusa-2: LoRA adapters on the target, trained jointly with the heads (2401.10774, section 2.2.2)."""
+
+    heads_first_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps in which the heads alone are trained, before the adapters join."""
+    base_loss: Literal["cross_entropy", "forward_kl"] = "cross_entropy"
+    """Loss of the target's own next token: on the data, or towards the target with its adapters switched off."""
+    base_weight: Annotated[float, Field(ge=0)] = 1.0
+    heads_weight: Annotated[float, Field(gt=0)] = 0.2
+    """Factor on every head's weight once the adapters have joined."""
+    heads_rate: Annotated[float, Field(gt=0)] = 4.0
+    """Learning rate of the heads, their biases included, over the adapters'."""
+    gradient_checkpointing: bool = True
+    export: Literal["merged", "adapter"] = "merged"
+    """Content of final/target: the whole target with the adapters merged into it, or the adapters alone."""
+
+
+class FeaturesSection(Section):
+    """Train from the target's hidden states, written to disk once, instead of running the target at every step."""
+
+    folder: str
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Best logits of the target stored at each position, for soft losses without its lm_head; 0: none."""
+    shard_tokens: Annotated[int, Field(ge=1024)] = 262_144
+    keep_target: bool = True
+    """Keep the target beside the heads for the evaluations in between. False: the target is loaded at the start to
+    write the features or to check that they are its own, let go, and loaded again at the end."""
+
+
+class MedusaRecipe(TargetRecipe):
+    """Heads on a frozen target (Medusa-1), or with ``adapters`` jointly with the target's LoRA adapters (Medusa-2)."""
+
+    kind: Literal["medusa"]
+    heads: HeadsSection = HeadsSection()
+    adapters: AdaptersSection | None = None
+    features: FeaturesSection | None = None
+
+    @model_validator(mode="after")
+    def _features_are_of_a_frozen_target(self) -> "MedusaRecipe":
+        if self.adapters is not None and self.features is not None:
+            raise ValueError(
+                "features are the hidden states of a target that stays as it is: give adapters or features"
+            )
+        if self.evaluation.decides and self.features is not None and not self.features.keep_target:
+            raise ValueError(
+                "evaluation.keep=best and evaluation.patience go by evaluations during the training, for which the "
+                "target has to stay: set features.keep_target=true"
+            )
+        return self

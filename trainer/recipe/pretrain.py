@@ -1,0 +1,34 @@
+"""The recipe of a language model trained from scratch."""
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from trainer.recipe.common import CommonRecipe
+from trainer.recipe.section import Section
+
+
+class PretrainSection(Section):
+    """A small Llama with random weights, on the tokenizer in a folder."""
+
+    tokenizer: str
+    hidden_size: int = 256
+    intermediate_size: int = 688
+    num_hidden_layers: int = 8
+    num_attention_heads: int = 4
+    max_position_embeddings: int = 1024
+
+
+class PretrainRecipe(CommonRecipe):
+    """A language model trained from scratch: how the embedded default target is made."""
+
+    kind: Literal["pretrain"]
+    model: PretrainSection
+
+    @model_validator(mode="after")
+    def _nothing_goes_by_evaluations(self) -> "PretrainRecipe":
+        if self.evaluation.decides:
+            raise ValueError(
+                "evaluation.keep=best and evaluation.patience go by what a target gains, and here is none: remove them"
+            )
+        return self

@@ -1,0 +1,35 @@
+"""THE dispatch: which kind of job a recipe asks for. Nothing else asks what kind a recipe or an objective is."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.drafts.job import DraftKind
+from trainer.files.folders import check_can_be_folder
+from trainer.heads.job import HeadsKind
+from trainer.job import Kind
+from trainer.pretrain import PretrainKind
+from trainer.recipe.draft import DraftRecipe
+from trainer.recipe.heads import MedusaRecipe
+from trainer.recipe.pretrain import PretrainRecipe
+from trainer.recipe.recipe import AnyRecipe
+
+_KINDS: Mapping[type[AnyRecipe], Callable[[Any], Kind]] = {
+    MedusaRecipe: HeadsKind,
+    DraftRecipe: DraftKind,
+    PretrainRecipe: PretrainKind,
+}
+
+
+def kind_of(recipe: AnyRecipe) -> Kind:
+    """The recipe with all that depends on its kind."""
+    return _KINDS[type(recipe)](recipe)
+
+
+def check_folders(kind: Kind) -> None:
+    """ValueError if a file stands where the recipe writes a folder."""
+    output = Path(kind.recipe.output)
+    check_can_be_folder(output, "output")
+    check_can_be_folder(output / "final", "the folder of the finished run")
+    if kind.stored is not None:
+        check_can_be_folder(kind.stored.folder, kind.stored.setting)

@@ -1,0 +1,130 @@
+"""Answers by the target in this process, decoded in groups of conversations that are the same in every run."""
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from decoding.drafters import Drafter
+from decoding.generate import DecodingConfig, check_prompt, decode_batch_steps
+from decoding.model.causal_lm import CausalLM
+from decoding.prompts import encode_prompt
+from trainer.data.answers import Answered, Outcome, SetAside
+from trainer.data.chat import read_answer
+from trainer.data.conversations import Conversation, Key
+
+GROUP = 4
+"""Batches that are decoded and written together: more keep the rows of a batch full, fewer lose less to a kill."""
+TURN = 2**32
+"""How far the seeds of one turn and of the next are apart: further than a file has rows."""
+
+
+class TargetBackend:
+    """The target in this process, speculating if it has a drafter.
+
+    Conversations are decoded in groups that are the same in every run of the same command, so that a run that was
+    killed and started again writes, bit for bit, what it would have written: in bf16 what stands beside a text in a
+    batch can decide between two tokens that are equally good. The texts of a group whose first conversation has the
+    index i are decoded with the seeds seed + i, seed + i + 1, ...; later turns with seeds of their own.
+    """
+
+    def __init__(
+        self,
+        target: CausalLM,
+        tokenizer: PreTrainedTokenizerBase,
+        drafter: Drafter | None,
+        config: DecodingConfig,
+        batch_size: int,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}: give at least 1")
+        self._target, self._tokenizer, self._drafter = target, tokenizer, drafter
+        self._config, self._batch_size = config, batch_size
+
+    def outcomes(
+        self, conversations: Sequence[Conversation], done: Container[Key], on_tokens: Callable[[int], None]
+    ) -> Iterator[list[Outcome]]:
+        """A group at a time; groups that are done are left out."""
+        size = GROUP * self._batch_size
+        for start in range(0, len(conversations), size):
+            group = conversations[start : start + size]
+            if any(conversation.key not in done for conversation in group):
+                yield self._answer(group, on_tokens)
+
+    def _answer(self, group: Sequence[Conversation], on_tokens: Callable[[int], None]) -> list[Outcome]:
+        """Turn by turn, each for all conversations of the group that have come so far."""
+        texts = [_Text(conversation) for conversation in group]
+        for turn in range(max(len(conversation.turns) for conversation in group)):
+            ready = [(text, prompt) for text in texts if text.is_open and (prompt := self._prompt(text))]
+            config = replace(self._config, seed=self._config.seed + group[0].index + turn * TURN)
+            generations = self._decode([prompt for _, prompt in ready], config, on_tokens)
+            for (text, prompt), generation in zip(ready, generations, strict=True):
+                self._take(text, prompt, generation)
+        return [text.outcome() for text in texts]
+
+    def _prompt(self, text: "_Text") -> tuple[int, ...] | None:
+        """What the text's next answer follows, or None where that cannot be decoded."""
+        conversation = text.conversation
+        try:
+            prompt = encode_prompt(conversation.open_after(text.answers), self._tokenizer, conversation.chat)
+            check_prompt(self._target, prompt, self._config)
+        except (TemplateError, ValueError) as error:
+            text.problem = str(error)
+            return None
+        return prompt
+
+    def _decode(
+        self, prompts: Sequence[tuple[int, ...]], config: DecodingConfig, on_tokens: Callable[[int], None]
+    ) -> list[tuple[int, ...]]:
+        tokens: list[tuple[int, ...]] = [()] * len(prompts)
+        if not prompts:
+            return tokens
+        for place, step in decode_batch_steps(self._target, self._drafter, prompts, config, self._batch_size):
+            tokens[place] += step.tokens
+            on_tokens(len(step.tokens))
+        return tokens
+
+    def _take(self, text: "_Text", prompt: tuple[int, ...], tokens: tuple[int, ...]) -> None:
+        text.truncated = tokens[-1] not in self._config.eos_token_ids
+        written = list(tokens if text.truncated else tokens[:-1])
+        text.answers.append(read_answer(self._tokenizer, written, text.truncated))
+        text.answer_tokens.append(tokens)
+        text.differing += not self._reads_back(text, prompt, written)
+
+    def _reads_back(self, text: "_Text", prompt: tuple[int, ...], written: list[int]) -> bool:
+        """Whether training, which tokenizes the text, will see the tokens that the target read and wrote."""
+        if not text.conversation.chat:
+            tokens: list[int] = self._tokenizer(text.answers[-1], add_special_tokens=False)["input_ids"]
+            return tokens == written
+        closed: Any = self._tokenizer.apply_chat_template(
+            text.conversation.with_answers(text.answers), return_dict=True
+        )
+        expected = [*prompt, *written]
+        return bool(closed["input_ids"][: len(expected)] == expected)
+
+
+class _Text:
+    """A conversation under way."""
+
+    def __init__(self, conversation: Conversation) -> None:
+        self.conversation = conversation
+        self.answers: list[str] = []
+        self.answer_tokens: list[tuple[int, ...]] = []
+        self.differing = 0
+        self.truncated = False
+        self.problem: str | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Nothing is said after an answer that was cut off, or that is empty."""
+        broken_off = self.problem is not None or self.truncated or "" in self.answers
+        return not broken_off and len(self.answers) < len(self.conversation.turns)
+
+    def outcome(self) -> Outcome:
+        if self.problem is not None:
+            return SetAside(self.conversation, "failed", self.problem)
+        tokens = sum(map(len, self.answer_tokens))
+        written = tuple(self.answer_tokens)
+        return Answered(self.conversation, tuple(self.answers), tokens, self.truncated, written, self.differing)

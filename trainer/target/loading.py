@@ -1,0 +1,97 @@
+"""Loading the target of a recipe, and what stays known of it when it is let go."""
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from transformers import PreTrainedTokenizerBase
+
+from decoding.model.causal_lm import CausalLM
+from decoding.model.fingerprint import stored_fingerprint
+from decoding.model.loading import load_model, load_tokenizer, parse_dtype
+from decoding.model.quantise import quantised
+from trainer.data.batch import check_documents_are_apart
+from trainer.quickstart import resolve
+from trainer.recipe.draft import DraftRecipe
+from trainer.recipe.heads import MedusaRecipe
+
+
+@dataclass(frozen=True)
+class StoredTarget:
+    """A target on disk, which is not loaded."""
+
+    name: str
+    """Hub id or folder to load it from."""
+    dtype: torch.dtype
+    """The dtype that it is loaded in."""
+    fingerprint: str
+    """`decoding.model.fingerprint.stored_fingerprint` of its weights."""
+
+    def loaded(self, model: CausalLM) -> "Target":
+        """The same target with its model."""
+        return Target(self.name, self.dtype, self.fingerprint, model)
+
+
+@dataclass(frozen=True)
+class Target(StoredTarget):
+    """A target that is loaded."""
+
+    model: CausalLM
+    rounding: str | None = None
+    """Rounding of the loaded weights, such as ``int8``; None: the weights are those on disk."""
+
+    @property
+    def weights(self) -> str:
+        """The fingerprint of the weights that run: that of the stored ones, with their rounding behind it."""
+        return self.fingerprint if self.rounding is None else f"{self.fingerprint} {self.rounding}"
+
+    def let_go(self) -> StoredTarget:
+        """The same target without its model."""
+        return StoredTarget(self.name, self.dtype, self.fingerprint)
+
+    def rounded(self, rounding: str, device: torch.device | None) -> "Target":
+        """Round the model's weights in place and move it to ``device``; None: leave it where it is spread."""
+        model: Any = quantised(self.model.model, lm_head=False)
+        return replace(self, model=CausalLM(model if device is None else model.to(device)), rounding=rounding)
+
+
+def load_target(recipe: MedusaRecipe | DraftRecipe, device: torch.device) -> Target:
+    """Load the recipe's target on a device and check that it fits the data. Every process calls this."""
+    name, model = resolve(recipe.target), load_target_model(recipe, device)
+    return Target(name, parse_dtype(recipe.dtype), _fingerprint_for_all(name, recipe.trust_remote_code), model)
+
+
+def load_target_model(recipe: MedusaRecipe | DraftRecipe, device: torch.device) -> CausalLM:
+    """Load the model alone, which one process may do by itself. ValueError where it does not fit the recipe's data."""
+    if recipe.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "device_map=auto spreads the target over all devices for one process, but several were launched: launch "
+            "one, or set device_map=null"
+        )
+    dtype = parse_dtype(recipe.dtype)
+    model = CausalLM(load_model(resolve(recipe.target), dtype, device, recipe.trust_remote_code, recipe.device_map))
+    if model.max_positions is not None and recipe.data.max_length > model.max_positions:
+        raise ValueError(
+            f"data.max_length is {recipe.data.max_length} but the target's context holds {model.max_positions} tokens: "
+            f"give data.max_length={model.max_positions} or less"
+        )
+    if recipe.data.packing:
+        check_documents_are_apart(model.model)
+    return model
+
+
+def load_target_tokenizer(recipe: MedusaRecipe | DraftRecipe) -> PreTrainedTokenizerBase:
+    """The target's own tokenizer."""
+    return load_tokenizer(resolve(recipe.target), recipe.trust_remote_code)
+
+
+def _fingerprint_for_all(name: str, trust_remote_code: bool) -> str:
+    """The stored weights' fingerprint; the first process alone reads them from end to end."""
+    found: list[str | None] = [None]
+    if PartialState().is_main_process:
+        found = [stored_fingerprint(name, trust_remote_code)]
+    (fingerprint,) = broadcast_object_list(found)
+    return str(fingerprint)
