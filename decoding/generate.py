@@ -22,8 +22,8 @@ from decoding.rules.verify import GREEDY, Rule, Verdict, lossless_rule
 from decoding.stopping import StopCheck, TextDecoder
 from decoding.token_ids import check_ids
 
-_REHEARSED = 512
-"""Tokens of a rehearsal, at most."""
+_REHEARSALS = 100
+"""Times the prompts are there for a rehearsal, which ends when its policy has seen enough."""
 
 
 @dataclass(frozen=True)
@@ -235,11 +235,9 @@ class _Batch:
                 yield from zip(places, self._step(), strict=True)
 
     def _rehearse(self, policy: Policy, rows: int) -> Iterator[object]:
-        """Decode the first ``rows`` prompts by another policy, for its measurement: the texts go nowhere."""
-        prompts = [prompt for _, prompt, _ in self.waiting][:rows]
-        longest = max(len(prompt) for prompt in prompts)
-        room = _REHEARSED if self.target.max_positions is None else self.target.max_positions - longest
-        config = replace(self.config, max_new_tokens=min(_REHEARSED, room), eos_token_ids=(), stop_strings=())
+        """Decode the waiting prompts again and again by another policy, for its measurement: the texts go nowhere."""
+        prompts = [prompt for _, prompt, _ in self.waiting] * _REHEARSALS
+        config = replace(self.config, stop_strings=())
         return _Batch(self.target, self.drafter, prompts, config, None, policy, rows, None, None).run()
 
     def _refill(self) -> list[tuple[int, Step]]:

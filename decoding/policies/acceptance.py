@@ -10,8 +10,8 @@ _MEMORY = 200.0
 """Trials of a position that its mean remembers."""
 _PRIOR = 1.5
 """Trials that the prior counts for."""
-_SURPRISE = 10.0
-"""Recent deviations from a mean, summed in standard deviations, that tell of a change: 4.4 sigma of that sum."""
+_SURPRISE = 8.0
+"""Recent deviations from a mean, summed in standard deviations, that tell of a change: 3.5 sigma of that sum."""
 _ANEW = 2.0
 """Trials that a mean keeps after a change."""
 
@@ -38,8 +38,8 @@ class Acceptance:
     """Acceptance at each position (from 0), conditional on the position before, for each family of tree shapes.
 
     All chains are one family, since a cut chain is a chain; every other budget is a family of its own. Tokens that were
-    not offered count as not accepted, unless the text had no room for them. After a change at one position all rely on
-    what comes now. A family's prior at a position is the mean
+    not offered count as not accepted, unless the text had no room for them. After a change at one position its family
+    relies on what comes now. A family's prior at a position is the mean
     over all families there, whose own prior is the position before; the first position's is even odds.
     """
 
@@ -57,10 +57,10 @@ class Acceptance:
             for position in range(min(step.accepted + (not ended), budget.depth, step.room)):
                 for table in tables:
                     table[position].add(position < step.accepted)
-        if any(abs(position.deviation) > _SURPRISE for position in tables[1]):
-            for table in (self._all, *self._families.values()):
-                for position in table:
-                    position.start_anew()
+        own = tables[1]
+        if any(abs(entry.deviation) > _SURPRISE for entry in own):
+            for entry in own:
+                entry.start_anew()
 
     def trials(self, budget: Budget) -> float:
         """How many of its family's drafts are remembered."""

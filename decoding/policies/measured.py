@@ -19,9 +19,9 @@ _LEAST_GAIN = 1.03
 """What drafting must gain over plain decoding, whose speed is the surer."""
 _EXPLORED_SHARE = 0.01
 """Share of the tokens that trying other budgets may cost."""
-_LEAST_PRICE, _DEAREST = 0.15, 4.0
+_LEAST_PRICE, _DEAREST = 0.15, 2.0
 """Tokens that such a trial is taken to cost at least, and that may be saved up for one."""
-_LEVEL_RATE, _FACTOR_RATE, _HICCUP = 0.05, 0.15, 0.15
+_LEVEL_RATE, _FACTOR_RATE, _HICCUP = 0.05, 0.2, 0.2
 """Share of a surprise in a step's seconds that the level takes over, and a budget's factor; the largest surprise."""
 _USE_RATE = 0.05
 
@@ -53,12 +53,14 @@ class MeasuredPolicy:
         self._acceptance = Acceptance()
         self._budgets: Sequence[Budget] = ()
         self._choices: list[_Choice] = []
-        self._seconds: dict[int, list[float]] = {}  # by rows, of each choice, as measured at the start
+        self._seconds: dict[tuple[int, Budget], float] = {}  # of steps, as measured at the start
+        self._of_choices: dict[int, list[float]] = {}  # by rows, of each choice
         self._current = 0  # the place of the choice in use
         self._level = 1.0  # seconds now over those measured at the start
         self._use = 1.0  # share of a budget's extra cost that its drafts have: some find nothing to draft
         self._rate = 0.0  # tokens expected in a second of the measurement
-        self._steps, self._saved = 0, 0.0  # tokens saved up for trials
+        self._steps = 0
+        self._saved, self._price = 0.0, 0.0  # tokens saved up for trials, and expected to be lost by the last one
 
     def begin(self, budgets: Sequence[Budget], rows: int, rehearse: Rehearsal) -> None:
         """Measure the costs of one row and of ``rows``, where they are not known yet."""
@@ -73,6 +75,7 @@ class MeasuredPolicy:
             if survey.steps:
                 self._costs[count] = survey.costs()
         self._seconds.clear()
+        self._of_choices.clear()
 
     def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
         if not budgets or not self._costs:
@@ -80,7 +83,7 @@ class MeasuredPolicy:
         if budgets != self._budgets:
             self._budgets, self._choices = budgets, [_Choice(budget) for budget in (PLAIN, *budgets)]
             self._current = len(budgets)
-            self._seconds.clear()
+            self._of_choices.clear()
         measured = self._measured(rows)
         tokens = [1.0, *self._acceptance.expected_tokens(budgets)]
         seconds = [
@@ -107,14 +110,15 @@ class MeasuredPolicy:
         return _GAIN_TO_SWITCH + _DOUBT / math.sqrt(1 + min(map(self._acceptance.trials, budgets), default=0.0))
 
     def _trial(self, tokens: Sequence[float], seconds: Sequence[float]) -> int:
-        """The choice in use or, of those whose expected loss is saved up, the one not in use for longest at its price."""
+        """The choice in use or, once its expected loss is saved up, the one not in use for longest at its price."""
         chosen, most_urgent, needed = self._current, 0.0, 0.0
         if self._saved >= _LEAST_PRICE:
             for place, choice in enumerate(self._choices):
                 price = max(_LEAST_PRICE, seconds[place] * self._rate - tokens[place])
-                urgency = (self._steps - choice.last_step) / price**2
+                urgency = (self._steps - choice.last_step) / price
                 if place != self._current and urgency > most_urgent and price <= _DEAREST:
                     chosen, most_urgent, needed = place, urgency, price
+        self._price = needed
         return chosen if needed <= self._saved else self._current
 
     def observe(self, budget: Budget, rows: int, steps: Sequence[StepCount], *seconds: float) -> None:
@@ -138,18 +142,20 @@ class MeasuredPolicy:
         choice.factor *= surprise**_FACTOR_RATE
         lost = expected * self._rate - sum(step.emitted for step in steps) / len(steps)
         if lost > 0:  # a trial that was better than the choice in use is free, so that more can follow
-            self._saved -= max(lost, _LEAST_PRICE)
+            self._saved -= self._price
 
     def _measured(self, rows: int) -> list[float]:
         """Seconds of each choice as measured at the start."""
-        if rows not in self._seconds:
-            self._seconds[rows] = [self._step(rows, choice.budget) for choice in self._choices]
-        return self._seconds[rows]
+        if rows not in self._of_choices:
+            self._of_choices[rows] = [self._step(rows, choice.budget) for choice in self._choices]
+        return self._of_choices[rows]
 
     def _step(self, rows: int, budget: Budget) -> float:
         """Seconds of a step as measured at the start, linear between the rows that were measured; above 0."""
-        below = max((count for count in self._costs if count <= rows), default=min(self._costs))
-        above = min((count for count in self._costs if count >= rows), default=below)
-        low, high = (self._costs[count].step(*budget) for count in (below, above))
-        share = (rows - below) / (above - below) if above > below else 0.0
-        return max(low + share * (high - low), 1e-9)
+        if (rows, budget) not in self._seconds:
+            below = max((count for count in self._costs if count <= rows), default=min(self._costs))
+            above = min((count for count in self._costs if count >= rows), default=below)
+            low, high = (self._costs[count].step(*budget) for count in (below, above))
+            share = (rows - below) / (above - below) if above > below else 0.0
+            self._seconds[rows, budget] = max(low + share * (high - low), 1e-9)
+        return self._seconds[rows, budget]

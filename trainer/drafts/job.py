@@ -16,7 +16,7 @@ from decoding.model.fingerprint import fingerprint
 from trainer.data.batch import Example
 from trainer.data.dataset import Dataset
 from trainer.data.source import BatchSource
-from trainer.drafts.costs import Costs, best_costs, check_pays
+from trainer.drafts.costs import best_costs, check_pays
 from trainer.drafts.distill import DistillObjective, OnlineTeacher, TeacherSource
 from trainer.drafts.on_policy import draft_source
 from trainer.drafts.start import InitialDraft, coverage, initial_draft
