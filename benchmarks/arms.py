@@ -20,7 +20,7 @@ def slug(name: str) -> str:
 
 
 def train(recipe: Path, overrides: Sequence[str], folder: Path, threads: int | None = None) -> None:
-    """Run a recipe to its end, and note the wall time beside it; a finished one is left as it is."""
+    """Run a recipe to its end and write its wall time beside it; a finished run is not repeated."""
     if (folder / "final").is_dir():
         return
     command = [sys.executable, str(ROOT / "scripts" / "train.py"), str(recipe), f"output={folder}", *overrides]

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 
 def plot(results: dict[str, Any], names: Sequence[str], path: Path) -> None:
-    """Of the arms named: speed-up at each one's best length, measured and predicted; and how each one learnt."""
+    """Draw the arms ``names``: the speed-up at each one's best draft length, and tokens per pass while it trained."""
     prompt_set = next(iter(results["decoding"]))
     names = sorted((name for name in names if name in results["arms"]), key=lambda n: results["arms"][n]["parameters"])
     figure = Figure(figsize=(9, 4), layout="constrained")

@@ -52,7 +52,7 @@ SPEED_WANTED = 1.5
 
 
 class Setting(NamedTuple):
-    """What is trained on: the share of it that the student writes, as TRL and as a recipe call it."""
+    """The share of texts that the student writes: ``lmbda`` as TRL names it, ``policy`` as a recipe does."""
 
     lmbda: float
     policy: tuple[str, ...]
@@ -142,7 +142,7 @@ def check_peer(python: str) -> None:
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:
-    """Of the recipe, on either side: AdamW and all that GKD has no counterpart of switched off."""
+    """Return the recipe's overrides, the same for both sides: AdamW, and no setting that GKD lacks."""
     given = [f"target={options.target}", f"data.train={options.rows}", f"data.heldout={options.rows}"]
     given += [f"data.max_length={options.max_length}", "name=peer", "tracking=none"]
     given += [f"training.steps={options.steps}", f"training.learning_rate={options.learning_rate}"]
@@ -156,7 +156,7 @@ def _overrides(options: argparse.Namespace) -> list[str]:
 
 
 def recipe_of(options: argparse.Namespace) -> DraftRecipe:
-    """What the student, the rows and the peer's settings are read from; ValueError if it is of no draft."""
+    """Read the recipe of the student, the rows and the peer's settings; ValueError unless it is of kind draft."""
     recipe = load_recipe(options.recipe, [*_overrides(options), f"output={options.runs}"])
     if not isinstance(recipe, DraftRecipe):
         raise ValueError(f"{options.recipe} is of kind {recipe.kind!r}: give a recipe of kind draft")
@@ -164,7 +164,7 @@ def recipe_of(options: argparse.Namespace) -> DraftRecipe:
 
 
 def write_rows(examples: Sequence[Example], path: Path) -> Path:
-    """The very tokens we train on, for `benchmarks/peer_gkd.py`: a prompt of so many tokens, and then the answer."""
+    """Write the very tokens we train on, for `benchmarks/peer_gkd.py`: the prompt's length, and prompt and answer."""
     lines = []
     for place, (tokens, trained, prompt_length, documents) in enumerate(examples):
         one_answer = trained == (False,) * prompt_length + (True,) * (len(tokens) - prompt_length)

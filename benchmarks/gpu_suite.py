@@ -72,7 +72,7 @@ class Part:
 
 @dataclass
 class Suite:
-    """What all measurements know of the run."""
+    """A run of the suite, as all its measurements see it."""
 
     models: Models
     stages: Stages
@@ -246,7 +246,7 @@ def run_part(part: Part, seconds: float, report: dict[str, Any], write: Callable
 
 
 def goals(report: dict[str, Any], largest: str) -> list[dict[str, Any]]:
-    """What was wanted, and what came out."""
+    """Compare each figure with its goal."""
     parts, found = report["parts"], []
 
     def add(goal: str, wanted: float, measured: float | None) -> None:

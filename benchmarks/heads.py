@@ -23,7 +23,8 @@ from arms import ROOT, curve_of, slug, train, write
 from rich.table import Table
 
 from decoding.drafters import MedusaDrafter
-from decoding.generate import DecodingConfig, decode
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.measure.evaluate import PLAIN, EvaluationConfig, Method, evaluate, our_method
 from decoding.measure.figures import speedup
 from decoding.measure.machine import commit, hardware, versions
@@ -110,7 +111,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _given(recipe: str, answers: str, options: argparse.Namespace) -> list[str]:
-    """What all arms of a recipe share."""
+    """Return the overrides that all arms of a recipe share."""
     given = [f"target={options.target}", f"data.train={answers}", f"data.heldout={options.heldout}"]
     if recipe == "medusa1":  # the target stands still: it is run once for all arms on the same answers
         given += [f"features.folder={Path(options.runs) / 'features' / Path(answers).stem}"]
@@ -130,7 +131,7 @@ def greedy_texts(
     target: CausalLM, prompts: Sequence[Sequence[int]], config: DecodingConfig
 ) -> list[tuple[Sequence[int], int]]:
     """The target's own answers, as (tokens, prompt length)."""
-    return [((*prompt, *decode(target, None, prompt, config).tokens), len(prompt)) for prompt in prompts]
+    return [((*prompt, *Engine(target).decode(prompt, config).tokens), len(prompt)) for prompt in prompts]
 
 
 def accuracy(

@@ -1,4 +1,4 @@
-"""What drafts are worth to the real decoding loop, and how those of two trainers compare on the same prompts."""
+"""Tokens per target pass of drafts in the real decoding loop: two trainers' drafts on the same prompts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +9,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import DraftModelDrafter
-from decoding.generate import DecodingConfig, decode
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.metrics import Estimate, StepCount, acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_draft
@@ -53,7 +54,7 @@ def steps_of(
     steps = []
     for draft in drafts:
         drafter = DraftModelDrafter(draft, (1,) * DRAFT_TOKENS)
-        steps += [step.counts for step in decode(target, drafter, prompt, config).steps[1:]]
+        steps += [step.counts for step in Engine(target, drafter).decode(prompt, config).steps[1:]]
     return steps
 
 

@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 RESULT = "training.json"
-"""Beside the trained student: what was trained on, and in how many seconds."""
+"""The file beside the trained student with the texts' counts and the seconds of its training."""
 _FOLDERS = ("student", "teacher", "rows", "output")
 _IGNORED = -100  # transformers' label of what is not trained
 
@@ -53,7 +53,7 @@ class Meter(TrainerCallback):
     steps: list[Step] = field(default_factory=list)
 
     def attach(self, trainer: Any) -> None:
-        """Stand before the trainer's loss and generation, which go on as they are."""
+        """Count and time the trainer's loss and generation, without changing them."""
         trainer.add_callback(self)
         trainer.compute_loss = self.counted(trainer.compute_loss)
         trainer.generate_on_policy_outputs = self.timed(trainer.generate_on_policy_outputs)
@@ -185,7 +185,7 @@ def trainer_of(options: argparse.Namespace) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """Of what the figures depend on."""
+    """Return the versions of the packages that the figures depend on."""
     return {name: importlib.metadata.version(name) for name in ("trl", "torch", "transformers", "accelerate")}
 
 

@@ -8,33 +8,28 @@ warms up, and the measured policy's survey falls into it. The widened target com
     python benchmarks/policies.py --target FOLDER --draft FOLDER --heads FOLDER --prompts FILE.jsonl --output FILE.json
 """
 
-# ruff: noqa: E402  # the path comes first: see below
 import argparse
 import json
 import math
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# A script beside this one has the package's name, `decoding.py`: the project's packages come first.
-_HERE = Path(__file__).resolve().parent
-sys.path = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE), str(_HERE)]
-
 from rich.table import Table
-from wrong_drafter import WrongDrafter
+from speed import WrongDrafter
 
 from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter, MedusaDrafter, PromptLookupDrafter
-from decoding.generate import DecodingConfig, decode_batch_steps
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.widen import widened_heads, widened_to
 from decoding.metrics import ratio_of_rates
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads
 from decoding.model.loading import eos_token_ids, load_draft, load_heads, load_model, load_tokenizer, parse_dtype
-from decoding.policies import Budget, MeasuredPolicy, Policy, named_policy
+from decoding.policies import Budget, FixedPolicy, MeasuredPolicy, Policy, named_policy
 from decoding.policies.base import Rehearsal
 from decoding.prompts import read_prompts
 from decoding.rules.sampling import SamplingConfig
@@ -101,7 +96,8 @@ def run(
 ) -> Run:
     """Decode a group of prompts as one batch."""
     seeds = range(seed, seed + len(group))
-    steps = decode_batch_steps(target, drafter, group, config, len(group), policy=policy, seeds=seeds)
+    engine = Engine(target, drafter, policy or FixedPolicy())
+    steps = engine.steps(group, config, batch_size=len(group), seeds=seeds)
     decoded = [step for _, step in steps if not step.is_prefill]
     return Run(sum(len(step.tokens) for step in decoded), sum(step.total_seconds for step in decoded), len(decoded))
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from suite_models import DRAFT_TOKENS, Stage
 
-from decoding.generate import DecodingConfig, Generation, decode_batch
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig, Generation
 from decoding.measure.baselines import transformers_generate, transformers_generate_batch
 from decoding.metrics import acceptance, spread
 from decoding.model.causal_lm import CausalLM
@@ -54,7 +55,7 @@ def _ours(stage: Stage, method: str, static: str | None, config: DecodingConfig)
 
     def run(prompts: Prompts) -> Timed:
         begin = time.perf_counter()
-        generations = tuple(decode_batch(target, drafter, prompts, config, len(prompts)))
+        generations = tuple(Engine(target, drafter).decode(prompts, config, batch_size=len(prompts)))
         seconds = time.perf_counter() - begin
         steps = [step for generation in generations for step in generation.steps if not step.is_prefill]
         return Timed(
@@ -187,7 +188,7 @@ def _figures(mine: Sequence[Timed]) -> dict[str, Any]:
 def bandwidth_share(
     stage: Stage, mine: Sequence[Timed], prompt_tokens: float, bandwidth: float
 ) -> dict[str, float | int]:
-    """Of plain steps, (bytes a pass must read / copy bandwidth) / seconds of it: 1 is as fast as memory allows.
+    """Return (bytes a plain pass must read / copy bandwidth) / its seconds: 1 is as fast as memory allows.
 
     Bytes: every weight once, and the cached keys and values of all rows at the mean length. Seconds: of the target's
     pass, and of the whole step as the loop takes it.

@@ -1,4 +1,4 @@
-"""What the suite measures: a target with a draft and Medusa heads, as trained and at the cost of larger targets."""
+"""Models of the suite: a target with a draft and Medusa heads, as trained and at the cost of larger targets."""
 
 import copy
 import gc
@@ -27,7 +27,7 @@ _TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 
 
 
 class Models(NamedTuple):
-    """What is decoded with, and on what: ``examples`` are for training."""
+    """The models to decode with, the prompts, and ``examples`` to train on."""
 
     target: PreTrainedModel
     draft: CausalLM
@@ -146,7 +146,7 @@ class Stage:
         return self._targets[static]
 
     def drafter(self, method: str, static: str | None) -> Drafter | None:
-        """Of ``plain``, ``draft model`` or ``medusa``."""
+        """Return the drafter of a method: ``plain`` (None), ``draft model`` or ``medusa``."""
         if (method, static) not in self._drafters:
             self._drafters[method, static] = self._new_drafter(method, static)
         return self._drafters[method, static]
@@ -165,7 +165,7 @@ class Stage:
         return count
 
     def weight_bytes(self) -> int:
-        """What a pass has to read of the weights: all but the input embeddings, unless they are the lm_head too."""
+        """Count the bytes of weights that a pass reads: all but the input embeddings, unless tied to the lm_head."""
         read = sum(parameter.nbytes for parameter in self.model.parameters())
         embeddings = self.model.get_input_embeddings().weight
         if embeddings is not self.model.get_output_embeddings().weight:
@@ -173,7 +173,7 @@ class Stage:
         return int(read)
 
     def cache_bytes(self, positions: int) -> int:
-        """Keys and values of so many positions."""
+        """Count the bytes of the keys and values of ``positions`` positions."""
         config = self.model.config.get_text_config(decoder=True)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -1,7 +1,7 @@
 """Stand-ins for packages that `decoding` and `trainer` import but the suite can do without.
 
-A machine with a GPU may have torch and transformers and nothing else. What is used of these packages here is their
-names in annotations, and settings that are plain values.
+A machine with a GPU may have torch and transformers and nothing else. The suite uses these packages' names
+in annotations only, and settings that are plain values.
 """
 
 import importlib
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-PACKAGES = ("jaxtyping", "pydantic", "omegaconf", "omegaconf.errors", "jinja2")
+PACKAGES = ("jaxtyping", "pydantic", "jinja2")
 
 
 class Nothing(Exception):  # an exception so that it may stand in an except clause too

@@ -1,4 +1,4 @@
-"""What a step launches, and where the device's time goes: torch.profiler on decoding steps and on nothing else."""
+"""Launches and device time of decoding steps, by torch.profiler."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +10,8 @@ from suite_models import Stage
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from decoding.generate import DecodingConfig, decode_batch_steps
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 
 _LAUNCHES = {"cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx"}
 _KINDS = {
@@ -30,9 +31,9 @@ def profile_steps(
     """Calls per step of the loop by kind, and the kernels that take most time (on a CPU: the operators)."""
     on_gpu = torch.cuda.is_available()
     target, drafter, config = stage.target(static), stage.drafter(method, static), DecodingConfig(new_tokens)
-    for _ in decode_batch_steps(target, drafter, prompts, config, len(prompts)):  # records the graphs
+    for _ in Engine(target, drafter).steps(prompts, config, batch_size=len(prompts)):  # records the graphs
         pass
-    steps = decode_batch_steps(target, drafter, prompts, config, len(prompts))
+    steps = Engine(target, drafter).steps(prompts, config, batch_size=len(prompts))
     for _ in prompts:  # the prefill, which is another matter
         next(steps)
     synchronize()

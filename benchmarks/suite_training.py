@@ -83,7 +83,7 @@ def _train_step(
     optimizers: Sequence[torch.optim.Optimizer],
     section: TrainingSection,
 ) -> float:
-    """What `trainer.run.loop` does in a step of one process, without accelerate; the loss before the step."""
+    """Do a step as `trainer.run.loop` does in one process, without accelerate; return the loss before the step."""
     counts: Tensor = objective.counts(batch)
     weights = torch.tensor(objective.weights(step), device=counts.device)
     inputs = objective.inputs(batch, step)

@@ -74,7 +74,7 @@ class Case:
 
 
 def plain_losses(heads: MedusaHeads, inputs: HeadInputs, soft: bool) -> Tensor:
-    """What published trainers do: the logits of every head at every position, then a loss per head. (heads,) means."""
+    """Compute the losses as published trainers do, from every head's logits at every position. (heads,) means."""
     hidden, tokens = inputs.hidden.float(), inputs.batch.tokens
     written = []
     for head in heads.heads:
@@ -99,7 +99,7 @@ def plain_losses(heads: MedusaHeads, inputs: HeadInputs, soft: bool) -> Tensor:
 
 
 def loss_of(case: Case) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """What is trained, and its loss: the same numbers either way."""
+    """Return the heads and their loss; the numbers do not depend on the way."""
     torch.manual_seed(0)
     shared, soft = case.variant == "shared lm_head", case.variant == "soft targets"
     heads = MedusaHeads(MedusaConfig(case.hidden_size, case.vocabulary, HEADS, shared_lm_head=shared))
@@ -208,7 +208,7 @@ def compare(
 
 
 def quartiles(ratios: Sequence[float]) -> dict[str, float]:
-    """Of one or more ratios."""
+    """Return median and quartiles of one or more ratios."""
     low, middle, high = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else (ratios[0],) * 3
     return {"median": middle, "low": low, "high": high}
 
@@ -288,7 +288,7 @@ def training_step(states: HiddenStates, batch: Batch, autocast: bool) -> Callabl
 
 
 def goals(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """What was wanted of the largest vocabulary and of features, and what came out."""
+    """Compare the figures of the largest vocabulary and of features with their goals."""
     found = []
 
     def add(goal: str, wanted: float, measured: float, at_most: bool = False) -> None:

@@ -1,1 +1,27 @@
-"""Speculative decoding for transformers models: drafters, acceptance rules, one loop, and its measurement."""
+"""Speculative decoding for transformers models: drafters, acceptance rules, one loop, and its measurement.
+
+The names below are imported when they are first asked for, so that ``import decoding`` does not wait for PyTorch. Their
+types stand in ``__init__.pyi``.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "DecodingConfig": "decoding.generate",
+    "Engine": "decoding.engine",
+    "HeadstartModel": "decoding.headstart_model",
+    "SamplingConfig": "decoding.rules.sampling",
+    "speculate": "decoding.speculation",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

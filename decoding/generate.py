@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -13,13 +13,15 @@ from decoding.drafters.base import Drafter, DraftRequest, TextStart
 from decoding.metrics import StepCount
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
-from decoding.policies import PLAIN, Budget, FixedPolicy, Policy
+from decoding.policies import PLAIN, Budget, Policy
+from decoding.rules.decide import decide
 from decoding.rules.history import History
 from decoding.rules.proposal import Proposal
-from decoding.rules.sampling import GeneratorSource, HistoryRows, SamplingConfig, adjusted_logits, probabilities
+from decoding.rules.sampling import HistoryRows, SamplingConfig
 from decoding.rules.tree import TokenTree, fetch_tokens
-from decoding.rules.verify import GREEDY, Rule, Verdict, lossless_rule
-from decoding.stopping import StopCheck, TextDecoder
+from decoding.rules.verify import GREEDY, Rule, Verdict
+from decoding.stopping import StopCheck
+from decoding.text import Text
 from decoding.token_ids import check_ids
 
 _REHEARSALS = 100
@@ -28,9 +30,9 @@ _REHEARSALS = 100
 
 @dataclass(frozen=True)
 class DecodingConfig:
-    """How to decode. With ``rule`` None the rule is greedy at temperature 0, else the lossless one that fits.
+    """Settings of decoding. ``rule`` None is the greedy rule at temperature 0, else the lossless rule that fits.
 
-    The text at place i (from 0) of a batch is decoded with the seed ``seed + i``, whatever stands beside it.
+    The text at place i (from 0) of a batch is decoded with the seed ``seed + i``, whatever texts are beside it.
     ``logprobs`` asks for the log-probability of each new token under the target itself, before any sampling control.
     """
 
@@ -53,34 +55,38 @@ class DecodingConfig:
 
     @property
     def label(self) -> str:
-        """Whether the texts are distributed as the target's own: lossless, or lossy."""
+        """Label of the rule: "lossless" if the texts have the target's own distribution, else "lossy"."""
         return "lossless" if self.rule is None else self.rule.label
 
 
 class Step(NamedTuple):
-    """One turn of the loop for one text: one target pass, and what came of it.
+    """One step of the loop for one text: one target pass and its result.
 
-    ``tokens`` are the tokens emitted, of which the first ``accepted`` were drafted and the last, unless the text ended
-    first, was written by the target. ``offered`` is the depth that could have been accepted, and ``room`` the depth
-    that the text could still hold. The first step of a text is its prefill: one token, nothing offered. Seconds are the
-    text's share: those of the pass over its rows.
+    ``tokens`` are the new tokens: the first ``accepted`` of them were drafted; the last one was written by the target,
+    unless the text ended before it. ``offered`` is the depth of the tree up to the text's end, the most that could be
+    accepted; ``room`` is the depth that the text could still hold. The first step of a text is its prefill: one token,
+    nothing offered. Seconds are those of the pass, divided by its rows.
     """
 
     tokens: tuple[int, ...]
     accepted: int
     offered: int
     drafted: int
-    draft_seconds: float
-    verify_seconds: float
-    total_seconds: float
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    total_seconds: float = 0.0
     room: int = 0
     is_prefill: bool = False
     logprobs: tuple[float, ...] = ()
 
     @property
     def counts(self) -> StepCount:
-        """What the acceptance figures are made of."""
+        """Counts for the acceptance figures."""
         return StepCount(len(self.tokens), self.accepted, self.offered, self.drafted, self.room)
+
+    def timed(self, draft_seconds: float, verify_seconds: float, total_seconds: float) -> "Step":
+        """Return the step with its seconds."""
+        return self._replace(draft_seconds=draft_seconds, verify_seconds=verify_seconds, total_seconds=total_seconds)
 
 
 @dataclass(frozen=True)
@@ -95,134 +101,39 @@ class Generation:
         return Generation(tuple(token for step in steps for token in step.tokens), tuple(steps))
 
 
-def decode_steps(
-    target: CausalLM,
-    drafter: Drafter | None,
-    prompt: Sequence[int],
-    config: DecodingConfig,
-    tokenizer: TextDecoder | None = None,
-    policy: Policy | None = None,
-    cache: PreallocatedCache | None = None,
-) -> Iterator[Step]:
-    """Decode one prompt (token ids) step by step, as each target pass is done. Without a drafter: plain decoding.
-
-    A ``cache`` of ``target.new_cache`` that is handed from one call to the next, also after a call that was broken off,
-    spares running again what the prompt shares with the text before. The call before can then not be gone on with.
-    """
-    # What does not fit is refused here, not when the first step is asked for.
-    batch = _Batch(target, drafter, [prompt], config, tokenizer, policy, 1, cache, None)
-    return (step for _, step in batch.run())
-
-
-def decode(
-    target: CausalLM,
-    drafter: Drafter | None,
-    prompt: Sequence[int],
-    config: DecodingConfig,
-    tokenizer: TextDecoder | None = None,
-    policy: Policy | None = None,
-) -> Generation:
-    """Decode one prompt to its end."""
-    return Generation.of(tuple(decode_steps(target, drafter, prompt, config, tokenizer, policy)))
-
-
-def decode_batch_steps(
-    target: CausalLM,
-    drafter: Drafter | None,
-    prompts: Sequence[Sequence[int]],
-    config: DecodingConfig,
-    batch_size: int,
-    tokenizer: TextDecoder | None = None,
-    policy: Policy | None = None,
-    seeds: Sequence[int] | None = None,
-) -> Iterator[tuple[int, Step]]:
-    """Decode prompts, ``batch_size`` at a time: (place of the prompt, from 0; its next step).
-
-    Rows accept different lengths and end at different times; a row that ends makes room for the next prompt.
-    ``seeds`` gives each text one of its own, in place of those that its config gives by places.
-    """
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}: give at least 1")
-    return _Batch(target, drafter, prompts, config, tokenizer, policy, min(batch_size, len(prompts)), None, seeds).run()
-
-
-def decode_batch(
-    target: CausalLM,
-    drafter: Drafter | None,
-    prompts: Sequence[Sequence[int]],
-    config: DecodingConfig,
-    batch_size: int,
-    tokenizer: TextDecoder | None = None,
-    policy: Policy | None = None,
-) -> list[Generation]:
-    """Decode prompts to their ends, in their order."""
-    steps: list[list[Step]] = [[] for _ in prompts]
-    for place, step in decode_batch_steps(target, drafter, prompts, config, batch_size, tokenizer, policy):
-        steps[place].append(step)
-    return [Generation.of(of_one) for of_one in steps]
-
-
-class _Text:
-    """One text being decoded."""
-
-    def __init__(self, place: int, prompt: Sequence[int], seed: int, config: DecodingConfig, target: CausalLM) -> None:
-        self.place = place
-        self.tokens = list(map(int, prompt))
-        self.prompt_length = len(prompt)
-        self.finished = False
-        self.hidden = torch.empty(0)
-        # Two streams of one seed: what is drafted does not shift what the target draws.
-        self.source = GeneratorSource.from_seed(seed, "verify")
-        self.draft_source = GeneratorSource.from_seed(seed, "draft")
-        self.history = History(config.sampling, len(prompt), target.vocab_size, target.device)
-
-    def room(self, max_new_tokens: int) -> int:
-        """Tokens it may still grow by."""
-        return self.prompt_length + max_new_tokens - len(self.tokens)
-
-    def emit(self, tokens: tuple[int, ...], max_new_tokens: int, stop: StopCheck) -> tuple[int, ...]:
-        """Append up to the text's end, if the end is among them."""
-        room = self.room(max_new_tokens)
-        kept, ended = stop.cut(self.tokens[self.prompt_length :], tokens[:room])
-        self.tokens += kept
-        self.finished = ended or len(kept) >= room
-        return kept
-
-
-class _Batch:
-    """The rows being decoded, and the prompts that wait for one. Row i of the batch is ``texts[i]``."""
+class Batch:
+    """The texts being decoded, row i being ``texts[i]``, and the prompts that wait for a row."""
 
     def __init__(
         self,
         target: CausalLM,
         drafter: Drafter | None,
+        policy: Policy,
+        stop: StopCheck,
         prompts: Sequence[Sequence[int]],
         config: DecodingConfig,
-        tokenizer: TextDecoder | None,
-        policy: Policy | None,
-        rows: int,
-        cache: PreallocatedCache | None,
-        seeds: Sequence[int] | None,
+        rows: int = 1,
+        seeds: Sequence[int] | None = None,
+        cache: PreallocatedCache | None = None,
     ) -> None:
+        """Take ``rows`` texts at a time; the other arguments are those of `Engine.steps`, ValueError included."""
         for prompt in prompts:
             check_prompt(target, prompt, config)
         if drafter and config.rule:
             config.rule.check(drafter.kinds(config.sampling), drafter.chains_only)
-        longest = max((len(prompt) for prompt in prompts), default=0) + config.max_new_tokens
-        self.target, self.config, self.drafter = target, config, drafter
-        self.policy: Policy = policy or FixedPolicy()
-        self.stop = StopCheck(config.eos_token_ids, config.stop_strings, tokenizer)
+        self.target, self.drafter, self.policy, self.stop, self.config = target, drafter, policy, stop, config
         seeds = range(config.seed, config.seed + len(prompts)) if seeds is None else seeds
         self.waiting = deque(zip(range(len(prompts)), prompts, seeds, strict=True))
-        self.texts: list[_Text] = []
+        self.texts: list[Text] = []
         self.rows = rows
+        longest = max((len(prompt) for prompt in prompts), default=0) + config.max_new_tokens
         self.session = drafter.open(target, config.sampling, rows, longest) if drafter else None
         self.serves_calls = cache is not None
         nodes = drafter.max_nodes if drafter else 1
         self.cache = cache if cache is not None else target.new_cache(longest + nodes, rows)
 
     def run(self) -> Iterator[tuple[int, Step]]:
-        """Until every prompt is decoded."""
+        """Decode until every prompt is done; yield (place of the prompt, its next step)."""
         if self.drafter:
             self.policy.begin(self.drafter.budgets, self.rows, self._rehearse)
         lease = self.cache.take()
@@ -237,11 +148,80 @@ class _Batch:
     def _rehearse(self, policy: Policy, rows: int) -> Iterator[object]:
         """Decode the waiting prompts again and again by another policy, for its measurement: the texts go nowhere."""
         prompts = [prompt for _, prompt, _ in self.waiting] * _REHEARSALS
-        config = replace(self.config, stop_strings=())
-        return _Batch(self.target, self.drafter, prompts, config, None, policy, rows, None, None).run()
+        return Batch(self.target, self.drafter, policy, self.stop, prompts, self.config, rows).run()
+
+    @torch.inference_mode()
+    def _step(self) -> list[Step]:
+        """Propose, verify, commit: one target pass for all rows."""
+        clock = PhaseClock(self.target.device)
+        budget = self._budget()
+        proposals = self._propose(budget)
+        clock.mark()
+        starts = self.cache.lengths[: len(self.texts)]
+        output = self.target.verify([proposal.tree for proposal in proposals], self.cache)
+        clock.mark()
+        verdicts = self._decide(self.texts, proposals, output.logits)
+        if self.session and budget != PLAIN:
+            self.session.observe(
+                proposals, [output.logits[row, : len(proposal.tree)] for row, proposal in enumerate(proposals)]
+            )
+        draft_seconds, verify_seconds = clock.phases()
+        steps = [
+            self._commit(row, proposals[row].tree, verdict, starts[row], output.hidden[row], output.logits[row])
+            for row, verdict in enumerate(verdicts)
+        ]
+        seconds = draft_seconds, verify_seconds, clock.total()
+        if self.drafter:
+            self.policy.observe(budget, len(steps), [step.counts for step in steps], *seconds)
+        return [step.timed(*(second / len(steps) for second in seconds)) for step in steps]
+
+    def _budget(self) -> Budget:
+        """Return the policy's choice; if no text has room for a draft, plain decoding without asking the policy."""
+        if self.drafter is None or not any(text.draft_room for text in self.texts):
+            return PLAIN
+        return self.policy.choose(self.drafter.budgets, len(self.texts))
+
+    def _propose(self, budget: Budget) -> list[Proposal]:
+        """Draft a tree for each row; the root alone if there is no drafter or no room."""
+        depths = [min(budget.depth, text.draft_room) for text in self.texts]
+        if self.session is None or not any(depths):
+            return [Proposal.root_only(text.tokens[-1], self.target.device) for text in self.texts]
+        return self.session.propose(
+            [
+                DraftRequest(text.tokens, text.hidden, depth, budget.nodes)
+                for text, depth in zip(self.texts, depths, strict=True)
+            ]
+        )
+
+    def _decide(self, texts: Sequence[Text], proposals: Sequence[Proposal], logits: Tensor) -> list[Verdict]:
+        """Return a verdict for each row. ``logits``: (rows, nodes, vocab), shorter rows padded."""
+        config = self.config
+        history = None
+        if config.sampling.needs_history:
+            fetch_tokens([proposal.tree for proposal in proposals])
+            history = HistoryRows.cat(
+                [text.history.at(text.tokens, proposal.tree) for text, proposal in zip(texts, proposals, strict=True)]
+            )
+        return decide(proposals, logits, config.sampling, config.rule, history, [text.source for text in texts])
+
+    def _commit(self, row: int, tree: TokenTree, verdict: Verdict, start: int, hidden: Tensor, logits: Tensor) -> Step:
+        """Keep the keys of the accepted path, drop the others, and append the new tokens to the text."""
+        text = self.texts[row]
+        path, room = verdict.path, text.draft_room
+        text.hidden = hidden[path[-1] if path else 0]
+        self.cache.commit(row, start, (0, *path))
+        tokens = (*(tree.token_list[node] for node in path), verdict.token)
+        self._remember([*text.tokens, *tokens[:-1]])
+        logprobs = self._logprobs(tree, verdict, logits)
+        emitted = text.emit(tokens, self.stop)
+        # Tokens after the end of a text count neither as offered nor as accepted.
+        cut = len(emitted) <= len(path)
+        accepted = len(emitted) if cut else len(path)
+        offered = len(emitted) if cut else tree.shape.max_depth
+        return Step(emitted, accepted, offered, len(tree) - 1, room=room, logprobs=logprobs[: len(emitted)])
 
     def _refill(self) -> list[tuple[int, Step]]:
-        """Give the rows of finished texts to waiting prompts; close the gaps where none wait."""
+        """Give the rows of finished texts to waiting prompts; if none wait, move the last rows into the gaps."""
         free = [row for row, text in enumerate(self.texts) if text.finished]
         free += range(len(self.texts), self.rows)
         taken = free[: len(self.waiting)]
@@ -249,7 +229,9 @@ class _Batch:
             if row < len(self.texts):
                 self._close_gap(row)
         for row in taken:
-            text = _Text(*self.waiting.popleft(), self.config, self.target)
+            place, prompt, seed = self.waiting.popleft()
+            history = History(self.config.sampling, len(prompt), self.target.vocab_size, self.target.device)
+            text = Text(place, prompt, seed, self.config.max_new_tokens, history)
             self.texts[row : row + 1] = [text]
             if self.session:
                 self.session.admit(row, TextStart(text.prompt_length, text.draft_source))
@@ -287,107 +269,17 @@ class _Batch:
             text.hidden = output.hidden[index]
             self._remember(text.tokens)
             logprobs = self._logprobs(proposals[index].tree, verdict, output.logits[index, None])
-            emitted = text.emit((verdict.token,), self.config.max_new_tokens, self.stop)
-            seconds = verify_seconds * share, clock.total() * share
-            steps.append((text.place, Step(emitted, 0, 0, 0, 0.0, *seconds, is_prefill=True, logprobs=logprobs)))
+            emitted = text.emit((verdict.token,), self.stop)
+            step = Step(emitted, 0, 0, 0, is_prefill=True, logprobs=logprobs)
+            steps.append((text.place, step.timed(0.0, verify_seconds * share, clock.total() * share)))
         return steps
-
-    @torch.inference_mode()
-    def _step(self) -> list[Step]:
-        """Propose, verify, commit: one target pass for all rows."""
-        clock = PhaseClock(self.target.device)
-        texts = self.texts
-        budget = self._budget()
-        proposals = self._propose(budget)
-        clock.mark()
-        starts = self.cache.lengths[: len(texts)]
-        output = self.target.verify([proposal.tree for proposal in proposals], self.cache)
-        clock.mark()
-        verdicts = self._decide(texts, proposals, output.logits)
-        if self.session and budget != PLAIN:
-            self.session.observe(
-                proposals, [output.logits[row, : len(proposal.tree)] for row, proposal in enumerate(proposals)]
-            )
-        draft_seconds, verify_seconds = clock.phases()
-        steps = [
-            self._commit(row, proposals[row].tree, verdict, starts[row], output.hidden[row], output.logits[row])
-            for row, verdict in enumerate(verdicts)
-        ]
-        total_seconds = clock.total()
-        if self.drafter:
-            counts = [step.counts for step in steps]
-            self.policy.observe(budget, len(texts), counts, draft_seconds, verify_seconds, total_seconds)
-        draft, verify, total = (seconds / len(texts) for seconds in (draft_seconds, verify_seconds, total_seconds))
-        return [step._replace(draft_seconds=draft, verify_seconds=verify, total_seconds=total) for step in steps]
-
-    def _budget(self) -> Budget:
-        """What the policy chooses, which is not asked where no text has room for a draft."""
-        if self.drafter is None or not any(map(self._draft_room, self.texts)):
-            return PLAIN
-        return self.policy.choose(self.drafter.budgets, len(self.texts))
-
-    def _draft_room(self, text: _Text) -> int:
-        """The deepest draft that could be emitted whole: the target writes one token itself."""
-        return text.room(self.config.max_new_tokens) - 1
-
-    def _propose(self, budget: Budget) -> list[Proposal]:
-        depths = [min(budget.depth, self._draft_room(text)) for text in self.texts]
-        if self.session is None or not any(depths):
-            return [Proposal.root_only(text.tokens[-1], self.target.device) for text in self.texts]
-        return self.session.propose(
-            [
-                DraftRequest(text.tokens, text.hidden, depth, budget.nodes)
-                for text, depth in zip(self.texts, depths, strict=True)
-            ]
-        )
-
-    def _decide(self, texts: Sequence[_Text], proposals: Sequence[Proposal], logits: Tensor) -> list[Verdict]:
-        """A verdict for each row. ``logits``: (rows, nodes, vocab), shorter rows padded."""
-        sampling = self.config.sampling
-        trees = [proposal.tree for proposal in proposals]
-        sizes = [len(tree) for tree in trees]
-        equal = set(sizes) == {logits.shape[1]}
-        flat = logits.flatten(0, 1) if equal else torch.cat([logits[row, :size] for row, size in enumerate(sizes)])
-        history = None
-        if sampling.needs_history:
-            fetch_tokens(trees)
-            history = HistoryRows.cat(
-                [text.history.at(text.tokens, tree) for text, tree in zip(texts, trees, strict=True)]
-            )
-        if sampling.greedy:
-            best = adjusted_logits(flat, sampling, history).argmax(-1).split(sizes)
-            best_lists = fetch_tokens(trees, best)
-            return [Verdict(*tree.descend(tokens)) for tree, tokens in zip(trees, best_lists, strict=True)]
-        p = probabilities(flat, sampling, history).split(sizes)
-        fetch_tokens(trees)
-        return [self._rule_for(proposal)(proposal, p[row], texts[row].source) for row, proposal in enumerate(proposals)]
-
-    def _rule_for(self, proposal: Proposal) -> Rule:
-        # Where nothing is drafted there is no draft to judge, and every rule writes from p.
-        return self.config.rule if self.config.rule and len(proposal.tree) > 1 else lossless_rule(proposal)
-
-    def _commit(self, row: int, tree: TokenTree, verdict: Verdict, start: int, hidden: Tensor, logits: Tensor) -> Step:
-        """Keep the accepted path's keys, drop the others, and let the text grow."""
-        text = self.texts[row]
-        path, room = verdict.path, self._draft_room(text)
-        text.hidden = hidden[path[-1] if path else 0]
-        self.cache.commit(row, start, (0, *path))
-        tokens = (*(tree.token_list[node] for node in path), verdict.token)
-        self._remember([*text.tokens, *tokens[:-1]])
-        logprobs = self._logprobs(tree, verdict, logits)
-        emitted = text.emit(tokens, self.config.max_new_tokens, self.stop)
-        # What stands behind the end of a text that ends inside the block was neither offered nor accepted.
-        cut = len(emitted) <= len(path)
-        accepted = len(emitted) if cut else len(path)
-        offered = len(emitted) if cut else tree.shape.max_depth
-        return Step(emitted, accepted, offered, len(tree) - 1, 0.0, 0.0, 0.0, room, logprobs=logprobs[: len(emitted)])
 
     def _remember(self, tokens: Sequence[int]) -> None:
         if self.serves_calls:
             self.cache.text = tuple(tokens)
 
     def _logprobs(self, tree: TokenTree, verdict: Verdict, logits: Tensor) -> tuple[float, ...]:
-        """Of the tokens of a verdict, under the target's own logits at the node before each."""
+        """Return the log-probability of each token of a verdict, by the target's own logits at the node before it."""
         if not self.config.logprobs:
             return ()
         tokens = [*(tree.token_list[node] for node in verdict.path), verdict.token]
@@ -396,7 +288,7 @@ class _Batch:
 
 
 def check_prompt(target: CausalLM, prompt: Sequence[int], config: DecodingConfig) -> None:
-    """Refuse what cannot be decoded: no token ids, none at all, unknown ones, more than the target's context holds."""
+    """Raise ValueError for a prompt that is empty, holds unknown token ids, or exceeds the target's context."""
     check_ids(prompt, target.vocab_size)
     longest = len(prompt) + config.max_new_tokens
     if target.max_positions is not None and longest > target.max_positions:

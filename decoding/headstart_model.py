@@ -1,42 +1,34 @@
-"""A target and what speculates for it, behind transformers' `generate`."""
+"""A target and its drafter, behind transformers' `generate`."""
 
 import copy
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download, snapshot_download
 from jaxtyping import Int
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, PromptLookupDrafter
-from decoding.drafters.draft_tree import DraftTreeDrafter
+from decoding.drafters import Drafter
+from decoding.drafters.registry import DrafterLoader, parse_drafter
+from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
-from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME
-from decoding.model.loading import default_device, is_heads_folder, load_draft, load_heads, load_model, load_tokenizer
+from decoding.model.loading import default_device, load_model
 from decoding.policies import Policy, named_policy
 from decoding.rules.controls import Processor, sampling_from_generation_config
 from decoding.rules.verify import Rule
-from decoding.speculate import Prompts, SpeculativeOutput, decode_prompts, named_rule, padding_token, speculate
+from decoding.speculation import Prompts, SpeculativeOutput, decode_prompts, named_rule, padding_token
 from decoding.stopping import TextDecoder
 from decoding.token_ids import check_tensor_of_ids
 
-__all__ = ["HeadstartModel", "SpeculativeOutput", "speculate"]
-
-PROMPT_LOOKUP = "prompt-lookup"
-"""The speculator that needs no weights."""
-
 
 class HeadstartModel:
-    """A target and what speculates for it, with transformers' `generate`.
+    """A target and its drafter (None: plain decoding), with transformers' `generate`.
 
-    The policy is kept from call to call, and one that learns goes on learning: sampled texts are repeated by their
-    seed only under the fixed one.
+    The policy is kept from call to call, and may adapt: only under the fixed policy does a seed repeat sampled texts.
     """
 
     def __init__(
@@ -49,7 +41,7 @@ class HeadstartModel:
     @staticmethod
     def from_pretrained(
         target: str | PreTrainedModel,
-        speculator: str | None = None,
+        drafter: str | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
@@ -59,25 +51,28 @@ class HeadstartModel:
         tokenizer: PreTrainedTokenizerBase | None = None,
         **draft_options: Any,
     ) -> "HeadstartModel":
-        """Read a target, and heads or a draft for it, from folders or the hub.
+        """Load a target, and a drafter for it, from folders or the Hub.
 
-        ``speculator``: a folder or hub id of heads or of a draft model, "prompt-lookup", or None for plain decoding.
-        ``draft_options`` are its drafter's: ``tree`` of `MedusaDrafter`, ``num_draft_tokens`` of `PromptLookupDrafter`,
-        ``branching`` or ``stop_below`` of `DraftModelDrafter`, or any of ``depth``, ``width`` and ``nodes``, with which
-        a draft model is a `DraftTreeDrafter`. A draft's tokenizer is checked against ``tokenizer``, by default the
-        target's own where the target is given by name. ``dtype`` and ``device`` (by default the GPU if there is one;
-        ``device_map="auto"`` takes all of them) are for targets given by name; heads and drafts follow their target.
+        ``drafter``: a name of the registry with its path and options, as ``--drafter`` takes it (``"lookup"``,
+        ``"heads:runs/heads/final"``, ``"draft-tree:runs/draft/final,depth=5"``); or the folder or Hub id of heads or of
+        a draft alone; or None for plain decoding. ``draft_options`` are further options (``tokens=4``), listed by
+        ``headstart drafters``. A draft's tokenizer must match ``tokenizer``, by default the tokenizer of a target given
+        by name. ``dtype`` and ``device`` (default: the GPU if there is one; ``device_map="auto"``: all GPUs) apply to a
+        target given by name; heads and drafts follow their target.
         """
         if device is not None and device_map is not None:
             raise ValueError(f"device is {device} and device_map is {device_map!r}: give one of them")
+        if drafter is None and draft_options:
+            raise ValueError(f"{', '.join(draft_options)} say how to draft, but there is no drafter: give one")
+        spec = None if drafter is None else parse_drafter(drafter, **draft_options)
         target_tokenizer: PreTrainedTokenizerBase | str | None = tokenizer
         if isinstance(target, str):
             target_tokenizer = tokenizer or target
             device = default_device() if device is None else torch.device(device)
             target = load_model(target, dtype, device, trust_remote_code, device_map)
         model = CausalLM(target)
-        drafter = _drafter(speculator, model, target_tokenizer, trust_remote_code, draft_options)
-        return HeadstartModel(model, drafter, policy)
+        loader = DrafterLoader(model, target_tokenizer, trust_remote_code)
+        return HeadstartModel(model, None if spec is None else loader.load(spec), policy)
 
     @property
     def device(self) -> torch.device:
@@ -85,7 +80,7 @@ class HeadstartModel:
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """The target's own: the defaults of `generate`."""
+        """Generation config of the target, the defaults of `generate`."""
         config: GenerationConfig = self.target.model.generation_config or GenerationConfig()
         return config
 
@@ -103,13 +98,13 @@ class HeadstartModel:
         seed: int | None = None,
         **options: Any,
     ) -> Int[Tensor, "batch length"] | SpeculativeOutput:
-        """transformers' `generate`, with its defaults and its result; ``options`` go over the generation config.
+        """Decode as transformers' `generate`, with its defaults and result; ``options`` override the generation config.
 
-        Greedy texts are those of the target's own `generate`, sampled ones are distributed like them, unless a lossy
-        ``rule`` is asked for. Without a ``seed`` it is drawn from torch's global generator, so that
-        ``torch.manual_seed`` repeats a text. ``batch_size`` rows (None: all) are decoded at a time. Processors see each
-        text without its padding. With ``return_dict_in_generate`` the result is a `SpeculativeOutput`. What is not
-        supported is refused by name.
+        Greedy texts equal those of the target's own `generate`; sampled texts have their distribution, unless a lossy
+        ``rule`` is given. Without a ``seed`` one is drawn from torch's global generator, so that ``torch.manual_seed``
+        repeats a text. ``batch_size`` rows (None: all) are decoded at a time. Processors see each text without its
+        padding. With ``return_dict_in_generate`` the result is a `SpeculativeOutput`. ValueError names an option that
+        is not supported.
         """
         input_ids = _one_of(input_ids, options.pop("inputs", None))
         if input_ids is not None:
@@ -138,13 +133,12 @@ class HeadstartModel:
             seed=seed,
         )
         padding = padding_token(config, None, decoding.eos_token_ids)
-        output = decode_prompts(
-            self.target, self.drafter, prompts, decoding, self.policy, batch_size, padding, tokenizer, streamer
-        )
+        engine = Engine(self.target, self.drafter, self.policy, tokenizer)
+        output = decode_prompts(engine, prompts, decoding, batch_size, padding, streamer)
         return output if config.return_dict_in_generate else output.sequences
 
 
-# --- what generate's options mean -----------------------------------------------------------------------------------
+# --- the options of generate ----------------------------------------------------------------------------------------
 
 _REFUSED_ARGUMENTS = {
     "stopping_criteria": "say where texts end by eos_token_id, stop_strings or max_new_tokens",
@@ -167,11 +161,11 @@ _REFUSED_SETTINGS = {
     "output_hidden_states": "run the target on the finished text",
     "max_time": "bound the text by max_new_tokens",
 }
-_DEFAULT_NEW_TOKENS = 20  # of transformers
+_DEFAULT_NEW_TOKENS = 20  # transformers' default
 
 
 def _refuse_arguments(options: dict[str, Any]) -> None:
-    """Refuse what `generate` takes beside its config and cannot be had here; take what is switched off away."""
+    """Refuse arguments of `generate` that are not supported; remove those among them that are switched off."""
     for name, remedy in _REFUSED_ARGUMENTS.items():
         value = options.pop(name, None)
         if value is not None and value is not False and not (isinstance(value, list) and not value):
@@ -181,7 +175,7 @@ def _refuse_arguments(options: dict[str, Any]) -> None:
 def _resolve(
     defaults: GenerationConfig, given: GenerationConfig | None, options: Mapping[str, Any]
 ) -> GenerationConfig:
-    """``options`` over the config given over the model's own; still unset is what nobody set."""
+    """Merge ``options`` over ``given`` over ``defaults``; a value that none of them sets stays unset."""
     config: GenerationConfig = copy.deepcopy(given) if given is not None else GenerationConfig()
     config.update(**defaults.to_dict(), defaults_only=True, allow_custom_entries=True)
     unknown = [name for name, value in config.update(**options).items() if value is not None]
@@ -194,12 +188,12 @@ def _resolve(
 
 
 def _resolve_lengths(config: GenerationConfig, width: int, max_positions: int | None) -> int:
-    """How many new tokens at most; lengths that count the prompt, its padding included, become new tokens too."""
+    """Return the greatest number of new tokens; convert lengths that count the prompt with its padding."""
     if config.min_new_tokens is None and config.min_length:
         config.min_new_tokens = max(0, config.min_length - width)
     config.min_length = None
     if config.eos_token_id is None:
-        config.min_new_tokens = None  # no end to hold back
+        config.min_new_tokens = None  # without EOS there is no end to delay
     if config.max_new_tokens is not None:
         return int(config.max_new_tokens)
     if config.max_length is None:
@@ -218,7 +212,7 @@ def _bos_prompt(config: GenerationConfig, device: torch.device) -> Tensor:
 
 
 def _mask_as_generate(input_ids: Tensor, padding: int | None, eos: Sequence[int]) -> Tensor | None:
-    """Where nobody gave a mask, padding tokens are hidden, unless they may be the end of a text."""
+    """Return a mask that hides padding tokens; None if they may be the end of a text."""
     return None if padding is None or padding in eos else input_ids.ne(padding)
 
 
@@ -234,41 +228,3 @@ def _token_list(value: Any) -> list[int]:
 
 def _strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
     return () if value is None else (value,) if isinstance(value, str) else tuple(value)
-
-
-# --- what speculates ------------------------------------------------------------------------------------------------
-
-
-def _drafter(
-    speculator: str | None,
-    target: CausalLM,
-    tokenizer: PreTrainedTokenizerBase | str | None,
-    trust_remote_code: bool,
-    options: Mapping[str, Any],
-) -> Drafter | None:
-    if speculator is None:
-        if options:
-            raise ValueError(f"{', '.join(options)} say how to draft, but there is no speculator: give one")
-        return None
-    if speculator == PROMPT_LOOKUP:
-        return PromptLookupDrafter(**options)
-    if (folder := _heads_folder(speculator)) is not None:
-        return MedusaDrafter(load_heads(folder, target), **options)
-    if isinstance(tokenizer, str):
-        tokenizer = load_tokenizer(tokenizer, trust_remote_code)
-    draft = load_draft(speculator, target, tokenizer, trust_remote_code)
-    if options.keys() & {"depth", "width", "nodes"}:
-        return DraftTreeDrafter(draft, **options)
-    return DraftModelDrafter(draft, **options)
-
-
-def _heads_folder(name: str) -> Path | None:
-    """The folder of the heads of this name, fetched from the hub if it is a hub id; None if it names no heads."""
-    if Path(name).exists():
-        return Path(name) if is_heads_folder(name) else None
-    try:
-        if not is_heads_folder(Path(hf_hub_download(name, CONFIG_NAME)).parent):
-            return None
-    except (OSError, ValueError):  # reading the draft will say what is wrong
-        return None
-    return Path(snapshot_download(name, allow_patterns=[CONFIG_NAME, WEIGHTS_NAME]))

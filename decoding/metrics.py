@@ -2,8 +2,8 @@
 
 Acceptance means four things in the literature; each has its own name here:
 - tokens per target pass: tokens emitted / target passes, without the prefill, with the target's own token;
-- conditional acceptance at position i (from 1): drafts accepted at i / drafts at least i deep accepted at i-1;
-- unconditional acceptance at position i: drafts accepted at i / drafts at least i deep;
+- conditional acceptance at position i (from 1): drafts accepted to depth i / those accepted to i-1 and at least i deep;
+- unconditional acceptance at position i: drafts accepted to depth i / drafts at least i deep;
 - accepted per drafted: accepted tokens / drafted tree nodes.
 """
 
@@ -47,7 +47,7 @@ def proportion(successes: int, trials: int) -> Estimate:
     spread = _Z95**2 / trials
     centre = (share + spread / 2) / (1 + spread)
     half = _Z95 * math.sqrt(share * (1 - share) / trials + spread / (4 * trials)) / (1 + spread)
-    # At a share of 0 or 1 the bound meets the share; rounding must not put it on the wrong side.
+    # At a share of 0 or 1 a bound equals the share: rounding must not put it beyond.
     return Estimate(share, min(max(0.0, centre - half), share), max(min(1.0, centre + half), share), trials)
 
 

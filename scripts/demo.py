@@ -1,6 +1,6 @@
-"""The main job from end to end (``make demo``): target, heads, draft, and what they gain. Nothing is downloaded.
+"""The main job from end to end (``make demo``): target, heads, draft, and their speed-ups. Nothing is downloaded.
 
-HEADSTART_DEMO=short trains and measures less, by the same code, for continuous integration.
+HEADSTART_DEMO=short runs the same code on less data, for continuous integration.
 """
 
 import json
@@ -29,7 +29,7 @@ SHORT = os.environ.get("HEADSTART_DEMO") == "short"
 
 
 def main() -> None:
-    """Five stages, each timed."""
+    """Run five stages and print the seconds of each."""
     if SHORT:
         os.environ.setdefault("HEADSTART_QUICKSTART_STEPS", "20")
     console = Console(highlight=False)
@@ -55,7 +55,7 @@ def build_target() -> None:
 
 
 def discard_stale(recipe: str) -> None:
-    """A run on another target (a new Python, another cache) cannot be resumed, and is in the way."""
+    """Remove a run on another target (a new Python, another cache): it cannot be resumed."""
     provenance = Path(artefact(recipe)) / "provenance.json"
     if provenance.is_file():
         trained_on = json.loads(provenance.read_text())["target"]["fingerprint"]
@@ -91,8 +91,7 @@ def measure() -> None:
     run_evaluate(
         EvaluateOptions(
             target=quickstart.NAME,
-            heads=artefact("medusa1"),
-            draft=artefact("draft"),
+            drafter=[f"draft:{artefact('draft')}", f"heads:{artefact('medusa1')}", "lookup"],
             prompts=f"{quickstart.NAME}/heldout.jsonl",
             prompt_tokens=128,
             limit=3 if SHORT else 10,
@@ -104,7 +103,7 @@ def measure() -> None:
 
 
 def export_all() -> None:
-    """Heads for servers and for this project, and the draft, each with its card."""
+    """Export heads for servers and for this project, and the draft, each with its card."""
     report = OUTPUT / "report.json"
     for recipe, form in (("medusa1", "headstart"), ("medusa1", "vllm"), ("draft", "draft")):
         summary = export(Path(artefact(recipe)), OUTPUT / "export" / f"{recipe}-{form}", form, report, overwrite=True)

@@ -1,4 +1,4 @@
-"""What ``accelerate launch`` runs: train a recipe. Usage: scripts/train.py RECIPE [section.key=value ...]"""
+"""Train a recipe under ``accelerate launch``. Usage: scripts/train.py RECIPE [section.key=value ...]"""
 
 import sys
 

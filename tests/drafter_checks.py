@@ -10,7 +10,8 @@ from tiny_models import naive_greedy
 
 from decoding.drafters import Drafter, DraftSession
 from decoding.drafters.base import DraftRequest, TextStart
-from decoding.generate import DecodingConfig, decode, decode_batch
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.proposal import Proposal
 from decoding.rules.sampling import GeneratorSource, SamplingConfig
@@ -94,19 +95,19 @@ def check_greedy(target: CausalLM, drafter: Drafter, count: int = 24) -> None:
     """Check that the output is plain greedy decoding's, in batches of any size, and if texts end inside a block."""
     plain = [naive_greedy(target.model, prompt, count) for prompt in PROMPTS]
     for batch_size in (1, 2, 5):
-        texts = decode_batch(target, drafter, PROMPTS, DecodingConfig(count), batch_size)
+        texts = Engine(target, drafter).decode(PROMPTS, DecodingConfig(count), batch_size=batch_size)
         assert [text.tokens for text in texts] == plain
     for place in (3, 6, 11):
         eos = tuple({text[place] for text in plain})
         ended = [text[: next(at for at, token in enumerate(text) if token in eos) + 1] for text in plain]
-        texts = decode_batch(target, drafter, PROMPTS, DecodingConfig(count, eos_token_ids=eos), 3)
+        texts = Engine(target, drafter).decode(PROMPTS, DecodingConfig(count, eos_token_ids=eos), batch_size=3)
         assert [text.tokens for text in texts] == ended
 
 
 def check_penalised_greedy(target: CausalLM, drafter: Drafter, penalty: float = 1.4) -> None:
     sampling = SamplingConfig(repetition_penalty=penalty)
     for prompt in PROMPTS:
-        text = decode(target, drafter, prompt, DecodingConfig(16, sampling))
+        text = Engine(target, drafter).decode(prompt, DecodingConfig(16, sampling))
         assert text.tokens == naive_greedy(target.model, prompt, 16, penalty)
 
 
@@ -114,8 +115,8 @@ def check_text_of_the_seed(target: CausalLM, drafter: Drafter) -> None:
     """Check that sampled verify, which draws once per token from its own stream, writes plain decoding's text."""
     for sampling in (SamplingConfig(1.0), SamplingConfig(1.2, top_p=0.9, repetition_penalty=1.3)):
         config = DecodingConfig(20, sampling, SAMPLED_VERIFY, seed=7)
-        drafted = decode_batch(target, drafter, PROMPTS, config, 3)
-        plain = decode_batch(target, None, PROMPTS, replace(config, rule=None), 3)
+        drafted = Engine(target, drafter).decode(PROMPTS, config, batch_size=3)
+        plain = Engine(target).decode(PROMPTS, replace(config, rule=None), batch_size=3)
         assert [text.tokens for text in drafted] == [text.tokens for text in plain]
 
 

@@ -160,7 +160,7 @@ def target_rows(tree: TokenTree, p: ContextModel) -> Tensor:
 
 
 def sampled_draft(shape: TreeShape, q: ContextModel, kind: ProposalKind) -> Draft:
-    """Make a draft that draws a tree of this shape from q, node by node; where q has no token left, children lack."""
+    """Make a draft that draws a tree of this shape from q, node by node, and no child once q is exhausted."""
 
     def draft(source: RandomSource) -> Proposal:
         context_of: dict[int, Context] = {0: ()}

@@ -187,7 +187,7 @@ def test_the_base_model_is_named_only_if_it_is_on_the_hub(
 
 def test_the_front_matter_and_the_commands_fit_each_format(tmp_path: Path) -> None:
     expected = {
-        "headstart": ("headstart", "medusa", "headstart generate --target TARGET --heads DIR"),
+        "headstart": ("headstart", "medusa", "headstart generate --target TARGET --drafter heads:DIR"),
         "vllm": ("vllm", "medusa", """'{"method":"medusa","model":"DIR","num_speculative_tokens":2}'"""),
         "draft": ("transformers", "draft-model", "assistant_model=draft"),
     }
@@ -228,7 +228,10 @@ def test_heads_of_an_adapted_target_are_not_said_to_belong_to_the_target_it_was_
     adapted = {**PROVENANCE, "recipe": {**PROVENANCE["recipe"], "adapters": {"rank": 32}}}
     card = card_of(tmp_path, provenance=adapted)
     assert "are of no use with `org/target-1b` itself or any other model" in card
-    assert "headstart generate --target ADAPTED_TARGET --heads DIR" in card and "--target org/target-1b" not in card
+    assert (
+        "headstart generate --target ADAPTED_TARGET --drafter heads:DIR" in card
+        and "--target org/target-1b" not in card
+    )
     assert "ADAPTED_TARGET" not in card_of(tmp_path, provenance=PROVENANCE)
 
 

@@ -22,7 +22,8 @@ from tiny_models import full_forward, naive_greedy, tiny_model
 
 from decoding.drafters import CascadeDrafter, DraftModelDrafter, LookaheadDrafter, PromptLookupDrafter
 from decoding.drafters.base import TextDrafter
-from decoding.generate import DecodingConfig, decode, decode_batch
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.proposal import ProposalKind
 from decoding.rules.sampling import HistoryRows, SamplingConfig, probabilities
@@ -173,11 +174,11 @@ def test_a_cascade_in_a_cascade_is_still_the_draft_model(tiny_llama: CausalLM, t
     middle = CascadeDrafter(CausalLM(tiny_model("llama", seed=4)), PromptLookupDrafter(3), 3)
     for sampling in (SamplingConfig(), SamplingConfig(repetition_penalty=1.4)):
         texts = [
-            decode(tiny_llama, drafter, [1, 2, 1], DecodingConfig(30, sampling))
+            Engine(tiny_llama, drafter).decode([1, 2, 1], DecodingConfig(30, sampling))
             for drafter in (CascadeDrafter(tiny_draft, middle, 5), DraftModelDrafter(tiny_draft, (1,) * 5))
         ]
         assert [step.accepted for step in texts[0].steps] == [step.accepted for step in texts[1].steps]
-    assert decode(tiny_llama, CascadeDrafter(tiny_draft, middle, 5), [1, 2, 1], DecodingConfig(30)).tokens == (
+    assert Engine(tiny_llama, CascadeDrafter(tiny_draft, middle, 5)).decode([1, 2, 1], DecodingConfig(30)).tokens == (
         naive_greedy(tiny_llama.model, [1, 2, 1], 30)
     )
 
@@ -188,8 +189,10 @@ def test_sampled_texts_are_those_of_the_draft_model_with_the_same_seed(
 ) -> None:
     prompts = [[1, 2, 1, 2], [5], [7, 7, 0, 7], [3, 1]]
     config = DecodingConfig(24, sampling, seed=5)
-    own = decode_batch(tiny_llama, CascadeDrafter(tiny_draft, PromptLookupDrafter(3), 4), prompts, config, 3)
-    expected = decode_batch(tiny_llama, DraftModelDrafter(tiny_draft, (1,) * 4), prompts, config, 2)
+    own = Engine(tiny_llama, CascadeDrafter(tiny_draft, PromptLookupDrafter(3), 4)).decode(
+        prompts, config, batch_size=3
+    )
+    expected = Engine(tiny_llama, DraftModelDrafter(tiny_draft, (1,) * 4)).decode(prompts, config, batch_size=2)
     assert [text.tokens for text in own] == [text.tokens for text in expected]
 
 
@@ -220,7 +223,7 @@ def test_an_inner_drafter_of_batches_is_refused(tiny_draft: CausalLM) -> None:
 def test_a_draft_with_static_shapes_serves_one_text_at_a_time(tiny_llama: CausalLM) -> None:
     drafter = CascadeDrafter(CausalLM(tiny_model("llama", seed=1), static="eager"), INNER["lookup"], 3)
     for prompt in ([1, 2, 1], [5]):
-        text = decode(tiny_llama, drafter, prompt, DecodingConfig(12))
+        text = Engine(tiny_llama, drafter).decode(prompt, DecodingConfig(12))
         assert text.tokens == naive_greedy(tiny_llama.model, prompt, 12)
     with pytest.raises(ValueError, match="static shapes serve one text at a time, not 2: give a batch size of 1"):
         drafter.open(tiny_llama, SamplingConfig(), 2, 20)
@@ -229,4 +232,4 @@ def test_a_draft_with_static_shapes_serves_one_text_at_a_time(tiny_llama: Causal
 def test_a_text_longer_than_the_drafts_context_is_refused(tiny_llama: CausalLM) -> None:
     draft = CausalLM(tiny_model("llama", max_position_embeddings=8))
     with pytest.raises(ValueError, match="may grow to 12 tokens but the draft's context holds 8"):
-        decode(tiny_llama, CascadeDrafter(draft, INNER["lookup"]), [1, 2], DecodingConfig(10))
+        Engine(tiny_llama, CascadeDrafter(draft, INNER["lookup"])).decode([1, 2], DecodingConfig(10))

@@ -13,6 +13,7 @@ from tiny_tokenizer import byte_tokenizer
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Step
 from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
 from decoding.model.heads import MedusaConfig, MedusaHeads
@@ -21,7 +22,6 @@ from decoding.prompts import read_prompts
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import SAMPLED_VERIFY
 from trainer.cli import BAD_INPUT, app, guarded
-from trainer.commands import decode as commands
 from trainer.commands.options import EvaluateOptions, GenerateOptions, RealignOptions
 
 CLI = CliRunner()
@@ -46,9 +46,9 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, " ".join(result.output.split())
 
 
-@pytest.mark.parametrize("speculator", [["--draft", "draft"], ["--heads", "heads"], ["--lookup"], []])
-def test_generate_ends_with_what_speculation_gained(models: Path, speculator: list[str]) -> None:
-    paths = [word if word.startswith("-") else str(models / word) for word in speculator]
+@pytest.mark.parametrize("speculator", ["draft:PATH/draft", "PATH/heads", "lookup", None])
+def test_generate_ends_with_what_speculation_gained(models: Path, speculator: str | None) -> None:
+    paths = ["--drafter", speculator.replace("PATH", str(models))] if speculator else []
     code, output = run(
         "generate", "--target", str(models / "target"), *paths, "--prompt", "def f", "--max-new-tokens", "12",
         "--dtype", "fp32",
@@ -63,13 +63,13 @@ def test_generate_writes_the_same_greedy_text_with_and_without_a_draft(models: P
     base = ["generate", "--target", str(models / "target"), "--prompt", "class A", "--max-new-tokens", "16"]
     base += ["--dtype", "fp32", "--no-compare"]
     _, plain = run(*base)
-    _, speculated = run(*base, "--draft", str(models / "draft"))
+    _, speculated = run(*base, "--drafter", f"draft:{models}/draft")
     assert plain.split(" plain decoding (")[0] == speculated.split(" draft model, 4 tokens (")[0]
 
 
 def test_a_target_spread_by_device_map_writes_the_same_text(models: Path) -> None:
     """On a machine without GPUs there is nothing to spread over."""
-    base = ["generate", "--target", str(models / "target"), "--draft", str(models / "draft"), "--prompt", "class A"]
+    base = ["generate", "--target", str(models / "target"), "--drafter", str(models / "draft"), "--prompt", "class A"]
     base += ["--max-new-tokens", "16", "--dtype", "fp32", "--no-compare"]
     texts = [run(*base, *more)[1].split(" draft model, 4 tokens (")[0] for more in ([], ["--device-map", "auto"])]
     assert texts[0] == texts[1]
@@ -98,33 +98,34 @@ def test_every_command_that_decodes_hands_the_device_map_on(
 
 def test_typical_acceptance_is_called_lossy(models: Path) -> None:
     _, output = run(
-        "generate", "--target", str(models / "target"), "--lookup", "--rule", "typical", "--temperature", "1",
-        "--prompt", "ab", "--max-new-tokens", "8",
+        "generate", "--target", str(models / "target"), "--drafter", "lookup", "--rule", "typical",
+        "--temperature", "1", "--prompt", "ab", "--max-new-tokens", "8",
     )  # fmt: skip
     assert "prompt lookup (lossy)" in output
 
 
 def test_a_draft_tree_takes_the_place_of_the_chain(models: Path) -> None:
     _, output = run(
-        "generate", "--target", str(models / "target"), "--draft", str(models / "draft"), "--draft-tree", "3,2,7",
-        "--prompt", "ab", "--max-new-tokens", "8", "--policy", "heuristic",
+        "generate", "--target", str(models / "target"), "--drafter",
+        f"draft-tree:{models}/draft,depth=3,width=2,nodes=7", "--prompt", "ab", "--max-new-tokens", "8", "--policy",
+        "heuristic",
     )  # fmt: skip
     assert "draft model, tree of 6 (lossless)" in output
 
 
 def test_every_option_reaches_the_decoder(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[DecodingConfig, str]] = []
-    decode_steps = commands.decode_steps
+    steps = Engine.steps
 
-    def spy(*arguments: Any) -> Iterator[Step]:
-        calls.append((arguments[3], arguments[5].name))
-        return decode_steps(*arguments)
+    def spy(engine: Engine, prompt: Any, config: DecodingConfig) -> Iterator[Step]:
+        calls.append((config, engine.policy.name))
+        return steps(engine, prompt, config)
 
-    monkeypatch.setattr(commands, "decode_steps", spy)
+    monkeypatch.setattr(Engine, "steps", spy)
     run(
-        "generate", "--target", str(models / "target"), "--lookup", "--prompt", "ab", "--no-compare", "--policy",
-        "measured", "--rule", "sampled-verify", "--max-new-tokens", "5", "--temperature", "0.7", "--top-k", "9",
-        "--top-p", "0.8", "--min-p", "0.1", "--typical-p", "0.9", "--repetition-penalty", "1.2",
+        "generate", "--target", str(models / "target"), "--drafter", "lookup", "--prompt", "ab", "--no-compare",
+        "--policy", "measured", "--rule", "sampled-verify", "--max-new-tokens", "5", "--temperature", "0.7", "--top-k",
+        "9", "--top-p", "0.8", "--min-p", "0.1", "--typical-p", "0.9", "--repetition-penalty", "1.2",
         "--presence-penalty", "0.3", "--frequency-penalty", "0.4", "--stop", "a", "--stop", "b", "--seed", "3",
     )  # fmt: skip
     sampling = SamplingConfig(0.7, 9, 0.8, 0.1, 0.9, 1.2, 0.3, 0.4)
@@ -148,10 +149,11 @@ def test_evaluate_writes_the_report_and_prints_the_table(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "220")
     code, output = run(
-        "evaluate", "--target", str(models / "target"), "--draft", str(models / "draft"), "--heads",
-        str(models / "heads"), "--prompts", str(models / "prompts.jsonl"), "--limit", "2", "--max-new-tokens", "6",
+        "evaluate", "--target", str(models / "target"), "--drafter", f"draft:{models}/draft", "--drafter",
+        f"heads:{models}/heads", "--drafter", f"draft-tree:{models}/draft,depth=2,width=2,nodes=5", "--drafter",
+        "lookup", "--prompts", str(models / "prompts.jsonl"), "--limit", "2", "--max-new-tokens", "6",
         "--dtype", "fp32", "--output", str(tmp_path), "--settings", "greedy,sampling", "--policies", "fixed,heuristic",
-        "--title", "Two prompts", "--draft-tree", "2,2,5",
+        "--title", "Two prompts",
     )  # fmt: skip
     assert code == 0
     report = json.loads((tmp_path / "report.json").read_text())
@@ -172,7 +174,7 @@ def test_a_report_says_what_it_measured_and_how_and_no_path_or_secret(
 ) -> None:
     secret = "ghp_" + 30 * "a"
     words = [
-        "evaluate", "--target", str(models / "target"), "--heads", str(models / "heads"), "--prompts",
+        "evaluate", "--target", str(models / "target"), "--drafter", f"heads:{models}/heads", "--prompts",
         str(models / "prompts.jsonl"), "--limit", "2", "--max-new-tokens", "4", "--dtype", "fp32", "--output",
         str(tmp_path), "--settings", "greedy", "--title", f"of {models}/target with {secret}",
     ]  # fmt: skip
@@ -184,18 +186,43 @@ def test_a_report_says_what_it_measured_and_how_and_no_path_or_secret(
     tokenizer = load_tokenizer(str(models / "target"))
     assert report["fingerprints"] == {
         "target": stored_fingerprint(models / "target"),
-        "heads": stored_fingerprint(models / "heads"),
-        "draft": None,
+        "heads:heads": stored_fingerprint(models / "heads"),
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "prompts": prompts_fingerprint(read_prompts(models / "prompts.jsonl", tokenizer, 2, None, None)),
     }
-    assert report["command"].startswith("headstart evaluate --target target --heads heads --prompts prompts.jsonl ")
+    assert report["command"].startswith(
+        "headstart evaluate --target target --drafter heads:heads --prompts prompts.jsonl "
+    )
     assert report["settings"]["policies"] == ["fixed"]  # a default, in words
     assert report["settings"]["max_new_tokens"] == 4 and report["settings"]["dtype"] == "fp32"
     page = (tmp_path / "report.html").read_text()
     for leak in (secret, str(models), str(tmp_path), "zoe"):
         assert leak not in written and leak not in page
-    assert report["command"].replace("'", "&#39;") in page and report["fingerprints"]["heads"] in page
+    assert report["command"].replace("'", "&#39;") in page and report["fingerprints"]["heads:heads"] in page
+
+
+def test_drafters_that_are_called_alike_are_told_apart_by_their_specs(models: Path, tmp_path: Path) -> None:
+    (tmp_path / "draft").symlink_to(models / "draft")
+    asked = [f"draft:{folder}/draft" for folder in (models, tmp_path)] + ["lookup:ngram=2", "lookup"]
+    words = [word for spec in asked for word in ("--drafter", spec)]
+    code, _ = run(
+        "evaluate", "--target", str(models / "target"), *words, "--prompts", str(models / "prompts.jsonl"), "--limit",
+        "1", "--max-new-tokens", "4", "--dtype", "fp32", "--output", str(tmp_path), "--settings", "greedy",
+    )  # fmt: skip
+    assert code == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    chain = "draft model, 4 tokens"
+    assert report["drafters"] == {
+        f"{chain} (draft:draft)": "draft:draft",
+        f"{chain} (draft:draft (2))": "draft:draft (2)",
+        "prompt lookup (lookup:ngram=2)": "lookup:ngram=2",
+        "prompt lookup (lookup)": "lookup",
+    }
+    weights = stored_fingerprint(models / "draft")
+    assert report["fingerprints"]["draft:draft"] == report["fingerprints"]["draft:draft (2)"] == weights
+    rows = {row["method"]: row["drafter"] for row in report["rows"]}
+    assert rows["transformers assisted, 4 tokens"] == f"{chain} (draft:draft)" and rows["plain"] is None
+    assert all(rows[name] == name for name in report["drafters"])
 
 
 ERRORS = {
@@ -204,8 +231,8 @@ ERRORS = {
         "there is no folder ./nowhere",
     ),
     "two drafters at once": (
-        ["generate", "--target", "TARGET", "--lookup", "--heads", "HEADS", "--prompt", "a"],
-        "give one of --heads, --draft and --lookup",
+        ["generate", "--target", "TARGET", "--drafter", "lookup", "--drafter", "HEADS", "--prompt", "a"],
+        "--drafter is given twice: give it once",
     ),
     "a prompt longer than the context": (
         ["generate", "--target", "TARGET", "--prompt", "a" * 300],
@@ -227,13 +254,17 @@ ERRORS = {
         ["generate", "--target", "TARGET", "--prompt", "a", "--policy", "bold"],
         "no policy is called 'bold': choose one of fixed, heuristic, measured",
     ),
-    "a draft tree of two numbers": (
-        ["generate", "--target", "TARGET", "--draft", "TARGET", "--draft-tree", "3,2", "--prompt", "a"],
-        "--draft-tree is '3,2': give depth,width,nodes",
+    "a drafter that is none": (
+        ["generate", "--target", "TARGET", "--drafter", "lokup", "--prompt", "a"],
+        "no drafter is called 'lokup': choose one of heads, draft, draft-tree, lookup, lookahead, cascade",
     ),
-    "a draft tree without a draft": (
-        ["generate", "--target", "TARGET", "--draft-tree", "3,2,7", "--prompt", "a"],
-        "give one with --draft",
+    "an option that a drafter has not": (
+        ["generate", "--target", "TARGET", "--drafter", "draft-tree:x,deep=3", "--prompt", "a"],
+        "the drafter draft-tree has no option 'deep': choose among depth, width, nodes",
+    ),
+    "a drafter without its weights": (
+        ["generate", "--target", "TARGET", "--drafter", "draft-tree:depth=3", "--prompt", "a"],
+        "'draft-tree:depth=3' lacks the path of the weights: give draft-tree:PATH",
     ),
     "a recipe that is not there": (["train", "nowhere.yaml"], "there is no recipe nowhere.yaml"),
     "an export of nothing": (["export", "nowhere", "out", "--format", "vllm"], "nowhere"),

@@ -9,7 +9,8 @@ from tiny_models import full_forward, naive_greedy, tiny_model
 from torch import Tensor
 
 from decoding.drafters import CascadeDrafter, Drafter, DraftModelDrafter, DraftTreeDrafter, PromptLookupDrafter
-from decoding.generate import DecodingConfig, decode_batch
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
@@ -83,9 +84,9 @@ def test_the_text_of_a_seed_is_plain_decodings_where_drafts_break_off(
     tiny_llama: CausalLM, small_draft: CausalLM, name: str
 ) -> None:
     sampling = controls(1, 3)
-    plain = decode_batch(tiny_llama, None, PROMPTS, DecodingConfig(14, sampling, seed=3), 3)
-    drafted = decode_batch(
-        tiny_llama, drafters(small_draft)[name], PROMPTS, DecodingConfig(14, sampling, SAMPLED_VERIFY, seed=3), 3
+    plain = Engine(tiny_llama).decode(PROMPTS, DecodingConfig(14, sampling, seed=3), batch_size=3)
+    drafted = Engine(tiny_llama, drafters(small_draft)[name]).decode(
+        PROMPTS, DecodingConfig(14, sampling, SAMPLED_VERIFY, seed=3), batch_size=3
     )
     assert [text.tokens for text in drafted] == [text.tokens for text in plain]
     assert {token for text in plain for token in text.tokens} & set(range(KNOWN, 16))
@@ -93,7 +94,10 @@ def test_the_text_of_a_seed_is_plain_decodings_where_drafts_break_off(
 
 def test_a_cascade_breaks_off_where_its_draft_model_does(tiny_llama: CausalLM, small_draft: CausalLM) -> None:
     config = DecodingConfig(20, controls(1), seed=5)
-    texts = [decode_batch(tiny_llama, drafters(small_draft)[name], PROMPTS, config, 2) for name in ("chain", "cascade")]
+    texts = [
+        Engine(tiny_llama, drafters(small_draft)[name]).decode(PROMPTS, config, batch_size=2)
+        for name in ("chain", "cascade")
+    ]
     assert [text.tokens for text in texts[0]] == [text.tokens for text in texts[1]]
 
 
@@ -149,7 +153,7 @@ def test_a_drafts_cache_has_room_for_its_trees_to_the_texts_end(
         pytest.fail(f"a cache of {cache.capacity} positions has to grow to {needed}")
 
     monkeypatch.setattr(PreallocatedCache, "_grow", grow)
-    texts = decode_batch(tiny_llama, drafters(tiny_llama)[name], PROMPTS, DecodingConfig(12), 3)
+    texts = Engine(tiny_llama, drafters(tiny_llama)[name]).decode(PROMPTS, DecodingConfig(12), batch_size=3)
     assert texts[0].tokens == naive_greedy(tiny_llama.model, PROMPTS[0], 12)
 
 

@@ -15,7 +15,8 @@ from tiny_models import full_forward, naive_greedy, tiny_model
 from decoding.drafters import DraftTreeDrafter
 from decoding.drafters.base import DraftRequest, TextStart
 from decoding.drafters.draft_tree import DraftTreeSession, tree_budgets
-from decoding.generate import DecodingConfig, decode, decode_batch
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import GeneratorSource, HistoryRows, SamplingConfig, probabilities
@@ -256,14 +257,14 @@ def test_greedy_output_is_plain_greedy_alone_and_in_batches(
     drafter = DraftTreeDrafter(tiny_draft, *sizes)
     config = DecodingConfig(14, SamplingConfig(repetition_penalty=penalty))
     plain = [naive_greedy(tiny_llama.model, prompt, 14, penalty) for prompt in PROMPTS]
-    assert [decode(tiny_llama, drafter, prompt, config).tokens for prompt in PROMPTS] == plain
+    assert [Engine(tiny_llama, drafter).decode(prompt, config).tokens for prompt in PROMPTS] == plain
     for batch_size in (2, 4):
-        batch = decode_batch(tiny_llama, drafter, PROMPTS, config, batch_size)
+        batch = Engine(tiny_llama, drafter).decode(PROMPTS, config, batch_size=batch_size)
         assert [generation.tokens for generation in batch] == plain
 
 
 def test_of_a_draft_that_is_the_target_the_best_child_is_always_accepted(tiny_llama: CausalLM) -> None:
-    steps = decode(tiny_llama, DraftTreeDrafter(tiny_llama, 3, 3, 12), [1, 2, 3], DecodingConfig(20)).steps
+    steps = Engine(tiny_llama, DraftTreeDrafter(tiny_llama, 3, 3, 12)).decode([1, 2, 3], DecodingConfig(20)).steps
     assert sum(step.accepted for step in steps) > 10
     assert all(step.accepted >= 1 for step in steps if step.offered)
 
@@ -274,9 +275,9 @@ def test_sampled_verify_writes_what_plain_decoding_writes_with_the_same_seed(
 ) -> None:
     drafter = DraftTreeDrafter(tiny_llama, 3, 3, 12)
     config = DecodingConfig(14, sampling, SAMPLED_VERIFY, seed=3)
-    plain = [generation.tokens for generation in decode_batch(tiny_llama, None, PROMPTS, config, 1)]
+    plain = [generation.tokens for generation in Engine(tiny_llama).decode(PROMPTS, config, batch_size=1)]
     for batch_size in (1, 3):
-        batch = decode_batch(tiny_llama, drafter, PROMPTS, config, batch_size)
+        batch = Engine(tiny_llama, drafter).decode(PROMPTS, config, batch_size=batch_size)
         assert [generation.tokens for generation in batch] == plain
         assert sum(step.accepted for generation in batch for step in generation.steps) > 8
 
@@ -287,7 +288,7 @@ def test_sampled_texts_have_the_targets_distribution(rule) -> None:  # type: ign
     target, sampling = small_llama(5), SamplingConfig(1.0)
     drafter = DraftTreeDrafter(small_llama(3), 2, 2, 6)
     config = DecodingConfig(LENGTH, sampling, rule)
-    generations = decode_batch(target, drafter, [PROMPT] * 400, config, batch_size=40)
+    generations = Engine(target, drafter).decode([PROMPT] * 400, config, batch_size=40)
     counts = Counter(generation.tokens for generation in generations)
     assert p_value(counts, exact_probabilities(target, sampling)) > FALSE_ALARM
     accepted = sum(step.accepted for generation in generations for step in generation.steps)

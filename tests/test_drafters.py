@@ -20,7 +20,8 @@ from torch import Tensor
 from decoding.drafters import DraftModelDrafter, MedusaDrafter
 from decoding.drafters.base import DraftRequest, DraftSession, TextDrafter, TextSession, TextStart, chain_budgets
 from decoding.drafters.draft_model import DraftModelSession
-from decoding.generate import DecodingConfig, decode
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.policies import Budget
@@ -259,10 +260,10 @@ def test_a_draft_of_another_padding_never_proposes_what_either_does_not_know(
 def test_greedy_output_is_plain_greedy_with_a_draft_of_another_padding(tiny_llama: CausalLM, vocab: int) -> None:
     draft = CausalLM(tiny_model("llama", vocab=vocab, seed=2))
     for prompt in ([1, 2], [15, 13, 14]):
-        plain = decode(tiny_llama, None, prompt, DecodingConfig(16)).tokens
+        plain = Engine(tiny_llama).decode(prompt, DecodingConfig(16)).tokens
         for branching in ((1, 1), (2, 2)):
             drafter = DraftModelDrafter(draft, branching)
-            assert decode(tiny_llama, drafter, prompt, DecodingConfig(16)).tokens == plain
+            assert Engine(tiny_llama, drafter).decode(prompt, DecodingConfig(16)).tokens == plain
 
 
 # --- keeping up ------------------------------------------------------------------------------------------------------
@@ -450,7 +451,7 @@ def test_each_text_has_a_session_of_its_own_that_moves_with_it(tiny_llama: Causa
 def test_a_session_of_a_text_drafter_may_be_the_drafter_itself(counting: CausalLM) -> None:
     drafter = ScriptedDrafter(((0,), (2,)))
     for _ in range(2):
-        assert decode(counting, drafter, [0], DecodingConfig(5)).tokens == (1, 2, 3, 4, 5)
+        assert Engine(counting, drafter).decode([0], DecodingConfig(5)).tokens == (1, 2, 3, 4, 5)
         assert drafter.asked == [([0, 1], 3), ([0, 1, 2, 3], 1)]
 
 
@@ -500,7 +501,7 @@ def test_rows_of_a_batch_are_drafted_for_from_their_own_hidden_states(counting: 
 
 def test_heads_that_are_right_are_accepted_whole_through_the_loop(counting: CausalLM) -> None:
     drafter = MedusaDrafter(counting_heads(), [[0], [0, 0], [0, 0, 0]])
-    generation = decode(counting, drafter, [0], DecodingConfig(13))
+    generation = Engine(counting, drafter).decode([0], DecodingConfig(13))
     assert generation.tokens == tuple(range(1, 14))
     # The prefill writes one, then three times three drafted and one written.
     assert [(step.accepted, len(step.tokens)) for step in generation.steps] == [(0, 1), (3, 4), (3, 4), (3, 4)]
@@ -510,14 +511,14 @@ def test_heads_that_are_right_are_accepted_whole_through_the_loop(counting: Caus
 def test_the_medusa_kind_is_deterministic_at_any_temperature(counting: CausalLM, temperature: float) -> None:
     drafter = MedusaDrafter(counting_heads(), PATHS)
     config = DecodingConfig(12, SamplingConfig(temperature))
-    assert len(decode(counting, drafter, [0], config).tokens) == 12
+    assert len(Engine(counting, drafter).decode([0], config).tokens) == 12
 
 
 def test_heads_of_another_target_are_refused_before_anything_runs(tiny_llama: CausalLM) -> None:
     for width, vocab in ((8, 16), (16, 8)):
         drafter = MedusaDrafter(MedusaHeads(MedusaConfig(width, vocab)))
         with pytest.raises(ValueError, match="give heads that were trained on this target"):
-            decode(tiny_llama, drafter, [1], DecodingConfig(4))
+            Engine(tiny_llama, drafter).decode([1], DecodingConfig(4))
 
 
 def test_a_medusa_tree_must_have_a_node_and_no_more_levels_than_heads() -> None:

@@ -19,9 +19,10 @@ from tiny_training import write_rows
 
 from trainer.cli import BAD_INPUT, guarded
 from trainer.commands.options import RegenerateOptions
-from trainer.commands.regenerate import Summary, run_regenerate
+from trainer.commands.regenerate import run_regenerate
 from trainer.data.answers import Answered, Outcome
 from trainer.data.conversations import Conversation, read_conversations
+from trainer.run.answering import Summary
 from trainer.target import endpoint as endpoint_module
 from trainer.target.endpoint import Endpoint, EndpointBackend
 

@@ -10,7 +10,8 @@ from tiny_models import tiny_model
 from transformers import GenerationConfig
 
 from decoding.drafters import DraftModelDrafter, PromptLookupDrafter
-from decoding.generate import DecodingConfig, decode
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.measure.baselines import transformers_generate
 from decoding.measure.evaluate import (
     EvaluationConfig,
@@ -130,7 +131,7 @@ def test_no_prompts_and_an_unknown_setting_are_refused(tiny_llama: CausalLM) -> 
 
 def test_transformers_is_timed_from_its_first_token(tiny_llama: CausalLM) -> None:
     text = transformers_generate(tiny_llama, (1, 2, 3), DecodingConfig(8))
-    assert text.tokens == decode(tiny_llama, None, (1, 2, 3), DecodingConfig(8)).tokens
+    assert text.tokens == Engine(tiny_llama).decode((1, 2, 3), DecodingConfig(8)).tokens
     assert text.first_tokens == 1 and text.first_seconds > 0 and text.decode_seconds > 0
 
 
@@ -139,7 +140,7 @@ def test_assisted_generation_with_the_target_as_its_own_assistant_gives_the_same
     tiny_llama: CausalLM, tokens: int | None
 ) -> None:
     text = transformers_generate(tiny_llama, (1, 2, 3), DecodingConfig(9), tiny_llama, tokens)
-    assert text.tokens == decode(tiny_llama, None, (1, 2, 3), DecodingConfig(9)).tokens
+    assert text.tokens == Engine(tiny_llama).decode((1, 2, 3), DecodingConfig(9)).tokens
     assert text.first_tokens > 1
 
 
@@ -147,7 +148,7 @@ def test_sampling_controls_reach_transformers(tiny_llama: CausalLM) -> None:
     config = DecodingConfig(20, SamplingConfig(1.0, top_k=1))
     assert (
         transformers_generate(tiny_llama, (1, 2), config).tokens
-        == decode(tiny_llama, None, (1, 2), DecodingConfig(20)).tokens
+        == Engine(tiny_llama).decode((1, 2), DecodingConfig(20)).tokens
     )
 
 
@@ -173,7 +174,7 @@ def test_a_padded_draft_is_measured_without_the_peer_that_cannot_take_it(tiny_ll
 def test_a_text_that_ends_at_once_leaves_valid_json_and_the_other_texts_figures(
     tiny_llama: CausalLM, tmp_path: Path
 ) -> None:
-    first = decode(tiny_llama, None, PROMPTS[0], DecodingConfig(1)).tokens
+    first = Engine(tiny_llama).decode(PROMPTS[0], DecodingConfig(1)).tokens
     config = EvaluationConfig(max_new_tokens=6, settings=("greedy",), eos_token_ids=first)
     measured = evaluate(tiny_llama, standard_methods(tiny_llama, {}, config), PROMPTS, config)
     assert measured["rows"][0]["passes"] > 0
@@ -208,7 +209,7 @@ def test_the_peer_takes_no_control_from_the_models_own_generation_config(tiny_ll
         tiny_llama.model.generation_config = GenerationConfig(bad_words_ids=[[t] for t in range(8)], min_p=0.5)
         peculiar = tiny_llama.model.generation_config
         text = transformers_generate(tiny_llama, (1, 2, 3), DecodingConfig(8))
-        assert text.tokens == decode(tiny_llama, None, (1, 2, 3), DecodingConfig(8)).tokens
+        assert text.tokens == Engine(tiny_llama).decode((1, 2, 3), DecodingConfig(8)).tokens
         assert tiny_llama.model.generation_config is peculiar
     finally:
         tiny_llama.model.generation_config = own
@@ -220,7 +221,7 @@ def test_acceptance_is_measured_on_texts_of_seeds_of_their_own_alone_and_in_batc
     drafter, sampling = DraftModelDrafter(tiny_draft, (1, 1)), SamplingConfig(temperature=1.0)
     texts = []
     for seed, prompt in enumerate(PROMPTS, start=5):
-        steps = decode(tiny_llama, drafter, prompt, DecodingConfig(12, sampling, seed=seed)).steps[1:]
+        steps = Engine(tiny_llama, drafter).decode(prompt, DecodingConfig(12, sampling, seed=seed)).steps[1:]
         texts.append([step.counts for step in steps])
     config = DecodingConfig(12, sampling, seed=5)
     assert acceptance(texts).accepted_per_drafted.value > 0
@@ -232,7 +233,7 @@ def test_measuring_acceptance_tells_of_every_text_that_ends_however_it_does(
     tiny_llama: CausalLM, tiny_draft: CausalLM
 ) -> None:
     drafter, ended = DraftModelDrafter(tiny_draft, (1, 1)), []
-    plain = decode(tiny_llama, None, PROMPTS[0], DecodingConfig(12)).tokens
+    plain = Engine(tiny_llama).decode(PROMPTS[0], DecodingConfig(12)).tokens
     for ends in ((), plain[:1], plain[5:6]):  # none, at once, somewhere
         ended.clear()
         config = DecodingConfig(12, eos_token_ids=ends)

@@ -67,10 +67,18 @@ def report_of(**fingerprints: str | None) -> dict[str, Any]:
     drafted = [("medusa", "heads"), ("draft model", "draft"), ("prompt lookup", None), ("plain", None)]
     drafted += [("transformers generate", None), ("transformers assisted", "draft")]
     rows = [
-        {"setting": "T=1, typical", "method": method, "label": "lossy", "artefact": artefact}
+        {
+            "setting": "T=1, typical",
+            "method": method,
+            "label": "lossy",
+            "artefact": artefact,
+            "drafter": artefact and f"the {artefact}",
+        }
         for method, artefact in drafted
     ]
-    return {"fingerprints": fingerprints, "rows": rows}
+    specs = {"heads": "heads:final", "draft": "draft:final,tokens=4"}
+    found = {specs.get(name, name): fingerprint for name, fingerprint in fingerprints.items()}
+    return {"drafters": {f"the {kind}": spec for kind, spec in specs.items()}, "fingerprints": found, "rows": rows}
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -221,6 +229,15 @@ def test_a_report_of_other_weights_does_not_get_onto_a_card(heads_folder: Path, 
             export_with(heads_folder, out, report)
     assert not out.exists()
     export_with(heads_folder, out, report_of(heads=mine))
+
+
+def test_a_card_shows_no_rows_of_other_weights_in_the_same_report(draft_folder: Path, tmp_path: Path) -> None:
+    report = report_of(draft=stored_fingerprint(draft_folder))
+    other = {**report["rows"][1], "method": "the other draft", "drafter": "the other"}
+    report["drafters"]["the other"], report["fingerprints"]["draft:other"] = "draft:other", "0" * 16
+    report["rows"].append(other)
+    card = export_with(draft_folder, tmp_path / "out", report, "draft")
+    assert "draft model" in card and "the other draft" not in card
 
 
 def test_a_report_on_another_target_does_not_get_onto_a_card(heads_folder: Path, tmp_path: Path) -> None:

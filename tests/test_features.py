@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -235,7 +236,7 @@ def truncate(path: Path) -> None:
 
 
 def unseal(path: Path) -> None:
-    path.with_suffix(".json").unlink()
+    path.with_name(f"{path.name}.sha256").unlink()
 
 
 @pytest.mark.parametrize("fault", [damage, truncate, unseal, Path.unlink])
@@ -269,11 +270,18 @@ def test_a_run_names_the_file_that_it_writes_again(tiny_llama: CausalLM, stored:
     assert "again" not in said()  # now it is whole
 
 
+def test_a_seal_is_what_sha256sum_reads(stored: Stored) -> None:
+    seals = sorted(path.name for path in stored.folder.glob("*.sha256"))
+    assert seals == [f"{name}.safetensors.sha256" for name in ("shard-00000", "shard-00001", "shard-00002", "weights")]
+    done = subprocess.run(["sha256sum", "-c", *seals], cwd=stored.folder, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count(": OK") == 4
+
+
 def test_a_file_that_was_never_begun_is_not_called_damaged(tiny_llama: CausalLM, tmp_path: Path) -> None:
     named: list[str] = []
     write(tiny_llama, tmp_path, on_damaged=named.append)
     (tmp_path / "shard-00001.safetensors").unlink()
-    (tmp_path / "shard-00001.json").unlink()
+    (tmp_path / "shard-00001.safetensors.sha256").unlink()
     write(tiny_llama, tmp_path, on_damaged=named.append)
     assert not named
     damage(tmp_path / "shard-00000.safetensors")

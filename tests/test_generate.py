@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,8 @@ from scripted_drafters import HostileDrafter, RandomPolicy, ScriptedDrafter
 from tiny_models import naive_greedy, tiny_model
 
 from decoding.drafters import CascadeDrafter, DraftModelDrafter, HybridDrafter, PromptLookupDrafter
-from decoding.generate import DecodingConfig, Step, decode, decode_batch_steps, decode_steps
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig, Step
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import (
@@ -79,7 +81,7 @@ def test_greedy_output_is_plain_greedy_whatever_is_drafted(
 ) -> None:
     wanted = plain_greedy(tuple(prompt))
     drafter = HostileDrafter(seed, [*prompt, *wanted], chains=chains)
-    generation = decode(tiny_llama, drafter, prompt, DecodingConfig(count))
+    generation = Engine(tiny_llama, drafter).decode(prompt, DecodingConfig(count))
     assert generation.tokens == wanted[:count]
     assert sum(len(step.tokens) for step in generation.steps) == count
 
@@ -92,7 +94,7 @@ def test_a_repetition_penalty_sees_the_path_to_each_node(
     wanted = plain_greedy(tuple(prompt), 10, penalty)
     drafter = HostileDrafter(seed, [*prompt, *wanted])
     sampling = SamplingConfig(repetition_penalty=penalty)
-    assert decode(tiny_llama, drafter, prompt, DecodingConfig(10, sampling)).tokens == wanted
+    assert Engine(tiny_llama, drafter).decode(prompt, DecodingConfig(10, sampling)).tokens == wanted
 
 
 def test_the_penalty_of_these_tests_changes_the_text() -> None:
@@ -104,7 +106,9 @@ def test_the_hostile_drafter_has_tokens_accepted_and_refused(tiny_llama: CausalL
     steps = [
         step
         for seed in range(12)
-        for step in decode(tiny_llama, HostileDrafter(seed, [1, 2, 3, *wanted]), [1, 2, 3], DecodingConfig(14)).steps
+        for step in Engine(tiny_llama, HostileDrafter(seed, [1, 2, 3, *wanted]))
+        .decode([1, 2, 3], DecodingConfig(14))
+        .steps
     ]
     accepted, drafted = sum(step.accepted for step in steps), sum(step.drafted for step in steps)
     assert 0.1 < accepted / drafted < 0.9
@@ -121,7 +125,7 @@ def test_greedy_output_is_plain_greedy_with_the_real_drafters(
         "prompt lookup": PromptLookupDrafter(4),
     }[drafter]
     for prompt in ((1, 2, 3), (5,), (7, 7, 0, 7)):
-        assert decode(tiny_llama, built, prompt, DecodingConfig(14)).tokens == plain_greedy(prompt)
+        assert Engine(tiny_llama, built).decode(prompt, DecodingConfig(14)).tokens == plain_greedy(prompt)
 
 
 # --- ends -----------------------------------------------------------------------------------------------------------
@@ -137,7 +141,7 @@ def test_tokens_after_an_end_of_text_inside_a_block_are_dropped(
     wanted = plain[: ends[0] + 1] if ends else plain
     drafter = HostileDrafter(seed, [*prompt, *plain])
     config = DecodingConfig(14, eos_token_ids=tuple(eos))
-    assert decode(tiny_llama, drafter, prompt, config).tokens == wanted
+    assert Engine(tiny_llama, drafter).decode(prompt, config).tokens == wanted
 
 
 @settings(max_examples=15)
@@ -157,20 +161,22 @@ def test_a_stop_string_ends_the_text_at_the_token_that_completes_it(
     strings = tuple(string for string in (*pieces, *others) if string)
     drafter = HostileDrafter(seed, [*prompt, *plain])
     config = DecodingConfig(14, stop_strings=strings)
-    assert decode(tiny_llama, drafter, prompt, config, Letters()).tokens == shortest_with(plain, strings)
+    assert Engine(tiny_llama, drafter, tokenizer=Letters()).decode(prompt, config).tokens == shortest_with(
+        plain, strings
+    )
 
 
 def test_a_stop_string_of_letters_split_over_tokens_is_found_inside_a_block(counting: CausalLM) -> None:
     # Counting from 7 writes 8 9 = é, 10 11 12 = €, 13 = e: "€" is complete at 12, in the middle of the block.
     drafter = ScriptedDrafter(((0, 1, 2, 3, 4), (9, 10, 11, 12, 13)))
     config = DecodingConfig(10, stop_strings=("é€",))
-    generation = decode(counting, drafter, [7], config, Letters())
+    generation = Engine(counting, drafter, tokenizer=Letters()).decode([7], config)
     assert generation.tokens == (8, 9, 10, 11, 12)
 
 
 def test_a_stop_string_in_the_prompt_does_not_stop(counting: CausalLM) -> None:
     config = DecodingConfig(3, stop_strings=("ab",))
-    assert decode(counting, None, [4, 4], config, Letters()).tokens == (5, 6, 7)
+    assert Engine(counting, tokenizer=Letters()).decode([4, 4], config).tokens == (5, 6, 7)
 
 
 # --- what a step counts ---------------------------------------------------------------------------------------------
@@ -187,7 +193,7 @@ def test_a_step_counts_what_was_accepted_offered_and_drafted(counting: CausalLM)
         ((), ()),  # behind 7: nothing
         ((0, 0), (3, 3)),  # behind 8: duplicates, both wrong
     )
-    generation = decode(counting, drafter, [0], DecodingConfig(10))
+    generation = Engine(counting, drafter).decode([0], DecodingConfig(10))
     assert generation.tokens == (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
     assert counts(generation.steps) == [
         ((1,), 0, 0, 0),
@@ -201,43 +207,43 @@ def test_a_step_counts_what_was_accepted_offered_and_drafted(counting: CausalLM)
 
 
 def test_what_stands_behind_a_refused_token_was_offered_all_the_same(counting: CausalLM) -> None:
-    generation = decode(counting, ScriptedDrafter(((0, 1, 2, 3), (9, 3, 4, 5))), [0], DecodingConfig(10))
+    generation = Engine(counting, ScriptedDrafter(((0, 1, 2, 3), (9, 3, 4, 5)))).decode([0], DecodingConfig(10))
     assert counts(generation.steps)[1] == ((2,), 0, 4, 4)
 
 
 def test_the_drafter_is_given_the_text_and_the_room_that_is_left(counting: CausalLM) -> None:
     drafter = ScriptedDrafter(((0, 1), (2, 3)), ((0,), (9,)))
-    decode(counting, drafter, [15, 0], DecodingConfig(6))
+    Engine(counting, drafter).decode([15, 0], DecodingConfig(6))
     # Six new tokens: 1 from the prefill; 2 3 4; 5; and 6 without asking, for the target writes the last itself.
     assert drafter.asked == [([15, 0, 1], 4), ([15, 0, 1, 2, 3, 4], 1)]
 
 
 def test_a_text_that_ends_inside_a_block_counts_up_to_its_end(counting: CausalLM) -> None:
     drafter = ScriptedDrafter(((0, 1, 2, 3), (2, 3, 4, 5)))
-    generation = decode(counting, drafter, [0], DecodingConfig(10, eos_token_ids=(3,)))
+    generation = Engine(counting, drafter).decode([0], DecodingConfig(10, eos_token_ids=(3,)))
     assert counts(generation.steps) == [((1,), 0, 0, 0), ((2, 3), 2, 2, 4)]
 
 
 def test_an_end_written_by_the_target_itself_counts_all_accepted(counting: CausalLM) -> None:
     drafter = ScriptedDrafter(((0, 1), (2, 3)))
-    generation = decode(counting, drafter, [0], DecodingConfig(10, eos_token_ids=(4,)))
+    generation = Engine(counting, drafter).decode([0], DecodingConfig(10, eos_token_ids=(4,)))
     assert counts(generation.steps) == [((1,), 0, 0, 0), ((2, 3, 4), 2, 2, 2)]
 
 
 def test_an_end_in_the_first_token_needs_no_step(counting: CausalLM) -> None:
-    generation = decode(counting, ScriptedDrafter(((0,), (2,))), [0], DecodingConfig(10, eos_token_ids=(1,)))
+    generation = Engine(counting, ScriptedDrafter(((0,), (2,)))).decode([0], DecodingConfig(10, eos_token_ids=(1,)))
     assert counts(generation.steps) == [((1,), 0, 0, 0)]
 
 
 def test_the_times_of_a_step_add_up(counting: CausalLM) -> None:
-    for step in decode(counting, PromptLookupDrafter(), [0, 1, 2, 0, 1], DecodingConfig(8)).steps:
+    for step in Engine(counting, PromptLookupDrafter()).decode([0, 1, 2, 0, 1], DecodingConfig(8)).steps:
         assert step.draft_seconds >= 0 and step.verify_seconds > 0
         assert step.draft_seconds + step.verify_seconds <= step.total_seconds
 
 
 def test_a_step_says_how_deep_a_draft_its_text_had_room_for(counting: CausalLM) -> None:
     drafter = ScriptedDrafter(((0, 1), (2, 3)))
-    steps = decode(counting, drafter, [0], DecodingConfig(6)).steps
+    steps = Engine(counting, drafter).decode([0], DecodingConfig(6)).steps
     # 1, then 2 3 4 with room for four drafted tokens and one written, then 5 and 6 with room for one and for none.
     assert [(step.tokens, step.room) for step in steps] == [((1,), 0), ((2, 3, 4), 4), ((5,), 1), ((6,), 0)]
     assert [step.counts.room for step in steps[1:]] == [4, 1, 0]
@@ -245,7 +251,7 @@ def test_a_step_says_how_deep_a_draft_its_text_had_room_for(counting: CausalLM) 
 
 def test_a_policy_is_not_asked_where_no_text_has_room_for_a_draft(counting: CausalLM) -> None:
     policy = RandomPolicy(0)
-    assert len(decode(counting, ScriptedDrafter(), [0], DecodingConfig(4), policy=policy).tokens) == 4
+    assert len(Engine(counting, ScriptedDrafter(), policy).decode([0], DecodingConfig(4)).tokens) == 4
     assert len(policy.chosen) == 2, "with room for two drafted tokens, and for one"
 
 
@@ -259,7 +265,7 @@ def test_a_draft_that_is_the_target_is_always_accepted(
 ) -> None:
     drafter = DraftModelDrafter(tiny_llama, branching)
     for seed in range(2):
-        generation = decode(tiny_llama, drafter, [1, 2, 3], DecodingConfig(16, sampling, seed=seed))
+        generation = Engine(tiny_llama, drafter).decode([1, 2, 3], DecodingConfig(16, sampling, seed=seed))
         assert sum(step.offered for step in generation.steps) > 8
         assert [step.accepted for step in generation.steps] == [step.offered for step in generation.steps]
 
@@ -267,7 +273,7 @@ def test_a_draft_that_is_the_target_is_always_accepted(
 def test_a_tree_of_depth_one_with_one_child_is_a_chain_of_one(tiny_llama: CausalLM, tiny_draft: CausalLM) -> None:
     def steps(with_replacement: bool, rule: Rule | None) -> list[tuple[tuple[int, ...], int, int, int]]:
         drafter = DraftModelDrafter(tiny_draft, (1,), with_replacement)
-        return counts(decode(tiny_llama, drafter, [1, 2], DecodingConfig(14, SamplingConfig(1.0), rule)).steps)
+        return counts(Engine(tiny_llama, drafter).decode([1, 2], DecodingConfig(14, SamplingConfig(1.0), rule)).steps)
 
     as_chain = steps(False, TOKEN_REJECTION)
     assert steps(True, RECURSIVE_REJECTION) == steps(False, RECURSIVE_REJECTION) == steps(False, None) == as_chain
@@ -284,8 +290,8 @@ def test_a_rule_named_in_the_config_is_used_and_steps_without_a_draft_go_on(
     tiny_llama: CausalLM, tiny_draft: CausalLM, rule: Rule
 ) -> None:
     config = DecodingConfig(9, SamplingConfig(1.0), rule)
-    assert len(decode(tiny_llama, DraftModelDrafter(tiny_draft, (1, 1)), [1, 2], config).tokens) == 9
-    assert len(decode(tiny_llama, None, [1, 2], config).tokens) == 9
+    assert len(Engine(tiny_llama, DraftModelDrafter(tiny_draft, (1, 1))).decode([1, 2], config).tokens) == 9
+    assert len(Engine(tiny_llama).decode([1, 2], config).tokens) == 9
 
 
 @pytest.mark.parametrize(
@@ -311,14 +317,14 @@ def test_a_rule_that_does_not_fit_the_drafter_is_refused_before_a_text_begins(
         drafter = CascadeDrafter(tiny_draft, lookup)
     config = DecodingConfig(9, SamplingConfig(1.0), rule)
     with pytest.raises(ValueError, match=f"the {rule.name} rule {complaint}"):
-        decode_batch_steps(tiny_llama, drafter, [[1, 2]], config, 1)
+        Engine(tiny_llama, drafter).steps([[1, 2]], config, batch_size=1)
 
 
 def test_what_does_not_fit_is_refused_at_the_call_not_at_the_first_step(tiny_llama: CausalLM) -> None:
     with pytest.raises(ValueError, match="the prompt is empty"):
-        decode_steps(tiny_llama, None, [], DecodingConfig(1))
+        Engine(tiny_llama).steps([], DecodingConfig(1))
     with pytest.raises(ValueError, match="the prompt is empty"):
-        decode_batch_steps(tiny_llama, None, [[1], []], DecodingConfig(1), 1)
+        Engine(tiny_llama).steps([[1], []], DecodingConfig(1), batch_size=1)
 
 
 def test_the_same_seed_gives_the_same_tokens_and_another_gives_others(
@@ -326,7 +332,7 @@ def test_the_same_seed_gives_the_same_tokens_and_another_gives_others(
 ) -> None:
     def tokens(seed: int) -> tuple[int, ...]:
         config = DecodingConfig(16, SamplingConfig(1.0), seed=seed)
-        return decode(tiny_llama, DraftModelDrafter(tiny_draft, (2, 2)), [1, 2], config).tokens
+        return Engine(tiny_llama, DraftModelDrafter(tiny_draft, (2, 2))).decode([1, 2], config).tokens
 
     assert tokens(0) == tokens(0)
     assert len({tokens(seed) for seed in range(5)}) == 5
@@ -334,23 +340,23 @@ def test_the_same_seed_gives_the_same_tokens_and_another_gives_others(
 
 def test_the_first_token_is_sampled_too(tiny_llama: CausalLM) -> None:
     config = [DecodingConfig(1, SamplingConfig(5.0), seed=seed) for seed in range(30)]
-    assert len({decode(tiny_llama, None, [1, 2], one).tokens for one in config}) > 5
+    assert len({Engine(tiny_llama).decode([1, 2], one).tokens for one in config}) > 5
 
 
 def test_an_interrupted_stream_leaves_the_drafter_reusable(tiny_llama: CausalLM, tiny_draft: CausalLM) -> None:
     config = DecodingConfig(14, SamplingConfig(1.0))
     for drafter in (DraftModelDrafter(tiny_draft, (2, 2)), PromptLookupDrafter()):
-        untouched = decode(tiny_llama, drafter, [1, 2, 3], config).tokens
-        stream = decode_steps(tiny_llama, drafter, [4, 5, 6, 4, 5], config)
+        untouched = Engine(tiny_llama, drafter).decode([1, 2, 3], config).tokens
+        stream = Engine(tiny_llama, drafter).steps([4, 5, 6, 4, 5], config)
         for _ in range(3):
             next(stream)
         stream.close()  # type: ignore[attr-defined]  # it is a generator
-        assert decode(tiny_llama, drafter, [1, 2, 3], config).tokens == untouched
+        assert Engine(tiny_llama, drafter).decode([1, 2, 3], config).tokens == untouched
 
 
 def test_a_stream_yields_each_step_as_it_is_done(counting: CausalLM) -> None:
     drafter = ScriptedDrafter(((0,), (2,)))
-    stream = decode_steps(counting, drafter, [0], DecodingConfig(5))
+    stream = Engine(counting, drafter).steps([0], DecodingConfig(5))
     assert next(stream).tokens == (1,) and drafter.asked == []
     assert next(stream).tokens == (2, 3) and len(drafter.asked) == 1
 
@@ -358,32 +364,59 @@ def test_a_stream_yields_each_step_as_it_is_done(counting: CausalLM) -> None:
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 
+def test_models_that_are_being_trained_decode_without_dropout_and_stay_in_training_mode() -> None:
+    models = [tiny_model(seed=seed, attention_dropout=0.5) for seed in (0, 1)]
+    prompt = [1, 2, 3, 1, 2]
+    plain = naive_greedy(models[0], prompt, 12)
+    for model in models:
+        model.train()
+        model.model.layers[0].eval()  # a part that stands still
+    modes = [[module.training for module in model.modules()] for model in models]
+    target, draft = map(CausalLM, models)
+    steps = Engine(target, DraftModelDrafter(draft, (1, 1))).steps(prompt, DecodingConfig(12))
+    tokens: list[int] = []
+    for step in steps:
+        tokens += step.tokens
+        assert [[module.training for module in model.modules()] for model in models] == modes
+    assert tuple(tokens) == plain
+    assert all(parameter.requires_grad for model in models for parameter in model.parameters())
+
+
+def test_a_pass_that_fails_leaves_the_training_mode_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model().train()
+    target = CausalLM(model)
+    monkeypatch.setattr(model.model.layers[1], "forward", Mock(side_effect=RuntimeError("out of memory")))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        Engine(target).decode([1, 2], DecodingConfig(2))
+    assert all(module.training for module in model.modules())
+
+
 def test_an_empty_prompt_is_refused(tiny_llama: CausalLM) -> None:
     with pytest.raises(ValueError, match="the prompt is empty: give at least one token"):
-        decode(tiny_llama, None, [], DecodingConfig(1))
+        Engine(tiny_llama).decode([], DecodingConfig(1))
 
 
 @pytest.mark.parametrize("token", [16, -1])
 def test_a_token_the_target_does_not_know_is_named(tiny_llama: CausalLM, token: int) -> None:
     with pytest.raises(ValueError, match=f"the prompt holds token {token} but the target knows 0 to 15"):
-        decode(tiny_llama, None, [3, token, 5], DecodingConfig(1))
+        Engine(tiny_llama).decode([3, token, 5], DecodingConfig(1))
 
 
 def test_a_text_longer_than_the_context_is_refused_with_both_lengths(tiny_llama: CausalLM) -> None:
     with pytest.raises(ValueError, match=r"prompt of 90 tokens and 7 new ones make 97, but .* context holds 96"):
-        decode(tiny_llama, None, [1] * 90, DecodingConfig(7))
-    assert len(decode(tiny_llama, PromptLookupDrafter(), [1] * 90, DecodingConfig(6)).tokens) == 6
+        Engine(tiny_llama).decode([1] * 90, DecodingConfig(7))
+    assert len(Engine(tiny_llama, PromptLookupDrafter()).decode([1] * 90, DecodingConfig(6)).tokens) == 6
 
 
 def test_a_text_longer_than_the_drafts_context_is_refused(tiny_llama: CausalLM) -> None:
     draft = CausalLM(tiny_model("llama", max_position_embeddings=8))
     with pytest.raises(ValueError, match="may grow to 12 tokens but the draft's context holds 8"):
-        decode(tiny_llama, DraftModelDrafter(draft), [1, 2], DecodingConfig(10))
+        Engine(tiny_llama, DraftModelDrafter(draft)).decode([1, 2], DecodingConfig(10))
 
 
 def test_stop_strings_without_a_tokenizer_are_refused(tiny_llama: CausalLM) -> None:
     with pytest.raises(ValueError, match="stop strings need the tokenizer"):
-        decode(tiny_llama, None, [1], DecodingConfig(4, stop_strings=("end",)))
+        Engine(tiny_llama).decode([1], DecodingConfig(4, stop_strings=("end",)))
 
 
 def test_settings_that_make_no_sense_are_refused_with_their_value() -> None:

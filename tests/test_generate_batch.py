@@ -24,7 +24,8 @@ from decoding.drafters import (
     PromptLookupDrafter,
 )
 from decoding.drafters.base import DraftRequest
-from decoding.generate import DecodingConfig, Generation, Step, decode, decode_batch, decode_batch_steps, decode_steps
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig, Generation, Step
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
@@ -93,7 +94,7 @@ def decoded(
     prompts: Sequence[Sequence[int]] = PROMPTS,
     target: CausalLM | None = None,
 ) -> list[tuple[int, ...]]:
-    return [text.tokens for text in decode_batch(target or llama(), drafter, prompts, config, batch_size)]
+    return [text.tokens for text in Engine(target or llama(), drafter).decode(prompts, config, batch_size=batch_size)]
 
 
 def alone(
@@ -104,7 +105,7 @@ def alone(
 ) -> list[tuple[int, ...]]:
     """Each prompt by itself, with the seed that its place gives it."""
     return [
-        decode(target or llama(), drafter, prompt, replace(config, seed=config.seed + place)).tokens
+        Engine(target or llama(), drafter).decode(prompt, replace(config, seed=config.seed + place)).tokens
         for place, prompt in enumerate(prompts)
     ]
 
@@ -148,7 +149,7 @@ def test_the_place_in_the_batch_is_the_seed() -> None:
     same = decoded(None, config, 4, [[3, 1, 4]] * 4)
     assert len(set(same)) == 4
     for place, text in enumerate(same):
-        assert decode(llama(), None, [3, 1, 4], DecodingConfig(COUNT, SAMPLED, seed=10 + place)).tokens == text
+        assert Engine(llama()).decode([3, 1, 4], DecodingConfig(COUNT, SAMPLED, seed=10 + place)).tokens == text
 
 
 # --- rows end at different times -------------------------------------------------------------------------------------
@@ -174,8 +175,8 @@ def test_each_row_ends_at_its_own_stop_string() -> None:
     wanted = [shortest_with(text, strings) for text in plain_texts()]
     assert len({len(text) for text in wanted}) > 2
     for batch_size in (2, 8):
-        texts = decode_batch(
-            llama(), hostile(), PROMPTS, DecodingConfig(COUNT, stop_strings=strings), batch_size, Letters()
+        texts = Engine(llama(), hostile(), tokenizer=Letters()).decode(
+            PROMPTS, DecodingConfig(COUNT, stop_strings=strings), batch_size=batch_size
         )
         assert [text.tokens for text in texts] == wanted
 
@@ -194,7 +195,7 @@ def countdown(*lengths: int) -> list[list[int]]:
 
 def test_a_row_that_ends_makes_room_for_the_next_prompt_in_its_own_place(counting: CausalLM) -> None:
     config = DecodingConfig(14, eos_token_ids=(15,))
-    steps = decode_batch_steps(counting, None, countdown(1, 3, 2, 1, 2), config, batch_size=2)
+    steps = Engine(counting).steps(countdown(1, 3, 2, 1, 2), config, batch_size=2)
     order = [(place, step.tokens[0], step.is_prefill) for place, step in steps]
     assert order == [
         (0, 15, True),  # the first prompt ends with its first token
@@ -211,7 +212,7 @@ def test_a_row_that_ends_makes_room_for_the_next_prompt_in_its_own_place(countin
 
 def test_where_no_prompt_waits_the_last_row_closes_the_gap(counting: CausalLM) -> None:
     config = DecodingConfig(14, eos_token_ids=(15,))
-    steps = decode_batch_steps(counting, None, countdown(2, 5, 3, 4), config, batch_size=4)
+    steps = Engine(counting).steps(countdown(2, 5, 3, 4), config, batch_size=4)
     passes: list[list[int]] = []
     seen: dict[int, int] = defaultdict(int)
     for place, _ in steps:
@@ -229,21 +230,21 @@ def test_drafters_follow_rows_that_move_and_rows_that_are_refilled(counting: Cau
     prompts = countdown(2, 9, 3, 7, 1, 12, 1, 5, 4)
     config = DecodingConfig(14, eos_token_ids=(15,))
     for batch_size in (2, 4, 9):
-        texts = decode_batch(counting, DRAFTERS[name](), prompts, config, batch_size)
+        texts = Engine(counting, DRAFTERS[name]()).decode(prompts, config, batch_size=batch_size)
         assert [text.tokens for text in texts] == [tuple(range(prompt[0] + 1, 16)) for prompt in prompts]
 
 
 def test_no_prompts_are_no_texts() -> None:
-    assert decode_batch(llama(), DRAFTERS["chain"](), [], DecodingConfig(4), 3) == []
+    assert Engine(llama(), DRAFTERS["chain"]()).decode([], DecodingConfig(4), batch_size=3) == []
 
 
 def test_a_prompt_that_cannot_be_decoded_is_refused_before_any_is() -> None:
     with pytest.raises(ValueError, match="the prompt holds token 16"):
-        decode_batch_steps(llama(), None, [[1], [16]], DecodingConfig(4), 2)
+        Engine(llama()).steps([[1], [16]], DecodingConfig(4), batch_size=2)
     with pytest.raises(ValueError, match="the prompt is empty"):
-        decode_batch_steps(llama(), None, [[1], []], DecodingConfig(4), 2)
+        Engine(llama()).steps([[1], []], DecodingConfig(4), batch_size=2)
     with pytest.raises(ValueError, match="batch_size is 0: give at least 1"):
-        decode_batch_steps(llama(), None, [[1]], DecodingConfig(4), 0)
+        Engine(llama()).steps([[1]], DecodingConfig(4), batch_size=0)
 
 
 # --- what a step says ------------------------------------------------------------------------------------------------
@@ -265,7 +266,7 @@ def test_the_seconds_of_a_pass_are_shared_by_its_rows() -> None:
             recorded.append((rows, seconds))
 
     policy = Recorder(0)
-    steps = list(decode_batch_steps(llama(), hostile(), PROMPTS, DecodingConfig(COUNT), 3, policy=policy))
+    steps = list(Engine(llama(), hostile(), policy).steps(PROMPTS, DecodingConfig(COUNT), batch_size=3))
     shares = [of_pass for of_pass in batches_of(steps) if not of_pass[0].is_prefill]
     assert [len(of_pass) for of_pass in shares] == [rows for rows, _ in recorded]
     for of_pass, (rows, seconds) in zip(shares, recorded, strict=True):
@@ -278,7 +279,7 @@ def test_the_seconds_of_a_pass_are_shared_by_its_rows() -> None:
 
 def test_a_policy_sees_what_each_row_did() -> None:
     policy = RandomPolicy(1)
-    steps = list(decode_batch_steps(llama(), hostile(), PROMPTS, DecodingConfig(COUNT), 3, policy=policy))
+    steps = list(Engine(llama(), hostile(), policy).steps(PROMPTS, DecodingConfig(COUNT), batch_size=3))
     counted = [step.counts for _, step in steps if not step.is_prefill]
     assert [count for _, _, counts in policy.seen for count in counts] == counted
     for budget, rows, counts in policy.seen:
@@ -289,7 +290,7 @@ def test_a_policy_sees_what_each_row_did() -> None:
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_greedy_rows_stay_plain_greedy_where_a_policy_drafts_now_and_then(name: str) -> None:
-    texts = decode_batch(llama(), DRAFTERS[name](), PROMPTS[:5], DecodingConfig(COUNT), 3, policy=RandomPolicy(0))
+    texts = Engine(llama(), DRAFTERS[name](), RandomPolicy(0)).decode(PROMPTS[:5], DecodingConfig(COUNT), batch_size=3)
     assert [text.tokens for text in texts] == plain_texts()[:5]
 
 
@@ -307,7 +308,7 @@ def test_a_draft_model_that_was_not_asked_for_long_drafts_as_if_it_had_been() ->
 
     for sampling in (SamplingConfig(), SAMPLED):
         config = DecodingConfig(30, sampling)
-        texts = decode_batch(llama(), DRAFTERS["the target itself"](), PROMPTS, config, 3, policy=OnceInAWhile())
+        texts = Engine(llama(), DRAFTERS["the target itself"](), OnceInAWhile()).decode(PROMPTS, config, batch_size=3)
         counts = [step.counts for text in texts for step in text.steps]
         assert sum(count.offered for count in counts) > 50
         assert all(count.accepted == count.offered for count in counts)
@@ -326,7 +327,7 @@ def test_logprobs_are_those_of_the_target_itself_before_any_control(name: str, s
     eos = (plain(0)[5],)
     config = DecodingConfig(COUNT, sampling, rule, eos_token_ids=eos, logprobs=True)
     drafter = hostile() if name == "hostile" else DRAFTERS[name]()
-    texts = decode_batch(llama(), drafter, PROMPTS, config, 3)
+    texts = Engine(llama(), drafter).decode(PROMPTS, config, batch_size=3)
     assert any(text.tokens[-1] in eos and len(text.tokens) < COUNT for text in texts)
     for prompt, text in zip(PROMPTS, texts, strict=True):
         assert [len(step.logprobs) for step in text.steps] == [len(step.tokens) for step in text.steps]
@@ -335,7 +336,7 @@ def test_logprobs_are_those_of_the_target_itself_before_any_control(name: str, s
 
 
 def test_nobody_pays_for_logprobs_that_were_not_asked_for() -> None:
-    assert all(step.logprobs == () for step in decode(llama(), hostile(), PROMPTS[0], DecodingConfig(6)).steps)
+    assert all(step.logprobs == () for step in Engine(llama(), hostile()).decode(PROMPTS[0], DecodingConfig(6)).steps)
 
 
 # --- one text after another on one cache -----------------------------------------------------------------------------
@@ -374,7 +375,7 @@ def test_each_turn_of_a_conversation_runs_only_what_is_new(name: str) -> None:
             "tree": DRAFTERS["tree"](),
         }[name]
         with positions_run(llama()) as run:
-            steps = list(decode_steps(llama(), drafter, prompt, DecodingConfig(8), cache=kept))
+            steps = list(Engine(llama(), drafter).steps(prompt, DecodingConfig(8), cache=kept))
         assert Generation.of(steps).tokens == wanted
         assert run[0] == fresh
         prompt, fresh = [*prompt, *wanted, *said], 1 + len(said)  # the turn's last token was written, but never run
@@ -384,9 +385,9 @@ def test_a_turn_that_ends_inside_a_block_keeps_what_is_text(counting: CausalLM) 
     kept = counting.new_cache(8)
     config = DecodingConfig(10, eos_token_ids=(4,))
     drafter = ScriptedDrafter(((0, 1, 2, 3, 4), (2, 3, 4, 5, 6)))
-    assert Generation.of(list(decode_steps(counting, drafter, [0], config, cache=kept))).tokens == (1, 2, 3, 4)
+    assert Generation.of(list(Engine(counting, drafter).steps([0], config, cache=kept))).tokens == (1, 2, 3, 4)
     with positions_run(counting) as run:
-        steps = list(decode_steps(counting, None, [0, 1, 2, 3, 4, 9, 9], DecodingConfig(3), cache=kept))
+        steps = list(Engine(counting).steps([0, 1, 2, 3, 4, 9, 9], DecodingConfig(3), cache=kept))
     assert Generation.of(steps).tokens == (10, 11, 12)
     assert run[0] == 2, "0 to 4 were run, as drafts"
 
@@ -402,9 +403,9 @@ def test_a_turn_that_ends_inside_a_block_keeps_what_is_text(counting: CausalLM) 
 )
 def test_of_another_prompt_what_it_begins_with_is_not_run_again(prompt: list[int], run_again: int) -> None:
     kept = llama().new_cache(64)
-    list(decode_steps(llama(), None, [3, 1, 4, 1, 5], DecodingConfig(8), cache=kept))
+    list(Engine(llama()).steps([3, 1, 4, 1, 5], DecodingConfig(8), cache=kept))
     with positions_run(llama()) as run:
-        steps = list(decode_steps(llama(), None, prompt, DecodingConfig(8), cache=kept))
+        steps = list(Engine(llama()).steps(prompt, DecodingConfig(8), cache=kept))
     assert Generation.of(steps).tokens == greedy_text(prompt) and run[0] == run_again
 
 
@@ -414,7 +415,7 @@ def test_a_cache_is_reused_past_a_sliding_window_and_with_learned_positions(fami
     kept, prompt = target.new_cache(4), [3, 1, 4, 1, 5]
     for _ in range(3):
         wanted = naive_greedy(target.model, prompt, 8)
-        steps = list(decode_steps(target, HostileDrafter(0, [*prompt, *wanted]), prompt, DecodingConfig(8), cache=kept))
+        steps = list(Engine(target, HostileDrafter(0, [*prompt, *wanted])).steps(prompt, DecodingConfig(8), cache=kept))
         assert Generation.of(steps).tokens == wanted
         prompt = [*prompt, *wanted[:5], 2, 7]
 
@@ -423,17 +424,17 @@ def test_a_sampled_conversation_is_the_same_with_and_without_a_kept_cache() -> N
     kept, prompt = llama().new_cache(4), [3, 1, 4]
     for seed in range(3):
         config = DecodingConfig(7, EVERY_CONTROL, seed=seed)
-        steps = list(decode_steps(llama(), DRAFTERS["chain"](), prompt, config, cache=kept))
+        steps = list(Engine(llama(), DRAFTERS["chain"]()).steps(prompt, config, cache=kept))
         text = Generation.of(steps).tokens
-        assert text == decode(llama(), DRAFTERS["chain"](), prompt, config).tokens
+        assert text == Engine(llama(), DRAFTERS["chain"]()).decode(prompt, config).tokens
         prompt = [*prompt, *text, 7]
 
 
 def test_a_stream_whose_cache_was_given_to_another_is_not_gone_on_with() -> None:
     kept = llama().new_cache(64)
-    first = decode_steps(llama(), None, [3, 1, 4], DecodingConfig(8), cache=kept)
+    first = Engine(llama()).steps([3, 1, 4], DecodingConfig(8), cache=kept)
     next(first), next(first)
-    second = list(decode_steps(llama(), None, [3, 1, 5], DecodingConfig(8), cache=kept))
+    second = list(Engine(llama()).steps([3, 1, 5], DecodingConfig(8), cache=kept))
     assert Generation.of(second).tokens == greedy_text([3, 1, 5])
     with pytest.raises(ValueError, match="another generation has begun on it: finish or drop the first"):
         next(first)
@@ -501,7 +502,7 @@ LATER = ([3, 1, 4, 1, 5, 9, 2, 6], [3, 1, 4, 1, 8], FIRST)
 
 def assert_usable(kept: PreallocatedCache, prompt: Sequence[int]) -> None:
     for drafter in (hostile(), None):
-        steps = list(decode_steps(llama(), drafter, prompt, DecodingConfig(6), cache=kept))
+        steps = list(Engine(llama(), drafter).steps(prompt, DecodingConfig(6), cache=kept))
         assert Generation.of(steps).tokens == greedy_text(prompt, 6)
 
 
@@ -509,7 +510,7 @@ def assert_usable(kept: PreallocatedCache, prompt: Sequence[int]) -> None:
 def test_a_stream_that_is_closed_leaves_its_cache_usable(steps: int) -> None:
     for prompt in LATER:
         kept = llama().new_cache(4)
-        stream = decode_steps(llama(), DRAFTERS["tree"](), FIRST, DecodingConfig(12), cache=kept)
+        stream = Engine(llama(), DRAFTERS["tree"]()).steps(FIRST, DecodingConfig(12), cache=kept)
         for _ in range(steps):
             next(stream)
         stream.close()  # type: ignore[attr-defined]  # it is a generator
@@ -521,7 +522,7 @@ def test_a_drafter_that_raises_leaves_the_cache_usable(fails_at: int) -> None:
     for prompt in LATER:
         kept = llama().new_cache(4)
         with pytest.raises(RuntimeError, match="while drafting"):
-            list(decode_steps(llama(), BreakingDrafter(fails_at), FIRST, DecodingConfig(12), cache=kept))
+            list(Engine(llama(), BreakingDrafter(fails_at)).steps(FIRST, DecodingConfig(12), cache=kept))
         assert_usable(kept, prompt)
 
 
@@ -531,7 +532,7 @@ def test_a_rule_that_raises_leaves_the_cache_usable(fails_at: int) -> None:
         kept = llama().new_cache(4)
         config = DecodingConfig(12, SAMPLED, breaking_rule(fails_at))
         with pytest.raises(RuntimeError, match="in the rule"):
-            list(decode_steps(llama(), hostile(), FIRST, config, cache=kept))
+            list(Engine(llama(), hostile()).steps(FIRST, config, cache=kept))
         assert_usable(kept, prompt)
 
 
@@ -540,7 +541,7 @@ def test_an_interrupt_in_the_middle_of_a_forward_leaves_the_cache_usable(fails_a
     for prompt in LATER:
         kept = llama().new_cache(4)
         with pytest.raises(KeyboardInterrupt), interrupted_forward(llama(), fails_at):
-            list(decode_steps(llama(), DRAFTERS["medusa"](), FIRST, DecodingConfig(12), cache=kept))
+            list(Engine(llama(), DRAFTERS["medusa"]()).steps(FIRST, DecodingConfig(12), cache=kept))
         assert_usable(kept, prompt)
 
 
@@ -549,14 +550,14 @@ def test_an_interrupted_second_turn_does_not_promise_the_keys_of_the_first(fails
     """It shares two tokens with the first, which was longer; the third turn shares more with the first again."""
     for prompt in LATER:
         kept = llama().new_cache(4)
-        list(decode_steps(llama(), None, FIRST, DecodingConfig(8), cache=kept))
+        list(Engine(llama()).steps(FIRST, DecodingConfig(8), cache=kept))
         with pytest.raises(KeyboardInterrupt), interrupted_forward(llama(), fails_at):
-            list(decode_steps(llama(), hostile(), [3, 1, 7, 7, 7, 7], DecodingConfig(8), cache=kept))
+            list(Engine(llama(), hostile()).steps([3, 1, 7, 7, 7, 7], DecodingConfig(8), cache=kept))
         assert_usable(kept, prompt)
 
 
 def test_a_batch_that_breaks_off_leaves_target_and_drafter_usable() -> None:
     drafter = DRAFTERS["tree"]()
     with pytest.raises(KeyboardInterrupt), interrupted_forward(llama(), 3):
-        decode_batch(llama(), drafter, PROMPTS, DecodingConfig(COUNT), 3)
+        Engine(llama(), drafter).decode(PROMPTS, DecodingConfig(COUNT), batch_size=3)
     assert decoded(drafter, DecodingConfig(COUNT), 3) == plain_texts()

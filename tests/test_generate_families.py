@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from decoding.drafters import DraftModelDrafter
-from decoding.generate import DecodingConfig, decode, decode_batch
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
 
@@ -58,7 +59,7 @@ def test_plain_decoding_is_transformers_generate(family: str, attention: str) ->
     model = model_of(family, attention)
     wanted = transformers_greedy(model, PROMPT, COUNT)
     assert len(wanted) == COUNT > WINDOW
-    assert decode(CausalLM(model), None, PROMPT, DecodingConfig(COUNT)).tokens == wanted
+    assert Engine(CausalLM(model)).decode(PROMPT, DecodingConfig(COUNT)).tokens == wanted
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,7 +78,7 @@ def test_speculative_greedy_is_plain_greedy(family: str, chains: bool) -> None:
     accepted = 0
     for seed in range(2):
         drafter = HostileDrafter(seed, [*PROMPT, *plain], chains=chains)
-        generation = decode(target, drafter, PROMPT, DecodingConfig(COUNT))
+        generation = Engine(target, drafter).decode(PROMPT, DecodingConfig(COUNT))
         assert generation.tokens == plain
         accepted += sum(step.accepted for step in generation.steps)
     assert accepted > 3, "a hostile drafter nobody believes proves nothing"
@@ -89,7 +90,7 @@ def test_ragged_batches_under_a_hostile_drafter_are_plain_greedy(family: str, at
     target, plain = CausalLM(model_of(family, attention)), plain_texts(family)
     right = [[*prompt, *text] for prompt, text in zip(RAGGED, plain, strict=True)]
     drafter = HostileDrafter(1, right[0], others=right[1:])
-    generations = decode_batch(target, drafter, RAGGED, DecodingConfig(COUNT), batch_size=3)
+    generations = Engine(target, drafter).decode(RAGGED, DecodingConfig(COUNT), batch_size=3)
     assert [generation.tokens for generation in generations] == plain
     assert all(sum(step.accepted for step in generation.steps) > 0 for generation in generations)
 
@@ -97,7 +98,7 @@ def test_ragged_batches_under_a_hostile_drafter_are_plain_greedy(family: str, at
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_draft_of_the_same_family_drafts_trees_for_ragged_rows(family: str) -> None:
     target, draft = CausalLM(model_of(family)), CausalLM(model_of(family, seed=1))
-    generations = decode_batch(target, DraftModelDrafter(draft, (2, 2)), RAGGED, DecodingConfig(10), 3)
+    generations = Engine(target, DraftModelDrafter(draft, (2, 2))).decode(RAGGED, DecodingConfig(10), batch_size=3)
     assert [generation.tokens for generation in generations] == [text[:10] for text in plain_texts(family)]
 
 
@@ -105,8 +106,8 @@ def test_a_repetition_penalty_means_what_it_means_in_transformers() -> None:
     model = model_of("llama")
     wanted = transformers_greedy(model, PROMPT, COUNT, repetition_penalty=1.4)
     config = DecodingConfig(COUNT, SamplingConfig(repetition_penalty=1.4))
-    assert decode(CausalLM(model), None, PROMPT, config).tokens == wanted
-    assert decode(CausalLM(model), HostileDrafter(0, [*PROMPT, *wanted]), PROMPT, config).tokens == wanted
+    assert Engine(CausalLM(model)).decode(PROMPT, config).tokens == wanted
+    assert Engine(CausalLM(model), HostileDrafter(0, [*PROMPT, *wanted])).decode(PROMPT, config).tokens == wanted
 
 
 # --- longrope: as long as the keys in the cache stay what they are ---------------------------------------------------
@@ -124,16 +125,16 @@ def test_longrope_decodes_up_to_where_its_frequencies_change() -> None:
     assert target.max_positions == 24
     wanted = transformers_greedy(longrope(), PROMPT, 18)
     for drafter in (None, HostileDrafter(0, [*PROMPT, *wanted])):
-        assert decode(target, drafter, PROMPT, DecodingConfig(18)).tokens == wanted
+        assert Engine(target, drafter).decode(PROMPT, DecodingConfig(18)).tokens == wanted
 
 
 def test_longrope_is_refused_beyond() -> None:
     """One row that grows beyond would change the frequencies of all rows, and those of the keys in the cache."""
     target = CausalLM(longrope())
     with pytest.raises(ValueError, match=r"prompt of 6 tokens and 19 new ones make 25, but .* context holds 24"):
-        decode(target, None, PROMPT, DecodingConfig(19))
+        Engine(target).decode(PROMPT, DecodingConfig(19))
     with pytest.raises(ValueError, match="may grow to 25 tokens but the draft's context holds 24"):
-        decode(CausalLM(model_of("phi3")), DraftModelDrafter(target), PROMPT, DecodingConfig(19))
+        Engine(CausalLM(model_of("phi3")), DraftModelDrafter(target)).decode(PROMPT, DecodingConfig(19))
 
 
 # --- models that are refused, each by name and with the reason -------------------------------------------------------
@@ -262,4 +263,4 @@ def test_a_model_whose_layers_have_keys_of_different_shapes_is_refused_when_it_r
     }
     target = CausalLM(AutoModelForCausalLM.from_config(config_of("gemma4_text", settings)))
     with pytest.raises(ValueError, match=r"layers of this model differ .*\[1, 8\] and \[1, 16\]"):
-        decode(target, None, PROMPT, DecodingConfig(4))
+        Engine(target).decode(PROMPT, DecodingConfig(4))

@@ -18,7 +18,8 @@ from tiny_models import naive_greedy, tiny_model
 
 import decoding
 from decoding.drafters import Drafter, DraftModelDrafter, PromptLookupDrafter
-from decoding.generate import DecodingConfig, Generation, decode, decode_batch, decode_steps
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig, Generation
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Policy
@@ -86,15 +87,9 @@ def test_greedy_rows_are_plain_greedy_up_to_their_ends(
         eos_token_ids=tuple(eos),
         stop_strings=tuple(strings),
     )
-    generations = decode_batch(
-        causal_lm(family),
-        hostile(seed, prompts, texts, chains),
-        prompts,
-        config,
-        batch_size,
-        Letters(),
-        policy_of(policy_seed),
-    )
+    generations = Engine(
+        causal_lm(family), hostile(seed, prompts, texts, chains), policy_of(policy_seed), tokenizer=Letters()
+    ).decode(prompts, config, batch_size=batch_size)
     for text, generation in zip(texts, generations, strict=True):
         ends = [place + 1 for place, token in enumerate(text) if token in eos]
         wanted = shortest_with(text, strings)[: min([count, *ends])]
@@ -139,9 +134,9 @@ def test_sampled_verify_writes_what_plain_decoding_writes_with_the_same_seed(
     """Whatever is drafted, in batches of any size, drafted now and then or always."""
     target, sampling = causal_lm(family), SamplingConfig(**controls)
     texts = [
-        decode(
-            target, None, prompt, DecodingConfig(COUNT, sampling, eos_token_ids=tuple(eos), seed=seed + place)
-        ).tokens
+        Engine(target)
+        .decode(prompt, DecodingConfig(COUNT, sampling, eos_token_ids=tuple(eos), seed=seed + place))
+        .tokens
         for place, prompt in enumerate(prompts)
     ]
     drafters: dict[str, Drafter] = {
@@ -152,7 +147,9 @@ def test_sampled_verify_writes_what_plain_decoding_writes_with_the_same_seed(
         "lookup": PromptLookupDrafter(4, num_branches=2),
     }
     config = DecodingConfig(COUNT, sampling, SAMPLED_VERIFY, eos_token_ids=tuple(eos), seed=seed)
-    generations = decode_batch(target, drafters[drafter_of], prompts, config, batch_size, policy=policy_of(policy_seed))
+    generations = Engine(target, drafters[drafter_of], policy_of(policy_seed)).decode(
+        prompts, config, batch_size=batch_size
+    )
     assert [generation.tokens for generation in generations] == texts
 
 
@@ -173,7 +170,7 @@ def test_a_cache_serves_any_prompts_after_calls_that_ended_anywhere(
         prompt = [*text, *(chance.randrange(16) for _ in range(chance.randint(1, 5)))]
         wanted = plain_greedy(family, tuple(prompt))
         drafter = HostileDrafter(seed, [*prompt, *wanted]) if chance.random() < 0.7 else None
-        stream = decode_steps(target, drafter, prompt, DecodingConfig(COUNT), cache=kept)
+        stream = Engine(target, drafter).steps(prompt, DecodingConfig(COUNT), cache=kept)
         given_up_after = chance.choice([0, 1, 2, 3, 99])
         steps = []
         for step in stream:
@@ -215,7 +212,7 @@ def interrupt_at(line: int) -> Iterator[list[int]]:
 def conversation(kept: PreallocatedCache, prompt: list[int]) -> tuple[int, ...]:
     drafter = HostileDrafter(3, [*prompt, *plain_greedy("llama", tuple(prompt))])
     return Generation.of(
-        list(decode_steps(causal_lm("llama"), drafter, prompt, DecodingConfig(COUNT), cache=kept))
+        list(Engine(causal_lm("llama"), drafter).steps(prompt, DecodingConfig(COUNT), cache=kept))
     ).tokens
 
 

@@ -16,7 +16,8 @@ from tiny_models import full_forward, tiny_model
 from torch import Tensor
 
 from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, PromptLookupDrafter
-from decoding.generate import DecodingConfig, decode_batch
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.rules.proposal import Proposal, ProposalKind
@@ -100,7 +101,7 @@ def decode_many(
     Forty at a time, which is faster; the tests of batches show that each is the text of its own seed.
     """
     config = DecodingConfig(LENGTH, sampling, rule)
-    generations = decode_batch(target, drafter, [PROMPT] * texts, config, batch_size=40)
+    generations = Engine(target, drafter).decode([PROMPT] * texts, config, batch_size=40)
     counts = Counter(generation.tokens for generation in generations)
     accepted = sum(step.accepted for generation in generations for step in generation.steps)
     return p_value(counts, exact_probabilities(target, sampling)), accepted

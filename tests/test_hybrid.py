@@ -25,7 +25,8 @@ from torch import Tensor
 
 from decoding.drafters import Drafter, DraftModelDrafter, HybridDrafter, LookaheadDrafter, PromptLookupDrafter
 from decoding.drafters.hybrid import graft
-from decoding.generate import DecodingConfig, decode, decode_batch
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
@@ -228,10 +229,12 @@ def test_it_accepts_what_either_would(counting: CausalLM, tiny_draft: CausalLM) 
     # The draft knows nothing of counting, the lookup finds it from the second round on.
     lookup = PromptLookupDrafter(3)
     hybrid = HybridDrafter(DraftModelDrafter(tiny_draft, (1, 1)), lookup)
-    alone = decode(counting, lookup, [0], DecodingConfig(40)).steps
-    together = decode(counting, hybrid, [0], DecodingConfig(40)).steps
+    alone = Engine(counting, lookup).decode([0], DecodingConfig(40)).steps
+    together = Engine(counting, hybrid).decode([0], DecodingConfig(40)).steps
     assert len(together) <= len(alone) < 30
-    counted = decode(counting, HybridDrafter(DraftModelDrafter(counting, (1, 1)), lookup), [0], DecodingConfig(40))
+    counted = Engine(counting, HybridDrafter(DraftModelDrafter(counting, (1, 1)), lookup)).decode(
+        [0], DecodingConfig(40)
+    )
     assert all(step.accepted >= 2 for step in counted.steps[1:-1])
 
 
@@ -253,9 +256,9 @@ def test_a_text_does_not_depend_on_its_neighbours(tiny_llama: CausalLM, tiny_dra
     drafter = hybrids(tiny_draft)["tree and lookup"]
     prompts = [[1, 2, 1, 2], [5], [7, 0, 7], [3, 3]]
     config = DecodingConfig(16, SAMPLED, seed=3)
-    texts = decode_batch(tiny_llama, drafter, prompts, config, 3)
+    texts = Engine(tiny_llama, drafter).decode(prompts, config, batch_size=3)
     for place, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-        alone = decode(tiny_llama, drafter, prompt, DecodingConfig(16, SAMPLED, seed=3 + place))
+        alone = Engine(tiny_llama, drafter).decode(prompt, DecodingConfig(16, SAMPLED, seed=3 + place))
         assert text.tokens == alone.tokens
 
 

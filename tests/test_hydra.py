@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 from decoding.drafters import MedusaDrafter
 from decoding.drafters.base import DraftRequest
-from decoding.generate import DecodingConfig, decode, decode_batch
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads, OutputLayer
 from decoding.rules.proposal import ProposalKind
@@ -311,7 +312,7 @@ def test_a_target_whose_embeddings_are_of_another_size_is_refused() -> None:
 
 def test_heads_that_know_how_to_count_are_accepted_whole() -> None:
     drafter = MedusaDrafter(counting_heads(), [[0], [0, 0], [0, 0, 0]])
-    generation = decode(CausalLM(counting_model()), drafter, [0], DecodingConfig(13))
+    generation = Engine(CausalLM(counting_model()), drafter).decode([0], DecodingConfig(13))
     assert generation.tokens == tuple(range(1, 14))
     # The prefill writes one, then three times three drafted and one written.
     assert [(step.accepted, len(step.tokens)) for step in generation.steps] == [(0, 1), (3, 4), (3, 4), (3, 4)]
@@ -324,7 +325,7 @@ def test_greedy_output_is_plain_greedy_alone_and_in_batches(
     drafter = MedusaDrafter(nudged_heads(tiny_llama, shared), None if dynamic else PATHS, dynamic)
     check_greedy(tiny_llama, drafter, 12)
     check_penalised_greedy(tiny_llama, drafter)
-    assert sum(step.accepted for step in decode(tiny_llama, drafter, [1, 2, 3], DecodingConfig(24)).steps) > 0
+    assert sum(step.accepted for step in Engine(tiny_llama, drafter).decode([1, 2, 3], DecodingConfig(24)).steps) > 0
 
 
 @BOTH_TREES
@@ -340,7 +341,7 @@ def test_sampled_texts_have_the_targets_distribution(dynamic: int | None) -> Non
     target, sampling = small_llama(5), SamplingConfig(1.0)
     heads = nudged_heads(target, count=2)
     drafter = MedusaDrafter(heads, None if dynamic else [[0], [1], [0, 0], [0, 1], [1, 0]], dynamic)
-    generations = decode_batch(target, drafter, [PROMPT] * 400, DecodingConfig(LENGTH, sampling), batch_size=40)
+    generations = Engine(target, drafter).decode([PROMPT] * 400, DecodingConfig(LENGTH, sampling), batch_size=40)
     counts = Counter(generation.tokens for generation in generations)
     assert p_value(counts, exact_probabilities(target, sampling)) > FALSE_ALARM
     assert sum(step.accepted for generation in generations for step in generation.steps) > 40

@@ -24,7 +24,8 @@ from test_generate_sampling import FALSE_ALARM, decode_many, small_llama
 from tiny_models import full_forward
 
 from decoding.drafters import LookaheadDrafter
-from decoding.generate import DecodingConfig, decode
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
@@ -117,7 +118,7 @@ def test_the_pool_of_a_target_that_counts_fills_with_counting(counting: CausalLM
 
 def test_whole_ngrams_are_accepted_once_the_pool_knows_the_text(counting: CausalLM) -> None:
     for text_ngrams in (True, False):
-        generation = decode(counting, LookaheadDrafter(6, 4, 5, text_ngrams), [0, 7, 0, 7], DecodingConfig(64))
+        generation = Engine(counting, LookaheadDrafter(6, 4, 5, text_ngrams)).decode([0, 7, 0, 7], DecodingConfig(64))
         assert [step.accepted for step in generation.steps[-5:-1]] == [3, 3, 3, 3]
         assert len(generation.steps) < 64 / 2.5
 
@@ -194,7 +195,7 @@ def test_greedy_output_is_plain_greedy(tiny_llama: CausalLM, counting: CausalLM)
 
 
 def test_drafted_tokens_are_accepted_and_refused(tiny_llama: CausalLM) -> None:
-    steps = decode(tiny_llama, LookaheadDrafter(4, 4, 4), [1, 2, 3], DecodingConfig(60)).steps
+    steps = Engine(tiny_llama, LookaheadDrafter(4, 4, 4)).decode([1, 2, 3], DecodingConfig(60)).steps
     assert 0 < sum(step.accepted for step in steps) < sum(step.drafted for step in steps)
 
 

@@ -11,7 +11,8 @@ from tiny_training import Recorder, recipe_content, tiny_tokenizer, train_toy, w
 from torch import Tensor
 from torch.nn import functional as F
 
-from decoding.generate import DecodingConfig, decode
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads
 from decoding.model.loading import load_model, load_tokenizer
@@ -194,8 +195,8 @@ def test_the_adapted_target_decodes_with_its_heads_as_without_them() -> None:
     objective = objective_on(CausalLM(model))
     disturb(objective)
     config = DecodingConfig(max_new_tokens=20)
-    drafted = decode(CausalLM(model), objective.drafter(), [1, 2, 3], config).tokens
-    assert drafted == decode(CausalLM(model), None, [1, 2, 3], config).tokens
+    drafted = Engine(CausalLM(model), objective.drafter()).decode([1, 2, 3], config).tokens
+    assert drafted == Engine(CausalLM(model)).decode([1, 2, 3], config).tokens
 
 
 def test_shared_and_sequential_and_soft_heads_learn_jointly_too() -> None:

@@ -14,7 +14,8 @@ from tiny_models import naive_greedy
 from torch import nn
 
 from decoding.drafters import MedusaDrafter
-from decoding.generate import DecodingConfig, decode, decode_batch
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads, StackedHeads
 from decoding.rules.proposal import ProposalKind
@@ -135,7 +136,7 @@ def test_the_heads_run_at_one_position_of_each_row_and_no_deeper_than_the_room(
         assert counted == ([2 * 4] if shared else [4, 4])
         if not shared:  # a shared one counts the target's own passes too
             counted.clear()
-            decode(tiny_llama, drafter, [1] * 20, DecodingConfig(6))
+            Engine(tiny_llama, drafter).decode([1] * 20, DecodingConfig(6))
             assert set(counted) == {1}, "the heads do not run over the prompt"
     finally:
         for hook in hooks:
@@ -233,11 +234,11 @@ def test_greedy_output_is_plain_greedy_alone_and_in_batches(
     drafter = MedusaDrafter(trained_heads(tiny_llama, shared), None if dynamic else PATHS, dynamic)
     config = DecodingConfig(14)
     plain = [naive_greedy(tiny_llama.model, prompt, 14) for prompt in PROMPTS]
-    alone = [decode(tiny_llama, drafter, prompt, config) for prompt in PROMPTS]
+    alone = [Engine(tiny_llama, drafter).decode(prompt, config) for prompt in PROMPTS]
     assert [generation.tokens for generation in alone] == plain
     assert sum(step.accepted for generation in alone for step in generation.steps) > 0
     for batch_size in (2, 3):
-        batch = decode_batch(tiny_llama, drafter, PROMPTS, config, batch_size)
+        batch = Engine(tiny_llama, drafter).decode(PROMPTS, config, batch_size=batch_size)
         assert [generation.tokens for generation in batch] == plain
 
 
@@ -247,9 +248,9 @@ def test_sampled_verify_writes_what_plain_decoding_writes_with_the_same_seed(
 ) -> None:
     drafter = MedusaDrafter(trained_heads(tiny_llama, True), None if dynamic else PATHS, dynamic)
     config = DecodingConfig(14, SamplingConfig(1.0, top_p=0.95), SAMPLED_VERIFY, seed=3)
-    plain = [generation.tokens for generation in decode_batch(tiny_llama, None, PROMPTS, config, 1)]
+    plain = [generation.tokens for generation in Engine(tiny_llama).decode(PROMPTS, config, batch_size=1)]
     for batch_size in (1, 3):
-        batch = decode_batch(tiny_llama, drafter, PROMPTS, config, batch_size)
+        batch = Engine(tiny_llama, drafter).decode(PROMPTS, config, batch_size=batch_size)
         assert [generation.tokens for generation in batch] == plain
 
 
@@ -259,7 +260,7 @@ def test_sampled_texts_have_the_targets_distribution_with_a_shared_lm_head(dynam
     target, sampling = small_llama(5), SamplingConfig(1.0)
     heads = trained_heads(target, shared=True, count=2)
     drafter = MedusaDrafter(heads, None if dynamic else [[0], [1], [0, 0], [0, 1], [1, 0]], dynamic)
-    generations = decode_batch(target, drafter, [PROMPT] * 400, DecodingConfig(LENGTH, sampling), batch_size=40)
+    generations = Engine(target, drafter).decode([PROMPT] * 400, DecodingConfig(LENGTH, sampling), batch_size=40)
     counts = Counter(generation.tokens for generation in generations)
     assert p_value(counts, exact_probabilities(target, sampling)) > FALSE_ALARM
     assert sum(step.accepted for generation in generations for step in generation.steps) > 40

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from decoding.generate import DecodingConfig, decode
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads
 from trainer.data.batch import Batch, Example, collate
@@ -67,10 +68,10 @@ def test_training_and_decoding_mean_the_same_token_by_head_k(counting: CausalLM)
     """Heads that are always right in training are always accepted in the real decoding loop."""
     objective = medusa_on(counting, HEADS)
     knowing_heads(objective, (2, 3, 4))
-    steps = decode(counting, objective.drafter(), [5], DecodingConfig(max_new_tokens=13)).steps
+    steps = Engine(counting, objective.drafter()).decode([5], DecodingConfig(max_new_tokens=13)).steps
     assert [step.accepted for step in steps] == [0, 3, 3, 3]
     knowing_heads(objective, (3, 4, 5))
-    assert not any(step.accepted for step in decode(counting, objective.drafter(), [5], DecodingConfig(9)).steps)
+    assert not any(step.accepted for step in Engine(counting, objective.drafter()).decode([5], DecodingConfig(9)).steps)
 
 
 def test_a_count_is_the_number_of_trained_labels_a_head_has(counting: CausalLM) -> None:
@@ -230,7 +231,7 @@ def test_evaluating_does_not_touch_what_is_trained(counting: CausalLM) -> None:
     objective = medusa_on(counting, HEADS)
     objective.module.train()
     before = [parameter.clone() for parameter in objective.module.parameters()]
-    decode(counting, objective.drafter(), [5], DecodingConfig(max_new_tokens=6))
+    Engine(counting, objective.drafter()).decode([5], DecodingConfig(max_new_tokens=6))
     assert objective.module.training and all(parameter.requires_grad for parameter in objective.module.parameters())
     assert all(torch.equal(a, b) for a, b in zip(before, objective.module.parameters(), strict=True))
 

@@ -13,15 +13,17 @@ from transformers import GenerationConfig, PreTrainedModel, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from decoding import headstart_model as model_module
-from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, PromptLookupDrafter
+from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, PromptLookupDrafter, registry
 from decoding.drafters.draft_tree import DraftTreeDrafter
-from decoding.generate import DecodingConfig, decode
-from decoding.headstart_model import HeadstartModel, SpeculativeOutput, speculate
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
+from decoding.headstart_model import HeadstartModel
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.policies import FixedPolicy, MeasuredPolicy
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import SAMPLED_VERIFY
+from decoding.speculation import SpeculativeOutput, speculate
 
 PAD, EOS = 0, 3
 PROMPTS = [[1, 5, 5, 9, 2, 5], [7, 2], [11, 4, 6, 11]]
@@ -211,7 +213,7 @@ def captured_config(monkeypatch: pytest.MonkeyPatch, target: CausalLM, **options
     configs = []
 
     def spy(*arguments: Any) -> SpeculativeOutput:
-        configs.append(arguments[3])
+        configs.append(arguments[2])
         return SpeculativeOutput(ONE, (), "lossless")
 
     monkeypatch.setattr(model_module, "decode_prompts", spy)
@@ -356,7 +358,7 @@ def test_a_batch_may_be_a_padded_tensor_or_a_list(target: CausalLM, drafters: di
 def test_a_pad_token_inside_a_prompt_stays(target: CausalLM) -> None:
     output = speculate(target, None, torch.tensor([[PAD, PAD, 4, PAD, 5]]), pad_token_id=PAD, max_new_tokens=5)
     config = DecodingConfig(max_new_tokens=5, eos_token_ids=(EOS,))
-    assert output.generations[0].tokens == decode(target, None, [4, PAD, 5], config).tokens
+    assert output.generations[0].tokens == Engine(target).decode([4, PAD, 5], config).tokens
 
 
 @pytest.mark.parametrize("begins", ["bos", "eos"])
@@ -387,7 +389,7 @@ def test_a_sampled_text_depends_on_its_seed_and_not_on_its_neighbours(target: Ca
     assert output.sequences.tolist() == again.sequences.tolist()
     for place, prompt in enumerate(PROMPTS):
         config = DecodingConfig(10, SamplingConfig(**controls), eos_token_ids=(EOS,), seed=4 + place)
-        assert output.generations[place].tokens == decode(target, drafter, prompt, config).tokens
+        assert output.generations[place].tokens == Engine(target, drafter).decode(prompt, config).tokens
 
 
 def test_a_rule_is_given_or_named(target: CausalLM) -> None:
@@ -465,10 +467,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, reader: CausalLM) -> Path:
 @pytest.mark.parametrize(
     ("speculator", "kind", "options", "depth"),
     [
-        ("draft", DraftModelDrafter, {"branching": (1, 1)}, 2),
+        ("draft", DraftModelDrafter, {"tokens": 2}, 2),
+        ("draft", DraftModelDrafter, {"branching": (2, 2)}, 2),
         ("draft", DraftTreeDrafter, {"depth": 3, "nodes": 9}, 3),
         ("heads", MedusaDrafter, {"tree": [[0], [0, 0]]}, 2),
-        ("prompt-lookup", PromptLookupDrafter, {"num_draft_tokens": 6}, 6),
+        ("lookup", PromptLookupDrafter, {"tokens": 6}, 6),
         (None, type(None), {}, 0),
     ],
 )
@@ -495,9 +498,9 @@ def test_heads_on_the_hub_are_known_by_their_config(
             raise FileNotFoundError(name)
         return str(folder / name.split("/")[1] / file)
 
-    monkeypatch.setattr(model_module, "hf_hub_download", download)
-    monkeypatch.setattr(model_module, "snapshot_download", lambda name, allow_patterns: str(folder / "heads"))
-    monkeypatch.setattr(model_module, "load_draft", lambda name, target, *_: target)
+    monkeypatch.setattr(registry, "hf_hub_download", download)
+    monkeypatch.setattr(registry, "snapshot_download", lambda name, allow_patterns: str(folder / "heads"))
+    monkeypatch.setattr(registry, "load_draft", lambda name, target, *_: target)
     kinds = [
         type(HeadstartModel.from_pretrained(reader.model, f"org/{name}").drafter)
         for name in ("heads", "draft", "nothing")
@@ -517,9 +520,9 @@ def test_a_draft_of_another_tokenizer_is_refused_where_the_targets_is_known(fold
 def test_a_policy_is_named_or_given_and_options_need_a_speculator(reader: CausalLM) -> None:
     assert HeadstartModel.from_pretrained(reader.model).policy.name == "fixed"
     policy = MeasuredPolicy()
-    assert HeadstartModel.from_pretrained(reader.model, "prompt-lookup", policy=policy).policy is policy
+    assert HeadstartModel.from_pretrained(reader.model, "lookup", policy=policy).policy is policy
     assert HeadstartModel(reader, None, "measured").policy.name == "measured"
-    with pytest.raises(ValueError, match="branching say how to draft, but there is no speculator"):
+    with pytest.raises(ValueError, match="branching say how to draft, but there is no drafter"):
         HeadstartModel.from_pretrained(reader.model, branching=(1, 1))
     with pytest.raises(ValueError, match=r"there is no folder \./nowhere"):
         HeadstartModel.from_pretrained(reader.model, "./nowhere")

@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from decoding.drafters import OtherTokenizerDrafter
 from decoding.drafters.base import DraftRequest, TextStart
 from decoding.drafters.other_tokenizer import OtherTokenizerSession
-from decoding.generate import DecodingConfig, decode, decode_batch
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.proposal import ProposalKind
 from decoding.rules.sampling import GeneratorSource, SamplingConfig
@@ -109,8 +110,8 @@ def test_a_text_that_the_tokenizer_would_split_in_another_way_goes_on_where_it_e
 def test_a_draft_that_is_right_is_accepted_through_the_loop(target_words: list[str], draft_words: list[str]) -> None:
     target = alphabet_model(target_words)
     drafter = OtherTokenizerDrafter(alphabet_model(draft_words), tokenizer(draft_words), tokenizer(target_words), 4)
-    generation = decode(target, drafter, [0], DecodingConfig(20))
-    assert generation.tokens == decode(target, None, [0], DecodingConfig(20)).tokens
+    generation = Engine(target, drafter).decode([0], DecodingConfig(20))
+    assert generation.tokens == Engine(target).decode([0], DecodingConfig(20)).tokens
     spoilt = 1 if target_words is DOUBLE else 0  # the last of the draft may be half a pair
     assert sum(step.accepted for step in generation.steps) >= 10
     assert all(step.accepted >= step.offered - spoilt for step in generation.steps)
@@ -178,7 +179,7 @@ def test_a_text_longer_than_the_drafts_context_is_decoded_without_it() -> None:
     drafter = OtherTokenizerDrafter(draft, tokenizer(SINGLE), tokenizer(SINGLE), 4)
     assert propose(opened(drafter, target), list(range(8))) == [8, 9, 10, 11]
     assert propose(opened(drafter, target), list(range(9))) == []
-    assert len(decode(target, drafter, [0], DecodingConfig(30)).tokens) == 30
+    assert len(Engine(target, drafter).decode([0], DecodingConfig(30)).tokens) == 30
 
 
 # --- keeping up ----------------------------------------------------------------------------------------------------
@@ -225,23 +226,23 @@ def test_greedy_output_is_plain_greedy_alone_and_in_batches(tiny_llama: CausalLM
     config = DecodingConfig(12, SamplingConfig(repetition_penalty=penalty))
     plain = [naive_greedy(tiny_llama.model, prompt, 12, penalty) for prompt in PROMPTS]
     for drafter in (random_drafter(), target_as_draft(tiny_llama)):
-        assert [decode(tiny_llama, drafter, prompt, config).tokens for prompt in PROMPTS] == plain
-        batch = decode_batch(tiny_llama, drafter, PROMPTS, config, 3)
+        assert [Engine(tiny_llama, drafter).decode(prompt, config).tokens for prompt in PROMPTS] == plain
+        batch = Engine(tiny_llama, drafter).decode(PROMPTS, config, batch_size=3)
         assert [generation.tokens for generation in batch] == plain
 
 
 def test_a_draft_that_is_the_target_is_accepted_whole(tiny_llama: CausalLM) -> None:
-    steps = decode(tiny_llama, target_as_draft(tiny_llama), [1, 2, 3], DecodingConfig(20)).steps
+    steps = Engine(tiny_llama, target_as_draft(tiny_llama)).decode([1, 2, 3], DecodingConfig(20)).steps
     assert sum(step.accepted for step in steps) > 10
     assert all(step.accepted == step.offered for step in steps)
 
 
 def test_sampled_verify_writes_what_plain_decoding_writes_with_the_same_seed(tiny_llama: CausalLM) -> None:
     config = DecodingConfig(12, SamplingConfig(1.0), SAMPLED_VERIFY, seed=3)
-    plain = [generation.tokens for generation in decode_batch(tiny_llama, None, PROMPTS, config, 1)]
+    plain = [generation.tokens for generation in Engine(tiny_llama).decode(PROMPTS, config, batch_size=1)]
     for drafter in (random_drafter(), target_as_draft(tiny_llama)):
         for batch_size in (1, 3):
-            batch = decode_batch(tiny_llama, drafter, PROMPTS, config, batch_size)
+            batch = Engine(tiny_llama, drafter).decode(PROMPTS, config, batch_size=batch_size)
             assert [generation.tokens for generation in batch] == plain
 
 
@@ -250,7 +251,7 @@ def test_sampled_texts_have_the_targets_distribution() -> None:
     target, sampling = small_llama(5), SamplingConfig(1.0)
     draft = CausalLM(tiny_model(vocab=6, seed=3))
     drafter = OtherTokenizerDrafter(draft, tokenizer([*"abcd", "ab", "cd"]), tokenizer([*"abcd"]), 2)
-    generations = decode_batch(target, drafter, [PROMPT] * 400, DecodingConfig(LENGTH, sampling), batch_size=40)
+    generations = Engine(target, drafter).decode([PROMPT] * 400, DecodingConfig(LENGTH, sampling), batch_size=40)
     counts = Counter(generation.tokens for generation in generations)
     assert p_value(counts, exact_probabilities(target, sampling)) > FALSE_ALARM
     assert sum(step.accepted for generation in generations for step in generation.steps) > 40
@@ -272,6 +273,6 @@ def test_a_draft_of_nothing_is_refused(tiny_draft: CausalLM) -> None:
 def test_a_draft_with_static_shapes_serves_one_text_at_a_time() -> None:
     target, draft = alphabet_model(SINGLE), CausalLM(counting_model(), static="eager")
     drafter = OtherTokenizerDrafter(draft, tokenizer(SINGLE), tokenizer(SINGLE), 3)
-    assert decode(target, drafter, [1, 2], DecodingConfig(6)).tokens == tuple(range(3, 9))
+    assert Engine(target, drafter).decode([1, 2], DecodingConfig(6)).tokens == tuple(range(3, 9))
     with pytest.raises(ValueError, match="static shapes serve one text at a time, not 2: give a batch size of 1"):
         drafter.open(target, SamplingConfig(), 2, 20)

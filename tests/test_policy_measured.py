@@ -158,7 +158,7 @@ def test_the_depth_follows_a_text_that_becomes_easier_or_harder() -> None:
         for seed in range(6):
             policy = MeasuredPolicy()
             simulate(policy, machine, always(before), 400, chains(8), seed=seed)
-            done.append(simulate(policy, machine, always(after), 400, chains(8), seed=seed + 100))
+            done.append(simulate(policy, machine, always(after), 1000, chains(8), seed=seed + 100))
         assert mean_rate(done) > 0.9 * machine.best_rate(after, 8)
 
 

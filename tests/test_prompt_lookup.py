@@ -21,7 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decoding.drafters import PromptLookupDrafter
-from decoding.generate import DecodingConfig, decode
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
@@ -163,9 +164,9 @@ def test_the_text_of_a_seed_is_plain_decodings(tiny_llama: CausalLM, branches: i
 def test_a_second_branch_is_accepted_where_the_first_is_wrong(counting: CausalLM) -> None:
     # Behind 0 there was 1 and, later, 9: the counting target wants 1 2 3, the second branch.
     prompt = [0, 1, 2, 3, 4, 0, 9, 15]
-    steps = decode(counting, PromptLookupDrafter(3, num_branches=2), prompt, DecodingConfig(5)).steps
+    steps = Engine(counting, PromptLookupDrafter(3, num_branches=2)).decode(prompt, DecodingConfig(5)).steps
     assert steps[1].accepted == 3
-    assert decode(counting, PromptLookupDrafter(3), prompt, DecodingConfig(5)).steps[1].accepted == 0
+    assert Engine(counting, PromptLookupDrafter(3)).decode(prompt, DecodingConfig(5)).steps[1].accepted == 0
 
 
 @pytest.mark.parametrize(

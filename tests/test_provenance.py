@@ -21,6 +21,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import fingerprint, stored_fingerprint
 from decoding.model.heads import MedusaHeads
 from decoding.model.loading import load_heads, load_model
+from trainer.job import shared_identity
 from trainer.recipe.reading import parse_recipe
 from trainer.recipe.recipe import AnyRecipe
 from trainer.run.kinds import kind_of
@@ -128,7 +129,7 @@ def assembled(recipe: AnyRecipe) -> Any:
 
 def identity_of(folder: Path, **sections: Any) -> dict[str, Any]:
     recipe = parse_recipe({**recipe_content(folder, "medusa"), **sections})
-    return assembled(recipe).identity()
+    return dict(assembled(recipe).identity)
 
 
 def test_soft_targets_from_the_best_logits_are_no_resumption_of_exact_ones(run_folder: Path) -> None:
@@ -156,8 +157,8 @@ def test_which_tokens_are_trained_is_part_of_the_training_data(run_folder: Path)
     job = assembled(recipe)
     first, *others = job.dataset.examples
     untrained = first._replace(trained=(False, *first.trained[1:]))
-    other = replace(job, dataset=replace(job.dataset, examples=[untrained, *others]))
-    assert other.identity()["training data"] != job.identity()["training data"]
+    other = shared_identity(recipe, job.target, replace(job.dataset, examples=(untrained, *others)))
+    assert other["training data"] != job.identity["training data"]
 
 
 def test_how_adapters_are_written_at_the_end_does_not_bind_a_run(run_folder: Path) -> None:

@@ -8,7 +8,8 @@ import torch
 from test_vocabulary import KEPT, PROMPTS, drafters
 from tiny_models import full_forward, naive_greedy, tiny_model
 
-from decoding.generate import DecodingConfig, decode_batch
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.quantise import quantised
 from decoding.model.vocabulary import trimmed_vocabulary
@@ -44,7 +45,7 @@ def test_greedy_output_is_plain_greedy_with_an_int8_draft_alone_and_in_batches(
     plain = [naive_greedy(tiny_llama.model, prompt, 12) for prompt in PROMPTS]
     for drafter in drafters(draft):
         for batch_size in (1, 3):
-            batch = decode_batch(tiny_llama, drafter, PROMPTS, DecodingConfig(12), batch_size)
+            batch = Engine(tiny_llama, drafter).decode(PROMPTS, DecodingConfig(12), batch_size=batch_size)
             assert [generation.tokens for generation in batch] == plain
 
 

@@ -10,6 +10,7 @@ from tiny_training import recipe_content
 
 from trainer.recipe.draft import DraftRecipe
 from trainer.recipe.heads import MedusaRecipe
+from trainer.recipe.layers import read_yaml
 from trainer.recipe.pretrain import PretrainRecipe
 from trainer.recipe.reading import load_recipe, parse_recipe
 
@@ -170,7 +171,7 @@ def test_a_bad_override_is_refused(tmp_path: Path, override: str, message: str) 
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("content", ["a: [1", "- 1\n- 2\n", "a: 1\na: 2\n", "\tx: 1"])
+@pytest.mark.parametrize("content", ["a: [1", "- 1\n- 2\n", "3", "a: 1\na: 2\n", "\tx: 1", "a: &x [*x]", "? [1]\n: 2"])
 def test_what_is_not_a_mapping_in_yaml_is_refused_in_one_line(tmp_path: Path, content: str) -> None:
     with pytest.raises(ValueError, match=r"recipe\.yaml is not a readable recipe: ") as error:
         load_recipe(write(tmp_path, content))
@@ -304,3 +305,34 @@ def test_a_loss_that_weighs_every_term_0_is_refused(content: dict[str, Any], sec
 def test_heads_have_no_hidden_states_to_compare() -> None:
     with pytest.raises(ValueError, match=r"heads\.loss\.hidden compares a draft's last hidden state"):
         parse_recipe({**MEDUSA, "heads": {"loss": {"hidden": 1}}})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *(("1e-3", 0.001), ("-1E4", -1e4), ("1.5e3", 1500.0), (".5e-2", 0.005), ("3", 3), ("1_000", 1000)),
+        *(("2026-01-01", "2026-01-01"), ("1e", "1e"), ("", None), ("null", None), ("true", True), ("'1e-3'", "1e-3")),
+        *(("[1, a, {b: 2}]", [1, "a", {"b": 2}]), ("{a: 1, b: [x]}", {"a": 1, "b": ["x"]}), ("a=b", "a=b")),
+    ],
+)
+def test_values_are_those_of_yaml_with_numbers_as_people_write_them_and_without_dates(text: str, value: Any) -> None:
+    found = read_yaml(text)
+    assert found == value and type(found) is type(value)
+
+
+def test_an_override_replaces_lists_and_single_values_and_is_merged_into_mappings(tmp_path: Path) -> None:
+    path = write(tmp_path, drafts(init={"from_config": {"num_hidden_layers": 1, "hidden_size": 8}}, lora=None))
+    given = ["draft.init.from_config={hidden_size: 16}", "draft.lora={rank: 4}", "data.heldout=c.jsonl"]
+    recipe = load_recipe(path, given)
+    assert isinstance(recipe, DraftRecipe) and recipe.draft.lora is not None
+    assert recipe.draft.init.from_config == {"num_hidden_layers": 1, "hidden_size": 16}
+    assert (recipe.draft.lora.rank, recipe.data.train, recipe.data.heldout) == (4, "a.jsonl", "c.jsonl")
+    assert load_recipe(path, ["draft.init.from_config=null", "draft.lora=null"]).draft.init.from_target  # type: ignore[union-attr]
+
+
+def test_a_value_may_refer_to_another_key(tmp_path: Path) -> None:
+    changes = {"output": "runs/${name}-${training.steps}", "checkpoint": {"every": "${training.steps}"}}
+    recipe = load_recipe(write(tmp_path, {**MEDUSA, **changes}), ["name=mine", "training.steps=7"])
+    assert (recipe.output, recipe.checkpoint.every) == ("runs/mine-7", 7)
+    with pytest.raises(ValueError, match="is not a readable recipe: name refers to itself"):
+        load_recipe(write(tmp_path, {**MEDUSA, "output": "${name}", "name": "a${name}"}))

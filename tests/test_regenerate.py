@@ -21,12 +21,13 @@ from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_tokenizer
 from trainer.cli import BAD_INPUT, app
 from trainer.commands.options import RegenerateOptions
-from trainer.commands.regenerate import Summary, run_regenerate
+from trainer.commands.regenerate import run_regenerate
 from trainer.data.answers import AnswerFile
 from trainer.data.conversations import Key, read_conversations
 from trainer.data.dataset import load_dataset
 from trainer.files.lock import hold_file
 from trainer.recipe.common import DataSection
+from trainer.run.answering import Summary
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +130,7 @@ def test_answers_that_tokenize_to_other_tokens_than_were_written_are_counted(mod
 @pytest.mark.parametrize("speculator", ["heads", "draft"])
 def test_a_speculating_target_writes_the_very_same_greedy_file(models: Path, tmp_path: Path, speculator: str) -> None:
     files = []
-    for name, chosen in {"plain": {}, "speculating": {speculator: str(models / speculator)}}.items():
+    for name, chosen in {"plain": {}, "speculating": {"drafter": str(models / speculator)}}.items():
         (tmp_path / name).mkdir()
         regenerate(options(tmp_path / name, models / "random", "abcde", max_new_tokens=12, dtype="fp32", **chosen))
         files.append((tmp_path / name / "answers.jsonl").read_bytes())
@@ -375,15 +376,15 @@ def test_a_conversation_needs_a_chat_template(models: Path, tmp_path: Path) -> N
         ({"target": None, "endpoint": "http://127.0.0.1:9/v1"}, "say which with --model"),
         ({"target": None, "endpoint": ""}, "say which with --model"),
         (
-            {"target": None, "endpoint": "http://127.0.0.1:9/v1", "model": "m", "heads": "h"},
-            "--heads and --draft speed",
+            {"target": None, "endpoint": "http://127.0.0.1:9/v1", "model": "m", "drafter": "lookup"},
+            "--drafter speeds up",
         ),
         (
             {"target": None, "endpoint": "http://127.0.0.1:9/v1", "model": "m", "device_map": "auto"},
             "--device-map spreads a --target in this process",
         ),
         ({"completions": True}, "--completions is the choice of an --endpoint"),
-        ({"heads": "h", "draft": "d"}, "give one of them"),
+        ({"drafter": "heads"}, "lacks the path of the weights"),
         ({"n": 0}, "n is 0: give at least 1"),
         ({"n": 2}, "n is 2 at temperature 0, where all answers are the same"),
         ({"batch_size": 0}, "batch_size is 0: give at least 1"),

@@ -9,7 +9,8 @@ from tiny_models import FAMILIES, tiny_model
 
 from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
-from decoding.generate import DecodingConfig, decode, decode_batch, decode_batch_steps, decode_steps
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM, ModelOutput
 from decoding.model.heads import MedusaConfig, MedusaHeads
@@ -52,7 +53,7 @@ def decoded(
     model: CausalLM, drafter: Drafter | None, sampling: SamplingConfig, batch_size: int = 3
 ) -> list[tuple[int, ...]]:
     config = DecodingConfig(8, sampling)
-    return [text.tokens for text in decode_batch(model, drafter, PROMPTS, config, batch_size)]
+    return [text.tokens for text in Engine(model, drafter).decode(PROMPTS, config, batch_size=batch_size)]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "T=1"])
@@ -166,9 +167,9 @@ def test_a_text_that_fills_its_cache_neither_grows_it_nor_meets_a_new_bucket_at_
     model = CausalLM(tiny_model("llama"), static="eager")
     drafter = DraftModelDrafter(CausalLM(tiny_model("llama", seed=1), static="eager"), (1,) * 4)
     prompt = [3, 1, 4, 1, 5]
-    decode(model, drafter, prompt, DecodingConfig(4))
+    Engine(model, drafter).decode(prompt, DecodingConfig(4))
     buffers = model.new_cache(8).buffers
-    decode(model, drafter, prompt, DecodingConfig(91))
+    Engine(model, drafter).decode(prompt, DecodingConfig(91))
     assert model.new_cache(8).buffers == buffers
     # Trees of 5 to 1 nodes at the end: 8, 4, 2 and 1.
     assert {size[:2] for size in steps_of(model)._steps} <= {(1, 8), (1, 4), (1, 2), (1, 1)}
@@ -176,7 +177,7 @@ def test_a_text_that_fills_its_cache_neither_grows_it_nor_meets_a_new_bucket_at_
 
 def test_larger_buffers_void_what_was_recorded_on_the_old_ones() -> None:
     model, plain = CausalLM(tiny_model("llama"), static="eager"), CausalLM(tiny_model("llama"))
-    before = decode(model, None, [3, 1], DecodingConfig(4))
+    before = Engine(model).decode([3, 1], DecodingConfig(4))
     assert len(steps_of(model)._steps) == 1
     cache = model.new_cache(8)
     held = cache.buffers
@@ -185,24 +186,24 @@ def test_larger_buffers_void_what_was_recorded_on_the_old_ones() -> None:
     assert cache.buffers != held
     model.append([[4]], cache)
     assert list(steps_of(model)._steps) == [Size(1, 1, 1, 256, False)] and steps_of(model)._buffers == cache.buffers
-    after = decode(model, None, [3, 1], DecodingConfig(4))
-    assert after.tokens == before.tokens == decode(plain, None, [3, 1], DecodingConfig(4)).tokens
+    after = Engine(model).decode([3, 1], DecodingConfig(4))
+    assert after.tokens == before.tokens == Engine(plain).decode([3, 1], DecodingConfig(4)).tokens
 
 
 def test_two_generations_at_once_on_one_static_model_are_refused() -> None:
     model = CausalLM(tiny_model("llama"), static="eager")
-    first = decode_steps(model, None, [3, 1], DecodingConfig(8))
+    first = Engine(model).steps([3, 1], DecodingConfig(8))
     next(first), next(first)
-    assert decode(model, None, [4], DecodingConfig(2)).tokens
+    assert Engine(model).decode([4], DecodingConfig(2)).tokens
     with pytest.raises(ValueError, match="decodes one batch at a time, and another generation has begun on it"):
         next(first)
 
 
 def test_one_generation_after_the_other_shares_the_buffers() -> None:
     model = CausalLM(tiny_model("llama"), static="eager")
-    large = list(decode_batch_steps(model, None, PROMPTS, DecodingConfig(4), 4))
+    large = list(Engine(model).steps(PROMPTS, DecodingConfig(4), batch_size=4))
     buffers = model.new_cache(4, 1).buffers
-    assert [step for _, step in large] and decode(model, None, [3, 1], DecodingConfig(4)).tokens
+    assert [step for _, step in large] and Engine(model).decode([3, 1], DecodingConfig(4)).tokens
     assert model.new_cache(4, 4).buffers == buffers
     assert isinstance(model.new_cache(4, 5), PreallocatedCache) and model.new_cache(4, 1).buffers != buffers
 
@@ -285,8 +286,8 @@ def test_compiled_steps_decode_the_texts_of_dynamic_ones() -> None:
     dynamic, static = (CausalLM(tiny_model("llama", num_hidden_layers=1), static=mode) for mode in (None, "compile"))
     heads = drafters("llama", None)["medusa"]
     for theirs, ours in ((heads, heads), *[[DraftModelDrafter(draft, (1, 1, 1)) for draft in drafts]]):
-        expected = [text.tokens for text in decode_batch(dynamic, theirs, prompts, config, 1)]
-        assert [text.tokens for text in decode_batch(static, ours, prompts, config, 1)] == expected
+        expected = [text.tokens for text in Engine(dynamic, theirs).decode(prompts, config, batch_size=1)]
+        assert [text.tokens for text in Engine(static, ours).decode(prompts, config, batch_size=1)] == expected
     cache, other = static.new_cache(32), dynamic.new_cache(32)
     for model, own in ((static, cache), (dynamic, other)):
         model.prefill([[3, 1, 4]], own)

@@ -295,9 +295,9 @@ def test_a_target_with_rounded_weights_is_another_one(tiny_llama: CausalLM, tmp_
     data = write_rows(tmp_path / "rows.jsonl", [{"text": "a b c d e f g h"}])
     dataset = load_dataset(data, DataSection(train=data, heldout=data), tiny_tokenizer())
     section = TeacherSection(folder="anywhere", top_k=3, tail=2)
-    exact = Target("tiny", torch.float32, "itself", tiny_llama)
+    exact = Target("tiny", torch.float32, "itself", tiny_tokenizer(), tiny_llama)
     identities = [
-        teacher_writer(target, tiny_tokenizer(), dataset.examples, section, 1.0).identity
+        teacher_writer(target, dataset.examples, section, 1.0).identity
         for target in (exact, replace(exact, rounding="int8"))
     ]
     assert identities[0].target == "itself" != identities[1].target

@@ -7,15 +7,16 @@ import pytest
 import torch
 from tiny_models import naive_greedy
 
-from decoding.generate import DecodingConfig, decode, decode_batch
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.headstart_model import HeadstartModel
 from decoding.model.causal_lm import CausalLM
-from decoding.speculate import speculate
+from decoding.speculation import speculate
 
 CONFIG = DecodingConfig(max_new_tokens=4)
 WAYS: dict[str, Callable[[CausalLM, Any], Any]] = {
-    "decode": lambda target, prompt: decode(target, None, prompt, CONFIG),
-    "decode_batch": lambda target, prompt: decode_batch(target, None, [prompt], CONFIG, 1),
+    "decode": lambda target, prompt: Engine(target).decode(prompt, CONFIG),
+    "decode_batch": lambda target, prompt: Engine(target).decode([prompt], CONFIG, batch_size=1),
     "speculate": lambda target, prompt: speculate(target, None, [prompt], max_new_tokens=4, pad_token_id=0),
 }
 WRONG = {
@@ -71,6 +72,6 @@ def test_generate_refuses_what_is_no_tensor_of_ids(tiny_llama: CausalLM, given: 
 def test_numpys_integers_and_lists_of_tensors_are_ids(tiny_llama: CausalLM) -> None:
     prompt = torch.tensor([3, 1, 4])
     expected = naive_greedy(tiny_llama.model, (3, 1, 4), 4)
-    assert decode(tiny_llama, None, list(prompt.numpy()), CONFIG).tokens == tuple(expected)
+    assert Engine(tiny_llama).decode(list(prompt.numpy()), CONFIG).tokens == tuple(expected)
     (generation,) = speculate(tiny_llama, None, [prompt], max_new_tokens=4, eos_token_ids=()).generations
     assert generation.tokens == tuple(expected)

@@ -17,7 +17,8 @@ from two_devices import MixedDevicesError, moved, spread, two_devices
 
 from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, PromptLookupDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
-from decoding.generate import DecodingConfig, decode_batch, decode_steps
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
@@ -81,7 +82,7 @@ def drafter(name: str, family: str, width: int, device: torch.device | None = No
 
 def texts_of(target: CausalLM, drafted: Drafter | None, sampling: SamplingConfig) -> list[tuple[int, ...]]:
     config = DecodingConfig(6, sampling, logprobs=True)
-    return [text.tokens for text in decode_batch(target, drafted, PROMPTS, config, 3)]
+    return [text.tokens for text in Engine(target, drafted).decode(PROMPTS, config, batch_size=3)]
 
 
 def test_what_is_mixed_is_noticed(devices: Devices) -> None:
@@ -162,7 +163,7 @@ def test_a_prompt_goes_on_where_the_last_one_was_on_every_device(devices: Device
     cache, config = target.new_cache(8), DecodingConfig(5)
     for prompt in ([1, 2, 3], [1, 2, 3, 4, 5], [7]):
         ours, theirs = (
-            [step.tokens for step in decode_steps(model, None, prompt, config, cache=held)]
+            [step.tokens for step in Engine(model).steps(prompt, config, cache=held)]
             for model, held in ((target, cache), (whole, None))
         )
         assert ours == theirs

@@ -21,10 +21,10 @@ REGENERATE = ["regenerate", "--target", "t", "--prompts", "p", "--output", "o"]
 REALIGN = ["realign", "--target", "t", "--draft", "d", "--prompts", "p", "--output", "o"]
 GENERATE = ["generate", "--target", "t", "--prompt", "p"]
 OUT_OF_RANGE = [
-    *((EVALUATE, name, "0") for name in ("draft-tokens", "prompt-tokens", "limit", "max-new-tokens", "rounds")),
+    *((EVALUATE, name, "0") for name in ("prompt-tokens", "limit", "max-new-tokens", "rounds")),
     *((EVALUATE, name, "-1") for name in ("limit", "temperature")),
-    *((GENERATE, name, "0") for name in ("draft-tokens", "max-new-tokens")),
-    *((REGENERATE, name, "0") for name in ("draft-tokens", "limit", "n", "max-new-tokens", "batch-size")),
+    *((GENERATE, name, "0") for name in ("max-new-tokens",)),
+    *((REGENERATE, name, "0") for name in ("limit", "n", "max-new-tokens", "batch-size")),
     *((REGENERATE, name, "0") for name in ("concurrency", "timeout")),
     (REGENERATE, "retries", "-1"),
     *((REALIGN, name, "0") for name in ("draft-tokens", "limit", "steps", "batch-size", "max-new-tokens")),
@@ -111,7 +111,18 @@ def evaluated(models: Path, output: Path, *more: str) -> list[str]:
 
 
 def test_settings_and_policies_given_several_times_are_all_measured(models: Path, tmp_path: Path) -> None:
-    arguments = ["--settings", "greedy", "--settings", "sampling", "--policies", "fixed", "--policies", "heuristic"]
+    arguments = [
+        "--drafter",
+        "lookup",
+        "--settings",
+        "greedy",
+        "--settings",
+        "sampling",
+        "--policies",
+        "fixed",
+        "--policies",
+        "heuristic",
+    ]
     result = CLI.invoke(app, evaluated(models, tmp_path, *arguments, "--limit", "1"))
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "report.json").read_text())["rows"]
@@ -123,7 +134,7 @@ def test_without_a_terminal_evaluating_says_how_far_it_is(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
-    result = CLI.invoke(app, evaluated(models, tmp_path, "--limit", "1", "--settings", "greedy"))
+    result = CLI.invoke(app, evaluated(models, tmp_path, "--limit", "1", "--settings", "greedy", "--drafter", "lookup"))
     lines = [line for line in result.output.splitlines() if line.startswith("evaluating: ")]
     assert (
         lines[0].startswith("evaluating: 1/6, about ") and lines[-1] == "evaluating: 6/6"
@@ -136,7 +147,7 @@ def test_prompts_that_do_not_fit_are_counted_in_the_error_that_names_the_option(
         "1 of 3 prompts, the longest of 60 tokens, do not fit with 6 new tokens into the 64 that the target can hold: "
         "leave them out with --skip-long, or lower --max-new-tokens"
     )
-    said = error_of(evaluated(models, tmp_path, "--draft", str(models / "draft")))
+    said = error_of(evaluated(models, tmp_path, "--drafter", f"draft:{models}/draft"))
     assert said.startswith("2 of 3 prompts") and "into the 32 that target and draft can hold" in said
     (models / "long.jsonl").write_text(json.dumps({"prompt": "a" * 60}) + "\n")
     arguments = [word.replace("prompts.jsonl", "long.jsonl") for word in evaluated(models, tmp_path, "--skip-long")]
@@ -147,7 +158,7 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted_if_asked(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
-    arguments = ["--draft", str(models / "draft"), "--skip-long", "--settings", "greedy"]
+    arguments = ["--drafter", f"draft:{models}/draft", "--skip-long", "--settings", "greedy"]
     result = CLI.invoke(app, evaluated(models, tmp_path, *arguments))
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "report.json").read_text())
@@ -174,7 +185,7 @@ def test_a_folder_typed_wrong_is_told_from_a_hub_id(tmp_path: Path, monkeypatch:
     def said(name: str, *more: str) -> str:
         return error_of(["generate", "--target", name, "--prompt", "a", *more])
 
-    both = "and as a model on the hub it cannot be had: "
+    both = "and loading it from the Hub failed: "
     assert f"'runs/fnal': there is no such folder (runs/ holds final, other), {both}" in said("runs/fnal")
     assert f"'storyteler': there is no such folder (is it storyteller?), {both}" in said("storyteler")
     assert f"'org/name': there is no such folder, {both}" in said("org/name")
@@ -186,5 +197,5 @@ def test_a_folder_of_heads_typed_wrong_says_what_stands_beside_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "final").mkdir(parents=True)
-    said = error_of(["generate", "--target", str(models / "target"), "--heads", "runs/fnal", "--prompt", "a"])
+    said = error_of(["generate", "--target", str(models / "target"), "--drafter", "heads:runs/fnal", "--prompt", "a"])
     assert said == "there is no folder runs/fnal (runs/ holds final): give one with Medusa heads"

@@ -12,7 +12,8 @@ from test_generate_sampling import FALSE_ALARM, LENGTH, PROMPT, exact_probabilit
 from tiny_models import full_forward, naive_greedy, tiny_model
 
 from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter
-from decoding.generate import DecodingConfig, decode, decode_batch
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_draft
 from decoding.model.vocabulary import (
@@ -110,23 +111,23 @@ def test_greedy_output_is_plain_greedy_with_a_trimmed_draft_alone_and_in_batches
     for draft in (trimmed_vocabulary(tiny_model(seed=1), KEPT), trimmed_vocabulary(tiny_llama.model, KEPT)):
         for drafter in drafters(draft):
             for batch_size in (1, 3):
-                batch = decode_batch(tiny_llama, drafter, PROMPTS, DecodingConfig(12), batch_size)
+                batch = Engine(tiny_llama, drafter).decode(PROMPTS, DecodingConfig(12), batch_size=batch_size)
                 assert [generation.tokens for generation in batch] == plain
 
 
 def test_a_trimmed_copy_of_the_target_is_right_about_the_tokens_it_has(tiny_llama: CausalLM) -> None:
     plain = naive_greedy(tiny_llama.model, [1, 2, 3], 12)
     draft = trimmed_vocabulary(tiny_llama.model, set(plain))
-    steps = decode(tiny_llama, DraftModelDrafter(draft, (1, 1, 1)), [1, 2, 3], DecodingConfig(12)).steps
+    steps = Engine(tiny_llama, DraftModelDrafter(draft, (1, 1, 1))).decode([1, 2, 3], DecodingConfig(12)).steps
     assert sum(step.accepted for step in steps) > 5 and all(step.accepted == step.offered for step in steps)
 
 
 def test_sampled_verify_writes_what_plain_decoding_writes_with_the_same_seed(tiny_llama: CausalLM) -> None:
     drafter = DraftTreeDrafter(trimmed_vocabulary(tiny_llama.model, KEPT), 3, 3, 12)
     config = DecodingConfig(12, SamplingConfig(1.0), SAMPLED_VERIFY, seed=3)
-    plain = [generation.tokens for generation in decode_batch(tiny_llama, None, PROMPTS, config, 1)]
+    plain = [generation.tokens for generation in Engine(tiny_llama).decode(PROMPTS, config, batch_size=1)]
     for batch_size in (1, 3):
-        batch = decode_batch(tiny_llama, drafter, PROMPTS, config, batch_size)
+        batch = Engine(tiny_llama, drafter).decode(PROMPTS, config, batch_size=batch_size)
         assert [generation.tokens for generation in batch] == plain
 
 
@@ -135,7 +136,7 @@ def test_sampled_texts_have_the_targets_distribution_though_the_draft_lacks_toke
     """Chi-square of 400 texts with fixed seeds; were they not, it would fail by chance once in 10**6."""
     target, sampling = small_llama(5), SamplingConfig(1.0)
     drafter = DraftModelDrafter(trimmed_vocabulary(small_llama(3).model, (0, 2, 3)), branching)
-    generations = decode_batch(target, drafter, [PROMPT] * 400, DecodingConfig(LENGTH, sampling), batch_size=40)
+    generations = Engine(target, drafter).decode([PROMPT] * 400, DecodingConfig(LENGTH, sampling), batch_size=40)
     counts = Counter(generation.tokens for generation in generations)
     assert any(1 in tokens for tokens in counts), "the target writes what the draft cannot"
     assert p_value(counts, exact_probabilities(target, sampling)) > FALSE_ALARM
@@ -177,9 +178,9 @@ def test_a_trimmed_draft_decodes_on_its_own_and_never_writes_what_it_cannot(fami
     assert full_forward(draft.model, [1]).shape == (1, 6), "the draft given stays as it is"
     assert alone.model.get_input_embeddings().weight is draft.model.get_input_embeddings().weight
     for sampling in (SamplingConfig(), SamplingConfig(1.0)):
-        texts = decode_batch(alone, None, PROMPTS, DecodingConfig(12, sampling, seed=1), 2)
+        texts = Engine(alone).decode(PROMPTS, DecodingConfig(12, sampling, seed=1), batch_size=2)
         assert all(len(text.tokens) == 12 and set(text.tokens) <= set(KEPT) for text in texts)
-    greedy = decode(alone, None, [1, 2], DecodingConfig(8)).tokens
+    greedy = Engine(alone).decode([1, 2], DecodingConfig(8)).tokens
     text = [1, 2]
     while len(text) < 10:
         text.append(KEPT[int(full_forward(draft.model, text)[-1].argmax())])

@@ -36,7 +36,7 @@ Options = TypeVar("Options")
 
 
 def guarded(work: Callable[[], None], debug: bool = False) -> int:
-    """Run ``work``; turn what goes wrong into one sentence and an exit code, or with ``debug`` into a traceback."""
+    """Run ``work``; return its exit code. An error becomes one sentence, or with ``debug`` a traceback."""
     if not debug:
         quiet_libraries()
     from trainer.run.loop import Interrupted
@@ -56,12 +56,12 @@ def guarded(work: Callable[[], None], debug: bool = False) -> int:
 
 
 def _one_sentence(error: BaseException) -> str:
-    """An error on one line, without secrets and without the control characters of a stranger's file."""
+    """Return an error on one line, without secrets and without control characters from files."""
     return without_secrets(one_line(error)) or type(error).__name__
 
 
 def run_train(recipe_path: str, overrides: Sequence[str]) -> int:
-    """Train a recipe; what both ``headstart train`` and ``scripts/train.py`` call. Returns the exit code."""
+    """Train a recipe, for ``headstart train`` and ``scripts/train.py``; returns the exit code."""
 
     def work() -> None:
         from trainer.recipe.reading import load_recipe
@@ -96,7 +96,7 @@ def features(
     recipe: Annotated[str, typer.Argument(help="YAML recipe with a features or a draft.teacher section.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the recipe.")] = None,
 ) -> None:
-    """Write ahead what a recipe trains from, hidden states or a teacher cache; a killed run goes on where it was."""
+    """Write the hidden states or the teacher cache that a recipe trains on; a killed run resumes."""
 
     def work() -> None:
         from trainer.commands.prepare import prepare_features
@@ -111,11 +111,11 @@ def features(
 def plan_training(
     recipe: Annotated[str, typer.Argument(help="YAML recipe.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the recipe.")] = None,
-    processes: Annotated[int, typer.Option(min=1, help="How many it will be launched with, of one device each.")] = 1,
-    zero_stage: Annotated[int, typer.Option(min=0, max=3, help="DeepSpeed's, 1 to 3; 0 is none.")] = 0,
-    steps: Annotated[int, typer.Option(min=0, help="Real steps to measure the time by; 0 measures none.")] = 5,
+    processes: Annotated[int, typer.Option(min=1, help="Processes of the launch, one device each.")] = 1,
+    zero_stage: Annotated[int, typer.Option(min=0, max=3, help="DeepSpeed's ZeRO stage, 1 to 3; 0 is none.")] = 0,
+    steps: Annotated[int, typer.Option(min=0, help="Training steps to measure the time by; 0 measures none.")] = 5,
 ) -> None:
-    """Say what a training run will take: parameters, memory, disk, tokens, hours."""
+    """Print the cost of a training run before it starts: parameters, memory, disk, tokens, hours."""
 
     def work() -> None:
         from trainer.commands.planning import print_plan
@@ -128,7 +128,7 @@ def plan_training(
 
 
 def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
-    """Makes a command's options of a dataclass: its fields with their types, their defaults and their help."""
+    """Make a command's options of a dataclass: its fields with their types, their defaults and their help."""
 
     def decorate(work: Callable[[Options], None]) -> Callable[..., None]:
         @wraps(work)
@@ -144,7 +144,7 @@ def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Calla
 @app.command(cls=Command)
 @takes(EvaluateOptions)
 def evaluate(options: EvaluateOptions) -> None:
-    """Measure heads, a draft and prompt lookup beside plain decoding and transformers, in one run."""
+    """Measure any number of drafters beside plain decoding and transformers, in one run."""
     from trainer.commands.decode import run_evaluate
 
     run_evaluate(options)
@@ -153,16 +153,28 @@ def evaluate(options: EvaluateOptions) -> None:
 @app.command(cls=Command)
 @takes(GenerateOptions)
 def generate(options: GenerateOptions) -> None:
-    """Stream a text: accepted draft tokens in green, the target's own in white; then what speculation gained."""
+    """Stream a text: accepted draft tokens in green, the target's own in white; then print the speed-up."""
     from trainer.commands.decode import run_generate
 
     run_generate(replace(options, prompt=sys.stdin.read()) if options.prompt == "-" else options)
 
 
 @app.command(cls=Command)
+def drafters() -> None:
+    """List the drafters that --drafter takes, with their options."""
+
+    def work() -> None:
+        from trainer.commands.drafters import run_drafters
+
+        run_drafters()
+
+    raise typer.Exit(guarded(work, _debug()))
+
+
+@app.command(cls=Command)
 @takes(RegenerateOptions)
 def regenerate(options: RegenerateOptions) -> None:
-    """Let the target write the training answers itself, in this process or served; a killed run resumes."""
+    """Let the target write the training answers, in this process or on a server; a killed run resumes."""
     from trainer.commands.regenerate import run_regenerate
 
     run_regenerate(options)
@@ -171,7 +183,7 @@ def regenerate(options: RegenerateOptions) -> None:
 @app.command(cls=Command)
 @takes(RealignOptions)
 def realign(options: RealignOptions) -> None:
-    """Fit a stale draft to its target that was tuned since: answers, training, acceptance before and after."""
+    """Align a draft with its target after the target was fine-tuned; print its acceptance before and after."""
     from trainer.commands.realign import run_realign
 
     run_realign(options)
@@ -180,7 +192,7 @@ def realign(options: RealignOptions) -> None:
 @data.command(cls=Command)
 @takes(InspectOptions)
 def inspect(options: InspectOptions) -> None:
-    """Show what rows become: the trained tokens marked, and how many of what there are."""
+    """Show rows as training sees them, the trained tokens marked, and count rows and tokens."""
     from trainer.commands.inspection import run_inspect
 
     run_inspect(options)
@@ -194,7 +206,7 @@ def export(
     report: Annotated[
         Path | None, typer.Option(help="report.json of an evaluation of these weights, for the model card.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace what is in the folder.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace an earlier export in the folder.")] = False,
 ) -> None:
     """Write heads or a draft in a format that servers load, with a model card; read it back and compare."""
 
@@ -224,5 +236,5 @@ def push(
 
 
 def main() -> None:
-    """The entry point of the installed command."""
+    """Run the installed command."""
     app()

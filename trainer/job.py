@@ -3,7 +3,7 @@
 Heads, drafts and models from nothing have one of each; `trainer.run.kinds` alone chooses among them by the recipe.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -12,11 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Example
-from trainer.data.dataset import Dataset, load_dataset
+from trainer.data.dataset import Dataset
 from trainer.data.source import BatchSource
 from trainer.files.shards import digest_of_each
 from trainer.learning.objective import Objective
-from trainer.quickstart import resolve
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.recipe import AnyRecipe
 from trainer.target.loading import StoredTarget
@@ -118,11 +117,12 @@ class Job(Protocol):
     @property
     def objective(self) -> Objective: ...
 
-    def identity(self) -> dict[str, Any]:
+    @property
+    def identity(self) -> Mapping[str, Any]:
         """Plain JSON values that must be the same for a checkpoint to be resumed: all that changes a step's result.
 
-        The learning rate and the precision are left out: they are what to change when the loss is no longer finite.
-        Target, data and drafts are known by their content, wherever they lie. To be asked before anything is trained.
+        The learning rate and the precision are left out: a loss that is no longer finite asks for other ones. Target,
+        data and drafts are known by their content, wherever they lie, from before anything is trained.
         """
 
     def source(self, section: TrainingSection, place: Place, folder: Path | None = None) -> BatchSource:
@@ -137,29 +137,11 @@ class Job(Protocol):
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
         """Fit the tree of finished heads to the target's own texts; nothing to do for anything else."""
 
-    def notes(self) -> list[str]:
-        """Lines to print before the training begins."""
-
     def passing_bytes(self, largest: Largest) -> int:
         """An estimate of the bytes on one device that pass through a step, with micro batches up to ``largest``."""
 
     def artefact_bytes(self) -> dict[str, int]:
         """Bytes of the finished artefact on disk, by part."""
-
-
-def load_data(recipe: AnyRecipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset]:
-    """The training data and the held-out data, which is never packed. ValueError for rows that cannot be used."""
-    section = recipe.data.model_copy(update={"split": recipe.data.heldout_split, "packing": False})
-    try:
-        heldout = load_dataset(resolve(recipe.data.heldout), section, tokenizer)
-    except ValueError as error:
-        raise ValueError(f"data.heldout: {error}") from error
-    return load_training_data(recipe, tokenizer), heldout
-
-
-def load_training_data(recipe: AnyRecipe, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """The training data alone."""
-    return load_dataset(resolve(recipe.data.train), recipe.data, tokenizer)
 
 
 def shared_identity(recipe: AnyRecipe, target: StoredTarget | None, dataset: Dataset) -> dict[str, Any]:

@@ -17,13 +17,13 @@ from decoding.model.loading import load_tokenizer
 from trainer.data.batch import Batch, Example
 from trainer.data.dataset import Dataset
 from trainer.data.source import BatchSource, Offline
+from trainer.data.splits import load_splits
 from trainer.files.transformers4 import write_model
 from trainer.job import (
     GreedyTexts,
     Largest,
     Phase,
     Stored,
-    load_data,
     shared_identity,
     trained_itemsize,
     trained_numbers,
@@ -130,10 +130,12 @@ class PretrainKind:
         return self.recipe
 
     def assemble(self, device: torch.device, place: Place, check_costs: bool = False) -> "PretrainJob":
-        tokenizer = load_tokenizer(self.tokenizer)
-        dataset, heldout = load_data(self.recipe, tokenizer)
-        torch.manual_seed(self.recipe.training.seed)  # for the weights, which start at random
-        return PretrainJob(self.recipe, tokenizer, dataset, heldout, PretrainObjective(tokenizer, self.recipe.model))
+        recipe, tokenizer = self.recipe, load_tokenizer(self.tokenizer)
+        dataset, heldout = load_splits(recipe.data, tokenizer)
+        identity = shared_identity(recipe, None, dataset)
+        torch.manual_seed(recipe.training.seed)  # for the weights, which start at random
+        objective = PretrainObjective(tokenizer, recipe.model)
+        return PretrainJob(recipe, tokenizer, dataset, heldout, objective, identity)
 
 
 @dataclass(frozen=True)
@@ -145,13 +147,11 @@ class PretrainJob:
     dataset: Dataset
     heldout: Dataset
     objective: PretrainObjective
+    identity: Mapping[str, Any]
 
     @property
     def target(self) -> None:
         """None: there is no target."""
-
-    def identity(self) -> dict[str, Any]:
-        return shared_identity(self.recipe, None, self.dataset)
 
     def source(self, section: TrainingSection, place: Place, folder: Path | None = None) -> BatchSource:
         return Offline(self.dataset.examples, section.batch_size, section.seed)
@@ -164,9 +164,6 @@ class PretrainJob:
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
         """A model has no tree."""
-
-    def notes(self) -> list[str]:
-        return []
 
     def passing_bytes(self, largest: Largest) -> int:
         """See `trainer.job.Job.passing_bytes`; the logits of all trained tokens exist at once."""

@@ -1,7 +1,7 @@
 """The embedded default target: a small Llama trained on the interpreter's own standard library.
 
-Real text that is on every machine, so the whole toolkit can be tried without a hub. Everything is built once, under
-the user's cache folder (or HEADSTART_CACHE), and found there afterwards under the name ``quickstart``.
+The standard library is real text on every machine, so the whole toolkit can be tried without a hub. The target is built
+once, in the user's cache folder (or HEADSTART_CACHE); recipes and commands call it ``quickstart``.
 """
 
 import hashlib
@@ -23,14 +23,14 @@ from trainer.recipe.pretrain import PretrainRecipe
 
 NAME = "quickstart"
 _VOCABULARY = 2048
-_HELDOUT_SHARE = 16  # one file in so many is held out
+_HELDOUT_SHARE = 16  # one file in 16 is held out
 _LONGEST_FILE = 60_000  # characters; tables and generated modules are longer
 _SKIPPED = {"site-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3", "pydoc_data", "encodings"}
 _END = "<|end|>"
 
 
 def resolve(name: str) -> str:
-    """A target or data path of a recipe: ``quickstart`` and what is in it stand for the cached folder."""
+    """Return a target or data path of a recipe, with ``quickstart`` replaced by the cached folder."""
     head, _, rest = name.partition("/")
     if head != NAME:
         return name
@@ -40,12 +40,12 @@ def resolve(name: str) -> str:
 
 
 def steps() -> int:
-    """Training steps of the target; HEADSTART_QUICKSTART_STEPS makes a quicker, worse one for a smoke test."""
+    """Training steps of the target; fewer by HEADSTART_QUICKSTART_STEPS make a worse target, for a smoke test."""
     return int(os.environ.get("HEADSTART_QUICKSTART_STEPS", "230"))
 
 
 def cache() -> Path:
-    """Where the default target lives, by what it is made of: another interpreter's library makes another target."""
+    """The target's cache folder, named after its training files: another interpreter's library makes another target."""
     root = os.environ.get("HEADSTART_CACHE") or platformdirs.user_cache_dir("headstart")
     files = [(path.name, path.stat().st_size) for path in _library_files()]
     made_of = hashlib.sha256(repr((_VOCABULARY, sorted(files))).encode()).hexdigest()[:12]
@@ -53,7 +53,7 @@ def cache() -> Path:
 
 
 def folder() -> Path:
-    """The finished target's folder, whether it is there yet or not."""
+    """The finished target's folder, which may not exist yet."""
     return cache() / f"target-{steps()}" / "final"
 
 
@@ -62,7 +62,7 @@ def is_built() -> bool:
 
 
 def build_corpus() -> Path:
-    """Write train.jsonl, heldout.jsonl and the tokenizer, unless they are there; returns their folder."""
+    """Write train.jsonl, heldout.jsonl and the tokenizer unless they exist; returns their folder."""
     corpus = cache() / "corpus"
     if not (corpus / "tokenizer.json").is_file():
         corpus.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def build_corpus() -> Path:
 
 
 def recipe() -> PretrainRecipe:
-    """How the target is trained."""
+    """Return the recipe that trains the target."""
     corpus = build_corpus()
     content: dict[str, Any] = {
         "kind": "pretrain",

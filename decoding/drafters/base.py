@@ -65,6 +65,16 @@ class Drafter(ABC):
     """Kind of the trained artefact that drafts: "heads", "draft", or None."""
 
     @property
+    def label(self) -> str:
+        """Name in tables: the kind of drafter, with the size of its drafts if two of a kind may differ in it."""
+        return self.name
+
+    @property
+    def max_positions(self) -> int | None:
+        """Length of the longest text that it can draft for, in tokens; None if its own models set no limit."""
+        return None
+
+    @property
     @abstractmethod
     def budgets(self) -> tuple[Budget, ...]:
         """Sizes of the trees that it can draft, by increasing cost; the last one is the default."""

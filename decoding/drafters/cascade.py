@@ -57,6 +57,14 @@ class CascadeDrafter(TextDrafter):
         self.num_draft_tokens = num_draft_tokens
 
     @property
+    def label(self) -> str:
+        return f"{self.name}, {self.num_draft_tokens} tokens"
+
+    @property
+    def max_positions(self) -> int | None:
+        return self.draft.max_positions
+
+    @property
     def budgets(self) -> tuple[Budget, ...]:
         return chain_budgets(self.num_draft_tokens)
 

@@ -59,6 +59,16 @@ class DraftModelDrafter(Drafter):
         self.stop_below = stop_below
 
     @property
+    def label(self) -> str:
+        if self.is_chain:
+            return f"{self.name}, {len(self.branching)} tokens"
+        return f"{self.name}, {'x'.join(map(str, self.branching))} tree"
+
+    @property
+    def max_positions(self) -> int | None:
+        return self.draft.max_positions
+
+    @property
     def budgets(self) -> tuple[Budget, ...]:
         level_sizes = accumulate(self.branching, mul)
         return tuple(Budget(depth, 1 + nodes) for depth, nodes in enumerate(accumulate(level_sizes), start=1))

@@ -41,6 +41,14 @@ class DraftTreeDrafter(Drafter):
         self.nodes = min(nodes, self._met(depth))
 
     @property
+    def label(self) -> str:
+        return f"draft model, tree of {self.max_nodes - 1}"
+
+    @property
+    def max_positions(self) -> int | None:
+        return self.draft.max_positions
+
+    @property
     def budgets(self) -> tuple[Budget, ...]:
         return tuple(
             Budget(depth, min(nodes, self._met(depth))) for depth, nodes in tree_budgets(self.depth, self.nodes)

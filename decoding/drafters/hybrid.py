@@ -37,6 +37,15 @@ class HybridDrafter(Drafter):
         self.artefact = first.artefact
 
     @property
+    def label(self) -> str:
+        return f"{self.first.label}, with {self.lookup.label}"
+
+    @property
+    def max_positions(self) -> int | None:
+        limits = [drafter.max_positions for drafter in (self.first, self.lookup)]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
     def budgets(self) -> tuple[Budget, ...]:
         return tuple(
             Budget(max(first.depth, lookup.depth), first.nodes + lookup.nodes - 1) for first, lookup in self._pairs()

@@ -39,7 +39,7 @@ class MedusaDrafter(Drafter):
             raise ValueError("tree and dynamic_nodes are both given: a tree of fixed shape, or one chosen at each step")
         if dynamic_nodes is not None and dynamic_nodes < 2:
             raise ValueError(f"dynamic_nodes is {dynamic_nodes}, the root included: give at least 2")
-        self.heads = heads.eval()
+        self.heads = heads
         self.dynamic_nodes = dynamic_nodes
         self._static = None
         if dynamic_nodes is None:
@@ -50,6 +50,10 @@ class MedusaDrafter(Drafter):
         else:
             self._stacked = StackedHeads(heads)
             self._places = lru_cache(maxsize=None)(_places)
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}, {'dynamic ' * (self.dynamic_nodes is not None)}tree of {self.max_nodes - 1}"
 
     @property
     def budgets(self) -> tuple[Budget, ...]:

@@ -63,6 +63,10 @@ class OtherTokenizerDrafter(TextDrafter):
         """Special tokens of the target that the draft's tokenizer would read as ordinary text."""
 
     @property
+    def label(self) -> str:
+        return f"{self.name}, {self.num_draft_tokens} tokens"
+
+    @property
     def budgets(self) -> tuple[Budget, ...]:
         return chain_budgets(self.num_draft_tokens)
 

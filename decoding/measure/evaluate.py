@@ -1,7 +1,7 @@
-"""Prompts x methods -> figures beside plain decoding, measured in turns in one process.
+"""Evaluation: prompts x methods -> figures relative to plain decoding, measured in turns in one process.
 
-For every prompt each method decodes once per round, methods in rotating order, so that a machine that slows down slows
-all alike; speed-ups are ratios of paired runs. `transformers`' own `generate` is one of the methods.
+For every prompt each method decodes once per round, in rotating order, so that a machine that slows down slows all
+methods alike; speed-ups are ratios of paired runs. `transformers`' own `generate` is one of the methods.
 """
 
 import json
@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from decoding.drafters.base import Drafter
 from decoding.drafters.draft_model import DraftModelDrafter
-from decoding.generate import DecodingConfig, check_prompt, decode, decode_batch_steps
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig, check_prompt
 from decoding.measure.baselines import transformers_generate
 from decoding.measure.machine import commit, hardware, versions
 from decoding.metrics import (
@@ -28,16 +29,17 @@ from decoding.metrics import (
 )
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import Costs, measure_cost_curve
-from decoding.policies import Policy, named_policy
+from decoding.policies import FixedPolicy, Policy, named_policy
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import typical_acceptance
 
 PLAIN = "plain"
 TRANSFORMERS = "transformers generate"
+_ASSISTED = "transformers assisted"
 
 
 class Run(NamedTuple):
-    """One text decoded by one method. Ours also say what every step did; transformers' do not."""
+    """One decoded text: ``first_seconds`` to its first tokens, then ``decode_tokens`` in ``decode_seconds``."""
 
     tokens: tuple[int, ...]
     decode_tokens: int
@@ -50,21 +52,23 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Method:
-    """A way to decode, under a setting (greedy, T=1, ...), with its promise."""
+    """A way to decode under a setting (greedy, T=1, ...), with its label, lossless or lossy."""
 
     setting: str
     name: str
     label: str
     decode: Callable[[Sequence[int], int], Run]
-    """(prompt, seed) -> Run"""
+    """Function (prompt, seed) -> Run."""
     max_nodes: int = 1
     artefact: str | None = None
-    """The trained artefact that drafts: "heads", "draft", or None."""
+    """Kind of the trained artefact that drafts: "heads", "draft", or None."""
+    drafter: str | None = None
+    """Name of the drafter among those measured (a peer's is the one whose draft it uses); None for plain decoding."""
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """What to measure. ``temperature`` is that of the sampling settings."""
+    """Settings of an evaluation. ``temperature`` is that of sampling and of typical acceptance."""
 
     max_new_tokens: int = 96
     rounds: int = 1
@@ -72,7 +76,7 @@ class EvaluationConfig:
     eos_token_ids: tuple[int, ...] = ()
     settings: tuple[str, ...] = ("greedy", "sampling", "typical")
     policies: tuple[str, ...] = ("fixed",)
-    """Names of `decoding.policies`, each a row for every drafter."""
+    """Names of `decoding.policies`; every drafter gets a row with each."""
     seed: int = 0
 
 
@@ -84,10 +88,11 @@ def our_method(
     config: DecodingConfig,
     policy: Policy | None = None,
 ) -> Method:
-    """A drafter, or none, in this project's loop. A policy goes on learning from text to text."""
+    """Make the method of a drafter (None: plain decoding) in this project's loop; a policy adapts over all texts."""
+    engine = Engine(target, drafter, policy or FixedPolicy())
 
     def run(prompt: Sequence[int], seed: int) -> Run:
-        generation = decode(target, drafter, prompt, replace(config, seed=seed), policy=policy)
+        generation = engine.decode(prompt, replace(config, seed=seed))
         prefill, *steps = generation.steps
         return Run(
             tokens=generation.tokens,
@@ -113,7 +118,7 @@ def transformers_method(
     assistant: CausalLM | None = None,
     num_assistant_tokens: int | None = None,
 ) -> Method:
-    """`transformers`' generate or assisted generation under the same controls."""
+    """Make the method of `transformers`' generate, or of assisted generation, under the same controls."""
 
     def run(prompt: Sequence[int], seed: int) -> Run:
         text = transformers_generate(target, prompt, replace(config, seed=seed), assistant, num_assistant_tokens)
@@ -123,7 +128,7 @@ def transformers_method(
 
 
 def standard_methods(target: CausalLM, drafters: dict[str, Drafter], config: EvaluationConfig) -> list[Method]:
-    """Plain decoding, transformers' peers and every drafter, under each setting."""
+    """Make a method for plain decoding, for transformers' peers and for every drafter, under each setting."""
     methods: list[Method] = []
     for setting in config.settings:
         if setting not in ("greedy", "sampling", "typical"):
@@ -144,22 +149,23 @@ def standard_methods(target: CausalLM, drafters: dict[str, Drafter], config: Eva
         for name, drafter in drafters.items():
             for policy in config.policies:
                 full_name = name if policy == "fixed" else f"{name}, {policy}"
-                methods.append(our_method(target, label, full_name, drafter, decoding, named_policy(policy)))
+                method = our_method(target, label, full_name, drafter, decoding, named_policy(policy))
+                methods.append(replace(method, drafter=name))
     return methods
 
 
 def _peers(target: CausalLM, setting: str, drafters: dict[str, Drafter], decoding: DecodingConfig) -> list[Method]:
-    """transformers' generate, and assisted generation with our draft at our depth and at its own defaults."""
+    """Make transformers' generate, and assisted generation with the first draft, at its depth and by default."""
     peers = [transformers_method(target, setting, TRANSFORMERS, decoding)]
-    for drafter in drafters.values():
-        # Assisted generation takes vocabularies of other sizes for other tokenizers: no peer for a padded family.
+    for name, drafter in drafters.items():
+        # transformers takes a vocabulary of another size for another tokenizer, so a padded draft has no peer.
         if isinstance(drafter, DraftModelDrafter) and drafter.draft.vocab_size == target.vocab_size:
-            name = f"transformers assisted, {drafter.max_depth} tokens"
-            peers.append(transformers_method(target, setting, name, decoding, drafter.draft, drafter.max_depth))
-            peers.append(
-                transformers_method(target, setting, "transformers assisted, its defaults", decoding, drafter.draft)
-            )
-            break
+            depth = drafter.max_depth
+            assisted = [
+                transformers_method(target, setting, f"{_ASSISTED}, {depth} tokens", decoding, drafter.draft, depth),
+                transformers_method(target, setting, f"{_ASSISTED}, its defaults", decoding, drafter.draft),
+            ]
+            return [*peers, *(replace(peer, drafter=name) for peer in assisted)]
     return peers
 
 
@@ -170,20 +176,20 @@ def evaluate(
     config: EvaluationConfig,
     on_run: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Measure every method on every prompt; returns the report (see `write_report` and `decoding.measure.report`).
+    """Measure every method on every prompt; return the report (see `write_report` and `decoding.measure.report`).
 
-    ``on_run`` is called after each run, for a progress bar.
+    ``on_run`` is called after each run, for a progress bar. ValueError, before any run, for a prompt that is too long.
     """
     if not prompts:
         raise ValueError("there are no prompts to evaluate on: give at least one")
     if config.rounds < 1:
         raise ValueError(f"rounds is {config.rounds}: give at least 1")
-    for prompt in prompts:  # now, not after an hour
+    for prompt in prompts:  # before the first run, not after an hour
         check_prompt(target, prompt, DecodingConfig(config.max_new_tokens))
     runs: dict[tuple[str, str], list[Run]] = {(method.setting, method.name): [] for method in methods}
     began = time.perf_counter()
     for method in methods:
-        method.decode(max(prompts, key=len), config.seed)  # warm-up, with what is likeliest not to fit
+        method.decode(max(prompts, key=len), config.seed)  # warm-up, with the prompt that needs the most memory
         on_run()
     for round_index in range(config.rounds):
         for index, prompt in enumerate(prompts):
@@ -217,7 +223,7 @@ def _row(
     target: CausalLM,
     prompts: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
-    """One method's figures, as plain JSON values."""
+    """Compute one method's figures, as JSON values."""
     mine = runs[method.setting, method.name]
     plain = runs[method.setting, PLAIN]
     peer = runs.get((method.setting, TRANSFORMERS))
@@ -226,6 +232,7 @@ def _row(
         "method": method.name,
         "label": method.label,
         "artefact": method.artefact,
+        "drafter": method.drafter,
         "tokens_per_second": _tokens_per_second(mine, len(prompts), with_prefill=False),
         "tokens_per_second_with_prefill": _tokens_per_second(mine, len(prompts), with_prefill=True),
         **_speedups("speedup", mine, plain, len(prompts)),
@@ -235,30 +242,30 @@ def _row(
     if method.setting == "greedy":
         row["identical_to_plain"] = _compare(mine, plain, target, prompts)
     if any(run.counts for run in mine):
-        # Greedy rounds are copies of one text: more of them say more about time, and nothing about acceptance.
+        # Greedy rounds repeat one text: they add observations of time, but none of acceptance.
         texts = mine[: len(prompts)] if method.setting == "greedy" else mine
         row |= _acceptance_figures(method, texts, costs)
     return row
 
 
 def _tokens_and_seconds(mine: Sequence[Run], prompts: int, with_prefill: bool) -> list[tuple[float, float]]:
-    """A pair for each prompt, all its rounds together: the rounds of one prompt are no texts of their own."""
+    """Return (tokens, seconds) for each prompt, summed over its rounds, which are not independent texts."""
     tokens = [len(run.tokens) if with_prefill else run.decode_tokens for run in mine]
     seconds = [run.decode_seconds + (run.first_seconds if with_prefill else 0) for run in mine]
     return [(float(sum(tokens[prompt::prompts])), sum(seconds[prompt::prompts])) for prompt in range(prompts)]
 
 
 def _tokens_per_second(mine: Sequence[Run], prompts: int, with_prefill: bool) -> dict[str, float]:
-    """Over all runs, with an interval over prompts."""
+    """Return tokens per second over all runs, with an interval over prompts."""
     return ratio_of_sums(_tokens_and_seconds(mine, prompts, with_prefill))._asdict()
 
 
 def _speedups(
     name: str, mine: Sequence[Run], other: Sequence[Run] | None, prompts: int, with_prefill: bool = False
 ) -> dict[str, Any]:
-    """Tokens per second over the other's: ``name`` is the spread of paired runs, ``name``_of_totals that of all runs.
+    """Return two ratios of tokens per second to the other's: the spread of paired runs, and the ratio of totals.
 
-    The totals weigh a prompt by its tokens; the spread weighs all alike, those of a few tokens too.
+    Their keys are ``name`` and ``name``_of_totals. Totals weigh a prompt by its tokens, the spread weighs runs alike.
     """
     if other is None:
         return {f"{name}_of_totals": None, name: None}
@@ -278,7 +285,7 @@ def _speed(run: Run, with_prefill: bool) -> float:
 
 
 def _paired(mine: Sequence[Run], other: Sequence[Run], with_prefill: bool) -> dict[str, float]:
-    """Tokens per second over the other's on the same prompt in the same round."""
+    """Return the spread of ratios of tokens per second, each on the same prompt in the same round."""
     pairs = [(_speed(a, with_prefill), _speed(b, with_prefill)) for a, b in zip(mine, other, strict=True)]
     return spread([a / b for a, b in pairs if a and b])._asdict()
 
@@ -313,12 +320,12 @@ def _acceptance_figures(method: Method, mine: Sequence[Run], costs: Costs) -> di
 def _compare(
     mine: Sequence[Run], plain: Sequence[Run], target: CausalLM, prompts: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """How many greedy texts equal plain decoding's and, where they part, how close the call was.
+    """Count the greedy texts equal to plain decoding's, and measure how close the logits are where texts differ.
 
-    In fp32 on a CPU all must. In bf16 a pass over n tokens rounds differently from n passes over one, so near-ties
-    fall either way: the largest margin between the two candidates' logits at a parting says that this is what it was.
-    ``ended_early`` counts texts of which one ended where the other went on, which no near-tie explains; the margin is
-    that of the others, null where there are none.
+    In fp32 on a CPU all must be equal. In bf16 a pass over n tokens rounds differently from n passes over one, so
+    near-ties may fall either way. ``largest_margin`` is the largest difference between the logits of the two tokens at
+    which texts first differ: a small one shows a near-tie. ``ended_early`` counts the pairs in which one text ended
+    where the other went on, which no near-tie explains; if there are only such pairs, the margin is null.
     """
     margins: list[float] = []
     ended_early = 0
@@ -349,13 +356,13 @@ def measure_acceptance(
     batch_size: int = 1,
     on_text: Callable[[], None] = lambda: None,
 ) -> Acceptance:
-    """By the real loop, no peers and no clock. Prompt i is decoded with the seed ``config.seed + i``.
+    """Decode the prompts by the decoding loop, without peers or timing, and return the acceptance figures.
 
-    ``on_text`` is called after each text, for a progress bar.
+    Prompt i is decoded with the seed ``config.seed + i``. ``on_text`` is called after each text, for a progress bar.
     """
     texts: list[list[StepCount]] = [[] for _ in prompts]
     room = [config.max_new_tokens for _ in prompts]
-    for place, step in decode_batch_steps(target, drafter, prompts, config, batch_size):
+    for place, step in Engine(target, drafter).steps(prompts, config, batch_size=batch_size):
         if not step.is_prefill:
             texts[place].append(step.counts)
         room[place] -= len(step.tokens)
@@ -367,7 +374,7 @@ def measure_acceptance(
 def acceptance_on(
     target: CausalLM, drafter: Drafter, prompts: Sequence[Sequence[int]], config: DecodingConfig
 ) -> dict[str, float]:
-    """The quick figures that training watches, of `measure_acceptance`."""
+    """Return the figures of `measure_acceptance` that training logs: tokens per pass, acceptance by position."""
     figures = measure_acceptance(target, drafter, prompts, config)
     return {
         "tokens_per_pass": figures.tokens_per_pass.value,
@@ -382,7 +389,7 @@ def write_report(report: dict[str, Any], path: Path) -> None:
 
 
 def _without_nan(value: Any) -> Any:
-    """JSON has no NaN and no infinity: what could not be measured is null."""
+    """Replace NaN and infinity, which JSON lacks, by null: the figure could not be measured."""
     if isinstance(value, dict):
         return {key: _without_nan(held) for key, held in value.items()}
     if isinstance(value, list | tuple):

@@ -12,8 +12,8 @@ from typing import Any
 
 WITHHELD = "(withheld)"
 
-# Starts of POSIX, home, dot and drive paths and of file URLs, then of Windows paths. A single backslash is none, as it
-# also occurs in regular expressions.
+# Starts of POSIX, home, dot and drive paths and of file URLs, then of Windows paths. A single backslash starts no
+# path, as regular expressions hold it, too.
 _START = r"(?:(?:file://)?(?:~[\w.-]*|[A-Za-z]:|\.{1,2})?/|[A-Za-z]:\\|\\\\)"
 _WHOLE_PATH = re.compile(rf"{_START}[^\n]*")
 # A path inside a longer text: it has two parts or more and ends at a blank or a quote. The lookbehind excludes
@@ -43,6 +43,7 @@ _QUERY = re.compile(
     r"((?:^|[?&;#\s])[\w-]*(?:token|key|secret|password|signature|sig|auth)=)[^&#;\s'\"`)\]>]+", re.IGNORECASE
 )
 _SECRET_KEY = re.compile(rf"(?:.*[_-])?{_KEYS}|token", re.IGNORECASE)
+_DRAFTER = re.compile(r"(?!file:|https?:)(?P<name>[a-z][a-z-]+):(?P<path>[^,=]+)(?P<options>(?:,.*)?)")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -93,7 +94,7 @@ def _published(arguments: Sequence[str]) -> Iterator[str]:
             yield WITHHELD
         elif equals and _is_secret_key(option.lstrip("-")):
             yield f"{option}={WITHHELD}"
-        elif equals:
+        elif equals and _DRAFTER.fullmatch(argument) is None:
             yield f"{without_local_paths(option)}={_published_value(value)}"
         else:
             yield basename(argument) if place == 0 else _published_value(argument)
@@ -101,6 +102,14 @@ def _published(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _published_value(value: str) -> str:
+    """Return an option's value fit to publish; of a drafter's ``NAME:PATH,option=value`` the path is cut."""
+    spec = _DRAFTER.fullmatch(value)
+    if spec is None:
+        return published_name(value)
+    return f"{spec['name']}:{published_name(spec['path'])}{without_local_paths(spec['options'])}"
+
+
+def published_name(value: str) -> str:
     """Cut the value to its last part if it is a path, or the name of an existing file or folder; withhold secrets."""
     return str(without_local_paths(basename(value) if value and os.path.exists(value) else value))
 

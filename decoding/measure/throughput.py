@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from decoding.drafters.base import Drafter
-from decoding.generate import DecodingConfig, decode_batch
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.measure.baselines import transformers_generate_batch
 from decoding.measure.evaluate import PLAIN, TRANSFORMERS
 from decoding.metrics import acceptance, spread
@@ -29,7 +30,7 @@ def _ours(
 
     def run(prompts: Sequence[Sequence[int]]) -> Timed:
         begin = time.perf_counter()
-        generations = decode_batch(target, drafter, prompts, config, batch_size, policy=chosen)
+        generations = Engine(target, drafter, chosen).decode(prompts, config, batch_size=batch_size)
         seconds = time.perf_counter() - begin
         figures = acceptance([[step.counts for step in generation.steps[1:]] for generation in generations])
         return Timed(tuple(generation.tokens for generation in generations), seconds, figures.tokens_per_pass.value)

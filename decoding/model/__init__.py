@@ -1,1 +1,1 @@
-"""One transformers model behind one call, with its cache, its attention and what is read from disk."""
+"""A transformers model behind one call: its cache, its attention, its heads, and its files on disk."""

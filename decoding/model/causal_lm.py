@@ -1,7 +1,8 @@
 """Any transformers causal language model behind one call: tokens or trees in, hidden states and logits out."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -80,6 +81,24 @@ def _refuse_unfit(model: PreTrainedModel) -> None:
         raise ValueError(f"{type(model).__name__} has no lm_head: load the model with AutoModelForCausalLM")
 
 
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Switch a model that is being trained to eval mode inside this context; each module has its own mode afterwards.
+
+    The model's own flag tells: a model in eval mode is left alone, which costs a pass nothing.
+    """
+    if not model.training:
+        yield
+        return
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 class CausalLM:
     """A causal language model, target or draft, ready to decode: rows of different lengths, a cache, tree attention."""
 
@@ -89,14 +108,16 @@ class CausalLM:
         output_tokens: Int[Tensor, " outputs"] | None = None,
         static: str | None = None,
     ) -> None:
-        """``output_tokens``: the token id of each output of a draft with a trimmed lm_head (None: all tokens).
+        """Leaves the model's mode alone: a model in training mode is switched for the length of each pass.
+
+        ``output_tokens``: the token id of each output of a draft with a trimmed lm_head (None: all tokens).
 
         ``static`` runs steps in fixed shapes: ``graphs`` as CUDA graphs, ``compile`` through `torch.compile` as well,
         ``eager`` with neither, for tests. Such a model decodes one batch at a time.
         """
         _refuse_unfit(model)
-        leave_out_cudnn()  # here, as every decoding, teaching or distilled model passes here; for the peers, too
-        self.model = model.eval()
+        leave_out_cudnn()  # here, because every model passes here; it also holds for the peers
+        self.model = model
         self.output_tokens = None if output_tokens is None else output_tokens.to(model.device)
         text_config = model.config.get_text_config(decoder=True)
         self.num_layers: int = text_config.num_hidden_layers
@@ -136,7 +157,7 @@ class CausalLM:
         return dtype
 
     def new_cache(self, capacity: int, rows: int = 1) -> PreallocatedCache:
-        """Make a cache for ``rows`` texts of about ``capacity`` positions; a static model gives its only one anew."""
+        """Make a cache for ``rows`` texts of about ``capacity`` positions; a static model restarts its only cache."""
         if self._static is None:
             return PreallocatedCache(self.num_layers, capacity, rows, self._key_devices)
         capacity = self._static.capacity(capacity)
@@ -274,7 +295,8 @@ class CausalLM:
         mask: Any,
         select: Callable[[Tensor], Tensor] | None,
     ) -> ModelOutput:
-        with capture_lm_head_input(self.model, select) as captured, copy_free_attention(self.model):
+        lm_head_input = capture_lm_head_input(self.model, select)
+        with in_eval_mode(self.model), lm_head_input as captured, copy_free_attention(self.model):
             output = model(
                 input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
             )

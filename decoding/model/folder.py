@@ -79,7 +79,10 @@ def _check_adapters(folder: Path, above: tuple[Path, ...]) -> None:
 
 
 def _check_rank(path: Path, key: str, rank: object, header: Mapping[str, StoredTensor], needed: bool) -> None:
-    """Refuse a rank that no stored matrix has; unless ``needed``, as patterns may override it, only too large a one."""
+    """Refuse a rank that no stored matrix has.
+
+    A rank that patterns may override everywhere (``needed`` is False) is refused only above the largest stored size.
+    """
     _check_count(path, key, rank)
     assert isinstance(rank, int)
     dims = {size for tensor in header.values() for size in tensor.shape}

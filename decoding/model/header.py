@@ -31,7 +31,7 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
         if path.stat().st_size > _MOST_BYTES:
             raise ValueError(f"it has {path.stat().st_size} bytes")
         stored = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # also not UTF-8
+    except (OSError, ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise ValueError(f"{path} cannot be read as JSON ({error}): {remedy}") from error
     if not isinstance(stored, dict):
         raise ValueError(f"{path} holds a {type(stored).__name__}, not an object: {remedy}")

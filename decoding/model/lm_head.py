@@ -16,10 +16,10 @@ Result = TypeVar("Result")
 
 @contextmanager
 def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] | None = None) -> Iterator[list[Tensor]]:
-    """Collect what the lm_head reads while the model runs inside this context, (batch, positions, hidden) a forward.
+    """Collect the lm_head's input, (batch, positions, hidden), of every forward of the model inside the context.
 
-    With ``select`` the lm_head itself reads only ``select(hidden)``, which saves the logits that nobody wants; the
-    captured tensor is whole all the same.
+    With ``select`` the lm_head itself reads only ``select(hidden)``, which saves logits that are not needed; the
+    captured tensor is the whole input.
     """
     captured: list[Tensor] = []
 
@@ -42,7 +42,7 @@ def last_position(hidden: Float[Tensor, "batch positions hidden"]) -> Float[Tens
 
 
 def lm_head_input(model: nn.Module, inputs: Mapping[str, Any]) -> Float[Tensor, "batch positions hidden"]:
-    """Run ``model(**inputs)`` without a cache; return what its lm_head reads, on the lm_head's device.
+    """Run ``model(**inputs)`` without a cache; return the input of its lm_head, on the lm_head's device.
 
     The lm_head computes the logits of the last position alone.
     """
@@ -54,9 +54,9 @@ def lm_head_input(model: nn.Module, inputs: Mapping[str, Any]) -> Float[Tensor, 
 def run_in_lm_head(model: nn.Module, hidden: Tensor, work: Callable[[Tensor, Tensor], Result]) -> Result:
     """Call the lm_head on ``hidden`` with ``work(hidden, weight)`` in place of its forward; return the work's result.
 
-    Launchers shard the lm_head. Their hooks make its weight whole around its forward, and again in the backward pass
-    for the gradient of whatever the layer returns and of nothing else (DeepSpeed's ZeRO-3): a loss computed from the
-    weight has to leave by here.
+    Launchers shard the lm_head. Their hooks gather its weight around its forward, and again in the backward pass, but
+    there only for the gradient of the layer's own result (DeepSpeed's ZeRO-3). So a loss computed from the weight has
+    to be that result.
     """
     layer: Any = _lm_head(model)
     own = vars(layer).get("forward")  # a launcher may have set one on the instance

@@ -135,7 +135,7 @@ def _readings(name: str) -> str:
     """Begin the error for a name that is no local folder, and failed on the Hub: it may be a mistyped folder."""
     if Path(name).exists():
         return ""
-    return f"there is no such folder{_beside(Path(name))}, and as a model on the hub it cannot be had: "
+    return f"there is no such folder{_beside(Path(name))}, and loading it from the Hub failed: "
 
 
 def _beside(folder: Path) -> str:

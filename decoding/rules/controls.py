@@ -35,7 +35,7 @@ _REFUSED: dict[str, tuple[object, str]] = {
     "constraints": (None, _BEAMS),
     "force_words_ids": (None, _BEAMS),
     "penalty_alpha": (0, "contrastive search is another algorithm than sampling"),
-    "dola_layers": (None, "it contrasts layers of the target, which are not looked at here"),
+    "dola_layers": (None, "it contrasts layers of the target, but only the last one is read here"),
     "guidance_scale": (1, "it needs a second pass of the target for every token"),
     "watermarking_config": (None, "a watermark comes after the controls, where nothing can be added"),
     "encoder_repetition_penalty": (1, _ENCODER),
@@ -83,7 +83,7 @@ def sampling_from_generation_config(
 
     Reads the config as `generate` does: without ``do_sample`` decoding is greedy, and an unset ``top_k`` is 50.
     ``device`` holds the logits later. Limits on the length and the tokens that end a text are not taken over: they
-    belong into `DecodingConfig`. ValueError for a set option that is not supported, with its name.
+    belong in `DecodingConfig`. ValueError, with its name, for an option that is set and not supported.
     """
     sample = bool(config.do_sample)
     _refuse_unsupported(config, _REFUSED | _REFUSED_IF_SAMPLING if sample else _REFUSED)

@@ -1,4 +1,4 @@
-"""Proposals, which a drafter hands to an acceptance rule: a tree, the kind of choice of its tokens, and their q."""
+"""Proposals, which a drafter hands to an acceptance rule: a tree, how its tokens were chosen, and their q."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -30,7 +30,7 @@ class ProposalKind(Enum):
 
 @dataclass(frozen=True)
 class Proposal:
-    """A drafted tree and the kind of choice of its tokens.
+    """A drafted tree and how its tokens were chosen.
 
     Row i of ``q`` (parents, vocab) is the distribution, after every sampling control, from which the first child of
     node i was drawn. Rows after the last node with children may be missing. Deterministic and mixed proposals have no

@@ -30,7 +30,7 @@ class LogitsProcessor(Protocol):
 
 @dataclass(frozen=True)
 class ForPromptLength:
-    """A processor that depends on the length of the prompt: ``build(prompt_length)`` makes it, in tokens.
+    """A processor that depends on the prompt's length: ``build(n)`` makes the processor for a prompt of n tokens.
 
     ``build`` is called in every step, once for all texts of the same lengths: keep it cheap, or cache it.
     """
@@ -277,7 +277,7 @@ def inverse_cdf(weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, 
 
 def _cumulative(weights: Float[Tensor, "*rows vocab"]) -> Float64[Tensor, "*rows vocab"]:
     """Return cumulative sums that never fall from one entry to the next, and rise only at positive weights."""
-    if weights.is_mps:  # which has no float64
+    if weights.is_mps:  # MPS has no float64
         weights = weights.cpu()
     own = weights.clone() if weights.dtype == torch.float64 else weights.double()
     sums = own.cumsum_(-1)
@@ -337,9 +337,9 @@ class GeneratorSource:
 def draw_without_replacement(
     weights: Float[Tensor, " vocab"], count: int, source: RandomSource
 ) -> Int[Tensor, " drawn"]:
-    """Draw up to ``count`` distinct indices, each from the weights left by those before; fewer if no weight is left.
+    """Draw up to ``count`` distinct indices in turn, each in proportion to the weights of those not yet drawn.
 
-    Returned in draw order.
+    Returns them in draw order; fewer if no weight is left.
     """
     weights = weights.clone()
     drawn: list[int] = []

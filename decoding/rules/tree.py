@@ -1,4 +1,4 @@
-"""Token trees: what a drafter proposes and one target pass verifies.
+"""Token trees, proposed by a drafter and verified by one target pass.
 
 Node 0 is the root: the last token already emitted, whose keys and values the target has yet to compute.
 Every other node is a drafted token that follows its parent. A chain is a tree with one branch.

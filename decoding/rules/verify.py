@@ -22,7 +22,7 @@ from decoding.rules.tree import TokenTree
 
 
 class Verdict(NamedTuple):
-    """Result of a rule. ``path``: the accepted nodes, from below the root down. ``token``: the target's token after."""
+    """Result of a rule: the accepted nodes ``path``, from below the root down, and the target's next ``token``."""
 
     path: tuple[int, ...]
     token: int
@@ -72,8 +72,8 @@ def sampled_verify(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: 
 
     Lossless for any draft, however its tokens were chosen. Each written token takes exactly one draw from ``source``,
     from p in its context, as in plain decoding. If the drafter draws nothing from ``source``, the text therefore equals
-    that of plain decoding with the same seed. A child drawn from q is kept with probability sum of p q, which is at
-    most the probability under rejection.
+    that of plain decoding with the same seed. A child drawn from q is kept with probability sum over x of p(x) q(x),
+    at most that of rejection, sum over x of min(p(x), q(x)).
     """
     tree = proposal.tree
     path: list[int] = []

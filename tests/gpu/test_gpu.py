@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
-from decoding.generate import DecodingConfig, decode_batch, decode_batch_steps
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.measure.evaluate import EvaluationConfig, evaluate, standard_methods
 from decoding.measure.machine import attention_backends
 from decoding.model.causal_lm import CausalLM
@@ -60,7 +61,7 @@ def texts_of(
     target: CausalLM, drafter: Drafter | None, sampling: SamplingConfig = GREEDY, batch_size: int = 3
 ) -> list[tuple[int, ...]]:
     config = DecodingConfig(12, sampling)
-    return [text.tokens for text in decode_batch(target, drafter, PROMPTS, config, batch_size)]
+    return [text.tokens for text in Engine(target, drafter).decode(PROMPTS, config, batch_size=batch_size)]
 
 
 @contextmanager
@@ -154,7 +155,7 @@ def test_a_greedy_step_waits_for_the_gpu_once(name: str, batch_size: int) -> Non
     target, drafter = CausalLM(model_on("cuda"), static="graphs"), drafter_on("cuda", name, "graphs")
     prompts, config = [PROMPTS[0]] * batch_size, DecodingConfig(24)
     for _ in range(2):  # every graph is recorded in the first run
-        steps = decode_batch_steps(target, drafter, prompts, config, batch_size)
+        steps = Engine(target, drafter).steps(prompts, config, batch_size=batch_size)
         emitted = [next(steps) for _ in range(batch_size)]
         assert all(step.is_prefill for _, step in emitted)
         with host_syncs() as syncs:

@@ -22,7 +22,8 @@ from tiny_training import Recorder, interrupt, toy_examples
 from torch import nn
 
 import trainer.run.loop
-from decoding.generate import DecodingConfig, decode
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from trainer.data.source import Offline
 from trainer.heads.medusa import HeadInputs, MedusaObjective, MedusaTraining
@@ -104,8 +105,8 @@ def run(folder: Path, accelerator: Accelerator, recorder: Recorder, seed: int = 
     objective = heads_objective(seed)
 
     def evaluate(progress: Progress) -> bool:
-        drafted = decode(target(), objective.drafter(), [1, 2, 3], DecodingConfig(max_new_tokens=6))
-        assert drafted.tokens == decode(target(), None, [1, 2, 3], DecodingConfig(max_new_tokens=6)).tokens
+        drafted = Engine(target(), objective.drafter()).decode([1, 2, 3], DecodingConfig(max_new_tokens=6))
+        assert drafted.tokens == Engine(target()).decode([1, 2, 3], DecodingConfig(max_new_tokens=6)).tokens
         recorder.evaluated.append(progress.step)
         return False
 

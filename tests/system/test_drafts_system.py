@@ -25,7 +25,8 @@ from whole_runs import (
 )
 
 from decoding.drafters import DraftModelDrafter
-from decoding.generate import DecodingConfig, decode
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_draft, load_model, load_tokenizer, parse_dtype
 
@@ -72,7 +73,7 @@ def test_its_batches_are_mixed_of_the_datas_rows_the_drafts_and_the_loops(alone:
     target = CausalLM(load_model(str(workshop / "target"), parse_dtype("fp32")))
     draft = load_draft(str(alone / "final"), target, load_tokenizer(str(workshop / "target")))
     assert draft.output_tokens is not None and len(draft.output_tokens) == 10
-    steps = decode(target, DraftModelDrafter(draft, (1, 1)), [4, 5], DecodingConfig(max_new_tokens=9)).steps
+    steps = Engine(target, DraftModelDrafter(draft, (1, 1))).decode([4, 5], DecodingConfig(max_new_tokens=9)).steps
     assert [token for step in steps for token in step.tokens] == [6, 7, 8, 9, 10, 11, 12, 13, 14]
 
 

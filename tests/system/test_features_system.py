@@ -49,7 +49,7 @@ def write_recipe(workshop: Path, path: Path, features: dict[str, Any] | None, **
 
 def sealed(folder: Path) -> dict[str, int]:
     """The files that are finished; one that is written anew is another file."""
-    return {path.stem: path.with_suffix(".safetensors").stat().st_ino for path in folder.glob("shard-*.json")}
+    return {path.stem: path.with_suffix("").stat().st_ino for path in folder.glob("shard-*.sha256")}
 
 
 def test_a_kill_in_the_middle_costs_no_finished_shard(workshop: Path, tmp_path: Path) -> None:

@@ -18,9 +18,20 @@ from tiny_tokenizer import byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.DOTALL)
+PYTHON = (ROOT / "docs" / "python.md").read_text()
 TRAINING = (ROOT / "docs" / "training.md").read_text()
 DRAFTS = (ROOT / "docs" / "drafts.md").read_text()
+PAGES = {  # page: the least number of links and paths in it
+    "README.md": 20,
+    "PAPERS.md": 0,
+    "docs/artefacts.md": 0,
+    "docs/drafts.md": 3,
+    "docs/drafts-measured.md": 1,
+    "docs/measured.md": 3,
+    "docs/multi-node.md": 1,
+    "docs/python.md": 6,
+    "docs/training.md": 5,
+}
 _TINY_RECIPE = (
     "training.steps=2 training.batch_size=2 training.micro_batch_size=2 data.max_length=64 evaluation.prompts=1 "
     "evaluation.max_new_tokens=4 tracking=none"
@@ -35,6 +46,7 @@ TINY = {  # what makes a command quick, behind its own words
     "evaluation.max_new_tokens=4",
     "headstart evaluate": "--limit 1 --max-new-tokens 6",
     "headstart generate": "--max-new-tokens 8",
+    "pip install": "--dry-run --no-deps --no-build-isolation",
 }
 
 
@@ -82,22 +94,24 @@ def environment(desk: Path) -> Iterator[dict[str, str]]:
 
 def test_the_readme_names_its_commands() -> None:
     assert len(COMMANDS) == 11
-    assert COMMANDS[:2] == ["make demo", "make test"]  # run by .ci/run itself
+    assert COMMANDS[:3] == ["pip install .", "make demo", "make test"]  # the last two are run by .ci/run itself
 
 
 @pytest.mark.system
 def test_every_command_of_the_readme_runs_in_the_order_given(desk: Path, environment: dict[str, str]) -> None:
-    for command in COMMANDS[2:]:
+    run(COMMANDS[0], ROOT, environment)
+    for command in COMMANDS[3:]:
         run(command, desk, environment)
     assert (desk / "runs" / "measured" / "report.html").is_file()
     assert (desk / "exported" / "heads" / "README.md").is_file()
-    _run_the_python_block(desk, environment)
+    _run_the_python_block(README, desk, environment)
+    assert "accepted of" in _run_the_python_block(PYTHON, desk, environment)  # with the heads trained above
 
 
 @pytest.mark.system
 def test_every_command_of_the_page_on_training_runs_in_the_order_given(desk: Path, environment: dict[str, str]) -> None:
     found = commands(TRAINING)
-    assert len(found) == 8
+    assert len(found) == 9
     for command in found:
         run(command, desk, environment)
     assert (desk / "runs" / "stored" / "final" / "model.safetensors").is_file()
@@ -122,13 +136,13 @@ def run(command: str, desk: Path, environment: dict[str, str]) -> None:
     assert TOKEN not in done.stdout + done.stderr
 
 
-def _run_the_python_block(desk: Path, environment: dict[str, str]) -> None:
-    (program,) = [block for language, block in BLOCKS if language == "python"]
+def _run_the_python_block(page: str, desk: Path, environment: dict[str, str]) -> str:
+    (program,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=desk, env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert "accepted of" in done.stdout
+    return done.stdout
 
 
 def _publisher() -> ModuleType:
@@ -139,26 +153,60 @@ def _publisher() -> ModuleType:
     return module
 
 
-def test_the_readmes_figures_are_those_of_a_committed_report() -> None:
+def test_the_figures_of_the_pages_are_those_of_one_committed_report() -> None:
     publisher = _publisher()
-    blocks = [
-        publisher.readme_block(json.loads(path.read_text()))
-        for path in sorted((ROOT / "benchmarks" / "results").glob("*/quickstart.json"))
+    reports = [
+        json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks" / "results").glob("*/quickstart.json"))
     ]
-    assert len(blocks) >= 1
-    assert any(block in README for block in blocks)
+    assert len(reports) >= 1
+    blocks = [(page, name, write) for page, marked in publisher.PLACES.items() for name, write in marked]
+    assert [(page, name) for page, name, _ in blocks] == [
+        ("README.md", "headline"),
+        ("README.md", "table"),
+        ("docs/measured.md", "quickstart"),
+    ]
+    assert any(
+        all(publisher.block(name, write(report)) in (ROOT / page).read_text() for page, name, write in blocks)
+        for report in reports
+    )
 
 
-def test_every_file_the_pages_point_to_is_there() -> None:
-    for page, minimum in (
-        (ROOT / "README.md", 20),
-        (ROOT / "docs" / "training.md", 5),
-        (ROOT / "docs" / "drafts.md", 3),
-        (ROOT / "docs" / "drafts-measured.md", 1),
-        (ROOT / "docs" / "multi-node.md", 1),
-    ):
-        text = page.read_text()
-        links = [page.parent / link for link in re.findall(r"\]\((?!http)([^)]+)\)", text)]
-        paths = [ROOT / path for path in re.findall(r"`((?:decoding|trainer|scripts|recipes)/[\w./-]*)`", text)]
-        assert len(links) + len(paths) >= minimum
-        assert [path for path in (*links, *paths) if not path.exists()] == []
+def test_the_readme_names_every_machine_that_figures_come_from_and_says_which_are_missing() -> None:
+    folders = {path.name for path in (ROOT / "benchmarks" / "results").iterdir()}
+    assert folders == {"amd-epyc-2-cores"}, "figures of another machine: the README's limits must name it"
+    assert "two CPU cores (AMD EPYC)" in README and "No GPU has been measured yet." in README
+
+
+def test_publishing_renews_a_marked_block_and_refuses_a_page_without_it() -> None:
+    publisher = _publisher()
+    page = f"above\n{publisher.block('table', 'old')}\nbelow\n"
+    assert publisher.renewed(page, "table", "new") == f"above\n{publisher.block('table', 'new')}\nbelow\n"
+    with pytest.raises(ValueError, match="has 0 blocks between the marks of 'headline': give it one"):
+        publisher.renewed(page, "headline", "new")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_and_name_that_a_page_points_to_exists(page: str) -> None:
+    path = ROOT / page
+    text = path.read_text()
+    links = [path.parent / link for link in re.findall(r"\]\((?!http)([^)]+)\)", text)]
+    paths = [ROOT / found for found in re.findall(r"`((?:decoding|trainer|scripts|recipes|docs)/[\w./-]*)`", text)]
+    assert len(links) + len(paths) >= PAGES[page]
+    assert [found for found in (*links, *paths) if not found.exists()] == []
+    dotted = re.findall(r"`((?:decoding|trainer)(?:\.\w+)+)`", text)
+    assert [name for name in dotted if not _exists(name)] == []
+
+
+def test_every_page_is_checked() -> None:
+    assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} <= PAGES.keys()
+
+
+def _exists(dotted: str) -> bool:
+    """True for a module, and for a name that a module's file defines."""
+    *parents, name = dotted.split(".")
+    for module in (ROOT.joinpath(*parents, name), ROOT.joinpath(*parents)):
+        for file in (module.with_suffix(".py"), module / "__init__.py"):
+            if file.is_file():
+                own = module.name == name
+                return own or re.search(rf"^(?:def|class) {name}\b|^{name}\b.*=", file.read_text(), re.M) is not None
+    return False

@@ -14,7 +14,8 @@ from test_realign import run as realign
 from whole_runs import ROOT, environment, losses, run, running, wait_until
 
 from decoding.drafters import DraftModelDrafter
-from decoding.generate import DecodingConfig, decode
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_draft, load_model, load_tokenizer
 
@@ -51,6 +52,6 @@ def test_a_killed_realignment_typed_again_ends_with_the_draft_of_one_that_was_no
     target = CausalLM(load_model(str(workshop / "tuned"), torch.float32, torch.device("cpu")))
     draft = load_draft(str(killed / "final"), target, load_tokenizer(str(workshop / "tuned")))
     config = DecodingConfig(max_new_tokens=11)
-    drafted = decode(target, DraftModelDrafter(draft, (1, 1, 1, 1)), [4, 5, 6], config)
-    assert drafted.tokens == decode(target, None, [4, 5, 6], config).tokens == (8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12)
+    drafted = Engine(target, DraftModelDrafter(draft, (1, 1, 1, 1))).decode([4, 5, 6], config)
+    assert drafted.tokens == Engine(target).decode([4, 5, 6], config).tokens == (8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12)
     assert len(drafted.steps) < 6  # a prefill and, drafting nothing, ten passes

@@ -21,7 +21,8 @@ from decoding.drafters import (
     LookaheadDrafter,
     PromptLookupDrafter,
 )
-from decoding.generate import DecodingConfig, Generation, decode_batch, decode_batch_steps, decode_steps
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig, Generation
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import FixedPolicy, HeuristicPolicy, MeasuredPolicy, Policy
@@ -130,10 +131,10 @@ class Soak:
         closed_after: int | None,
     ) -> None:
         batch_size = self.chance.randint(1, 4)
-        steps = decode_batch_steps(target, drafter, prompts, config, batch_size, Letters(), policy)
+        steps = Engine(target, drafter, policy, tokenizer=Letters()).steps(prompts, config, batch_size=batch_size)
         if kept is not None:
             prompts = prompts[:1]
-            stream = decode_steps(target, drafter, prompts[0], config, Letters(), policy, kept)
+            stream = Engine(target, drafter, policy, tokenizer=Letters()).steps(prompts[0], config, cache=kept)
             steps = ((0, step) for step in stream)
         done = []
         for step in steps:
@@ -144,7 +145,7 @@ class Soak:
         self.counts["whole"] += 1
         exact = config.sampling.greedy or config.rule is SAMPLED_VERIFY
         if exact and self.chance.random() < 0.3:
-            wanted = decode_batch(target, None, prompts, config, 1, Letters())
+            wanted = Engine(target, tokenizer=Letters()).decode(prompts, config, batch_size=1)
             written = [Generation.of([step for at, step in done if at == place]) for place in range(len(prompts))]
             assert [text.tokens for text in written] == [text.tokens for text in wanted]
             self.counts["compared"] += 1

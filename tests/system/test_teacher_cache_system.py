@@ -25,11 +25,11 @@ def write_recipe(workshop: Path, name: str) -> str:
 
 def shards_of(folder: Path) -> dict[str, bytes]:
     """The shards that are finished, and their seals."""
-    return {path.name: path.read_bytes() for seal in folder.glob("shard-*.json") for path in _with_shard(seal)}
+    return {path.name: path.read_bytes() for seal in folder.glob("shard-*.sha256") for path in _with_shard(seal)}
 
 
 def _with_shard(seal: Path) -> tuple[Path, Path]:
-    return seal, seal.with_suffix(".safetensors")
+    return seal, seal.with_suffix("")
 
 
 def test_a_killed_run_goes_on_and_two_processes_write_the_same_bytes(tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ from whole_runs import (
 )
 
 from decoding.drafters import DraftModelDrafter, MedusaDrafter
-from decoding.generate import DecodingConfig, decode
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_draft, load_heads, load_model, load_tokenizer
 
@@ -65,8 +66,8 @@ def test_launched_heads_train_load_and_speed_up_decoding(workshop: Path, medusa_
     target = target_of(workshop)
     drafter = MedusaDrafter(load_heads(medusa_run / "final", target))
     config = DecodingConfig(max_new_tokens=9)
-    drafted = decode(target, drafter, [4, 5], config)
-    assert drafted.tokens == decode(target, None, [4, 5], config).tokens == tuple(range(6, 15))
+    drafted = Engine(target, drafter).decode([4, 5], config)
+    assert drafted.tokens == Engine(target).decode([4, 5], config).tokens == tuple(range(6, 15))
     assert len(drafted.steps) < 6  # a prefill and, drafting nothing, eight passes
     assert provenance(medusa_run)["num_processes"] == 1 and provenance(medusa_run)["steps"] == STEPS
 
@@ -80,7 +81,7 @@ def test_a_launched_draft_trains_loads_and_decodes(workshop: Path) -> None:
     draft = load_draft(str(output / "final"), target, load_tokenizer(str(workshop / "target")))
     assert draft.num_layers == 1
     config = DecodingConfig(max_new_tokens=9)
-    drafted = decode(target, DraftModelDrafter(draft, (1, 1, 1)), [4, 5], config)
+    drafted = Engine(target, DraftModelDrafter(draft, (1, 1, 1))).decode([4, 5], config)
     # One layer of the counting model counts as well, so all that it drafts is accepted.
     assert drafted.tokens == tuple(range(6, 15)) and [step.accepted for step in drafted.steps] == [0, 3, 3]
 

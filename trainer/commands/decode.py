@@ -1,28 +1,28 @@
-"""What the commands that decode do: evaluate and generate."""
+"""The commands `headstart evaluate` and `headstart generate`."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, PromptLookupDrafter
-from decoding.drafters.draft_tree import DraftTreeDrafter
-from decoding.generate import DecodingConfig, Step, decode, decode_steps
+from decoding.drafters import Drafter
+from decoding.drafters.registry import DrafterLoader, parse_drafter
+from decoding.drafters.spec import DrafterSpec
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig, Step
 from decoding.measure.evaluate import EvaluationConfig, evaluate, standard_methods, write_report
 from decoding.measure.markdown import one_line
-from decoding.measure.redact import published_command, without_local_paths
+from decoding.measure.redact import published_command, published_name, without_local_paths
 from decoding.measure.report import terminal_table, write_html
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
 from decoding.model.loading import (
     eos_token_ids,
-    load_draft,
-    load_heads,
     load_model,
     load_tokenizer,
     parse_dtype,
@@ -30,7 +30,7 @@ from decoding.model.loading import (
 from decoding.policies import named_policy
 from decoding.prompts import encode_prompt, read_prompts
 from decoding.rules.sampling import SamplingConfig
-from decoding.speculate import named_rule
+from decoding.speculation import named_rule
 from decoding.stream import stream_pieces
 from trainer.commands.options import EvaluateOptions, GenerateOptions, ModelOptions
 from trainer.commands.usage import listed
@@ -40,50 +40,50 @@ from trainer.terminal.console import say, standard_error, standard_output, wide
 from trainer.terminal.progress import ProgressBar
 
 
-def _load(options: ModelOptions, chains: bool = True) -> tuple[CausalLM, PreTrainedTokenizerBase, dict[str, Drafter]]:
-    """The target, its tokenizer, and the drafters that were asked for, by name; ``chains``: those of a draft too."""
-    if options.draft_tree and not options.draft:
-        raise ValueError("--draft-tree says how a draft model drafts: give one with --draft")
+class Models(NamedTuple):
+    """A target, its tokenizer, and the drafters that were asked for, each with its spec, by their names in tables."""
+
+    target: CausalLM
+    tokenizer: PreTrainedTokenizerBase
+    drafters: dict[str, Drafter]
+    specs: dict[str, DrafterSpec]
+
+
+def _load(options: ModelOptions, asked: Sequence[str]) -> Models:
+    """Read all that is to decode; a mistake in a spec is found before the target is read."""
+    specs = [parse_drafter(text) for text in asked]
+    if again := next((spec for place, spec in enumerate(specs) if spec in specs[:place]), None):
+        raise ValueError(f"--drafter {again} is given twice: give it once")
     ensure_built(options.target)
-    name = resolve(options.target)
-    target = CausalLM(
-        load_model(
-            name,
-            parse_dtype(options.dtype),
-            trust_remote_code=options.trust_remote_code,
-            device_map=options.device_map,
-        )
-    )
-    tokenizer = load_tokenizer(name, options.trust_remote_code)
-    drafters: dict[str, Drafter] = {}
-    if options.draft:
-        draft = load_draft(options.draft, target, tokenizer, options.trust_remote_code)
-        if chains:
-            chain = DraftModelDrafter(draft, (1,) * options.draft_tokens)
-            drafters[f"draft model, {options.draft_tokens} tokens"] = chain
-        if options.draft_tree:
-            tree = DraftTreeDrafter(draft, *_tree_bounds(options.draft_tree))
-            drafters[f"draft model, tree of {tree.max_nodes - 1}"] = tree
-    if options.heads:
-        medusa = MedusaDrafter(load_heads(options.heads, target))
-        drafters[f"medusa, tree of {medusa.max_nodes - 1}"] = medusa
-    return target, tokenizer, drafters
+    name, trusted = resolve(options.target), options.trust_remote_code
+    dtype = parse_dtype(options.dtype)
+    target = CausalLM(load_model(name, dtype, trust_remote_code=trusted, device_map=options.device_map))
+    tokenizer = load_tokenizer(name, trusted)
+    loader = DrafterLoader(target, tokenizer, trusted)
+    drafters = [loader.load(spec) for spec in specs]
+    labels = [drafter.label for drafter in drafters]
+    names = [
+        f"{label} ({told})" if labels.count(label) > 1 else label
+        for label, told in zip(labels, published_specs(specs), strict=True)
+    ]
+    return Models(target, tokenizer, dict(zip(names, drafters, strict=True)), dict(zip(names, specs, strict=True)))
 
 
-def _tree_bounds(text: str) -> tuple[int, int, int]:
-    try:
-        depth, width, nodes = (int(number) for number in text.split(","))
-    except ValueError:
-        raise ValueError(f"--draft-tree is {text!r}: give depth,width,nodes, such as 5,4,24") from None
-    return depth, width, nodes
+def published_specs(specs: Sequence[DrafterSpec]) -> list[str]:
+    """Each spec with its path cut to what may be published; those that read alike then are numbered from 2."""
+    told: list[str] = []
+    for spec in specs:
+        text = spec.with_path(None if spec.path is None else published_name(spec.path))
+        alike = sum(other.partition(" (")[0] == text for other in told)
+        told.append(f"{text} ({alike + 1})" if alike else text)
+    return told
 
 
 def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> dict[str, Any]:
     """Measure, print the table, write report.json and report.html; returns the report."""
     watched, console = console or standard_error(), console or standard_output()
     logging.set_verbosity_error()  # `generate` warns about the draft length that assisted generation is given
-    target, tokenizer, drafters = _load(options)
-    drafters["prompt lookup"] = PromptLookupDrafter()
+    target, tokenizer, drafters, specs = _load(options, options.drafter or ())
     prompts = read_prompts(
         resolve(options.prompts), tokenizer, options.limit, options.prompt_field, options.prompt_tokens
     )
@@ -97,7 +97,7 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
     )
     prompts, left_out = _fitting(prompts, target, drafters, options)
     chosen = replace(options, settings=list(config.settings), policies=list(config.policies))  # the defaults in words
-    made_by = _made_by(chosen, tokenizer, prompts)  # now: a file may be another when all is measured
+    made_by = _made_by(chosen, specs, tokenizer, prompts)  # now: a file may be another when all is measured
     methods = standard_methods(target, drafters, config)
     total = len(methods) * (len(prompts) * config.rounds + 1)
     with ProgressBar(watched, "evaluating", total) as bar:
@@ -112,18 +112,31 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
 
 
 def _made_by(
-    options: EvaluateOptions, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]]
+    options: EvaluateOptions,
+    specs: Mapping[str, DrafterSpec],
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
-    """The report's account of itself: the command, its settings, and fingerprints of all that was measured."""
+    """The report's account of itself: the command, its settings, and fingerprints of all that was measured.
+
+    ``drafters`` has the spec of each drafter by its name in the rows; weights' fingerprints stand under these specs.
+    """
     trusted = options.trust_remote_code
-    named = {"target": resolve(options.target), "heads": options.heads, "draft": options.draft}
-    kept_apart = {*named, "prompts", "output", "title"}
+    kept_apart = {"target", "drafter", "prompts", "output", "title"}
     settings = {name: value for name, value in vars(options).items() if name not in kept_apart}
+    told = published_specs(list(specs.values()))
+    weights = {
+        name: stored_fingerprint(spec.path, trusted)
+        for name, spec in zip(told, specs.values(), strict=True)
+        if spec.path is not None
+    }
     return {
         "command": published_command(sys.argv),
         "settings": without_local_paths(settings),
+        "drafters": dict(zip(specs, told, strict=True)),
         "fingerprints": {
-            **{name: stored_fingerprint(model, trusted) if model else None for name, model in named.items()},
+            "target": stored_fingerprint(resolve(options.target), trusted),
+            **weights,
             "tokenizer": tokenizer_fingerprint(tokenizer),
             "prompts": prompts_fingerprint(prompts),
         },
@@ -131,20 +144,21 @@ def _made_by(
 
 
 def _fitting(
-    prompts: list[tuple[int, ...]], target: CausalLM, drafters: dict[str, Drafter], options: EvaluateOptions
+    prompts: list[tuple[int, ...]], target: CausalLM, drafters: Mapping[str, Drafter], options: EvaluateOptions
 ) -> tuple[list[tuple[int, ...]], int]:
-    """The prompts that target and drafts can hold with their new tokens, and how many others were left out."""
-    drafts = [draft for drafter in drafters.values() if isinstance(draft := getattr(drafter, "draft", None), CausalLM)]
-    holds = min((model.max_positions for model in (target, *drafts) if model.max_positions is not None), default=None)
-    if holds is None:
+    """The prompts that target and drafters can hold with their new tokens, and the number of the others."""
+    limits = [drafter.max_positions for drafter in drafters.values() if drafter.max_positions is not None]
+    holder = "target and draft" if limits else "the target"
+    limits += [] if target.max_positions is None else [target.max_positions]
+    if not limits:
         return prompts, 0
+    holds = min(limits)
     fitting = [prompt for prompt in prompts if len(prompt) + options.max_new_tokens <= holds]
     too_long = len(prompts) - len(fitting)
     if too_long and not (options.skip_long and fitting):
         remedy = (
             "lower --max-new-tokens" if not fitting else "leave them out with --skip-long, or lower --max-new-tokens"
         )
-        holder = "target and draft" if drafts else "the target"
         raise ValueError(
             f"{too_long} of {len(prompts)} prompts, the longest of {max(map(len, prompts))} tokens, do not fit with "
             f"{options.max_new_tokens} new tokens into the {holds} that {holder} can hold: {remedy}, or cut "
@@ -156,22 +170,18 @@ def _fitting(
 def run_generate(options: GenerateOptions, console: Console | None = None) -> None:
     """Stream the text in two colours and say what speculation gained."""
     console = console or standard_output()
-    target, tokenizer, drafters = _load(options, chains=not options.draft_tree)
-    if options.lookup:
-        drafters["prompt lookup"] = PromptLookupDrafter()
-    if len(drafters) > 1:
-        raise ValueError(f"{' and '.join(drafters)} were asked for: give one of --heads, --draft and --lookup")
-    drafter = next(iter(drafters.values()), None)
+    target, tokenizer, drafters, _ = _load(options, [options.drafter] if options.drafter is not None else ())
+    name, drafter = next(iter(drafters.items()), ("plain decoding", None))
     prompt = encode_prompt(options.prompt, tokenizer, options.chat)
     config = _decoding_config(options, eos_token_ids(target.model, tokenizer))
-    policy = named_policy(options.policy)
+    engine = Engine(target, drafter, named_policy(options.policy), tokenizer)
     if drafter is not None and options.compare:
         warm_up = replace(config, max_new_tokens=min(8, config.max_new_tokens))
-        decode(target, drafter, prompt, warm_up, tokenizer, policy)
+        engine.decode(prompt, warm_up)
     steps: list[Step] = []
 
     def watched() -> Iterator[Step]:
-        for step in decode_steps(target, drafter, prompt, config, tokenizer, policy):
+        for step in engine.steps(prompt, config):
             steps.append(step)
             yield step
 
@@ -182,9 +192,8 @@ def run_generate(options: GenerateOptions, console: Console | None = None) -> No
     console.print()
     plain = None
     if drafter is not None and options.compare:
-        plain = decode(target, None, prompt, replace(config, rule=None), tokenizer).steps
-    name, label = next(iter(drafters), "plain decoding"), config.rule.label if config.rule else "lossless"
-    say(console, _summary(steps, plain, f"{name} ({label})"), style="dim")
+        plain = replace(engine, drafter=None).decode(prompt, replace(config, rule=None)).steps
+    say(console, _summary(steps, plain, f"{name} ({config.label})"), style="dim")
 
 
 def _decoding_config(options: GenerateOptions, eos: tuple[int, ...]) -> DecodingConfig:

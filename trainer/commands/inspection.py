@@ -1,4 +1,4 @@
-"""`headstart data inspect`: what a source's rows become, with the trained tokens marked, and an account of them all."""
+"""`headstart data inspect`: rows as sequences with the trained tokens marked, and counts over the whole source."""
 
 from collections.abc import Iterator
 from itertools import groupby, islice
@@ -23,7 +23,7 @@ from trainer.run.kinds import kind_of
 from trainer.terminal.console import say, standard_output, title
 
 _STYLES = {(True, False): "green", (True, True): "bold green", (False, False): None, (False, True): "bold magenta"}
-"""By whether a token is trained and whether it is special."""
+"""Styles by (trained, special)."""
 _BEGIN, _END = "⟦", "⟧"
 _FIELDS = (
     "split",
@@ -37,7 +37,7 @@ _FIELDS = (
     "packing",
     "bad_rows",
 )
-"""Of the data section, that options of the same names stand over."""
+"""Fields of the data section that options of the same names override."""
 
 
 class _Task(NamedTuple):
@@ -114,7 +114,7 @@ def _print_row(console: Console, task: _Task, row: Row, encoded: Encoded | Value
 
 
 def marked_text(example: Example, tokenizer: PreTrainedTokenizerBase, colour: bool) -> Text:
-    """A sequence as text, special tokens written out; what is trained in green, or else in brackets."""
+    """A sequence as text, special tokens written out; trained tokens in green, or between brackets without colour."""
     text = Text()
     for trained, pieces in groupby(_pieces(example, tokenizer), key=lambda piece: piece[1]):
         text.append(_BEGIN if trained and not colour else "")
@@ -125,7 +125,7 @@ def marked_text(example: Example, tokenizer: PreTrainedTokenizerBase, colour: bo
 
 
 def _pieces(example: Example, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool, bool]]:
-    """Runs of tokens as (text, trained, special): each is what it adds to the text of all tokens before it."""
+    """Runs of tokens as (text, trained, special): each text is the addition to that of all earlier tokens."""
     specials = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     kinds = [(trained, token in specials) for token, trained in zip(example.tokens, example.trained, strict=True)]
     begin, before = 0, ""

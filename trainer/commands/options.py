@@ -1,6 +1,6 @@
-"""The options of the commands that decode: name, type, default and help of each stand here and nowhere else.
+"""Options of the commands: name, type, default and help of each stand here and nowhere else.
 
-Kept apart from what the commands do, so that ``--help`` need not wait for PyTorch.
+This module imports no PyTorch, so that ``--help`` need not wait for it.
 """
 
 from dataclasses import dataclass
@@ -13,22 +13,17 @@ DeviceMap = Annotated[
     str | None, Option(help="auto spreads a target that fits no single GPU over all of them; by default one holds it.")
 ]
 
+DRAFTERS = (
+    "NAME[:PATH][,option=value,...], such as heads:PATH, draft:PATH,tokens=4, draft-tree:PATH,depth=5, lookup, "
+    "lookahead, cascade:PATH, hybrid:PATH, other-tokenizer:PATH; 'headstart drafters' lists them with their options."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Which models to decode with."""
+    """Options of the target."""
 
     target: Annotated[str, Option(help="Hub id or folder of the target; 'quickstart' is the embedded default.")]
-    heads: Annotated[str | None, Option(help="Folder of Medusa heads trained on the target.")] = None
-    draft: Annotated[str | None, Option(help="Hub id or folder of a draft model with the target's tokenizer.")] = None
-    draft_tokens: Annotated[int, Option(min=1, help="Tokens the draft model proposes at a time.")] = 4
-    draft_tree: Annotated[
-        str | None,
-        Option(
-            help="depth,width,nodes of trees that the draft model grows where it is surest, such as 5,4,24: generate "
-            "drafts them instead of chains, evaluate measures both."
-        ),
-    ] = None
     dtype: Annotated[
         str, Option(help="bf16, fp16 or fp32. On a CPU with AVX512-BF16 or AMX, bf16 is the fast one.")
     ] = "bf16"
@@ -38,92 +33,97 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(ModelOptions):
-    """`headstart evaluate`."""
+    """Options of `headstart evaluate`."""
 
-    prompts: Annotated[str, Option(help=".jsonl file with a prompt a line.")]
+    prompts: Annotated[str, Option(help=".jsonl file, one prompt per line.")]
     output: Annotated[Path, Option(help="Folder for report.json and report.html.")]
+    drafter: Annotated[list[str] | None, Option(help=f"Drafter to measure, any number: {DRAFTERS}")] = None
     prompt_field: Annotated[str | None, Option(help="Field of the prompt; found by name if not given.")] = None
     prompt_tokens: Annotated[int | None, Option(min=1, help="Take only the first tokens of each text.")] = None
-    limit: Annotated[int, Option(min=1, help="How many prompts.")] = 20
+    limit: Annotated[int, Option(min=1, help="Number of prompts.")] = 20
     skip_long: Annotated[
         bool, Option("--skip-long", help="Leave out prompts that do not fit with --max-new-tokens, and count them.")
     ] = False
     max_new_tokens: Annotated[int, Option(min=1, help="Longest continuation, in tokens.")] = 96
-    temperature: Annotated[float, Option(min=0, help="Of the sampling settings.")] = 1.0
+    temperature: Annotated[float, Option(min=0, help="Temperature of the sampling settings.")] = 1.0
     settings: Annotated[
         list[str] | None,
         Option(help="Any of greedy, sampling, typical, by commas or repeated; all if not given."),
     ] = None
     policies: Annotated[
         list[str] | None,
-        Option(help="How much to draft at a time: any of fixed (if not given), heuristic, measured, as --settings."),
+        Option(help="Rules for how much to draft: fixed (the default), heuristic, measured, listed as --settings."),
     ] = None
-    rounds: Annotated[int, Option(min=1, help="How often each prompt is decoded by each method.")] = 1
-    title: Annotated[str | None, Option(help="Of the report; the target's and the prompts' names if not given.")] = None
+    rounds: Annotated[int, Option(min=1, help="Times that each method decodes each prompt.")] = 1
+    title: Annotated[str | None, Option(help="Title of the report; by default the target's and prompts' names.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(ModelOptions):
-    """`headstart generate`."""
+    """Options of `headstart generate`."""
 
-    prompt: Annotated[str, Option(help="What to answer or to continue; '-' reads it from standard input.")]
-    lookup: Annotated[bool, Option(help="Draft by prompt lookup.")] = False
-    policy: Annotated[str, Option(help="How much to draft at a time: fixed, heuristic or measured.")] = "fixed"
+    prompt: Annotated[str, Option(help="Text to answer or to continue; '-' reads it from standard input.")]
+    drafter: Annotated[str | None, Option(help=f"Drafter; plain decoding if not given: {DRAFTERS}")] = None
+    policy: Annotated[str, Option(help="Rule for how much to draft: fixed, heuristic or measured.")] = "fixed"
     rule: Annotated[
         str | None,
         Option(
             help="Acceptance rule: token, block, recursive, traversal, top-k, sampled-verify, or typical, which is "
-            "lossy. By default the lossless one that keeps the most."
+            "lossy. By default the lossless rule that keeps the most drafted tokens."
         ),
     ] = None
     max_new_tokens: Annotated[int, Option(min=1, help="Longest continuation, in tokens.")] = 128
-    temperature: Annotated[float, Option(help="0 is greedy.")] = 0.0
+    temperature: Annotated[float, Option(help="Sampling temperature; 0 is greedy.")] = 0.0
     top_k: Annotated[int, Option(help="Top-k sampling; 0 switches it off.")] = 0
     top_p: Annotated[float, Option(help="Nucleus sampling; 1 switches it off.")] = 1.0
-    min_p: Annotated[float, Option(help="Least share of the best token's probability; 0 switches it off.")] = 0.0
+    min_p: Annotated[float, Option(help="Least share of the best token's probability to keep; 0 switches it off.")] = (
+        0.0
+    )
     typical_p: Annotated[float, Option(help="Typical sampling; 1 switches it off.")] = 1.0
-    repetition_penalty: Annotated[float, Option(help="Over prompt and output; 1 switches it off.")] = 1.0
-    presence_penalty: Annotated[float, Option(help="Off the logits of tokens in the output, once.")] = 0.0
-    frequency_penalty: Annotated[float, Option(help="Off the logits of tokens in the output, each time.")] = 0.0
+    repetition_penalty: Annotated[float, Option(help="Penalty on tokens in prompt and output; 1 switches it off.")] = (
+        1.0
+    )
+    presence_penalty: Annotated[float, Option(help="Subtracted once from the logits of tokens in the output.")] = 0.0
+    frequency_penalty: Annotated[
+        float, Option(help="Subtracted from a token's logit per occurrence in the output.")
+    ] = 0.0
     stop: Annotated[list[str] | None, Option(help="Stop string; may be given several times.")] = None
-    seed: Annotated[int, Option(help="Same seed, same text.")] = 0
+    seed: Annotated[int, Option(help="Seed of the sampling: same seed, same text.")] = 0
     chat: Annotated[bool, Option(help="Use the tokenizer's chat template, if it has one.")] = True
-    compare: Annotated[bool, Option(help="Decode again plainly, for the speed-up.")] = True
+    compare: Annotated[bool, Option(help="Decode a second time without the drafter, for the speed-up.")] = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class RegenerateOptions:
-    """`headstart regenerate`."""
+    """Options of `headstart regenerate`."""
 
-    prompts: Annotated[str, Option(help=".jsonl file with a prompt, some turns or a conversation a line.")]
-    output: Annotated[Path, Option(help=".jsonl file of the answers. What stands in it already is not done again.")]
+    prompts: Annotated[str, Option(help=".jsonl file, one prompt, list of turns or conversation per line.")]
+    output: Annotated[Path, Option(help=".jsonl file of the answers. Answers that it holds already are kept.")]
     target: Annotated[str | None, Option(help="Hub id or folder of the target, to run in this process.")] = None
     endpoint: Annotated[
         str | None, Option(help="Instead: address of an OpenAI-compatible server, such as http://localhost:8000/v1.")
     ] = None
-    model: Annotated[str | None, Option(help="What the endpoint calls the target.")] = None
+    model: Annotated[str | None, Option(help="The endpoint's name for the target.")] = None
     prompt_field: Annotated[str | None, Option(help="Field of the prompt; found by name if not given.")] = None
-    limit: Annotated[int | None, Option(min=1, help="How many rows; all if not given.")] = None
+    limit: Annotated[int | None, Option(min=1, help="Number of rows; all if not given.")] = None
     n: Annotated[int, Option(min=1, help="Answers for each prompt.")] = 1
-    temperature: Annotated[float, Option(help="0 is greedy.")] = 0.0
+    temperature: Annotated[float, Option(help="Sampling temperature; 0 is greedy.")] = 0.0
     top_p: Annotated[float, Option(help="Nucleus sampling; 1 switches it off.")] = 1.0
     max_new_tokens: Annotated[int, Option(min=1, help="Longest answer, in tokens.")] = 256
-    seed: Annotated[int, Option(help="Same seed, same answers.")] = 0
+    seed: Annotated[int, Option(help="Seed of the sampling: same seed, same answers.")] = 0
     keep_truncated: Annotated[
         bool, Option("--keep-truncated/--drop-truncated", help="Keep answers that are cut off by --max-new-tokens.")
     ] = True
-    heads: Annotated[str | None, Option(help="Medusa heads of the target, to be faster.")] = None
-    draft: Annotated[str | None, Option(help="Draft model with the target's tokenizer, to be faster.")] = None
-    draft_tokens: Annotated[int, Option(min=1, help="Tokens the draft model proposes at a time.")] = 4
+    drafter: Annotated[str | None, Option(help=f"Drafter, to make a target in this process faster: {DRAFTERS}")] = None
     batch_size: Annotated[int, Option(min=1, help="Prompts decoded at a time in this process.")] = 16
     dtype: Annotated[str, Option(help="bf16, fp16 or fp32, of a target in this process.")] = "bf16"
     device_map: DeviceMap = None
     trust_remote_code: Annotated[bool, Option(help="Run code that comes with a hub model.")] = False
     completions: Annotated[
-        bool, Option("--completions", help="Continue the prompts through the endpoint's /completions; else it chats.")
+        bool, Option("--completions", help="Continue prompts by the endpoint's /completions, not its chat.")
     ] = False
-    concurrency: Annotated[int, Option(min=1, help="Requests under way at the endpoint.")] = 16
-    retries: Annotated[int, Option(min=0, help="How often a request is tried again.")] = 5
+    concurrency: Annotated[int, Option(min=1, help="Requests to the endpoint at a time.")] = 16
+    retries: Annotated[int, Option(min=0, help="Times that a failed request is tried again.")] = 5
     timeout: Annotated[float, Option(min=0.001, help="Seconds to wait for one answer of the endpoint.")] = 120.0
     api_key_variable: Annotated[
         str, Option(help="Environment variable with the endpoint's key; 'none' is sent if it is not set.")
@@ -132,26 +132,26 @@ class RegenerateOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RealignOptions:
-    """`headstart realign`."""
+    """Options of `headstart realign`."""
 
     target: Annotated[str, Option(help="Hub id or folder of the tuned target: a whole one, or its LoRA adapters.")]
-    draft: Annotated[str, Option(help="Hub id or folder of the stale draft, which stays as it is.")]
-    prompts: Annotated[str, Option(help=".jsonl file with a prompt a line, such as the tuned target is asked.")]
-    output: Annotated[Path, Option(help="Folder of the run: final/ with the draft, realigned.json, and all between.")]
+    draft: Annotated[str, Option(help="Hub id or folder of the stale draft, which is not changed.")]
+    prompts: Annotated[str, Option(help=".jsonl file, one prompt per line, like those that the target gets in use.")]
+    output: Annotated[Path, Option(help="Folder of the run: final/ with the draft, realigned.json, and its steps.")]
     heldout: Annotated[
         str | None, Option(help=".jsonl file of prompts to measure with; else the last 5% of --prompts, at most 50.")
     ] = None
     prompt_field: Annotated[str | None, Option(help="Field of the prompt; found by name if not given.")] = None
-    limit: Annotated[int | None, Option(min=1, help="How many rows of --prompts; all if not given.")] = None
+    limit: Annotated[int | None, Option(min=1, help="Number of rows of --prompts; all if not given.")] = None
     temperature: Annotated[
-        float, Option(help="Of the answers to learn from: best the one the target is used at; 0 is greedy.")
+        float, Option(help="Temperature of the answers to train on, best that of later use; 0 is greedy.")
     ] = 0.0
     max_new_tokens: Annotated[int, Option(min=1, help="Longest answer, in tokens.")] = 256
-    steps: Annotated[int, Option(min=1, help="Of the training.")] = 200
+    steps: Annotated[int, Option(min=1, help="Training steps.")] = 200
     batch_size: Annotated[int, Option(min=1, help="Sequences of a training step, and prompts decoded at a time.")] = 16
-    learning_rate: Annotated[float, Option(help="At its height.")] = 1e-3
+    learning_rate: Annotated[float, Option(help="Highest learning rate of the schedule.")] = 1e-3
     draft_tokens: Annotated[int, Option(min=1, help="Tokens the draft proposes at a time.")] = 4
-    seed: Annotated[int, Option(help="Same seed, same draft.")] = 0
+    seed: Annotated[int, Option(help="Seed of the run: same seed, same draft.")] = 0
     dtype: Annotated[str, Option(help="bf16, fp16 or fp32, of the target and of the finished draft.")] = "bf16"
     device_map: DeviceMap = None
     trust_remote_code: Annotated[bool, Option(help="Run code that comes with a hub model.")] = False
@@ -159,23 +159,23 @@ class RealignOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    """`headstart data inspect`. What is not given is as the recipe says, else as recipes have it by default."""
+    """Options of `headstart data inspect`; by default the recipe's values, else the defaults of recipes."""
 
     source: Annotated[
         str, Argument(help="A recipe; or a .jsonl or .parquet file, a folder of them, or ORG/NAME on the hub.")
     ]
     overrides: Annotated[list[str] | None, Argument(help="section.key=value, over the recipe.")] = None
     target: Annotated[str | None, Option(help="Hub id or folder of the target: its tokenizer is used.")] = None
-    rows: Annotated[int, Option(min=0, help="How many rows to show; all are counted.")] = 3
-    heldout: Annotated[bool, Option("--heldout", help="The recipe's held-out rows, not those trained on.")] = False
-    split: Annotated[str | None, Option(help="Of a data set on the hub.")] = None
+    rows: Annotated[int, Option(min=0, help="Number of rows to show; all are counted.")] = 3
+    heldout: Annotated[bool, Option("--heldout", help="Show the held-out rows, not the training rows.")] = False
+    split: Annotated[str | None, Option(help="Split of a data set on the hub.")] = None
     format: Annotated[str | None, Option(help="auto, text, messages, sharegpt or prompt_answer.")] = None
     text_field: Annotated[str | None, Option(help="Field of a plain text.")] = None
     prompt_field: Annotated[str | None, Option(help="Field of a prompt; found by name if not given.")] = None
     answer_field: Annotated[str | None, Option(help="Field of its answer; found by name if not given.")] = None
     chat_template: Annotated[str | None, Option(help="Jinja file that replaces the tokenizer's chat template.")] = None
     max_length: Annotated[int | None, Option(min=8, help="Longest sequence, in tokens.")] = None
-    max_rows: Annotated[int | None, Option(min=1, help="Read only so many rows.")] = None
-    packing: Annotated[bool | None, Option(help="Several short examples in one sequence.")] = None
-    bad_rows: Annotated[str | None, Option(help="stop or skip at a row that cannot be used.")] = None
+    max_rows: Annotated[int | None, Option(min=1, help="Number of rows to read; all if not given.")] = None
+    packing: Annotated[bool | None, Option(help="Put several short examples into one sequence.")] = None
+    bad_rows: Annotated[str | None, Option(help="stop at a row that cannot be used, or skip it.")] = None
     trust_remote_code: Annotated[bool, Option(help="Run code that comes with a hub tokenizer.")] = False

@@ -1,4 +1,4 @@
-"""`headstart plan-training`: the table of what a run will take."""
+"""`headstart plan-training`: a table of the parameters, memory, disk and hours of a run."""
 
 import shutil
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ def print_plan(recipe: AnyRecipe, launch: Launch, steps: int) -> None:
 
 
 def table_of(plan: Plan, recipe: AnyRecipe, launch: Launch) -> Table:
-    """The plan to read."""
+    """The plan as a table."""
     table = Table("what", "part", "amount", title=title(f"{recipe.name}: what it will take"))
 
     def add(what: str, parts: Mapping[str, str]) -> None:

@@ -7,19 +7,15 @@ the first two, the training's own files, final/ with the draft, and realigned.js
 
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 
-from decoding.drafters import DraftModelDrafter
+from decoding.drafters.registry import named_drafter
 from decoding.generate import DecodingConfig
 from decoding.jsonl import read_lines
-from decoding.measure.evaluate import measure_acceptance
 from decoding.measure.machine import commit, hardware, versions
-from decoding.metrics import Estimate
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import (
@@ -31,7 +27,6 @@ from decoding.model.loading import (
     parse_dtype,
 )
 from decoding.prompts import encode_prompt
-from decoding.rules.sampling import SamplingConfig
 from trainer.commands.options import RealignOptions, RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
 from trainer.data.conversations import read_conversations
@@ -41,29 +36,24 @@ from trainer.files.shards import write_text
 from trainer.quickstart import resolve
 from trainer.recipe.reading import parse_recipe
 from trainer.recipe.recipe import AnyRecipe
+from trainer.run.acceptance import Figures, compared, measure_figures, tokens_per_pass
 from trainer.run.train import FINAL, ensure_built, run_recipe
 from trainer.terminal.console import say, standard_error, standard_output
-from trainer.terminal.progress import ProgressBar
 
 REPORT = "realigned.json"
 _STALE = "stale.json"
 _PROMPTS, _CHOOSING, _HELDOUT = "prompts.jsonl", "choosing.jsonl", "heldout.jsonl"
 _MOST_CHOOSING, _MOST_HELDOUT = 16, 50
-_NAMES = {"tokens_per_pass": "tokens per pass", "accepted_per_drafted": "accepted/drafted"}
-_TEMPERATURES = {"greedy": 0.0, "T=1": 1.0}
 _PROMPT_TOKENS, _SEQUENCE_TOKENS = 64, 1024
-
-Figures = dict[str, dict[str, Any]]
-"""By setting: tokens per target pass, and the share of drafted tokens that were accepted, as `Estimate` values."""
 
 
 class Fit(NamedTuple):
-    """What is known of a target and its draft before anything is spent."""
+    """Figures of a target with its draft on the held-out prompts."""
 
     figures: Figures
-    """Of the stale draft."""
+    """The draft's figures by setting."""
     heldout: int
-    """Prompts they are measured with."""
+    """Number of prompts measured with."""
     positions: int
     """The longest text that both can hold."""
 
@@ -80,7 +70,7 @@ def run_realign(options: RealignOptions, console: Console | None = None) -> dict
 def _realign(options: RealignOptions, console: Console, watched: Console) -> dict[str, Any]:
     split_prompts(options)
     before = _measure_stale(options, watched)
-    say(console, f"the stale draft, {_said(before.figures)}")
+    say(console, f"the stale draft, {tokens_per_pass(before.figures)}")
     recipe = recipe_of(options, before.positions)
     for name in (_PROMPTS, _CHOOSING):
         run_regenerate(_questions(options, name), console)
@@ -99,7 +89,8 @@ def _realign(options: RealignOptions, console: Console, watched: Console) -> dic
         "commit": commit(),
     }
     write_text(options.output / REPORT, json.dumps(report, indent=2) + "\n")
-    console.print(table_of(report))
+    title = f"held out, {after.heldout} prompts, 95% intervals"
+    console.print(compared({"stale": before.figures, "realigned": after.figures}, title))
     say(console, f"written: {final}, {options.output / REPORT}")
     return report
 
@@ -114,7 +105,7 @@ def _check(options: RealignOptions) -> None:
 
 
 def split_prompts(options: RealignOptions) -> None:
-    """Write the three files of prompts, each row to one of them. What is not learnt from is the last rows'."""
+    """Write the three files of prompts, each row to one of them; the last rows are held out."""
     rows = [line.rstrip(b"\n") for _, line in read_lines(resolve(options.prompts))][: options.limit]
     choosing = min(_MOST_CHOOSING, math.ceil(len(rows) / 50))
     if options.heldout is None:
@@ -133,13 +124,12 @@ def split_prompts(options: RealignOptions) -> None:
 
 
 def _questions(options: RealignOptions, name: str) -> RegenerateOptions:
-    """How the target answers, the stale draft speculating for it, which changes nothing but the time it takes."""
+    """Options to let the target answer a file; the stale draft speculates, which saves time and changes no answer."""
     return RegenerateOptions(
         prompts=str(options.output / name),
         output=answers_to(options.output / name),
         target=options.target,
-        draft=options.draft,
-        draft_tokens=options.draft_tokens,
+        drafter=f"draft:{options.draft},tokens={options.draft_tokens}",
         prompt_field=options.prompt_field,
         temperature=options.temperature,
         max_new_tokens=options.max_new_tokens,
@@ -157,7 +147,7 @@ def answers_to(prompts: Path) -> Path:
 
 
 def recipe_of(options: RealignOptions, positions: int) -> AnyRecipe:
-    """How the draft is trained. ``positions`` is the longest text that target and draft can hold."""
+    """The recipe that trains the draft. ``positions`` is the longest text that target and draft can hold."""
     every = max(1, options.steps // 10)
     content: dict[str, Any] = {
         "kind": "draft",
@@ -210,7 +200,7 @@ def _measure_stale(options: RealignOptions, console: Console) -> Fit:
 
 
 def _made_by(options: RealignOptions) -> dict[str, str]:
-    """All that the stale figures depend on but the draft, whose folder may hold another by now."""
+    """Everything that the stale figures depend on, except the draft: its folder may hold another one by now."""
     made_by = {name: str(value) for name, value in vars(options).items() if name != "output"}
     made_by["heldout rows"] = sha256_of(options.output / _HELDOUT)
     made_by["target weights"] = stored_fingerprint(resolve(options.target), options.trust_remote_code)
@@ -218,13 +208,13 @@ def _made_by(options: RealignOptions) -> dict[str, str]:
 
 
 def _kept(file: Path, options: RealignOptions) -> Fit | None:
-    """The figures in a file; None where they were measured of something else, or cannot be read."""
+    """The figures in a file; None where they belong to other models or settings, or cannot be read."""
     try:
         kept = json.loads(file.read_bytes())
         if kept["options"] != _made_by(options):
             return None
         fit = Fit(**kept["fit"])
-        _said(fit.figures)
+        tokens_per_pass(fit.figures)
         return fit
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -252,49 +242,7 @@ def _measure(options: RealignOptions, name: str, console: Console) -> Fit:
         raise ValueError(
             f"no held-out prompt leaves room for {options.max_new_tokens} new tokens: lower max_new_tokens"
         )
-    ends = eos_token_ids(target.model, tokenizer)
-    return Fit(_figures(target, draft, prompts, options, ends, console), len(prompts), positions)
-
-
-def _figures(
-    target: CausalLM,
-    draft: CausalLM,
-    prompts: Sequence[Sequence[int]],
-    options: RealignOptions,
-    ends: tuple[int, ...],
-    console: Console,
-) -> Figures:
-    drafter = DraftModelDrafter(draft, (1,) * options.draft_tokens)
-    found = {}
-    for setting, temperature in _TEMPERATURES.items():
-        config = DecodingConfig(options.max_new_tokens, SamplingConfig(temperature), eos_token_ids=ends)
-        with ProgressBar(console, f"measuring the draft, {setting}", len(prompts)) as bar:
-            acceptance = measure_acceptance(target, drafter, prompts, config, options.batch_size, bar.advance)
-        if not acceptance.passes:
-            raise ValueError(f"every text ended with its first token, {setting}: give held-out prompts to be answered")
-        found[setting] = {
-            "tokens_per_pass": acceptance.tokens_per_pass._asdict(),
-            "accepted_per_drafted": acceptance.accepted_per_drafted._asdict(),
-        }
-    return found
-
-
-def table_of(report: dict[str, Any]) -> Table:
-    """Before and after, each with its 95% interval."""
-    table = Table(title=f"held out, {report['heldout_prompts']} prompts, 95% intervals")
-    for name in ("setting", "figure", "stale", "realigned"):
-        table.add_column(name)
-    for setting, figures in report["before"].items():
-        for figure in figures:
-            values = [_shown(report[when][setting][figure]) for when in ("before", "after")]
-            table.add_row(setting, _NAMES[figure], *values)
-    return table
-
-
-def _shown(estimate: dict[str, Any]) -> str:
-    value, low, high, _ = Estimate(**estimate)
-    return f"{value:.3f} ({low:.3f} to {high:.3f})"
-
-
-def _said(figures: Figures) -> str:
-    return "; ".join(f"{name}: {_shown(held['tokens_per_pass'])} tokens per pass" for name, held in figures.items())
+    drafter = named_drafter("draft", draft, tokens=options.draft_tokens)
+    config = DecodingConfig(options.max_new_tokens, eos_token_ids=eos_token_ids(target.model, tokenizer))
+    figures = measure_figures(target, drafter, prompts, config, options.batch_size, console)
+    return Fit(figures, len(prompts), positions)

@@ -1,4 +1,4 @@
-"""What a command was given, checked before it runs: an option once, numbers finite, every error one sentence."""
+"""Checks of a command's options before it runs: each given once, numbers finite, every error one sentence."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -11,14 +11,14 @@ from trainer.terminal.console import say_error, standard_error
 
 BAD_INPUT = 2
 _UsageError: Any = typer.BadParameter.__bases__[0]
-"""The base of all that a parser complains of; typer gives it no name of its own."""
+"""The base of all parser errors; typer gives it no name of its own."""
 
 
 class Command(TyperCommand):
-    """A command whose usage errors are one sentence, and which takes no option's value in place of another's."""
+    """A command that reports usage errors in one sentence and refuses an option given twice."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse; on an error print a sentence and exit."""
+        """Parse the options; on an error print a sentence and exit with `BAD_INPUT`."""
         values: dict[str, Any] = {}
         try:
             values, _, given = self.make_parser(ctx).parse_args(args=list(args))
@@ -35,7 +35,7 @@ class Command(TyperCommand):
         raise typer.Exit(BAD_INPUT)
 
     def _check_given_once(self, given: Iterable[Any]) -> None:
-        """ValueError for an option given twice that has one value: which of them was meant, nobody can tell."""
+        """Raise ValueError for an option of one value that is given twice: either value may be the one meant."""
         seen = set()
         for option in given:
             single = option.param_type_name == "option" and not option.multiple and not option.count
@@ -51,7 +51,7 @@ class Command(TyperCommand):
 
 
 def _name(option: Any) -> str:
-    """As users write it: ``--draft-tokens``, or both of ``--chat/--no-chat``."""
+    """Return the option as users write it: ``--max-new-tokens``, or both of ``--chat/--no-chat``."""
     return "/".join([*option.opts, *option.secondary_opts])
 
 
@@ -64,7 +64,7 @@ def _sentence(error: Any, values: Mapping[str, Any]) -> str:
 
 
 def listed(values: Iterable[str] | None) -> tuple[str, ...] | None:
-    """What a list-like option was given, by commas, repeated, or both; None if nothing was."""
+    """The values of a list-like option, given by commas, repeated, or both; None if it was not given."""
     if values is None:
         return None
     found = tuple(name.strip() for value in values for name in value.split(","))

@@ -1,7 +1,7 @@
 """Examples and the batches made of them.
 
-Which examples a step trains on is a function of the seed and the step alone, so a run resumes exactly and does not
-depend on how many processes share a batch.
+The examples of a step are a function of the seed and the step alone, so a run resumes exactly and does not depend on
+the number of processes that share a batch.
 """
 
 from bisect import bisect_left, insort
@@ -19,16 +19,15 @@ if TYPE_CHECKING:  # batches are of tensors alone
 
 
 class Example(NamedTuple):
-    """One sequence. ``trained[i]`` says whether predicting token i is part of the loss.
-
-    ``prompt_length`` is how many tokens stand before the first answer (0 for plain text). ``lengths`` are those of the
-    documents packed into it one after the other; empty where it is one document.
-    """
+    """One sequence of token ids with its loss mask."""
 
     tokens: tuple[int, ...]
     trained: tuple[bool, ...]
+    """``trained[i]``: predicting token i is part of the loss."""
     prompt_length: int
+    """Tokens before the first answer; 0 for a plain text."""
     lengths: tuple[int, ...] = ()
+    """Lengths of the documents that are packed into the sequence one after the other; empty for a single document."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,9 @@ class Batch:
     trained: Bool[Tensor, "batch positions"]
     """False on padding."""
     documents: Int[Tensor, "batch positions"]
-    """Which document of its row a token belongs to, from 0; -1 on padding."""
+    """Index of the token's document within its row, from 0; -1 on padding."""
     examples: tuple[int, ...]
-    """The place of each row in the data set; -1 for one that is not in it."""
+    """Index of each row's example in the data set; -1 for a sequence from elsewhere."""
 
     def to(self, device: torch.device) -> "Batch":
         moved: dict[str, Any] = {
@@ -52,7 +51,7 @@ class Batch:
         return replace(self, **moved)
 
     def labelled(self, ahead: int) -> Bool[Tensor, "batch positions"]:
-        """Which positions t have a label ``ahead`` tokens on: trained, and in the same document."""
+        """Mark the positions t whose label, token t + ``ahead``, is trained and in the same document."""
         found = torch.zeros_like(self.trained)
         if ahead < self.trained.shape[1]:
             same = self.documents[:, ahead:] == self.documents[:, :-ahead]
@@ -60,16 +59,16 @@ class Batch:
         return found
 
     def shifted(self, ahead: int) -> Int[Tensor, "batch positions"]:
-        """The token ``ahead`` of each position; 0 behind the end, where nothing is labelled."""
+        """Return token t + ``ahead`` at each position t; 0 behind the end, where no position is labelled."""
         return torch.nn.functional.pad(self.tokens[:, ahead:], (0, min(ahead, self.tokens.shape[1])))
 
     def model_inputs(self) -> dict[str, Any]:
-        """What a transformers model is called with.
+        """Return the arguments for a transformers model, to be called with ``use_cache=False``.
 
-        Packed documents are told apart by positions that begin anew: without an attention mask that is how
-        transformers knows them, for every kind of layer. Padding is then a document too.
-        Call it with ``use_cache=False``: with a cache transformers looks for no documents, and every one sees those
-        before it. OPT and Falcon build masks of their own and never look: see `check_documents_are_apart`.
+        In packed documents positions begin anew: without an attention mask that tells transformers to keep documents
+        apart, in every kind of layer. Padding is then a document too. With a cache transformers would not look at the
+        positions, and each document would see the ones before it. OPT and Falcon never look at them: see
+        `check_documents_are_apart`.
         """
         if not bool((self.documents > 0).any()):
             return {"input_ids": self.tokens, "attention_mask": self.attention_mask}
@@ -82,7 +81,7 @@ class Batch:
 
 @torch.no_grad()
 def check_documents_are_apart(model: "PreTrainedModel") -> None:
-    """ValueError for a model in which packed documents see one another: its own masks do not know them."""
+    """Raise ValueError for a model whose own masks let packed documents see one another."""
     documents = [((1, 2), (5, 6, 7)), ((3, 4), (5, 6, 7))]
     rows = [Example(first + second, (True,) * 5, 0, (2, 3)) for first, second in documents]
     logits = model(**collate(rows).to(model.device).model_inputs(), use_cache=False).logits[:, 2:].float()
@@ -94,7 +93,7 @@ def check_documents_are_apart(model: "PreTrainedModel") -> None:
 
 
 def collate(examples: Sequence[Example], indices: Sequence[int] = ()) -> Batch:
-    """Pad on the right to the longest. ``indices`` are the examples' places in the data set."""
+    """Pad examples on the right to the longest; ``indices`` are their places in the data set."""
     longest = max(len(example.tokens) for example in examples)
     shape = (len(examples), longest)
     tokens, attention_mask = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
@@ -116,12 +115,13 @@ def cut(example: Example, length: int) -> Example | None:
 
 
 def pack(examples: Sequence[Example], max_length: int) -> list[Example]:
-    """Several examples in one sequence of at most ``max_length`` tokens, each where it leaves the least room.
+    """Pack examples into sequences of at most ``max_length`` tokens by best fit.
 
-    In the order they come in (best fit), so the same examples give the same sequences.
+    Examples are placed in their order, each where it leaves the least room, so the same examples give the same
+    sequences.
     """
     packed: list[list[Example]] = []
-    rooms: list[tuple[int, int]] = []  # what is left in each sequence, and its place; sorted
+    rooms: list[tuple[int, int]] = []  # (free tokens, index of the sequence), sorted
     for example in examples:
         length = len(example.tokens)
         fitting = bisect_left(rooms, (length, -1))
@@ -145,7 +145,7 @@ def _joined(documents: Sequence[Example]) -> Example:
 
 
 def batch_indices(step: int, batch_size: int, dataset_size: int, seed: int) -> list[int]:
-    """Which examples step ``step`` (from 0) trains on: epoch after epoch, each in an order of its own."""
+    """Return the examples of step ``step`` (from 0): epoch after epoch, each in an order of its own."""
     chosen: list[int] = []
     position = step * batch_size
     while len(chosen) < batch_size:

@@ -1,4 +1,4 @@
-"""Where the sequences of a training step come from: a data set, or what is written during the training."""
+"""Sources of the sequences of a training step: a data set, or texts that are generated during the training."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -7,35 +7,35 @@ from trainer.data.batch import Example, batch_indices
 
 
 class PlacedExample(NamedTuple):
-    """A sequence of a batch, and its place in the data set: -1 for one that is not in it."""
+    """A sequence of a batch, and its index in the data set; -1 for a generated sequence."""
 
     example: Example
     place: int
 
 
 class BatchSource(Protocol):
-    """What the training loop asks for its batches.
+    """A source of batches for the training loop.
 
-    What a step gets at a position of its batch (from 0) is the same however positions are dealt out to processes,
-    and in a run that was stopped and goes on.
+    The sequence at a position of a step's batch (from 0) does not depend on which process asks for it, nor on whether
+    the run was stopped and resumed before.
     """
 
     def writes_at(self, step: int) -> bool:
-        """Whether `write` is to be called before this step (from 0): the same answer on every process."""
+        """Return True if `write` must be called before this step (from 0); every process gets the same answer."""
 
     def write(self, step: int, positions: Sequence[int]) -> Mapping[str, float]:
-        """Write what this process's positions need from this step on.
+        """Generate the texts that this process's positions need from this step on, with the draft's present weights.
 
-        Called on every process at once, with every trained parameter whole; what the draft is then is what writes.
-        Returns figures to log, which are summed over the processes: with the same keys on all.
+        Called on every process at once, with every trained parameter whole. Returns figures to log, with the same keys
+        on every process; the loop sums them over the processes.
         """
 
     def examples_at(self, step: int, positions: Sequence[int]) -> list[PlacedExample]:
-        """The sequences at these positions of the step's batch."""
+        """Return the sequences at these positions of the step's batch."""
 
 
 class Offline:
-    """A fixed set: epoch after epoch, each in an order of its own."""
+    """A fixed data set, epoch after epoch, each in an order of its own."""
 
     def __init__(self, examples: Sequence[Example], batch_size: int, seed: int) -> None:
         self._examples, self._batch_size, self._seed = examples, batch_size, seed

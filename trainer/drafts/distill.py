@@ -12,7 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decoding.drafters import Drafter, DraftModelDrafter
+from decoding.drafters import Drafter
+from decoding.drafters.registry import named_drafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import lm_head_input, run_in_lm_head
 from trainer.data.batch import Batch
@@ -32,10 +33,10 @@ if TYPE_CHECKING:  # slow to import, and not of use to every draft
 
 
 class TeacherSource(Protocol):
-    """What gives the target's distribution: the target itself, or its logits on disk."""
+    """Source of the target's distribution: the target itself, or its logits on disk."""
 
     def for_batch(self, batch: Batch) -> Teacher:
-        """At the positions whose next token is trained, row by row."""
+        """The target's distribution at the positions whose next token is trained, row by row."""
         ...
 
 
@@ -46,25 +47,25 @@ class OnlineTeacher:
         self._states = OnlineTarget(target)
 
     def for_batch(self, batch: Batch) -> HiddenTeacher:
-        """Its hidden states there; logits are made of them a chunk at a time."""
+        """The target's hidden states there, which losses turn into logits a chunk at a time."""
         states = self._states
         return HiddenTeacher(states.hidden(batch)[batch.labelled(1)], states.lm_head, states.transform)
 
 
 @dataclass(frozen=True)
 class DraftInputs:
-    """What a draft learns from: a batch, and at its labelled positions, row by row, the target's distribution."""
+    """Inputs of a draft's step: a batch, and the target's distribution at its labelled positions, row by row."""
 
     batch: Batch
     teacher: Teacher | None
-    """None where only the data's tokens are learnt."""
+    """None where only the data's tokens are trained on."""
 
 
 class DraftLogits:
-    """How a model's logits come from its lm_head's products: what the losses have to know of a draft."""
+    """The way from a draft's lm_head products to its logits, as the losses need it."""
 
     def __init__(self, model: PreTrainedModel, output_tokens: Int[Tensor, " outputs"] | None, vocab_size: int) -> None:
-        """``vocab_size`` is the target's: of what only the draft knows nothing is learnt, nor decoded."""
+        """``vocab_size`` is the target's: tokens that only the draft knows are neither trained nor decoded."""
         check_logits(model, "draft")
         config = model.config.get_text_config(decoder=True)
         self._scale, self.soft_cap = logit_scale(config), getattr(config, "final_logit_softcapping", None)
@@ -77,7 +78,7 @@ class DraftLogits:
         return lm_head if self.output_tokens is not None else lm_head[: self._vocab_size]
 
     def keywords(self) -> dict[str, Any]:
-        """For `trainer.learning.fused`."""
+        """Keyword arguments for the losses of `trainer.learning.fused`."""
         return {"tokens": self.output_tokens, "soft_cap": self.soft_cap}
 
 
@@ -94,7 +95,7 @@ class DistillTraining(nn.Module):
         self._mix = LossMix.of(loss) if loss.mix else None
         width = CausalLM(self.base).hidden_size
         self.projection: nn.Linear | None = None
-        if loss.hidden and width != hidden_size:  # learnt beside the draft, and no part of it
+        if loss.hidden and width != hidden_size:  # trained beside the draft, and no part of it
             self.projection = nn.Linear(width, hidden_size, bias=False)
 
     @property
@@ -103,8 +104,10 @@ class DistillTraining(nn.Module):
         return self.draft if isinstance(self.draft, PreTrainedModel) else base_of(self.draft)
 
     def forward(self, inputs: DraftInputs) -> TermSums:
-        """Losses (terms,), with Σ min(p, q), what token rejection accepts; for the data's tokens alone, how many are
-        right."""
+        """Losses and hits, (terms,) each.
+
+        Hits of soft terms are Σ min(p, q), the acceptance of token rejection; of cross entropy alone, correct argmaxes.
+        """
         hidden = lm_head_input(self.base, inputs.batch.model_inputs())
         return run_in_lm_head(self.base, hidden, partial(self._losses, inputs))
 
@@ -131,7 +134,7 @@ class DistillTraining(nn.Module):
 
 
 class DistillObjective:
-    """A draft, what teaches it, and the losses between them."""
+    """A draft, its teacher, and the losses between them."""
 
     def __init__(
         self,
@@ -170,17 +173,16 @@ class DistillObjective:
         return (DraftInputs(batch, teacher),)
 
     def draft_for_decoding(self) -> CausalLM:
-        """The draft as it is now, adapters merged, in the target's dtype: a copy that training leaves alone."""
+        """A copy of the draft by its present weights, adapters merged, in the target's dtype."""
         draft: Any = copy.deepcopy(self.module.draft)
         if self._section.lora is not None:
             draft = cast("PeftModel", draft).merge_and_unload()
         draft.to(self._dtype)
         draft.config.dtype = self._dtype
-        draft.requires_grad_(False)
-        return CausalLM(draft, self.output_tokens)
+        return CausalLM(draft.requires_grad_(False).eval(), self.output_tokens)
 
     def drafter(self) -> Drafter:
-        return DraftModelDrafter(self.draft_for_decoding(), (1,) * self._section.num_draft_tokens)
+        return named_drafter("draft", self.draft_for_decoding(), tokens=self._section.num_draft_tokens)
 
     def save(self, folder: Path) -> None:
         write_draft(self.draft_for_decoding(), self._tokenizer, folder)

@@ -7,8 +7,10 @@ from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from decoding.drafters import Drafter, DraftModelDrafter
-from decoding.generate import DecodingConfig, decode_batch_steps
+from decoding.drafters import Drafter
+from decoding.drafters.registry import named_drafter
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.vocabulary import with_whole_vocabulary
 from decoding.rules.sampling import SamplingConfig
@@ -20,18 +22,19 @@ from trainer.terminal.place import ALONE, Place
 Kind = Literal["offline", "target", "draft", "loop"]
 """Where a sequence comes from: see `PolicySection`."""
 LONGEST_PERIOD = 16
-"""In tokens, of what a collapsed text repeats."""
+"""Tokens of the longest pattern that a collapsed text may repeat."""
 REPEATS = 4
+"""Repetitions of the pattern, at least."""
 ENDLESS = 32
-"""A text that did not end has collapsed if what it repeats at its end is there so often, in so many tokens."""
+"""Tokens at the end of a collapsed text that repeat one pattern, at least."""
 
 
 def is_collapsed(answer: Sequence[int], ended: bool) -> bool:
-    """Whether a text is empty, or repeats itself to no end. ``answer`` goes up to the token that ended it, if one did.
+    """True for an answer that is empty or repeats itself without end. An answer that ``ended`` includes its end token.
 
-    Empty: it ended with its first token. Endless: it was cut off, and its last 32 tokens or more (of a short one three
-    quarters, at least 8) are one sequence of up to 16 tokens, four times or more. The rows of a table differ from one
-    another, and a text that ends by itself has not collapsed however often it said the same.
+    Empty: the first token ended it. Endless: it was cut off, and the last `ENDLESS` or more tokens (of a short answer
+    three quarters, at least 8) are one pattern of at most `LONGEST_PERIOD` tokens, at least `REPEATS` times. The rows
+    of a table differ from one another; an answer that ended has not collapsed however often it repeats itself.
     """
     if ended:
         return len(answer) == 1
@@ -40,7 +43,7 @@ def is_collapsed(answer: Sequence[int], ended: bool) -> bool:
 
 
 def _repeated(tokens: Sequence[int], period: int) -> int:
-    """How many tokens at the end repeat those ``period`` before them, with the first of what they repeat."""
+    """Length of the end that repeats with this period, its first ``period`` tokens included."""
     length = period
     while length < len(tokens) and tokens[-length - 1] == tokens[-length - 1 + period]:
         length += 1
@@ -50,7 +53,7 @@ def _repeated(tokens: Sequence[int], period: int) -> int:
 class Order(NamedTuple):
     """A text to be written, for a position of a step's batch. Both count from 0.
 
-    ``place`` is that in the data set of the example whose prompt it answers.
+    ``place``: the place in the data set of the example with the prompt.
     """
 
     step: int
@@ -61,7 +64,7 @@ class Order(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A text that was written. ``rejected``: where in ``tokens`` the target put its own in place of a drafted one."""
+    """A text that was written. ``rejected``: places in ``tokens`` where the target replaced a drafted token."""
 
     step: int
     position: int
@@ -77,7 +80,7 @@ class Written(NamedTuple):
         return self.tokens[self.prompt_length :]
 
     def example(self, rejected_only: bool) -> Example:
-        """To train on: all of the answer, or where the draft was wrong, which may be nowhere."""
+        """The text to train on: all of its answer, or the rejected places alone, of which there may be none."""
         places = self.rejected if rejected_only else range(self.prompt_length, len(self.tokens))
         trained = [False] * len(self.tokens)
         for place in places:
@@ -86,8 +89,10 @@ class Written(NamedTuple):
 
 
 class TextWriter:
-    """Writes texts with a draft as it is now. What a text says does not depend on those it is written with, up to
-    rounding: each has a seed of its own."""
+    """Writer of texts by a draft's present weights.
+
+    Up to rounding, a text does not depend on the texts decoded beside it: each has a seed of its own.
+    """
 
     def __init__(
         self,
@@ -108,7 +113,7 @@ class TextWriter:
         """Texts in the order of steps and positions. Where the target writes, its draft only makes it faster."""
         target, limit = self.target, self.target.vocab_size
         alone = draft.output_tokens is None and draft.vocab_size == limit
-        drafter = DraftModelDrafter(draft, (1,) * self._num_draft_tokens)
+        drafter = named_drafter("draft", draft, tokens=self._num_draft_tokens)
         writers: dict[Kind, tuple[CausalLM, Drafter | None]] = {
             "target": (target, drafter if self._speculates else None),
             "draft": (draft if alone else with_whole_vocabulary(draft, limit), None),
@@ -123,12 +128,10 @@ class TextWriter:
     def _decode(self, orders: Sequence[Order], model: CausalLM, drafter: Drafter | None) -> list[Written]:
         tokens = [list(order.prompt) for order in orders]
         rejected: list[list[int]] = [[] for _ in orders]
-        steps = decode_batch_steps(
-            model,
-            drafter,
+        steps = Engine(model, drafter).steps(
             [order.prompt for order in orders],
             self._config,
-            self._policy.batch_size,
+            batch_size=self._policy.batch_size,
             seeds=[_seed_of(self._seed, order) for order in orders],
         )
         for place, step in steps:
@@ -147,15 +150,15 @@ class TextWriter:
 
 
 def _seed_of(seed: int, order: Order) -> int:
-    """Another for every position of every step."""
+    """The seed of one position of one step, different for each."""
     return (seed << 32 | order.step) << 32 | order.position
 
 
 class WindowFiles:
-    """What was written, in a folder of JSON lines: a file for each process and each time that texts were written.
+    """Written texts in a folder of JSON lines: one file for each process and each writing.
 
-    A file is called by the steps that were done then, as a checkpoint is: ``after-00000020-process-0-of-2.jsonl``. A
-    run that goes on from between two such times reads its texts from them. Older ones than ``kept_steps`` are removed.
+    A file is named by the steps done before, as a checkpoint is: ``after-00000020-process-0-of-2.jsonl``. A run that
+    resumes between two writings reads its texts from these files; files older than ``kept_steps`` are removed.
     """
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase, kept_steps: int, place: Place = ALONE) -> None:
@@ -163,7 +166,7 @@ class WindowFiles:
         self._tokenizer, self._kept_steps = tokenizer, kept_steps
 
     def text_of(self, written: Written) -> str:
-        """Its answer, to look at."""
+        """The answer as text, to look at."""
         return str(self._tokenizer.decode(list(written.answer)))
 
     def write(self, done: int, texts: Iterable[Written]) -> None:
@@ -176,7 +179,7 @@ class WindowFiles:
         write_text(self.folder / name, "".join(json.dumps(row) + "\n" for row in rows))
 
     def _remove_others(self, done: int) -> None:
-        """What is too old, and what as many steps left that were dealt out to another number of processes."""
+        """Remove files older than ``kept_steps``, and files of the same step from another number of processes."""
         for path in self.folder.glob("after-*.jsonl"):
             same = path.name.startswith(_window_name(done))
             if path.name < _window_name(max(0, done - self._kept_steps)) or (

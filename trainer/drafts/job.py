@@ -1,7 +1,7 @@
-"""Drafts: from a recipe to a draft that is distilled from its target or from a teacher cache, and what that takes."""
+"""Drafts: from a recipe to a draft to be distilled from its target or a teacher cache, and the memory for it."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,10 +12,12 @@ from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase
 
 from decoding.model.causal_lm import CausalLM
+from decoding.model.cost_curve import Costs
 from decoding.model.fingerprint import fingerprint
 from trainer.data.batch import Example
 from trainer.data.dataset import Dataset
 from trainer.data.source import BatchSource
+from trainer.data.splits import load_splits, load_training_data
 from trainer.drafts.costs import best_costs, check_pays
 from trainer.drafts.distill import DistillObjective, OnlineTeacher, TeacherSource
 from trainer.drafts.on_policy import draft_source
@@ -25,8 +27,6 @@ from trainer.job import (
     Largest,
     Phase,
     Stored,
-    load_data,
-    load_training_data,
     shared_identity,
     trained_itemsize,
     with_few_rows,
@@ -35,7 +35,7 @@ from trainer.learning.fused import CHUNK_BYTES
 from trainer.learning.memory import frozen_forward_bytes, layer_bytes
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.draft import DraftRecipe, TeacherSection
-from trainer.target.loading import Target, load_target, load_target_tokenizer
+from trainer.target.loading import Target, load_target
 from trainer.target.teacher_cache import TeacherStore, TeacherWriter, ensure_teacher_cache, teacher_writer
 from trainer.terminal.place import Place
 
@@ -88,57 +88,48 @@ class DraftKind:
 
     def _write_cache(self, section: TeacherSection, device: torch.device, place: Place) -> TeacherStore:
         target = self._as_teacher(self._load_target(device), device)
-        tokenizer = load_target_tokenizer(self.recipe)
-        return self._cache(section, target, tokenizer, load_training_data(self.recipe, tokenizer), place)
+        return self._cache(section, target, load_training_data(self.recipe.data, target.tokenizer), place)
 
     def assemble(self, device: torch.device, place: Place, check_costs: bool = False) -> "DraftJob":
         """See `trainer.job.Kind.assemble`; the draft is made of the target before that is rounded to teach."""
         recipe, target = self.recipe, self._load_target(device)
-        tokenizer = load_target_tokenizer(recipe)
-        dataset, heldout = load_data(recipe, tokenizer)
+        dataset, heldout = load_splits(recipe.data, target.tokenizer)
         torch.manual_seed(recipe.training.seed)  # for weights that start at random
-        longest = _longest(recipe, target.model)
-        initial = initial_draft(
-            target.model, tokenizer, recipe.draft, dataset.examples, recipe.trust_remote_code, longest
-        )
+        trusted, longest = recipe.trust_remote_code, _longest(recipe, target.model)
+        initial = initial_draft(target.model, target.tokenizer, recipe.draft, dataset.examples, trusted, longest)
+        identity = _identity(recipe, target, dataset, initial)
         # Nothing is measured of a target that is quantised to teach: it is slower than the one to be sped up.
         if check_costs and recipe.draft.check_costs and recipe.quantise is None:
             _check_costs(target, initial, place)
+        if initial.output_tokens is not None and place.is_first:
+            share = coverage(dataset.examples, initial.output_tokens)
+            place.say(f"the draft writes {len(initial.output_tokens):,} tokens, {share:.1%} of those trained")
         target = self._as_teacher(target, device)
-        teacher = self._teacher(target, tokenizer, dataset, place)
-        objective = DistillObjective(target.model, teacher, tokenizer, initial, recipe.draft)
-        return DraftJob(recipe, tokenizer, dataset, heldout, target, objective)
+        teacher = self._teacher(target, dataset, place)
+        objective = DistillObjective(target.model, teacher, target.tokenizer, initial, recipe.draft)
+        return DraftJob(recipe, dataset, heldout, target, objective, identity)
 
     def _load_target(self, device: torch.device) -> Target:
         """The target; one that is to be rounded on the CPU, where it fits before."""
         return load_target(self.recipe, device if self.recipe.quantise is None else torch.device("cpu"))
 
     def _as_teacher(self, target: Target, device: torch.device) -> Target:
-        """The target as it teaches: rounded, if the recipe asks for that."""
+        """The target that teaches: rounded, if the recipe asks for it."""
         if self.recipe.quantise is None:
             return target
         return target.rounded(self.recipe.quantise, None if self.recipe.device_map else device)
 
-    def _teacher(
-        self, target: Target, tokenizer: PreTrainedTokenizerBase, dataset: Dataset, place: Place
-    ) -> TeacherSource:
+    def _teacher(self, target: Target, dataset: Dataset, place: Place) -> TeacherSource:
         """The target itself, or its logits on disk."""
         section = self.recipe.draft.teacher
         if section is None:
             return OnlineTeacher(target.model)
-        return self._cache(section, target, tokenizer, dataset, place)
+        return self._cache(section, target, dataset, place)
 
-    def _cache(
-        self,
-        section: TeacherSection,
-        target: Target,
-        tokenizer: PreTrainedTokenizerBase,
-        dataset: Dataset,
-        place: Place,
-    ) -> TeacherStore:
+    def _cache(self, section: TeacherSection, target: Target, dataset: Dataset, place: Place) -> TeacherStore:
         """The teacher cache of the training data, written where it is not there yet."""
         temperature = self.recipe.draft.loss.temperature
-        writer = teacher_writer(target, tokenizer, dataset.examples, section, temperature)
+        writer = teacher_writer(target, dataset.examples, section, temperature)
         return ensure_teacher_cache(writer, dataset.examples, section, place)
 
 
@@ -147,21 +138,15 @@ class DraftJob:
     """A draft to be trained: see `trainer.job.Job`."""
 
     recipe: DraftRecipe
-    tokenizer: PreTrainedTokenizerBase
     dataset: Dataset
     heldout: Dataset
     target: Target
     objective: DistillObjective
+    identity: Mapping[str, Any]
 
-    def identity(self) -> dict[str, Any]:
-        """See `trainer.job.Job.identity`; drafts that the recipe names are known by their weights."""
-        section, content = self.recipe.draft, shared_identity(self.recipe, self.target, self.dataset)
-        content["draft"].pop("check_costs")
-        if section.init.from_model is not None:
-            content["draft"]["init"]["from_model"] = fingerprint(self.objective.module.base)
-        if section.teacher is not None:
-            content["draft"]["teacher"] = {"top_k": section.teacher.top_k, "tail": section.teacher.tail}
-        return content
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.target.tokenizer
 
     def source(self, section: TrainingSection, place: Place, folder: Path | None = None) -> BatchSource:
         recipe = self.recipe.model_copy(update={"training": section})
@@ -170,21 +155,13 @@ class DraftJob:
 
     def writer(self, examples: Sequence[Example]) -> TeacherWriter | None:
         section, temperature = self.recipe.draft.teacher, self.recipe.draft.loss.temperature
-        return None if section is None else teacher_writer(self.target, self.tokenizer, examples, section, temperature)
+        return None if section is None else teacher_writer(self.target, examples, section, temperature)
 
     def target_again(self, device: torch.device) -> Target:
         return self.target
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
         """A draft has no tree of its own."""
-
-    def notes(self) -> list[str]:
-        """A trimmed vocabulary, with the share of the trained tokens that it covers."""
-        tokens = self.objective.output_tokens
-        if tokens is None:
-            return []
-        share = coverage(self.dataset.examples, tokens)
-        return [f"the draft writes {len(tokens):,} tokens, {share:.1%} of those trained"]
 
     def passing_bytes(self, largest: Largest) -> int:
         """See `trainer.job.Job.passing_bytes`: layers, chunks of logits, and the gradients of what these come from."""
@@ -206,8 +183,19 @@ class DraftJob:
         return {"the finished artefact": numbers * self.target.dtype.itemsize}
 
 
+def _identity(recipe: DraftRecipe, target: Target, dataset: Dataset, initial: InitialDraft) -> dict[str, Any]:
+    """See `trainer.job.Job.identity`; a draft that training starts from is known by its weights."""
+    section, content = recipe.draft, shared_identity(recipe, target, dataset)
+    content["draft"].pop("check_costs")
+    if section.init.from_model is not None:
+        content["draft"]["init"]["from_model"] = fingerprint(initial.model)
+    if section.teacher is not None:
+        content["draft"]["teacher"] = {"top_k": section.teacher.top_k, "tail": section.teacher.tail}
+    return content
+
+
 def _longest(recipe: DraftRecipe, target: CausalLM) -> int:
-    """Tokens that a draft will read at most: an answer behind a prompt, which the target's context has room for."""
+    """The longest text that a draft will read, in tokens: a prompt with its answer, within the target's context."""
     policy, evaluation = recipe.draft.policy, recipe.evaluation
     answers = [policy.max_new_tokens if policy.generates else 0, evaluation.max_new_tokens if evaluation.prompts else 0]
     return min(recipe.data.max_length + max(answers), target.max_positions or 1 << 30)
@@ -221,6 +209,6 @@ def _check_costs(target: Target, initial: InitialDraft, place: Place) -> None:
     costs: list[Costs | None] = [None]
     if place.is_first:
         draft: Any = copy.deepcopy(initial.model)
-        costs = [best_costs(target.model, CausalLM(draft.to(target.dtype), initial.output_tokens))]
+        costs = [best_costs(target.model, CausalLM(draft.to(target.dtype).eval(), initial.output_tokens))]
     (found,) = broadcast_object_list(costs)
     place.say(check_pays(found))

@@ -20,9 +20,9 @@ from trainer.recipe.draft import DraftRecipe, PolicySection
 from trainer.terminal.place import ALONE, Place
 
 TEXT_PROMPT = 64
-"""A plain text has no prompt of its own: so many of its first tokens are one, or half of a short text."""
+"""A plain text has no prompt of its own: its first `TEXT_PROMPT` tokens serve as one, or half of a short text."""
 GENERATED = "generated"
-"""The folder in a run's output that what was written lies in."""
+"""The folder of the written texts in a run's output."""
 
 
 def draft_source(
@@ -34,9 +34,9 @@ def draft_source(
     place: Place = ALONE,
     folder: Path | None = None,
 ) -> BatchSource:
-    """Where a draft's batches come from. ``draft`` gives it as it is now, to decode with.
+    """The source of a draft's batches. ``draft`` gives the draft with its present weights, to decode with.
 
-    ``folder`` is where what is written goes, by default in the run's output. Raises ValueError where no prompt of the
+    ``folder`` is for the written texts, by default in the run's output. Raises ValueError where no prompt of the
     data leaves room for an answer.
     """
     training, policy = recipe.training, recipe.draft.policy
@@ -53,9 +53,9 @@ def draft_source(
 class PolicySource:
     """A step's batch in the shares that a policy gives it, in its order: offline, target, draft, loop.
 
-    Which kind a position is, whose prompt it answers and by which chance is a function of seed, step and position;
-    what is written is of the draft as it was at the last step that is a multiple of ``policy.every``, and on disk
-    before it is learnt. So a run that goes on trains what it would have trained, and any number of processes the same.
+    The kind of a position, its prompt and its random numbers are functions of seed, step and position. Texts are
+    written with the draft's weights at the last multiple of ``policy.every``, and are on disk before they are trained
+    on. So a resumed run trains on the same texts, and any number of processes trains on the same batch.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class PolicySource:
         self._offline = Offline(examples, training.batch_size, training.seed)
         self._window = -1
         self._texts: dict[tuple[int, int], Written] = {}
-        """What was written in this window, by step and position."""
+        """Texts written in this window, by step and position."""
         if not any(self._fits(prompt_of(example)) for example in examples):
             raise ValueError(
                 f"no prompt of the training data leaves room for draft.policy.max_new_tokens ({policy.max_new_tokens}) "
@@ -83,7 +83,7 @@ class PolicySource:
         return step % self._policy.every == 0 and bool(self._orders(step, range(self._training.batch_size)))
 
     def write(self, step: int, positions: Sequence[int]) -> Mapping[str, float]:
-        """Texts for these positions of the window's steps.
+        """Write texts for these positions of the window's steps.
 
         The figures count texts, their new tokens, those at which the draft was rejected, texts that collapsed, and
         seconds: the processes' mean. Raises ValueError for a collapsed text if the policy is to stop.
@@ -122,14 +122,14 @@ class PolicySource:
         ]
 
     def _learnt(self, row: PlacedExample, text: Written | None) -> PlacedExample:
-        """The data's own where nothing was written, or what is not to be learnt."""
+        """The data's own row where no text was written, or where the text is not to be trained on."""
         if text is None or (text.collapsed and self._policy.collapsed == "replace"):
             return row
         rejected_only = text.kind == "loop" and self._policy.loop_trains == "rejected"
         return PlacedExample(text.example(rejected_only), -1)
 
     def _read(self, window: int) -> dict[tuple[int, int], Written]:
-        """What was written at the beginning of a window, before the run was stopped in it."""
+        """Read the texts of a window in which the run was stopped."""
         wanted = {(order.step, order.position) for order in self._orders(window, range(self._training.batch_size))}
         texts = {(text.step, text.position): text for text in self._files.read(window)} if wanted else {}
         if missing := wanted - texts.keys():
@@ -140,7 +140,7 @@ class PolicySource:
         return texts
 
     def _orders(self, window: int, positions: Sequence[int]) -> list[Order]:
-        """What is to be written at a window's first step for these positions of all its steps."""
+        """Orders for texts that a window's first step writes: these positions of all the window's steps."""
         orders = []
         for step in range(window, min(window + self._policy.every, self._training.steps)):
             kinds = self._kinds(step)
@@ -151,7 +151,7 @@ class PolicySource:
         return orders
 
     def _kinds(self, step: int) -> list[Kind]:
-        """Of each position of a step's batch: as many as the shares say, give or take one, and in the mean exactly."""
+        """Kinds by position of a step's batch: each as often as its share asks to within one, on average exactly."""
         shares = self._policy.shares(step / max(1, self._training.steps - 1))
         kinds = get_args(Kind)
         bounds = list(accumulate(shares[kind] for kind in kinds))
@@ -165,5 +165,5 @@ class PolicySource:
 
 
 def prompt_of(example: Example) -> tuple[int, ...]:
-    """What an example's answer follows; of a plain text the beginning."""
+    """The tokens before an example's answer; for a plain text, its beginning."""
     return example.tokens[: example.prompt_length or min(TEXT_PROMPT, len(example.tokens) // 2)]

@@ -25,7 +25,7 @@ from decoding.model.lm_head import capture_lm_head_input, last_position
 from trainer.data.batch import Example, collate
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite")
-"""Whose names, norms and scalings are known here."""
+"""Families whose names, norms and scalings are known here."""
 
 _AXES: dict[str, tuple[str | None, str | None]] = {
     "embed_tokens": (None, "channels"),
@@ -40,12 +40,12 @@ _AXES: dict[str, tuple[str | None, str | None]] = {
     "q_norm": (None, None),
     "k_norm": (None, None),
 }
-"""What the rows and the columns of a weight stand for; a bias has the rows alone. All others are norms of channels."""
+"""Meanings of a weight's rows and columns; a bias has rows alone. All others are norms of channels."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a narrow model."""
+    """Sizes of a narrow model."""
 
     channels: int
     heads: int
@@ -56,7 +56,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Activity:
-    """What texts do inside a model, by the names of its modules: sums over all tokens, in fp64."""
+    """Activations inside a model by the names of its modules: sums over all tokens, in fp64."""
 
     sizes: dict[str, Float[Tensor, " channels"]]
     """|output| of each channel of a norm."""
@@ -67,7 +67,7 @@ class Activity:
 
 
 def narrow_sizes(config: PreTrainedConfig, width: int | None, inner_width: int | None) -> Sizes:
-    """What a model becomes with ``width`` residual channels and ``inner_width`` neurons a feed-forward layer.
+    """Sizes of a model with ``width`` residual channels and ``inner_width`` neurons in each feed-forward layer.
 
     None: all channels; neurons in proportion to ``width``, rounded to a multiple of 8. Heads keep their size, their
     number falls with ``width``. ValueError, in the words of a recipe, for other families, sizes larger than the
@@ -100,7 +100,7 @@ def narrow_sizes(config: PreTrainedConfig, width: int | None, inner_width: int |
 
 
 def _groups(count: int, heads: int, groups: int) -> int | None:
-    """How many key-value heads serve ``count`` of the heads, as nearly as can be in the old proportion; None: none."""
+    """Number of key-value heads for ``count`` heads, nearest to the old proportion; None if none fits."""
     fitting = [n for n in range(1, min(count, groups) + 1) if count % n == 0 and count // n <= heads // groups]
     return min(fitting, key=lambda n: abs(n * heads - groups * count), default=None)
 
@@ -152,11 +152,11 @@ def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
 
 
 def pruned(draft: PreTrainedModel, layers: Sequence[int], activity: Activity, sizes: Sizes) -> PreTrainedModel:
-    """A draft made narrower, in its dtype on the CPU: what stays is what was most active in its target.
+    """A draft made narrower, in its dtype on the CPU: the parts most active in its target stay.
 
-    ``draft`` has the target's ``layers``, in this order, at their full width. All norms give each channel one say in
-    which channels stay. A norm over fewer channels writes sqrt(channels before / after) times as much to each, so that
-    what reads it gets as much as before: exactly what it got where the channels left out are silent.
+    ``draft`` has the target's ``layers``, in this order, at their full width. Each norm's activity counts alike in the
+    choice of channels. A norm over fewer channels writes sqrt(channels before / after) times as much to each: its
+    readers get as much as before, and exactly the same where the channels left out are silent.
     """
     config = draft.config.get_text_config(decoder=True)
     activity = _of_layers(activity, layers)
@@ -165,7 +165,7 @@ def pruned(draft: PreTrainedModel, layers: Sequence[int], activity: Activity, si
     cut = _Cut(draft, narrow, sizes, activity, _best(importance, sizes.channels))
     weights = dict(draft.named_parameters())
     with torch.no_grad():
-        for name, parameter in narrow.named_parameters():  # what is tied stands here once
+        for name, parameter in narrow.named_parameters():  # tied weights stand here once
             parameter.copy_(cut(name, weights[name]))
     narrow.generation_config = copy.deepcopy(draft.generation_config)
     return narrow
@@ -187,7 +187,7 @@ def _of_layers(activity: Activity, layers: Sequence[int]) -> Activity:
 
 
 def _narrow_config(config: PreTrainedConfig, sizes: Sizes) -> PreTrainedConfig:
-    """``head_dim`` stays as it is, or as it follows from the rest: the width is a whole number of heads."""
+    """``head_dim`` stays, or follows from the rest: the width is a whole number of heads."""
     narrow = copy.deepcopy(config)
     narrow.hidden_size, narrow.intermediate_size = sizes.channels, sizes.neurons
     narrow.num_attention_heads, narrow.num_key_value_heads = sizes.heads, sizes.groups
@@ -202,7 +202,7 @@ def _best(importance: Float[Tensor, " all"], count: int) -> Int[Tensor, " kept"]
 
 
 class _Cut:
-    """Of each weight of a model, the part that stays."""
+    """The part of each weight that stays, by name."""
 
     def __init__(
         self,
@@ -260,7 +260,7 @@ def _layer(name: str) -> str:
 def _kept_heads(
     o_proj: Float[Tensor, "channels written"], products: Float[Tensor, "heads size size"], groups: int, sizes: Sizes
 ) -> dict[str, Tensor]:
-    """Which rows of queries, and of keys and values: those of the heads that write most to the channels.
+    """The rows of queries, and of keys and values, of the heads that write most to the channels.
 
     First the key-value heads whose queries write most together, then of each the queries that write most.
     """
@@ -278,5 +278,5 @@ def _kept_heads(
 
 
 def _embedding_scale(model: PreTrainedModel) -> float:
-    """What a model multiplies its embeddings by: Gemma by the square root of its width."""
+    """Factor that a model multiplies its embeddings by: Gemma, by the square root of its width."""
     return float(getattr(model.get_input_embeddings(), "embed_scale", 1.0))

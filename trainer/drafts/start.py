@@ -1,5 +1,4 @@
-"""Where a draft starts: as some of its target's layers, as a small model that there is, or at random. And how it ends:
-as a folder."""
+"""The start of a draft: layers of its target, an existing small model, or random weights. And its end: a folder."""
 
 import copy
 import difflib
@@ -111,7 +110,7 @@ def coverage(examples: Sequence[Example], tokens: Sequence[int] | Int[Tensor, " 
 
 
 def _trained_tokens(example: Example) -> Iterator[int]:
-    """What the draft is to write: the tokens trained, but for each document's first, which nothing predicts."""
+    """Tokens for the draft to write: the trained ones, without each document's first, which nothing predicts."""
     firsts = {0, *accumulate(example.lengths)}
     for place, (token, trained) in enumerate(zip(example.tokens, example.trained, strict=True)):
         if trained and place not in firsts:
@@ -183,7 +182,7 @@ def _evenly_spaced(count: int, total: int) -> list[int]:
 
 
 def _set_layers(config: PreTrainedConfig, kept: Sequence[int]) -> None:
-    """Say in a config that it has these layers of its own, ``layer_types`` and other lists of one entry a layer too."""
+    """Keep these layers in a config, also in ``layer_types`` and other lists with one entry a layer."""
     total = config.num_hidden_layers
     config.num_hidden_layers = len(kept)
     for name, value in config.to_dict().items():
@@ -197,7 +196,7 @@ def _new_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: 
 
 
 def _keep_ends(draft: PreTrainedModel, target: PreTrainedModel) -> None:
-    """How texts end is as in the target; how the target likes to be sampled is not."""
+    """Copy the ends of texts from the target's generation config, and none of its sampling settings."""
     if (ends := target.generation_config) is not None:
         draft.generation_config = GenerationConfig(
             bos_token_id=ends.bos_token_id, eos_token_id=ends.eos_token_id, pad_token_id=ends.pad_token_id
@@ -240,7 +239,7 @@ def draft_from_config(
 
 
 def _check_known(base: PreTrainedConfig, changes: Mapping[str, Any]) -> None:
-    """Refuse what the target's config does not have or no draft may change, and sizes that are none."""
+    """Refuse keys that the target's config lacks or no draft may change, and values that are no sizes."""
     own = base.to_dict().keys() - PreTrainedConfig().to_dict().keys() - {"vocab_size", "auto_map", "model_type"}
     known = {*own, *base.attribute_map, "tie_word_embeddings"}
     for key, value in changes.items():
@@ -258,9 +257,9 @@ def _check_known(base: PreTrainedConfig, changes: Mapping[str, Any]) -> None:
 
 
 def _heads_that_follow(base: PreTrainedConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """What heads are by default: each as large as hidden_size leaves room for, and all with keys of their own.
+    """Attention sizes that follow from hidden_size: head_dim fills it, and each head has keys of its own.
 
-    For a target that has it so too, whose config then says it in figures of its own.
+    For a target whose own sizes follow so too, though its config spells them out.
     """
     hidden_size = changes.get("hidden_size", base.hidden_size)
     heads = changes.get("num_attention_heads", base.num_attention_heads)
@@ -294,7 +293,7 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, trust_remote
 
 
 def check_reads(draft: CausalLM, target: CausalLM, key: str, examples: Sequence[Example], longest: int) -> None:
-    """Refuse a draft, which the recipe calls ``key``, that could not read what it will be given."""
+    """Refuse a draft, named by the recipe's ``key``, that cannot read the data's tokens, or ``longest`` of them."""
     if draft.max_positions is not None and draft.max_positions < longest:
         raise ValueError(
             f"the context of the draft from {key} holds {draft.max_positions} tokens, but it would read "
@@ -316,7 +315,7 @@ def _most_frequent(
     tokenizer: PreTrainedTokenizerBase,
     examples: Sequence[Example],
 ) -> tuple[int, ...]:
-    """The commonest trained tokens below ``known``, and whatever ends a text."""
+    """The commonest trained tokens below ``known``, and all tokens that end a text."""
     if count > known:
         raise ValueError(f"draft.vocabulary is {count} but target and draft share {known} tokens: lower it")
     ends = {*eos_token_ids(target.model, tokenizer)}

@@ -1,4 +1,4 @@
-"""Export of what was trained in the formats that servers load, with a model card: `export`, and `hub.push`."""
+"""Export of trained heads and drafts in the formats that servers load, with a model card: `export`, and `push`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +12,12 @@ from trainer.files.folders import write_folder
 __all__ = ["FORMATS", "ExportSummary", "export", "push"]
 
 FORMATS = {"headstart": "heads", "vllm": "heads", "draft": "a draft model"}
-"""Format -> what it can hold."""
+"""Format -> the kind of artefact that it holds."""
 
 
 @dataclass(frozen=True)
 class ExportSummary:
-    """What was exported: file names with their bytes, and a sentence on how the read-back was compared."""
+    """The result of an export: ``files`` maps names to bytes, ``compared`` tells how the read-back was compared."""
 
     format: str
     folder: Path
@@ -25,7 +25,7 @@ class ExportSummary:
     compared: str
 
     def __str__(self) -> str:
-        """Lines for a terminal."""
+        """Return lines for a terminal."""
         listed = "\n".join(f"  {name}  {size:,} bytes" for name, size in self.files.items())
         return f"{self.folder}, format {self.format}:\n{listed}\n{self.compared}"
 
@@ -35,12 +35,12 @@ def export(
 ) -> ExportSummary:
     """Write the artefact in ``source`` to ``destination`` in one of `FORMATS`, with a model card.
 
-    The destination appears whole or not at all, and only after what was written has been read back and found equal
-    to the bit. ``report`` is a ``report.json`` by `decoding.measure.evaluate` whose figures go on the card.
-    ``overwrite`` replaces an earlier export, and never a folder that holds anything else.
+    The destination appears whole or not at all, and only after the written files were read back and found equal to the
+    bit. ``report`` is a ``report.json`` by `decoding.measure.evaluate` whose figures go on the card.
+    ``overwrite`` replaces an earlier export, never a folder that holds anything else.
 
-    `ValueError`: an unknown format, or one that does not fit the artefact; no weights; a destination that is not
-    empty; a report that is not one, or of other weights; a read-back that differs.
+    `ValueError` for an unknown format or one that does not fit the artefact, a source without weights, a destination
+    that is not empty, a report that is malformed or of other weights, and files that read back differently.
     """
     source, destination = Path(source), Path(destination)
     _check_source(source, format)
@@ -62,18 +62,18 @@ def export(
 
 
 def _measured(report: Path, source: Path, format: str) -> Measured:
-    """The report's figures for the card, if it is of the weights in ``source``."""
-    from trainer.export.match import check_measured
+    """Read the report's figures for the card; `ValueError` where the report measured other weights than ``source``."""
+    from trainer.export.match import check_measured, drafters_of
 
     kind = "heads" if FORMATS[format] == "heads" else "draft"
     stored = read_report(report)
-    measured = read_measured(without_local_paths(stored), str(report), kind)
+    measured = read_measured(without_local_paths(stored), str(report), kind, drafters_of(stored, source))
     check_measured(stored, str(report), source, kind)
     return measured
 
 
 def _write(source: Path, folder: Path, format: str) -> tuple[Artefact, str]:
-    """Write one format. Its module is imported here so that a push does not wait for torch."""
+    """Write one format. Its module is imported here: `push` need not wait for torch."""
     if format == "headstart":
         from trainer.export import headstart
 
@@ -88,7 +88,7 @@ def _write(source: Path, folder: Path, format: str) -> tuple[Artefact, str]:
 
 
 def _check_source(source: Path, format: str) -> None:
-    """Refuse a folder without weights, and a format that cannot hold what is in it."""
+    """Refuse a folder without weights, and a format of the other kind of artefact."""
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}: give one of {', '.join(FORMATS)}")
     if not (source / "config.json").is_file():
@@ -104,7 +104,7 @@ def _check_source(source: Path, format: str) -> None:
 
 
 def _check_destination(source: Path, destination: Path, overwrite: bool) -> None:
-    """Refuse to replace anything that was not to be replaced."""
+    """Refuse a destination that is the source, holds it, is no folder, or has files and no ``overwrite``."""
     if destination.resolve() in (source.resolve(), *source.resolve().parents):
         raise ValueError(f"the destination {destination} is or holds the source {source}: give another folder")
     if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
@@ -114,7 +114,7 @@ def _check_destination(source: Path, destination: Path, overwrite: bool) -> None
 
 
 def _check_is_export(destination: Path, names: set[str]) -> None:
-    """Overwriting replaces an export, known by its card, and its files; anything else that is there stays."""
+    """Refuse to overwrite a folder that is no export (its card tells) or holds files that this export lacks."""
     if not destination.is_dir() or not any(destination.iterdir()):
         return
     if not is_own_card(destination / CARD_NAME):
@@ -127,7 +127,7 @@ def _check_is_export(destination: Path, names: set[str]) -> None:
 
 
 def _give_all_files_one_mode(folder: Path) -> None:
-    """safetensors writes files that only their owner may read; a server often runs as another user."""
+    """Give every file the card's mode: safetensors writes for the owner alone, and servers run as other users."""
     mode = (folder / CARD_NAME).stat().st_mode
     for path in folder.iterdir():
         path.chmod(mode)

@@ -1,6 +1,6 @@
-"""The model card: what an artefact is, how to use it, what was measured, and where it comes from.
+"""The model card: a description of the artefact, its use, its measured figures and its provenance.
 
-A card is made to be published, so no local path gets into it (see `without_local_paths`).
+Cards are published, so they hold no local path (see `without_local_paths`).
 """
 
 import json
@@ -22,7 +22,7 @@ from trainer.export.measured import Measured
 CARD_NAME = "README.md"
 PROVENANCE_NAME = "provenance.json"
 _TAG = "headstart"
-"""Among the tags of every card: `export` replaces no folder whose card lacks it."""
+"""A tag of every card: `export` replaces no folder whose card lacks it."""
 _PROVENANCE_REMEDY = "the trainer writes it: copy it again from the training run, or remove it"
 _UNKNOWN_TARGET = "TARGET"
 _ADAPTED_TARGET = "ADAPTED_TARGET"
@@ -32,7 +32,7 @@ _LIBRARIES = {"headstart": "headstart", "vllm": "vllm", "draft": "transformers"}
 
 @dataclass(frozen=True)
 class Artefact:
-    """What was exported. ``heads`` and ``tree_nodes`` are 0 for a draft."""
+    """The exported weights in numbers, for the card. ``heads`` and ``tree_nodes`` are 0 for a draft."""
 
     format: str
     parameters: int
@@ -48,7 +48,7 @@ class Artefact:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where an artefact comes from, as texts for the card; ``not recorded`` stands for what the trainer left out."""
+    """The origin of an artefact, as texts for the card; ``not recorded`` stands for a missing entry."""
 
     commit: str
     versions: str
@@ -58,19 +58,19 @@ class Provenance:
     steps: str
     tokens: str
     settings: tuple[str, ...]
-    """A line for each stretch of steps that was trained under settings of its own, such as the learning rate"""
+    """One line per stretch of steps that was trained under the same settings, such as the learning rate."""
     data: tuple[tuple[str, str, str], ...]
     """(file name, SHA-256, rows)"""
     recipe: str
     """JSON"""
     adapted: bool
-    """Whether the target was trained too: the artefact then belongs to another model than ``target``."""
+    """True where the target was trained too: the artefact then belongs to the adapted model, not to ``target``."""
 
 
 def read_stored_provenance(source: Path) -> dict[str, Any] | None:
-    """``provenance.json`` beside the weights; None if there is none.
+    """Read ``provenance.json`` beside the weights; None if there is none.
 
-    `ValueError` if it is no JSON object, or one whose recipe, target, versions, hardware or data are none.
+    `ValueError` unless it is a JSON object whose recipe, target, versions, hardware and data are objects.
     """
     path = source / PROVENANCE_NAME
     if not path.is_file():
@@ -81,7 +81,7 @@ def read_stored_provenance(source: Path) -> dict[str, Any] | None:
 
 
 def read_provenance(source: Path) -> Provenance | None:
-    """What the card says of ``provenance.json``; None if there is none. Errors: see `read_stored_provenance`."""
+    """Read ``provenance.json`` as texts for the card; None if there is none. Errors: see `read_stored_provenance`."""
     stored = read_stored_provenance(source)
     if stored is None:
         return None
@@ -106,7 +106,7 @@ def read_provenance(source: Path) -> Provenance | None:
 
 
 def _settings(stored: dict[str, Any]) -> tuple[str, ...]:
-    """``from step 1: learning_rate 0.001, ...``; steps count from 1 here, as in the metrics."""
+    """Write ``from step 1: learning_rate 0.001, ...``; steps count from 1 here, as in the metrics."""
     stretches = stored.get("stretches") or []
     if not isinstance(stretches, list) or not all(isinstance(stretch, dict) for stretch in stretches):
         raise ValueError(f"{PROVENANCE_NAME} holds {stretches!r:.60} as stretches: {_PROVENANCE_REMEDY}")
@@ -118,7 +118,7 @@ def _settings(stored: dict[str, Any]) -> tuple[str, ...]:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """A report by `decoding.measure.evaluate`. `ValueError` if it is missing or something else."""
+    """Read a report by `decoding.measure.evaluate`; `ValueError` if it is missing or no JSON object."""
     remedy = "give the report.json that `headstart evaluate` wrote"
     if not path.is_file():
         raise ValueError(f"there is no report {path}: {remedy}, or export without one")
@@ -126,10 +126,10 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def render_card(artefact: Artefact, provenance: Provenance | None, measured: Measured | None) -> str:
-    """The card's text: YAML front matter for the Hub, then Markdown. It states plainly what is not known.
+    """Return the card: YAML front matter for the Hub, then Markdown. Missing facts are named as missing.
 
-    All that comes from a recipe, a report or a name goes through one of the filters `text`, `code`, `fenced` or
-    `quoted`, so that nothing of it becomes Markdown.
+    Every text from a recipe, a report or a name passes one of the filters `text`, `code`, `fenced` or `quoted`, so that
+    it cannot act as Markdown.
     """
     target = provenance.target if provenance else _UNKNOWN_TARGET
     kind = "draft-model" if artefact.format == "draft" else "hydra" if artefact.sequential else "medusa"
@@ -155,7 +155,7 @@ def render_card(artefact: Artefact, provenance: Provenance | None, measured: Mea
 
 
 def is_own_card(path: Path) -> bool:
-    """True for a card that `render_card` wrote, whatever was added to it since."""
+    """True for a card that `render_card` wrote, also after somebody edited it."""
     if not path.is_file():
         return False
     try:
@@ -166,7 +166,7 @@ def is_own_card(path: Path) -> bool:
 
 
 def _object(stored: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
-    """An object inside a JSON object, empty if it is not there."""
+    """Return the object under ``key`` of a JSON object; an empty one if the key is missing."""
     value = stored.get(key) or {}
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds {value!r} as {key}, not an object: {_PROVENANCE_REMEDY}")

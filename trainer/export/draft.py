@@ -18,7 +18,7 @@ _PROBE_LENGTH = 16
 def write(source: Path, folder: Path) -> tuple[Artefact, str]:
     """Write the draft in ``source`` to ``folder``, read it back, compare weights, logits and tokenizer.
 
-    Returns what the card says about it, and a sentence on what was compared.
+    Returns the card's description of it, and a sentence on the comparison.
     """
     model, tokenizer = _load(source)
     if hasattr(model.config, "auto_map"):
@@ -44,7 +44,7 @@ def write(source: Path, folder: Path) -> tuple[Artefact, str]:
 
 
 def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer from a local folder, in the stored dtype, on the CPU."""
+    """Load model and tokenizer from a local folder, in the stored dtype, on the CPU."""
     model = load_model(str(folder), "auto", torch.device("cpu"))
     try:
         tokenizer = load_tokenizer(str(folder))
@@ -59,9 +59,9 @@ def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, folder: Path) -> None:
-    """Refuse a tokenizer of another model: with far more tokens than this one knows, or far fewer.
+    """Refuse another model's tokenizer: one with far more tokens than this model's vocabulary, or far fewer.
 
-    A few more than the model has (a padding token that somebody added) or fewer (a padded vocabulary) are common.
+    A few more (an added padding token) or fewer (a padded vocabulary) are common.
     """
     highest, knows = max(tokenizer.get_vocab().values(), default=-1), model.config.get_text_config().vocab_size
     if highest >= knows + max(64, knows // 100) or highest + 1 < knows - max(1024, knows // 100):
@@ -73,7 +73,7 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 
 @torch.inference_mode()
 def _probe_logits(model: PreTrainedModel) -> torch.Tensor:
-    """Logits (1, positions, vocab) of a fixed text of token ids spread over the vocabulary."""
+    """Return the logits (1, positions, vocab) of a fixed text whose token ids are spread over the vocabulary."""
     tokens = torch.arange(_PROBE_LENGTH) * max(model.config.vocab_size // _PROBE_LENGTH, 1) % model.config.vocab_size
     logits: torch.Tensor = model(tokens[None]).logits
     return logits

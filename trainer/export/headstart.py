@@ -8,7 +8,7 @@ from trainer.export.readback import check_bit_equal
 
 
 def describe_heads(heads: MedusaHeads, format: str) -> Artefact:
-    """What the model card says about heads."""
+    """Return the card's description of heads."""
     config = heads.config
     return Artefact(
         format=format,
@@ -27,7 +27,7 @@ def describe_heads(heads: MedusaHeads, format: str) -> Artefact:
 def write(source: Path, folder: Path) -> tuple[Artefact, str]:
     """Write the heads in ``source`` to ``folder``, read them back, compare.
 
-    Returns what the card says about them, and a sentence on what was compared.
+    Returns the card's description of them, and a sentence on the comparison.
     """
     heads = MedusaHeads.from_pretrained(source)
     heads.save_pretrained(folder)

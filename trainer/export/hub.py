@@ -1,7 +1,7 @@
 """Upload of an exported folder to the Hugging Face Hub.
 
-The token goes into the request header and nowhere else: not into messages, not into the exceptions raised here, and a
-folder in which it stands is refused.
+The token goes into the request header and nowhere else, neither into messages nor into exceptions. A folder whose files
+hold the token is refused.
 """
 
 import mmap
@@ -17,13 +17,13 @@ PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
 def push(folder: str | Path, repo_id: str, public: bool = False, endpoint: str | None = None) -> str:
-    """Upload an exported folder to the model repository ORG/NAME, which is made if need be; returns its address.
+    """Upload an exported folder to the model repository ORG/NAME, creating it if it is missing; returns its address.
 
-    The repository is private unless ``public``; one that exists with the other visibility is refused, so that nothing
-    is published by accident. ``endpoint`` is another Hub's address. Files already there are kept, unless replaced.
+    A new repository is private unless ``public``; an existing one of the other visibility is refused, so that nothing
+    is published by accident. ``endpoint`` is another Hub's address. Files that the upload does not replace stay.
 
-    `ValueError`, always one sentence: no exported artefact in the folder, a pickle or the token itself among the
-    files, a malformed repository id, no token, anything the Hub refuses, and a Hub that cannot be reached.
+    `ValueError`, always one sentence, for a folder without an exported artefact, a pickle or the token among its files,
+    a malformed repository id, no token, a refusal of the Hub, and a Hub that cannot be reached.
     """
     folder = Path(folder)
     _check_folder(folder)
@@ -36,13 +36,13 @@ def push(folder: str | Path, repo_id: str, public: bool = False, endpoint: str |
     address = re.sub(r"(?<=://)[^/@]*@", "", str(api.endpoint))
     problem = _upload(api, folder, repo_id, public, address)
     if problem is not None:
-        # Raised here and not where it was caught: an exception's context would hold the request with its header.
+        # Raised here, outside the handler: an exception's context would hold the request and its header.
         raise ValueError(problem.replace(token, "(token)"))
     return f"{address}/{repo_id}"
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse what `export` did not write."""
+    """Refuse a folder that `export` did not write."""
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}: export first, then push the exported folder")
     has_weights = any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
@@ -91,7 +91,7 @@ def _upload(api: HfApi, folder: Path, repo_id: str, public: bool, address: str) 
 
 
 def _create(api: HfApi, repo_id: str, public: bool) -> bool:
-    """Whether the repository was made now. A token that may not make it may still write to one that exists."""
+    """Create the repository; False where it exists: a token without the right to create may still write to it."""
     try:
         api.create_repo(repo_id, private=not public)
     except HfHubHTTPError as refusal:

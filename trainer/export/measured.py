@@ -1,6 +1,6 @@
-"""The figures of a report by `decoding.measure.evaluate` that belong on an artefact's card, as texts for tables."""
+"""Figures for an artefact's card, from a report by `decoding.measure.evaluate`, as texts for tables."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ _LABELS = ("lossless", "lossy")
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """One method under one setting. Every figure comes with its interval or quartiles; a dash stands for none."""
+    """One method under one setting. Every figure has its interval or quartiles; a dash stands for a missing one."""
 
     setting: str
     method: str
@@ -23,12 +23,12 @@ class MeasuredRow:
     over_transformers: str
     identical: str
     positions: tuple[tuple[str, str], ...]
-    """At each drafted position, from 1: conditional and unconditional acceptance, with interval and count"""
+    """At each drafted position, from 1: conditional and unconditional acceptance, with interval and count."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured, on what."""
+    """The measured rows for a card, with the hardware, the prompts and the commit behind them."""
 
     hardware: str
     dtype: str
@@ -45,11 +45,12 @@ class Measured:
         return any(row.label == "lossy" for row in self.rows)
 
 
-def read_measured(report: dict[str, Any], name: str, kind: str) -> Measured:
-    """The figures for the card of heads or a draft; ``name`` is the report's, for errors.
+def read_measured(report: dict[str, Any], name: str, kind: str, drafters: Container[str] | None = None) -> Measured:
+    """Read the figures for the card of heads or a draft; ``name`` is the report's, for errors.
 
-    They are those of ``kind`` ("heads" or "draft"), of plain decoding, and of the peers that need nothing else.
-    `ValueError` if a row lacks its promise or holds what is no figure.
+    Rows of ``kind`` ("heads" or "draft") by one of ``drafters`` (None: by any) are kept, those of plain decoding, and
+    those of peers without an artefact.
+    `ValueError` if a row lacks its label or holds something else than a figure.
     """
     rows = report.get("rows")
     if not isinstance(rows, list) or not rows:
@@ -61,7 +62,7 @@ def read_measured(report: dict[str, Any], name: str, kind: str) -> Measured:
             raise ValueError(
                 f"{name} labels {row.get('method')!r} {row.get('label')!r}, not lossless or lossy: evaluate again"
             )
-    shown = list(_rows_of(rows, kind))
+    shown = list(_rows_of(rows, kind, drafters))
     try:
         return Measured(
             hardware=_hardware(report.get("hardware") or {}),
@@ -77,10 +78,11 @@ def read_measured(report: dict[str, Any], name: str, kind: str) -> Measured:
         raise ValueError(f"{name} holds something else than a figure ({error!r}): evaluate again") from error
 
 
-def _rows_of(rows: list[dict[str, Any]], kind: str) -> Iterator[dict[str, Any]]:
+def _rows_of(rows: list[dict[str, Any]], kind: str, drafters: Container[str] | None) -> Iterator[dict[str, Any]]:
     for row in rows:
         drafted_by, method = row.get("artefact"), str(row.get("method"))
-        if drafted_by == kind or (drafted_by is None and (method == "plain" or method.startswith("transformers"))):
+        own = drafted_by == kind and (drafters is None or row.get("drafter") in drafters)
+        if own or (drafted_by is None and (method == "plain" or method.startswith("transformers"))):
             yield row
 
 
@@ -108,7 +110,7 @@ def _of(share: dict[str, Any]) -> str:
 
 
 def _hardware(hardware: dict[str, Any]) -> str:
-    """The accelerator if there was one, and the processor with the threads it ran."""
+    """Name the accelerator, if there was one, and the processor with its threads."""
     processor = _said(hardware.get("processor"))
     if hardware.get("threads"):
         processor += f" ({hardware['threads']} threads)"

@@ -1,4 +1,4 @@
-"""The proof that an export holds what was trained: read it back, compare every bit."""
+"""The proof that an export holds the trained weights: read them back, compare every bit."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Heads as vLLM loads them (its ``MedusaModel``): a top-1 chain, one token per head.
 
-Two of its habits decide what is written. Biases are dropped in silence unless ``medusa_fc_bias`` is true, and every
-config key that holds both "num" and "heads" is renamed to ``num_heads``, so there is never a ``num_attention_heads``.
+Two habits of vLLM decide the config. It drops biases in silence unless ``medusa_fc_bias`` is true, and renames every
+config key that holds both "num" and "heads" to ``num_heads``, so the config never has a ``num_attention_heads``.
 """
 
 import json
@@ -22,7 +22,7 @@ _REMEDY = "export the heads again"
 
 
 def vllm_config(config: MedusaConfig) -> dict[str, Any]:
-    """``config.json``, whole. It holds sizes only: the target's own architecture must not appear."""
+    """Return all of ``config.json``. It holds sizes only: the target's own architecture must not appear."""
     return {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -37,7 +37,7 @@ def vllm_config(config: MedusaConfig) -> dict[str, Any]:
 
 
 def vllm_name(name: str) -> str:
-    """Translate our name of a tensor into vLLM's; vLLM ignores any other in silence."""
+    """Translate our name of a tensor into vLLM's; vLLM ignores every other name in silence."""
     match name.split("."):
         case ["heads", head, "blocks", layer, "linear", part]:
             return f"blocks.{head}.layers.{layer}.{part}"
@@ -49,7 +49,7 @@ def vllm_name(name: str) -> str:
 def write(source: Path, folder: Path) -> tuple[Artefact, str]:
     """Write the heads in ``source`` to ``folder`` for vLLM, read them back, compare.
 
-    Returns what the card says about them, and a sentence on what was compared.
+    Returns the card's description of them, and a sentence on the comparison.
     """
     heads = MedusaHeads.from_pretrained(source)
     if heads.config.sequential:
@@ -73,7 +73,7 @@ def write(source: Path, folder: Path) -> tuple[Artefact, str]:
 
 
 def read_vllm_heads(folder: Path) -> MedusaHeads:
-    """Heads from a folder in vLLM's format, in their stored dtype, with the chain that vLLM drafts as their tree.
+    """Read heads from a folder in vLLM's format, in their stored dtype; their tree is the chain that vLLM drafts.
 
     Stricter than vLLM, which ignores unknown tensors and leaves missing ones random: either is a `ValueError` here.
     """
@@ -84,7 +84,7 @@ def read_vllm_heads(folder: Path) -> MedusaHeads:
 
 
 def _read_config(folder: Path) -> MedusaConfig:
-    """The sizes in ``config.json``, after a check that vLLM would read all of it as it is meant."""
+    """Read the sizes in ``config.json``; `ValueError` where vLLM would read other heads from it."""
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise ValueError(f"{folder} holds no heads in vLLM's format: {CONFIG_NAME} is missing")

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, and that say by a checksum of each file what of them was damaged since."""
+"""Folders that appear whole or not at all, with a checksum of each file by which damage is found."""
 
 import hashlib
 import os
@@ -9,15 +9,15 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 CHECKSUMS = "SHA256SUMS"
-"""The file of a sealed folder with the checksum of every other, as `sha256sum -c` reads it."""
+"""The name of the file in a sealed folder that lists every other file's checksum, as `sha256sum -c` reads it."""
 
 
 def write_folder(destination: Path, write: Callable[[Path], None], sealed: bool = False) -> None:
-    """Fill a folder through ``write``, on the disk before it takes its name; one that was there is replaced.
+    """Fill a folder through ``write``; it takes its name, and an earlier folder's place, once it is on the disk.
 
-    Whatever goes wrong, a full disk or a kill, what was at ``destination`` before is there still, or is put back by
-    the next call. Several processes may write the same folder: the last one wins. A ``sealed`` folder gets a checksum
-    of each file, by which `check_seal` finds damage.
+    After a full disk or a kill the earlier folder at ``destination`` is still there, or is put back by the next call.
+    Several processes may write the same folder: the last one wins. A ``sealed`` folder gets a checksum of each file, by
+    which `check_seal` finds damage.
     """
     temporary = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
     replaced = destination.with_name(f".{destination.name}.{os.getpid()}.replaced")
@@ -49,19 +49,28 @@ def write_folder(destination: Path, write: Callable[[Path], None], sealed: bool 
 
 def _seal(folder: Path) -> None:
     files = sorted(path for path in folder.iterdir() if path.is_file())
-    (folder / CHECKSUMS).write_text("".join(f"{sha256_of(path)}  {path.name}\n" for path in files))
+    (folder / CHECKSUMS).write_text("".join(checksum_line(path.name, sha256_of(path)) for path in files))
+
+
+def checksum_line(name: str, digest: str) -> str:
+    """Return a file's line of checksums, as `sha256sum -c` reads it."""
+    return f"{digest}  {name}\n"
+
+
+def read_checksums(path: Path) -> dict[str, str]:
+    """Return the digests in a file of such lines, by the names of their files."""
+    return {name: digest for digest, _, name in (line.partition("  ") for line in path.read_text().splitlines())}
 
 
 def check_seal(folder: Path) -> None:
-    """Raise ValueError, naming the file, where a sealed folder is not as it was written; OSError where the disk fails.
+    """Raise ValueError, naming the file, where a sealed folder was changed since; OSError where the disk fails.
 
     Reads every file to its end: about a second a GB.
     """
     try:
-        lines = (folder / CHECKSUMS).read_text().splitlines()
+        sums = read_checksums(folder / CHECKSUMS)
     except FileNotFoundError:
         raise ValueError(f"{CHECKSUMS} is missing") from None
-    sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     if others := {path.name for path in folder.iterdir() if path.name != CHECKSUMS} - sums.keys():
         raise ValueError(f"{CHECKSUMS} knows no {min(others)}, which is there")
     if not sums:
@@ -74,13 +83,13 @@ def check_seal(folder: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file, as hexadecimal digits."""
+    """Return the SHA-256 of a file, as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _clear_what_a_kill_left(destination: Path) -> None:
-    """Put back what was about to be replaced, and remove the halves, of processes that run no more."""
+    """Put back folders that dead processes were replacing, and remove the halves that they left."""
     for left in destination.parent.glob(f".{destination.name}.*.*"):
         process, kind = left.name.rsplit(".", 2)[1:]
         if kind not in ("partial", "replaced") or (process.isdigit() and _is_running(int(process))):
@@ -92,7 +101,7 @@ def _clear_what_a_kill_left(destination: Path) -> None:
 
 
 def _is_running(process: int) -> bool:
-    if process == os.getpid():  # only one of this process's calls is at work on a folder, and that is this one
+    if process == os.getpid():  # this process is in this call, so an older call of it left the folder
         return False
     try:
         os.kill(process, 0)
@@ -104,7 +113,7 @@ def _is_running(process: int) -> bool:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Wait until a file or a folder is on the disk, and not only on its way there."""
+    """Wait until the disk holds a file or a folder (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -113,7 +122,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 def check_can_be_folder(path: Path, name: str) -> None:
-    """ValueError where a file stands in the way of a folder, which the recipe calls ``name``."""
+    """Raise ValueError where a file stands in the way of a folder; ``name`` is the recipe's key for it."""
     in_the_way = next((place for place in (path, *path.parents) if place.is_file()), None)
     if in_the_way is not None:
         raise ValueError(f"{name} is {path}, but {in_the_way} is a file: give another folder")

@@ -1,4 +1,4 @@
-"""Folders and files that one run writes at a time."""
+"""Locks: one run at a time writes a folder or a file."""
 
 import json
 import os
@@ -16,11 +16,11 @@ _ASK_EVERY = 15.0  # seconds
 
 @contextmanager
 def hold(folder: Path, on_wait: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Keep other runs out of ``folder``, which is made if need be, for as long as this context lasts.
+    """Keep other runs out of ``folder`` while this context lasts; a missing folder is made.
 
-    A process that is killed holds nothing any more. A process may hold a folder more than once. ValueError, naming the
-    process and the host, where another run holds the folder; with ``on_wait``, which is told so every 15 seconds, wait
-    for the end of that run instead.
+    A killed process holds nothing any more. A process may hold a folder more than once. ValueError, naming the process
+    and the host, where another run holds the folder. With ``on_wait`` this waits for the end of that run instead, and
+    calls ``on_wait`` with a sentence every 15 seconds.
     """
     made = not folder.exists()
     try:
@@ -56,7 +56,7 @@ def _acquired(lock: BaseFileLock, held: Path, on_wait: Callable[[str], None] | N
         yield
     finally:
         if lock.lock_counter == 1:
-            path.unlink(missing_ok=True)  # while it is held: whoever opened it meanwhile sees that, and opens another
+            path.unlink(missing_ok=True)  # while held: a process that opened the file meanwhile notices, and opens anew
         lock.release()
 
 
@@ -84,7 +84,7 @@ def _self_description() -> dict[str, str | int]:
 
 
 def _holder(path: Path) -> str:
-    """The process that holds a lock, as it has written itself down."""
+    """Name the process that holds a lock, from the lock's file."""
     try:
         content = json.loads(path.read_text())
         return f"process {content['process']} on {content['host']} (since {content['since']})"

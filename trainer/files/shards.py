@@ -1,8 +1,8 @@
-"""Files of a store on disk: which examples a shard holds, and whether a file is there and whole.
+"""Shards of a store on disk: their examples, and the seals that tell whole files from halves.
 
-Beside every file lies its seal, a JSON file with its size, its SHA-256 and what it was made from. The file is on the
-disk under its name before its seal is, so whatever a kill leaves behind has no seal, and is written anew. Processes
-that write different shards need not wait for one another.
+Beside every file lies its seal, a line of checksums as `sha256sum -c` reads it; the file itself names what it was made
+from. The file is on the disk under its name before its seal is, so a file that a kill left behind has no seal and is
+written anew. Processes that write different shards need not wait for one another.
 """
 
 import hashlib
@@ -14,27 +14,30 @@ from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.files.folders import flush_to_disk, sha256_of
+from trainer.files.folders import checksum_line, flush_to_disk, read_checksums, sha256_of
+
+_MADE_FROM = "made_from"
+"""Key of the metadata in a safetensors file's header."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which shard holds which examples: whole ones, in the order of the data, up to ``shard_rows`` rows a shard.
+    """The places of examples in shards: whole examples, in the order of the data, up to ``shard_rows`` rows a shard.
 
-    An example longer than that has a shard of its own.
+    An example of more rows has a shard of its own.
     """
 
     lengths: tuple[int, ...]
-    """Rows of each example; one without any has a place of no rows."""
+    """Rows of each example; an example may have none."""
     shard_rows: int
 
     @cached_property
     def _ends(self) -> list[int]:
-        """Rows up to the end of each example."""
+        """The rows up to the end of each example."""
         return list(accumulate(self.lengths))
 
     @cached_property
@@ -56,12 +59,12 @@ class Layout:
         return self._ends[index - 1] if index else 0
 
     def num_rows(self, shard: int) -> int:
-        """How many rows a shard holds."""
+        """Count the rows of a shard."""
         examples = self.shards[shard]
         return self._before(examples.stop) - self._before(examples.start)
 
     def place(self, index: int) -> tuple[int, slice]:
-        """The shard of an example, and the rows in it that are its own."""
+        """Return the shard of an example, and its rows in that shard."""
         shard = bisect_right(self._firsts, index) - 1
         first = self._before(index) - self._before(self._firsts[shard])
         return shard, slice(first, first + self.lengths[index])
@@ -72,12 +75,12 @@ def shard_name(shard: int) -> str:
 
 
 def digest_of(content: object) -> str:
-    """SHA-256 of plain JSON values."""
+    """Return the SHA-256 of plain JSON values."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def digest_of_each(items: Iterable[object]) -> str:
-    """SHA-256 of numbers, texts and tuples of them, one item after the other: the data need not be held twice."""
+    """Return the SHA-256 of numbers, texts and tuples, item by item: the data need not be held twice."""
     digest = hashlib.sha256()
     for item in items:
         digest.update(repr(item).encode())
@@ -85,15 +88,15 @@ def digest_of_each(items: Iterable[object]) -> str:
 
 
 def write_sealed(path: Path, tensors: dict[str, Tensor], made_from: str) -> None:
-    """Write a safetensors file and then its seal; OSError if the disk will not take it."""
+    """Write a safetensors file that names what it was made from, and then its seal; OSError if the disk is full."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        save_file(tensors, partial)
+        save_file(tensors, partial, {_MADE_FROM: made_from})
     except SafetensorError as error:
         raise OSError(f"{path} could not be written ({error}): make room and start again to go on") from error
-    seal = {"made_from": made_from, "bytes": partial.stat().st_size, "sha256": sha256_of(partial)}
+    seal = checksum_line(path.name, sha256_of(partial))
     _settle(partial, path)
-    write_text(_seal_of(path), json.dumps(seal))
+    write_text(_seal_of(path), seal)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -104,32 +107,33 @@ def write_text(path: Path, text: str) -> None:
 
 
 def is_whole(path: Path, made_from: str, verify: bool) -> bool:
-    """Whether a file is there with a seal that says it was made from this; ``verify`` also reads all of it."""
+    """Return True for a file with a seal, of its full size and made from this; ``verify`` also reads all of it."""
     try:
-        seal = json.loads(_seal_of(path).read_text())
-        if seal["made_from"] != made_from or seal["bytes"] != path.stat().st_size:
-            return False
-        return not verify or bool(seal["sha256"] == sha256_of(path))
-    except (OSError, ValueError, KeyError, TypeError):
+        digest = read_checksums(_seal_of(path))[path.name]
+        with safe_open(path, framework="pt") as file:  # which refuses a file that is shorter or longer than it says
+            if (file.metadata() or {}).get(_MADE_FROM) != made_from:
+                return False
+        return not verify or digest == sha256_of(path)
+    except (OSError, ValueError, KeyError, SafetensorError):
         return False
 
 
 def is_begun(path: Path) -> bool:
-    """Whether anything of a file is there, whole or not: itself or its seal."""
+    """True where the file or its seal exists, whole or not."""
     return path.exists() or _seal_of(path).exists()
 
 
 def missing_files(folder: Path, names: Sequence[str], made_from: str, verify: bool) -> list[str]:
-    """Those of the files that are not there, or not whole."""
+    """Return the files that are missing or not whole."""
     return [name for name in names if not is_whole(folder / name, made_from, verify)]
 
 
 def _seal_of(path: Path) -> Path:
-    return path.with_suffix(".json")
+    return path.with_name(f"{path.name}.sha256")
 
 
 def _settle(partial: Path, path: Path) -> None:
-    """Give a file that is written its name, on the disk."""
+    """Flush a written file to the disk and give it its name."""
     flush_to_disk(partial)
     partial.rename(path)
     flush_to_disk(path.parent)

@@ -1,8 +1,8 @@
-"""A model's folder for readers of transformers 4 as well: without this they read another model, in silence.
+"""Model folders that transformers 4 reads as the same model as transformers 5.
 
-transformers 5 writes rotary embeddings as ``rope_parameters`` alone, where version 4 and the servers that read configs
-as it did look for ``rope_theta`` and ``rope_scaling``, take 10000 and none, and say nothing. Both versions' keys stand
-side by side afterwards. The names are those of transformers 4.57.
+transformers 5 writes rotary embeddings as ``rope_parameters`` alone. Version 4, and servers that read configs its way,
+look for ``rope_theta`` and ``rope_scaling``, find neither, and take 10000 and no scaling in silence. A folder written
+here has the keys of both versions. The names are those of transformers 4.57.
 """
 
 import json
@@ -23,7 +23,7 @@ _LOGGER = logging.getLogger(__name__)
 _RENAMED = {"torch_dtype": "dtype", "num_experts": "num_local_experts"}
 """Keys of transformers 4 -> those of transformers 5."""
 _NAMES = {"gpt_neox": ("rotary_emb_base", "rotary_pct")}
-"""Model type -> its keys for rope_theta and partial_rotary_factor, where they are others."""
+"""Model type -> its own names for rope_theta and partial_rotary_factor."""
 _LOCAL = ("gemma3_text", "gemma3n_text")
 """The model types whose sliding layers have a ``rope_local_base_freq``."""
 _TYPE_ALONE = {"phi3": ("short_factor", "long_factor"), "olmo2": ("factor",)}
@@ -36,11 +36,11 @@ def write_model(
     folder: Path,
     state_dict: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write a model, with other weights than its own if given, and its tokenizer as a plain transformers folder.
+    """Write a model and its tokenizer as a plain transformers folder; ``state_dict`` replaces the model's own weights.
 
-    Readers of version 4 and of version 5 find the same model there, or a warning says why not.
+    Versions 4 and 5 read the same model from it, or a warning names the reason why not.
     """
-    disable_progress_bar()  # of the weights' writing: over before it is drawn
+    disable_progress_bar()  # the weights are written before a bar would be drawn
     model.save_pretrained(folder, state_dict=state_dict)
     tokenizer.save_pretrained(folder)
     path = folder / "config.json"
@@ -57,7 +57,7 @@ def write_model(
 def config_for_both(kind: type[PreTrainedConfig], stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json of transformers 5 with the keys that transformers 4 reads beside its own.
 
-    ValueError where version 4 has no words for it, or version 5 would make another config of both.
+    ValueError where version 4 has no key for a setting, or version 5 would read another config from both.
     """
     both = _with_older_keys(stored)
     before, after = _as_read(kind, stored), _as_read(kind, both)
@@ -74,7 +74,7 @@ def _with_older_keys(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of transformers 4 that say what ``rope_parameters`` says; none for a config without."""
+    """Return the keys of transformers 4 for a config's ``rope_parameters``; none for a config without."""
     rope, family = config.get("rope_parameters"), config.get("model_type")
     if not isinstance(rope, dict) or not rope:
         return {}
@@ -95,7 +95,7 @@ def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scaling(rope: Mapping[str, Any], family: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """``rope_scaling``, with the context that longrope was pretrained at where transformers 4 looks for it."""
+    """Return ``rope_scaling``, and for longrope the pretraining context under the key that transformers 4 reads."""
     if family in _TYPE_ALONE:
         scaling = {"type": rope["rope_type"], **{key: rope.get(key) for key in _TYPE_ALONE[family]}}
     else:
@@ -107,7 +107,7 @@ def _scaling(rope: Mapping[str, Any], family: str, config: Mapping[str, Any]) ->
 
 
 def _as_read(kind: type[PreTrainedConfig], stored: Mapping[str, Any]) -> dict[str, Any]:
-    """What transformers 5 makes of a config, without the older name of ``rope_type``."""
+    """Return a config as transformers 5 reads it, without the older name of ``rope_type``."""
     read: dict[str, Any] = kind.from_dict(json.loads(json.dumps(stored))).to_dict()
     if isinstance(rope := read.get("rope_parameters"), dict):
         read["rope_parameters"] = {key: value for key, value in rope.items() if key != "type"}
@@ -115,7 +115,7 @@ def _as_read(kind: type[PreTrainedConfig], stored: Mapping[str, Any]) -> dict[st
 
 
 def _write_tokenizer_class(path: Path) -> None:
-    """Name the class as both versions know it, and the special tokens that are nothing else as version 4 lists them."""
+    """Write the class name that both versions know, and further special tokens under version 4's key."""
     if not path.is_file():
         return
     stored = read_object(path, _REMEDY)

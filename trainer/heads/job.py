@@ -1,6 +1,6 @@
-"""Heads: from a recipe to what is trained, on a target that runs or on its features, and what that takes."""
+"""Heads: from a recipe to heads to be trained on a target that runs or on its features, and the memory for it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Example
 from trainer.data.dataset import Dataset
 from trainer.data.source import BatchSource, Offline
+from trainer.data.splits import load_splits, load_training_data
 from trainer.heads.medusa import MedusaObjective
 from trainer.heads.medusa2 import Medusa2Objective
 from trainer.job import (
@@ -20,8 +21,6 @@ from trainer.job import (
     Largest,
     Phase,
     Stored,
-    load_data,
-    load_training_data,
     shared_identity,
     trained_itemsize,
     trained_numbers,
@@ -38,7 +37,6 @@ from trainer.target.loading import (
     Target,
     load_target,
     load_target_model,
-    load_target_tokenizer,
 )
 from trainer.terminal.place import Place
 
@@ -91,23 +89,22 @@ class HeadsKind:
         return self.recipe.model_copy(update={"features": features, **with_few_rows(self.recipe, rows)})
 
     def _write_features(self, section: FeaturesSection, device: torch.device, place: Place) -> FeatureStore:
-        target, tokenizer = load_target(self.recipe, device), load_target_tokenizer(self.recipe)
-        return _features(section, target, tokenizer, load_training_data(self.recipe, tokenizer), place)
+        target = load_target(self.recipe, device)
+        return _features(section, target, load_training_data(self.recipe.data, target.tokenizer), place)
 
     def assemble(self, device: torch.device, place: Place, check_costs: bool = False) -> "HeadsJob":
-        """See `trainer.job.Kind.assemble`; heads are so cheap that nothing of theirs is checked."""
+        """See `trainer.job.Kind.assemble`; the costs of heads are small, and not checked."""
         recipe, target = self.recipe, load_target(self.recipe, device)
-        tokenizer = load_target_tokenizer(recipe)
-        dataset, heldout = load_data(recipe, tokenizer)
+        dataset, heldout = load_splits(recipe.data, target.tokenizer)
         torch.manual_seed(recipe.training.seed)  # for heads that start at random
+        kept: StoredTarget = target
         if recipe.features is None:
-            return HeadsJob(recipe, tokenizer, dataset, heldout, target, _objective_on(recipe, target.model, tokenizer))
-        store = _features(recipe.features, target, tokenizer, dataset, place)
-        config = AutoConfig.from_pretrained(target.name, trust_remote_code=recipe.trust_remote_code)
-        states = StoredFeatures(store, config, device)
-        objective = MedusaObjective(states, recipe.heads, recipe.training.steps, target.dtype)
-        kept = target if recipe.features.keep_target else target.let_go()
-        return HeadsJob(recipe, tokenizer, dataset, heldout, kept, objective)
+            objective = _objective_on(recipe, target)
+        else:
+            store = _features(recipe.features, target, dataset, place)
+            objective = _objective_from(recipe, target, store, device)
+            kept = target if recipe.features.keep_target else target.let_go()
+        return HeadsJob(recipe, dataset, heldout, kept, objective, _identity(recipe, target, dataset))
 
 
 @dataclass(frozen=True)
@@ -115,21 +112,15 @@ class HeadsJob:
     """Heads to be trained: see `trainer.job.Job`."""
 
     recipe: MedusaRecipe
-    tokenizer: PreTrainedTokenizerBase
     dataset: Dataset
     heldout: Dataset
     target: StoredTarget
     objective: MedusaObjective | Medusa2Objective
+    identity: Mapping[str, Any]
 
-    def identity(self) -> dict[str, Any]:
-        """See `trainer.job.Job.identity`; soft losses also know how many of the target's logits were stored."""
-        recipe, content = self.recipe, shared_identity(self.recipe, self.target, self.dataset)
-        content["heads"].pop("tree_nodes")
-        if recipe.adapters is not None:
-            content["adapters"].pop("export")
-        if recipe.heads.loss.soft:
-            content["features.top_k"] = recipe.features.top_k if recipe.features else 0
-        return content
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.target.tokenizer
 
     def source(self, section: TrainingSection, place: Place, folder: Path | None = None) -> BatchSource:
         return Offline(self.dataset.examples, section.batch_size, section.seed)
@@ -137,7 +128,7 @@ class HeadsJob:
     def writer(self, examples: Sequence[Example]) -> FeatureWriter | None:
         if self.recipe.features is None or not isinstance(self.target, Target):
             return None
-        return feature_writer(self.target, self.tokenizer, examples, self.recipe.features.top_k)
+        return feature_writer(self.target, examples, self.recipe.features.top_k)
 
     def target_again(self, device: torch.device) -> Target:
         if isinstance(self.target, Target):
@@ -146,9 +137,6 @@ class HeadsJob:
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
         self.objective.choose_tree(target, texts())
-
-    def notes(self) -> list[str]:
-        return []
 
     def passing_bytes(self, largest: Largest) -> int:
         """See `trainer.job.Job.passing_bytes`: a head keeps its input, and three states of each block, in fp32."""
@@ -177,19 +165,34 @@ class HeadsJob:
         return self.target.model
 
 
-def _features(
-    section: FeaturesSection, target: Target, tokenizer: PreTrainedTokenizerBase, dataset: Dataset, place: Place
-) -> FeatureStore:
+def _identity(recipe: MedusaRecipe, target: StoredTarget, dataset: Dataset) -> dict[str, Any]:
+    """See `trainer.job.Job.identity`; soft losses also depend on how many of the target's logits were stored."""
+    content = shared_identity(recipe, target, dataset)
+    content["heads"].pop("tree_nodes")
+    if recipe.adapters is not None:
+        content["adapters"].pop("export")
+    if recipe.heads.loss.soft:
+        content["features.top_k"] = recipe.features.top_k if recipe.features else 0
+    return content
+
+
+def _features(section: FeaturesSection, target: Target, dataset: Dataset, place: Place) -> FeatureStore:
     """The features of the training data, written where they are not there yet."""
-    writer = feature_writer(target, tokenizer, dataset.examples, section.top_k)
+    writer = feature_writer(target, dataset.examples, section.top_k)
     return ensure_features(writer, dataset.examples, section, place)
 
 
-def _objective_on(
-    recipe: MedusaRecipe, target: CausalLM, tokenizer: PreTrainedTokenizerBase
-) -> MedusaObjective | Medusa2Objective:
+def _objective_on(recipe: MedusaRecipe, target: Target) -> MedusaObjective | Medusa2Objective:
     """The objective on a target that runs at every step."""
     steps = recipe.training.steps
     if recipe.adapters is not None:
-        return Medusa2Objective(target, tokenizer, recipe.heads, recipe.adapters, steps)
-    return MedusaObjective(OnlineTarget(target), recipe.heads, steps, target.dtype)
+        return Medusa2Objective(target.model, target.tokenizer, recipe.heads, recipe.adapters, steps)
+    return MedusaObjective(OnlineTarget(target.model), recipe.heads, steps, target.dtype)
+
+
+def _objective_from(
+    recipe: MedusaRecipe, target: StoredTarget, store: FeatureStore, device: torch.device
+) -> MedusaObjective:
+    """The objective on stored features, for which the target need not be loaded."""
+    config = AutoConfig.from_pretrained(target.name, trust_remote_code=recipe.trust_remote_code)
+    return MedusaObjective(StoredFeatures(store, config, device), recipe.heads, recipe.training.steps, target.dtype)

@@ -16,7 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from decoding.drafters import Drafter, MedusaDrafter
+from decoding.drafters import Drafter
+from decoding.drafters.registry import named_drafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHead, MedusaHeads
 from decoding.model.lm_head import lm_head_input
@@ -36,14 +37,14 @@ _RANKS = 10  # of each head's best tokens, as in Medusa's published trees
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """What the heads learn from: a batch, the target's states on it, and what of the target they share or imitate."""
+    """Inputs of the heads' step: a batch, the target's states on it, and the target's parts that heads share."""
 
     batch: Batch
     hidden: Float[Tensor, "batch positions hidden"]
     embedded: Float[Tensor, "batch positions hidden"] | None = None
     """The tokens' embeddings, for sequential heads."""
     lm_head: Float[Tensor, "vocab hidden"] | None = None
-    """The target's, for heads that share it and for soft targets."""
+    """The target's lm_head, for heads that share it and for soft targets."""
     top_k: TopLogits | None = None
     transform: LogitTransform | None = None
 
@@ -164,13 +165,13 @@ class MedusaObjective:
         )
 
     def _lm_head_on(self, device: torch.device) -> Float[Tensor, "vocab hidden"]:
-        """The target's, where the heads are: a target spread over several devices may have it on another."""
+        """The target's lm_head on the heads' device; a target spread over several may hold it on another."""
         if self._lm_head is None or self._lm_head.device != device:
             self._lm_head = self._states.lm_head.to(device)
         return self._lm_head
 
     def drafter(self) -> Drafter:
-        return MedusaDrafter(heads_for_decoding(self.module.heads, self._dtype))
+        return named_drafter("heads", heads_for_decoding(self.module.heads, self._dtype))
 
     def choose_tree(self, target: CausalLM, texts: Sequence[tuple[Sequence[int], int]]) -> None:
         """Fit the tree to the heads: the paths that are right most often on the target's own greedy texts.
@@ -184,7 +185,7 @@ class MedusaObjective:
 
 
 def head_counts(batch: Batch, num_heads: int) -> Float[Tensor, " heads"]:
-    """How many labels each head has."""
+    """Number of labels of each head."""
     return torch.stack([batch.labelled(k + 2).sum() for k in range(num_heads)])
 
 
@@ -204,7 +205,7 @@ def fit_tree(heads: MedusaHeads, target: CausalLM, texts: Sequence[tuple[Sequenc
 def rank_accuracies(
     target: CausalLM, heads: MedusaHeads, texts: Sequence[tuple[Sequence[int], int]]
 ) -> list[list[float]]:
-    """``[k][r]``: how often head k's rank-r token (both from 0) is the token of the text it predicts.
+    """``[k][r]``: the share of labels that are head k's rank-r token (both from 0).
 
     A sequential head is given the text's own tokens before that one.
     """

@@ -10,7 +10,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from decoding.drafters import Drafter, MedusaDrafter
+from decoding.drafters import Drafter
+from decoding.drafters.registry import named_drafter
 from decoding.model.architecture import is_spread
 from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import lm_head_input, run_in_lm_head
@@ -37,7 +38,7 @@ if TYPE_CHECKING:  # slow to import, and of use to this objective alone
     from peft import PeftModel
 
 TARGET_FOLDER = "target"
-"""Where `Medusa2Objective.save` writes the target that goes with the heads."""
+"""The subfolder that `Medusa2Objective.save` writes the heads' target to."""
 
 
 class JointTraining(nn.Module):
@@ -55,8 +56,8 @@ class JointTraining(nn.Module):
     ) -> TermSums:
         """Losses (heads + 1,). Without ``joint`` the target stands still.
 
-        ``teacher`` holds the hidden states of the target as it was, for the divergence from it; without them its own
-        loss is the cross entropy on the data.
+        ``teacher`` holds the hidden states of the target without adapters, for the divergence from it; without them
+        the target's own loss is the cross entropy on the data.
         """
         with torch.set_grad_enabled(joint):
             hidden = lm_head_input(self._target, batch.model_inputs())
@@ -142,7 +143,7 @@ class Medusa2Objective:
 
     def drafter(self) -> Drafter:
         self.module.eval()
-        return MedusaDrafter(heads_for_decoding(self.module.heads.heads, self._dtype))
+        return named_drafter("heads", heads_for_decoding(self.module.heads.heads, self._dtype))
 
     def choose_tree(self, target: CausalLM, texts: Sequence[tuple[Sequence[int], int]]) -> None:
         """Fit the tree to the heads and the adapted target: see `medusa.MedusaObjective.choose_tree`."""

@@ -1,7 +1,7 @@
-"""A linear layer and its loss in one: sums over the trained tokens, and no [tokens, vocabulary] tensor beyond a chunk.
+"""A linear layer and its loss in one, a chunk of tokens at a time: no (tokens, vocabulary) tensor is ever held.
 
-Sums, not means: the loop divides by the count over the whole batch of all processes and accumulation steps, which is
-what makes accumulation and data parallelism exact.
+Losses are sums, not means: the loop divides them by the count over the whole batch of all processes and accumulation
+steps, which makes accumulation and data parallelism exact.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,9 +16,9 @@ from trainer.learning.losses import Comparison, LossMix
 from trainer.learning.teachers import KnownLogits, Teacher
 
 CHUNK_BYTES = 128 * 2**20
-"""Logits of a chunk: fewer make the products with the weight slow, more make the memory grow and nothing faster."""
+"""Logits of a chunk: fewer slow down the products with the weight, more take memory and gain no speed."""
 _BLOCK_BYTES = 2 * 2**20
-"""fp32 rows that are softmaxed together on a CPU: what stays in its cache."""
+"""fp32 rows that are softmaxed together on a CPU: they stay in its cache."""
 
 
 class FusedLoss(NamedTuple):
@@ -26,9 +26,9 @@ class FusedLoss(NamedTuple):
 
     loss: Float[Tensor, ""]
     correct: Int[Tensor, ""]
-    """How many argmaxes are the label."""
+    """Tokens whose argmax is the label."""
     accepted: Float[Tensor, ""]
-    """Σ min(p, q) at the mix's temperature, what token rejection would accept; 0 without a teacher. No gradient."""
+    """Σ min(p, q) at the mix's temperature, which token rejection would accept; 0 without a teacher. No gradient."""
 
 
 def fused_loss(
@@ -42,24 +42,24 @@ def fused_loss(
     soft_cap: float | None = None,
     chunk: int | None = None,
 ) -> FusedLoss:
-    """Sum over tokens of ``mix``'s weighted terms for logits ``hidden @ weight.T``, and how good these are.
+    """Return the sum over tokens of ``mix``'s weighted terms for the logits ``hidden @ weight.T``, with its hits.
 
-    ``cross_entropy`` is at ``labels``; the others are `losses.divergence`'s between ``teacher`` and the logits. The
-    teacher and a frozen weight get no gradient.
+    ``cross_entropy`` is taken at ``labels``; the other terms are `losses.divergence` between ``teacher`` and the
+    logits. The teacher and a frozen weight get no gradient.
 
     ``tokens[i]`` is the target's token that row i of ``weight`` writes; without it, row i writes token i. Labels are
-    the target's tokens too: one that no row writes adds nothing to the cross entropy. With ``soft_cap`` c the logits
-    are c tanh(hidden @ weight.T / c), as Gemma-2's.
+    the target's tokens too: a label that no row writes adds nothing to the cross entropy. With ``soft_cap`` c the
+    logits are c tanh(hidden @ weight.T / c), as in Gemma-2.
 
-    Gradients of a chunk are formed while its logits exist, in their place: at most ``chunk`` rows of logits are ever
-    held (as many of the teacher's besides), and nothing is computed twice. Products run in autocast's dtype, the
-    softmax in fp32. Raises ValueError for a divergence without a teacher, and for a teacher that does not fit.
+    The gradient of a chunk overwrites its logits: at most ``chunk`` rows of logits are held, and as many of the
+    teacher's, and nothing is computed twice. Products run in autocast's dtype, the softmax in fp32. Raises ValueError
+    for a divergence without a teacher, and for a teacher that does not fit.
     After Liger Kernel, 2410.10989, section 3.2.
     """
     if teacher is None and mix.soft:
         raise ValueError(f"the loss is mixed of {', '.join(mix.weights)}, which needs a teacher: give one")
     layer = _Outputs(len(weight), tokens, soft_cap)
-    if not torch.is_grad_enabled():  # inside apply nobody could tell
+    if not torch.is_grad_enabled():  # which `apply` hides from the function
         hidden, weight = hidden.detach(), weight.detach()
     return FusedLoss(*_FusedLoss.apply(hidden, weight, labels, mix, teacher, layer, chunk))  # type: ignore[no-untyped-call]  # torch's
 
@@ -120,7 +120,10 @@ def _rows_within(size: int, width: int, dtype: torch.dtype) -> int:
 def _chunks(
     hidden: Float[Tensor, "tokens hidden"], weight: Float[Tensor, "outputs hidden"], width: int, chunk: int | None
 ) -> Iterator[tuple[slice, Float[Tensor, "rows outputs"]]]:
-    """The products of ``chunk`` tokens at a time, always in the same memory; ``width``: the teacher's per token."""
+    """Yield the products of ``chunk`` tokens at a time, always in the same memory.
+
+    ``width`` is the number of the teacher's logits for a token, which share the memory of a chunk.
+    """
     chunk = chunk or _rows_within(CHUNK_BYTES, max(len(weight), width), weight.dtype)
     held = torch.empty(min(chunk, len(hidden)), len(weight), dtype=weight.dtype, device=hidden.device)
     for start in range(0, len(hidden), chunk):
@@ -129,10 +132,7 @@ def _chunks(
 
 
 def _blocks(logits: Float[Tensor, "rows outputs"], width: int) -> Iterator[slice]:
-    """Rows that are softmaxed together.
-
-    A processor's cache holds a few rows: softmax them there. A GPU is quicker with few and large operations.
-    """
+    """Yield the rows that are softmaxed together: on a CPU as many as its cache holds, on a GPU all at once."""
     on_processor = logits.device.type == "cpu"
     widest = max(logits.shape[1], width)
     size = _rows_within(_BLOCK_BYTES, widest, _wide(logits.dtype)) if on_processor else max(1, len(logits))
@@ -146,7 +146,7 @@ def _turn_into_gradient(
     target: KnownLogits | None,
     layer: "_Outputs",
 ) -> FusedLoss:
-    """Overwrite a linear layer's products with the loss's gradient with respect to them."""
+    """Overwrite a linear layer's products with the loss's gradient with respect to these products; return the loss."""
     wide = _wide(logits.dtype)
     loss, accepted = (torch.zeros((), dtype=wide, device=logits.device) for _ in range(2))
     correct = torch.zeros((), dtype=torch.long, device=logits.device)
@@ -169,7 +169,7 @@ def _mixed(
     target: KnownLogits | None,
     layer: "_Outputs",
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, "rows outputs"]]:
-    """The loss of wide logits, what would be accepted, and the loss's gradient with respect to them."""
+    """Return the loss of wide logits, Σ min(p, q), and the loss's gradient with respect to the logits."""
     loss, accepted, gradient, log_q, q = scores.new_zeros(()), scores.new_zeros(()), None, None, None
     if target is not None:
         log_q = (scores if mix.temperature == 1 else scores / mix.temperature).log_softmax(-1)
@@ -194,20 +194,20 @@ def _mixed(
 
 
 def _divergences(sides: Comparison, mix: LossMix) -> tuple[Float[Tensor, ""], Float[Tensor, "rows outcomes"]]:
-    """The weighted sum of the divergences in ``mix``, and of what they pull each outcome by."""
+    """Return the weighted sum of the divergences in ``mix``, and that of their pulls (see `losses.Pulled`)."""
     loss, pull = sides.overlap.new_zeros(()), None
     for kind, factor in mix.weights.items():
         if kind != "cross_entropy":
             value, part = sides.term(kind, mix)
             loss = loss + factor * value.sum()
-            # Not in place: a pull may be what other terms read.
+            # Not in place: other terms may read the same pull.
             pull = (part if factor == 1 else part * factor) if pull is None else pull.add(part, alpha=factor)
     assert pull is not None, "a soft mix has a divergence"
     return loss, pull
 
 
 class _Outputs:
-    """What an lm_head writes: the target's tokens in their order or others, and its logits after the products."""
+    """The outputs of an lm_head: the target's tokens that they write, and the soft cap behind the products."""
 
     def __init__(self, count: int, tokens: Int[Tensor, " outputs"] | None, soft_cap: float | None) -> None:
         assert tokens is None or len(tokens) == count, "one token for each row of the weight"
@@ -215,18 +215,18 @@ class _Outputs:
         self._sorted = None if tokens is None else tokens.sort()
 
     def scores(self, products: Float[Tensor, "rows outputs"]) -> Float[Tensor, "rows outputs"]:
-        """Logits, wide."""
+        """Return the logits of products, in fp32 or fp64."""
         scores = products.to(_wide(products.dtype))
         return scores if self._cap is None else (scores / self._cap).tanh_().mul_(self._cap)
 
     def through_cap(
         self, gradient: Float[Tensor, "rows outputs"], scores: Float[Tensor, "rows outputs"]
     ) -> Float[Tensor, "rows outputs"]:
-        """From the gradient with respect to logits to that with respect to the products."""
+        """Turn the gradient with respect to the logits into the one with respect to the products."""
         return gradient if self._cap is None else gradient.mul_(1 - (scores / self._cap).square_())
 
     def outputs_of(self, tokens: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-        """Which row writes each of the target's tokens; -1: none."""
+        """Return the output that writes each of the target's tokens; -1 where none does."""
         if self._sorted is None:
             return tokens.where(tokens < self._count, -1)
         known, order = self._sorted
@@ -240,7 +240,7 @@ class _Outputs:
         q: Float[Tensor, "rows outputs"],
         temperature: float,
     ) -> tuple[Comparison, Callable[[Tensor], Tensor]]:
-        """Both sides of the outcomes known, and the way from what pulls these to the gradient of all logits."""
+        """Return both sides of the known outcomes, and the function from their pulls to the gradient of all logits."""
         log_p = target.log_p(temperature, q.dtype)
         if target.tokens is None:
             whole = self._tokens is None and self._count == log_p.shape[1]
@@ -263,7 +263,7 @@ class _Outputs:
         return sides, partial(_of_sample, q, rows)
 
     def _columns(self, log_p: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows outputs"]:
-        """Those of the tokens that are written."""
+        """Select the columns of the tokens that the draft writes."""
         if self._tokens is not None:
             return log_p[:, self._tokens]
         if self._count > log_p.shape[1]:
@@ -275,21 +275,22 @@ class _Outputs:
 
 
 def _of_all(q: Tensor, pull: Float[Tensor, "rows outputs"]) -> Float[Tensor, "rows outputs"]:
-    """The gradient where every output is an outcome."""
+    """Return the gradient where every output is an outcome."""
     return (q * pull.sum(-1, keepdim=True)).sub_(pull)
 
 
 def _of_sample(q: Tensor, rows: Tensor, pull: Float[Tensor, "rows outcomes"]) -> Float[Tensor, "rows outputs"]:
-    """The gradient where the outcomes are some of the outputs, some of them more than once."""
+    """Return the gradient where the outcomes are some of the outputs, possibly repeated."""
     return (q * pull.sum(-1, keepdim=True)).scatter_add_(1, rows, -pull)
 
 
 def _of_best_and_rest(
     q: Tensor, tokens: Tensor, shares: Tensor, pull: Float[Tensor, "rows outcomes"]
 ) -> Float[Tensor, "rows outputs"]:
-    """The gradient where the last outcome is all outputs but ``tokens``; ``shares``: of these in it, else 0.
+    """Return the gradient where the last outcome stands for all outputs but ``tokens``.
 
-    The rest's logit is the logsumexp of its tokens' logits, so each of these gets its share of the gradient.
+    Its logit is the logsumexp of its tokens' logits, so each token gets its share of the gradient: ``shares`` holds
+    each token's part of that outcome's probability, 0 for ``tokens``.
     """
     gradient = (q * pull.sum(-1, keepdim=True)).sub_(shares * pull[:, -1:])
     return gradient.scatter_add_(1, tokens, -pull[:, :-1])

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def with_adapters(model: PreTrainedModel, section: LoraSection, key: str) -> "PeftModel":
-    """The model with untrained adapters (which change nothing yet) put into it; all else is frozen.
+    """Put untrained adapters, which change no output yet, into the model and freeze all its other parameters.
 
-    ``key`` is the recipe's name of the section, for errors.
+    ``key`` is the recipe's name of the section. ValueError, naming it, for modules that peft cannot adapt.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -35,7 +35,7 @@ def with_adapters(model: PreTrainedModel, section: LoraSection, key: str) -> "Pe
 
 
 def refuse_embeddings(model: PreTrainedModel, section: LoraSection, key: str) -> None:
-    """ValueError where an adapter is asked for on the embeddings or the lm_head, which may be tied or shared."""
+    """Raise ValueError for an adapter on the embeddings or the lm_head, which may be tied or shared."""
     if isinstance(section.modules, str):
         return
     ends = (model.get_output_embeddings(), model.get_input_embeddings())
@@ -45,24 +45,21 @@ def refuse_embeddings(model: PreTrainedModel, section: LoraSection, key: str) ->
 
 
 def base_of(model: "PeftModel") -> PreTrainedModel:
-    """The model itself: peft put the adapters into it."""
+    """Return the model that the adapters are in."""
     base: PreTrainedModel = model.get_base_model()  # type: ignore[assignment]  # of whatever peft was given
     return base
 
 
 def wake(model: "PeftModel") -> None:
-    """Switch on what is on in training alone: the adapters' dropout, and layers that can be run again (checkpointing).
-
-    The model's own dropout stays off.
-    """
+    """Switch on the adapters' dropout and activation checkpointing; the model's own dropout stays off."""
     for name, module in model.named_modules():
         module.training |= "lora_dropout" in name or isinstance(module, GradientCheckpointingLayer)
 
 
 def merged_weights(model: "PeftModel") -> dict[str, Tensor]:
-    """The weights on the host with the adapters' products added, under the names they had without them.
+    """Return the model's weights on the host with the adapters merged in, under the model's own names.
 
-    Merged one by one, so that no second model stands on the device; what was tied is tied still.
+    Weights are merged one by one, so that no second model takes memory on the device; tied weights stay tied.
     """
     base, merged, copies = base_of(model), {}, {}
     for name, tensor in base.state_dict().items():

@@ -1,7 +1,7 @@
-"""What a draft or a head is trained by: the terms of a loss, as readable formulas and in closed form.
+"""The terms of a draft's or a head's loss, as readable formulas and in closed form with their gradients.
 
-`divergence` is written for the reader. `Comparison` works out the same per token together with what each outcome is
-pulled by, which is all that `trainer.learning.fused` needs of the mathematics; the tests hold it against the formulas.
+`divergence` is written for the reader. `Comparison` computes the same per token, and each outcome's part of the
+gradient with it, which is all the mathematics that `trainer.learning.fused` needs; tests compare the two.
 """
 
 import math
@@ -19,18 +19,18 @@ from trainer.recipe.loss import Divergence, LossSection, Term
 
 @dataclass(frozen=True)
 class LossMix:
-    """What a loss is mixed of, and how its terms are tuned.
+    """Weights of a loss's terms on the logits, and the settings of these terms.
 
-    Raises ValueError for no term, an unknown one, or a setting out of its range.
+    Raises ValueError for no term, an unknown term, or a setting out of its range.
     """
 
     weights: Mapping[Term, float]
     temperature: float = 1.0
-    """Divides both sides' logits in the divergences; the cross entropy knows nothing of it."""
+    """Divides both sides' logits in the divergences, but not in the cross entropy."""
     beta: float = 0.5
-    """``jsd``: the target's share in the mixture that both sides are compared with, between 0 and 1."""
+    """Weight of the target in ``jsd``'s mixture, between 0 and 1."""
     eta: float = 3.0
-    """``lk``: how soon the KL gives way as acceptance rises."""
+    """Rate at which ``lk`` turns from the KL to the TVD as acceptance rises."""
 
     def __post_init__(self) -> None:
         if not self.weights or not self.weights.keys() <= set(get_args(Term)):
@@ -65,27 +65,27 @@ def divergence(
     beta: float = 0.5,
     eta: float = 3.0,
 ) -> Float[Tensor, ""]:
-    """Sum over tokens of the divergence between the target's p and the draft's q, both softmaxed in fp32.
+    """Return the sum over tokens of the divergence between the target's p and the draft's q, both softmaxed in fp32.
 
     - ``forward_kl``: KL(p‖q).
-    - ``reverse_kl``: KL(q‖p), beyond all bounds where the target excludes a token that the draft does not.
+    - ``reverse_kl``: KL(q‖p), infinite where the target excludes a token that the draft does not.
     - ``tvd``: half the L1 distance, 1 - Σ min(p, q), which is 1 - acceptance of token rejection (DistillSpec,
       2310.08461, section 3.2).
     - ``jsd``: β KL(p‖m) + (1-β) KL(q‖m) with m = β p + (1-β) q (GKD, 2306.13649).
     - ``acceptance``: -log Σ min(p, q) (LK losses, 2602.23881).
-    - ``lk``: λ KL(p‖q) + (1-λ) tvd with λ = exp(-η Σ min(p, q)) (the same; there the mean over a batch, here each
-      token has its own).
+    - ``lk``: λ KL(p‖q) + (1-λ) tvd with λ = exp(-η Σ min(p, q)) (the same paper, where λ has the mean over a batch;
+      here each token has its own).
 
     No gradient flows through λ, which is each token's own because a sum that depends on its batch would not add up over
     accumulation steps and processes. Terms are not scaled by temperature squared.
 
     ``tokens[i]`` is the target's token that the draft's output i stands for; without it, token i. Where the draft
-    knows only some of the tokens, S, p is not renormalised, and what the draft cannot say costs only what cannot be
-    helped: sums go over S, ``forward_kl`` is p(S) KL(p_S‖q) with p_S the target's distribution on S, ``tvd`` and
-    ``acceptance`` count the rest of p as lost, and ``jsd`` is that over all tokens.
+    writes only a set S of the tokens, p is not renormalised and sums go over S: ``forward_kl`` is p(S) KL(p_S‖q) with
+    p_S the target's distribution on S, ``tvd`` and ``acceptance`` count the rest of p as lost, and ``jsd`` is the one
+    over all tokens.
     """
     wide = torch.float64 if draft_logits.dtype == torch.float64 else torch.float32
-    # Of what is impossible the log is the smallest finite number: times a probability of 0, that is 0 and not nan.
+    # The log of a probability of 0 is the smallest finite number: times 0 it gives 0, not nan.
     lowest = torch.finfo(wide).min
     log_q = (draft_logits.to(wide) / temperature).log_softmax(-1).clamp(min=lowest)
     log_p = (target_logits.to(wide) / temperature).log_softmax(-1).clamp(min=lowest)
@@ -112,14 +112,15 @@ def divergence(
         case "jsd":
             log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log(1 - beta))
             known = beta * (p * (log_p - log_m)).sum(-1) + (1 - beta) * (q * (log_q - log_m)).sum(-1)
-            each = known - beta * math.log(beta) * (1 - covered)  # where only the target is, m = β p
+            each = known - beta * math.log(beta) * (1 - covered)  # outside S only the target has mass: m = β p
     return each.sum()
 
 
 class Pulled(NamedTuple):
-    """A term of each token, and what it pulls each outcome by: the gradient is q Σ pull - pull.
+    """A term of each token with its gradient in the form of pulls.
 
-    ``pull`` is -q ∂term/∂q, and the gradient is with respect to logits whose softmax q is.
+    ``pull`` is -q ∂term/∂q at each outcome. With respect to the logits whose softmax is q, the gradient is
+    q Σ pull - pull.
     """
 
     value: Float[Tensor, " rows"]
@@ -127,12 +128,12 @@ class Pulled(NamedTuple):
 
 
 class Comparison:
-    """The terms of some tokens whose outcomes' probabilities both sides know; shared parts are worked out once.
+    """The terms of some tokens, from both sides' probabilities of the outcomes; shared parts are computed once.
 
-    Without ``weights`` the outcomes are all that the draft knows. With them they are a sample of these, repeats
-    included, and a sum over the sample times its weights is expected to be the sum over all: so are then
-    ``forward_kl`` (but for the constant in p(S)), ``reverse_kl``, ``jsd`` and ``tvd`` and every gradient of theirs.
-    ``acceptance`` and ``lk`` are functions of such sums: they come close as the sample grows.
+    Without ``weights`` the outcomes are all tokens that the draft writes. With ``weights`` they are a sample of these
+    tokens, repeats included, whose weighted sums are unbiased estimates of the sums over all tokens. Unbiased are then
+    ``forward_kl`` (but for the constant in p(S)), ``reverse_kl``, ``jsd``, ``tvd`` and all their gradients;
+    ``acceptance`` and ``lk``, functions of such sums, come close as the sample grows.
     """
 
     def __init__(
@@ -143,15 +144,15 @@ class Comparison:
         weights: Float[Tensor, "rows outcomes"] | None = None,
         whole: bool = True,
     ) -> None:
-        """``whole`` says that the draft knows every token, so that the target's p sums to 1."""
+        """Compare p with q; ``whole``: the draft writes every token, so that p sums to 1."""
         self.log_p, self.log_q, self.p, self.q = log_p, log_q, log_p.exp(), q
         self.weights, self.whole = weights, whole
 
     def term(self, kind: Divergence, mix: LossMix) -> Pulled:
-        """One term."""
+        """Return the term ``kind`` of each token with its pulls."""
         match kind:
             case "forward_kl":
-                return self.forward_kl()
+                return self._forward_kl()
             case "reverse_kl":
                 return self._reverse_kl()
             case "jsd":
@@ -161,7 +162,7 @@ class Comparison:
             case "acceptance":
                 return self._acceptance()
             case "lk":
-                value, pull = self.forward_kl()
+                value, pull = self._forward_kl()
                 share = torch.exp(-mix.eta * self.overlap)
                 mixed = torch.lerp(self._gain, pull, share[:, None])
                 return Pulled(torch.lerp(1 - self.overlap, value, share), mixed)
@@ -171,7 +172,7 @@ class Comparison:
 
     @cached_property
     def overlap(self) -> Float[Tensor, " rows"]:
-        """Σ min(p, q): what token rejection accepts."""
+        """Σ min(p, q), the acceptance rate of token rejection."""
         return self._weighted(torch.minimum(self.p, self.q)).sum(-1)
 
     @cached_property
@@ -180,15 +181,15 @@ class Comparison:
 
     @cached_property
     def _lacking(self) -> Float[Tensor, "rows outcomes"]:
-        """1 where the draft says too little, 0 where too much: the slope of min(p, q), and its mean at the edge."""
-        return self._difference.sign().add_(1).div_(2)  # on a CPU far quicker than a comparison's booleans
+        """Slope of min(p, q) in q: 1 where q < p, 0 where q > p, 1/2 where they are equal."""
+        return self._difference.sign().add_(1).div_(2)  # on a CPU far faster than a comparison's booleans
 
     @cached_property
     def _gain(self) -> Float[Tensor, "rows outcomes"]:
-        """How the overlap grows with the logarithm of an outcome's q."""
+        """Slope of the overlap in the logarithm of an outcome's q."""
         return self._weighted(self._lacking * self.q)
 
-    def forward_kl(self) -> Pulled:
+    def _forward_kl(self) -> Pulled:
         pull = self._weighted(self.p)
         value = (pull * self._difference).sum(-1)
         if not self.whole:
@@ -200,12 +201,12 @@ class Comparison:
         pull = self._weighted(self.q * self._difference)
         value = -pull.sum(-1)
         if self.weights is not None:
-            # q (log q/p - 1) + Σ q, which is 1: nothing then depends on how much of q the sample happens to see.
+            # q (log q/p - 1) + Σ q with Σ q = 1: the value does not depend on the part of q that the sample covers.
             value += 1 - self._weighted(self.q).sum(-1)
         return Pulled(value, pull)
 
     def _jsd(self, beta: float) -> Pulled:
-        """As the entropy of β less two sums over shares of the mixture, in which what only one side knows is 0."""
+        """Compute it as the entropy of β less two sums in which an outcome of one side alone contributes 0."""
         log_p, log_q = self.log_p + math.log(beta), self.log_q + math.log(1 - beta)
         log_middle = torch.logaddexp(log_p, log_q)
         pull = self._weighted((log_middle - log_q).mul_(self.q).mul_(1 - beta))
@@ -214,10 +215,10 @@ class Comparison:
         return Pulled(entropy - beta * from_target.sum(-1) - pull.sum(-1), pull)
 
     def _acceptance(self) -> Pulled:
-        smaller = torch.minimum(self.log_p, self.log_q)  # in logs: no overlap is too small for a quotient
+        smaller = torch.minimum(self.log_p, self.log_q)  # in logs, where no overlap underflows
         if self.weights is not None:
             smaller = smaller + self.weights.log()
         log_overlap = smaller.logsumexp(-1, keepdim=True)
-        # A sample without one token that the draft knows says nothing about it.
+        # A sample without a token that the draft writes tells nothing of the overlap.
         log_overlap.masked_fill_(log_overlap.isneginf(), 0.0)
         return Pulled(-log_overlap[:, 0], (smaller - log_overlap).exp_().mul_(self._lacking))

@@ -1,4 +1,4 @@
-"""What the training loop asks of an objective: batch -> sums of losses, and something to evaluate and save."""
+"""The objective protocol of the training loop: sums of losses from a batch, a drafter to evaluate, weights to save."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,13 +12,12 @@ from trainer.data.batch import Batch
 
 
 class TermSums(NamedTuple):
-    """Per term of the loss: its sum over this batch's labels (differentiable), and how many labels were hit.
-
-    NaN for a term that hits nothing.
-    """
+    """Sums over a batch's labels, one per term of the loss."""
 
     losses: Float[Tensor, " terms"]
+    """Differentiable."""
     hits: Float[Tensor, " terms"]
+    """Labels that were hit: correct argmaxes, or the overlap Σ min(p, q); NaN for a term without hits."""
 
 
 class Objective(Protocol):
@@ -32,28 +31,28 @@ class Objective(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """What is trained; called with `inputs`, returns `TermSums`."""
+        """The trained module; called with `inputs`, it returns `TermSums`."""
 
     def weights(self, step: int) -> tuple[float, ...]:
-        """Of the terms at a step (from 0)."""
+        """Return the weight of each term at a step (from 0)."""
 
     def rates(self, step: int) -> Mapping[str, float]:
-        """Learning-rate factors at a step, by the beginning of the parameters' names; ``""`` is for all others.
+        """Return learning-rate factors at a step, by the beginning of the parameters' names; ``""`` is for all others.
 
-        The keys are the same at every step: they are the optimizer's groups.
+        Every step has the same keys: they are the optimizer's groups.
         """
 
     def counts(self, batch: Batch) -> Float[Tensor, " terms"]:
-        """How many labels each term has in this batch."""
+        """Return the number of labels that each term has in this batch."""
 
     def inputs(self, batch: Batch, step: int) -> tuple[Any, ...]:
-        """What the module is called with: runs whatever is frozen, without gradients."""
+        """Run the frozen models without gradients; return the arguments for the module."""
 
     def drafter(self) -> Drafter | None:
-        """The module as it is now, ready for the decoding loop; None where there is no target to speed up."""
+        """Return a drafter with the module's present weights; None where there is no target to speed up."""
 
     def save(self, folder: Path) -> None:
-        """Write what was trained in the form that is used afterwards."""
+        """Write the trained weights in the format that decoding loads."""
 
 
 EVERYWHERE_THE_SAME: Mapping[str, float] = {"": 1.0}

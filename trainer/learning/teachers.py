@@ -1,4 +1,4 @@
-"""Where the divergences get the target's distribution from, a chunk of tokens at a time."""
+"""Teachers give the divergences the target's distribution, a chunk of tokens at a time."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -9,24 +9,23 @@ from torch import Tensor
 
 
 class KnownLogits(NamedTuple):
-    """What is known of the target's logits at some positions.
-
-    All of them; or, with ``log_total``, those of ``tokens``. These are the best, and all others count as one outcome;
-    or the last ``drawn`` of them are a sample of the others, drawn with replacement in proportion to the target's
-    probabilities.
-    """
+    """The known logits of the target at some positions: all of them, or those of some tokens with their log total."""
 
     logits: Float[Tensor, "rows known"]
     tokens: Int[Tensor, "rows known"] | None = None
+    """Tokens of the logits; None: the logits are those of the whole vocabulary, in its order."""
     log_total: Float[Tensor, " rows"] | None = None
+    """Logsumexp over the whole vocabulary, given with ``tokens``."""
     drawn: int | None = None
+    """None: ``tokens`` are the best, and all others count as one outcome. A number: the last ``drawn`` of ``tokens``
+    are a sample of the others, drawn with replacement with the target's probabilities."""
 
     def block(self, rows: slice) -> "KnownLogits":
-        """Some of these rows."""
+        """Return some of these rows."""
         return self._each(lambda part: part[rows])
 
     def to(self, device: torch.device) -> "KnownLogits":
-        """These rows on a device."""
+        """Move these rows to a device."""
         return self._each(lambda part: part.to(device))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "KnownLogits":
@@ -39,10 +38,10 @@ class KnownLogits(NamedTuple):
         )
 
     def log_p(self, temperature: float, dtype: torch.dtype) -> Float[Tensor, "rows outcomes"]:
-        """Log probabilities of the outcomes: every token; or ``tokens`` in their order, and then the others as one.
+        """Return log probabilities of the outcomes: every token; or ``tokens`` in their order, then the others as one.
 
-        Logits known with their total are at the loss's temperature already. What is impossible is given the smallest
-        finite number, so that it times a probability of 0 is 0.
+        Logits with a total are at the loss's temperature already. The log of a probability of 0 is the smallest finite
+        number, so that its product with a probability of 0 is 0.
         """
         lowest = torch.finfo(dtype).min
         if self.log_total is None:
@@ -51,12 +50,12 @@ class KnownLogits(NamedTuple):
         scores = self.logits.to(dtype) - self.log_total.to(dtype)[:, None]
         if self.drawn is not None:
             return scores.clamp_(min=lowest)
-        # What the best leave is known up to rounding: never nothing, or reverse_kl would be infinite by chance.
+        # The rest of the probability is known up to rounding; 0 would make reverse_kl infinite by rounding alone.
         known = scores.exp().sum(-1, keepdim=True).clamp(max=1 - torch.finfo(dtype).eps)
         return torch.cat((scores, torch.log1p(-known)), 1).log_softmax(-1).clamp_(min=lowest)
 
     def weights(self, log_p: Float[Tensor, "rows outcomes"]) -> Float[Tensor, "rows outcomes"] | None:
-        """How many tokens each outcome stands for in a sum over all; None: one each."""
+        """Return the weight of each outcome in a sum over all tokens; None: 1 each."""
         if self.drawn is None:
             return None
         p = log_p.exp()
@@ -71,17 +70,17 @@ class Teacher(Protocol):
 
     @property
     def width(self) -> int:
-        """How many logits it gives for a token."""
+        """Logits that the teacher gives for a token."""
 
     def known_logits(self, start: int, stop: int, temperature: float) -> KnownLogits:
-        """For tokens ``start`` to ``stop``; ``temperature`` is the one the loss will divide the logits by."""
+        """Return the logits at tokens ``start`` to ``stop``; the loss will divide them by ``temperature``."""
 
 
 class HiddenTeacher(NamedTuple):
     """The target's hidden states and lm_head: soft targets without a [tokens, vocab] tensor.
 
-    A chunk's logits are ``transform(hidden @ weight.T)`` in the weight's dtype and on its device; ``transform`` is for
-    what a model does after its lm_head (a scale, a soft cap).
+    A chunk's logits are ``transform(hidden @ weight.T)`` in the weight's dtype and on its device; ``transform`` is the
+    model's own step behind its lm_head (a scale, a soft cap).
     """
 
     hidden: Float[Tensor, "tokens hidden"]
@@ -93,7 +92,7 @@ class HiddenTeacher(NamedTuple):
         return len(self.weight)
 
     def known_logits(self, start: int, stop: int, temperature: float) -> KnownLogits:
-        """Every logit of these tokens."""
+        """Return every logit of these tokens."""
         logits = self.hidden[start:stop].to(self.weight) @ self.weight.T
         return KnownLogits(logits if self.transform is None else self.transform(logits))
 
@@ -101,13 +100,12 @@ class HiddenTeacher(NamedTuple):
 class TopKTeacher(NamedTuple):
     """The target's best logits at each token and the logsumexp over all: the best are exact, the rest is one outcome.
 
-    Divergences are then those between distributions over k+1 outcomes: the tokens kept, and "any other". Merging
-    outcomes loses information, so every term but ``lk`` is a lower bound of the term over the whole
-    vocabulary (for ``tvd`` and ``acceptance``: the overlap is overrated); equal to it where draft and target share out
-    the rest alike. Within the rest the draft keeps its own proportions. The tokens of a row are distinct, and fewer
-    than the vocabulary.
+    Divergences compare distributions over k+1 outcomes: the tokens kept, and "any other". Merging outcomes loses
+    information, so every term but ``lk`` is a lower bound of the term over the whole vocabulary (for ``tvd`` and
+    ``acceptance`` the overlap is overrated), and equal to it where draft and target divide the rest alike. Within the
+    rest the draft keeps its own proportions. The tokens of a row are distinct, and fewer than the vocabulary.
 
-    The total at another temperature cannot be told from this one: the loss's temperature must be 1.
+    The total at one temperature does not give the total at another: the loss's temperature must be 1.
     """
 
     tokens: Int[Tensor, "tokens k"]
@@ -119,7 +117,7 @@ class TopKTeacher(NamedTuple):
         return self.tokens.shape[1]
 
     def known_logits(self, start: int, stop: int, temperature: float) -> KnownLogits:
-        """The best of these tokens; ValueError at a temperature."""
+        """Return the best logits of these tokens; ValueError at a temperature other than 1."""
         if temperature != 1:
             raise ValueError(
                 f"the loss has temperature {temperature:g} but the best logits were stored with their total at 1: "
@@ -131,17 +129,17 @@ class TopKTeacher(NamedTuple):
 class SampledTailTeacher(NamedTuple):
     """The target's best logits, and a sample of the rest that leaves losses and gradients unbiased.
 
-    The k best tokens are exact. Of the others, the tail, n were drawn with replacement in proportion to the target's
-    probabilities; one that was drawn with probability p among the whole stands for P / (n p) tokens, P being the
-    tail's whole probability. So every sum over the vocabulary is estimated without bias: ``forward_kl`` (its gradient
-    is q - p' with Σ p' = 1), ``reverse_kl``, ``jsd``, ``tvd`` and all their gradients. ``acceptance`` and
-    ``lk`` are functions of such sums, and come close as the tail's share falls or n grows; so does the value of
-    ``forward_kl``, though not its gradient, where the draft knows only some of the tokens. A sample is no good to
-    ``reverse_kl`` all the same: where the draft says what the target does not, it weighs q / p, which has no bound.
-    The bias that top-k alone has, and this cure: Sparse Logit Sampling, 2503.16870.
+    The k best tokens are exact. From the others, the tail, n tokens were drawn with replacement with the target's
+    probabilities. A drawn token of probability p stands for P / (n p) tokens, where P is the tail's whole probability.
+    So every sum over the vocabulary is estimated without bias: ``forward_kl`` (its gradient is q - p' with Σ p' = 1),
+    ``reverse_kl``, ``jsd``, ``tvd`` and all their gradients. ``acceptance`` and ``lk`` are functions of such sums, and
+    come close as P falls or n grows; so does the value of ``forward_kl``, though not its gradient, where the draft
+    writes only some of the tokens. For ``reverse_kl`` the estimate is useless all the same: a token that the draft
+    favours and the target does not weighs q / p, which has no bound. The bias of top-k alone, and this remedy, are in
+    Sparse Logit Sampling, 2503.16870.
 
-    Logits are divided by ``temperature`` already, which the loss's must equal; ``log_total`` is the logsumexp over all
-    of them, from logits as exact as those kept. Only a k of the whole vocabulary goes without a sample.
+    Logits are divided by ``temperature`` already, which must equal the loss's; ``log_total`` is the logsumexp over all
+    of them. Only a k of the whole vocabulary needs no sample.
     """
 
     tokens: Int[Tensor, "tokens k"]
@@ -156,7 +154,7 @@ class SampledTailTeacher(NamedTuple):
         return self.tokens.shape[1] + self.tail_tokens.shape[1]
 
     def known_logits(self, start: int, stop: int, temperature: float) -> KnownLogits:
-        """The best and the sample; ValueError at another temperature than theirs."""
+        """Return the best and the sample of these tokens; ValueError at another temperature than theirs."""
         if temperature != self.temperature:
             raise ValueError(
                 f"the loss has temperature {temperature:g} but the target's logits were stored at "

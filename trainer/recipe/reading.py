@@ -2,17 +2,16 @@
 
 import difflib
 from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, TypeAdapter, ValidationError
-from yaml import YAMLError
 
 from trainer.recipe.draft import DraftRecipe
 from trainer.recipe.heads import MedusaRecipe
+from trainer.recipe.layers import laid_over, nested, open_keys, read_yaml, resolved
 from trainer.recipe.pretrain import PretrainRecipe
 from trainer.recipe.recipe import AnyRecipe, Recipe
 
@@ -21,46 +20,57 @@ _ADAPTER: TypeAdapter[AnyRecipe] = TypeAdapter(Recipe)
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     """Read a recipe and apply ``section.key=value`` overrides; every mistake is one sentence in a ValueError."""
-    if not Path(path).is_file():
+    path = Path(path)
+    if not path.is_file():
         raise ValueError(f"there is no recipe {path}: give a YAML file, such as recipes/quickstart/medusa1.yaml")
     wrong = [override for override in overrides if "=" not in override]
     if wrong:
         raise ValueError(f"override {wrong[0]!r} has no '=': write section.key=value")
-    keys = [override.partition("=")[0] for override in overrides]
+    given = [override.partition("=") for override in overrides]
+    keys = [key for key, _, _ in given]
     if twice := next((key for place, key in enumerate(keys) if key in keys[:place]), None):
         raise ValueError(f"{twice} is given twice behind the recipe: give it once")
+    files = _with_bases(path)
     try:
-        merged = OmegaConf.merge(_with_bases(Path(path)), OmegaConf.from_dotlist(list(overrides)))
-        missing = sorted(OmegaConf.missing_keys(merged))
-        content = OmegaConf.to_container(merged, resolve=True)
-    except (
-        YAMLError,
-        OmegaConfBaseException,
-        TypeError,
-        UnicodeDecodeError,
-    ) as error:  # TypeError: a list where a mapping belongs
-        raise ValueError(f"{path} is not a readable recipe: {' '.join(str(error).split())}") from error
-    recipe = parse_recipe(content, str(path))  # first, so that a misspelt override is said to be one
-    if missing:
-        raise ValueError(f"{path} leaves {', '.join(missing)} to you: give {missing[0]}=... behind the recipe")
+        content = reduce(laid_over, [*files, *(nested(key, read_yaml(value)) for key, _, value in given)])
+        left_open = sorted(open_keys(content))
+        content = resolved(content, content)
+    except ValueError as error:
+        raise _unreadable(path, error) from error
+    except RecursionError as error:
+        raise _unreadable(path, "a value holds itself") from error
+    recipe = parse_recipe(content, str(path))  # first, so that a misspelt override is named as one
+    if left_open:
+        raise ValueError(f"{path} leaves {', '.join(left_open)} to you: give {left_open[0]}=... behind the recipe")
     return recipe
 
 
-def _with_bases(path: Path, above: tuple[Path, ...] = ()) -> Any:
-    """The file's content over that of the recipe it names as ``base``, a path from its own folder."""
+def _with_bases(path: Path, above: tuple[Path, ...] = ()) -> list[dict[Any, Any]]:
+    """Return the contents of a file and of its bases, the lowest first; ``base`` is a path from the file's folder."""
     if path.resolve() in above:
         raise ValueError(f"{path} is its own base, by way of {len(above)} recipes: name another")
-    content: Any = OmegaConf.load(path)
-    base = content.pop("base", None) if OmegaConf.is_dict(content) else None
+    try:
+        content = read_yaml(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # UnicodeDecodeError is one
+        raise _unreadable(path, error) from error
+    if content is None or isinstance(content, str):  # an empty file, or a word: no keys
+        content = {}
+    if not isinstance(content, dict):
+        raise _unreadable(path, "it is a list or a number, not sections with keys")
+    base = content.pop("base", None)
     if base is None:
-        return content
-    if not (path.parent / base).is_file():
+        return [content]
+    if not (path.parent / str(base)).is_file():
         raise ValueError(f"{path}: its base {base!r} is not there: give the path of a recipe from {path.parent}")
-    return OmegaConf.merge(_with_bases(path.parent / base, (*above, path.resolve())), content)
+    return [*_with_bases(path.parent / str(base), (*above, path.resolve())), content]
+
+
+def _unreadable(path: Path, reason: object) -> ValueError:
+    return ValueError(f"{path} is not a readable recipe: {reason}")
 
 
 def parse_recipe(content: Any, source: str = "recipe") -> AnyRecipe:
-    """A recipe from plain values."""
+    """Return the recipe of plain values; ValueError names the first mistake, and ``source`` as its place."""
     try:
         return _ADAPTER.validate_python(content)
     except ValidationError as error:
@@ -68,7 +78,7 @@ def parse_recipe(content: Any, source: str = "recipe") -> AnyRecipe:
 
 
 def _explain(error: ValidationError) -> str:
-    """The first mistake, with the value and the nearest valid name."""
+    """Return the first mistake as a sentence, with the value and the nearest valid name."""
     # A misspelt key may leave its right name missing too: the misspelling is what to say.
     first = next((each for each in error.errors() if each["type"] == "extra_forbidden"), error.errors()[0])
     location = [str(part) for part in first["loc"][1:]]  # the first part is the recipe's kind

@@ -1,10 +1,10 @@
-"""The best weights so far by held-out acceptance, kept on disk; and whether it is still worth going on.
+"""The best weights so far by held-out acceptance, kept on disk, and the end of a run's patience.
 
-Every new best gets a folder best/step-N of its own: the trained weights, and the step with its figure. What an
-evaluation finds is a function of the weights, and each folder beats those of all steps before it, so a run that was
-killed and goes on from a checkpoint, at whatever step, finds in them what it would have known: an evaluation that is
-done again drops the folders from its own step on. A folder goes when no checkpoint could ask for it any more. One that
-cannot be read stops the run and stays: without it the run would finish other weights than the best.
+Every new best gets a folder best/step-N of its own: the trained weights, and the step with its figure. An
+evaluation's figure is a function of the weights, and each folder beats those of all earlier steps. So a run that was
+killed and resumes at any checkpoint finds its best in these folders; an evaluation that is repeated drops the folders
+from its own step on. A folder is removed when no checkpoint needs it any more. A folder that cannot be read stops the
+run and stays: without it the run would finish other weights than the best.
 """
 
 import hashlib
@@ -40,16 +40,16 @@ class Best:
     def __init__(
         self, folder: Path, section: EvaluationSection, identity: Any, checkpoint_steps: Callable[[], Sequence[int]]
     ) -> None:
-        """``identity``, as plain JSON values, is all that makes figures comparable: what another one left is dropped.
+        """``identity``: all that makes figures comparable, as JSON values; folders of another one are dropped.
 
-        ``checkpoint_steps``: of the checkpoints there are now.
+        ``checkpoint_steps`` gives the steps of the checkpoints on the disk.
         """
         self._folder, self._section = folder, section
         self._identity = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
         self._checkpoint_steps = checkpoint_steps
 
     def check(self) -> None:
-        """Read all that is kept of this run; ValueError where any of it is damaged."""
+        """Read all folders of this run; ValueError where one is damaged."""
         for step in self._known():
             _check_whole(self._place(step))
 
@@ -58,7 +58,7 @@ class Best:
         return self._folder
 
     def offer(self, progress: Progress, figure: float, module: nn.Module) -> bool:
-        """Take note of an evaluation; whether it is the best so far, a tie is not. Parameters must be whole."""
+        """Note an evaluation; True if it is a new best, which a tie is not. Parameters must be whole."""
         known = self._known()
         earlier = {step: found for step, found in known.items() if step < progress.step}
         best = earlier[max(earlier)] if earlier else None
@@ -77,7 +77,7 @@ class Best:
         return known[max(known)] if known else None
 
     def is_enough(self, step: int) -> bool:
-        """Whether so many evaluations as the recipe has patience for were no new best up to this step."""
+        """True after ``patience`` evaluations without a new best, at this step."""
         if self._section.patience is None:
             return False
         best = self.latest()
@@ -113,7 +113,7 @@ class Best:
         return self._section.keep == "best"
 
     def _known(self) -> dict[int, Evaluated]:
-        """By step, what is on the disk of this run; what another run left is removed."""
+        """The evaluations on the disk, by step; folders that another run left are removed."""
         known = {}
         for folder in sorted(self._folder.glob("step-*")):
             found = self._read(folder)

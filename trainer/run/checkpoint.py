@@ -2,8 +2,8 @@
 
 A checkpoint is written beside the others under a temporary name and renamed when it is whole and on the disk, so a
 kill or a full disk in the middle costs that checkpoint alone. The order of data, the learning rate and the random
-state are functions of the step, so nothing else needs saving. Its tensors are whole and go by the parameters' names
-(see `state`), so it does not depend on how many processes wrote it, nor on how they were launched.
+state are functions of the step, so nothing else needs saving. Its tensors are whole and named by parameter (see
+`state`), so it depends neither on the number of processes that wrote it nor on their launcher.
 
 Each file has a checksum. A checkpoint that cannot be read is named, passed over and never deleted: the disk may have
 failed for a moment only.
@@ -29,19 +29,19 @@ from trainer.run.state import Tensors
 _STATE, _WEIGHTS, _OPTIMIZER = "state.json", "weights.safetensors", "optimizer.safetensors"
 _NAME = re.compile(r"step-\d{8,}")
 _ASIDE = "unreadable-"
-"""Before the name of a checkpoint that could not be read, once the run has gone on without it."""
+"""Prefix for the folder of a checkpoint that could not be read, once the run has gone on without it."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: optimizer steps done, and trained tokens seen by all processes."""
+    """Progress of a run: optimizer steps done, and trained tokens seen by all processes."""
 
     step: int
     tokens: int
 
 
 class Saved(NamedTuple):
-    """What a checkpoint holds: progress, weights by name, and the optimizers' state by ``{parameter} {name}``."""
+    """Content of a checkpoint: progress, weights by name, and the optimizers' state by ``{parameter} {name}``."""
 
     progress: Progress
     weights: Tensors
@@ -65,15 +65,15 @@ class Unreadable(NamedTuple):
 class Checkpoints:
     """The checkpoints of one run, newest last. ``identity`` ties them to a recipe: another one cannot resume them.
 
-    ``settings`` are what may change where a run goes on, such as the learning rate: `stretches` keeps account of them.
+    ``settings`` may change where a run goes on, as the learning rate may; `stretches` lists them.
     """
 
     def __init__(
-        self, folder: Path, keep: int, identity: dict[str, Any], settings: Mapping[str, Any] | None = None
+        self, folder: Path, keep: int, identity: Mapping[str, Any], settings: Mapping[str, Any] | None = None
     ) -> None:
         self._folder = folder
         self._keep = keep
-        self._identity = json.loads(json.dumps(identity))
+        self._identity = json.loads(json.dumps(dict(identity)))
         self._settings: dict[str, Any] = json.loads(json.dumps(dict(settings or {})))
         self._made_by = {"commit": commit(), "versions": versions()}
         self.stretches: list[dict[str, Any]] = [{"first_step": 0, **self._settings}]
@@ -97,7 +97,7 @@ class Checkpoints:
     def save(self, saved: Saved) -> None:
         """Write a checkpoint and drop the oldest; raises OSError with the last good one untouched.
 
-        What a kill left half written goes too. What could not be read, which `latest` passed over, is set aside.
+        Half-written folders of a kill are removed too. Checkpoints that `latest` passed over are renamed.
         """
         progress = saved.progress
         newest = self._folder / f"step-{progress.step:08d}"
@@ -123,7 +123,7 @@ class Checkpoints:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _set_aside(self, newest: Path) -> None:
-        """Rename what was passed over, and whatever else is of later steps than the run has come to."""
+        """Rename the checkpoints that were passed over, and those of later steps than the run has reached."""
         passed_over = {passed.folder for passed in self.unreadable}
         for folder in self._all():
             if folder > newest or folder in passed_over:

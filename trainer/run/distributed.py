@@ -1,7 +1,7 @@
-"""What each way of launching asks of the training loop: one process, DDP, DeepSpeed's ZeRO, FSDP2.
+"""Launchers of the training loop, one class each: one process, DDP and FSDP2; DeepSpeed's ZeRO.
 
-`accelerate launch` says which it is to be, and not every combination with a machine's devices runs as asked: what does
-not is refused here, for a run that silently is another one than was asked for has trained something else.
+`accelerate launch` chooses one. Combinations of launcher and devices that accelerate would silently replace by others
+are refused here: such a run would train something else than was asked for.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ from trainer.recipe.common import TrainingSection
 def build_accelerator(section: TrainingSection, **options: Any) -> Accelerator:
     """The accelerator of the launcher that runs this program, with the recipe's precision.
 
-    Raises ValueError if the launcher asked for something else than what runs.
+    Raises ValueError if accelerate runs something else than the launcher asked for.
     """
     deepspeed = _is_asked_for("ACCELERATE_USE_DEEPSPEED")
     fsdp = _is_asked_for("ACCELERATE_USE_FSDP")
@@ -49,7 +49,7 @@ def build_accelerator(section: TrainingSection, **options: Any) -> Accelerator:
 
 
 def sharded_precision(section: TrainingSection) -> MixedPrecisionPolicy:
-    """How FSDP2 rounds: products in bf16 if the recipe says so; gradients are summed, and losses returned, in fp32.
+    """FSDP2's rounding: products in bf16 if the recipe asks for it; gradients summed and losses returned in fp32.
 
     accelerate's own policy for bf16 rounds both: a loss sum of 16,700.1 would come back as 16,640.
     """
@@ -59,7 +59,7 @@ def sharded_precision(section: TrainingSection) -> MixedPrecisionPolicy:
 
 
 def describe(accelerator: Accelerator) -> dict[str, Any]:
-    """How a run was launched, as plain JSON values."""
+    """The run's launch as plain JSON values."""
     return {
         "num_processes": accelerator.num_processes,
         "distributed_type": accelerator.distributed_type.value,
@@ -68,7 +68,7 @@ def describe(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def zero_stage(accelerator: Accelerator) -> int:
-    """0 without DeepSpeed."""
+    """DeepSpeed's ZeRO stage; 0 without DeepSpeed."""
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return 0
     stage: int = accelerator.state.deepspeed_plugin.zero_stage
@@ -79,12 +79,12 @@ class Runner(Protocol):
     """A module and its optimizers in the hands of a launcher."""
 
     module: nn.Module
-    """To be called with the inputs; its gradients are averaged over the processes."""
+    """The wrapped module, called with the inputs; its gradients are averaged over the processes."""
     engine: Any
-    """DeepSpeed's, or None."""
+    """DeepSpeed's engine, or None."""
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        """Around the forward and the backward pass of a micro batch: only the last one's are shared."""
+        """Context of a micro batch's forward and backward pass; gradients are shared in the last one alone."""
 
     def backward(self, loss: Tensor) -> None:
         """Add to the gradients."""
@@ -181,7 +181,7 @@ class _Zero:
 def whole_parameters(accelerator: Accelerator, module: nn.Module) -> Iterator[None]:
     """Every parameter of ``module`` whole on every process, as a plain module that one process alone may run and copy.
 
-    To be entered on all processes. What is changed inside is lost to the training. ``module`` is the objective's own,
+    To be entered on all processes. Changes made inside are lost to the training. ``module`` is the objective's own,
     not the wrapper.
     """
     if zero_stage(accelerator) == 3:

@@ -1,15 +1,15 @@
-"""The held-out evaluations of a run, and what goes by them."""
+"""The held-out evaluations of a run, and the decisions made by them."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from decoding.generate import DecodingConfig, decode
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.measure.evaluate import acceptance_on
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids
@@ -51,7 +51,7 @@ class Evaluator:
         """The target's own answers to prompts of another set, as (tokens, prompt length)."""
         config = replace(self.config, sampling=SamplingConfig())
         prompts = self._prompts_of(dataset)
-        return [((*prompt, *decode(self.target, None, prompt, config).tokens), len(prompt)) for prompt in prompts]
+        return [((*prompt, *Engine(self.target).decode(prompt, config).tokens), len(prompt)) for prompt in prompts]
 
 
 def evaluator_of(job: Job) -> Evaluator | None:
@@ -71,20 +71,19 @@ def _evaluator(job: Job, target: StoredTarget | None) -> Evaluator | None:
 
 
 class Watch:
-    """The evaluations during a run: which weights are to be finished, and when its patience ends.
+    """The evaluations during a run, which choose the weights to finish and end the run's patience.
 
     Main process only, where parameters are whole.
     """
 
-    def __init__(self, job: Job, identity: dict[str, Any], log: Log, checkpoints: Checkpoints) -> None:
-        """``identity`` is the job's own."""
+    def __init__(self, job: Job, log: Log, checkpoints: Checkpoints) -> None:
         self._objective, self._log, self._section = job.objective, log, job.recipe.evaluation
         self._evaluator = evaluator_of(job)
         self._evaluated_at: int | None = None
         self._best: Best | None = None
-        if self._section.decides:
-            assert self._evaluator is not None, "recipes without a target go by no evaluation"
-            comparable = [identity, self._evaluator.prompts, self._section.max_new_tokens, self._section.temperature]
+        if self._section.decides and self._evaluator is not None:
+            settings = (self._section.max_new_tokens, self._section.temperature)
+            comparable = [job.identity, self._evaluator.prompts, *settings]
             self._best = Best(Path(job.recipe.output) / "best", self._section, comparable, checkpoints.steps)
 
     def check(self) -> None:
@@ -93,7 +92,7 @@ class Watch:
             self._best.check()
 
     def evaluate(self, progress: Progress) -> bool:
-        """Evaluate the weights as they are, if there is a target to do it with; whether patience is at its end."""
+        """Evaluate the present weights if a target is loaded; True when patience has run out."""
         if self._evaluator is None:
             return False
         figures = self._evaluator.figures(self._objective)
@@ -118,7 +117,7 @@ class Watch:
             )
 
     def choose_weights(self, progress: Progress) -> Progress:
-        """When all is trained: leave the weights to finish in the module; how far those were trained."""
+        """Load the weights to finish into the module at the end of training; returns their progress."""
         if self._best is None or self._section.keep == "last":
             return progress
         if self._evaluated_at != progress.step:

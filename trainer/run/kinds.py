@@ -1,4 +1,4 @@
-"""THE dispatch: which kind of job a recipe asks for. Nothing else asks what kind a recipe or an objective is."""
+"""THE dispatch from a recipe to its kind. No other code asks for the class of a recipe or an objective."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a run says while it trains: metrics.jsonl, the tracker, and a progress bar.
+"""Output of a run while it trains: metrics.jsonl, the tracker, and a progress bar.
 
 metrics.jsonl has each step once. Where a run goes on from a checkpoint, the lines of the steps that it repeats move to
 metrics.superseded.jsonl.
@@ -19,7 +19,7 @@ from trainer.terminal.console import say
 from trainer.terminal.progress import ProgressBar
 
 _NAMES = {"num_processes": "the number of processes"}
-"""Settings of a stretch of steps that are no keys of the recipe's training section."""
+"""Names for the settings of a stretch of steps that are no keys of the recipe's training section."""
 
 
 class Log:
@@ -46,7 +46,7 @@ class Log:
     def begun(self, progress: Progress, checkpoints: Checkpoints) -> None:
         """Say where the run goes on, under which settings if they changed, and without which checkpoints.
 
-        Main process only. Of a run that begins, nothing is said.
+        Main process only; prints nothing at a run's first step.
         """
         lost = self._supersede(progress)
         if not progress.step:
@@ -127,7 +127,7 @@ def _is_repeated(line: str, step: int, evaluates: bool) -> bool:
 
 
 def _changes(stretches: list[dict[str, Any]], progress: Progress) -> list[str]:
-    """A line for each setting that is another than before the run was stopped."""
+    """One line for each setting that changed since the run was stopped."""
     now = stretches[-1]
     if now["first_step"] != progress.step or len(stretches) < 2:
         return []

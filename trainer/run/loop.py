@@ -29,14 +29,14 @@ class Interrupted(Exception):  # not an error: the run was asked to stop, and ca
 
 
 class Hooks(NamedTuple):
-    """What happens around the steps. Each is called with the progress so far."""
+    """Callbacks around the steps, each called with the progress so far."""
 
     on_step: Callable[[Progress, dict[str, float]], None]
     """On every process, after each optimizer step, with its figures."""
     evaluate: Callable[[Progress], bool]
-    """On the main process, while the others wait; again where a run goes on from that step. Whether to end here."""
+    """On the main process, while the others wait, and once more where a run resumes at that step; True ends the run."""
     on_begin: Callable[[Progress], None] = lambda progress: None
-    """On the main process, before the first step; the progress is that of the checkpoint the run goes on from."""
+    """On the main process, before the first step, with the progress of the checkpoint that the run resumes."""
 
 
 def learning_rate_at(step: int, section: TrainingSection) -> float:
@@ -97,7 +97,7 @@ def train(
 
 
 def _evaluate(hooks: Hooks, objective: Objective, accelerator: Accelerator, progress: Progress) -> bool:
-    """Whether to end here, on every process."""
+    """True on every process if the run ends here."""
     enough: list[bool] = []
     with whole_parameters(accelerator, objective.module):
         on_main(accelerator, lambda: enough.append(hooks.evaluate(progress)))
@@ -161,7 +161,7 @@ def _check_finite(name: str, value: float, progress: Progress) -> None:
 
 
 def check_batch_divides(section: TrainingSection, processes: int) -> None:
-    """Every process has to have as many whole micro batches."""
+    """ValueError unless every process gets the same number of whole micro batches."""
     if section.batch_size % (section.micro_batch_size * processes):
         raise ValueError(
             f"training.batch_size ({section.batch_size}) is not a multiple of training.micro_batch_size "
@@ -211,7 +211,7 @@ def _save(
     runner: Runner,
     progress: Progress,
 ) -> None:
-    """Gathered by all processes, written by the first; ValueError on all of them for what is not finite."""
+    """Gather the state by all processes and write it by the first; ValueError on all for values that are not finite."""
     main = accelerator.is_main_process
     weights = gather_weights(objective.module, runner.engine, keep=main)
     moments = gather_moments(objective.module, optimizers, runner.engine, keep=main)
@@ -257,14 +257,14 @@ def _check_one_run(accelerator: Accelerator, progress: Progress) -> None:
 
 
 def on_main(accelerator: Accelerator, work: Callable[[], object]) -> None:
-    """Work that the first process does alone, in an `agreed` way."""
+    """Do work on the first process alone; an error of it becomes an error on all, as by `agreed`."""
     agreed(accelerator, work if accelerator.is_main_process else lambda: None)
 
 
 def agreed(accelerator: Accelerator, work: Callable[[], object]) -> None:
-    """Work whose refusal on one process is an error on all: the others would wait for that one for ever.
+    """Do work whose error on one process becomes an error on all, which would wait for that process for ever.
 
-    All must call this, inside of whatever they have entered together.
+    All must call this, inside of any context that they have entered together.
     """
     refusal: ValueError | OSError | None = None
     try:
@@ -285,9 +285,9 @@ def any_process(accelerator: Accelerator, flag: bool) -> bool:
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[Callable[[], bool]]:
-    """Turn SIGTERM and SIGINT into a question; a second one acts as usual.
+    """Yield a function that is True once a SIGTERM or SIGINT has come; a second signal acts as usual.
 
-    ``accelerate launch`` does not hand a SIGTERM on to its only process: there, the launcher's death asks as well.
+    ``accelerate launch`` does not pass a SIGTERM on to its only process: there, the launcher's death counts as one.
     """
     received: list[int] = []
     parent = os.getppid() if "ACCELERATE_MIXED_PRECISION" in os.environ else None  # which the launcher sets

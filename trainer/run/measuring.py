@@ -1,4 +1,4 @@
-"""How fast a run's own steps, evaluations and forwards are on this machine, by doing a few."""
+"""Timing of a run's own steps, evaluations and forwards on this machine, by a few of each."""
 
 import resource
 import statistics
@@ -40,7 +40,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds: of the steps, of an evaluation, of writing all features or the teacher cache (0: there are none).
+    """Seconds of the steps, of an evaluation, and of writing all features or the teacher cache (0 without either).
 
     ``peak_bytes``: see `peak_memory`, after the steps.
     """
@@ -56,7 +56,7 @@ class _Enough(Exception):  # not an error
 
 
 class _BegunAt(Checkpoints):
-    """In place of a run's checkpoints: steps begin with the one asked for, and nothing is kept."""
+    """A stand-in for a run's checkpoints: steps begin at ``step``, and no checkpoint is written."""
 
     def __init__(self, objective: Objective, step: int) -> None:
         self._saved = Saved(Progress(step, 0), gather_weights(objective.module), {}) if step else None
@@ -65,11 +65,11 @@ class _BegunAt(Checkpoints):
         return self._saved
 
     def save(self, saved: Saved) -> None:
-        """A run that is stopped would be saved."""
+        """Drop the state that a stopped run would save."""
 
 
 def quiet() -> Console:
-    """A console that nobody hears."""
+    """A console whose text is dropped."""
     return standard_output(file=StringIO())
 
 
@@ -77,7 +77,7 @@ def measure(kind: Kind, job: Job, processes: int, steps: int, examples: Sequence
     """Do ``steps`` steps of each phase after one to warm up, an evaluation of one prompt, and a forward.
 
     One process does its share of a batch, as each of ``processes`` would. ``examples`` are those to be written.
-    The objective is trained by it: assemble another one to train.
+    The measurement trains the objective: assemble another job to train.
     """
     paces = tuple(_pace(kind, job, phase, processes, steps) for phase in kind.phases())
     peak = peak_memory()
@@ -85,7 +85,7 @@ def measure(kind: Kind, job: Job, processes: int, steps: int, examples: Sequence
 
 
 def _pace(kind: Kind, job: Job, phase: Phase, processes: int, steps: int) -> Pace:
-    """A phase too short for a step to warm up is measured with it."""
+    """Time a phase's steps, the first one left out as a warm-up unless it is the only one."""
     section = job.recipe.training
     share = section.model_copy(update={"batch_size": section.batch_size // processes})
     stamps: list[float] = []

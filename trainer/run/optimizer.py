@@ -1,4 +1,4 @@
-"""Which optimizer steps which parameter, in groups that have a learning-rate factor of their own."""
+"""The optimizers, and the groups of parameters with learning-rate factors of their own."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ _OVER_VOCABULARY = {"embed_tokens", "embed_in", "embed_out", "embedding", "word_
 """Names of embeddings and output layers in the families of transformers."""
 
 PREFIX = "prefix"
-"""The key of a parameter group that says by which beginning its parameters' names were chosen."""
+"""The key of a parameter group that holds the common beginning of its parameters' names."""
 
 
 def build_optimizers(module: nn.Module, section: TrainingSection, prefixes: Collection[str] = ("",)) -> list[Optimizer]:

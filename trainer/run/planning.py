@@ -1,7 +1,7 @@
-"""What a run will take, said before anything is spent: parameters, memory, disk, tokens, hours.
+"""Plan of a run before anything is spent: parameters, memory, disk, tokens, hours.
 
-Parameters, tokens and disk are counted. Memory is an estimate by parts: what is held is counted, what passes through a
-step is a rule of thumb. Hours come from a few real steps on this machine.
+Parameters, tokens and disk are counted. Memory is an estimate by parts: weights and their state are counted,
+activations follow a rule of thumb. Hours come from a few real steps on this machine.
 """
 
 import tempfile
@@ -15,7 +15,8 @@ from torch import nn
 
 from trainer.data.batch import Example, batch_indices
 from trainer.data.dataset import Dataset
-from trainer.job import Job, Kind, Largest, load_training_data, trained_numbers
+from trainer.data.splits import load_training_data
+from trainer.job import Job, Kind, Largest, trained_numbers
 from trainer.learning.memory import frozen_bytes
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.recipe import AnyRecipe
@@ -32,7 +33,7 @@ _LIBRARIES = 100_000_000  # what PyTorch and others load and keep of their own o
 
 @dataclass(frozen=True)
 class Launch:
-    """How the run will be launched: processes of one device each, and DeepSpeed's ZeRO stage, 0 for none."""
+    """The run's launch: processes of one device each, and DeepSpeed's ZeRO stage, 0 for none."""
 
     processes: int = 1
     zero_stage: int = 0
@@ -44,13 +45,13 @@ class Launch:
             )
 
     def shared(self, size: float, stage: int) -> int:
-        """What a device holds of ``size`` bytes that ZeRO divides from ``stage`` on."""
+        """Bytes on one device of ``size`` bytes that ZeRO divides from ``stage`` on."""
         return round(size / self.processes) if self.zero_stage >= stage else round(size)
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """What the steps of a run read, each sequence counted as often as it is read."""
+    """Tokens that the steps of a run read, each sequence counted as often as it is read."""
 
     sequences: int
     read: int
@@ -60,10 +61,10 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will take. Bytes are those of one device for ``memory``, of the whole run for ``disk``."""
+    """Plan of a run. Bytes are those of one device for ``memory``, of the whole run for ``disk``."""
 
     parameters: Mapping[str, int]
-    """Trained ones, by part."""
+    """Trained parameters by part."""
     memory: Mapping[str, int]
     disk: Mapping[str, int]
     tokens: Tokens
@@ -71,11 +72,11 @@ class Plan:
     evaluations: int
     measured: Measured | None
     measured_memory: int | None
-    """What the steps measured, in one process, held beyond the program itself."""
+    """Bytes held by the measured steps in one process, beyond the program itself."""
 
     @property
     def hours(self) -> float | None:
-        """Of all processes together, if each is as fast as this one."""
+        """Wall-clock hours, if every process is as fast as this one; None where nothing was measured."""
         if self.measured is None:
             return None
         found = self.measured
@@ -98,7 +99,7 @@ def plan_training(recipe: AnyRecipe, launch: Launch | None = None, steps: int = 
     with tempfile.TemporaryDirectory() as scratch:
         small = kind_of(kind.small(recipe.training.batch_size * max(steps, 1), Path(scratch)))
         job = small.assemble(device, Place(console=quiet()))
-        dataset = job.dataset if kind.stored is None else load_training_data(recipe, job.tokenizer)
+        dataset = job.dataset if kind.stored is None else load_training_data(recipe.data, job.tokenizer)
         tokens = count_tokens(dataset.examples, recipe.training)
         memory = memory_of(kind, job, launch, largest_batch(dataset.examples, recipe.training, launch.processes))
         measured = measure(small, job, launch.processes, steps, dataset.examples) if steps else None
@@ -115,7 +116,7 @@ def plan_training(recipe: AnyRecipe, launch: Launch | None = None, steps: int = 
 
 
 def _evaluations(kind: Kind) -> int:
-    """Those in between, if the target stays for them, and the last; 0 without a target."""
+    """Number of evaluations: the last, and those before it if the target stays; 0 without a target."""
     if kind.target is None:
         return 0
     if not kind.keeps_target:
@@ -133,7 +134,7 @@ def count_parameters(module: nn.Module) -> dict[str, int]:
 
 
 def count_tokens(examples: Sequence[Example], section: TrainingSection) -> Tokens:
-    """Exactly what the run's steps read, in its own order."""
+    """Tokens that the run's steps read, exactly, in the run's own order."""
     sequences = section.steps * section.batch_size
     whole, rest = divmod(sequences, len(examples))
     last = batch_indices(whole, len(examples), len(examples), section.seed)[:rest]
@@ -148,7 +149,7 @@ def count_tokens(examples: Sequence[Example], section: TrainingSection) -> Token
 
 
 def largest_batch(examples: Sequence[Example], section: TrainingSection, processes: int) -> Largest:
-    """Among the micro batches of the run's first epoch."""
+    """The largest sizes among the micro batches of the run's first epoch."""
     positions = trained = 0
     for step in range(min(section.steps, -(-len(examples) // section.batch_size))):
         indices = batch_indices(step, section.batch_size, len(examples), section.seed)
@@ -180,7 +181,7 @@ def memory_of(kind: Kind, job: Job, launch: Launch, largest: Largest) -> dict[st
 
 
 def _moment_bytes(job: Job) -> int:
-    """AdamW keeps two moments of each parameter, Muon one."""
+    """Bytes of the optimizers' moments: AdamW keeps two of each parameter, Muon one."""
     objective = job.objective
     return sum(
         parameter.numel() * (4 if isinstance(optimizer, torch.optim.Muon) else 8)

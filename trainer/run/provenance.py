@@ -1,4 +1,4 @@
-"""Where an artefact comes from: commit, versions, resolved recipe, data and target, written beside its weights."""
+"""Provenance of an artefact: commit, versions, resolved recipe, data and target, written beside its weights."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ def provenance(
     tokens: int,
     launch: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Plain JSON values; nothing secret is among them, for a recipe holds no keys.
+    """The provenance as plain JSON values, none of them secret: a recipe holds no keys.
 
     ``target`` is the `stored_fingerprint` of its weights, ``launch`` what `trainer.run.distributed.describe` says.
     """

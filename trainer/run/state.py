@@ -1,8 +1,12 @@
-"""The state of a run as whole tensors by the parameters' names, whatever launcher holds it in which pieces.
+"""The state of a run as whole tensors by the parameters' names, under any launcher, however it shards them.
 
-Only what is trained is in it, with the module's buffers: a frozen target inside the module is not. A parameter's name,
-and not its place in an optimizer or on a device, is what its state is found by, so that a run may go on under another
-number of processes or another launcher.
+The state holds trained parameters, the module's buffers and the optimizers' moments, not a frozen target inside the
+module. A parameter's state is found by its name, not by its place in an optimizer or on a device, so a run may resume
+under another number of processes or another launcher.
+
+`torch.distributed.checkpoint.state_dict` does not fit. It stores tied weights twice. Whole tensors reach the first
+process alone. It can gather on all processes only, where an evaluation inside `whole_parameters` gathers on one. And
+its setter refuses a state that lacks a parameter, or gives that parameter a state of one step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,14 +22,15 @@ Tensors = dict[str, Tensor]
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Each once: tied ones under the first of their names."""
+    """Return the trained parameters by name, tied ones once, under the first of their names."""
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 def gather_weights(module: nn.Module, engine: Any = None, keep: bool = True) -> Tensors:
-    """Trained parameters and buffers, whole, on the host. To be called on every process.
+    """Return trained parameters and buffers, whole, on the host. Every process must call this.
 
-    ``engine`` is DeepSpeed's, if it is what trains. Without ``keep`` a process only helps the others: nothing stays.
+    ``engine`` is DeepSpeed's, if DeepSpeed trains. Without ``keep`` a process only takes part in the gathering and
+    returns nothing.
     """
     read = _whole if engine is None else _zero_weight
     weights = {name: partial(read, parameter) for name, parameter in trained_parameters(module).items()}
@@ -36,7 +41,7 @@ def gather_weights(module: nn.Module, engine: Any = None, keep: bool = True) -> 
 def gather_moments(
     module: nn.Module, optimizers: Sequence[Optimizer], engine: Any = None, keep: bool = True
 ) -> Tensors:
-    """The optimizers' state as ``{parameter} {name}``; as `gather_weights` does."""
+    """Return the optimizers' state under keys ``{parameter} {name}``; arguments as in `gather_weights`."""
     if engine is not None:
         return _gathered(_zero_moments(module, engine), keep)
     names: dict[Tensor, str] = {parameter: name for name, parameter in trained_parameters(module).items()}
@@ -50,17 +55,17 @@ def gather_moments(
 
 
 def _gathered(reads: Mapping[str, Callable[[], Tensor]], keep: bool) -> Tensors:
-    """Call them one after the other, in the same order on every process: each makes one tensor whole."""
+    """Call the functions one after the other, in the same order on every process; each makes one tensor whole."""
     gathered = {}
     for name, read in reads.items():
         whole = read()
         if keep:
-            gathered[name] = whole.detach().to("cpu", copy=True).contiguous()  # which later steps do not change
+            gathered[name] = whole.detach().to("cpu", copy=True).contiguous()  # a copy, which later steps do not change
     return gathered
 
 
 def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy gathered weights into a module that is still whole. Raises ValueError if it is not the same module."""
+    """Copy gathered weights into a module that is not sharded yet; ValueError for weights of another module."""
     places = {**trained_parameters(module), **_buffers(module)}
     _check_same(set(places), set(weights))
     with torch.no_grad():
@@ -71,7 +76,7 @@ def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 def load_moments(
     module: nn.Module, optimizers: Sequence[Optimizer], moments: Mapping[str, Tensor], engine: Any = None
 ) -> None:
-    """Give the optimizers the gathered state, after the module was handed to the launcher."""
+    """Give the optimizers the gathered state, after the launcher has taken the module."""
     by_parameter: dict[str, Tensors] = {}
     for key, tensor in moments.items():
         name, _, what = key.rpartition(" ")
@@ -87,7 +92,7 @@ def load_moments(
 
 
 def _buffers(module: nn.Module) -> Tensors:
-    """Those that are saved. Not by way of ``state_dict``, which shards again what FSDP has made whole."""
+    """Return the persistent buffers. ``state_dict`` is no way to them: FSDP's hooks would reshard whole parameters."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, part in module.named_modules(remove_duplicate=False)
@@ -106,13 +111,13 @@ def _check_same(here: set[str], saved: set[str]) -> None:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """FSDP's parameters and their state are DTensors, of which each process holds a part."""
+    """Return the whole tensor of a DTensor, of which each process holds a part; FSDP's tensors are such."""
     whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole
 
 
 def _placed(tensor: Tensor, like: Tensor) -> Tensor:
-    """A moment where its parameter is. Counts of steps stay on the host, as the optimizers keep them."""
+    """Place a moment on its parameter's device, sharded alike. Step counts stay on the host, as in optimizers."""
     if tensor.ndim == 0:
         return tensor
     if isinstance(like, DTensor):
@@ -120,9 +125,9 @@ def _placed(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor.to(like.device)
 
 
-# DeepSpeed's ZeRO keeps the parameters of a group end to end in one flat fp32 tensor, of which each process holds and
-# steps a part. What is read and written of it by parameter goes through DeepSpeed's own functions; the count of steps
-# is the flat tensor's, and so one for all parameters of a group.
+# DeepSpeed's ZeRO keeps the parameters of a group end to end in one flat fp32 tensor; each process holds and steps a
+# part of it. DeepSpeed's own functions read and write it by parameter. The step count belongs to the flat tensor, so
+# all parameters of a group share it.
 
 
 def _zero_weight(parameter: nn.Parameter) -> Tensor:
@@ -133,7 +138,7 @@ def _zero_weight(parameter: nn.Parameter) -> Tensor:
 
 
 def _flat_parts(engine: Any) -> list[Tensor]:
-    """This process's parts of the flat tensors, which DeepSpeed's inner optimizer has its state of."""
+    """Return this process's parts of the flat tensors; DeepSpeed's inner optimizer keeps its state for these."""
     zero = engine.optimizer
     parts = (
         "fp32_partitioned_groups_flat" if engine.zero_optimization_stage() == 3 else "single_partition_of_fp32_groups"
@@ -143,9 +148,9 @@ def _flat_parts(engine: Any) -> list[Tensor]:
 
 
 def _link_moments(engine: Any) -> None:
-    """Tell ZeRO-1's and ZeRO-2's parameters where their moments are.
+    """Link ZeRO-1's and ZeRO-2's parameters to their moments.
 
-    DeepSpeed does so when it has stepped the first group, and forgets the groups that it steps after that one.
+    DeepSpeed links them after the first group's step, and so misses the groups that it steps later.
     """
     if engine.zero_optimization_stage() < 3:
         engine.optimizer._hp_optimizer_states_linked = False
@@ -187,9 +192,9 @@ def _load_zero_moments(module: nn.Module, engine: Any, moments: Mapping[str, Ten
 
 
 def _own_part(value: Tensor, parameter: Any) -> Tensor:
-    """This process's part of a tensor as ZeRO-3 cuts it, padded where the parts come out uneven.
+    """Return this process's part of a tensor as ZeRO-3 cuts it, padded where the parts are uneven.
 
-    DeepSpeed's own setter of whole tensors reads behind the end of such a one.
+    DeepSpeed's own setter of whole tensors reads beyond the end of an uneven tensor.
     """
     size = parameter.ds_tensor.numel()
     start = torch.distributed.get_rank() * size

@@ -1,4 +1,4 @@
-"""Whether a run's figures go to wandb too, and whether wandb sends them anywhere."""
+"""Tracking by wandb: where a run asks for it, and where wandb may send figures."""
 
 import importlib.util
 import os
@@ -26,7 +26,7 @@ def tracker_of(tracking: str | None) -> str | None:
 
 
 def _is_logged_in() -> bool:
-    """Whether wandb has a key by its own means: ~/.netrc, its settings. Asks neither the user nor the network."""
+    """True if wandb has a key by its own means: ~/.netrc, its settings. Asks neither the user nor the network."""
     import wandb
 
     try:

@@ -59,13 +59,14 @@ def _run(kind: Kind, accelerator: Accelerator, place: Place) -> None:
     # A run that was begun may go on, however busy the machine is now.
     begun = any((output / CHECKPOINTS).glob("step-*"))
     job = kind.assemble(accelerator.device, place, check_costs=not begun)
-    identity = job.identity()
-    checkpoints = Checkpoints(output / CHECKPOINTS, recipe.checkpoint.keep, identity, _settings(recipe, place.world))
+    checkpoints = Checkpoints(
+        output / CHECKPOINTS, recipe.checkpoint.keep, job.identity, _settings(recipe, place.world)
+    )
     _announce(place, kind, job)
     with Log(recipe, accelerator, place.console) as log:
         if (address := address_of(accelerator)) is not None:
             say(place.console, f"figures also go to {address}")
-        watch = Watch(job, identity, log, checkpoints)
+        watch = Watch(job, log, checkpoints)
         on_main(accelerator, watch.check)
 
         def on_begin(progress: Progress) -> None:
@@ -97,20 +98,20 @@ def _run(kind: Kind, accelerator: Accelerator, place: Place) -> None:
 
 
 def _settings(recipe: AnyRecipe, num_processes: int) -> dict[str, Any]:
-    """What of a recipe and its launch may change where a run goes on, and bears on the figures of its steps."""
+    """Settings that may change where a run goes on, and that change the figures of its steps."""
     names = ("learning_rate", "mixed_precision", "micro_batch_size")
     return {**{name: getattr(recipe.training, name) for name in names}, "num_processes": num_processes}
 
 
 def _as_trained(recipe: AnyRecipe, stretches: Sequence[Mapping[str, Any]]) -> AnyRecipe:
-    """The recipe with the settings of its last stretch of steps: what it says now may have come after the last step."""
+    """The recipe with the settings of its last stretch of steps, which may have been changed after the last step."""
     names = type(recipe.training).model_fields
     last = {name: value for name, value in stretches[-1].items() if name in names} if stretches else {}
     return recipe.model_copy(update={"training": recipe.training.model_copy(update=last)})
 
 
 def _end(recipe: AnyRecipe, progress: Progress, finished: Progress) -> str:
-    """What a run ends with, in a line."""
+    """The run's last line: the folder, the weights chosen, and an early end."""
     steps, section = recipe.training.steps, recipe.evaluation
     line = f"finished: {Path(recipe.output) / FINAL}"
     if section.keep == "best":
@@ -163,7 +164,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def ensure_built(target: str | None) -> None:
-    """Train the embedded default target if that is what is asked for and it is not there yet."""
+    """Train the embedded default target if ``target`` names it and it is not there yet."""
     if target is None or target.partition("/")[0] != quickstart.NAME or quickstart.is_built():
         return
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -187,6 +188,5 @@ def _announce(place: Place, kind: Kind, job: Job) -> None:
     aim = f" for {kind.target}" if kind.target is not None else ""
     place.say(
         f"{recipe.name}: {recipe.kind}{aim}; {trained_numbers(job.objective) / 1e6:.2f}M parameters trained; "
-        f"{job.dataset.describe()}; {recipe.training.steps} steps of {recipe.training.batch_size} sequences",
-        *(job.notes() if place.is_first else ()),
+        f"{job.dataset.describe()}; {recipe.training.steps} steps of {recipe.training.batch_size} sequences"
     )

@@ -1,7 +1,7 @@
 """A target that is served: any OpenAI-compatible endpoint, asked by `openai`'s client, many conversations at a time.
 
-The server templates the messages, samples with its own generator, and tells texts, not tokens. What makes its model
-another one (a top-k in its generation config, say) is its own affair.
+The server templates the messages, samples with its own generator, and returns texts, not tokens. It may change the
+model's distribution unseen, for example by a top-k in its generation config.
 """
 
 import asyncio
@@ -31,13 +31,13 @@ from trainer.data.chat import whole_characters
 from trainer.data.conversations import Conversation, Key
 
 HOPELESS = 50
-"""Conversations that fail one after the other before the run ends: the endpoint is down, or asked wrongly."""
+"""Failures in a row that end the run: the endpoint is down, or every request is wrong."""
 _SEEDS_APART = 1_000_003  # of turns and of tries; servers take seeds of 31 bits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """A served model, and how it is asked."""
+    """A served model with the settings of its requests."""
 
     address: str
     """The server's base address, which mostly ends in /v1."""
@@ -58,15 +58,16 @@ class Endpoint:
 
 
 class _Reply(NamedTuple):
-    """``tokens``: 0 where the endpoint does not count them."""
+    """An answer of the endpoint."""
 
     text: str
     tokens: int
+    """0 where the endpoint does not count them."""
     truncated: bool
 
 
 class _NoAnswer(Exception):
-    """A request was met, but with nothing that could be trained on."""
+    """A reply came, but without text to train on."""
 
     def __init__(self, problem: Problem, reason: str) -> None:
         super().__init__(reason)
@@ -74,10 +75,10 @@ class _NoAnswer(Exception):
 
 
 class EndpointBackend:
-    """Asks for answers, several conversations under way, the turns of each one after the other.
+    """Asks an endpoint for answers, several conversations at once, the turns of each one after the other.
 
-    `openai`'s client tries again what may pass (429, 500 and above, timeouts, lost connections), with growing delays;
-    answers that are empty or no answers at all are asked for again here. A wrong key or an unknown model ends the run.
+    `openai`'s client repeats requests that may succeed later (429, 500 and above, timeouts), with growing delays;
+    empty answers and malformed replies are asked for again here. A wrong key or an unknown model ends the run.
     """
 
     def __init__(self, asked: Endpoint) -> None:
@@ -101,7 +102,7 @@ class EndpointBackend:
     def outcomes(
         self, conversations: Sequence[Conversation], done: Container[Key], on_tokens: Callable[[int], None]
     ) -> Iterator[list[Outcome]]:
-        """What has come to an end since the last look. What ends the run is raised once the rest of it is written."""
+        """Yield finished conversations; raise a fatal error after yielding those that ended with it."""
         waiting = iter([conversation for conversation in conversations if conversation.key not in done])
         running: set[asyncio.Task[Outcome]] = set()
         failures = 0
@@ -123,7 +124,7 @@ class EndpointBackend:
                 runner.run(self._close(running))
 
     async def _close(self, running: set[asyncio.Task[Outcome]]) -> None:
-        """Let go of what is under way and of the connections; how the tasks ended is read, or Python prints it."""
+        """Cancel the running tasks and close the connections; their errors are collected, or Python prints them."""
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -132,7 +133,7 @@ class EndpointBackend:
     async def _some(
         self, waiting: Iterator[Conversation], running: set[asyncio.Task[Outcome]]
     ) -> set[asyncio.Task[Outcome]]:
-        """Fill the places that are free, and wait until at least one conversation has ended; none if none is left."""
+        """Start conversations up to ``concurrency`` and wait for the next to end; an empty set when none is left."""
         for conversation in waiting:
             running.add(asyncio.create_task(self._converse(conversation)))
             if len(running) >= self._asked.concurrency:
@@ -156,7 +157,7 @@ class EndpointBackend:
         return Answered(conversation, texts, tokens, replies[-1].truncated)
 
     async def _reply(self, conversation: Conversation, answers: Sequence[str]) -> _Reply:
-        """The next answer; another seed for every try, or an empty answer would stay empty."""
+        """The next answer; each try has a seed of its own, or an empty answer would stay empty."""
         problem = _NoAnswer("failed", "never asked")
         for attempt in range(self._asked.retries + 1):
             seed = self._asked.seed + conversation.index + _SEEDS_APART * (len(answers) + attempt)
@@ -205,18 +206,18 @@ class EndpointBackend:
         )
 
     def _explained(self, error: APIError) -> str:
-        """A reason fit to be written down: short, and without the key should the server repeat it."""
+        """The error in one short line, without the key in case the server repeats it."""
         if isinstance(error, APITimeoutError):
             return f"no answer within {self._asked.timeout:g} s"
         if isinstance(error, APIConnectionError):
             return f"no connection: {first_line(error.__cause__ or error)}"
         status = f"HTTP {error.status_code}: " if isinstance(error, APIStatusError) else ""
         reason = first_line(error).replace(self._key, "[the key]") if self._key else first_line(error)
-        return f"{status}{reason[:300]}"  # cut off last: half a key would not be found
+        return f"{status}{reason[:300]}"  # cut after the replacement, which would not find half a key
 
 
 def _checked(address: str) -> str:
-    """The endpoint's address; a wrong one is not repeated in the error, for it may hold a password."""
+    """Return the endpoint's address; ValueError for a wrong one, without repeating it: it may hold a password."""
     try:
         return str(HttpUrl(address))
     except ValidationError:
@@ -226,7 +227,7 @@ def _checked(address: str) -> str:
 
 
 def _read(completion: ChatCompletion | Completion) -> _Reply:
-    """What the endpoint answered; neither it nor the client promises that the schema is kept to."""
+    """The reply in a completion; neither the endpoint nor the client promises that it keeps to the schema."""
     choices: Any = getattr(completion, "choices", None)
     if not isinstance(choices, list) or not choices:
         raise _NoAnswer("failed", "what the endpoint sent is no completion")

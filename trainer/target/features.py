@@ -1,7 +1,7 @@
-"""The target's hidden states on disk, read in place of running the target: see `trainer.target.store`.
+"""Features, the target's hidden states on disk, read in place of running the target: see `trainer.target.store`.
 
-A row is a token; with them lie the target's lm_head and input embeddings. Whole sequences are stored, so that any
-number of heads trains from the same features.
+A row is a token. The target's lm_head and input embeddings are stored beside the rows. Whole sequences are stored, so
+any number of heads can be trained from the same features.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ from trainer.target.logits import logit_transform
 from trainer.target.store import BATCH_TOKENS, Column, Identity, Store, ensure_store, tokens_of_a_forward
 from trainer.terminal.place import Place
 
-_LOGIT_ROWS = 1024  # in fp32 at a time
+_LOGIT_ROWS = 1024  # rows of logits in fp32 at a time
 
 
 @dataclass(frozen=True)
 class FeatureIdentity(Identity):
-    """What features are made from. ``data``: token ids and document lengths of all examples, in order."""
+    """The origin of features. ``data``: digest of token ids and document lengths of all examples, in order."""
 
     noun: ClassVar[str] = "features"
     holding: ClassVar[str] = "features"
@@ -49,7 +49,7 @@ class FeatureIdentity(Identity):
         examples: Sequence[Example],
         top_k: int,
     ) -> "FeatureIdentity":
-        """Of the features of these examples under the target with this fingerprint; 0 for ``top_k`` is none."""
+        """Return the identity of these examples' features; ``top_k`` 0: no logits; ValueError if too large."""
         if top_k > target.vocab_size:
             raise ValueError(f"features.top_k is {top_k} but the target knows {target.vocab_size} tokens")
         return FeatureIdentity(
@@ -60,7 +60,7 @@ class FeatureIdentity(Identity):
         )
 
     def columns(self) -> dict[str, Column]:
-        """The hidden state; with ``top_k`` the best tokens with their logits, and the log of the total."""
+        """Return the hidden state; with ``top_k`` also the best tokens, their logits and the log total."""
         dtype, best = self.torch_dtype, (self.top_k,)
         columns = {"hidden": Column(dtype, (self.hidden_size,))}
         if self.top_k:
@@ -69,18 +69,18 @@ class FeatureIdentity(Identity):
         return columns
 
     def num_rows(self, example: Example) -> int:
-        """All of its tokens."""
+        """Return the number of its tokens."""
         return len(example.tokens)
 
     @property
     def weight_bytes(self) -> int:
-        """Of the lm_head and the embeddings."""
+        """Bytes of the lm_head and the embeddings."""
         return 2 * self.vocab_size * self.hidden_size * self.torch_dtype.itemsize
 
 
 @dataclass(frozen=True)
 class FeatureWriter:
-    """Makes features by running the target; without ``top_k`` no logits are computed."""
+    """Computes features by running the target; without ``top_k`` it computes no logits."""
 
     target: CausalLM
     identity: FeatureIdentity
@@ -90,7 +90,7 @@ class FeatureWriter:
         return tokens_of_a_forward(self.identity.vocab_size) if self.identity.top_k else BATCH_TOKENS
 
     def weights(self) -> dict[str, Tensor]:
-        """The lm_head's weight, and the input embeddings as the model's own embedding layer gives them, scale and all.
+        """Return the lm_head's weight, and the outputs of the model's embedding layer, its scale included.
 
         ValueError for an lm_head with a bias.
         """
@@ -105,7 +105,7 @@ class FeatureWriter:
 
     @torch.inference_mode()
     def compute_columns(self, batch: Batch) -> dict[str, Tensor]:
-        """All tokens' rows; padding is left out."""
+        """Return the rows of all tokens, without padding."""
         top_k, model = self.identity.top_k, self.target.model
         inputs = batch.to(self.target.device).model_inputs()
         with capture_lm_head_input(model, None if top_k else last_position) as captured:
@@ -120,24 +120,24 @@ class FeatureWriter:
 
 
 class FeatureStore(Store[FeatureIdentity]):
-    """Features to read, memory-mapped: what a batch needs is copied, no more."""
+    """Features to read, memory-mapped: only the rows of a batch are copied."""
 
     @cached_property
     def lm_head(self) -> Float[Tensor, "vocab hidden"]:
-        """The weight of the target's output layer."""
+        """The weight of the target's lm_head."""
         return self._weight("lm_head")
 
     @cached_property
     def embedding(self) -> Float[Tensor, "vocab hidden"]:
-        """What the target's embedding layer gives for each token."""
+        """Output of the target's embedding layer for each token."""
         return self._weight("embedding")
 
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
-        """What the target's lm_head reads, in the target's dtype on the batch's device; zeros on padding."""
+        """Return what the target's lm_head reads, in the target's dtype on the batch's device; zeros on padding."""
         return self._padded("hidden", batch)
 
     def top_k(self, batch: Batch) -> TopLogits | None:
-        """The best logits, if they were stored; zeros on padding."""
+        """Return the best logits, zeros on padding; None where they were not stored."""
         if not self._identity.top_k:
             return None
         tokens = self._padded("tokens", batch).long()
@@ -153,10 +153,10 @@ class FeatureStore(Store[FeatureIdentity]):
 
 
 class StoredFeatures:
-    """Hidden states written to disk before; the target need not be loaded."""
+    """`trainer.target.hidden.HiddenStates` from disk: the target need not be loaded."""
 
     def __init__(self, store: FeatureStore, config: PreTrainedConfig, device: torch.device) -> None:
-        """``config`` is the target's."""
+        """Read from ``store``, on ``device``; ``config`` is the target's."""
         self._store = store
         self._device = device
         self.transform = logit_transform(config.get_text_config(decoder=True))
@@ -183,7 +183,7 @@ class StoredFeatures:
 def ensure_features(
     writer: FeatureWriter, examples: Sequence[Example], section: FeaturesSection, place: Place
 ) -> FeatureStore:
-    """The features of these examples, written where they are not there yet.
+    """Write the missing features of these examples; return all of them.
 
     Every process calls this, and waits for the others at the end.
     """
@@ -192,9 +192,7 @@ def ensure_features(
     return FeatureStore.open(folder, writer.identity, verify=False)  # each process has verified its share
 
 
-def feature_writer(
-    target: Target, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], top_k: int
-) -> FeatureWriter:
-    """The writer of these examples' features, which says what they must have been made from to be used."""
-    identity = FeatureIdentity.of(target.model, target.fingerprint, tokenizer, examples, top_k)
+def feature_writer(target: Target, examples: Sequence[Example], top_k: int) -> FeatureWriter:
+    """Return the writer of these examples' features, whose identity stored features must have to be used."""
+    identity = FeatureIdentity.of(target.model, target.fingerprint, target.tokenizer, examples, top_k)
     return FeatureWriter(target.model, identity)

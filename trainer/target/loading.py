@@ -1,4 +1,4 @@
-"""Loading the target of a recipe, and what stays known of it when it is let go."""
+"""A recipe's target: loaded, or on disk once it was let go."""
 
 import os
 from dataclasses import dataclass, replace
@@ -29,10 +29,11 @@ class StoredTarget:
     """The dtype that it is loaded in."""
     fingerprint: str
     """`decoding.model.fingerprint.stored_fingerprint` of its weights."""
+    tokenizer: PreTrainedTokenizerBase
 
     def loaded(self, model: CausalLM) -> "Target":
         """The same target with its model."""
-        return Target(self.name, self.dtype, self.fingerprint, model)
+        return Target(self.name, self.dtype, self.fingerprint, self.tokenizer, model)
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Target(StoredTarget):
 
     def let_go(self) -> StoredTarget:
         """The same target without its model."""
-        return StoredTarget(self.name, self.dtype, self.fingerprint)
+        return StoredTarget(self.name, self.dtype, self.fingerprint, self.tokenizer)
 
     def rounded(self, rounding: str, device: torch.device | None) -> "Target":
         """Round the model's weights in place and move it to ``device``; None: leave it where it is spread."""
@@ -59,9 +60,13 @@ class Target(StoredTarget):
 
 
 def load_target(recipe: MedusaRecipe | DraftRecipe, device: torch.device) -> Target:
-    """Load the recipe's target on a device and check that it fits the data. Every process calls this."""
-    name, model = resolve(recipe.target), load_target_model(recipe, device)
-    return Target(name, parse_dtype(recipe.dtype), _fingerprint_for_all(name, recipe.trust_remote_code), model)
+    """Load the recipe's target on a device, with its tokenizer, and check that it fits the data.
+
+    Every process calls this.
+    """
+    name, model, trusted = resolve(recipe.target), load_target_model(recipe, device), recipe.trust_remote_code
+    fingerprint, tokenizer = _fingerprint_for_all(name, trusted), load_tokenizer(name, trusted)
+    return Target(name, parse_dtype(recipe.dtype), fingerprint, tokenizer, model)
 
 
 def load_target_model(recipe: MedusaRecipe | DraftRecipe, device: torch.device) -> CausalLM:
@@ -81,11 +86,6 @@ def load_target_model(recipe: MedusaRecipe | DraftRecipe, device: torch.device) 
     if recipe.data.packing:
         check_documents_are_apart(model.model)
     return model
-
-
-def load_target_tokenizer(recipe: MedusaRecipe | DraftRecipe) -> PreTrainedTokenizerBase:
-    """The target's own tokenizer."""
-    return load_tokenizer(resolve(recipe.target), recipe.trust_remote_code)
 
 
 def _fingerprint_for_all(name: str, trust_remote_code: bool) -> str:

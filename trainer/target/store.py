@@ -1,8 +1,8 @@
-"""What a target gives for the tokens of a data set, on disk: written once, read at every step.
+"""Tensors that a target computes for the tokens of a data set, on disk: written once, read at every step.
 
 A folder holds shards of rows (see `trainer.files.shards`), ``weights.safetensors`` where some tensors belong to no
-example, and ``manifest.json``: what all of it was made from, and how many rows each example has. What a row is, and
-which tensors it has, is said by an `Identity`; a `Writer` makes them.
+example, and ``manifest.json``, which names the target and the data that the folder was made from, and the rows of each
+example. An `Identity` defines the row and its tensors; a `Writer` computes them.
 """
 
 import json
@@ -39,12 +39,12 @@ from trainer.terminal.place import ALONE, Place
 from trainer.terminal.progress import ProgressBar
 
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
-BATCH_TOKENS = 8192  # of a forward, padding included; one example may be longer
-_LOGITS = 1 << 28  # of a forward that makes them for every token
-_SPARE_BYTES = 1 << 28  # left free on the disk, with a twentieth of what is written
+BATCH_TOKENS = 8192  # of a forward pass, padding included; one example may be longer
+_LOGITS = 1 << 28  # of a forward pass that computes them for every token
+_SPARE_BYTES = 1 << 28  # left free on the disk, with a twentieth of the bytes to write
 
 OnProgress = Callable[[int, int], None]
-"""Called with the rows this process has written, and how many it has to write."""
+"""Called with the rows that this process has written, and the rows that it has to write."""
 OnDamaged = Callable[[str], None]
 """Called with the name of a file that is there but not whole, before it is written again."""
 
@@ -62,31 +62,28 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Identity(ABC):
-    """What must be the same for a folder to be used again, and so what is in it.
-
-    Digests are SHA-256, as hexadecimal digits.
-    """
+    """The origin of a folder: a run with another identity must not use it. Digests are SHA-256 in hexadecimal."""
 
     noun: ClassVar[str]
-    """What the folder holds, as users call it."""
+    """Name of the folder's content in messages."""
     holding: ClassVar[str]
-    """The same behind "holds": with its article, if it has one."""
+    """The same name behind "holds", with its article if it has one."""
     row: ClassVar[str]
-    """What a row is, one of them."""
+    """Name of one row in messages."""
     setting: ClassVar[str]
-    """The recipe's, that names the folder."""
+    """Key of the recipe that names the folder."""
 
     target: str
-    """`decoding.model.fingerprint.stored_fingerprint` of it."""
+    """`decoding.model.fingerprint.stored_fingerprint` of the target."""
     tokenizer: str
     data: str
     vocab_size: int
     dtype: str
-    """The target's, as torch names it: ``bfloat16``."""
+    """The target's dtype by torch's name, such as ``bfloat16``."""
 
     @staticmethod
     def of_target(target: CausalLM, fingerprint: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """The fields that a target and its tokenizer give."""
+        """Return the fields that a target and its tokenizer decide."""
         return {
             "target": fingerprint,
             "tokenizer": digest_of(tokenizer.get_vocab()),
@@ -105,7 +102,7 @@ class Identity(ABC):
 
     @abstractmethod
     def num_rows(self, example: Example) -> int:
-        """How many rows an example has."""
+        """Return the number of rows of an example."""
 
     @property
     def row_bytes(self) -> int:
@@ -113,34 +110,34 @@ class Identity(ABC):
 
     @property
     def weight_bytes(self) -> int:
-        """Of the tensors that belong to no example; without any there is no file of them."""
+        """Bytes of the tensors that belong to no example; 0: the folder has no file of them."""
         return 0
 
 
 class Writer(Protocol):
-    """Makes what a folder holds, by running a target."""
+    """Computes a folder's tensors by running a target."""
 
     @property
     def identity(self) -> Identity: ...
 
     @property
     def batch_tokens(self) -> int:
-        """Tokens of a forward, padding included; one example may be longer."""
+        """Tokens of a forward pass, padding included; one example may be longer."""
 
     def weights(self) -> dict[str, Tensor]:
-        """The tensors that belong to no example, on the CPU."""
+        """Return the tensors that belong to no example, on the CPU."""
 
     def compute_columns(self, batch: Batch) -> dict[str, Tensor]:
-        """The columns of all rows of a batch, one example after the other, on any device."""
+        """Run the target on a batch; return the columns of its rows, one example after the other, on any device."""
 
 
 def tokens_of_a_forward(vocab_size: int) -> int:
-    """How many tokens to run at a time where logits are made for each."""
+    """Return the tokens of a forward pass that computes logits for each of them."""
     return min(BATCH_TOKENS, _LOGITS // vocab_size)
 
 
 def estimate_bytes(examples: Sequence[Example], identity: Identity) -> int:
-    """What a folder for these examples takes on disk, but for a few hundred bytes a file."""
+    """Return the bytes of a folder for these examples, but for a few hundred bytes a file."""
     return sum(map(identity.num_rows, examples)) * identity.row_bytes + identity.weight_bytes
 
 
@@ -153,10 +150,10 @@ def write_store(
     on_progress: OnProgress | None = None,
     on_damaged: OnDamaged | None = None,
 ) -> None:
-    """Write what is missing of a folder for these examples; what is there and whole is left as it is.
+    """Write the missing and the damaged files of a folder for these examples; whole files stay untouched.
 
-    May be killed at any time and called again. Of several processes each writes shards of its own; the folder is
-    complete when all have returned. Raises ValueError where it was made from something else or the disk is too small.
+    May be killed at any time and called again. Each process writes shards of its own; the folder is complete when all
+    processes have returned. Raises ValueError for a folder of another identity, and for a disk that is too small.
     """
     identity = writer.identity
     layout = _begin(folder, identity, examples, shard_rows, place)
@@ -183,13 +180,13 @@ def write_store(
 
 
 def _begin(folder: Path, identity: Identity, examples: Sequence[Example], shard_rows: int, place: Place) -> Layout:
-    """The layout of a folder; a new one gets its manifest."""
+    """Return the layout of a folder; write the manifest of a new one."""
     found = _read_manifest(folder)
     layout = Layout(tuple(identity.num_rows(example) for example in examples), shard_rows)
     if found is not None:
         _check_identity(folder, found["identity"], identity)
         if tuple(found["lengths"]) == layout.lengths:
-            return replace(layout, shard_rows=found["shard_tokens"])  # as it was begun
+            return replace(layout, shard_rows=found["shard_tokens"])  # the size that the folder was begun with
     folder.mkdir(parents=True, exist_ok=True)
     if place.is_first:
         content = {
@@ -204,7 +201,7 @@ def _begin(folder: Path, identity: Identity, examples: Sequence[Example], shard_
 
 
 def _read_manifest(folder: Path) -> dict[str, Any] | None:
-    """None where there is none; ValueError where it cannot be read, and so nobody knows whose shards these are."""
+    """Return the manifest; None without one, ValueError for one that cannot be read, whose shards are of nobody."""
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_text())
@@ -257,9 +254,10 @@ def _check_space(folder: Path, identity: Identity, layout: Layout) -> None:
 def _batches(
     shard: Sequence[int], examples: Sequence[Example], layout: Layout, batch_tokens: int
 ) -> Iterator[list[int]]:
-    """A shard's examples that have rows, the longest first, as many at a time as fit.
+    """Yield a shard's examples that have rows in batches, the longest first.
 
-    Those of a batch are about as long, and they are the same whatever was written before, and by which process.
+    The examples of a batch are of similar length. The batches do not depend on the files written before, nor on the
+    process that writes.
     """
     order = sorted((i for i in shard if layout.lengths[i]), key=lambda index: -len(examples[index].tokens))
     while order:
@@ -269,7 +267,7 @@ def _batches(
 
 
 def _fill(tensors: dict[str, Tensor], layout: Layout, batch: Batch, found: dict[str, Tensor]) -> None:
-    """Put each example where it belongs in its shard."""
+    """Copy each example's rows to their place in its shard."""
     counts = [layout.lengths[index] for index in batch.examples]
     for name, tensor in tensors.items():
         for index, rows in zip(batch.examples, found[name].cpu().split(counts), strict=True):
@@ -280,7 +278,7 @@ MadeFrom = TypeVar("MadeFrom", bound=Identity)
 
 
 class Store(Generic[MadeFrom]):
-    """A folder to read, memory-mapped: what a batch needs is copied, no more."""
+    """A folder to read, memory-mapped: only the rows of a batch are copied."""
 
     def __init__(self, folder: Path, identity: MadeFrom, layout: Layout) -> None:
         self._folder = folder
@@ -290,9 +288,9 @@ class Store(Generic[MadeFrom]):
 
     @classmethod
     def open(cls, folder: Path, identity: MadeFrom, verify: bool = True) -> Self:
-        """A folder that is complete and made from this. ``verify`` reads every file and compares its digest.
+        """Open a folder; ValueError unless it is complete and of this identity.
 
-        Only what `write_store` has just gone through need not be verified again.
+        ``verify`` reads every file and compares its digest; a folder that `write_store` has just checked needs none.
         """
         manifest = _read_manifest(folder)
         write_it = "'headstart features RECIPE'"
@@ -310,12 +308,12 @@ class Store(Generic[MadeFrom]):
         return cls(folder, identity, layout)
 
     def _weight(self, name: str) -> Tensor:
-        """A tensor that belongs to no example."""
+        """Return a tensor that belongs to no example."""
         tensor: Tensor = self._open(WEIGHTS).get_tensor(name)
         return tensor
 
     def _column(self, name: str, batch: Batch) -> list[Tensor]:
-        """A column of the rows of each example."""
+        """Return a column of each example's rows."""
         assert len(batch.examples) == len(batch.tokens), "a batch says which examples it is made of"
         assert min(batch.examples) >= 0, "only examples of the data set are stored"
         found = []
@@ -331,9 +329,9 @@ class Store(Generic[MadeFrom]):
 
 
 def ensure_store(writer: Writer, examples: Sequence[Example], folder: Path, shard_rows: int, place: Place) -> None:
-    """Write what is not there yet, with the disk all of it takes said before.
+    """Print the total size, then write the missing shards.
 
-    Every process calls this, and waits for the others, and for another run that writes the same folder.
+    Every process calls this; each waits for the others, and for another run that writes the same folder.
     """
     wait_for_all = PartialState().wait_for_everyone if place.world > 1 else lambda: None
     with _held(writer.identity, folder, place) if place.is_first else nullcontext():
@@ -344,7 +342,7 @@ def ensure_store(writer: Writer, examples: Sequence[Example], folder: Path, shar
 
 @contextmanager
 def _held(identity: Identity, folder: Path, place: Place) -> Iterator[None]:
-    """Hold a folder that is written; one that is whole may be where nobody can write."""
+    """Lock a folder against other runs; a whole folder may lie where no lock can be written."""
     with ExitStack() as held:
         try:
             held.enter_context(hold(folder, place.say))

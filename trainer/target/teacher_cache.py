@@ -1,13 +1,13 @@
-"""The target's logits on disk, for drafts that learn without running it: its best, and a sample of the rest.
+"""The teacher cache: the target's logits on disk, its best and a sample of the others, to train drafts without it.
 
-A row is a position whose next token is trained (`Batch.labelled`): prompts take no room. It holds the ids and logits
+A row is a position whose next token is trained (`Batch.labelled`): prompts take no room. A row holds the ids and logits
 of the ``top_k`` best tokens, those of ``tail`` tokens drawn with replacement from the target's distribution over all
-others, and the logsumexp over all tokens. The sample is what keeps losses and gradients unbiased (see
+others, and the logsumexp over all tokens. The sample keeps losses and gradients unbiased (see
 `trainer.learning.teachers.SampledTailTeacher`; Sparse Logit Sampling, 2503.16870).
 
-Logits lie there as the model gives them, in its dtype, and are divided by the temperature when they are read: in
-bf16 they would be exact at no other. The total and the sample are at the temperature. Ids take two bytes, or three
-where the vocabulary is larger than two can tell apart: a row of 60 tokens in bf16 is 244 or 304 bytes.
+Logits are stored as the model computes them, in its dtype, and divided by the temperature when they are read: a
+quotient in bf16 would be rounded once more. The total and the sample are at the temperature. Ids take two bytes, or
+three in a vocabulary of more than 65,536 tokens: a row of 60 tokens in bf16 is 244 or 304 bytes.
 """
 
 from collections.abc import Sequence
@@ -31,14 +31,14 @@ from trainer.target.loading import Target
 from trainer.target.store import Column, Identity, Store, ensure_store, tokens_of_a_forward
 from trainer.terminal.place import Place
 
-_SEED = 20_170_706  # of the draws, the same in every cache
+_SEED = 20_170_706  # of the sample, the same in every cache
 _TWO_BYTES = 1 << 16
-_IN_CACHE, _AT_ONCE = 1 << 20, 1 << 25  # probabilities that are drawn from at a time: on a CPU, elsewhere
+_IN_CACHE, _AT_ONCE = 1 << 20, 1 << 25  # probabilities to draw from at a time: on a CPU, elsewhere
 
 
 @dataclass(frozen=True)
 class TeacherIdentity(Identity):
-    """What a cache is made from. ``data``: token ids, which are trained, and document lengths of all examples."""
+    """The origin of a cache. ``data``: digest of token ids, loss masks and document lengths of all examples."""
 
     noun: ClassVar[str] = "teacher cache"
     holding: ClassVar[str] = "a teacher cache"
@@ -48,7 +48,7 @@ class TeacherIdentity(Identity):
     top_k: int
     tail: int
     temperature: float
-    """Of the distribution: it divides the logits."""
+    """Divides the logits of the distribution that is sampled and compared."""
 
     @staticmethod
     def of(
@@ -59,7 +59,7 @@ class TeacherIdentity(Identity):
         section: TeacherSection,
         temperature: float,
     ) -> "TeacherIdentity":
-        """Of the cache of these examples under the target with this fingerprint; ValueError for too large a top_k."""
+        """Return the identity of these examples' cache; ValueError for a top_k of the whole vocabulary or more."""
         if section.top_k >= target.vocab_size:
             raise ValueError(
                 f"draft.teacher.top_k is {section.top_k} but the target knows {target.vocab_size} tokens: "
@@ -74,7 +74,7 @@ class TeacherIdentity(Identity):
         )
 
     def columns(self) -> dict[str, Column]:
-        """The best tokens and behind them the sample: ids in planes of bytes, logits; and the total."""
+        """Return the columns: ids (low and high parts) and logits of the best tokens and the sample; the log total."""
         kept = (self.top_k + self.tail,)
         columns = {"ids": Column(torch.uint16, kept), "logits": Column(self.torch_dtype, kept)}
         if self.vocab_size > _TWO_BYTES:
@@ -82,17 +82,17 @@ class TeacherIdentity(Identity):
         return columns | {"log_total": Column(torch.float32)}
 
     def num_rows(self, example: Example) -> int:
-        """The trained tokens that are predicted: all but those that begin a document."""
+        """Return the number of its trained tokens without those that begin a document."""
         begins = {0, *accumulate(example.lengths[:-1])}
         return sum(example.trained) - sum(example.trained[begin] for begin in begins)
 
 
 @dataclass(frozen=True)
 class TeacherWriter:
-    """Makes a teacher cache by running the target.
+    """Computes a teacher cache by running the target.
 
-    What is drawn for an example depends on its place in the data set and its logits alone, so neither on the examples
-    beside it nor on the process that writes it.
+    The sample of an example depends on its index in the data set and on its logits alone, not on the examples beside
+    it, nor on the process that writes it.
     """
 
     target: CausalLM
@@ -103,12 +103,12 @@ class TeacherWriter:
         return tokens_of_a_forward(self.identity.vocab_size)
 
     def weights(self) -> dict[str, Tensor]:
-        """There are none."""
+        """Return nothing: every tensor belongs to an example."""
         return {}
 
     @torch.inference_mode()
     def compute_columns(self, batch: Batch) -> dict[str, Tensor]:
-        """The labelled positions' rows; of no other are logits made."""
+        """Return the rows of the labelled positions; no other position's logits are computed."""
         identity, labelled = self.identity, batch.labelled(1)
         with capture_lm_head_input(self.target.model, lambda hidden: hidden[labelled.to(hidden.device)][None]):
             inputs = batch.to(self.target.device).model_inputs()
@@ -120,8 +120,8 @@ class TeacherWriter:
         return {name: torch.cat([part[name] for part in parts]) for name in identity.columns()}
 
     def _kept(self, logits: Float[Tensor, "rows vocab"], uniforms: Float[Tensor, "rows tail"]) -> dict[str, Tensor]:
-        """The columns of some rows."""
-        logits = logits.to(self.identity.torch_dtype)  # first of all, so that the total is that of what is kept
+        """Return the columns of some rows."""
+        logits = logits.to(self.identity.torch_dtype)  # first, so that the total is that of the stored logits
         scores = logits.float() / self.identity.temperature
         best = logits.topk(self.identity.top_k).indices
         tokens = torch.cat((best, sample_tail(scores, best, uniforms.to(logits.device))), 1)
@@ -134,7 +134,7 @@ class TeacherWriter:
 
 
 def _uniforms(index: int, rows: int, tail: int) -> Float[Tensor, "rows tail"]:
-    """What the draws of an example are made from, in fp64."""
+    """Return the uniform numbers of an example's sample, in fp64."""
     generator = torch.Generator().manual_seed(_SEED * 1_000_003 + index)
     return torch.rand(rows, tail, generator=generator, dtype=torch.float64)
 
@@ -142,15 +142,15 @@ def _uniforms(index: int, rows: int, tail: int) -> Float[Tensor, "rows tail"]:
 def sample_tail(
     scores: Float[Tensor, "rows vocab"], best: Int[Tensor, "rows k"], uniforms: Float[Tensor, "rows tail"]
 ) -> Int[Tensor, "rows tail"]:
-    """Tokens drawn with replacement from the softmax of ``scores`` without ``best``, by the inverse of its sum.
+    """Draw tokens with replacement from the softmax of ``scores`` without ``best``, by inverse cumulative sums.
 
-    Where nothing else has a probability, any others. ``uniforms`` are fp64, at least 0 and at most 1 - 2⁻⁵³.
+    Where no other token has a probability above 0, any others are returned. ``uniforms`` are fp64 in [0, 1 - 2⁻⁵³].
     """
     lowest = torch.finfo(scores.dtype).min
     rest = scores.clamp(min=lowest).scatter_(1, best, -torch.inf).softmax(-1)
-    sums = rest.cumsum(-1, dtype=torch.float64)  # fp32 would not tell the rare tokens of a large vocabulary apart
-    drawn = torch.searchsorted(sums, uniforms * sums[:, -1:], right=True)  # a product that is below the last sum
-    # A GPU adds in an order of its own, and its sums may rise a little where nothing is added.
+    sums = rest.cumsum(-1, dtype=torch.float64)  # in fp32 the rare tokens of a large vocabulary add nothing
+    drawn = torch.searchsorted(sums, uniforms * sums[:, -1:], right=True)  # the product is below the last sum
+    # A GPU adds in an order of its own, so its sums may rise a little at a token of probability 0.
     return torch.where(rest.gather(1, drawn) > 0, drawn, rest.argmax(-1, keepdim=True))
 
 
@@ -158,9 +158,9 @@ class TeacherStore(Store[TeacherIdentity]):
     """A teacher cache to read, memory-mapped."""
 
     def for_batch(self, batch: Batch) -> SampledTailTeacher:
-        """The target's logits at the labelled positions, in the order of ``x[batch.labelled(1)]``, on its device.
+        """Return the teacher of the labelled positions, ordered as ``x[batch.labelled(1)]``, on the batch's device.
 
-        They are fp32, divided by the temperature of the cache.
+        Its logits are fp32, divided by the temperature of the cache.
         """
         identity, device = self._identity, batch.tokens.device
         columns = {name: self._column(name, batch) for name in identity.columns()}
@@ -181,7 +181,7 @@ class TeacherStore(Store[TeacherIdentity]):
 def ensure_teacher_cache(
     writer: TeacherWriter, examples: Sequence[Example], section: TeacherSection, place: Place
 ) -> TeacherStore:
-    """The teacher cache of these examples, written where it is not there yet.
+    """Write the missing rows of these examples' cache; return the whole cache.
 
     Every process calls this, and waits for the others at the end.
     """
@@ -191,12 +191,11 @@ def ensure_teacher_cache(
 
 
 def teacher_writer(
-    target: Target,
-    tokenizer: PreTrainedTokenizerBase,
-    examples: Sequence[Example],
-    section: TeacherSection,
-    temperature: float,
+    target: Target, examples: Sequence[Example], section: TeacherSection, temperature: float
 ) -> TeacherWriter:
-    """The writer of these examples' cache at the loss's temperature: it says what a cache must be made from."""
-    identity = TeacherIdentity.of(target.model, target.weights, tokenizer, examples, section, temperature)
+    """Return the writer of these examples' cache, whose identity a stored cache must have to be used.
+
+    ``temperature`` is the loss's.
+    """
+    identity = TeacherIdentity.of(target.model, target.weights, target.tokenizer, examples, section, temperature)
     return TeacherWriter(target.model, identity)

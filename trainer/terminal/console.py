@@ -1,4 +1,4 @@
-"""Consoles that print text as it is: a name or a title with brackets in it is no markup."""
+"""Consoles that print text literally: brackets in a name or a title are no markup."""
 
 import os
 import sys
@@ -9,29 +9,29 @@ from rich.text import Text
 
 
 def standard_output(**options: Any) -> Console:
-    """A console for results."""
+    """Return a console for results."""
     return Console(markup=False, highlight=False, emoji=False, **options)
 
 
 def standard_error(**options: Any) -> Console:
-    """A console for errors and for what a run says on its way."""
+    """Return a console for errors, progress and notes of a run."""
     return standard_output(stderr=True, **options)
 
 
 def wide(console: Console, width: int = 190) -> Console:
-    """Where nobody set a width (a file, a pipe), a console with the room that a table needs."""
+    """Return a console wide enough for a table where no width is set (a file, a pipe); else the console given."""
     return (
         console if console.is_terminal or "COLUMNS" in os.environ else standard_output(file=console.file, width=width)
     )
 
 
 def title(text: str) -> Text:
-    """A table's title, in the style that tables give theirs."""
+    """Return a table's title, in the style of rich's own."""
     return Text(text, style="table.title")
 
 
 def say(console: Console, *lines: str | Text, style: str | None = None) -> None:
-    """Print each on a line of its own, however long, on whatever console the caller brought."""
+    """Print each line literally and without wrapping, on any console."""
     for line in lines:
         console.print(line, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
@@ -42,5 +42,5 @@ def say_error(console: Console, message: str) -> None:
 
 
 def is_terminal() -> bool:
-    """True where someone watches what is printed on the way."""
+    """True where standard error is a terminal."""
     return sys.stderr.isatty()

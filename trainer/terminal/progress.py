@@ -1,4 +1,4 @@
-"""How far a long work has come: a bar on a terminal; anywhere else a line every 15 seconds."""
+"""Progress of long work: a bar on a terminal; anywhere else a line every 15 seconds."""
 
 import threading
 import time
@@ -10,15 +10,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from trainer.terminal.console import say
 
 LINE_SECONDS = 15.0
-"""Between two lines where there is no terminal."""
+"""Seconds between two lines where there is no terminal."""
 
 
 class ProgressBar:
     """One task's progress, shown between ``with`` and its end.
 
-    ``description`` says what is done, ``completed`` how much of ``total`` (None: not known yet) was done before it
-    began, and ``note`` stands behind both. Without a terminal a line reads "answering: 120/1,792, 310 tokens/s, about
-    12 min left". Nothing is shown unless ``active``, which only one of several processes is. ``clock`` tells seconds.
+    ``description`` names the work; ``completed`` of ``total`` (None: not known yet) were done before it began; ``note``
+    stands behind both. Without a terminal a line reads "answering: 120/1,792, 310 tokens/s, about 12 min left". Nothing
+    is shown unless ``active``, which is true on one of several processes. ``clock`` returns seconds.
     """
 
     def __init__(
@@ -60,27 +60,27 @@ class ProgressBar:
         self._bar.stop()
 
     def _keep_saying(self) -> None:
-        """Lines while a single piece of the work takes longer than they are apart."""
+        """Print lines also while one piece of the work takes longer than `LINE_SECONDS`."""
         while not self._ended.wait(max(1.0, LINE_SECONDS)):
             self._say_if_due()
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since the work began."""
         return self._clock() - self._began
 
     def begin(self, completed: int) -> None:
-        """Say that the work begins now, with this much done before: the pace counts from here."""
+        """Start the clock, with ``completed`` items done before: the pace counts from here."""
         self.completed = self._before = completed
         self._began = self._last_line = self._clock()
         self._bar.reset(self._task, completed=completed, total=self._total)
 
     def advance(self, count: int = 1) -> None:
-        """Say that ``count`` more are done."""
+        """Count ``count`` more items as done."""
         self.update(self.completed + count)
 
     def update(self, completed: int | None = None, *, total: int | None = None, note: str | None = None) -> None:
-        """Say how much is done by now, of how much, and what to note; what is None stays as it was."""
+        """Set the items done, their total and the note; None keeps the value before."""
         self.completed = self.completed if completed is None else completed
         self._total = self._total if total is None else total
         self._note = self._note if note is None else note
@@ -100,7 +100,7 @@ class ProgressBar:
         return ", ".join(part for part in parts if part)
 
     def _left(self) -> str:
-        """An estimate by the pace since the beginning; empty where there is none."""
+        """Estimate the time left from the pace since the beginning; empty where it cannot be told."""
         done = self.completed - self._before
         if self._total is None or done <= 0 or self.completed >= self._total:
             return ""

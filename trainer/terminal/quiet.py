@@ -1,4 +1,4 @@
-"""Other libraries' bars, banners and warnings, which are not our output: silenced here and nowhere else."""
+"""Silencing of other libraries' bars, banners and warnings, here and nowhere else."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ _VARIABLES = {
     "TOKENIZERS_PARALLELISM": "false",  # texts are tokenized one by one; it warns at every fork otherwise
     "WANDB_SILENT": "true",
 }
-"""Read when the libraries are imported; what the user has set stays."""
+"""Variables that the libraries read on import; a value that the user has set stays."""
 
 
 def quiet_libraries() -> None:
@@ -27,7 +27,7 @@ def quiet_libraries() -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for name in _LIBRARIES:
         logging.getLogger(name).setLevel(logging.ERROR)
-    logging.getLogger("DeepSpeed").addFilter(_is_error)  # which sets its own level when accelerate imports it
+    logging.getLogger("DeepSpeed").addFilter(_is_error)  # DeepSpeed sets its own level when accelerate imports it
     warnings.filterwarnings("ignore", module=rf"({'|'.join(_LIBRARIES)})\b")
 
 

@@ -3,36 +3,25 @@
 Everything is a ratio of runs that took turns in one process. The widened target computes exactly what the small one
 does (`decoding.measure.widen`), so its acceptance is the small one's: figures of it say "widened".
 
-    python benchmarks/decoding.py --target FOLDER --draft FOLDER --heads FOLDER --prompts FILE.jsonl --output FILE.json
+    python benchmarks/speed.py --target FOLDER --draft FOLDER --heads FOLDER --prompts FILE.jsonl --output FILE.json
 """
 
-# ruff: noqa: E402  # the path comes first: see below
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-# This script has the package's name: with its own folder in the path it would import itself.
-sys.path = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache
 
-from decoding.drafters import (
-    Drafter,
-    DraftModelDrafter,
-    DraftTreeDrafter,
-    HybridDrafter,
-    MedusaDrafter,
-    PromptLookupDrafter,
-)
+from decoding.drafters import Drafter
 from decoding.drafters.base import DraftRequest, TextDrafter, TextSession, TextStart, chain_budgets
+from decoding.drafters.registry import named_drafter
 from decoding.generate import DecodingConfig
 from decoding.measure.evaluate import (
     EvaluationConfig,
@@ -83,13 +72,13 @@ def drafters_for(draft: CausalLM | None, heads: MedusaHeads | None) -> dict[str,
     """Every drafter there is something for."""
     drafters: dict[str, Drafter] = {}
     if draft is not None:
-        drafters["draft model, 4 tokens"] = DraftModelDrafter(draft, (1,) * 4)
-        drafters["draft tree"] = DraftTreeDrafter(draft, depth=6, width=3, nodes=16)
-        drafters["draft and lookup"] = HybridDrafter(DraftModelDrafter(draft, (1,) * 4), PromptLookupDrafter(8))
+        drafters["draft model, 4 tokens"] = named_drafter("draft", draft)
+        drafters["draft tree"] = named_drafter("draft-tree", draft, depth=6, width=3, nodes=16)
+        drafters["draft and lookup"] = named_drafter("hybrid", draft, of="draft", lookup_tokens=8)
     if heads is not None:
-        drafters[f"medusa, tree of {len(heads.config.tree)}"] = MedusaDrafter(heads)
-        drafters["medusa, dynamic tree"] = MedusaDrafter(heads, dynamic_nodes=16)
-    drafters["prompt lookup"] = PromptLookupDrafter()
+        drafters[f"medusa, tree of {len(heads.config.tree)}"] = named_drafter("heads", heads)
+        drafters["medusa, dynamic tree"] = named_drafter("heads", heads, dynamic_nodes=16)
+    drafters["prompt lookup"] = named_drafter("lookup")
     return drafters
 
 
@@ -104,14 +93,14 @@ def methods_for(
         )
         if draft is not None:
             name = f"draft model, up to 8{BEST}"
-            deep = DraftModelDrafter(draft, (1,) * 8)
+            deep = named_drafter("draft", draft, tokens=8)
             methods.append(our_method(target, setting, name, deep, decoding, MeasuredPolicy()))
             name = f"draft tree{BEST}"
-            tree = DraftTreeDrafter(draft, depth=8, width=4, nodes=32)
+            tree = named_drafter("draft-tree", draft, depth=8, width=4, nodes=32)
             methods.append(our_method(target, setting, name, tree, decoding, MeasuredPolicy()))
         if heads is not None:
             name = f"medusa, dynamic tree{BEST}"
-            medusa = MedusaDrafter(heads, dynamic_nodes=32)
+            medusa = named_drafter("heads", heads, dynamic_nodes=32)
             methods.append(our_method(target, setting, name, medusa, decoding, MeasuredPolicy()))
         methods.append(our_method(target, setting, "wrong tokens, guarded", WrongDrafter(), decoding, MeasuredPolicy()))
     return methods
@@ -152,7 +141,7 @@ def _transformers_step(target: CausalLM, length: int, repeats: int) -> float:
 
 
 def goals(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """What was wanted of each figure, and what came out."""
+    """Compare each figure with its goal."""
     found: list[dict[str, Any]] = []
 
     def add(goal: str, wanted: float, measured: float | None, at_most: bool = False) -> None:

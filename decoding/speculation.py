@@ -12,7 +12,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from decoding.drafters import Drafter
-from decoding.generate import DecodingConfig, Generation, Step, decode_batch_steps
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig, Generation, Step
 from decoding.metrics import Acceptance, acceptance
 from decoding.model import loading
 from decoding.model.causal_lm import CausalLM
@@ -27,10 +28,10 @@ from decoding.token_ids import check_ids, check_tensor_of_ids
 class SpeculativeOutput:
     """Decoded texts.
 
-    ``sequences`` are the prompts as they were given, their padding on the left included, followed by the new tokens;
-    texts that ended earlier are padded on the right. ``logprobs``, if asked for, are those of the new tokens under the
-    target itself, before any sampling control, and 0 behind a text's end. ``generations`` hold every step. ``label`` is
-    the promise of the rule they were decoded by: lossless, or lossy.
+    ``sequences`` are the given prompts, with their padding on the left, followed by the new tokens; texts that ended
+    earlier are padded on the right. ``logprobs``, if requested, are the log-probabilities of the new tokens under the
+    target itself, before any sampling control, and 0 after a text's end. ``generations`` hold every step. ``label`` is
+    that of the rule: lossless, or lossy.
     """
 
     sequences: Int[Tensor, "batch length"]
@@ -40,14 +41,14 @@ class SpeculativeOutput:
 
     @property
     def acceptance(self) -> Acceptance:
-        """What speculation brought, over all texts, prefills left out."""
+        """Acceptance figures over all texts, without the prefills."""
         return acceptance(
             [[step.counts for step in generation.steps if not step.is_prefill] for generation in self.generations]
         )
 
     @property
     def tokens_per_pass(self) -> float:
-        """Tokens per target pass; 1 is plain decoding, NaN says that nothing came after the prefill."""
+        """Tokens per target pass: 1 for plain decoding, NaN if no text went beyond its prefill."""
         return self.acceptance.tokens_per_pass.value
 
 
@@ -60,7 +61,7 @@ def speculate(
     max_new_tokens: int = DecodingConfig.max_new_tokens,
     sampling: SamplingConfig | None = None,
     rule: Rule | str | None = None,
-    policy: Policy | str | None = None,
+    policy: Policy | str = "fixed",
     batch_size: int | None = None,
     seed: int = DecodingConfig.seed,
     eos_token_ids: Sequence[int] | None = None,
@@ -72,13 +73,12 @@ def speculate(
 ) -> SpeculativeOutput:
     """Decode prompts with a drafter (None: plainly), ``batch_size`` at a time (None: all at once).
 
-    ``input_ids``: (batch, length), shorter prompts padded on the left as ``attention_mask`` tells, or, without a mask,
-    as the ``pad_token_id`` given here tells, unless that is a BOS or EOS token with which a prompt may begin; or a list
-    of prompts of any lengths. The sampling controls are a `SamplingConfig`, or its fields by name
-    (``temperature=0.7``); by default decoding is greedy. ``rule`` may be named as in `RULES` and ``policy`` as on the
-    command line. Texts end at ``eos_token_ids``, by default those of the model's generation config, or at
-    ``stop_strings``, which need the ``tokenizer``. The text of prompt i is decoded with the seed ``seed + i``, whatever
-    stands beside it.
+    ``input_ids``: (batch, length), or a list of prompts of any lengths. Shorter rows of a tensor are padded on the
+    left: ``attention_mask`` marks the padding, or else ``pad_token_id`` does (ValueError if it may be a prompt's own
+    BOS or EOS). The sampling controls are a `SamplingConfig`, or its fields by name (``temperature=0.7``); the default
+    is greedy decoding. ``rule`` may be a name in `RULES`, ``policy`` a name as on the command line. Texts end at
+    ``eos_token_ids``, by default those of the model's generation config, or at ``stop_strings``, which need the
+    ``tokenizer``. The text of prompt i is decoded with the seed ``seed + i``, whatever texts are beside it.
     """
     if sampling is not None and controls:
         raise ValueError(f"both sampling and {', '.join(controls)} are given: give one or the other")
@@ -100,11 +100,12 @@ def speculate(
     else:
         prompts = Prompts.of_lists(input_ids, padding, target.device)
     named = named_policy(policy) if isinstance(policy, str) else policy
-    return decode_prompts(target, drafter, prompts, config, named, batch_size, padding, tokenizer)
+    engine = Engine(target, drafter, named, tokenizer)
+    return decode_prompts(engine, prompts, config, batch_size, padding)
 
 
 def _mask_of_padding(input_ids: Tensor, padding: int, model: PreTrainedModel, eos: Sequence[int]) -> Tensor:
-    """Leading padding tokens are hidden, unless they may be a text's own beginning: then only the caller can say."""
+    """Return a mask that hides leading padding tokens; ValueError if they may be a prompt's own beginning."""
     bos = model.generation_config.bos_token_id if model.generation_config else None
     if padding in (*eos, bos) and bool((input_ids[:, :1] == padding).any()):
         raise ValueError(
@@ -115,14 +116,14 @@ def _mask_of_padding(input_ids: Tensor, padding: int, model: PreTrainedModel, eo
 
 
 def named_rule(name: str) -> Rule:
-    """An acceptance rule by its short name."""
+    """Return the acceptance rule of this name in `RULES`."""
     if name not in RULES:
         raise ValueError(f"no rule is called {name!r}: choose one of {', '.join(RULES)}")
     return RULES[name]
 
 
 class Prompts(NamedTuple):
-    """``rows``: the tokens of each prompt. ``padded``: what was given, (batch, width)."""
+    """Prompts of a batch. ``rows``: the tokens of each. ``padded``: the prompts as given, (batch, width)."""
 
     rows: list[list[int]]
     padded: Tensor
@@ -133,7 +134,7 @@ class Prompts(NamedTuple):
 
     @staticmethod
     def of_tensor(input_ids: Tensor, mask: Tensor | None) -> "Prompts":
-        """What the mask hides is dropped, which is what it means to the model."""
+        """Take the prompts from a tensor; tokens that the mask hides are dropped, as the model ignores them."""
         check_tensor_of_ids(input_ids)
         if input_ids.dim() != 2 or 0 in input_ids.shape:
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}: give (batch, length), at least one token")
@@ -163,22 +164,19 @@ class Prompts(NamedTuple):
         return Prompts(rows, padded)
 
     def repeated(self, count: int) -> "Prompts":
-        """Each prompt ``count`` times, one after the other."""
+        """Repeat each prompt ``count`` times in a row."""
         return Prompts([row for row in self.rows for _ in range(count)], self.padded.repeat_interleave(count, 0))
 
 
 def decode_prompts(
-    target: CausalLM,
-    drafter: Drafter | None,
+    engine: Engine,
     prompts: Prompts,
     config: DecodingConfig,
-    policy: Policy | None,
     batch_size: int | None,
     padding: int | None,
-    tokenizer: TextDecoder | None,
     streamer: BaseStreamer | None = None,
 ) -> SpeculativeOutput:
-    """Decode, tell the streamer of one text, and lay the texts side by side, padded with ``padding``."""
+    """Decode the prompts, feed the streamer (of a single text), and pad the texts with ``padding`` into one tensor."""
     rows = prompts.rows
     if padding is None and config.stop_strings and len(rows) > 1:
         raise ValueError("texts that end at stop strings are padded in the result: give pad_token_id")
@@ -186,7 +184,7 @@ def decode_prompts(
         streamer.put(prompts.padded.cpu())
     steps: list[list[Step]] = [[] for _ in rows]
     batch_size = len(rows) if batch_size is None else batch_size
-    for place, step in decode_batch_steps(target, drafter, rows, config, batch_size, tokenizer, policy):
+    for place, step in engine.steps(rows, config, batch_size=batch_size):
         steps[place].append(step)
         if streamer is not None:
             for token in step.tokens:  # `generate` puts one token at a time
@@ -211,6 +209,6 @@ def _logprobs(generations: Sequence[Generation], device: torch.device) -> Float[
 
 
 def padding_token(config: GenerationConfig | None, given: int | None, eos: Sequence[int]) -> int | None:
-    """What texts are padded with: the token given, else the config's, else the first that ends texts."""
+    """Return the token that pads texts: ``given``, else the config's, else the first EOS token; None without any."""
     configured = None if config is None else config.pad_token_id
     return next((token for token in (given, configured, *eos[:1]) if token is not None), None)

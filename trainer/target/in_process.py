@@ -8,7 +8,8 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
-from decoding.generate import DecodingConfig, check_prompt, decode_batch_steps
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig, check_prompt
 from decoding.model.causal_lm import CausalLM
 from decoding.prompts import encode_prompt
 from trainer.data.answers import Answered, Outcome, SetAside
@@ -16,17 +17,17 @@ from trainer.data.chat import read_answer
 from trainer.data.conversations import Conversation, Key
 
 GROUP = 4
-"""Batches that are decoded and written together: more keep the rows of a batch full, fewer lose less to a kill."""
+"""Batches in a group: more keep the rows of a batch full, fewer lose less to a kill."""
 TURN = 2**32
-"""How far the seeds of one turn and of the next are apart: further than a file has rows."""
+"""Distance between the seeds of one turn and of the next: larger than any file's number of rows."""
 
 
 class TargetBackend:
     """The target in this process, speculating if it has a drafter.
 
     Conversations are decoded in groups that are the same in every run of the same command, so that a run that was
-    killed and started again writes, bit for bit, what it would have written: in bf16 what stands beside a text in a
-    batch can decide between two tokens that are equally good. The texts of a group whose first conversation has the
+    killed and started again writes the same answers, bit for bit: in bf16 the texts beside a text in its batch can
+    decide between two tokens that are equally good. The texts of a group whose first conversation has the
     index i are decoded with the seeds seed + i, seed + i + 1, ...; later turns with seeds of their own.
     """
 
@@ -46,7 +47,7 @@ class TargetBackend:
     def outcomes(
         self, conversations: Sequence[Conversation], done: Container[Key], on_tokens: Callable[[int], None]
     ) -> Iterator[list[Outcome]]:
-        """A group at a time; groups that are done are left out."""
+        """Yield the outcomes of one group at a time, without the groups that are done."""
         size = GROUP * self._batch_size
         for start in range(0, len(conversations), size):
             group = conversations[start : start + size]
@@ -54,7 +55,7 @@ class TargetBackend:
                 yield self._answer(group, on_tokens)
 
     def _answer(self, group: Sequence[Conversation], on_tokens: Callable[[int], None]) -> list[Outcome]:
-        """Turn by turn, each for all conversations of the group that have come so far."""
+        """Answer a group turn by turn, each turn for all conversations that have one left."""
         texts = [_Text(conversation) for conversation in group]
         for turn in range(max(len(conversation.turns) for conversation in group)):
             ready = [(text, prompt) for text in texts if text.is_open and (prompt := self._prompt(text))]
@@ -65,7 +66,7 @@ class TargetBackend:
         return [text.outcome() for text in texts]
 
     def _prompt(self, text: "_Text") -> tuple[int, ...] | None:
-        """What the text's next answer follows, or None where that cannot be decoded."""
+        """The prompt of the text's next answer; None, with the problem noted, for one that cannot be decoded."""
         conversation = text.conversation
         try:
             prompt = encode_prompt(conversation.open_after(text.answers), self._tokenizer, conversation.chat)
@@ -81,7 +82,7 @@ class TargetBackend:
         tokens: list[tuple[int, ...]] = [()] * len(prompts)
         if not prompts:
             return tokens
-        for place, step in decode_batch_steps(self._target, self._drafter, prompts, config, self._batch_size):
+        for place, step in Engine(self._target, self._drafter).steps(prompts, config, batch_size=self._batch_size):
             tokens[place] += step.tokens
             on_tokens(len(step.tokens))
         return tokens
@@ -94,7 +95,7 @@ class TargetBackend:
         text.differing += not self._reads_back(text, prompt, written)
 
     def _reads_back(self, text: "_Text", prompt: tuple[int, ...], written: list[int]) -> bool:
-        """Whether training, which tokenizes the text, will see the tokens that the target read and wrote."""
+        """True if training, which tokenizes the text, will see the tokens that the target read and wrote."""
         if not text.conversation.chat:
             tokens: list[int] = self._tokenizer(text.answers[-1], add_special_tokens=False)["input_ids"]
             return tokens == written
@@ -118,7 +119,7 @@ class _Text:
 
     @property
     def is_open(self) -> bool:
-        """Nothing is said after an answer that was cut off, or that is empty."""
+        """True while turns are left to answer; an answer that was cut off or is empty ends the conversation."""
         broken_off = self.problem is not None or self.truncated or "" in self.answers
         return not broken_off and len(self.answers) < len(self.conversation.turns)
 

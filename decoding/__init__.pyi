@@ -1,0 +1,5 @@
+from decoding.engine import Engine as Engine
+from decoding.generate import DecodingConfig as DecodingConfig
+from decoding.headstart_model import HeadstartModel as HeadstartModel
+from decoding.rules.sampling import SamplingConfig as SamplingConfig
+from decoding.speculation import speculate as speculate

@@ -1,0 +1,39 @@
+"""A text while it is decoded: its tokens, its two streams of random numbers, its history."""
+
+from collections.abc import Sequence
+
+import torch
+
+from decoding.rules.history import History
+from decoding.rules.sampling import GeneratorSource
+from decoding.stopping import StopCheck
+
+
+class Text:
+    """A prompt and the tokens written after it. ``place`` (from 0) is the prompt's place among all prompts."""
+
+    def __init__(self, place: int, prompt: Sequence[int], seed: int, max_new_tokens: int, history: History) -> None:
+        self.place = place
+        self.tokens = list(map(int, prompt))
+        self.prompt_length = len(prompt)
+        self.finished = False
+        self.hidden = torch.empty(0)
+        """Input of the lm_head from which the target wrote the last token, (hidden,)."""
+        # Two streams of one seed: draws for the draft do not change the target's draws.
+        self.source = GeneratorSource.from_seed(seed, "verify")
+        self.draft_source = GeneratorSource.from_seed(seed, "draft")
+        self.history = history
+        self._longest = len(prompt) + max_new_tokens
+
+    @property
+    def draft_room(self) -> int:
+        """Depth of the deepest draft that fits as a whole, with one more token by the target."""
+        return self._longest - len(self.tokens) - 1
+
+    def emit(self, tokens: tuple[int, ...], stop: StopCheck) -> tuple[int, ...]:
+        """Append ``tokens`` up to the end of the text, if it is among them; return the appended ones."""
+        room = self._longest - len(self.tokens)
+        kept, ended = stop.cut(self.tokens[self.prompt_length :], tokens[:room])
+        self.tokens += kept
+        self.finished = ended or len(kept) >= room
+        return kept

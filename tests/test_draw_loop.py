@@ -1,0 +1,71 @@
+"""The picture of the loop: the tree it draws is the one that was verified, in the colours of either scheme."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from decoding.generate import Step
+from decoding.rules.tree import TokenTree, TreeShape
+
+
+def _load() -> ModuleType:
+    path = Path(__file__).resolve().parents[1] / "scripts" / "draw_loop.py"
+    spec = importlib.util.spec_from_file_location("draw_loop", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["draw_loop"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+picture = _load()
+
+# The root 7 has the children 1 and 2; 2 has the child 3. The step kept 2 and 3, and the target wrote 9.
+TREE = TokenTree.of_list([7, 1, 2, 3], TreeShape((-1, 0, 0, 2)))
+TURN = picture.Turn(Step((2, 3, 9), 2, 2, 3, 0.0, 0.0, 0.0), TREE)
+PREFILL = picture.Turn(Step((7,), 0, 0, 0, 0.0, 0.0, 0.0, is_prefill=True), None)
+
+
+def test_kept_nodes_stand_in_line_with_the_targets_own_token_and_dropped_ones_beside_it() -> None:
+    nodes = picture.place_tree(TURN, ["7", "1", "2", "3", "9"], 0.0, 400.0)
+    assert [(node.text, node.role, node.parent) for node in nodes] == [
+        ("1", "dropped", -1),
+        ("2", "kept", -1),
+        ("3", "kept", 1),
+        ("9", "own", 2),
+    ]
+    assert nodes[0].y == 0 and [node.y for node in nodes[1:]] == [-picture.LEAF] * 3
+    assert nodes[0].x == nodes[1].x < nodes[2].x < nodes[3].x
+
+
+def test_the_step_with_the_most_kept_letters_is_drawn_and_a_step_that_dropped_nothing_never() -> None:
+    chain = TokenTree.chain([7, 2])
+    whole = picture.Turn(Step((2, 9), 1, 1, 1, 0.0, 0.0, 0.0), chain)
+    assert picture.chosen([PREFILL, whole, TURN], [["a"], ["kept", "b"], ["c", "d", "e"]]) == 2
+    assert picture.chosen([PREFILL, TURN, TURN], [["a"], ["c", "d", "e"], ["cost", "of", "e"]]) == 2
+    with pytest.raises(ValueError, match="give another prompt"):
+        picture.chosen([PREFILL, whole], [["a"], ["kept", "b"]])
+
+
+def test_the_light_picture_turns_into_the_dark_one_by_its_style_alone(tmp_path: Path) -> None:
+    scene = picture.Scene([PREFILL, TURN], [["The"], ["total", "cost", "of"]], 1, ["The", "first", "total", "cost"], "")
+    written = {}
+    for name, colours in (("light", picture.LIGHT), ("dark", picture.DARK)):
+        picture.save(picture.draw(scene, colours), tmp_path / f"{name}.svg", "a tiny tree")
+        written[name] = (tmp_path / f"{name}.svg").read_text()
+    style = re.search(r"<style>@media \(prefers-color-scheme: dark\).*?</style>", written["light"], re.DOTALL)
+    assert style is not None
+    rules = re.findall(r'\[style\*="(.*?)"\] \{ (.*?) !important \}', style[0])
+    assert len(rules) == 2 * len(picture.LIGHT)
+    turned = written["light"].replace(style[0], "")
+    for light, dark in rules:
+        turned = turned.replace(light, dark)
+    assert _painted(turned) == _painted(written["dark"].replace(style[0], ""))
+
+
+def _painted(svg: str) -> list[str]:
+    return re.findall(r'style="[^"]*"', svg)

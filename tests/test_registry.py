@@ -1,0 +1,185 @@
+"""The registry of drafters: what a spec may say, what it makes, and that every name of it decodes as plain decoding."""
+
+from dataclasses import fields
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import naive_greedy, tiny_model
+from tiny_tokenizer import byte_tokenizer
+from typer.testing import CliRunner
+
+from decoding import DecodingConfig, Engine
+from decoding.drafters import (
+    CascadeDrafter,
+    Drafter,
+    DraftModelDrafter,
+    DraftTreeDrafter,
+    HybridDrafter,
+    LookaheadDrafter,
+    MedusaDrafter,
+    OtherTokenizerDrafter,
+    PromptLookupDrafter,
+)
+from decoding.drafters.registry import REGISTRY, DrafterLoader, named_drafter, parse_drafter
+from decoding.drafters.spec import DrafterSpec, written
+from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from trainer.cli import app
+from trainer.commands.options import DRAFTERS, EvaluateOptions, GenerateOptions, RegenerateOptions
+
+SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
+    "heads:PATH/heads": (MedusaDrafter, {"dynamic_nodes": None, "max_nodes": 10}, "medusa, tree of 9"),
+    "heads:PATH/heads,dynamic_nodes=5": (MedusaDrafter, {"dynamic_nodes": 5}, "medusa, dynamic tree of 4"),
+    "heads:PATH/heads,tree=0/1/0.0": (MedusaDrafter, {"max_nodes": 4, "max_depth": 2}, "medusa, tree of 3"),
+    "draft:PATH/draft": (DraftModelDrafter, {"branching": (1, 1, 1, 1)}, "draft model, 4 tokens"),
+    "draft:PATH/draft,tokens=2,stop_below=0.25": (
+        DraftModelDrafter,
+        {"branching": (1, 1), "stop_below": 0.25},
+        "draft model, 2 tokens",
+    ),
+    "draft:PATH/draft,branching=2x1,with_replacement=true": (
+        DraftModelDrafter,
+        {"branching": (2, 1), "with_replacement": True},
+        "draft model, 2x1 tree",
+    ),
+    "draft-tree:PATH/draft,depth=3,width=2,nodes=7": (
+        DraftTreeDrafter,
+        {"depth": 3, "width": 2, "nodes": 7},
+        "draft model, tree of 6",
+    ),
+    "lookup": (PromptLookupDrafter, {"num_draft_tokens": 10, "max_ngram": 3}, "prompt lookup"),
+    "lookup:tokens=3,ngram=2,branches=2": (
+        PromptLookupDrafter,
+        {"num_draft_tokens": 3, "max_ngram": 2, "num_branches": 2},
+        "prompt lookup",
+    ),
+    "lookahead:window=3,ngram=3,guesses=2,text_ngrams=false": (
+        LookaheadDrafter,
+        {"window": 3, "ngram": 3, "guesses": 2, "text_ngrams": False},
+        "lookahead",
+    ),
+    "cascade:PATH/draft,tokens=3": (CascadeDrafter, {"num_draft_tokens": 3}, "cascade, 3 tokens"),
+    "hybrid:PATH/heads,lookup_tokens=3": (HybridDrafter, {"max_depth": 4}, "medusa, tree of 9, with prompt lookup"),
+    "hybrid:PATH/draft,of=draft-tree,depth=2,nodes=5": (
+        HybridDrafter,
+        {},
+        "draft model, tree of 4, with prompt lookup",
+    ),
+    "other-tokenizer:PATH/stranger,tokens=3": (
+        OtherTokenizerDrafter,
+        {"num_draft_tokens": 3},
+        "draft model with another tokenizer, 3 tokens",
+    ),
+    "PATH/heads": (MedusaDrafter, {}, "medusa, tree of 9"),
+    "PATH/draft,tokens=2": (DraftModelDrafter, {"branching": (1, 1)}, "draft model, 2 tokens"),
+    "PATH/draft,depth=2": (DraftTreeDrafter, {"depth": 2, "width": 4}, "draft model, tree of 20"),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads, a draft, and a draft with another tokenizer, on disk."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, shift in (("draft", 0), ("stranger", 1)):
+        tiny_model(vocab=130, seed=1).save_pretrained(folder / name)
+        byte_tokenizer(shift=shift).save_pretrained(folder / name)
+    MedusaHeads.for_target(tiny_model(vocab=130), MedusaConfig(16, 130)).save_pretrained(folder / "heads")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target() -> CausalLM:
+    return CausalLM(tiny_model(vocab=130))
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_a_spec_makes_its_drafter_which_decodes_as_plain_decoding(models: Path, target: CausalLM, text: str) -> None:
+    kind, settings, label = SPECS[text]
+    spec = parse_drafter(text.replace("PATH", str(models)))
+    drafter = DrafterLoader(target, byte_tokenizer()).load(spec)
+    assert type(drafter) is kind and drafter.label == label
+    assert {name: getattr(drafter, name) for name in settings} == settings
+    prompt = list(b"ab ab ab a")
+    assert Engine(target, drafter).decode(prompt, DecodingConfig(12)).tokens == naive_greedy(target.model, prompt, 12)
+    assert parse_drafter(str(spec)) == spec, "a spec in words reads back as itself"
+
+
+def test_every_name_of_the_registry_is_tried_above_listed_in_the_help_and_printed() -> None:
+    assert {text.partition(":")[0] for text in SPECS} >= REGISTRY.keys() and len(REGISTRY) == 8
+    assert all(f"{name}:PATH" in DRAFTERS if entry.weights else name in DRAFTERS for name, entry in REGISTRY.items())
+    for options in (EvaluateOptions, GenerateOptions, RegenerateOptions):
+        assert "drafter" in {field.name for field in fields(options)}
+    printed = CliRunner().invoke(app, ["drafters"], env={"COLUMNS": "400"}).output
+    for name, entry in REGISTRY.items():
+        assert name in printed
+        for option, known in entry.options.items():
+            assert f"{option}={known.shown}" in printed
+
+
+def test_types_and_defaults_of_options_are_the_classes_own() -> None:
+    lookup = REGISTRY["lookup"].options
+    parameters = signature(PromptLookupDrafter).parameters
+    assert {option.parameter: option.default for option in lookup.values()} == {
+        name: parameter.default for name, parameter in parameters.items()
+    }
+    chain = REGISTRY["draft"].options["tokens"]
+    assert (1,) * chain.default == signature(DraftModelDrafter).parameters["branching"].default
+
+
+MISTAKES = {
+    "lokup": "no drafter is called 'lokup': choose one of heads, draft, draft-tree, lookup, lookahead, cascade, hybrid",
+    "lokup:ngram=3": "no drafter is called 'lokup'",
+    "": "no drafter is called ''",
+    "lookup:ngrams=3": "the drafter lookup has no option 'ngrams': choose among tokens, ngram, min_ngram, branches",
+    "lookup:ngram=0": "the drafter lookup is given ngram=0: give a whole number of at least 1",
+    "lookup:ngram=two": "the drafter lookup is given ngram=two: give a whole number",
+    "lookup:ngram=": "the drafter lookup is given ngram=: give a whole number",
+    "lookup:ngram=3,ngram=4": "'lookup:ngram=3,ngram=4' gives ngram twice: give it once",
+    "lookup:ngram=3,4": "'lookup:ngram=3,4' holds '4': behind the path give option=value",
+    "lookup:runs/x": "'lookup:runs/x' gives a path, runs/x, but lookup has no weights",
+    "heads": "'heads' lacks the path of the weights: give heads:PATH, of heads",
+    "draft:x,stop_below=nan": "the drafter draft is given stop_below=nan: give a finite number",
+    "draft:x,with_replacement=yes": "the drafter draft is given with_replacement=yes: give true or false",
+    "draft:x,branching=2-2": "the drafter draft is given branching=2-2: give whole numbers with x between them",
+    "draft:x,tokens=2,branching=1x1": "the drafter draft is given tokens and branching, which say the same",
+    "hybrid:x,of=lookup": "the drafter hybrid is given of=lookup: give one of heads, draft, draft-tree",
+    "hybrid:x,of=draft,depth=3": "the drafter hybrid has no option 'depth': choose among of, tokens, branching",
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_a_mistake_in_a_spec_is_one_sentence(text: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        parse_drafter(text)
+    assert str(raised.value).startswith(MISTAKES[text]) and "\n" not in str(raised.value)
+
+
+def test_a_drafter_by_text_needs_the_targets_tokenizer(models: Path, target: CausalLM) -> None:
+    with pytest.raises(ValueError, match="needs the target's tokenizer: give it as tokenizer"):
+        DrafterLoader(target).load(parse_drafter(f"other-tokenizer:{models}/stranger"))
+
+
+def test_weights_are_read_once_however_many_drafters_share_them(models: Path, target: CausalLM) -> None:
+    loader = DrafterLoader(target, byte_tokenizer())
+    names = ("draft", "draft-tree", "cascade")
+    drafters: list[Any] = [loader.load(DrafterSpec(name, str(models / "draft"), {})) for name in names]
+    assert drafters[0].draft is drafters[1].draft is drafters[2].draft
+
+
+def test_weights_in_memory_make_the_same_drafters(target: CausalLM) -> None:
+    draft = CausalLM(tiny_model(vocab=130, seed=1))
+    drafter: Drafter = named_drafter("draft", draft, tokens=3)
+    assert isinstance(drafter, DraftModelDrafter) and drafter.draft is draft and drafter.branching == (1, 1, 1)
+    hybrid = named_drafter("hybrid", draft, of="draft-tree", depth=2, lookup_tokens=3)
+    assert isinstance(hybrid, HybridDrafter) and hybrid.first.max_depth == 2 and hybrid.lookup.max_depth == 3
+    with pytest.raises(ValueError, match="no drafter is called 'drafts'"):
+        named_drafter("drafts", draft)
+
+
+@pytest.mark.parametrize("value", [3, 0.5, True, (2, 1), ((0,), (0, 1)), "heads"])
+def test_values_are_written_as_they_are_read(value: Any) -> None:
+    assert written(value) == {3: "3", 0.5: "0.5", (2, 1): "2x1", ((0,), (0, 1)): "0/0.1", "heads": "heads"}.get(
+        value, "true"
+    )

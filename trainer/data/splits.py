@@ -1,0 +1,22 @@
+"""The two data sets of a recipe: the rows to train on, and those that are held out."""
+
+from transformers import PreTrainedTokenizerBase
+
+from trainer.data.dataset import Dataset, load_dataset
+from trainer.quickstart import resolve
+from trainer.recipe.common import DataSection
+
+
+def load_splits(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset]:
+    """The training data and the held-out data, which is never packed. ValueError for rows that cannot be used."""
+    apart = section.model_copy(update={"split": section.heldout_split, "packing": False})
+    try:
+        heldout = load_dataset(resolve(section.heldout), apart, tokenizer)
+    except ValueError as error:
+        raise ValueError(f"data.heldout: {error}") from error
+    return load_training_data(section, tokenizer), heldout
+
+
+def load_training_data(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """The training data alone."""
+    return load_dataset(resolve(section.train), section, tokenizer)

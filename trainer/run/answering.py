@@ -1,0 +1,68 @@
+"""One run of answering: conversations to a backend, outcomes to the answer file, and a count of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from trainer.data.answers import AnswerFile, Backend, Outcome, SetAside
+from trainer.data.conversations import Conversation
+from trainer.terminal.progress import ProgressBar
+
+
+@dataclass
+class Summary:
+    """Counts of one run. ``differing``: answers that give other tokens when tokenized again; known in process only."""
+
+    rows: int
+    before: int
+    answered: int = 0
+    answers: int = 0
+    tokens: int = 0
+    truncated: int = 0
+    unasked: int = 0
+    dropped: int = 0
+    empty: int = 0
+    failed: int = 0
+    differing: int | None = None
+    seconds: float = 0.0
+
+    def count(self, outcome: Outcome) -> None:
+        if isinstance(outcome, SetAside):
+            self.empty += outcome.problem == "empty"
+            self.dropped += outcome.problem == "truncated"
+            self.failed += outcome.problem == "failed"
+            return
+        self.answered += 1
+        self.answers += len(outcome.answers)
+        self.tokens += outcome.tokens
+        self.truncated += outcome.truncated
+        self.unasked += len(outcome.conversation.turns) - len(outcome.answers)
+        if outcome.differing is not None:
+            self.differing = (self.differing or 0) + outcome.differing
+
+    @property
+    def set_aside(self) -> int:
+        """Conversations without an answer to train on."""
+        return self.dropped + self.empty + self.failed
+
+
+def answer(backend: Backend, conversations: Sequence[Conversation], answers: AnswerFile, console: Console) -> Summary:
+    """Answer the conversations that the file lacks, and write each outcome as it comes; returns the counts."""
+    wanted = {conversation.key for conversation in conversations}
+    summary = Summary(len(conversations), len(wanted & answers.done))
+    tokens = 0
+    with ProgressBar(console, "answering", len(conversations), summary.before) as bar:
+
+        def on_tokens(count: int) -> None:
+            nonlocal tokens
+            tokens += count
+            bar.update(note=f"{tokens / bar.seconds:,.0f} tokens/s")
+
+        for outcomes in backend.outcomes(conversations, answers.done, on_tokens):
+            for outcome in answers.add(outcomes):
+                summary.count(outcome)
+                bar.advance()
+        summary.seconds = bar.seconds
+    answers.finish()
+    return summary
