@@ -14,6 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from decoding.threads import spin_briefly
+
+spin_briefly()  # before torch is imported
+
 import torch
 from rich.console import Console
 from rich.table import Table
