@@ -231,6 +231,15 @@ def test_a_report_of_other_weights_does_not_get_onto_a_card(heads_folder: Path, 
     export_with(heads_folder, out, report_of(heads=mine))
 
 
+def test_a_card_shows_no_rows_of_other_weights_in_the_same_report(draft_folder: Path, tmp_path: Path) -> None:
+    report = report_of(draft=stored_fingerprint(draft_folder))
+    other = {**report["rows"][1], "method": "the other draft", "drafter": "the other"}
+    report["drafters"]["the other"], report["fingerprints"]["draft:other"] = "draft:other", "0" * 16
+    report["rows"].append(other)
+    card = export_with(draft_folder, tmp_path / "out", report, "draft")
+    assert "draft model" in card and "the other draft" not in card
+
+
 def test_a_report_on_another_target_does_not_get_onto_a_card(heads_folder: Path, tmp_path: Path) -> None:
     mine = stored_fingerprint(heads_folder)
     write_json(heads_folder / "provenance.json", {"target": {"name": "org/target", "fingerprint": "feedfacecafebeef"}})

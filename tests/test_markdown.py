@@ -183,6 +183,14 @@ def test_no_secret_gets_onto_a_card_in_whatever_field_it_stands(tmp_path: Path) 
         ),
         (["x", "--api-key", "swordfish", "--api-key=swordfish"], "x --api-key '(withheld)' '--api-key=(withheld)'"),
         (["x", "--max-new-tokens", "8", "--title", "a b"], "x --max-new-tokens 8 --title 'a b'"),
+        (
+            ["x", "--drafter", "heads:/home/zoe/h/final", "draft:/home/zoe/d/final,tokens=4,stop_below=0.1"],
+            "x --drafter heads:final draft:final,tokens=4,stop_below=0.1",
+        ),
+        (["x", "--drafter=draft:~/zoe/d,tokens=4", "lookup:ngram=3"], "x --drafter=draft:d,tokens=4 lookup:ngram=3"),
+        (["x", "--drafter", "/home/zoe/final,tokens=4"], "x --drafter final,tokens=4"),
+        (["x", "--drafter", "draft:org/name,tokens=4"], "x --drafter draft:org/name,tokens=4"),
+        (["x", "--endpoint", "http://localhost:8000/v1"], "x --endpoint http://localhost:8000/v1"),
         (["x", "ghp_0123456789abcdefABCDEF0123456789abcd"], "x '(withheld)'"),
     ],
 )

@@ -1,8 +1,8 @@
 """Peers in every table: transformers' own decoding, timed as ours is."""
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from decoding.generate import DecodingConfig
-from decoding.model.causal_lm import CausalLM
+from decoding.model.causal_lm import CausalLM, in_eval_mode
 from decoding.rules.sampling import ForPromptLength, SamplingConfig
 
 
@@ -60,7 +60,7 @@ def transformers_generate(
     clock = _Clock()
     with _seeded(target, config), _bare_generation_configs(models, num_assistant_tokens):
         begin = time.perf_counter()
-        output = target.model.generate(
+        output = _generate_of(target)(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
             generation_config=_generation_config(config),
@@ -88,7 +88,7 @@ def transformers_generate_batch(
     for row, missing in enumerate(padding):
         attention_mask[row, :missing] = 0
     with _seeded(target, config), _bare_generation_configs([target.model], None):
-        output = target.model.generate(
+        output = _generate_of(target)(
             input_ids,
             attention_mask=attention_mask,
             generation_config=generation_config,
@@ -100,6 +100,12 @@ def transformers_generate_batch(
         end = next((index + 1 for index, token in enumerate(row) if token in ends), len(row))
         texts.append(tuple(row[:end]))
     return texts
+
+
+def _generate_of(target: CausalLM) -> Callable[..., Tensor]:
+    """The model's `generate`: a mixin's, which the type of a model does not name."""
+    generate: Callable[..., Tensor] = target.model.generate  # type: ignore[assignment]  # see above
+    return generate
 
 
 @contextmanager
@@ -114,6 +120,8 @@ def _seeded(target: CausalLM, config: DecodingConfig) -> Iterator[None]:
 def _bare_generation_configs(models: Sequence[PreTrainedModel], num_assistant_tokens: int | None) -> Iterator[None]:
     """Replace the models' generation configs by default ones within the block; restore them after it.
 
+    Models in training mode are in eval mode within the block.
+
     `generate` takes unset controls from the model's config, and the draft length from the assistant's: fixed to
     ``num_assistant_tokens``, or `transformers`' defaults.
     """
@@ -125,7 +133,10 @@ def _bare_generation_configs(models: Sequence[PreTrainedModel], num_assistant_to
             model.generation_config.num_assistant_tokens_schedule = "constant"
             model.generation_config.assistant_confidence_threshold = 0
     try:
-        yield
+        with ExitStack() as modes:
+            for model in models:
+                modes.enter_context(in_eval_mode(model))
+            yield
     finally:
         for model, config in zip(models, kept, strict=True):
             model.generation_config = config

@@ -43,7 +43,7 @@ _QUERY = re.compile(
     r"((?:^|[?&;#\s])[\w-]*(?:token|key|secret|password|signature|sig|auth)=)[^&#;\s'\"`)\]>]+", re.IGNORECASE
 )
 _SECRET_KEY = re.compile(rf"(?:.*[_-])?{_KEYS}|token", re.IGNORECASE)
-_DRAFTER = re.compile(r"(?P<name>[a-z][a-z-]+):(?P<path>[^,=]+)(?P<options>(?:,.*)?)")
+_DRAFTER = re.compile(r"(?!file:|https?:)(?P<name>[a-z][a-z-]+):(?P<path>[^,=]+)(?P<options>(?:,.*)?)")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -94,7 +94,7 @@ def _published(arguments: Sequence[str]) -> Iterator[str]:
             yield WITHHELD
         elif equals and _is_secret_key(option.lstrip("-")):
             yield f"{option}={WITHHELD}"
-        elif equals:
+        elif equals and _DRAFTER.fullmatch(argument) is None:
             yield f"{without_local_paths(option)}={_published_value(value)}"
         else:
             yield basename(argument) if place == 0 else _published_value(argument)
@@ -104,9 +104,9 @@ def _published(arguments: Sequence[str]) -> Iterator[str]:
 def _published_value(value: str) -> str:
     """Return an option's value fit to publish; of a drafter's ``NAME:PATH,option=value`` the path is cut."""
     spec = _DRAFTER.fullmatch(value)
-    if spec is None or value.startswith(("file:", "http:", "https:")):
+    if spec is None:
         return published_name(value)
-    return f"{spec['name']}:{published_name(spec['path'])}{spec['options']}"
+    return f"{spec['name']}:{published_name(spec['path'])}{without_local_paths(spec['options'])}"
 
 
 def published_name(value: str) -> str:
