@@ -29,6 +29,7 @@ check: lint
 lint: .venv/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python scripts/check_prose.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
