@@ -31,6 +31,7 @@ lint: .venv/.ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_prose.py
 
 format: .venv/.ready
 	$(BIN)/ruff format .
