@@ -6,7 +6,7 @@ does (`decoding.measure.widen`), so its acceptance is the small one's: figures o
     python benchmarks/speed.py --target FOLDER --draft FOLDER --heads FOLDER --prompts FILE.jsonl --output FILE.json
 """
 
-# ruff: noqa: E402  # waiting of threads is set before torch is imported
+# ruff: noqa: E402  # idle threads are told to sleep before torch is imported
 import argparse
 import json
 import statistics
