@@ -243,7 +243,7 @@ def _children_with_q(
 
 
 def _residual(p: Float[Tensor, " vocab"], q: Float[Tensor, " vocab"]) -> Float[Tensor, " vocab"] | None:
-    """Return the normalised (p - q)+; None if it is zero everywhere, which means p = q."""
+    """Return the positive part of p - q, normalised; None if it is zero everywhere, which means p = q."""
     positive = (p - q).clamp(min=0)
     total = positive.sum()
     return positive / total if bool(total > 0) else None
