@@ -24,6 +24,9 @@ from decoding.stopping import StopCheck
 from decoding.text import Text
 from decoding.token_ids import check_ids
 
+_REHEARSALS = 100
+"""Times the prompts are there for a rehearsal, which ends when its policy has seen enough."""
+
 
 @dataclass(frozen=True)
 class DecodingConfig:
@@ -131,6 +134,8 @@ class Batch:
 
     def run(self) -> Iterator[tuple[int, Step]]:
         """Decode until every prompt is done; yield (place of the prompt, its next step)."""
+        if self.drafter:
+            self.policy.begin(self.drafter.budgets, self.rows, self._rehearse)
         lease = self.cache.take()
         while self.waiting or self.texts:
             self.cache.check(lease)
@@ -139,6 +144,11 @@ class Batch:
                 self.cache.check(lease)
                 places = [text.place for text in self.texts]
                 yield from zip(places, self._step(), strict=True)
+
+    def _rehearse(self, policy: Policy, rows: int) -> Iterator[object]:
+        """Decode the waiting prompts again and again by another policy, for its measurement: the texts go nowhere."""
+        prompts = [prompt for _, prompt, _ in self.waiting] * _REHEARSALS
+        return Batch(self.target, self.drafter, policy, self.stop, prompts, self.config, rows).run()
 
     @torch.inference_mode()
     def _step(self) -> list[Step]:

@@ -11,18 +11,20 @@ from rich.console import Console
 from tiny_models import tiny_model
 from tiny_training import recipe_content, write_corpus, write_target
 
+from decoding.model import cost_curve
 from decoding.model.causal_lm import CausalLM
+from decoding.model.cost_curve import Costs, measure_costs
 from decoding.model.vocabulary import trimmed_vocabulary
 from trainer.drafts import costs as costs_module
 from trainer.drafts import job as job_module
-from trainer.drafts.costs import DEEPEST, SIZES, Costs, best_depth, check_pays, measure_costs, payoff
+from trainer.drafts.costs import DEEPEST, SIZES, best_depth, check_pays, payoff
 from trainer.recipe.reading import parse_recipe
 from trainer.run.train import run_recipe
 
 
 def flat(draft_step: float) -> Costs:
     """A target's pass costs the same over any number of tokens."""
-    return Costs(draft_step, dict.fromkeys(SIZES, 1.0))
+    return Costs(dict.fromkeys(SIZES, 1.0), {1: draft_step})
 
 
 @pytest.mark.parametrize(
@@ -44,7 +46,7 @@ def test_with_free_checking_a_gain_needs_an_acceptance_above_the_drafts_cost() -
 
 def test_dearer_passes_over_more_tokens_are_counted() -> None:
     """Two tokens cost 1.3 passes and any more 4: one token pays where 1 + a > 0.2 + 1.3, and no longer draft does."""
-    costs = Costs(0.2, {1: 1.0, 2: 1.3, **dict.fromkeys(range(3, DEEPEST + 2), 4.0)})
+    costs = Costs({1: 1.0, 2: 1.3, **dict.fromkeys(range(3, DEEPEST + 2), 4.0)}, {1: 0.2})
     assert best_depth(0.6, costs) == (1, pytest.approx(1.6 / 1.5))
     assert payoff(costs).least_acceptance == 0.51
     assert best_depth(1.0, costs) == (16, pytest.approx(17 / 7.2))
@@ -69,7 +71,7 @@ def test_a_draft_as_slow_as_its_target_is_refused_with_the_figures_and_the_remed
 def test_a_target_whose_passes_are_dear_by_the_token_is_refused_a_cheap_draft() -> None:
     """Where n tokens cost n passes there is nothing to gain, however cheap the draft."""
     with pytest.raises(ValueError, match=r"this draft cannot pay: a step of it takes 0\.05"):
-        check_pays(Costs(0.05, {size: float(size) for size in SIZES}))
+        check_pays(Costs({size: float(size) for size in SIZES}, {1: 0.05}))
 
 
 def test_costs_are_counted_in_passes_of_the_target_over_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,16 +83,16 @@ def test_costs_are_counted_in_passes_of_the_target_over_one_token(monkeypatch: p
             return {1: 0.5}
         return {**{size: 2.0 + size for size in sizes}, 1: 2.0, 2: 4.5, 3: 4.0}
 
-    monkeypatch.setattr(costs_module, "measure_cost_curve", clock)
-    found = measure_costs(target, draft)
+    monkeypatch.setattr(cost_curve, "measure_cost_curve", clock)
+    found = measure_costs(target, draft, SIZES)
     assert found.draft_step == 0.25 and list(found.target_pass) == list(SIZES)
-    assert [found.target_pass[size] for size in (1, 2, 3, 4, 17)] == [1.0, 2.25, 2.25, 3.0, 9.5]
+    assert [found.pass_over(size) / found.pass_over(1) for size in (1, 2, 3, 4, 17)] == [1.0, 2.25, 2.25, 3.0, 9.5]
 
 
 def test_a_draft_of_a_trimmed_vocabulary_is_measured_like_any_other() -> None:
     draft = trimmed_vocabulary(tiny_model(num_hidden_layers=1), (1, 4, 5))
-    found = measure_costs(CausalLM(tiny_model()), draft)
-    assert found.draft_step > 0 and found.target_pass[1] == 1.0
+    found = measure_costs(CausalLM(tiny_model()), draft, SIZES)
+    assert found.draft_step > 0 and list(found.target_pass) == list(SIZES)
     assert sorted(found.target_pass.values()) == list(found.target_pass.values())
 
 
@@ -135,9 +137,9 @@ def test_a_measurement_that_a_busy_machine_spoilt_is_made_again(
     tiny_llama: CausalLM, tiny_draft: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = iter([flat(1.5), flat(0.2), flat(9.0), flat(0.3)])
-    monkeypatch.setattr(costs_module, "measure_costs", lambda target, draft: next(found))
+    monkeypatch.setattr(costs_module, "measure_costs", lambda target, draft, sizes: next(found))
     assert costs_module.best_costs(tiny_llama, tiny_draft).draft_step == 0.2
     assert next(found).draft_step == 9.0  # the second will do
     useless = iter([flat(1.5), flat(1.2), flat(1.4)])
-    monkeypatch.setattr(costs_module, "measure_costs", lambda target, draft: next(useless))
+    monkeypatch.setattr(costs_module, "measure_costs", lambda target, draft, sizes: next(useless))
     assert costs_module.best_costs(tiny_llama, tiny_draft).draft_step == 1.2

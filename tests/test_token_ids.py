@@ -15,8 +15,8 @@ from decoding.speculation import speculate
 
 CONFIG = DecodingConfig(max_new_tokens=4)
 WAYS: dict[str, Callable[[CausalLM, Any], Any]] = {
-    "decode": lambda target, prompt: Engine(target).decode(prompt, CONFIG),
-    "decode_batch": lambda target, prompt: Engine(target).decode([prompt], CONFIG, batch_size=1),
+    "one prompt": lambda target, prompt: Engine(target).decode(prompt, CONFIG),
+    "a batch": lambda target, prompt: Engine(target).decode([prompt], CONFIG, batch_size=1),
     "speculate": lambda target, prompt: speculate(target, None, [prompt], max_new_tokens=4, pad_token_id=0),
 }
 WRONG = {
@@ -28,6 +28,13 @@ WRONG = {
     "beyond the vocabulary": ([1, 16], "the prompt holds token 16 but the target knows 0 to 15: use its own tokenizer"),
     "negative": ([-1], "the prompt holds token -1 but the target knows 0 to 15"),
 }
+
+
+def test_several_prompts_need_a_batch_size(tiny_llama: CausalLM) -> None:
+    complaint = "2 prompts are given without batch_size: give how many to decode at a time"
+    for call in (Engine(tiny_llama).steps, Engine(tiny_llama).decode):
+        with pytest.raises(ValueError, match=complaint):
+            call([[1, 2], [3]], CONFIG)  # type: ignore[call-overload,arg-type]  # the mistake
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -28,7 +28,7 @@ from decoding.metrics import (
     spread,
 )
 from decoding.model.causal_lm import CausalLM
-from decoding.model.cost_curve import measure_cost_curve
+from decoding.model.cost_curve import Costs, measure_cost_curve
 from decoding.policies import FixedPolicy, Policy, named_policy
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import typical_acceptance
@@ -198,7 +198,7 @@ def evaluate(
                 seed = config.seed + round_index * len(prompts) + index
                 runs[method.setting, method.name].append(method.decode(prompt, seed))
                 on_run()
-    curve = measure_cost_curve(target)
+    costs = Costs(measure_cost_curve(target))
     report = {
         "hardware": hardware(),
         "versions": versions(),
@@ -209,8 +209,8 @@ def evaluate(
         "rounds": config.rounds,
         "max_new_tokens": config.max_new_tokens,
         "seconds": time.perf_counter() - began,
-        "cost_curve_ms": {str(size): 1000 * seconds for size, seconds in curve.items()},
-        "rows": [_row(method, runs, curve, target, prompts) for method in methods],
+        "cost_curve_ms": {str(size): 1000 * seconds for size, seconds in costs.target_pass.items()},
+        "rows": [_row(method, runs, costs, target, prompts) for method in methods],
     }
     plain_values: dict[str, Any] = _without_nan(report)
     return plain_values
@@ -219,7 +219,7 @@ def evaluate(
 def _row(
     method: Method,
     runs: dict[tuple[str, str], list[Run]],
-    curve: dict[int, float],
+    costs: Costs,
     target: CausalLM,
     prompts: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def _row(
     if any(run.counts for run in mine):
         # Greedy rounds repeat one text: they add observations of time, but none of acceptance.
         texts = mine[: len(prompts)] if method.setting == "greedy" else mine
-        row |= _acceptance_figures(method, texts, curve)
+        row |= _acceptance_figures(method, texts, costs)
     return row
 
 
@@ -290,18 +290,17 @@ def _paired(mine: Sequence[Run], other: Sequence[Run], with_prefill: bool) -> di
     return spread([a / b for a, b in pairs if a and b])._asdict()
 
 
-def _acceptance_figures(method: Method, mine: Sequence[Run], curve: dict[int, float]) -> dict[str, Any]:
+def _acceptance_figures(method: Method, mine: Sequence[Run], costs: Costs) -> dict[str, Any]:
     figures = acceptance([run.counts for run in mine])
     total = sum(run.decode_seconds for run in mine)
     draft = sum(run.draft_seconds for run in mine)
     verify = sum(run.verify_seconds for run in mine)
-    plain_step = curve[1]
-    block = min((size for size in curve if size >= method.max_nodes), default=max(curve))
+    plain_step = costs.pass_over(1)
     passes = max(figures.passes, 1)
     predicted = predicted_speedup(
         figures.tokens_per_pass.value,
         draft_cost=draft / passes / plain_step,
-        verify_cost=curve[block] / plain_step,
+        verify_cost=costs.pass_over(method.max_nodes) / plain_step,
         overhead=(total - draft - verify) / passes / plain_step,
     )
     return {

@@ -1,13 +1,59 @@
-"""The cost of a target pass on this machine, by the number of new tokens."""
+"""The cost model: seconds of a target pass by its new tokens and of a draft by its depth, measured on this machine."""
 
+import math
 import statistics
 import time
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of one step of the loop, for one number of rows. Between two measured sizes a cost is linear.
+
+    ``target_pass``: seconds of a target pass by the new tokens in each row, the root included; v(n) is its shape.
+    ``draft``: seconds of drafting by the depth of the draft; a depth of 0 takes none unless it says otherwise.
+    """
+
+    target_pass: Mapping[int, float]
+    draft: Mapping[int, float] = field(default_factory=dict)
+
+    def pass_over(self, tokens: float) -> float:
+        """Seconds of a target pass over ``tokens`` new tokens in each row."""
+        return _interpolate(sorted(self.target_pass.items()), tokens)
+
+    def draft_to(self, depth: float) -> float:
+        """Seconds of a draft of ``depth`` tokens from its root."""
+        return _interpolate(sorted({0: 0.0, **self.draft}.items()), depth)
+
+    def step(self, depth: float, nodes: float) -> float:
+        """Seconds of a step that drafts a tree of ``depth`` and ``nodes``, the root included."""
+        return self.draft_to(depth) + self.pass_over(nodes)
+
+    @property
+    def draft_step(self) -> float:
+        """The draft's first token, in target passes over one token."""
+        return self.draft_to(1) / self.pass_over(1)
+
+
+def _interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
+    """Piecewise linear through ``points``, sorted; level before the first, behind the last as between the last two.
+
+    Behind the last point the line never falls.
+    """
+    after = bisect_right(points, (at, math.inf))
+    if after == 0 or len(points) == 1:
+        return points[0][1]
+    (left, low), (right, high) = points[min(after, len(points) - 1) - 1 :][:2]
+    slope = (high - low) / (right - left)
+    return low + slope * (at - left) if at <= right else high + max(0.0, slope) * (at - right)
 
 
 def measure_cost_curve(
@@ -32,3 +78,13 @@ def measure_cost_curve(
                 samples[size].append(time.perf_counter() - begin)
             cache.truncate(0, prefix)
     return {size: statistics.median(times) for size, times in samples.items()}
+
+
+def measure_costs(target: CausalLM, draft: CausalLM, sizes: Sequence[int]) -> Costs:
+    """Costs of a target and a draft model by a few passes of both, before anything is decoded.
+
+    A pass is taken to cost no less than one over fewer tokens: a measurement that says so is noise.
+    """
+    curve = measure_cost_curve(target, sizes, repeats=7)
+    rising = accumulate((curve[size] for size in sizes), max)
+    return Costs(dict(zip(sizes, rising, strict=True)), {1: measure_cost_curve(draft, (1,))[1]})

@@ -224,8 +224,7 @@ def load_draft(
             check_same_tokenizer(tokenizer, own_tokenizer)
         except ValueError as error:
             raise ValueError(
-                f"{error}, or load this one with other_tokenizer=True for an OtherTokenizerDrafter, which is clearly "
-                "slower (from Python alone)"
+                f"{error}, or ask for this one as other-tokenizer:{name}, which drafts by text and is clearly slower"
             ) from error
     output_tokens = read_output_tokens(draft, name)
     if output_tokens is None:

@@ -1,6 +1,6 @@
-"""What a policy is: it chooses before each step how much to draft, and is told afterwards what came of it."""
+"""The policy protocol: a policy chooses before each step how much to draft, and is told afterwards what came of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from decoding.metrics import StepCount
@@ -22,6 +22,9 @@ class Policy(Protocol):
 
     name: str
 
+    def begin(self, budgets: Sequence[Budget], rows: int, rehearse: "Rehearsal", /) -> None:
+        """Prepare for batches of up to ``rows`` texts; ``rehearse`` is there for policies that measure first."""
+
     def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
         """One of the drafter's ``budgets`` (in increasing cost, `PLAIN` not among them), or `PLAIN`."""
 
@@ -35,4 +38,8 @@ class Policy(Protocol):
         total_seconds: float,
         /,
     ) -> None:
-        """What a step of ``budget`` brought: one count per row; the seconds are the whole batch's."""
+        """Learn from a step of ``budget``: one count per row; the seconds are the whole batch's."""
+
+
+Rehearsal = Callable[[Policy, int], Iterator[object]]
+"""(policy, rows) -> the steps of the first prompts, decoded by that policy; the texts are thrown away."""

@@ -18,6 +18,9 @@ class FixedPolicy:
         self._depth = math.inf if depth is None else depth
         self._nodes = math.inf if nodes is None else nodes
 
+    def begin(self, *_: object) -> None:
+        """Do nothing: a fixed budget needs no measurement."""
+
     def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
         within = [budget for budget in budgets if budget.depth <= self._depth and budget.nodes <= self._nodes]
         return within[-1] if within else PLAIN
@@ -38,6 +41,9 @@ class HeuristicPolicy:
         if depth < 1:
             raise ValueError(f"a depth of {depth} to start from: give at least 1")
         self._depth: float = depth
+
+    def begin(self, *_: object) -> None:
+        """Do nothing: the schedule starts from the depth that it was given."""
 
     def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
         if not budgets:

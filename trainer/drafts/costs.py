@@ -1,28 +1,19 @@
-"""Whether a draft could pay on this machine at all: what a step of it costs beside the target's passes."""
+"""The cost check of a draft: could it pay on this machine at all, by what it costs beside the target's passes."""
 
-from collections.abc import Mapping
-from itertools import accumulate
 from typing import NamedTuple
 
 from decoding.metrics import expected_tokens, predicted_speedup
 from decoding.model.causal_lm import CausalLM
-from decoding.model.cost_curve import measure_cost_curve
+from decoding.model.cost_curve import Costs, measure_costs
 
 DEEPEST = 16
 """Tokens drafted at a time, at most, of the lengths that are looked at."""
 SIZES = range(1, DEEPEST + 2)
-"""Of a target's passes: what was drafted, and the token before it."""
-
-
-class Costs(NamedTuple):
-    """In passes of the target over one token: a draft's step, and a target's pass by how many tokens it is over."""
-
-    draft_step: float
-    target_pass: Mapping[int, float]
+"""New tokens of a target pass: the drafted ones, and the token before them."""
 
 
 class Payoff(NamedTuple):
-    """What costs allow for: the least acceptance, in hundredths, at which any draft length gains, and the most gain.
+    """The gain that costs allow for: at most ``largest_speedup``, and any from ``least_acceptance`` on, in hundredths.
 
     ``least_acceptance`` is None where none gains, even if every token is accepted.
     """
@@ -31,21 +22,13 @@ class Payoff(NamedTuple):
     largest_speedup: float
 
 
-def measure_costs(target: CausalLM, draft: CausalLM) -> Costs:
-    """By a few passes of both. A pass is taken to cost no less than one over fewer tokens: what says so is noise."""
-    curve = measure_cost_curve(target, SIZES, repeats=7)
-    step = measure_cost_curve(draft, (1,))[1]
-    rising = accumulate((curve[size] / curve[1] for size in SIZES), max)
-    return Costs(step / curve[1], dict(zip(SIZES, rising, strict=True)))
-
-
 def best_costs(target: CausalLM, draft: CausalLM) -> Costs:
-    """`measure_costs`; where nothing could gain by them, as on a machine that is busy just then, the best of three."""
-    found = measure_costs(target, draft)
+    """Measure costs; where nothing could gain by them, as on a machine that is busy just then, the best of three."""
+    found = measure_costs(target, draft, SIZES)
     for _ in range(2):
         if payoff(found).least_acceptance is not None:
             break
-        found = min(found, measure_costs(target, draft), key=lambda costs: costs.draft_step)
+        found = min(found, measure_costs(target, draft, SIZES), key=lambda costs: costs.draft_step)
     return found
 
 
@@ -54,9 +37,10 @@ def best_depth(acceptance: float, costs: Costs) -> tuple[int, float]:
 
     S = E / (cK + v(K+1)) (Leviathan et al., 2211.17192, theorem 3.8, with v and without overhead).
     """
+    plain = costs.pass_over(1)
     speedups = {
         depth: predicted_speedup(
-            expected_tokens(acceptance, depth), costs.draft_step * depth, costs.target_pass[depth + 1]
+            expected_tokens(acceptance, depth), costs.draft_to(depth) / plain, costs.pass_over(depth + 1) / plain
         )
         for depth in range(1, DEEPEST + 1)
     }
@@ -65,14 +49,14 @@ def best_depth(acceptance: float, costs: Costs) -> tuple[int, float]:
 
 
 def payoff(costs: Costs) -> Payoff:
-    """What these costs allow for."""
+    """The gain that these costs allow for."""
     gaining = (percent for percent in range(101) if best_depth(percent / 100, costs)[1] > 1)
     least = next(gaining, None)
     return Payoff(None if least is None else least / 100, best_depth(1.0, costs)[1])
 
 
 def check_pays(costs: Costs) -> str:
-    """What a draft of these costs could gain, in a sentence; ValueError where it could not gain anything."""
+    """Say in a sentence what a draft of these costs could gain; ValueError where it could not gain anything."""
     least, most = payoff(costs)
     if least is None:
         raise ValueError(

@@ -37,7 +37,7 @@ def read_yaml(text: str) -> Any:
     """Return the value of a YAML text; ValueError where it is none."""
     try:
         return yaml.load(text, _Loader)  # a SafeLoader
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number that Python does not read, such as 1__e3
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number without digits, such as 0b_
         raise ValueError(" ".join(str(error).split())) from error
 
 
