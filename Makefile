@@ -2,20 +2,28 @@
 
 export TOKENIZERS_PARALLELISM = false
 export PYTHONUNBUFFERED = 1
+# Test modules are compiled, their asserts rewritten, once for all runs and workers.
+export PYTHONDONTWRITEBYTECODE =
+# OpenMP's idle threads sleep soon, which on busy cores is many times faster; as decoding/threads.py does for commands.
+ifeq ($(OMP_WAIT_POLICY),)
+export GOMP_SPINCOUNT ?= 1000
+endif
 BIN = .venv/bin
+PYTEST = $(BIN)/python -m pytest -n 2
 
 .PHONY: demo test check format clean
 
 demo: .venv/.ready
 	HF_HUB_OFFLINE=1 $(BIN)/python scripts/demo.py
 
-# Lint, types, import layers, every test.
-test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m system
+# Everything: lint, types, import layers, all tests with all their examples, those that take long first.
+test: lint
+	$(PYTEST) --dist loadfile --no-loadscope-reorder --hypothesis-profile thorough \
+		tests/system tests/thorough tests/gpu tests/test_*.py
 
-# What a contributor runs before each commit: the same without the tests that launch programs.
+# What a contributor runs before each commit: lint, types, import layers, the fast tests.
 check: lint
-	$(BIN)/python -m pytest -n 2 -m "not system"
+	$(PYTEST) --dist worksteal tests/gpu tests/test_*.py
 
 .PHONY: lint
 lint: .venv/.ready
@@ -23,6 +31,7 @@ lint: .venv/.ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_prose.py
 
 format: .venv/.ready
 	$(BIN)/ruff format .

@@ -21,6 +21,10 @@ from typing import Any, NamedTuple
 _HERE = Path(__file__).resolve().parent
 sys.path = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE), str(_HERE)]
 
+from decoding.threads import spin_briefly
+
+spin_briefly()  # before torch is imported
+
 from arms import ROOT, curve_of, slug, train, write
 from draft_page import publish
 from rich.table import Table

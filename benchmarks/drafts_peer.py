@@ -27,6 +27,10 @@ from typing import Any, NamedTuple
 _HERE = Path(__file__).resolve().parent
 sys.path = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE), str(_HERE)]
 
+from decoding.threads import spin_briefly
+
+spin_briefly()  # before torch is imported
+
 import torch
 from arms import ROOT, slug, train, write
 from peer_acceptance import DRAFT_TOKENS, TEMPERATURES, measure

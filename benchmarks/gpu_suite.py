@@ -30,7 +30,11 @@ _BEGAN = time.perf_counter()
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import torch  # noqa: E402  # the repository need not be installed
+from decoding.threads import spin_briefly  # noqa: E402  # the repository need not be installed
+
+spin_briefly()  # before torch is imported
+
+import torch  # noqa: E402
 import transformers  # noqa: E402, F401  # while what it looks for is not there, or is
 from suite_packages import stand_ins  # noqa: E402
 

@@ -19,6 +19,10 @@ from typing import Any
 _HERE = Path(__file__).resolve().parent
 sys.path = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE), str(_HERE)]
 
+from decoding.threads import spin_briefly
+
+spin_briefly()  # before torch is imported
+
 from arms import ROOT, curve_of, slug, train, write
 from rich.table import Table
 

@@ -6,6 +6,7 @@ does (`decoding.measure.widen`), so its acceptance is the small one's: figures o
     python benchmarks/speed.py --target FOLDER --draft FOLDER --heads FOLDER --prompts FILE.jsonl --output FILE.json
 """
 
+# ruff: noqa: E402  # idle threads are told to sleep before torch is imported
 import argparse
 import json
 import statistics
@@ -13,6 +14,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from decoding.threads import spin_briefly
+
+spin_briefly()  # before torch is imported
 
 import torch
 from rich.console import Console

@@ -3,6 +3,7 @@
 HEADSTART_DEMO=short runs the same code on less data, for continuous integration.
 """
 
+# ruff: noqa: E402  # waiting of threads is set before torch is imported
 import json
 import os
 import resource
@@ -15,6 +16,10 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+from decoding.threads import spin_briefly
+
+spin_briefly()  # before torch is imported
 
 from decoding.model.fingerprint import stored_fingerprint
 from trainer import quickstart

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import full_forward
 from torch import Tensor
@@ -106,7 +107,7 @@ def test_rows_that_accept_different_paths_leave_no_trace_in_one_another(tiny_lla
     assert_holds(tiny_llama, cache, *texts)
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 4), steps=st.integers(1, 4), capacity=st.integers(1, 40))
 def test_many_trees_and_random_acceptances_later_each_row_is_still_the_cache_of_its_text(
     tiny_llama: CausalLM, seed: int, rows: int, steps: int, capacity: int

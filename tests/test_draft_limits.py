@@ -14,7 +14,6 @@ from decoding.generate import DecodingConfig
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
-from decoding.rules.verify import SAMPLED_VERIFY
 
 KNOWN = 12
 """Tokens of the small draft; the target knows 16."""
@@ -77,28 +76,6 @@ def test_a_draft_ends_at_the_node_behind_which_it_knows_no_token_allowed(
         assert [proposal.tree.shape.max_depth for proposal in proposals] == [7 - len(text) for text in texts]
         for proposal in proposals:
             assert proposal.q is None or not bool(proposal.q[: len({*proposal.tree.shape.parents[1:]})].isnan().any())
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_text_of_a_seed_is_plain_decodings_where_drafts_break_off(
-    tiny_llama: CausalLM, small_draft: CausalLM, name: str
-) -> None:
-    sampling = controls(1, 3)
-    plain = Engine(tiny_llama).decode(PROMPTS, DecodingConfig(14, sampling, seed=3), batch_size=3)
-    drafted = Engine(tiny_llama, drafters(small_draft)[name]).decode(
-        PROMPTS, DecodingConfig(14, sampling, SAMPLED_VERIFY, seed=3), batch_size=3
-    )
-    assert [text.tokens for text in drafted] == [text.tokens for text in plain]
-    assert {token for text in plain for token in text.tokens} & set(range(KNOWN, 16))
-
-
-def test_a_cascade_breaks_off_where_its_draft_model_does(tiny_llama: CausalLM, small_draft: CausalLM) -> None:
-    config = DecodingConfig(20, controls(1), seed=5)
-    texts = [
-        Engine(tiny_llama, drafters(small_draft)[name]).decode(PROMPTS, config, batch_size=2)
-        for name in ("chain", "cascade")
-    ]
-    assert [text.tokens for text in texts[0]] == [text.tokens for text in texts[1]]
 
 
 # --- drafts that do not fit -----------------------------------------------------------------------------------------

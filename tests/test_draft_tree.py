@@ -2,15 +2,13 @@
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_generate_sampling import FALSE_ALARM, LENGTH, PROMPT, exact_probabilities, p_value, small_llama
-from tiny_models import full_forward, naive_greedy, tiny_model
+from tiny_models import full_forward, tiny_model
 
 from decoding.drafters import DraftTreeDrafter
 from decoding.drafters.base import DraftRequest, TextStart
@@ -20,11 +18,9 @@ from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import GeneratorSource, HistoryRows, SamplingConfig, probabilities
-from decoding.rules.verify import SAMPLED_VERIFY, TOP_K_CHILDREN, TRAVERSAL_VERIFICATION
 
 NO_HIDDEN = torch.empty(0)
 PENALISED = SamplingConfig(0.9, top_p=0.9, repetition_penalty=1.4)
-PROMPTS = ([1, 2, 3], [5], [7, 7, 0, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1])
 TOKENS = st.integers(0, 15)
 
 
@@ -248,48 +244,7 @@ def test_the_keys_of_accepted_nodes_are_kept(tiny_draft: CausalLM, tiny_llama: C
 # --- through the loop ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("sizes", "penalty"), [((3, 3, 12), 1.0), ((3, 3, 12), 1.5), ((1, 4, 5), 1.0), ((5, 1, 6), 1.0), ((4, 2, 9), 1.5)]
-)
-def test_greedy_output_is_plain_greedy_alone_and_in_batches(
-    tiny_llama: CausalLM, tiny_draft: CausalLM, sizes: tuple[int, int, int], penalty: float
-) -> None:
-    drafter = DraftTreeDrafter(tiny_draft, *sizes)
-    config = DecodingConfig(14, SamplingConfig(repetition_penalty=penalty))
-    plain = [naive_greedy(tiny_llama.model, prompt, 14, penalty) for prompt in PROMPTS]
-    assert [Engine(tiny_llama, drafter).decode(prompt, config).tokens for prompt in PROMPTS] == plain
-    for batch_size in (2, 4):
-        batch = Engine(tiny_llama, drafter).decode(PROMPTS, config, batch_size=batch_size)
-        assert [generation.tokens for generation in batch] == plain
-
-
 def test_of_a_draft_that_is_the_target_the_best_child_is_always_accepted(tiny_llama: CausalLM) -> None:
     steps = Engine(tiny_llama, DraftTreeDrafter(tiny_llama, 3, 3, 12)).decode([1, 2, 3], DecodingConfig(20)).steps
     assert sum(step.accepted for step in steps) > 10
     assert all(step.accepted >= 1 for step in steps if step.offered)
-
-
-@pytest.mark.parametrize("sampling", [SamplingConfig(1.0), PENALISED])
-def test_sampled_verify_writes_what_plain_decoding_writes_with_the_same_seed(
-    tiny_llama: CausalLM, sampling: SamplingConfig
-) -> None:
-    drafter = DraftTreeDrafter(tiny_llama, 3, 3, 12)
-    config = DecodingConfig(14, sampling, SAMPLED_VERIFY, seed=3)
-    plain = [generation.tokens for generation in Engine(tiny_llama).decode(PROMPTS, config, batch_size=1)]
-    for batch_size in (1, 3):
-        batch = Engine(tiny_llama, drafter).decode(PROMPTS, config, batch_size=batch_size)
-        assert [generation.tokens for generation in batch] == plain
-        assert sum(step.accepted for generation in batch for step in generation.steps) > 8
-
-
-@pytest.mark.parametrize("rule", [None, TOP_K_CHILDREN, TRAVERSAL_VERIFICATION])
-def test_sampled_texts_have_the_targets_distribution(rule) -> None:  # type: ignore[no-untyped-def]
-    """Chi-square of 400 texts with fixed seeds; were they not, it would fail by chance once in 10**6."""
-    target, sampling = small_llama(5), SamplingConfig(1.0)
-    drafter = DraftTreeDrafter(small_llama(3), 2, 2, 6)
-    config = DecodingConfig(LENGTH, sampling, rule)
-    generations = Engine(target, drafter).decode([PROMPT] * 400, config, batch_size=40)
-    counts = Counter(generation.tokens for generation in generations)
-    assert p_value(counts, exact_probabilities(target, sampling)) > FALSE_ALARM
-    accepted = sum(step.accepted for generation in generations for step in generation.steps)
-    assert accepted > 40, "a draft that is never accepted proves little"

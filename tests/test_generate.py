@@ -6,7 +6,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from scripted_drafters import HostileDrafter, RandomPolicy, ScriptedDrafter
 from tiny_models import naive_greedy, tiny_model
@@ -74,7 +75,7 @@ def shortest_with(tokens: Sequence[int], strings: Sequence[str]) -> tuple[int, .
 # --- greedy equality ------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(prompt=PROMPTS, seed=SEEDS, count=st.integers(1, 14), chains=st.booleans())
 def test_greedy_output_is_plain_greedy_whatever_is_drafted(
     tiny_llama: CausalLM, prompt: list[int], seed: int, count: int, chains: bool
@@ -86,7 +87,7 @@ def test_greedy_output_is_plain_greedy_whatever_is_drafted(
     assert sum(len(step.tokens) for step in generation.steps) == count
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(prompt=PROMPTS, seed=SEEDS, penalty=st.sampled_from([1.5, 3.0, 0.5]))
 def test_a_repetition_penalty_sees_the_path_to_each_node(
     tiny_llama: CausalLM, prompt: list[int], seed: int, penalty: float
@@ -131,7 +132,7 @@ def test_greedy_output_is_plain_greedy_with_the_real_drafters(
 # --- ends -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(prompt=PROMPTS, seed=SEEDS, eos=st.lists(TOKENS, min_size=1, max_size=3))
 def test_tokens_after_an_end_of_text_inside_a_block_are_dropped(
     tiny_llama: CausalLM, prompt: list[int], seed: int, eos: list[int]
@@ -144,7 +145,7 @@ def test_tokens_after_an_end_of_text_inside_a_block_are_dropped(
     assert Engine(tiny_llama, drafter).decode(prompt, config).tokens == wanted
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     prompt=PROMPTS,
     seed=SEEDS,

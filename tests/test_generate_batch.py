@@ -10,7 +10,7 @@ import pytest
 import torch
 from scripted_drafters import HostileDrafter, RandomPolicy, ScriptedDrafter
 from test_generate import Letters, shortest_with
-from tiny_models import FAMILIES, full_forward, naive_greedy, tiny_model
+from tiny_models import FEW_FAMILIES, full_forward, naive_greedy, tiny_model
 from torch import Tensor
 
 from decoding.drafters import (
@@ -85,6 +85,9 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "cascade": lambda: CascadeDrafter(llama(1), PromptLookupDrafter(3), 4),
     "hybrid": lambda: HybridDrafter(DraftModelDrafter(llama(1), (1, 1)), PromptLookupDrafter(3)),
 }
+FEW_DRAFTERS = ("chain", "tree", "lookahead", "hybrid")
+"""They stand for all in `make check` where the time does not allow for more."""
+FEW_SIZES = (1, 3)
 
 
 def decoded(
@@ -113,14 +116,14 @@ def alone(
 # --- a row is what it is alone ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 8, 20])
+@pytest.mark.parametrize("batch_size", FEW_SIZES)
 @pytest.mark.parametrize("name", ["plain", "hostile trees", "hostile chains"])
 def test_every_row_is_plain_greedy(name: str, batch_size: int) -> None:
     drafter = None if name == "plain" else hostile(batch_size, chains=name == "hostile chains")
     assert decoded(drafter, DecodingConfig(COUNT), batch_size) == plain_texts()
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", FEW_DRAFTERS)
 def test_every_row_is_sampled_as_it_is_alone_whatever_stands_beside_it(name: str) -> None:
     """With the rule that fits the drafter: tokens are accepted by chance, and what is drafted is chance as well."""
     drafter, config = DRAFTERS[name](), DecodingConfig(7, EVERY_CONTROL, seed=5)
@@ -129,7 +132,7 @@ def test_every_row_is_sampled_as_it_is_alone_whatever_stands_beside_it(name: str
     assert decoded(drafter, config, 3, PROMPTS[:4]) == wanted
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_every_family_samples_each_row_as_it_is_alone(family: str) -> None:
     target, drafter = CausalLM(tiny_model(family)), DraftModelDrafter(llama(1), (2, 2))
     config = DecodingConfig(8, SAMPLED, seed=1)

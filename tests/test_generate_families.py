@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from scripted_drafters import HostileDrafter
-from tiny_models import ATTENTIONS, FAMILIES, WINDOW, naive_greedy, tiny_model
+from tiny_models import FEW_ATTENTIONS, FEW_FAMILIES, WINDOW, naive_greedy, tiny_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -54,7 +54,7 @@ def transformers_greedy(model: PreTrainedModel, prompt: list[int], count: int, *
 # --- families that decode --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "attention"), ATTENTIONS)
+@pytest.mark.parametrize(("family", "attention"), FEW_ATTENTIONS)
 def test_plain_decoding_is_transformers_generate(family: str, attention: str) -> None:
     model = model_of(family, attention)
     wanted = transformers_greedy(model, PROMPT, COUNT)
@@ -62,7 +62,7 @@ def test_plain_decoding_is_transformers_generate(family: str, attention: str) ->
     assert Engine(CausalLM(model)).decode(PROMPT, DecodingConfig(COUNT)).tokens == wanted
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_the_texts_of_these_tests_need_their_context(family: str) -> None:
     """Else nothing here would notice a wrong mask: change the far past and the text changes."""
     model = model_of(family)
@@ -72,7 +72,7 @@ def test_the_texts_of_these_tests_need_their_context(family: str) -> None:
 
 
 @pytest.mark.parametrize("chains", [False, True], ids=["trees", "chains"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_speculative_greedy_is_plain_greedy(family: str, chains: bool) -> None:
     target, plain = CausalLM(model_of(family)), plain_texts(family)[0]
     accepted = 0
@@ -84,7 +84,7 @@ def test_speculative_greedy_is_plain_greedy(family: str, chains: bool) -> None:
     assert accepted > 3, "a hostile drafter nobody believes proves nothing"
 
 
-@pytest.mark.parametrize(("family", "attention"), ATTENTIONS)
+@pytest.mark.parametrize(("family", "attention"), FEW_ATTENTIONS)
 def test_ragged_batches_under_a_hostile_drafter_are_plain_greedy(family: str, attention: str) -> None:
     """Mixtures of experts among them: which rows stand beside a row does not change its text."""
     target, plain = CausalLM(model_of(family, attention)), plain_texts(family)
@@ -95,7 +95,7 @@ def test_ragged_batches_under_a_hostile_drafter_are_plain_greedy(family: str, at
     assert all(sum(step.accepted for step in generation.steps) > 0 for generation in generations)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_a_draft_of_the_same_family_drafts_trees_for_ragged_rows(family: str) -> None:
     target, draft = CausalLM(model_of(family)), CausalLM(model_of(family, seed=1))
     generations = Engine(target, DraftModelDrafter(draft, (2, 2))).decode(RAGGED, DecodingConfig(10), batch_size=3)

@@ -1,26 +1,20 @@
 """Whatever the prompts, drafts, ends, batches and policies: greedy is plain greedy, and a seed is its text."""
 
 import random
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from scripted_drafters import HostileDrafter, RandomPolicy
 from test_generate import Letters, shortest_with
 from tiny_models import naive_greedy, tiny_model
 
-import decoding
 from decoding.drafters import Drafter, DraftModelDrafter, PromptLookupDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Generation
-from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Policy
 from decoding.rules.sampling import SamplingConfig
@@ -55,7 +49,7 @@ def policy_of(seed: int | None) -> Policy | None:
 # --- greedy ----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     family=FAMILIES,
     prompts=PROMPTS,
@@ -101,7 +95,7 @@ def test_greedy_rows_are_plain_greedy_up_to_their_ends(
 # --- a seed is its text ----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     family=FAMILIES,
     prompts=PROMPTS,
@@ -156,7 +150,7 @@ def test_sampled_verify_writes_what_plain_decoding_writes_with_the_same_seed(
 # --- one cache for a conversation that goes anywhere -----------------------------------------------------------------
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(family=st.sampled_from(["llama", "mistral"]), seed=SEEDS, turns=st.integers(2, 5), capacity=st.integers(1, 30))
 def test_a_cache_serves_any_prompts_after_calls_that_ended_anywhere(
     family: str, seed: int, turns: int, capacity: int
@@ -182,71 +176,3 @@ def test_a_cache_serves_any_prompts_after_calls_that_ended_anywhere(
         assert written == wanted[: len(written)]
         assert given_up_after != 99 or written == wanted
         text = [*prompt, *written]
-
-
-_PACKAGE = str(Path(decoding.__file__).parent)
-
-
-@contextmanager
-def interrupt_at(line: int) -> Iterator[list[int]]:
-    """Ctrl-C before the n-th line of the package that runs in here. Gives the count of lines run so far."""
-    run = [0]
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(_PACKAGE):
-            return None
-        if event == "line":
-            run[0] += 1
-            if run[0] == line:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield run
-    finally:
-        sys.settrace(before)
-
-
-def conversation(kept: PreallocatedCache, prompt: list[int]) -> tuple[int, ...]:
-    drafter = HostileDrafter(3, [*prompt, *plain_greedy("llama", tuple(prompt))])
-    return Generation.of(
-        list(Engine(causal_lm("llama"), drafter).steps(prompt, DecodingConfig(COUNT), cache=kept))
-    ).tokens
-
-
-FIRST, SECOND, THIRD = [3, 1, 4, 1, 5, 9, 2, 6], [3, 1, 4, 1, 7, 7], [3, 1, 4, 1, 5, 9, 2, 8]
-
-
-def check_interrupts(lines: Sequence[int]) -> int:
-    """Interrupt the second of three turns there; the third, which continues the first, must be right. Lines in all."""
-    for line in (*lines, -1):
-        kept = causal_lm("llama").new_cache(4)
-        conversation(kept, FIRST)
-        with interrupt_at(line) as run:
-            try:
-                conversation(kept, SECOND)
-            except KeyboardInterrupt:
-                assert run[0] == line
-            else:
-                assert line == -1
-        for prompt in (THIRD, SECOND):
-            assert conversation(kept, prompt) == plain_greedy("llama", tuple(prompt))
-    return run[0]
-
-
-def test_an_interrupt_at_any_line_leaves_the_cache_usable() -> None:
-    check_interrupts([])  # what is computed once, is computed here
-    total = check_interrupts([])
-    assert total > 500
-    check_interrupts(range(7, total - 100, total // 15))
-
-
-def test_an_interrupt_at_any_line_of_the_very_first_call_leaves_the_cache_usable() -> None:
-    """Its buffers may be there in part."""
-    for line in range(1, 400, 23):
-        kept = causal_lm("llama").new_cache(4)
-        with pytest.raises(KeyboardInterrupt), interrupt_at(line):
-            conversation(kept, FIRST)
-        assert conversation(kept, THIRD) == plain_greedy("llama", tuple(THIRD))

@@ -10,9 +10,6 @@ from drafter_checks import (
     accept_some,
     check_bounds,
     check_budgets,
-    check_greedy,
-    check_penalised_greedy,
-    check_text_of_the_seed,
     every_start,
     opened,
     paths,
@@ -20,7 +17,6 @@ from drafter_checks import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from test_generate_sampling import FALSE_ALARM, decode_many, small_llama
 from tiny_models import full_forward
 
 from decoding.drafters import LookaheadDrafter
@@ -30,7 +26,6 @@ from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
-from decoding.rules.verify import SAMPLED_VERIFY, TRAVERSAL_VERIFICATION, Rule
 
 
 def target_logits(target: CausalLM, text: Sequence[int], proposal: Proposal) -> torch.Tensor:
@@ -187,27 +182,9 @@ def test_logits_of_a_tree_it_did_not_draft_are_not_read(tiny_llama: CausalLM) ->
     assert paths(session.propose([request([1, 2, 3])])[0].tree) == paths(proposal.tree)
 
 
-def test_greedy_output_is_plain_greedy(tiny_llama: CausalLM, counting: CausalLM) -> None:
-    for sizes in ((4, 4, 3), (1, 2, 1), (3, 2, 2)):
-        check_greedy(tiny_llama, LookaheadDrafter(*sizes))
-    check_greedy(counting, LookaheadDrafter(5, 4, 4))
-    check_penalised_greedy(tiny_llama, LookaheadDrafter(4, 3, 3))
-
-
 def test_drafted_tokens_are_accepted_and_refused(tiny_llama: CausalLM) -> None:
     steps = Engine(tiny_llama, LookaheadDrafter(4, 4, 4)).decode([1, 2, 3], DecodingConfig(60)).steps
     assert 0 < sum(step.accepted for step in steps) < sum(step.drafted for step in steps)
-
-
-def test_the_text_of_a_seed_is_plain_decodings(tiny_llama: CausalLM) -> None:
-    check_text_of_the_seed(tiny_llama, LookaheadDrafter(4, 3, 3))
-
-
-@pytest.mark.parametrize("rule", [SAMPLED_VERIFY, TRAVERSAL_VERIFICATION])
-def test_the_loop_writes_the_targets_distribution(rule: Rule) -> None:
-    chance, accepted = decode_many(small_llama(5), LookaheadDrafter(2, 3, 2), SamplingConfig(1.0), rule)
-    assert chance > FALSE_ALARM
-    assert accepted > 40, "a draft that is never accepted proves little"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Policies: which rows a step has, by which draft they are written, and that a run which goes on trains the same."""
 
-import random
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -119,17 +118,6 @@ def test_the_loops_rows_are_learnt_whole_if_that_is_asked_for(tmp_path: Path) ->
     policy = policy_of(loop=1, loop_trains="all", temperature=0)
     for row in batches(source_of(tmp_path, policy), [0])[0]:
         assert all(row.example.trained[row.example.prompt_length :])
-
-
-@pytest.mark.parametrize("processes", [2, 4])
-def test_any_number_of_processes_trains_the_same_rows(tmp_path: Path, processes: int) -> None:
-    policy = policy_of(**MIXED, every=2)
-    whole = batches(source_of(tmp_path / "one", policy), range(4))
-    for process in range(processes):
-        share = range(process, 8, processes)
-        source = source_of(tmp_path / "all", policy, process=process, processes=processes)
-        assert batches(source, range(4), share) == [[step[position] for position in share] for step in whole]
-    assert sorted(written_in(tmp_path / "all", 2)) == written_in(tmp_path / "one", 2)
 
 
 def test_texts_are_written_for_several_steps_by_the_draft_as_it_is_at_the_first(tmp_path: Path) -> None:
@@ -264,42 +252,6 @@ class Distilling:
         return [parameter.detach() for parameter in self.objective.module.parameters()]
 
 
-def same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
-
-
-@pytest.mark.parametrize("stop_at", range(1, 7))
-def test_a_run_stopped_after_any_step_goes_on_as_if_it_had_not_been(tmp_path: Path, stop_at: int) -> None:
-    """Texts for three steps at a time: within a window they are read, at its beginning they are written again."""
-    whole, stopped = Distilling(tmp_path / "a", every=3), Distilling(tmp_path / "b", every=3)
-    weights = whole.train()
-    stopped.recorder.actions[stop_at] = interrupt
-    with pytest.raises(Interrupted):
-        stopped.train()
-    stopped.recorder.actions.clear()
-    torch.rand(17)
-    random.random()
-    assert same(stopped.train(), weights) and list(stopped.recorder.losses) == [1, 2, 3, 4, 5, 6, 7]
-    assert stopped.recorder.losses == whole.recorder.losses and len(set(whole.recorder.losses.values())) == 7
-
-
-def test_a_run_killed_between_its_texts_and_its_checkpoint_writes_them_again(tmp_path: Path) -> None:
-    """Checkpoints after steps 2 and 4, texts before steps 0, 3 and 6. Killed after step 4, before its checkpoint: the
-    texts for step 3 are there, but the run goes on from step 2, so they are written again, whatever stands there."""
-
-    def kill() -> None:
-        raise KeyboardInterrupt
-
-    whole, killed = Distilling(tmp_path / "a", every=3), Distilling(tmp_path / "b", every=3)
-    weights = whole.train()
-    killed.recorder.actions[4] = kill
-    with pytest.raises(KeyboardInterrupt):
-        killed.train()
-    killed.recorder.actions.clear()
-    (tmp_path / "b" / "generated" / "after-00000003-process-0-of-1.jsonl").write_text("spoilt")
-    assert same(killed.train(), weights) and killed.recorder.losses == whole.recorder.losses
-
-
 def test_a_run_does_not_go_on_from_within_a_window_whose_texts_are_gone(tmp_path: Path) -> None:
     run = Distilling(tmp_path, every=3)
     run.recorder.actions[2] = interrupt
@@ -309,15 +261,6 @@ def test_a_run_does_not_go_on_from_within_a_window_whose_texts_are_gone(tmp_path
     text.unlink()
     with pytest.raises(ValueError, match=r"^9 of the texts that were written after step 0 are not in .*: put them ba"):
         run.train()
-
-
-@pytest.mark.parametrize("micro", [1, 2])
-def test_micro_batches_change_nothing_but_the_last_bits(tmp_path: Path, micro: int) -> None:
-    one, many = Distilling(tmp_path / "a", every=2), Distilling(tmp_path / "b", every=2)
-    one.train()
-    many.train(micro_batch_size=micro)
-    assert many.recorder.losses == pytest.approx(one.recorder.losses, rel=1e-4)
-    assert written_in(tmp_path / "a" / "generated", 2) == written_in(tmp_path / "b" / "generated", 2)
 
 
 def test_the_draft_writes_as_it_has_become(tmp_path: Path) -> None:

@@ -9,9 +9,6 @@ from drafter_checks import (
     accept_some,
     check_bounds,
     check_budgets,
-    check_greedy,
-    check_penalised_greedy,
-    check_text_of_the_seed,
     every_start,
     opened,
     paths,
@@ -146,19 +143,6 @@ def test_budgets_are_those_of_chains_or_of_that_many_branches() -> None:
     assert PromptLookupDrafter(2, num_branches=3).budgets == (Budget(1, 4), Budget(2, 7))
     for branches in (1, 4):
         check_budgets(PromptLookupDrafter(num_branches=branches))
-
-
-@pytest.mark.parametrize("branches", [1, 3])
-def test_greedy_output_is_plain_greedy(tiny_llama: CausalLM, counting: CausalLM, branches: int) -> None:
-    drafter = PromptLookupDrafter(5, num_branches=branches)
-    check_greedy(tiny_llama, drafter)
-    check_greedy(counting, drafter)
-    check_penalised_greedy(tiny_llama, drafter)
-
-
-@pytest.mark.parametrize("branches", [1, 3])
-def test_the_text_of_a_seed_is_plain_decodings(tiny_llama: CausalLM, branches: int) -> None:
-    check_text_of_the_seed(tiny_llama, PromptLookupDrafter(5, num_branches=branches))
 
 
 def test_a_second_branch_is_accepted_where_the_first_is_wrong(counting: CausalLM) -> None:

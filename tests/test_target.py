@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import ATTENTIONS, FAMILIES, WINDOW, full_forward, tiny_model
 from torch import Tensor
@@ -130,7 +131,7 @@ def test_rows_of_one_length_step_without_a_mask_of_ours(family: str, attention: 
         torch.testing.assert_close(logits[row], alone(family, tuple(text)), **FLOAT)
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(
     seed=st.integers(0, 2**32 - 1),
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
@@ -165,7 +166,7 @@ def test_a_tree_run_level_by_level_is_the_tree_run_whole(family: str) -> None:
     torch.testing.assert_close(torch.cat(hidden, 1), whole.hidden, **FLOAT)
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(
     seed=st.integers(0, 2**32 - 1),
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_generate_sampling import FALSE_ALARM, LENGTH, PROMPT, exact_probabilities, p_value, small_llama
 from tiny_models import full_forward, naive_greedy, tiny_model
 
 from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter
@@ -26,7 +25,6 @@ from decoding.model.vocabulary import (
     write_output_tokens,
 )
 from decoding.rules.sampling import SamplingConfig
-from decoding.rules.verify import SAMPLED_VERIFY
 
 KEPT = (1, 2, 5, 8, 9, 13)
 PROMPTS = ([1, 2, 3], [5], [7, 7, 0, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1])
@@ -106,41 +104,11 @@ def drafters(draft: CausalLM) -> list[Drafter]:
     return [DraftModelDrafter(draft, (1, 1, 1)), DraftModelDrafter(draft, (3, 2)), DraftTreeDrafter(draft, 3, 3, 12)]
 
 
-def test_greedy_output_is_plain_greedy_with_a_trimmed_draft_alone_and_in_batches(tiny_llama: CausalLM) -> None:
-    plain = [naive_greedy(tiny_llama.model, prompt, 12) for prompt in PROMPTS]
-    for draft in (trimmed_vocabulary(tiny_model(seed=1), KEPT), trimmed_vocabulary(tiny_llama.model, KEPT)):
-        for drafter in drafters(draft):
-            for batch_size in (1, 3):
-                batch = Engine(tiny_llama, drafter).decode(PROMPTS, DecodingConfig(12), batch_size=batch_size)
-                assert [generation.tokens for generation in batch] == plain
-
-
 def test_a_trimmed_copy_of_the_target_is_right_about_the_tokens_it_has(tiny_llama: CausalLM) -> None:
     plain = naive_greedy(tiny_llama.model, [1, 2, 3], 12)
     draft = trimmed_vocabulary(tiny_llama.model, set(plain))
     steps = Engine(tiny_llama, DraftModelDrafter(draft, (1, 1, 1))).decode([1, 2, 3], DecodingConfig(12)).steps
     assert sum(step.accepted for step in steps) > 5 and all(step.accepted == step.offered for step in steps)
-
-
-def test_sampled_verify_writes_what_plain_decoding_writes_with_the_same_seed(tiny_llama: CausalLM) -> None:
-    drafter = DraftTreeDrafter(trimmed_vocabulary(tiny_llama.model, KEPT), 3, 3, 12)
-    config = DecodingConfig(12, SamplingConfig(1.0), SAMPLED_VERIFY, seed=3)
-    plain = [generation.tokens for generation in Engine(tiny_llama).decode(PROMPTS, config, batch_size=1)]
-    for batch_size in (1, 3):
-        batch = Engine(tiny_llama, drafter).decode(PROMPTS, config, batch_size=batch_size)
-        assert [generation.tokens for generation in batch] == plain
-
-
-@pytest.mark.parametrize("branching", [(1, 1), (2, 2)])
-def test_sampled_texts_have_the_targets_distribution_though_the_draft_lacks_tokens(branching: tuple[int, ...]) -> None:
-    """Chi-square of 400 texts with fixed seeds; were they not, it would fail by chance once in 10**6."""
-    target, sampling = small_llama(5), SamplingConfig(1.0)
-    drafter = DraftModelDrafter(trimmed_vocabulary(small_llama(3).model, (0, 2, 3)), branching)
-    generations = Engine(target, drafter).decode([PROMPT] * 400, DecodingConfig(LENGTH, sampling), batch_size=40)
-    counts = Counter(generation.tokens for generation in generations)
-    assert any(1 in tokens for tokens in counts), "the target writes what the draft cannot"
-    assert p_value(counts, exact_probabilities(target, sampling)) > FALSE_ALARM
-    assert sum(step.accepted for generation in generations for step in generation.steps) > 40
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import typer
 
 from decoding.measure.markdown import one_line
 from decoding.measure.redact import without_secrets
+from decoding.threads import spin_briefly
 from trainer.commands.options import EvaluateOptions, GenerateOptions, InspectOptions, RealignOptions, RegenerateOptions
 from trainer.commands.usage import BAD_INPUT, Command
 from trainer.terminal.console import say, say_error, standard_error
@@ -37,6 +38,7 @@ Options = TypeVar("Options")
 
 def guarded(work: Callable[[], None], debug: bool = False) -> int:
     """Run ``work``; return its exit code. An error becomes one sentence, or with ``debug`` a traceback."""
+    spin_briefly()
     if not debug:
         quiet_libraries()
     from trainer.run.loop import Interrupted

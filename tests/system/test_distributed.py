@@ -24,8 +24,6 @@ from whole_runs import run as run_program
 from decoding.model.heads import MedusaHeads
 from trainer.run.loop import Interrupted
 
-pytestmark = pytest.mark.system
-
 DEADLINE = 240.0
 TYPES = {"ddp": "MULTI_CPU", "zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 WRAPPERS = {"ddp": "DistributedDataParallel", "zero1": "DeepSpeedEngine", "zero2": "DeepSpeedEngine"}

@@ -30,8 +30,6 @@ from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_draft, load_model, load_tokenizer, parse_dtype
 
-pytestmark = pytest.mark.system
-
 STEPS = 12
 POLICY = {"offline": [1, 0], "draft": 1, "loop": [0, 1], "max_new_tokens": 6, "every": 3}
 

@@ -27,8 +27,6 @@ from whole_runs import (
     write_workshop,
 )
 
-pytestmark = pytest.mark.system
-
 KILLS = 20
 STEPS = 120
 

@@ -20,8 +20,6 @@ from trainer.data.dataset import load_dataset
 from trainer.recipe.common import DataSection
 from trainer.target.features import FeatureIdentity, FeatureStore
 
-pytestmark = pytest.mark.system
-
 COMMAND = [sys.executable, "-c", "from trainer.cli import main; main()", "features"]
 ROWS, LENGTH = 3000, 24
 SHARDS = 72  # 42 rows of 24 tokens in a shard of 1,024

@@ -69,7 +69,6 @@ def read(folder: Path) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.system
 def test_the_suite_runs_on_folders_with_torch_and_transformers_alone(tmp_path: Path) -> None:
     model = tiny_model("llama", vocab=128)
     draft = draft_from_target(model, (0,))
@@ -122,7 +121,6 @@ def check_figures(report: dict[str, Any]) -> None:
     assert all(result["tokens_per_second"] > 0 for result in parts["training"].values())
 
 
-@pytest.mark.system
 def test_a_suite_without_time_says_of_everything_that_it_is_missing(tmp_path: Path) -> None:
     done = run_suite("--short", "--minutes", "0.501", "--output", str(tmp_path))
     assert done.returncode == 0, done.stderr

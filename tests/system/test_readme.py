@@ -97,7 +97,6 @@ def test_the_readme_names_its_commands() -> None:
     assert COMMANDS[:3] == ["pip install .", "make demo", "make test"]  # the last two are run by .ci/run itself
 
 
-@pytest.mark.system
 def test_every_command_of_the_readme_runs_in_the_order_given(desk: Path, environment: dict[str, str]) -> None:
     run(COMMANDS[0], ROOT, environment)
     for command in COMMANDS[3:]:
@@ -108,7 +107,6 @@ def test_every_command_of_the_readme_runs_in_the_order_given(desk: Path, environ
     assert "accepted of" in _run_the_python_block(PYTHON, desk, environment)  # with the heads trained above
 
 
-@pytest.mark.system
 def test_every_command_of_the_page_on_training_runs_in_the_order_given(desk: Path, environment: dict[str, str]) -> None:
     found = commands(TRAINING)
     assert len(found) == 9
@@ -117,7 +115,6 @@ def test_every_command_of_the_page_on_training_runs_in_the_order_given(desk: Pat
     assert (desk / "runs" / "stored" / "final" / "model.safetensors").is_file()
 
 
-@pytest.mark.system
 def test_every_command_of_the_page_on_drafts_runs_in_the_order_given(desk: Path, environment: dict[str, str]) -> None:
     found = commands(DRAFTS)
     assert len(found) == 10

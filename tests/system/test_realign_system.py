@@ -6,7 +6,6 @@ import signal
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from test_realign import options, write_workshop
@@ -18,8 +17,6 @@ from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_draft, load_model, load_tokenizer
-
-pytestmark = pytest.mark.system
 
 REALIGN = [sys.executable, "-c", "from trainer.cli import main; main()", "realign"]
 STEPS = 30

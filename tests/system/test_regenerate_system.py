@@ -17,8 +17,6 @@ from tiny_models import tiny_model
 from tiny_training import tiny_tokenizer, write_rows
 from whole_runs import running, wait_until
 
-pytestmark = pytest.mark.system
-
 ROOT = Path(__file__).resolve().parents[2]
 HEADSTART = [sys.executable, "-c", "from trainer.cli import main; main()", "regenerate"]
 SERVE = str(Path(sys.executable).with_name("transformers"))

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import psutil  # type: ignore[import-untyped]  # it has no annotations
-import pytest
 import torch
 from scripted_drafters import HostileDrafter, RandomPolicy
 from test_generate import Letters
@@ -29,8 +28,6 @@ from decoding.policies import FixedPolicy, HeuristicPolicy, MeasuredPolicy, Poli
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TreeShape
 from decoding.rules.verify import RULES, SAMPLED_VERIFY, Rule
-
-pytestmark = pytest.mark.system
 
 GENERATIONS = 2000
 WARM_UP = 400

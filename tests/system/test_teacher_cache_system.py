@@ -3,13 +3,10 @@
 import sys
 from pathlib import Path
 
-import pytest
 import yaml
 from tiny_models import counting_model
 from tiny_training import counting_text, recipe_content, tiny_tokenizer, write_rows
 from whole_runs import TWO_PROCESSES, run, running, wait_until
-
-pytestmark = pytest.mark.system
 
 ROWS, LENGTH = 3000, 24
 SHARDS = 69  # 44 rows of 23 positions in a shard of 1,024

@@ -10,7 +10,6 @@ import pytest
 SCRIPT = Path(__file__).parent.parent.parent / "benchmarks/train_medusa.py"
 
 
-@pytest.mark.system
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is read where Linux shows it")
 def test_a_short_run_measures_every_variant_and_features(tmp_path: Path) -> None:
     output = tmp_path / "report.json"

@@ -39,8 +39,6 @@ from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_draft, load_heads, load_model, load_tokenizer
 
-pytestmark = pytest.mark.system
-
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -18,8 +18,6 @@ from decoding.model.loading import load_tokenizer
 from trainer.export import export
 from trainer.files.folders import write_folder
 
-pytestmark = pytest.mark.system
-
 PINNED = ("transformers==4.57.6", "tokenizers==0.22.2", "huggingface_hub==0.36.0")
 TEXT = "a ~b"
 SPECIAL = ["~", "^"]

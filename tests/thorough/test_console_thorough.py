@@ -1,0 +1,39 @@
+"""What a user wrote is printed as it is, brackets and all; other libraries say nothing of their own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def test_the_command_line_quiets_other_libraries_and_debug_does_not() -> None:
+    program = "\n".join(
+        [
+            "import os, sys, warnings, logging",
+            "from trainer.cli import guarded",
+            "def work():",
+            "    import datasets",
+            "    from huggingface_hub.utils import are_progress_bars_disabled",
+            "    from transformers.utils import logging as transformers_logging",
+            "    print(datasets.is_progress_bar_enabled(), are_progress_bars_disabled())",
+            "    print(transformers_logging.get_verbosity() == transformers_logging.ERROR)",
+            "    logging.getLogger('accelerate.utils').warning('chatter of a log')",
+            "    warnings.warn_explicit('chatter of a warning', UserWarning, 'f.py', 1, module='peft.tuners')",
+            "    warnings.warn_explicit('a word of our own', UserWarning, 'f.py', 1, module='decoding.generate')",
+            "sys.exit(guarded(work, debug=sys.argv[1] == 'debug'))",
+        ]
+    )
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_", "DATA"))}
+
+    def said(mode: str) -> tuple[str, str]:
+        run = subprocess.run([sys.executable, "-c", program, mode], capture_output=True, text=True, env=clean)
+        assert run.returncode == 0, run.stderr
+        return run.stdout, run.stderr
+
+    pytest.importorskip("datasets", reason="an optional extra")
+    quiet, quiet_errors = said("quiet")
+    assert quiet.split() == ["False", "True", "True"]
+    assert "chatter" not in quiet_errors and "a word of our own" in quiet_errors
+    loud, loud_errors = said("debug")
+    assert loud.split() == ["True", "False", "False"] and loud_errors.count("chatter") >= 1

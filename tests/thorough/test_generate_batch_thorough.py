@@ -1,0 +1,25 @@
+"""The drafters, families and batch sizes that tests/test_generate_batch.py leaves out, in the same tests."""
+
+import pytest
+import test_generate_batch as few
+from test_generate_batch import DRAFTERS, FEW_DRAFTERS
+from tiny_models import OTHER_FAMILIES
+
+OTHER_DRAFTERS = [name for name in DRAFTERS if name not in FEW_DRAFTERS]
+
+
+@pytest.mark.parametrize("batch_size", [2, 8, 20])
+@pytest.mark.parametrize("name", ["plain", "hostile trees", "hostile chains"])
+def test_every_row_is_plain_greedy(name: str, batch_size: int) -> None:
+    assert batch_size not in few.FEW_SIZES
+    few.test_every_row_is_plain_greedy(name, batch_size)
+
+
+@pytest.mark.parametrize("name", OTHER_DRAFTERS)
+def test_every_row_is_sampled_as_it_is_alone_whatever_stands_beside_it(name: str) -> None:
+    few.test_every_row_is_sampled_as_it_is_alone_whatever_stands_beside_it(name)
+
+
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_every_family_samples_each_row_as_it_is_alone(family: str) -> None:
+    few.test_every_family_samples_each_row_as_it_is_alone(family)

@@ -1,0 +1,31 @@
+"""The families and attentions that tests/test_generate_families.py leaves out, in the same tests."""
+
+import pytest
+import test_generate_families as few
+from tiny_models import OTHER_ATTENTIONS, OTHER_FAMILIES
+
+
+@pytest.mark.parametrize(("family", "attention"), OTHER_ATTENTIONS)
+def test_plain_decoding_is_transformers_generate(family: str, attention: str) -> None:
+    few.test_plain_decoding_is_transformers_generate(family, attention)
+
+
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_the_texts_of_these_tests_need_their_context(family: str) -> None:
+    few.test_the_texts_of_these_tests_need_their_context(family)
+
+
+@pytest.mark.parametrize("chains", [False, True], ids=["trees", "chains"])
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_speculative_greedy_is_plain_greedy(family: str, chains: bool) -> None:
+    few.test_speculative_greedy_is_plain_greedy(family, chains)
+
+
+@pytest.mark.parametrize(("family", "attention"), OTHER_ATTENTIONS)
+def test_ragged_batches_under_a_hostile_drafter_are_plain_greedy(family: str, attention: str) -> None:
+    few.test_ragged_batches_under_a_hostile_drafter_are_plain_greedy(family, attention)
+
+
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_a_draft_of_the_same_family_drafts_trees_for_ragged_rows(family: str) -> None:
+    few.test_a_draft_of_the_same_family_drafts_trees_for_ragged_rows(family)

@@ -1,0 +1,84 @@
+"""Whatever the prompts, drafts, ends, batches and policies: greedy is plain greedy, and a seed is its text."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from scripted_drafters import HostileDrafter
+from test_generate_properties import COUNT, causal_lm, plain_greedy
+
+import decoding
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig, Generation
+from decoding.model.cache import PreallocatedCache
+
+_PACKAGE = str(Path(decoding.__file__).parent)
+
+
+@contextmanager
+def interrupt_at(line: int) -> Iterator[list[int]]:
+    """Ctrl-C before the n-th line of the package that runs in here. Gives the count of lines run so far."""
+    run = [0]
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(_PACKAGE):
+            return None
+        if event == "line":
+            run[0] += 1
+            if run[0] == line:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield run
+    finally:
+        sys.settrace(before)
+
+
+def conversation(kept: PreallocatedCache, prompt: list[int]) -> tuple[int, ...]:
+    drafter = HostileDrafter(3, [*prompt, *plain_greedy("llama", tuple(prompt))])
+    return Generation.of(
+        list(Engine(causal_lm("llama"), drafter).steps(prompt, DecodingConfig(COUNT), cache=kept))
+    ).tokens
+
+
+FIRST, SECOND, THIRD = [3, 1, 4, 1, 5, 9, 2, 6], [3, 1, 4, 1, 7, 7], [3, 1, 4, 1, 5, 9, 2, 8]
+
+
+def check_interrupts(lines: Sequence[int]) -> int:
+    """Interrupt the second of three turns there; the third, which continues the first, must be right. Lines in all."""
+    for line in (*lines, -1):
+        kept = causal_lm("llama").new_cache(4)
+        conversation(kept, FIRST)
+        with interrupt_at(line) as run:
+            try:
+                conversation(kept, SECOND)
+            except KeyboardInterrupt:
+                assert run[0] == line
+            else:
+                assert line == -1
+        for prompt in (THIRD, SECOND):
+            assert conversation(kept, prompt) == plain_greedy("llama", tuple(prompt))
+    return run[0]
+
+
+def test_an_interrupt_at_any_line_leaves_the_cache_usable() -> None:
+    check_interrupts([])  # what is computed once, is computed here
+    total = check_interrupts([])
+    assert total > 500
+    check_interrupts(range(7, total - 100, total // 15))
+
+
+def test_an_interrupt_at_any_line_of_the_very_first_call_leaves_the_cache_usable() -> None:
+    """Its buffers may be there in part."""
+    for line in range(1, 400, 23):
+        kept = causal_lm("llama").new_cache(4)
+        with pytest.raises(KeyboardInterrupt), interrupt_at(line):
+            conversation(kept, FIRST)
+        assert conversation(kept, THIRD) == plain_greedy("llama", tuple(THIRD))
