@@ -14,9 +14,9 @@ _SURVEY_SECONDS = 2.0
 _GAIN_TO_SWITCH = 1.02
 """A choice is left for one this much better: else it would flap between budgets that are equally good."""
 _DOUBT = 0.6
-"""What is added to that where the two draft other shapes, over the root of the trials of the less known one."""
+"""Further gain to switch between shapes, divided by the root of the less tried one's trials."""
 _LEAST_GAIN = 1.03
-"""What drafting must gain over plain decoding, whose speed is the surer."""
+"""Gain that drafting must promise over plain decoding, whose speed is the better known."""
 _EXPLORED_SHARE = 0.01
 """Share of the tokens that trying other budgets may cost."""
 _LEAST_PRICE, _DEAREST = 0.15, 2.0
