@@ -113,6 +113,9 @@ def test_every_command_of_the_page_on_training_runs_in_the_order_given(desk: Pat
     for command in found:
         run(command, desk, environment)
     assert (desk / "runs" / "stored" / "final" / "model.safetensors").is_file()
+    quick = TRAINING.replace("changes = [", f"changes = [*{_TINY_RECIPE.split()}, ")
+    _run_the_python_block(quick, desk, environment)
+    assert (desk / "runs" / "python" / "final" / "model.safetensors").is_file()
 
 
 def test_every_command_of_the_page_on_drafts_runs_in_the_order_given(desk: Path, environment: dict[str, str]) -> None:
