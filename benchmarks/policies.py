@@ -1,4 +1,4 @@
-"""Speed of each policy with each drafter: the measured one beside the better of always drafting and never.
+"""Every policy with every drafter: the measured one beside the better of always drafting and never.
 
 In a cell (target, greedy or T=1, batch size) plain decoding and every drafter under every policy take turns on each
 group of prompts, so that a machine that slows down slows all alike. Policies learn from group to group; a first group
@@ -8,6 +8,7 @@ warms up, and the measured policy's survey falls into it. The widened target com
     python benchmarks/policies.py --target FOLDER --draft FOLDER --heads FOLDER --prompts FILE.jsonl --output FILE.json
 """
 
+# ruff: noqa: E402  # waiting of threads is set before torch is imported
 import argparse
 import json
 import math
@@ -18,6 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.table import Table
+
+from decoding.threads import spin_briefly
+
+spin_briefly()  # before torch is imported
+
 from speed import WrongDrafter
 
 from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter, MedusaDrafter, PromptLookupDrafter
@@ -163,7 +169,7 @@ def _row(
 
 
 def goals(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Compare each row's figure with its goal."""
+    """Compare each row with its goal."""
     found = []
     for row in rows:
         wanted = USELESS_GOAL if row["drafter"] == "useless" else GOAL
