@@ -1,4 +1,4 @@
-"""What each policy makes of each drafter: the measured one beside the better of always drafting and never.
+"""Every policy with every drafter: the measured one beside the better of always drafting and never.
 
 In a cell (target, greedy or T=1, batch size) plain decoding and every drafter under every policy take turns on each
 group of prompts, so that a machine that slows down slows all alike. Policies learn from group to group; a first group
@@ -169,7 +169,7 @@ def _row(
 
 
 def goals(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was wanted of each row, and what came out."""
+    """Compare each row with its goal."""
     found = []
     for row in rows:
         wanted = USELESS_GOAL if row["drafter"] == "useless" else GOAL

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.cost_curve import measure_cost_curve
+from decoding.model.cost_curve import Costs, measure_cost_curve
 from decoding.rules.best_tree import best_tree
 
 Path = tuple[int, ...]
@@ -120,3 +120,17 @@ def test_the_cost_curve_has_a_time_for_every_size_even_in_a_short_context(tiny_l
     curve = measure_cost_curve(tiny_llama, sizes=(1, 4), repeats=1)
     assert list(curve) == [1, 4] and all(seconds > 0 for seconds in curve.values())
     assert not torch.is_inference_mode_enabled()
+
+
+def test_costs_are_linear_between_what_was_measured_and_go_on_as_they_ended() -> None:
+    costs = Costs({2: 4.0, 6: 6.0, 4: 4.0}, {2: 1.0})
+    assert [costs.pass_over(tokens) for tokens in (1, 2, 3, 5, 6, 8)] == [4.0, 4.0, 4.0, 5.0, 6.0, 8.0]
+    assert [costs.draft_to(depth) for depth in (0, 1, 2, 4)] == [0.0, 0.5, 1.0, 2.0]
+    assert costs.step(2, 5) == 6.0 and costs.draft_step == 0.125
+
+
+def test_a_cost_curve_that_ends_falling_goes_on_level() -> None:
+    costs = Costs({1: 2.0, 3: 1.0})
+    assert [costs.pass_over(tokens) for tokens in (2, 3, 9)] == [1.5, 1.0, 1.0]
+    assert costs.draft_to(5) == 0.0
+    assert Costs({1: 2.0}).pass_over(7) == 2.0

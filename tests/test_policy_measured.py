@@ -7,7 +7,11 @@ from types import SimpleNamespace
 import pytest
 from simulated_machine import TREES, Machine, always, chains, mean_rate, one, simulate
 
+from decoding.drafters import PromptLookupDrafter
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.metrics import StepCount
+from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import Costs
 from decoding.policies import PLAIN, Budget, FixedPolicy, HeuristicPolicy, MeasuredPolicy
 from decoding.policies.acceptance import Acceptance
@@ -269,3 +273,17 @@ def test_short_texts_do_not_make_a_good_drafter_look_bad() -> None:
 def test_a_drafter_that_never_finds_anything_and_takes_no_time_costs_nothing() -> None:
     run = simulate(MeasuredPolicy(), Machine(0.1), always(0.9), 200, chains(8), found=0.0)
     assert run.seconds == run.tokens
+
+
+# In the loop.
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_loop_rehearses_for_the_policy_and_says_what_plain_greedy_says(tiny_llama: CausalLM, rows: int) -> None:
+    prompts, config = [[3, 1, 4, 1, 5], [7], [6, 6], [9, 8, 7, 6]], DecodingConfig(16)
+    policy = MeasuredPolicy(clock=lambda: 0.0)  # by which a rehearsal takes no time, so that it is seen to its end
+    texts = Engine(tiny_llama, PromptLookupDrafter(8), policy).decode(prompts, config, batch_size=rows)
+    plain = Engine(tiny_llama).decode(prompts, config, batch_size=rows)
+    assert [text.tokens for text in texts] == [text.tokens for text in plain]
+    assert sorted(policy._costs) == sorted({1, rows})
+    assert all(seconds > 0 for costs in policy._costs.values() for seconds in costs.target_pass.values())

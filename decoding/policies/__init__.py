@@ -1,4 +1,4 @@
-"""How much to draft now: fixed, by transformers' schedule, or by what was measured on this machine.
+"""Policies, which decide how much to draft now: fixed, by transformers' schedule, or by costs measured here.
 
 A policy is state owned by the caller, one for each pair of target and drafter: it goes on learning over texts and
 batches. No policy changes what a lossless rule guarantees. `FixedPolicy` and `HeuristicPolicy` never look at a clock;

@@ -63,7 +63,7 @@ class Acceptance:
                 entry.start_anew()
 
     def trials(self, budget: Budget) -> float:
-        """How many of its family's drafts are remembered."""
+        """Count the drafts of its family that are remembered."""
         table = self._families.get(_family(budget))
         return table[0].trials if table else 0.0
 

@@ -12,18 +12,19 @@ from decoding.policies.survey import Survey
 
 _SURVEY_SECONDS = 2.0
 _GAIN_TO_SWITCH = 1.02
-"""A choice is left for one this much better: else it would flap between budgets that are equally good."""
+"""Times the rate of the choice in use that another must promise: without it equally good budgets would alternate."""
 _DOUBT = 0.6
-"""What is added to that where the two draft other shapes, over the root of the trials of the less known one."""
+"""Added to that where the two draft other shapes, over the root of the trials of the less known one."""
 _LEAST_GAIN = 1.03
-"""What drafting must gain over plain decoding, whose speed is the surer."""
+"""Times the speed of plain decoding, which is the surer of the two, that drafting must promise."""
 _EXPLORED_SHARE = 0.01
-"""Share of the tokens that trying other budgets may cost."""
+"""Share of the tokens that trials of other budgets may cost."""
 _LEAST_PRICE, _DEAREST = 0.15, 2.0
-"""Tokens that such a trial is taken to cost at least, and that may be saved up for one."""
+"""Least price of a trial in tokens, and the most tokens that are saved up for trials."""
 _LEVEL_RATE, _FACTOR_RATE, _HICCUP = 0.05, 0.2, 0.2
 """Share of a surprise in a step's seconds that the level takes over, and a budget's factor; the largest surprise."""
 _USE_RATE = 0.05
+"""Share of a step that the use of the budgets takes over."""
 
 
 class _Choice:
