@@ -29,9 +29,9 @@ check: lint
 lint: .venv/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python scripts/check_prose.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python scripts/check_prose.py
 
 format: .venv/.ready
 	$(BIN)/ruff format .

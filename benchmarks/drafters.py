@@ -4,6 +4,7 @@
         --prompts FILE.jsonl --output benchmarks/results/amd-epyc-2-cores/drafters.json
 """
 
+# ruff: noqa: E402  # waiting of threads is set before torch is imported
 import argparse
 import json
 import tempfile
@@ -12,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+
+from decoding.threads import spin_briefly
+
+spin_briefly()  # before torch is imported
 
 from decoding.drafters.registry import REGISTRY
 from trainer.commands.decode import run_evaluate

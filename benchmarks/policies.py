@@ -8,6 +8,7 @@ warms up, and the measured policy's survey falls into it. The widened target com
     python benchmarks/policies.py --target FOLDER --draft FOLDER --heads FOLDER --prompts FILE.jsonl --output FILE.json
 """
 
+# ruff: noqa: E402  # waiting of threads is set before torch is imported
 import argparse
 import json
 import math
@@ -18,6 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.table import Table
+
+from decoding.threads import spin_briefly
+
+spin_briefly()  # before torch is imported
+
 from speed import WrongDrafter
 
 from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter, MedusaDrafter, PromptLookupDrafter

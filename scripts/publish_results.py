@@ -1,6 +1,6 @@
 """Put a report's figures where readers see them: benchmarks/results/, the README, docs/measured.md and its plot.
 
-Usage: scripts/publish_results.py REPORT NAME; the pages take theirs from NAME=quickstart.
+Usage: scripts/publish_results.py REPORT NAME; the pages show those with NAME quickstart, drafters and policies.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 
-from decoding.measure.figures import estimate, greedy_sentence
+from decoding.measure.figures import NONE, estimate, greedy_sentence, number
 from decoding.measure.markdown import text
 from decoding.measure.report import caption, markdown_table, speedup_figure
 
@@ -90,11 +90,53 @@ def long_table(report: Report) -> str:
     return f"{markdown_table(report)}\n\n{text(below)}"
 
 
-PLACES: dict[str, tuple[tuple[str, Callable[[Report], str]], ...]] = {
-    "README.md": (("headline", headline), ("table", short_table)),
-    "docs/measured.md": (("quickstart", long_table),),
+def drafters_table(report: Report) -> str:
+    """A row for every drafter of the registry under each setting, as `benchmarks/drafters.py` measures them."""
+    lines = ["| setting | drafter | tokens per target pass | speed-up | same as plain |", "|---|---|---:|---:|---:|"]
+    for row in report["rows"]:
+        same = row.get("identical_to_plain")
+        cells = (
+            text(row["setting"]),
+            text(row["spec"]),
+            estimate(row.get("tokens_per_pass")),
+            estimate(row.get("speedup_of_totals"), "×"),
+            f"{same['identical']}/{same['of']}" if same else NONE,
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + f"\n\n{text(caption(report))}."
+
+
+def policies_table(report: Report) -> str:
+    """A row for every drafter, target, temperature and batch size, as `benchmarks/policies.py` measures them."""
+    policies = list(report["rows"][0]["speedup"])
+    names = ["target", "T", "batch", "drafter", *policies, "measured over the better of fixed and plain"]
+    lines = [f"| {' | '.join(names)} |", "|---|---:|---:|---|" + "---:|" * (len(policies) + 1)]
+    for row in report["rows"]:
+        cells = (
+            text(row["target"]),
+            f"{row['temperature']:g}",
+            str(row["batch_size"]),
+            text(row["drafter"]),
+            *(f"{number(row['speedup'][policy]['value'])}×" for policy in policies),
+            f"{estimate(row['measured_over_better'])} of {text(row['better'])}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return (
+        "\n".join(lines) + f"\n\nSpeed-ups over plain decoding, on {_machine(report)}; commit {text(report['commit'])}."
+    )
+
+
+Blocks = tuple[tuple[str, Callable[[Report], str]], ...]
+PLACES: dict[str, dict[str, Blocks]] = {
+    "quickstart": {
+        "README.md": (("headline", headline), ("table", short_table)),
+        "docs/measured.md": (("quickstart", long_table),),
+    },
+    "drafters": {"docs/measured.md": (("drafters", drafters_table),)},
+    "policies": {"docs/measured.md": (("policies", policies_table),)},
 }
-"""The page, and the marked blocks in it with the function that writes each."""
+"""Name of a report -> page -> the marked blocks in it, each with the function that writes it."""
+UNPUBLISHED = "Not published yet."
 
 
 def block(name: str, content: str) -> str:
@@ -112,17 +154,17 @@ def renewed(page: str, name: str, content: str) -> str:
 
 
 def main(source: str, name: str) -> None:
-    """Copy the report; for the quickstart also renew the pages and the plot."""
+    """Copy the report, renew its blocks in the pages, and for the quickstart the plot."""
     report = json.loads(Path(source).read_text())
     destination = results_folder(report) / f"{name}.json"
     destination.parent.mkdir(parents=True, exist_ok=True)
     destination.write_text(json.dumps(report, indent=1) + "\n")
+    for place, blocks in PLACES.get(name, {}).items():
+        page = (ROOT / place).read_text()
+        for marked, write in blocks:
+            page = renewed(page, marked, write(report))
+        (ROOT / place).write_text(page)
     if name == "quickstart":
-        for place, blocks in PLACES.items():
-            page = (ROOT / place).read_text()
-            for marked, write in blocks:
-                page = renewed(page, marked, write(report))
-            (ROOT / place).write_text(page)
         plt.rcParams["svg.hashsalt"] = name  # the same figures, the same file
         picture = ROOT / "docs" / "speedup.svg"
         speedup_figure(report).savefig(picture, bbox_inches="tight", metadata={"Date": None})

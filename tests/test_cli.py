@@ -144,31 +144,6 @@ def test_defaults_and_help_of_the_options_stand_in_one_place(options: type) -> N
     assert all(option.help for option in command.params)
 
 
-def test_evaluate_writes_the_report_and_prints_the_table(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "220")
-    code, output = run(
-        "evaluate", "--target", str(models / "target"), "--drafter", f"draft:{models}/draft", "--drafter",
-        f"heads:{models}/heads", "--drafter", f"draft-tree:{models}/draft,depth=2,width=2,nodes=5", "--drafter",
-        "lookup", "--prompts", str(models / "prompts.jsonl"), "--limit", "2", "--max-new-tokens", "6",
-        "--dtype", "fp32", "--output", str(tmp_path), "--settings", "greedy,sampling", "--policies", "fixed,heuristic",
-        "--title", "Two prompts",
-    )  # fmt: skip
-    assert code == 0
-    report = json.loads((tmp_path / "report.json").read_text())
-    names = {row["method"] for row in report["rows"]}
-    assert names >= {"plain", "prompt lookup", "medusa, tree of 9", "draft model, 4 tokens", "draft model, tree of 4"}
-    assert "prompt lookup, heuristic" in names and report["title"] == "Two prompts"
-    assert {row["setting"] for row in report["rows"]} == {"greedy", "T=1"}
-    assert (tmp_path / "report.html").stat().st_size > 10_000
-    assert "transformers generate" in output and "lossless, 2/2 same" in output
-    by = {row["method"]: row["artefact"] for row in report["rows"]}
-    assert by["plain"] is by["prompt lookup"] is by["transformers generate"] is None
-    assert by["medusa, tree of 9"] == "heads" and by["transformers assisted, 4 tokens"] == "draft"
-    assert by["draft model, 4 tokens"] == by["draft model, tree of 4"] == "draft"
-
-
 def test_a_report_says_what_it_measured_and_how_and_no_path_or_secret(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

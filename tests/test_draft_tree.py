@@ -1,6 +1,5 @@
 """Trees that grow where the draft is surest: against all trees there are, in batches, and through the whole loop."""
 
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -94,22 +93,6 @@ def test_the_tree_is_the_best_of_all_that_the_beam_meets(
     assert len(proposal.tree) - 1 == len(paths(proposal)), "no path is drafted twice"
     assert proposal.kind is ProposalKind.DETERMINISTIC and proposal.q is None
     assert proposal.tree.token_list == proposal.tree.tokens.tolist()
-
-
-@pytest.mark.parametrize("nodes", [4, 9, 17])
-def test_a_beam_as_wide_as_the_vocabulary_and_the_tree_finds_the_best_of_all_trees(
-    tiny_draft: CausalLM, tiny_llama: CausalLM, nodes: int
-) -> None:
-    """The likeliest of all 16 + 256 + 4,096 paths, which are a tree, since a product falls along a path."""
-    text, scores = [1, 2, 1], {(): 0.0}
-    for length in (1, 2, 3):
-        for before in itertools.product(range(16), repeat=length - 1):
-            following = naive_scores(tiny_draft, [*text, *before], SamplingConfig())
-            scores |= {(*before, token): scores[before] + following[token] for token in following}
-    best = sorted(scores, key=scores.__getitem__, reverse=True)[:nodes]
-    assert best[0] == () and max(map(len, best)) > 1
-    (proposal,) = propose(opened(DraftTreeDrafter(tiny_draft, 3, 16, nodes), tiny_llama, SamplingConfig()), text)
-    assert paths(proposal) == set(best[1:])
 
 
 def test_siblings_stand_best_first_and_parents_before_children(tiny_draft: CausalLM, tiny_llama: CausalLM) -> None:

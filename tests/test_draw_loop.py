@@ -1,28 +1,17 @@
 """The picture of the loop: the tree it draws is the one that was verified, in the colours of either scheme."""
 
-import importlib.util
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from decoding.generate import Step
 from decoding.rules.tree import TokenTree, TreeShape
 
-
-def _load() -> ModuleType:
-    path = Path(__file__).resolve().parents[1] / "scripts" / "draw_loop.py"
-    spec = importlib.util.spec_from_file_location("draw_loop", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["draw_loop"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-picture = _load()
+sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))  # where the two scripts stand
+picture, decode = import_module("loop_picture"), import_module("draw_loop")
 
 # The root 7 has the children 1 and 2; 2 has the child 3. The step kept 2 and 3, and the target wrote 9.
 TREE = TokenTree.of_list([7, 1, 2, 3], TreeShape((-1, 0, 0, 2)))
@@ -45,10 +34,10 @@ def test_kept_nodes_stand_in_line_with_the_targets_own_token_and_dropped_ones_be
 def test_the_step_with_the_most_kept_letters_is_drawn_and_a_step_that_dropped_nothing_never() -> None:
     chain = TokenTree.chain([7, 2])
     whole = picture.Turn(Step((2, 9), 1, 1, 1, 0.0, 0.0, 0.0), chain)
-    assert picture.chosen([PREFILL, whole, TURN], [["a"], ["kept", "b"], ["c", "d", "e"]]) == 2
-    assert picture.chosen([PREFILL, TURN, TURN], [["a"], ["c", "d", "e"], ["cost", "of", "e"]]) == 2
+    assert decode.chosen([PREFILL, whole, TURN], [["a"], ["kept", "b"], ["c", "d", "e"]]) == 2
+    assert decode.chosen([PREFILL, TURN, TURN], [["a"], ["c", "d", "e"], ["cost", "of", "e"]]) == 2
     with pytest.raises(ValueError, match="give another prompt"):
-        picture.chosen([PREFILL, whole], [["a"], ["kept", "b"]])
+        decode.chosen([PREFILL, whole], [["a"], ["kept", "b"]])
 
 
 def test_the_light_picture_turns_into_the_dark_one_by_its_style_alone(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model
 from transformers import GenerationConfig
 
 from decoding.drafters import DraftModelDrafter, PromptLookupDrafter
@@ -160,40 +159,6 @@ def test_the_quick_figures_of_a_perfect_draft(tiny_llama: CausalLM) -> None:
 def test_the_cost_curve_has_a_cost_for_each_size_within_a_short_context(tiny_llama: CausalLM) -> None:
     curve = measure_cost_curve(tiny_llama, sizes=(1, 4), prefix=500, repeats=2)  # its context holds 96
     assert set(curve) == {1, 4} and all(cost > 0 for cost in curve.values())
-
-
-def test_a_padded_draft_is_measured_without_the_peer_that_cannot_take_it(tiny_llama: CausalLM) -> None:
-    padded = CausalLM(tiny_model(vocab=20, seed=1))
-    config = EvaluationConfig(max_new_tokens=6, settings=("greedy", "sampling"))
-    methods = standard_methods(tiny_llama, {"draft": DraftModelDrafter(padded, (1, 1))}, config)
-    assert [method.name for method in methods] == ["plain", "transformers generate", "draft"] * 2
-    rows = evaluate(tiny_llama, methods, PROMPTS, config)["rows"]
-    assert rows[2]["identical_to_plain"]["identical"] == 3
-
-
-def test_a_text_that_ends_at_once_leaves_valid_json_and_the_other_texts_figures(
-    tiny_llama: CausalLM, tmp_path: Path
-) -> None:
-    first = Engine(tiny_llama).decode(PROMPTS[0], DecodingConfig(1)).tokens
-    config = EvaluationConfig(max_new_tokens=6, settings=("greedy",), eos_token_ids=first)
-    measured = evaluate(tiny_llama, standard_methods(tiny_llama, {}, config), PROMPTS, config)
-    assert measured["rows"][0]["passes"] > 0
-    alone = evaluate(tiny_llama, standard_methods(tiny_llama, {}, config), PROMPTS[:1], config)
-    assert alone["rows"][0]["tokens_per_second"]["value"] is None
-    write_report(alone, tmp_path / "report.json")
-    write_html(alone, tmp_path / "report.html")
-    assert "NaN" not in (tmp_path / "report.json").read_text()
-
-
-def test_greedy_rounds_do_not_count_as_texts_of_their_own(tiny_llama: CausalLM) -> None:
-    figures = []
-    for rounds in (1, 3):
-        config = EvaluationConfig(max_new_tokens=8, settings=("greedy",), rounds=rounds)
-        drafters = {"prompt lookup": PromptLookupDrafter()}
-        rows = evaluate(tiny_llama, standard_methods(tiny_llama, drafters, config), PROMPTS, config)["rows"]
-        figures.append((rows[-1]["tokens_per_pass"], rows[-1]["passes"], rows[-1]["tokens_per_second"]["observations"]))
-        assert rows[-1]["speedup"]["observations"] == rounds * 3
-    assert figures[0] == figures[1]
 
 
 def test_no_rounds_and_a_prompt_too_long_are_refused_before_anything_runs(tiny_llama: CausalLM) -> None:

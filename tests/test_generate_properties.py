@@ -16,7 +16,7 @@ from decoding.drafters import Drafter, DraftModelDrafter, PromptLookupDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Generation
 from decoding.model.causal_lm import CausalLM
-from decoding.policies import Policy
+from decoding.policies import FixedPolicy, Policy
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import SAMPLED_VERIFY
 
@@ -42,8 +42,8 @@ def hostile(seed: int, prompts: Sequence[list[int]], texts: Sequence[tuple[int, 
     return HostileDrafter(seed, right[0], chains=chains, others=right[1:])
 
 
-def policy_of(seed: int | None) -> Policy | None:
-    return None if seed is None else RandomPolicy(seed)
+def policy_of(seed: int | None) -> Policy:
+    return FixedPolicy() if seed is None else RandomPolicy(seed)
 
 
 # --- greedy ----------------------------------------------------------------------------------------------------------

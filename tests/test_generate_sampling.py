@@ -119,12 +119,6 @@ def test_the_loop_writes_the_targets_distribution(name: str) -> None:
     assert accepted > TEXTS / 10, "a draft that is never accepted proves little"
 
 
-def test_the_loop_writes_the_targets_distribution_under_every_control_at_once() -> None:
-    sampling = SamplingConfig(1.3, top_k=3, top_p=0.95, min_p=0.02, repetition_penalty=1.3)
-    chance, accepted = decode_many(small_llama(TARGET_SEED), drafter_called("chain"), sampling)
-    assert chance > FALSE_ALARM and accepted > TEXTS / 10
-
-
 def from_p_after_a_refusal(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
     assert proposal.q is not None
     for node, token in enumerate(proposal.tree.token_list[1:], start=1):

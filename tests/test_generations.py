@@ -1,6 +1,7 @@
 """Texts written during the training: whose they are, where they are learnt from, when they collapsed, their files."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,12 @@ def test_every_period_is_seen_at_every_cut(period: int, length: int) -> None:
         assert is_collapsed(answer, False) == (repeated == max(32, 4 * period))
 
 
+@cache
+def plain(place: int) -> tuple[int, ...]:
+    """The target's own twelve tokens behind a prompt, greedily."""
+    return naive_greedy(target().model, PROMPTS[place], 12)
+
+
 @pytest.mark.parametrize(("kind", "speculate"), [("target", False), ("target", True), ("loop", False)])
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
 def test_at_temperature_0_target_and_loop_write_what_the_target_writes_greedily(
@@ -65,7 +72,7 @@ def test_at_temperature_0_target_and_loop_write_what_the_target_writes_greedily(
     writer = writer_of(policy_of(loop=1, temperature=0, batch_size=batch_size, speculate=speculate), ends=())
     for text in writer.write(orders_of(kind), draft()):
         prompt = PROMPTS[text.position]
-        assert text.tokens == (*prompt, *naive_greedy(target().model, prompt, 12)) and text.answer == text.tokens[-12:]
+        assert text.tokens == (*prompt, *plain(text.position)) and text.answer == text.tokens[-12:]
         assert text.place == text.position and text.prompt_length == len(prompt)
 
 
@@ -75,10 +82,10 @@ def test_at_temperature_0_the_draft_writes_what_it_writes_greedily() -> None:
 
 
 def test_a_text_goes_up_to_the_token_that_ends_it() -> None:
-    plain = naive_greedy(target().model, PROMPTS[0], 12)
-    writer = writer_of(policy_of(target=1, temperature=0), ends=(plain[4],))
+    own = plain(0)
+    writer = writer_of(policy_of(target=1, temperature=0), ends=(own[4],))
     (text,) = writer.write(orders_of("target", 1), draft())
-    assert text.answer == plain[: plain.index(plain[4]) + 1]
+    assert text.answer == own[: own.index(own[4]) + 1]
 
 
 def test_what_is_rejected_is_where_the_target_corrected_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +94,7 @@ def test_what_is_rejected_is_where_the_target_corrected_the_draft(monkeypatch: p
     The target writes t0 first. Then t1 is accepted and t2 corrected; t3 corrected; t4 t5 t6 accepted and t7 is a
     bonus; t8 is accepted and t9 corrected; t10 and t11 come without a draft.
     """
-    t = naive_greedy(target().model, PROMPTS[0], 12)
+    t = plain(0)
     wrong = [(token + 1) % 16 for token in t]
     drafter = ScriptedDrafter(
         ((0, 1, 2), (t[1], wrong[2], t[3])),
@@ -107,7 +114,7 @@ def test_what_is_rejected_is_where_the_target_corrected_the_draft(monkeypatch: p
 def test_a_correction_that_ends_the_text_is_learnt_and_a_draft_cut_off_by_an_accepted_end_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    t = naive_greedy(target().model, PROMPTS[0], 12)
+    t = plain(0)
     end = next(place for place in range(2, 12) if t.index(t[place]) == place)
     wrong = (t[end] + 1) % 16
     script = [((0,), (t[place],)) for place in range(1, end - 1, 2)]
@@ -156,7 +163,7 @@ def test_a_draft_of_a_few_tokens_writes_only_those() -> None:
     texts = writer_of(policy_of(draft=1)).write(orders_of("draft"), trimmed)
     assert {token for text in texts for token in text.answer} == {1, 4, 7, 9}
     for text in writer_of(policy_of(loop=1, temperature=0), ends=()).write(orders_of("loop"), trimmed):
-        assert text.answer == naive_greedy(target().model, PROMPTS[text.position], 12)
+        assert text.answer == plain(text.position)
 
 
 def test_what_only_the_draft_knows_it_does_not_write() -> None:

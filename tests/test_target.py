@@ -11,7 +11,7 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import ATTENTIONS, FAMILIES, WINDOW, full_forward, tiny_model
+from tiny_models import FAMILIES, FEW_ATTENTIONS, WINDOW, full_forward, tiny_model
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -71,7 +71,7 @@ def assert_every_node_is_its_path_alone(
 # --- trees and lines, family by family -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "attention"), ATTENTIONS)
+@pytest.mark.parametrize(("family", "attention"), FEW_ATTENTIONS)
 def test_every_nodes_logits_are_those_of_its_path_alone(family: str, attention: str) -> None:
     assert len(PREFIX) > WINDOW
     model = causal_lm(family, attention)
@@ -79,7 +79,7 @@ def test_every_nodes_logits_are_those_of_its_path_alone(family: str, attention: 
     assert_every_node_is_its_path_alone(family, [PREFIX], [TREE], logits)
 
 
-@pytest.mark.parametrize(("family", "attention"), ATTENTIONS)
+@pytest.mark.parametrize(("family", "attention"), FEW_ATTENTIONS)
 def test_rows_of_different_lengths_and_trees_are_each_row_alone(family: str, attention: str) -> None:
     model = causal_lm(family, attention)
     trees = [TokenTree.chain([9, 2]), TREE, TokenTree.chain([4])]
@@ -88,7 +88,7 @@ def test_rows_of_different_lengths_and_trees_are_each_row_alone(family: str, att
     assert_every_node_is_its_path_alone(family, RAGGED, trees, output.logits)
 
 
-@pytest.mark.parametrize(("family", "attention"), ATTENTIONS)
+@pytest.mark.parametrize(("family", "attention"), FEW_ATTENTIONS)
 def test_a_text_appended_in_blocks_is_the_text_run_whole(family: str, attention: str) -> None:
     model = causal_lm(family, attention)
     text = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
@@ -100,7 +100,7 @@ def test_a_text_appended_in_blocks_is_the_text_run_whole(family: str, attention:
             torch.testing.assert_close(output.logits[0], alone(family, tuple(text[:end])), **FLOAT)
 
 
-@pytest.mark.parametrize(("family", "attention"), ATTENTIONS)
+@pytest.mark.parametrize(("family", "attention"), FEW_ATTENTIONS)
 def test_prefill_append_and_step_of_ragged_rows_are_each_row_alone(family: str, attention: str) -> None:
     model = causal_lm(family, attention)
     texts = [list(text) for text in RAGGED]
@@ -121,7 +121,7 @@ def test_prefill_append_and_step_of_ragged_rows_are_each_row_alone(family: str, 
         assert_alone(model.step(torch.tensor([text[-1] for text in texts]), cache).logits)
 
 
-@pytest.mark.parametrize(("family", "attention"), ATTENTIONS)
+@pytest.mark.parametrize(("family", "attention"), FEW_ATTENTIONS)
 def test_rows_of_one_length_step_without_a_mask_of_ours(family: str, attention: str) -> None:
     model = causal_lm(family, attention)
     texts = [[*PREFIX, 1], [*PREFIX, 2]]

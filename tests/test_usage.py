@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from trainer.cli import app
 from trainer.commands.usage import BAD_INPUT, Command, listed
-from trainer.terminal import progress
 
 CLI = CliRunner()
 EVALUATE = ["evaluate", "--target", "t", "--prompts", "p", "--output", "o"]
@@ -110,37 +109,6 @@ def evaluated(models: Path, output: Path, *more: str) -> list[str]:
     return [*map(str, words), "--dtype", "fp32", "--max-new-tokens", "6", *more]
 
 
-def test_settings_and_policies_given_several_times_are_all_measured(models: Path, tmp_path: Path) -> None:
-    arguments = [
-        "--drafter",
-        "lookup",
-        "--settings",
-        "greedy",
-        "--settings",
-        "sampling",
-        "--policies",
-        "fixed",
-        "--policies",
-        "heuristic",
-    ]
-    result = CLI.invoke(app, evaluated(models, tmp_path, *arguments, "--limit", "1"))
-    assert result.exit_code == 0, result.output
-    rows = json.loads((tmp_path / "report.json").read_text())["rows"]
-    assert {row["setting"] for row in rows} == {"greedy", "T=1"}
-    assert {"prompt lookup", "prompt lookup, heuristic"} <= {row["method"] for row in rows}
-
-
-def test_without_a_terminal_evaluating_says_how_far_it_is(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
-    result = CLI.invoke(app, evaluated(models, tmp_path, "--limit", "1", "--settings", "greedy", "--drafter", "lookup"))
-    lines = [line for line in result.output.splitlines() if line.startswith("evaluating: ")]
-    assert (
-        lines[0].startswith("evaluating: 1/6, about ") and lines[-1] == "evaluating: 6/6"
-    )  # 3 methods, a warm-up each
-
-
 def test_prompts_that_do_not_fit_are_counted_in_the_error_that_names_the_option(models: Path, tmp_path: Path) -> None:
     said = error_of(evaluated(models, tmp_path))
     assert said.startswith(
@@ -152,25 +120,6 @@ def test_prompts_that_do_not_fit_are_counted_in_the_error_that_names_the_option(
     (models / "long.jsonl").write_text(json.dumps({"prompt": "a" * 60}) + "\n")
     arguments = [word.replace("prompts.jsonl", "long.jsonl") for word in evaluated(models, tmp_path, "--skip-long")]
     assert "1 of 1 prompts" in (said := error_of(arguments)) and "--skip-long" not in said
-
-
-def test_prompts_that_do_not_fit_are_left_out_and_counted_if_asked(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
-    arguments = ["--drafter", f"draft:{models}/draft", "--skip-long", "--settings", "greedy"]
-    result = CLI.invoke(app, evaluated(models, tmp_path, *arguments))
-    assert result.exit_code == 0, result.output
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert (report["prompts"], report["prompts_left_out"]) == (1, 2)
-    for text in (result.output, (tmp_path / "report.html").read_text()):
-        assert "1 prompts (2 too long, left out), up to 6 new tokens" in " ".join(text.split())
-
-
-def test_where_every_prompt_fits_nothing_is_left_out(models: Path, tmp_path: Path) -> None:
-    result = CLI.invoke(app, evaluated(models, tmp_path, "--limit", "1", "--skip-long", "--settings", "greedy"))
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert result.exit_code == 0 and report["prompts_left_out"] == 0 and "too long" not in result.output
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

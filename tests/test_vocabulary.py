@@ -24,7 +24,6 @@ from decoding.model.vocabulary import (
     with_whole_vocabulary,
     write_output_tokens,
 )
-from decoding.rules.sampling import SamplingConfig
 
 KEPT = (1, 2, 5, 8, 9, 13)
 PROMPTS = ([1, 2, 3], [5], [7, 7, 0, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1])
@@ -131,28 +130,6 @@ def test_a_vocabulary_that_makes_no_sense_is_refused(tmp_path: Path, tokens: tup
 
 
 # --- a whole vocabulary again ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("vocab_size", [14, 16, 20])
-def test_a_trimmed_draft_decodes_on_its_own_and_never_writes_what_it_cannot(family: str, vocab_size: int) -> None:
-    """Gemma-2 bends its logits, so that -inf would not be -inf any more if it came before."""
-    draft = trimmed_vocabulary(tiny_model(family), KEPT)
-    alone = with_whole_vocabulary(draft, vocab_size)
-    logits = full_forward(alone.model, [3, 15, 4])
-    assert logits.shape == (3, vocab_size) and alone.vocab_size == vocab_size and alone.output_tokens is None
-    assert torch.equal(logits[:, list(KEPT)], full_forward(draft.model, [3, 15, 4]))
-    assert bool(logits[:, [token for token in range(vocab_size) if token not in KEPT]].eq(-torch.inf).all())
-    assert full_forward(draft.model, [1]).shape == (1, 6), "the draft given stays as it is"
-    assert alone.model.get_input_embeddings().weight is draft.model.get_input_embeddings().weight
-    for sampling in (SamplingConfig(), SamplingConfig(1.0)):
-        texts = Engine(alone).decode(PROMPTS, DecodingConfig(12, sampling, seed=1), batch_size=2)
-        assert all(len(text.tokens) == 12 and set(text.tokens) <= set(KEPT) for text in texts)
-    greedy = Engine(alone).decode([1, 2], DecodingConfig(8)).tokens
-    text = [1, 2]
-    while len(text) < 10:
-        text.append(KEPT[int(full_forward(draft.model, text)[-1].argmax())])
-    assert list(greedy) == text[2:]
 
 
 def test_a_draft_of_a_larger_padded_vocabulary_decodes_over_the_targets() -> None:

@@ -1,6 +1,7 @@
 """Kills, damage and a second run: a run goes on as if nothing had happened, or says in a sentence why it does not."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -50,15 +51,25 @@ def test_a_run_killed_twenty_times_equals_the_one_that_was_never_killed(tmp_path
     assert not list((killed / "checkpoints").glob(".*")) and not list(killed.glob(".*"))
 
 
-@pytest.fixture
-def begun(tmp_path: Path) -> tuple[Path, str]:
-    """A run stopped between its checkpoints, and its recipe."""
-    workshop = write_workshop(tmp_path)
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run stopped between its checkpoints, launched once, with a copy beside it; and its recipe."""
+    workshop = write_workshop(tmp_path_factory.mktemp("stopped"))
     output = workshop / "run"
     recipe = write_recipe(workshop, "medusa", output, every=2, steps=12)
     with running([*DIRECT, recipe, "evaluation.every=7", "evaluation.max_new_tokens=90"], workshop) as process:
         wait_until(lambda: steps_done(output) >= 7, process)
         kill_group(process)
+    shutil.copytree(output, workshop / "as it was stopped")
+    return output, recipe
+
+
+@pytest.fixture
+def begun(stopped: tuple[Path, str]) -> tuple[Path, str]:
+    """The stopped run and its recipe, with nothing left of the test before."""
+    output, recipe = stopped
+    shutil.rmtree(output)
+    shutil.copytree(output.parent / "as it was stopped", output)
     return output, recipe
 
 

@@ -113,6 +113,9 @@ def test_every_command_of_the_page_on_training_runs_in_the_order_given(desk: Pat
     for command in found:
         run(command, desk, environment)
     assert (desk / "runs" / "stored" / "final" / "model.safetensors").is_file()
+    quick = TRAINING.replace("changes = [", f"changes = [*{_TINY_RECIPE.split()}, ")
+    _run_the_python_block(quick, desk, environment)
+    assert (desk / "runs" / "python" / "final" / "model.safetensors").is_file()
 
 
 def test_every_command_of_the_page_on_drafts_runs_in_the_order_given(desk: Path, environment: dict[str, str]) -> None:
@@ -150,22 +153,39 @@ def _publisher() -> ModuleType:
     return module
 
 
-def test_the_figures_of_the_pages_are_those_of_one_committed_report() -> None:
+@pytest.mark.parametrize(("name", "count"), [("quickstart", 3), ("drafters", 1), ("policies", 1)])
+def test_the_figures_of_the_pages_are_those_of_one_committed_report(name: str, count: int) -> None:
     publisher = _publisher()
-    reports = [
-        json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks" / "results").glob("*/quickstart.json"))
-    ]
-    assert len(reports) >= 1
-    blocks = [(page, name, write) for page, marked in publisher.PLACES.items() for name, write in marked]
-    assert [(page, name) for page, name, _ in blocks] == [
-        ("README.md", "headline"),
-        ("README.md", "table"),
-        ("docs/measured.md", "quickstart"),
-    ]
+    assert publisher.PLACES.keys() == {"quickstart", "drafters", "policies"}
+    blocks = [(page, mark, write) for page, marked in publisher.PLACES[name].items() for mark, write in marked]
+    assert len(blocks) == count
+    found = sorted((ROOT / "benchmarks" / "results").glob(f"*/{name}.json"))
+    reports = [json.loads(path.read_text()) for path in found]
+    assert len(reports) >= (name == "quickstart")
+    if not reports:
+        assert all(
+            publisher.block(mark, publisher.UNPUBLISHED) in (ROOT / page).read_text() for page, mark, _ in blocks
+        )
+        return
     assert any(
-        all(publisher.block(name, write(report)) in (ROOT / page).read_text() for page, name, write in blocks)
+        all(publisher.block(mark, write(report)) in (ROOT / page).read_text() for page, mark, write in blocks)
         for report in reports
     )
+
+
+def test_the_tables_of_drafters_and_policies_hold_every_row_with_its_figures() -> None:
+    publisher = _publisher()
+    figure = {"value": 2.0, "low": 1.5, "high": 2.5}
+    told = {"hardware": {"processor": "P", "cores": 2, "threads": 2}, "commit": "c", "dtype": "float32"}
+    told |= {"parameters": 7_000_000, "prompts": 3, "rounds": 1, "max_new_tokens": 8}
+    drafter = {"setting": "greedy", "spec": "lookup", "tokens_per_pass": figure, "speedup_of_totals": figure}
+    drafter["identical_to_plain"] = {"identical": 2, "of": 3}
+    written = publisher.drafters_table({**told, "rows": [drafter]})
+    assert "| greedy | lookup | 2.00 [1.50, 2.50] | 2.00× [1.50, 2.50] | 2/3 |" in written
+    policy = {"target": "t", "temperature": 0.0, "batch_size": 8, "drafter": "lookup", "better": "fixed"}
+    policy |= {"speedup": {"fixed": figure, "measured": figure}, "measured_over_better": figure}
+    written = publisher.policies_table({**told, "rows": [policy]})
+    assert "| t | 0 | 8 | lookup | 2.00× | 2.00× | 2.00 [1.50, 2.50] of fixed |" in written
 
 
 def test_the_readme_names_every_machine_that_figures_come_from_and_says_which_are_missing() -> None:

@@ -1,9 +1,10 @@
 """Trees that grow where the draft is surest: against all trees there are, in batches, and through the whole loop."""
 
+import itertools
 from collections import Counter
 
 import pytest
-from test_draft_tree import PENALISED
+from test_draft_tree import PENALISED, naive_scores, opened, paths, propose
 from test_generate_sampling import FALSE_ALARM, LENGTH, PROMPT, exact_probabilities, p_value, small_llama
 from tiny_models import naive_greedy
 
@@ -56,3 +57,19 @@ def test_sampled_texts_have_the_targets_distribution(rule) -> None:  # type: ign
     assert p_value(counts, exact_probabilities(target, sampling)) > FALSE_ALARM
     accepted = sum(step.accepted for generation in generations for step in generation.steps)
     assert accepted > 40, "a draft that is never accepted proves little"
+
+
+@pytest.mark.parametrize("nodes", [4, 9, 17])
+def test_a_beam_as_wide_as_the_vocabulary_and_the_tree_finds_the_best_of_all_trees(
+    tiny_draft: CausalLM, tiny_llama: CausalLM, nodes: int
+) -> None:
+    """The likeliest of all 16 + 256 + 4,096 paths, which are a tree, since a product falls along a path."""
+    text, scores = [1, 2, 1], {(): 0.0}
+    for length in (1, 2, 3):
+        for before in itertools.product(range(16), repeat=length - 1):
+            following = naive_scores(tiny_draft, [*text, *before], SamplingConfig())
+            scores |= {(*before, token): scores[before] + following[token] for token in following}
+    best = sorted(scores, key=scores.__getitem__, reverse=True)[:nodes]
+    assert best[0] == () and max(map(len, best)) > 1
+    (proposal,) = propose(opened(DraftTreeDrafter(tiny_draft, 3, 16, nodes), tiny_llama, SamplingConfig()), text)
+    assert paths(proposal) == set(best[1:])

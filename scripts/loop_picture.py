@@ -1,0 +1,272 @@
+"""The picture that `draw_loop.py` draws: a tree with its kept and dropped nodes, and a text growing pass by pass."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch, PathPatch
+from matplotlib.path import Path as Curve
+
+from decoding.generate import Step
+from decoding.rules.tree import TokenTree
+
+COLOURS = {  # role: in the light scheme, in the dark one
+    "card": ("#ffffff", "#0d1117"),
+    "frame": ("#d1d9e0", "#30363d"),
+    "band": ("#f3f5f8", "#161b22"),
+    "ink": ("#1f2328", "#e6edf3"),
+    "muted": ("#59636e", "#9198a1"),
+    "kept": ("#d3f5dc", "#12361f"),
+    "kept edge": ("#1a7f37", "#3fb950"),
+    "own": ("#d8ebff", "#11294a"),
+    "own edge": ("#0969da", "#58a6ff"),
+    "dropped": ("#fafbfc", "#12171e"),
+    "dropped edge": ("#a3adb8", "#5b646e"),
+}
+LIGHT, DARK = ({role: pair[scheme] for role, pair in COLOURS.items()} for scheme in (0, 1))
+# Lengths in points.
+WIDTH, EDGE = 760.0, 26.0
+GLYPH = 0.602  # width of a DejaVu Sans Mono character at size 1
+TREE_SIZE, STRIP_SIZE = 10.5, 10.5
+LEAF, BOX = 25.0, 18.0
+GAPS = 26.0, 96.0  # least and most between two columns
+
+
+class Turn(NamedTuple):
+    """A step of the loop, and the tree that its target pass verified; None where nothing was drafted."""
+
+    step: Step
+    tree: TokenTree | None
+
+
+@dataclass
+class Pen:
+    """Draws boxes, words and curves in the colours of one scheme. Places are in points, y upwards."""
+
+    axes: Axes
+    colours: Mapping[str, str]
+
+    def words(self, x: float, y: float, text: str, size: float = 10, colour: str = "ink", **more: object) -> None:
+        self.axes.text(x, y, text, fontsize=size, color=self.colours[colour], **{"va": "center", **more})  # type: ignore[arg-type]
+
+    def box(self, x: float, y: float, width: float, height: float, fill: str, edge: str, **more: object) -> None:
+        """A rounded box whose left edge is at x and whose middle is at y."""
+        style = "round,pad=0,rounding_size=" + str(more.pop("radius", 4))
+        patch = FancyBboxPatch((x, y - height / 2), width, height, boxstyle=style, **more)  # type: ignore[arg-type]
+        patch.set(facecolor=self.colours[fill], edgecolor=self.colours[edge])
+        self.axes.add_patch(patch)
+
+    def token(self, x: float, y: float, text: str, role: str, size: float, height: float = BOX) -> float:
+        """A token in its box; returns the box's width."""
+        width = token_width(text, size)
+        dashes = {"linestyle": (0, (3, 2))} if role == "dropped" else {}
+        self.box(x, y, width, height, role, f"{role} edge", linewidth=1.1, zorder=3, **dashes)
+        colour = "muted" if role == "dropped" else "ink"
+        self.words(x + width / 2, y - 0.5, text, size, colour, ha="center", family="monospace", zorder=4)
+        return width
+
+    def curve(self, start: tuple[float, float], end: tuple[float, float], role: str) -> None:
+        middle = (start[0] + end[0]) / 2
+        path = Curve([start, (middle, start[1]), (middle, end[1]), end], [1, 4, 4, 4])
+        width = 1.1 if role == "dropped" else 2.0
+        self.axes.add_patch(
+            PathPatch(path, fill=False, edgecolor=self.colours[f"{role} edge"], linewidth=width, zorder=2)
+        )
+
+
+def token_width(text: str, size: float) -> float:
+    return len(text) * GLYPH * size + 11
+
+
+class Placed(NamedTuple):
+    """A node of the drawn tree: its text, its role, its place and its parent among the placed nodes (-1: the root)."""
+
+    text: str
+    role: str
+    x: float
+    y: float
+    parent: int
+
+
+def place_tree(turn: Turn, texts: Sequence[str], left: float, right: float) -> list[Placed]:
+    """Place the nodes below the root between ``left`` and ``right``, the first leaf at height 0, the others below it.
+
+    ``texts``: those of the tree's nodes, then the token that the target wrote, which stands behind the last kept node.
+    A node stands level with its kept child, else with its first.
+    """
+    assert turn.tree is not None
+    shape, path = turn.tree.shape, (0, *turn.tree.follow(turn.step.tokens[: turn.step.accepted]))
+    own = len(shape)
+    kept = {*path, own}
+    parents = (*shape.parents, path[-1])
+    children = [[child for child, parent in enumerate(parents) if parent == node] for node in range(own + 1)]
+    columns = _columns([*shape.depths, len(path)], texts, left, right)
+    heights = _heights(children, kept)
+    roles = ["own" if node == own else "kept" if node in kept else "dropped" for node in range(own + 1)]
+    return [
+        Placed(texts[node], roles[node], columns[node], heights[node], parents[node] - 1) for node in range(1, own + 1)
+    ]
+
+
+def _columns(depths: Sequence[int], texts: Sequence[str], left: float, right: float) -> list[float]:
+    """The left edge of each node; nodes of one depth stand below one another."""
+    widths = [0.0] * (max(depths) + 1)
+    for depth, text in zip(depths[1:], texts[1:], strict=True):
+        widths[depth] = max(widths[depth], token_width(text, TREE_SIZE))
+    gap = min(GAPS[1], max(GAPS[0], (right - left - sum(widths)) / max(depths)))
+    return [left + sum(widths[:depth]) + gap * depth for depth in depths]
+
+
+def _heights(children: Sequence[Sequence[int]], kept: Collection[int]) -> dict[int, float]:
+    """The height of each node: leaves one below another, every parent level with a child of its own."""
+    heights: dict[int, float] = {}
+
+    def visit(node: int, leaves: int) -> int:
+        """Place what hangs on a node, below ``leaves`` leaves; returns the leaves placed by then."""
+        for child in children[node]:
+            leaves = visit(child, leaves)
+        level = next((child for child in children[node] if child in kept), next(iter(children[node]), None))
+        heights[node] = -leaves * LEAF if level is None else heights[level]
+        return leaves + (level is None)
+
+    visit(0, 0)
+    return heights
+
+
+def draw_tree(pen: Pen, nodes: Sequence[Placed], root: tuple[float, float]) -> None:
+    for node in nodes:
+        if node.parent >= 0:
+            parent = nodes[node.parent]
+            start = (parent.x + token_width(parent.text, TREE_SIZE), parent.y)
+        else:
+            start = root
+        pen.curve(start, (node.x, node.y), node.role)
+        pen.token(node.x, node.y, node.text, node.role, TREE_SIZE)
+
+
+class Scene(NamedTuple):
+    """A recorded decode as texts.
+
+    ``names[i]`` are the tokens that turn i wrote, ``drawn`` is the turn of the tree, ``tree_names`` are the tokens of
+    that tree's nodes, and ``before`` is the end of the text in front of its root.
+    """
+
+    turns: Sequence[Turn]
+    names: Sequence[Sequence[str]]
+    drawn: int
+    tree_names: Sequence[str]
+    before: str
+
+
+def draw_heads(pen: Pen, y: float, headings: Sequence[tuple[str, str]]) -> None:
+    """Numbered headings side by side: a word, and a sentence below it."""
+    width = (WIDTH - 2 * EDGE) / len(headings)
+    for place, (word, sentence) in enumerate(headings):
+        x = EDGE + place * width
+        pen.box(x, y, 20, 20, "ink", "ink", radius=10, linewidth=0)
+        pen.words(x + 10, y - 0.5, str(place + 1), 10.5, "card", ha="center", weight="bold")
+        pen.words(x + 28, y, word, 12.5, weight="bold")
+        pen.words(x + 28, y - 18, sentence, 9.5, "muted")
+
+
+def strip_lines(names: Sequence[Sequence[str]], width: float) -> list[list[int]]:
+    """The turns on each line of the strip, as many as ``width`` holds."""
+    lines: list[list[int]] = [[]]
+    used = 0.0
+    for place, texts in enumerate(names):
+        needed = sum(token_width(text, STRIP_SIZE) + 1 for text in texts) + 9
+        if lines[-1] and used + needed > width:
+            lines.append([])
+            used = 0.0
+        lines[-1].append(place)
+        used += needed
+    return lines
+
+
+def draw_strip(pen: Pen, scene: Scene, lines: Sequence[Sequence[int]], top: float) -> None:
+    """The text, each pass's tokens side by side, with the number of the pass above them."""
+    for row, line in enumerate(lines):
+        x, y = EDGE, top - row * 36
+        for place in line:
+            start = x
+            for index, text in enumerate(scene.names[place]):
+                role = "kept" if index < scene.turns[place].step.accepted else "own"
+                x += pen.token(x, y, text, role, STRIP_SIZE, 17) + 1
+            named = place in (0, scene.drawn)
+            style = {"colour": "ink", "weight": "bold"} if place == scene.drawn else {"colour": "muted"}
+            pen.words((start + x) / 2, y + 14.5, f"{'pass ' * named}{place + 1}", 7.5, ha="center", **style)
+            x += 9
+
+
+def draw_legend(pen: Pen, y: float, right: float) -> None:
+    """The three roles, right-aligned."""
+    for role, text in (("own", "written by the target"), ("dropped", "dropped"), ("kept", "drafted and kept")):
+        right -= 5.6 * len(text) * 0.95
+        pen.words(right, y, text, 9.5, "muted")
+        right -= 20
+        dashes = {"linestyle": (0, (3, 2))} if role == "dropped" else {}
+        pen.box(right, y, 14, 11, role, f"{role} edge", linewidth=1.1, radius=3, **dashes)
+        right -= 16
+
+
+def draw(scene: Scene, colours: Mapping[str, str]) -> Figure:
+    """The whole picture in the colours of one scheme."""
+    step = scene.turns[scene.drawn].step
+    root = f"{scene.before}{scene.tree_names[0]}"
+    root_end = EDGE + 14 + len(root) * GLYPH * TREE_SIZE + 5
+    texts = (*scene.tree_names, scene.names[scene.drawn][-1])
+    nodes = place_tree(scene.turns[scene.drawn], texts, root_end, WIDTH - EDGE - 14)
+    lines = strip_lines(scene.names, WIDTH - 2 * EDGE)
+    tree_height = -min(node.y for node in nodes)
+    height = tree_height + 36 * len(lines) + 190
+    figure = plt.figure(figsize=(WIDTH / 72, height / 72), dpi=144, facecolor="none")
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, WIDTH), ylim=(0, height))
+    axes.axis("off")
+    pen = Pen(axes, colours)
+    pen.box(1, height / 2, WIDTH - 2, height - 2, "card", "frame", radius=10, linewidth=1)
+    headings = (
+        ("Propose", f"the drafter guesses {step.drafted} tokens, as a tree"),
+        ("Verify", f"one target pass reads all {step.drafted}"),
+        ("Commit", f"{step.accepted} kept + 1 of the target's = {len(step.tokens)} tokens"),
+    )
+    draw_heads(pen, height - EDGE - 6, headings)
+    top = height - 96
+    pen.box(EDGE, top - tree_height / 2, WIDTH - 2 * EDGE, tree_height + 46, "band", "frame", radius=8, linewidth=0.8)
+    placed = [node._replace(y=node.y + top) for node in nodes]
+    root_y = next(node.y for node in placed if node.parent < 0 and node.role != "dropped")
+    pen.words(EDGE + 14, root_y - 0.5, root, TREE_SIZE, family="monospace", weight="bold")
+    draw_tree(pen, placed, (root_end, root_y))
+    below = top - tree_height - 52
+    written = sum(map(len, scene.names))
+    pen.words(EDGE, below, f"{written} tokens in {len(scene.turns)} target passes", 12.5, weight="bold")
+    draw_legend(pen, below, WIDTH - EDGE)
+    draw_strip(pen, scene, lines, below - 40)
+    return figure
+
+
+def with_schemes(svg: str) -> str:
+    """Let a light picture take its dark colours where the reader's scheme is dark."""
+    rules = [
+        f'[style*="{name}: {LIGHT[role]}"] {{ {name}: {DARK[role]} !important }}'
+        for role in LIGHT
+        for name in ("fill", "stroke")
+    ]
+    style = "<style>@media (prefers-color-scheme: dark) {\n" + "\n".join(rules) + "\n}</style>\n"
+    begin = svg.index("<defs>")
+    return svg[:begin] + style + svg[begin:]
+
+
+def save(figure: Figure, output: Path, source: str) -> None:
+    """Write the picture; an .svg of the light colours also gets the dark ones, and names its source."""
+    if output.suffix != ".svg":
+        figure.savefig(output)
+        return
+    plt.rcParams["svg.hashsalt"] = "loop"  # the same text, the same file
+    figure.savefig(output, metadata={"Date": None, "Source": source})
+    lines = with_schemes(output.read_text()).splitlines()
+    output.write_text("\n".join(line.rstrip() for line in lines) + "\n")
