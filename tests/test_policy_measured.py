@@ -15,6 +15,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import Costs
 from decoding.policies import PLAIN, Budget, FixedPolicy, HeuristicPolicy, MeasuredPolicy
 from decoding.policies.acceptance import Acceptance
+from decoding.policies.survey import Survey
 
 # A drafter that is worth its time.
 
@@ -46,7 +47,7 @@ def test_acceptance_that_falls_with_the_position_ends_the_draft_early() -> None:
     assert Counter(run.choices).most_common(1)[0][0] == Budget(2, 3)  # 2.62/1.2; one deeper 2.69/1.3, one less 1.9/1.1
 
 
-@pytest.mark.parametrize(("slope", "best"), [(0.005, Budget(4, 16)), (0.2, Budget(2, 4))])
+@pytest.mark.parametrize(("slope", "best"), [(0.005, Budget(4, 16)), (0.15, Budget(2, 4))])
 def test_the_size_of_a_tree_follows_the_cost_of_its_nodes(slope: float, best: Budget) -> None:
     by_nodes = {4: 0.55, 8: 0.65, 16: 0.8}
     machine = Machine(0.02, lambda rows, nodes: 1 + slope * (nodes - 1))
@@ -211,6 +212,13 @@ def test_a_measurement_ends_after_two_seconds_however_slow_the_target_is() -> No
     policy.begin(chains(8), 4, rehearse)
     assert steps == {1: 3, 4: 3} and clock.now == pytest.approx(2.4)  # a second for each, to the end of its last step
     assert policy.choose(chains(8), 2) in [PLAIN, *chains(8)]
+
+
+def test_a_survey_takes_sizes_that_look_cheaper_than_smaller_ones_for_noise() -> None:
+    survey = Survey(chains(2), Acceptance())
+    for budget, seconds in [(PLAIN, 3.0), (Budget(1, 2), 2.0), (Budget(2, 3), 4.0), (PLAIN, 60.0)]:
+        survey.observe(budget, 1, one(0, budget.depth), 0.0, seconds, seconds)
+    assert survey.costs().target_pass == {1: 2.5, 2: 2.5, 3: 4.0}
 
 
 def test_known_costs_need_no_measurement_and_spare_attempts_that_cannot_pay() -> None:

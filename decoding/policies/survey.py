@@ -1,8 +1,7 @@
 """The survey: a short rehearsal that takes a drafter's budgets in turn and notes what their steps cost."""
 
-import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 
 from decoding.metrics import StepCount
@@ -49,9 +48,22 @@ class Survey:
         self.steps += 1
 
     def costs(self) -> Costs:
-        """Medians, without the first sample of each where there are more: that one warms up."""
+        """Take the lower third of the samples, since hiccups only add; a larger size is taken to cost no less."""
         passes, drafts = (
-            {size: statistics.median(times[1:] or times) for size, times in samples.items()}
+            {size: sorted(times)[(len(times) - 1) // 3] for size, times in samples.items()}
             for samples in (self._passes, self._drafts)
         )
-        return Costs(passes, drafts)
+        return Costs(_never_falling(passes), _never_falling(drafts))
+
+
+def _never_falling(curve: Mapping[int, float]) -> dict[int, float]:
+    """The nearest curve that never falls, by least squares: neighbours that fall share their mean."""
+    blocks: list[tuple[float, int]] = []  # mean, sizes
+    for _, seconds in sorted(curve.items()):
+        mean, sizes = seconds, 1
+        while blocks and blocks[-1][0] > mean:
+            before, others = blocks.pop()
+            mean, sizes = (mean * sizes + before * others) / (sizes + others), sizes + others
+        blocks.append((mean, sizes))
+    means = [mean for mean, sizes in blocks for _ in range(sizes)]
+    return dict(zip(sorted(curve), means, strict=True))
