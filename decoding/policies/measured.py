@@ -106,7 +106,7 @@ class MeasuredPolicy:
     def _margin(self, other: int) -> float:
         """Times the rate of the choice in use that another one must promise, the more the less is known of either."""
         budgets = [self._choices[place].budget for place in (self._current, other) if place]
-        if len(budgets) == 2 and self._acceptance.related(*budgets):
+        if not other or (len(budgets) == 2 and self._acceptance.related(*budgets)):
             return _GAIN_TO_SWITCH
         return _GAIN_TO_SWITCH + _DOUBT / math.sqrt(1 + min(map(self._acceptance.trials, budgets), default=0.0))
 
