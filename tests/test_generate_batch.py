@@ -291,12 +291,6 @@ def test_a_policy_sees_what_each_row_did() -> None:
     assert {budget for budget, _, _ in policy.seen} == {PLAIN, *hostile().budgets}
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_greedy_rows_stay_plain_greedy_where_a_policy_drafts_now_and_then(name: str) -> None:
-    texts = Engine(llama(), DRAFTERS[name](), RandomPolicy(0)).decode(PROMPTS[:5], DecodingConfig(COUNT), batch_size=3)
-    assert [text.tokens for text in texts] == plain_texts()[:5]
-
-
 def test_a_draft_model_that_was_not_asked_for_long_drafts_as_if_it_had_been() -> None:
     """The target drafts for itself, so every offer is accepted, if its cache has kept up."""
 
