@@ -26,6 +26,7 @@ from trainer import quickstart
 from trainer.cli import guarded
 from trainer.commands.decode import EvaluateOptions, run_evaluate
 from trainer.export import export
+from trainer.recipe.reading import load_recipe
 from trainer.run.train import ensure_built
 
 ROOT = Path(__file__).parent.parent
@@ -60,12 +61,16 @@ def build_target() -> None:
 
 
 def discard_stale(recipe: str) -> None:
-    """Remove a run on another target (a new Python, another cache): it cannot be resumed."""
+    """Remove a finished run on another target (a new Python, another cache) or by another recipe: it is not resumed."""
     provenance = Path(artefact(recipe)) / "provenance.json"
     if provenance.is_file():
-        trained_on = json.loads(provenance.read_text())["target"]["fingerprint"]
-        if trained_on != stored_fingerprint(quickstart.folder()):
-            print(f"{provenance.parent.parent} was trained on another target: starting over")
+        stored = json.loads(provenance.read_text())
+        wanted = load_recipe(ROOT / "recipes" / "quickstart" / f"{recipe}.yaml").model_dump(mode="json")
+        other = "on another target" * (stored["target"]["fingerprint"] != stored_fingerprint(quickstart.folder()))
+        if any(stored["recipe"].get(section) != wanted.get(section) for section in ("heads", "draft")):
+            other = other or "by another recipe"
+        if other:
+            print(f"{provenance.parent.parent} was trained {other}: starting over")
             shutil.rmtree(provenance.parent.parent)
 
 

@@ -52,7 +52,9 @@ class EvaluateOptions(ModelOptions):
     ] = None
     policies: Annotated[
         list[str] | None,
-        Option(help="Rules for how much to draft: fixed (the default), heuristic, measured, listed as --settings."),
+        Option(
+            help="Policies for the amount to draft: fixed (the default), heuristic, measured; given like --settings."
+        ),
     ] = None
     rounds: Annotated[int, Option(min=1, help="Times that each method decodes each prompt.")] = 1
     title: Annotated[str | None, Option(help="Title of the report; by default the target's and prompts' names.")] = None
@@ -64,7 +66,7 @@ class GenerateOptions(ModelOptions):
 
     prompt: Annotated[str, Option(help="Text to answer or to continue; '-' reads it from standard input.")]
     drafter: Annotated[str | None, Option(help=f"Drafter; plain decoding if not given: {DRAFTERS}")] = None
-    policy: Annotated[str, Option(help="Rule for how much to draft: fixed, heuristic or measured.")] = "fixed"
+    policy: Annotated[str, Option(help="Policy for the amount to draft: fixed, heuristic or measured.")] = "fixed"
     rule: Annotated[
         str | None,
         Option(
