@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from decoding.drafters.registry import named_drafter
+from decoding.drafters.spec import DrafterSpec
 from decoding.generate import DecodingConfig
 from decoding.jsonl import read_lines
 from decoding.measure.machine import commit, hardware, versions
@@ -72,8 +73,10 @@ def _realign(options: RealignOptions, console: Console, watched: Console) -> dic
     before = _measure_stale(options, watched)
     say(console, f"the stale draft, {tokens_per_pass(before.figures)}")
     recipe = recipe_of(options, before.positions)
+    # The stale draft speculates, which saves time and changes no answer.
+    spec = DrafterSpec("draft", options.draft, {"tokens": options.draft_tokens})
     for name in (_PROMPTS, _CHOOSING):
-        run_regenerate(_questions(options, name), console)
+        run_regenerate(_questions(options, name), console, spec)
     final = run_recipe(recipe, watched)
     after = _measure(options, str(final), watched)
     report = {
@@ -124,12 +127,11 @@ def split_prompts(options: RealignOptions) -> None:
 
 
 def _questions(options: RealignOptions, name: str) -> RegenerateOptions:
-    """Options to let the target answer a file; the stale draft speculates, which saves time and changes no answer."""
+    """Options to let the target answer a file."""
     return RegenerateOptions(
         prompts=str(options.output / name),
         output=answers_to(options.output / name),
         target=options.target,
-        drafter=f"draft:{options.draft},tokens={options.draft_tokens}",
         prompt_field=options.prompt_field,
         temperature=options.temperature,
         max_new_tokens=options.max_new_tokens,
