@@ -18,7 +18,7 @@ from trainer.files.shards import digest_of_each
 from trainer.learning.objective import Objective
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.recipe import AnyRecipe
-from trainer.target.loading import StoredTarget
+from trainer.target.loading import StoredTarget, Target
 from trainer.target.store import Store, Writer
 from trainer.terminal.place import Place
 
@@ -129,9 +129,12 @@ class Job(Protocol):
         """The batches of a training by ``section``. ``folder``: where texts are written, by default in the output."""
 
     def writer(self, examples: Sequence[Example]) -> Writer | None:
-        """The writer of features or of a teacher cache of these examples; None where the training reads neither."""
+        """The writer of features or of a teacher cache of these examples; None where the training reads neither.
 
-    def target_again(self, device: torch.device) -> StoredTarget | None:
+        Only where a target is loaded.
+        """
+
+    def target_again(self, device: torch.device) -> Target | None:
         """The target for the last evaluation: as ``target``, but loaded once more if it was let go."""
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:

@@ -126,9 +126,8 @@ class HeadsJob:
         return Offline(self.dataset.examples, section.batch_size, section.seed)
 
     def writer(self, examples: Sequence[Example]) -> FeatureWriter | None:
-        if self.recipe.features is None or not isinstance(self.target, Target):
-            return None
-        return feature_writer(self.target, examples, self.recipe.features.top_k)
+        features = self.recipe.features
+        return None if features is None else feature_writer(self._loaded, examples, features.top_k)
 
     def target_again(self, device: torch.device) -> Target:
         if isinstance(self.target, Target):
@@ -140,7 +139,7 @@ class HeadsJob:
 
     def passing_bytes(self, largest: Largest) -> int:
         """See `trainer.job.Job.passing_bytes`: a head keeps its input, and three states of each block, in fp32."""
-        recipe, target, itemsize = self.recipe, self._loaded, trained_itemsize(self.recipe)
+        recipe, target, itemsize = self.recipe, self._loaded.model, trained_itemsize(self.recipe)
         head = 4 * target.hidden_size * (2 + 3 * recipe.heads.num_layers)
         heads = largest.trained * head * recipe.heads.num_heads
         chunk = min(CHUNK_BYTES, largest.trained * target.vocab_size * itemsize)
@@ -156,13 +155,13 @@ class HeadsJob:
         """See `trainer.job.Job.artefact_bytes`; adapters may be merged into a copy of the target."""
         parts = {"the finished artefact": trained_numbers(self.objective) * self.target.dtype.itemsize}
         if self.recipe.adapters is not None and self.recipe.adapters.export == "merged":
-            parts["the merged target"] = frozen_bytes(self._loaded, self.objective.module)
+            parts["the merged target"] = frozen_bytes(self._loaded.model, self.objective.module)
         return parts
 
     @property
-    def _loaded(self) -> CausalLM:
+    def _loaded(self) -> Target:
         assert isinstance(self.target, Target), "a plan keeps the target"
-        return self.target.model
+        return self.target
 
 
 def _identity(recipe: MedusaRecipe, target: StoredTarget, dataset: Dataset) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Evaluator:
 
 
 def evaluator_of(job: Job) -> Evaluator | None:
-    """The evaluator of a run in between; None where no target is loaded to evaluate with, or no prompt is asked for."""
+    """The evaluator for the evaluations during a run; None if no target is loaded or the recipe asks for no prompts."""
     return _evaluator(job, job.target)
 
 
@@ -81,7 +81,8 @@ class Watch:
         self._evaluator = evaluator_of(job)
         self._evaluated_at: int | None = None
         self._best: Best | None = None
-        if self._section.decides and self._evaluator is not None:
+        if self._section.decides:
+            assert self._evaluator is not None, "a recipe whose evaluations decide keeps a target for them"
             settings = (self._section.max_new_tokens, self._section.temperature)
             comparable = [job.identity, self._evaluator.prompts, *settings]
             self._best = Best(Path(job.recipe.output) / "best", self._section, comparable, checkpoints.steps)

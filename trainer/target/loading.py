@@ -21,7 +21,7 @@ from trainer.recipe.heads import MedusaRecipe
 
 @dataclass(frozen=True)
 class StoredTarget:
-    """A target on disk, which is not loaded."""
+    """A target by its place on the disk, without its model; a `Target` has it too."""
 
     name: str
     """Hub id or folder to load it from."""
@@ -38,7 +38,7 @@ class StoredTarget:
 
 @dataclass(frozen=True)
 class Target(StoredTarget):
-    """A target that is loaded."""
+    """A target with its model loaded."""
 
     model: CausalLM
     rounding: str | None = None
