@@ -19,7 +19,7 @@ from trainer.files.shards import write_text
 from trainer.recipe.draft import PolicySection
 from trainer.terminal.place import ALONE, Place
 
-Kind = Literal["offline", "target", "draft", "loop"]
+Origin = Literal["offline", "target", "draft", "loop"]
 """Where a sequence comes from: see `PolicySection`."""
 LONGEST_PERIOD = 16
 """Tokens of the longest pattern that a collapsed text may repeat."""
@@ -59,7 +59,7 @@ class Order(NamedTuple):
     step: int
     position: int
     place: int
-    kind: Kind
+    kind: Origin
     prompt: tuple[int, ...]
 
 
@@ -69,7 +69,7 @@ class Written(NamedTuple):
     step: int
     position: int
     place: int
-    kind: Kind
+    kind: Origin
     prompt_length: int
     tokens: tuple[int, ...]
     rejected: tuple[int, ...]
@@ -114,7 +114,7 @@ class TextWriter:
         target, limit = self.target, self.target.vocab_size
         alone = draft.output_tokens is None and draft.vocab_size == limit
         drafter = named_drafter("draft", draft, tokens=self._num_draft_tokens)
-        writers: dict[Kind, tuple[CausalLM, Drafter | None]] = {
+        writers: dict[Origin, tuple[CausalLM, Drafter | None]] = {
             "target": (target, drafter if self._speculates else None),
             "draft": (draft if alone else with_whole_vocabulary(draft, limit), None),
             "loop": (target, drafter),

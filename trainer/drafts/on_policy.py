@@ -14,7 +14,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids
 from trainer.data.batch import Example
 from trainer.data.source import BatchSource, Offline, PlacedExample
-from trainer.drafts.generations import Kind, Order, TextWriter, WindowFiles, Written
+from trainer.drafts.generations import Order, Origin, TextWriter, WindowFiles, Written
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.draft import DraftRecipe, PolicySection
 from trainer.terminal.place import ALONE, Place
@@ -150,10 +150,10 @@ class PolicySource:
                     orders.append(Order(step, position, row.place, kinds[position], prompt))
         return orders
 
-    def _kinds(self, step: int) -> list[Kind]:
+    def _kinds(self, step: int) -> list[Origin]:
         """Kinds by position of a step's batch: each as often as its share asks to within one, on average exactly."""
         shares = self._policy.shares(step / max(1, self._training.steps - 1))
-        kinds = get_args(Kind)
+        kinds = get_args(Origin)
         bounds = list(accumulate(shares[kind] for kind in kinds))
         # A multiple of 1/1024: the last position stays clear of 1, where the bounds end but for rounding.
         size, offset = self._training.batch_size, random.Random(f"{self._training.seed} {step}").randrange(1024) / 1024
