@@ -94,7 +94,7 @@ def _table(summary: Summary) -> Table:
 def _backend(
     options: RegenerateOptions, sampling: SamplingConfig, spec: DrafterSpec | None
 ) -> tuple[Backend, dict[str, Any]]:
-    """The backend that was asked for, and the settings that make its answers."""
+    """Return the backend that was asked for, and the settings that make its answers."""
     if options.target is not None and options.endpoint is None:
         return _target(options, options.target, sampling, spec)
     if options.endpoint is None or options.target is not None:
@@ -120,7 +120,7 @@ def _check(options: RegenerateOptions, sampling: SamplingConfig) -> None:
 def _target(
     options: RegenerateOptions, named: str, sampling: SamplingConfig, spec: DrafterSpec | None
 ) -> tuple[Backend, dict[str, Any]]:
-    """The target in this process."""
+    """Return the backend of a target in this process."""
     ensure_built(named)
     name, trusted = resolve(named), options.trust_remote_code
     dtype = parse_dtype(options.dtype)
@@ -140,7 +140,7 @@ def _target(
 
 
 def _endpoint(options: RegenerateOptions, address: str, model: str) -> tuple[Backend, dict[str, Any]]:
-    """A served model; its address is not kept, for it may move, and may hold a secret."""
+    """Return the backend of a served model; its address is not kept, for it may move, and may hold a secret."""
     if importlib.util.find_spec("openai") is None:
         raise ValueError("an --endpoint is asked by the openai package: pip install 'headstart[endpoint]'")
     from trainer.target.endpoint import Endpoint, EndpointBackend

@@ -71,7 +71,7 @@ class HeadsKind:
         return 1
 
     def phases(self) -> list[Phase]:
-        """Two where adapters join the heads later."""
+        """Return two phases where adapters join the heads later."""
         steps = self.recipe.training.steps
         alone = self.recipe.adapters.heads_first_steps if self.recipe.adapters else 0
         if not 0 < alone < steps:
@@ -176,13 +176,13 @@ def _identity(recipe: MedusaRecipe, target: StoredTarget, dataset: Dataset) -> d
 
 
 def _features(section: FeaturesSection, target: Target, dataset: Dataset, place: Place) -> FeatureStore:
-    """The features of the training data, written where they are not there yet."""
+    """Return the features of the training data, written where they are not there yet."""
     writer = feature_writer(target, dataset.examples, section.top_k)
     return ensure_features(writer, dataset.examples, section, place)
 
 
 def _objective_on(recipe: MedusaRecipe, target: Target) -> MedusaObjective | Medusa2Objective:
-    """The objective on a target that runs at every step."""
+    """Make the objective on a target that runs at every step."""
     steps = recipe.training.steps
     if recipe.adapters is not None:
         return Medusa2Objective(target.model, target.tokenizer, recipe.heads, recipe.adapters, steps)
@@ -192,6 +192,6 @@ def _objective_on(recipe: MedusaRecipe, target: Target) -> MedusaObjective | Med
 def _objective_from(
     recipe: MedusaRecipe, target: StoredTarget, store: FeatureStore, device: torch.device
 ) -> MedusaObjective:
-    """The objective on stored features, for which the target need not be loaded."""
+    """Make the objective on stored features, for which the target need not be loaded."""
     config = AutoConfig.from_pretrained(target.name, trust_remote_code=recipe.trust_remote_code)
     return MedusaObjective(StoredFeatures(store, config, device), recipe.heads, recipe.training.steps, target.dtype)

@@ -48,19 +48,19 @@ class Evaluator:
         return acceptance_on(self.target, drafter, self.prompts, self.config)
 
     def greedy_texts(self, dataset: Dataset) -> list[tuple[Sequence[int], int]]:
-        """The target's own answers to prompts of another set, as (tokens, prompt length)."""
+        """Return the target's own answers to prompts of another set, as (tokens, prompt length)."""
         config = replace(self.config, sampling=SamplingConfig())
         prompts = self._prompts_of(dataset)
         return [((*prompt, *Engine(self.target).decode(prompt, config).tokens), len(prompt)) for prompt in prompts]
 
 
 def evaluator_of(job: Job) -> Evaluator | None:
-    """The evaluator for the evaluations during a run; None if no target is loaded or the recipe asks for no prompts."""
+    """Return the evaluator of a run under way; None if no target is loaded or the recipe asks for no prompts."""
     return _evaluator(job, job.target)
 
 
 def evaluator_at_end(job: Job, device: torch.device) -> Evaluator | None:
-    """The evaluator of finished weights, for which a target that was let go is loaded again on ``device``."""
+    """Return the evaluator of finished weights, for which a target that was let go is loaded again on ``device``."""
     return _evaluator(job, job.target_again(device)) if job.recipe.evaluation.prompts else None
 
 
@@ -88,7 +88,7 @@ class Watch:
             self._best = Best(Path(job.recipe.output) / "best", self._section, comparable, checkpoints.steps)
 
     def check(self) -> None:
-        """ValueError where weights that an earlier life of the run kept are damaged."""
+        """Raise ValueError where the best weights on the disk are damaged."""
         if self._best is not None:
             self._best.check()
 

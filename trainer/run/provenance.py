@@ -20,7 +20,7 @@ def provenance(
     tokens: int,
     launch: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The provenance as plain JSON values, none of them secret: a recipe holds no keys.
+    """Return the provenance as plain JSON values, none of them secret: a recipe holds no keys.
 
     ``target`` is the `stored_fingerprint` of its weights, ``launch`` what `trainer.run.distributed.describe` says.
     """

@@ -32,7 +32,7 @@ class StoredTarget:
     tokenizer: PreTrainedTokenizerBase
 
     def loaded(self, model: CausalLM) -> "Target":
-        """The same target with its model."""
+        """Return the same target with its model."""
         return Target(self.name, self.dtype, self.fingerprint, self.tokenizer, model)
 
 
@@ -50,7 +50,7 @@ class Target(StoredTarget):
         return self.fingerprint if self.rounding is None else f"{self.fingerprint} {self.rounding}"
 
     def let_go(self) -> StoredTarget:
-        """The same target without its model."""
+        """Return the same target without its model."""
         return StoredTarget(self.name, self.dtype, self.fingerprint, self.tokenizer)
 
     def rounded(self, rounding: str, device: torch.device | None) -> "Target":
@@ -89,7 +89,7 @@ def load_target_model(recipe: MedusaRecipe | DraftRecipe, device: torch.device) 
 
 
 def _fingerprint_for_all(name: str, trust_remote_code: bool) -> str:
-    """The stored weights' fingerprint; the first process alone reads them from end to end."""
+    """Return the stored weights' fingerprint; the first process alone reads them from end to end."""
     found: list[str | None] = [None]
     if PartialState().is_main_process:
         found = [stored_fingerprint(name, trust_remote_code)]
