@@ -151,7 +151,7 @@ class PolicySource:
         return orders
 
     def _kinds(self, step: int) -> list[Origin]:
-        """Return the origin of each position of a step's batch; every share is met to within one, on average exactly."""
+        """Return the origin of each position of a step's batch; each share is met to within one, on average exactly."""
         shares = self._policy.shares(step / max(1, self._training.steps - 1))
         kinds = get_args(Origin)
         bounds = list(accumulate(shares[kind] for kind in kinds))

@@ -53,8 +53,8 @@ def initial_draft(
 ) -> InitialDraft:
     """Make the draft of a recipe's section, its vocabulary trimmed to the commonest tokens of the examples' answers.
 
-    ``longest``: the most tokens that it will read at once. ValueError for a draft that does not fit: another tokenizer, a
-    context or a vocabulary that is too small, layers that the target does not have, a config that makes no model.
+    ``longest``: the most tokens that it will read at once. ValueError for a draft that does not fit: another tokenizer,
+    a context or a vocabulary that is too small, layers that the target does not have, a config that makes no model.
     """
     init = section.init
     written: Sequence[int] | None = None

@@ -59,9 +59,8 @@ def _run(kind: Kind, accelerator: Accelerator, place: Place) -> None:
     # A run that was begun may go on, however busy the machine is now.
     begun = any((output / CHECKPOINTS).glob("step-*"))
     job = kind.assemble(accelerator.device, place, check_costs=not begun)
-    checkpoints = Checkpoints(
-        output / CHECKPOINTS, recipe.checkpoint.keep, job.identity, _settings(recipe, place.world)
-    )
+    keep, settings = recipe.checkpoint.keep, _settings(recipe, place.world)
+    checkpoints = Checkpoints(output / CHECKPOINTS, keep, job.identity, settings)
     _announce(place, kind, job)
     with Log(recipe, accelerator, place.console) as log:
         if (address := address_of(accelerator)) is not None:
