@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILIES, tiny_model
+from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.model.causal_lm import CausalLM
@@ -228,16 +228,6 @@ def test_a_draft_too_large_for_the_targets_dtype_is_refused_after_the_cast_alone
 
 
 # --- models --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_folders_of_every_family_are_what_they_claim(family: str, tied: bool, tmp_path: Path) -> None:
-    tiny_model(family, vocab=128, tie_word_embeddings=tied).save_pretrained(tmp_path / "one")
-    tiny_model(family, vocab=128, tie_word_embeddings=tied).save_pretrained(tmp_path / "many", max_shard_size="8KB")
-    assert (tmp_path / "many" / INDEX).is_file()
-    check_model_folder(tmp_path / "one")
-    check_model_folder(tmp_path / "many")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "falcon", "qwen3-moe", "gemma3", "opt"])

@@ -232,37 +232,6 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize(
-    "damage", [truncate, Path.unlink, lambda path: path.write_bytes(b"")], ids=["cut", "gone", "0"]
-)
-def test_a_damaged_newest_checkpoint_is_passed_over(
-    tmp_path: Path, file: str, damage: Callable[[Path], object]
-) -> None:
-    model = save_steps(tmp_path, 2, 4)
-    damage(tmp_path / "step-00000004" / file)
-    other, optimizers = trained_model(seed=1)
-    assert load(checkpoints(tmp_path), other, optimizers) == Progress(2, 200)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        "[]",
-        "null",
-        '"step"',
-        '{"step": 4, "tokens": 400, "identity": null}',
-        '{"step": "4", "tokens": 400, "identity": {}, "stretches": []}',
-        '{"step": 4, "identity": {}}',
-    ],
-)
-def test_a_state_that_is_json_but_not_a_checkpoints_is_passed_over_as_damaged(tmp_path: Path, state: str) -> None:
-    save_steps(tmp_path, 2, 4)
-    (tmp_path / "step-00000004" / "state.json").write_text(state)
-    assert load(checkpoints(tmp_path), *trained_model()) == Progress(2, 200)
-
-
 def test_a_damaged_newest_checkpoint_does_not_crowd_out_the_good_ones_after_it(tmp_path: Path) -> None:
     """With one kept, the step-4 folder that cannot be read must not be what is kept; nor is it deleted."""
     save_steps(tmp_path, 2, 4, keep=2)

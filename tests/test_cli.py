@@ -132,6 +132,24 @@ def test_every_option_reaches_the_decoder(models: Path, monkeypatch: pytest.Monk
     assert calls == [(DecodingConfig(5, sampling, SAMPLED_VERIFY, (0,), ("a", "b"), seed=3), "measured")]
 
 
+def test_the_warm_up_of_eight_tokens_is_not_what_a_policy_learns_from(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[int, str]] = []
+    steps = Engine.steps
+
+    def spy(engine: Engine, prompt: Any, config: DecodingConfig) -> Iterator[Step]:
+        calls.append((config.max_new_tokens, engine.policy.name))
+        return steps(engine, prompt, config)
+
+    monkeypatch.setattr(Engine, "steps", spy)
+    run(
+        "generate", "--target", str(models / "target"), "--drafter", "lookup", "--prompt", "ab", "--policy",
+        "heuristic", "--max-new-tokens", "9",
+    )  # fmt: skip
+    assert calls == [(8, "fixed"), (9, "heuristic"), (9, "heuristic")]  # the last one without the drafter
+
+
 @pytest.mark.parametrize("options", [EvaluateOptions, GenerateOptions, RealignOptions])
 def test_defaults_and_help_of_the_options_stand_in_one_place(options: type) -> None:
     name = options.__name__.removesuffix("Options").lower()
@@ -174,30 +192,6 @@ def test_a_report_says_what_it_measured_and_how_and_no_path_or_secret(
     for leak in (secret, str(models), str(tmp_path), "zoe"):
         assert leak not in written and leak not in page
     assert report["command"].replace("'", "&#39;") in page and report["fingerprints"]["heads:heads"] in page
-
-
-def test_drafters_that_are_called_alike_are_told_apart_by_their_specs(models: Path, tmp_path: Path) -> None:
-    (tmp_path / "draft").symlink_to(models / "draft")
-    asked = [f"draft:{folder}/draft" for folder in (models, tmp_path)] + ["lookup:ngram=2", "lookup"]
-    words = [word for spec in asked for word in ("--drafter", spec)]
-    code, _ = run(
-        "evaluate", "--target", str(models / "target"), *words, "--prompts", str(models / "prompts.jsonl"), "--limit",
-        "1", "--max-new-tokens", "4", "--dtype", "fp32", "--output", str(tmp_path), "--settings", "greedy",
-    )  # fmt: skip
-    assert code == 0
-    report = json.loads((tmp_path / "report.json").read_text())
-    chain = "draft model, 4 tokens"
-    assert report["drafters"] == {
-        f"{chain} (draft:draft)": "draft:draft",
-        f"{chain} (draft:draft (2))": "draft:draft (2)",
-        "prompt lookup (lookup:ngram=2)": "lookup:ngram=2",
-        "prompt lookup (lookup)": "lookup",
-    }
-    weights = stored_fingerprint(models / "draft")
-    assert report["fingerprints"]["draft:draft"] == report["fingerprints"]["draft:draft (2)"] == weights
-    rows = {row["method"]: row["drafter"] for row in report["rows"]}
-    assert rows["transformers assisted, 4 tokens"] == f"{chain} (draft:draft)" and rows["plain"] is None
-    assert all(rows[name] == name for name in report["drafters"])
 
 
 ERRORS = {

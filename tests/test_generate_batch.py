@@ -250,6 +250,12 @@ def test_a_prompt_that_cannot_be_decoded_is_refused_before_any_is() -> None:
         Engine(llama()).steps([[1]], DecodingConfig(4), batch_size=0)
 
 
+def test_a_cache_that_serves_calls_is_not_taken_for_a_batch() -> None:
+    steps: Any = Engine(llama()).steps
+    with pytest.raises(ValueError, match="a cache is given with batch_size: give one of them"):
+        steps([[1], [1, 2]], DecodingConfig(4), batch_size=2, cache=llama().new_cache(8))
+
+
 # --- what a step says ------------------------------------------------------------------------------------------------
 
 
@@ -289,12 +295,6 @@ def test_a_policy_sees_what_each_row_did() -> None:
         assert 1 <= rows <= 3
         assert all(count.drafted < budget.nodes and count.offered <= budget.depth for count in counts)
     assert {budget for budget, _, _ in policy.seen} == {PLAIN, *hostile().budgets}
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_greedy_rows_stay_plain_greedy_where_a_policy_drafts_now_and_then(name: str) -> None:
-    texts = Engine(llama(), DRAFTERS[name](), RandomPolicy(0)).decode(PROMPTS[:5], DecodingConfig(COUNT), batch_size=3)
-    assert [text.tokens for text in texts] == plain_texts()[:5]
 
 
 def test_a_draft_model_that_was_not_asked_for_long_drafts_as_if_it_had_been() -> None:

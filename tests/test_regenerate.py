@@ -7,7 +7,6 @@ The target counts: after token x comes x + 1. In its tokenizer, a to l are 4 to 
 import io
 import json
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,16 +126,6 @@ def test_answers_that_tokenize_to_other_tokens_than_were_written_are_counted(mod
     assert (ending.differing, cut.differing) == (2, 0)
 
 
-@pytest.mark.parametrize("speculator", ["heads", "draft"])
-def test_a_speculating_target_writes_the_very_same_greedy_file(models: Path, tmp_path: Path, speculator: str) -> None:
-    files = []
-    for name, chosen in {"plain": {}, "speculating": {"drafter": str(models / speculator)}}.items():
-        (tmp_path / name).mkdir()
-        regenerate(options(tmp_path / name, models / "random", "abcde", max_new_tokens=12, dtype="fp32", **chosen))
-        files.append((tmp_path / name / "answers.jsonl").read_bytes())
-    assert files[0] == files[1] and len(files[0].splitlines()) > 2
-
-
 def test_samples_of_a_prompt_differ_and_are_those_of_their_seed(models: Path, tmp_path: Path) -> None:
     texts: dict[str, list[Any]] = {}
     for name, seed in (("one", 5), ("again", 5), ("other", 6)):
@@ -205,22 +194,6 @@ def finished(models: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Re
     return chosen, {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.01, 0.5, 0.9])
-def test_a_run_that_was_killed_is_gone_on_with_to_the_same_bytes(
-    finished: tuple[RegenerateOptions, dict[str, bytes]], tmp_path: Path, kept: float
-) -> None:
-    chosen, files = finished
-    whole = files["answers.jsonl"]
-    left = whole[: int(kept * len(whole))]  # mostly up to the middle of a line
-    assert whole.count(b"\n") >= 12 and files["answers.jsonl.failed.jsonl"]
-    (tmp_path / "answers.jsonl").write_bytes(left)
-    (tmp_path / "answers.jsonl.meta.json").write_bytes(files["answers.jsonl.meta.json"])
-    summary = regenerate(replace(chosen, output=tmp_path / "answers.jsonl"))
-    for name in ("answers.jsonl", "answers.jsonl.failed.jsonl"):
-        assert (tmp_path / name).read_bytes() == files[name]
-    assert summary.before == left.count(b"\n")
-
-
 def test_what_is_done_is_not_done_again(finished: tuple[RegenerateOptions, dict[str, bytes]]) -> None:
     chosen, files = finished
     paths = [chosen.output.with_name(name) for name in files]
@@ -235,32 +208,6 @@ def test_a_larger_limit_goes_on_where_the_smaller_one_ended(models: Path, tmp_pa
     summary = regenerate(options(tmp_path, models / "plain", "abcd", limit=3))
     assert (summary.before, summary.answered) == (2, 1)
     assert [row["prompt"] for row in rows(tmp_path / "answers.jsonl")] == ["a", "b", "c"]
-
-
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({"temperature": 0.5}, "temperature 0.0, not 0.5"),
-        ({"top_p": 0.5}, "top_p 1.0, not 0.5"),
-        ({"max_new_tokens": 31}, "max_new_tokens 30, not 31"),
-        ({"seed": 1}, "seed 0, not 1"),
-        ({"prompt_field": "prompt"}, "prompt_field None, not 'prompt'"),
-        ({"keep_truncated": False}, "keep_truncated True, not False"),
-        ({"target": "random"}, "target_fingerprint"),
-        ({"dtype": "fp32"}, "dtype 'bf16', not 'fp32'"),
-        ({"rows": ["a", "c"]}, "prompts_sha256"),
-    ],
-    ids=lambda value: str(value),
-)
-def test_other_settings_than_it_was_begun_with_are_refused(
-    models: Path, tmp_path: Path, change: dict[str, Any], complaint: str
-) -> None:
-    regenerate(options(tmp_path, models / "plain", ["a", "b"]))
-    before = (tmp_path / "answers.jsonl").read_bytes()
-    target = models / change.pop("target", "plain")
-    with pytest.raises(ValueError, match=f"was begun with {complaint}.*or another output"):
-        regenerate(options(tmp_path, target, change.pop("rows", ["a", "b"]), **change))
-    assert (tmp_path / "answers.jsonl").read_bytes() == before
 
 
 def test_a_file_of_other_origin_is_not_written_to(models: Path, tmp_path: Path) -> None:

@@ -74,12 +74,3 @@ def test_without_the_library_nothing_is_tracked(environment: dict[str, str], mon
     installed(monkeypatch, there=False)
     environment["WANDB_API_KEY"] = KEY
     assert tracker_of("wandb") is None and tracker_of(None) is None
-
-
-def test_wandbs_own_login_is_found_without_asking_anybody(nobody_logged_in: Path) -> None:
-    pytest.importorskip("wandb", reason="the tracker is an optional extra")
-    assert not tracking._is_logged_in()
-    netrc = nobody_logged_in / ".netrc"
-    netrc.write_text(f"machine api.wandb.ai\n  login user\n  password {KEY}\n")
-    netrc.chmod(0o600)
-    assert tracking._is_logged_in()

@@ -10,6 +10,8 @@ from test_cli import (
     run,
 )
 
+from decoding.model.fingerprint import stored_fingerprint
+
 
 def test_evaluate_writes_the_report_and_prints_the_table(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -34,3 +36,27 @@ def test_evaluate_writes_the_report_and_prints_the_table(
     assert by["plain"] is by["prompt lookup"] is by["transformers generate"] is None
     assert by["medusa, tree of 9"] == "heads" and by["transformers assisted, 4 tokens"] == "draft"
     assert by["draft model, 4 tokens"] == by["draft model, tree of 4"] == "draft"
+
+
+def test_drafters_that_are_called_alike_are_told_apart_by_their_specs(models: Path, tmp_path: Path) -> None:
+    (tmp_path / "draft").symlink_to(models / "draft")
+    asked = [f"draft:{folder}/draft" for folder in (models, tmp_path)] + ["lookup:ngram=2", "lookup"]
+    words = [word for spec in asked for word in ("--drafter", spec)]
+    code, _ = run(
+        "evaluate", "--target", str(models / "target"), *words, "--prompts", str(models / "prompts.jsonl"), "--limit",
+        "1", "--max-new-tokens", "4", "--dtype", "fp32", "--output", str(tmp_path), "--settings", "greedy",
+    )  # fmt: skip
+    assert code == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    chain = "draft model, 4 tokens"
+    assert report["drafters"] == {
+        f"{chain} (draft:draft)": "draft:draft",
+        f"{chain} (draft:draft (2))": "draft:draft (2)",
+        "prompt lookup (lookup:ngram=2)": "lookup:ngram=2",
+        "prompt lookup (lookup)": "lookup",
+    }
+    weights = stored_fingerprint(models / "draft")
+    assert report["fingerprints"]["draft:draft"] == report["fingerprints"]["draft:draft (2)"] == weights
+    rows = {row["method"]: row["drafter"] for row in report["rows"]}
+    assert rows["transformers assisted, 4 tokens"] == f"{chain} (draft:draft)" and rows["plain"] is None
+    assert all(rows[name] == name for name in report["drafters"])

@@ -1,8 +1,10 @@
 """The evaluation, its peers and its report, on tiny models."""
 
+# ruff: noqa: F811  # a fixture comes by the name that it is imported under
 from pathlib import Path
+from typing import Any
 
-from test_evaluate import PROMPTS
+from test_evaluate import PROMPTS, report  # noqa: F401  # a fixture
 from tiny_models import tiny_model
 
 from decoding.drafters import DraftModelDrafter, PromptLookupDrafter
@@ -14,7 +16,7 @@ from decoding.measure.evaluate import (
     standard_methods,
     write_report,
 )
-from decoding.measure.report import write_html
+from decoding.measure.report import table_rows, write_html
 from decoding.model.causal_lm import CausalLM
 
 
@@ -50,3 +52,13 @@ def test_greedy_rounds_do_not_count_as_texts_of_their_own(tiny_llama: CausalLM) 
         figures.append((rows[-1]["tokens_per_pass"], rows[-1]["passes"], rows[-1]["tokens_per_second"]["observations"]))
         assert rows[-1]["speedup"]["observations"] == rounds * 3
     assert figures[0] == figures[1]
+
+
+def test_the_page_stands_alone_and_holds_every_figure(report: dict[str, Any], tmp_path: Path) -> None:
+    write_html({**report, "title": "a <b>title</b>"}, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<svg") == 4
+    assert "a &lt;b&gt;title" in page
+    assert "src=" not in page and "<script" not in page and "<link" not in page
+    for cells in table_rows(report):
+        assert all(f"<td>{cell}</td>" in page for cell in cells)

@@ -2,8 +2,12 @@
 
 import pytest
 import test_generate_batch as few
-from test_generate_batch import DRAFTERS, FEW_DRAFTERS
+from scripted_drafters import RandomPolicy
+from test_generate_batch import COUNT, DRAFTERS, FEW_DRAFTERS, PROMPTS, llama, plain_texts
 from tiny_models import OTHER_FAMILIES
+
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 
 OTHER_DRAFTERS = [name for name in DRAFTERS if name not in FEW_DRAFTERS]
 
@@ -23,3 +27,9 @@ def test_every_row_is_sampled_as_it_is_alone_whatever_stands_beside_it(name: str
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
 def test_every_family_samples_each_row_as_it_is_alone(family: str) -> None:
     few.test_every_family_samples_each_row_as_it_is_alone(family)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_greedy_rows_stay_plain_greedy_where_a_policy_drafts_now_and_then(name: str) -> None:
+    texts = Engine(llama(), DRAFTERS[name](), RandomPolicy(0)).decode(PROMPTS[:5], DecodingConfig(COUNT), batch_size=3)
+    assert [text.tokens for text in texts] == plain_texts()[:5]
