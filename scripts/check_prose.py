@@ -138,7 +138,7 @@ def broken_rules(text: Text) -> Iterator[tuple[int, str]]:
 
 
 def sentence_at(words: str, offset: int) -> str:
-    """The sentence around an offset, on one line."""
+    """Return the sentence around an offset, on one line."""
     start = max((found.end() for found in re.finditer(r"[.!?:]\s|\||\n\s*\n", words[:offset])), default=0)
     end = re.search(r"[.!?](?=\s|$)|(?=\|)|\n\s*\n", words[offset:])
     return " ".join(words[start : offset + end.end() if end else len(words)].split())
@@ -155,7 +155,7 @@ def findings(path: Path) -> list[Finding]:
 
 
 def files(places: list[Path]) -> list[Path]:
-    """Python and Markdown files among and below these places."""
+    """Return the Python and Markdown files among and below these places."""
     missing = [str(place) for place in places if not place.exists()]
     if missing:
         raise ValueError(f"there is no {missing[0]}: name files or folders that exist")

@@ -79,7 +79,7 @@ def record(target: CausalLM, drafter: Drafter, prompt: Sequence[int], config: De
 
 
 def chosen(turns: Sequence[Turn], names: Sequence[Sequence[str]], leaves: int = 9) -> int:
-    """The turn to draw: of those that kept a node and dropped others, the one whose kept nodes have the most letters.
+    """Return the turn to draw: it kept a node and dropped others, and its kept nodes have the most letters.
 
     Its tree has at most ``leaves`` leaves. ``names[i]`` are the texts of the tokens that turn i wrote. ValueError where
     no turn fits.
@@ -100,7 +100,7 @@ def leaf_count(tree: TokenTree) -> int:
 
 
 def shown(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """A token's text without the space before it; white space alone has a sign."""
+    """Return a token's text without the space before it; white space alone has a sign."""
     text = str(tokenizer.decode([token]))
     return text.strip(" ").replace("\n", "⏎") or "␣"
 

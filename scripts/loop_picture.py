@@ -54,14 +54,14 @@ class Pen:
         self.axes.text(x, y, text, fontsize=size, color=self.colours[colour], **{"va": "center", **more})  # type: ignore[arg-type]
 
     def box(self, x: float, y: float, width: float, height: float, fill: str, edge: str, **more: object) -> None:
-        """A rounded box whose left edge is at x and whose middle is at y."""
+        """Draw a rounded box whose left edge is at x and whose middle is at y."""
         style = "round,pad=0,rounding_size=" + str(more.pop("radius", 4))
         patch = FancyBboxPatch((x, y - height / 2), width, height, boxstyle=style, **more)  # type: ignore[arg-type]
         patch.set(facecolor=self.colours[fill], edgecolor=self.colours[edge])
         self.axes.add_patch(patch)
 
     def token(self, x: float, y: float, text: str, role: str, size: float, height: float = BOX) -> float:
-        """A token in its box; returns the box's width."""
+        """Draw a token in its box; return the box's width."""
         width = token_width(text, size)
         dashes = {"linestyle": (0, (3, 2))} if role == "dropped" else {}
         self.box(x, y, width, height, role, f"{role} edge", linewidth=1.1, zorder=3, **dashes)
@@ -113,7 +113,7 @@ def place_tree(turn: Turn, texts: Sequence[str], left: float, right: float) -> l
 
 
 def _columns(depths: Sequence[int], texts: Sequence[str], left: float, right: float) -> list[float]:
-    """The left edge of each node; nodes of one depth stand below one another."""
+    """Return the left edge of each node; nodes of one depth stand below one another."""
     widths = [0.0] * (max(depths) + 1)
     for depth, text in zip(depths[1:], texts[1:], strict=True):
         widths[depth] = max(widths[depth], token_width(text, TREE_SIZE))
@@ -122,7 +122,7 @@ def _columns(depths: Sequence[int], texts: Sequence[str], left: float, right: fl
 
 
 def _heights(children: Sequence[Sequence[int]], kept: Collection[int]) -> dict[int, float]:
-    """The height of each node: leaves one below another, every parent level with a child of its own."""
+    """Return the height of each node: leaves one below another, every parent level with a child of its own."""
     heights: dict[int, float] = {}
 
     def visit(node: int, leaves: int) -> int:
@@ -163,7 +163,7 @@ class Scene(NamedTuple):
 
 
 def draw_heads(pen: Pen, y: float, headings: Sequence[tuple[str, str]]) -> None:
-    """Numbered headings side by side: a word, and a sentence below it."""
+    """Draw numbered headings side by side: a word, and a sentence below it."""
     width = (WIDTH - 2 * EDGE) / len(headings)
     for place, (word, sentence) in enumerate(headings):
         x = EDGE + place * width
@@ -174,7 +174,7 @@ def draw_heads(pen: Pen, y: float, headings: Sequence[tuple[str, str]]) -> None:
 
 
 def strip_lines(names: Sequence[Sequence[str]], width: float) -> list[list[int]]:
-    """The turns on each line of the strip, as many as ``width`` holds."""
+    """Return the turns on each line of the strip, as many as ``width`` holds."""
     lines: list[list[int]] = [[]]
     used = 0.0
     for place, texts in enumerate(names):
@@ -188,7 +188,7 @@ def strip_lines(names: Sequence[Sequence[str]], width: float) -> list[list[int]]
 
 
 def draw_strip(pen: Pen, scene: Scene, lines: Sequence[Sequence[int]], top: float) -> None:
-    """The text, each pass's tokens side by side, with the number of the pass above them."""
+    """Draw the text, each pass's tokens side by side, with the number of the pass above them."""
     for row, line in enumerate(lines):
         x, y = EDGE, top - row * 36
         for place in line:
@@ -203,7 +203,7 @@ def draw_strip(pen: Pen, scene: Scene, lines: Sequence[Sequence[int]], top: floa
 
 
 def draw_legend(pen: Pen, y: float, right: float) -> None:
-    """The three roles, right-aligned."""
+    """Draw the three roles, right-aligned."""
     for role, text in (("own", "written by the target"), ("dropped", "dropped"), ("kept", "drafted and kept")):
         right -= 5.6 * len(text) * 0.95
         pen.words(right, y, text, 9.5, "muted")
@@ -214,7 +214,7 @@ def draw_legend(pen: Pen, y: float, right: float) -> None:
 
 
 def draw(scene: Scene, colours: Mapping[str, str]) -> Figure:
-    """The whole picture in the colours of one scheme."""
+    """Draw the whole picture in the colours of one scheme."""
     step = scene.turns[scene.drawn].step
     root = f"{scene.before}{scene.tree_names[0]}"
     root_end = EDGE + 14 + len(root) * GLYPH * TREE_SIZE + 5

@@ -22,14 +22,14 @@ Report = dict[str, Any]
 
 
 def results_folder(report: Report) -> Path:
-    """benchmarks/results/<hardware>"""
+    """Return benchmarks/results/<hardware>."""
     machine = report["hardware"]
     name = machine.get("gpu") or f"{machine['processor']} {machine['cores']} cores"
     return ROOT / "benchmarks" / "results" / re.sub(r"[^a-z0-9]+", "-", str(name).lower()).strip("-")
 
 
 def headline(report: Report) -> str:
-    """One sentence with one figure: the fastest trained drafter of the report's first setting."""
+    """Return one sentence with one figure: the fastest trained drafter of the report's first setting."""
     setting = report["rows"][0]["setting"]
     rows = {row["method"]: row for row in report["rows"] if row["setting"] == setting and row.get("artefact")}
     method = max((name for name in rows if not name.startswith("transformers")), key=lambda name: _speedup(rows[name]))
@@ -41,7 +41,7 @@ def headline(report: Report) -> str:
 
 
 def short_table(report: Report) -> str:
-    """Five rows and four columns: plain decoding, transformers at its best, and the first drafters.
+    """Return five rows and four columns: plain decoding, transformers at its best, and the first drafters.
 
     The columns hold the report's first two settings, which are greedy decoding and lossless sampling.
     """
@@ -67,7 +67,7 @@ def short_table(report: Report) -> str:
 
 
 def _short_methods(rows: Mapping[str, Report]) -> list[str]:
-    """Plain decoding, the fastest method of transformers, and the drafters that the report has first."""
+    """Return plain decoding, the fastest method of transformers, and the drafters that the report has first."""
     peers = [name for name in rows if name.startswith("transformers")]
     drafters = [name for name in rows if name != "plain" and name not in peers]
     fastest = sorted(peers, key=lambda name: _speedup(rows[name]))[-1:]
@@ -85,13 +85,13 @@ def _machine(report: Report) -> str:
 
 
 def long_table(report: Report) -> str:
-    """Every row of the report, its caption, and a sentence on its greedy texts."""
+    """Return every row of the report, its caption, and a sentence on its greedy texts."""
     below = " ".join(filter(None, (f"{caption(report)}.", greedy_sentence(report))))
     return f"{markdown_table(report)}\n\n{text(below)}"
 
 
 def drafters_table(report: Report) -> str:
-    """A row for every drafter of the registry under each setting, as `benchmarks/drafters.py` measures them."""
+    """Return a row for every drafter of the registry under each setting, as `benchmarks/drafters.py` measures them."""
     lines = ["| setting | drafter | tokens per target pass | speed-up | same as plain |", "|---|---|---:|---:|---:|"]
     for row in report["rows"]:
         same = row.get("identical_to_plain")
@@ -107,7 +107,7 @@ def drafters_table(report: Report) -> str:
 
 
 def policies_table(report: Report) -> str:
-    """A row for every drafter, target, temperature and batch size, as `benchmarks/policies.py` measures them."""
+    """Return a row for every drafter, target, temperature and batch size, as `benchmarks/policies.py` measures them."""
     policies = list(report["rows"][0]["speedup"])
     names = ["target", "T", "batch", "drafter", *policies, "measured over the better of fixed and plain"]
     lines = [f"| {' | '.join(names)} |", "|---|---:|---:|---|" + "---:|" * (len(policies) + 1)]
@@ -140,12 +140,12 @@ UNPUBLISHED = "Not published yet."
 
 
 def block(name: str, content: str) -> str:
-    """A block with the markers that `renewed` finds it by."""
+    """Return a block with the markers that `renewed` finds it by."""
     return f"<!-- {name}: scripts/publish_results.py -->\n{content}\n<!-- end of {name} -->"
 
 
 def renewed(page: str, name: str, content: str) -> str:
-    """The page with another content in its block; ValueError if the page has no such block."""
+    """Return the page with another content in its block; ValueError if the page has no such block."""
     begin, end = (re.escape(mark) for mark in block(name, "\n").split("\n\n\n"))
     changed, count = re.subn(rf"{begin}.*?{end}", lambda _: block(name, content), page, flags=re.DOTALL)
     if count != 1:

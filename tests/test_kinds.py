@@ -29,15 +29,52 @@ def test_every_recipe_has_one_kind() -> None:
     assert kinds._KINDS.keys() == {*get_args(AnyRecipe)}
 
 
-def test_nothing_asks_for_the_class_of_a_recipe_or_an_objective() -> None:
-    """A class of theirs stands in no isinstance: what differs by kind is a method of the kind."""
-    asked, files = [], sorted(ROOT.rglob("*.py"))
-    for file in files:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
-                names = {name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)}
-                asked += [(file, name) for name in names if name.endswith(("Recipe", "Objective", "Kind", "Job"))]
-    assert len(files) > 60 and not asked
+BY_KIND = ("Recipe", "Objective", "Kind", "Job")
+"""Ends of the classes' names of which there is one for each kind."""
+
+
+def last_name(node: ast.AST) -> str:
+    """The name that an expression ends with: ``recipe`` of ``job.recipe``."""
+    if isinstance(node, ast.Name):
+        return node.id
+    return node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def asks_for_the_kind(node: ast.AST) -> bool:
+    """By the class, by an attribute that not every kind has, or by the name of the kind."""
+    if isinstance(node, ast.MatchClass):
+        return last_name(node.cls).endswith(BY_KIND)
+    if isinstance(node, ast.Compare):
+        sides = (node.left, *node.comparators)
+        return any(isinstance(s, ast.Attribute) and s.attr == "kind" and last_name(s.value) == "recipe" for s in sides)
+    if not isinstance(node, ast.Call) or not node.args:
+        return False
+    if (called := last_name(node.func)) in ("isinstance", "issubclass"):
+        return any(last_name(part).endswith(BY_KIND) for part in ast.walk(node.args[1]))
+    return called in ("type", "getattr", "hasattr") and last_name(node.args[0]) in (
+        "recipe",
+        "objective",
+        "job",
+        "kind",
+    )
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        *("isinstance(job.recipe, DraftRecipe)", "isinstance(found, Target | heads.HeadsJob)", "type(recipe) is X"),
+        *("getattr(recipe, 'target', None)", "job.recipe.kind == 'draft'", "match found:\n case DraftRecipe(): ..."),
+    ],
+)
+def test_a_question_for_the_kind_is_seen(question: str) -> None:
+    assert any(map(asks_for_the_kind, ast.walk(ast.parse(question))))
+
+
+def test_nothing_but_the_dispatch_asks_for_the_kind_of_a_recipe_or_an_objective() -> None:
+    """What differs by kind is a method of the kind."""
+    files = sorted(ROOT.rglob("*.py"))
+    asking = [file for file in files if any(map(asks_for_the_kind, ast.walk(ast.parse(file.read_text()))))]
+    assert len(files) > 60 and asking == [ROOT / "run" / "kinds.py"]
 
 
 @pytest.mark.parametrize("kind", ["medusa", "draft"])

@@ -18,7 +18,7 @@ from trainer.files.shards import digest_of_each
 from trainer.learning.objective import Objective
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.recipe import AnyRecipe
-from trainer.target.loading import StoredTarget
+from trainer.target.loading import StoredTarget, Target
 from trainer.target.store import Store, Writer
 from trainer.terminal.place import Place
 
@@ -74,17 +74,17 @@ class Kind(Protocol):
         """True where a target stays loaded during the training, for evaluations."""
 
     def phases(self) -> list[Phase]:
-        """The run's phases, in order."""
+        """Return the run's phases, in order."""
 
     def measured_from(self, phase: Phase) -> int:
-        """The step (from 0) to begin with where a phase's time is measured by a few of its steps."""
+        """Return the step (from 0) at which the measurement of a phase's time begins."""
 
     @property
     def steps_per_writing(self) -> int:
         """Steps whose texts are written together; 1 where no texts are written during the training."""
 
     def small(self, rows: int, scratch: Path) -> AnyRecipe:
-        """The recipe cut down for a measurement: with ``stored``, at most ``rows`` rows, stored in ``scratch``."""
+        """Cut the recipe down for a measurement: with ``stored``, at most ``rows`` rows, stored in ``scratch``."""
 
     def assemble(self, device: torch.device, place: Place, check_costs: bool = False) -> "Job":
         """Load and check everything the recipe names, and write what is missing of ``stored``.
@@ -126,26 +126,32 @@ class Job(Protocol):
         """
 
     def source(self, section: TrainingSection, place: Place, folder: Path | None = None) -> BatchSource:
-        """The batches of a training by ``section``. ``folder``: where texts are written, by default in the output."""
+        """Return the batches of a training by ``section``.
+
+        ``folder`` is for texts that are written, by default in the output.
+        """
 
     def writer(self, examples: Sequence[Example]) -> Writer | None:
-        """The writer of features or of a teacher cache of these examples; None where the training reads neither."""
+        """Return the writer of features or of a teacher cache of these examples; None where the training reads neither.
 
-    def target_again(self, device: torch.device) -> StoredTarget | None:
-        """The target for the last evaluation: as ``target``, but loaded once more if it was let go."""
+        Only where a target is loaded.
+        """
+
+    def target_again(self, device: torch.device) -> Target | None:
+        """Return the target for the last evaluation: as ``target``, but loaded once more if it was let go."""
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
         """Fit the tree of finished heads to the target's own texts; nothing to do for anything else."""
 
     def passing_bytes(self, largest: Largest) -> int:
-        """An estimate of the bytes on one device that pass through a step, with micro batches up to ``largest``."""
+        """Estimate the bytes on one device that pass through a step, with micro batches up to ``largest``."""
 
     def artefact_bytes(self) -> dict[str, int]:
-        """Bytes of the finished artefact on disk, by part."""
+        """Return the bytes of the finished artefact on disk, by part."""
 
 
 def shared_identity(recipe: AnyRecipe, target: StoredTarget | None, dataset: Dataset) -> dict[str, Any]:
-    """The part of `Job.identity` that all kinds share; each kind removes from its own sections what binds no run."""
+    """Return the part of `Job.identity` that all kinds share; each kind removes its settings that bind no run."""
     content = recipe.model_dump(mode="json")
     for free in ("name", "output", "evaluation", "checkpoint", "tracking", "features", "target", "data"):
         content.pop(free, None)
@@ -157,15 +163,15 @@ def shared_identity(recipe: AnyRecipe, target: StoredTarget | None, dataset: Dat
 
 
 def with_few_rows(recipe: AnyRecipe, rows: int) -> dict[str, Any]:
-    """The change of a recipe that makes it read at most ``rows`` rows."""
+    """Return the change of a recipe that makes it read at most ``rows`` rows."""
     return {"data": recipe.data.model_copy(update={"max_rows": min(recipe.data.max_rows or rows, rows)})}
 
 
 def trained_itemsize(recipe: AnyRecipe) -> int:
-    """Bytes of a number as products are computed in: 2 in bf16, else 4."""
+    """Return the bytes of a number as products are computed in: 2 in bf16, else 4."""
     return 2 if recipe.training.mixed_precision == "bf16" else 4
 
 
 def trained_numbers(objective: Objective) -> int:
-    """The number of trained parameters."""
+    """Return the number of trained parameters."""
     return sum(p.numel() for p in objective.module.parameters() if p.requires_grad)

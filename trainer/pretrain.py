@@ -160,10 +160,10 @@ class PretrainJob:
         return None
 
     def target_again(self, device: torch.device) -> None:
-        """None: there is no target."""
+        """Return None: there is no target."""
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
-        """A model has no tree."""
+        """Do nothing: a model has no tree."""
 
     def passing_bytes(self, largest: Largest) -> int:
         """See `trainer.job.Job.passing_bytes`; the logits of all trained tokens exist at once."""

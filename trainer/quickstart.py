@@ -45,7 +45,7 @@ def steps() -> int:
 
 
 def cache() -> Path:
-    """The target's cache folder, named after its training files: another interpreter's library makes another target."""
+    """Return the target's cache folder, named after its training files: another interpreter makes another target."""
     root = os.environ.get("HEADSTART_CACHE") or platformdirs.user_cache_dir("headstart")
     files = [(path.name, path.stat().st_size) for path in _library_files()]
     made_of = hashlib.sha256(repr((_VOCABULARY, sorted(files))).encode()).hexdigest()[:12]
@@ -53,7 +53,7 @@ def cache() -> Path:
 
 
 def folder() -> Path:
-    """The finished target's folder, which may not exist yet."""
+    """Return the finished target's folder, which may not exist yet."""
     return cache() / f"target-{steps()}" / "final"
 
 

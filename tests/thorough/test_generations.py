@@ -14,7 +14,7 @@ from tiny_training import tiny_tokenizer
 from decoding.model.causal_lm import CausalLM
 from decoding.model.vocabulary import trimmed_vocabulary
 from trainer.data.batch import Example
-from trainer.drafts.generations import Kind, Order, WindowFiles, Written, is_collapsed
+from trainer.drafts.generations import Order, Origin, WindowFiles, Written, is_collapsed
 from trainer.terminal.place import Place
 
 TABLE = [token for row in range(12) for token in (7, 20 + row, 7, 40 + row, 7, 9)]
@@ -67,7 +67,7 @@ def plain(place: int) -> tuple[int, ...]:
 @pytest.mark.parametrize(("kind", "speculate"), [("target", False), ("target", True), ("loop", False)])
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
 def test_at_temperature_0_target_and_loop_write_what_the_target_writes_greedily(
-    kind: Kind, speculate: bool, batch_size: int
+    kind: Origin, speculate: bool, batch_size: int
 ) -> None:
     writer = writer_of(policy_of(loop=1, temperature=0, batch_size=batch_size, speculate=speculate), ends=())
     for text in writer.write(orders_of(kind), draft()):
@@ -141,7 +141,7 @@ def test_the_draft_helps_the_target_where_that_is_asked_for(speculate: bool) -> 
 
 
 @pytest.mark.parametrize("kind", ["target", "draft", "loop"])
-def test_what_a_text_says_does_not_depend_on_those_beside_it(kind: Kind) -> None:
+def test_what_a_text_says_does_not_depend_on_those_beside_it(kind: Origin) -> None:
     """At temperature 1, alone and among others, in an order or the other, in batches of any size."""
     orders = orders_of(kind)
     together = writer_of(policy_of(loop=1)).write(orders, draft())

@@ -28,6 +28,8 @@ from trainer.terminal import progress
 
 NOBODY = Console(file=io.StringIO())
 """Listens."""
+STALE = "lr=1e-3,of yesterday"
+"""The draft's folder: a path with characters at which the text of a drafter is split."""
 
 
 def save(model: PreTrainedModel, folder: Path) -> None:
@@ -52,7 +54,7 @@ def prompt(index: int) -> str:
 def write_workshop(folder: Path) -> Path:
     """A tuned target, a stale draft, and 40 prompts."""
     save(tuned(), folder / "tuned")
-    save(counting_model(), folder / "stale")
+    save(counting_model(), folder / STALE)
     write_rows(folder / "prompts.jsonl", [{"prompt": prompt(i)} for i in range(40)])
     return folder
 
@@ -77,7 +79,7 @@ def run(options: RealignOptions, console: Console | None = None) -> dict[str, An
 def options(workshop: Path, **changes: Any) -> RealignOptions:
     given: dict[str, Any] = {
         "target": str(workshop / "tuned"),
-        "draft": str(workshop / "stale"),
+        "draft": str(workshop / STALE),
         "prompts": str(workshop / "prompts.jsonl"),
         "output": workshop / "run",
         "max_new_tokens": 12,
@@ -229,7 +231,7 @@ def refused(options: RealignOptions) -> str:
 
 
 def test_a_draft_of_another_tokenizer_is_refused_before_anything_is_generated(workshop: Path) -> None:
-    tiny_tokenizer(words=[*WORDS[:5], "c", "b", *WORDS[7:]]).save_pretrained(workshop / "stale")
+    tiny_tokenizer(words=[*WORDS[:5], "c", "b", *WORDS[7:]]).save_pretrained(workshop / STALE)
     assert "the draft's tokenizer is not the target's: token" in refused(options(workshop))
 
 
@@ -252,7 +254,7 @@ def test_adapters_are_a_target_too(workshop: Path) -> None:
 
 def test_the_recipe_starts_from_the_stale_draft_and_keeps_the_best(workshop: Path) -> None:
     recipe = realign.recipe_of(options(workshop, batch_size=6, steps=500, seed=3, draft_tokens=7, temperature=0.6), 96)
-    assert isinstance(recipe, DraftRecipe) and recipe.draft.init.from_model == str(workshop / "stale")
+    assert isinstance(recipe, DraftRecipe) and recipe.draft.init.from_model == str(workshop / STALE)
     training = recipe.training
     assert (training.steps, training.batch_size, training.micro_batch_size, training.seed) == (500, 6, 2, 3)
     assert recipe.evaluation.temperature == 0.6  # the best is chosen as the target is used

@@ -70,7 +70,7 @@ def _load(options: ModelOptions, asked: Sequence[str]) -> Models:
 
 
 def published_specs(specs: Sequence[DrafterSpec]) -> list[str]:
-    """Each spec with its path cut to what may be published; those that read alike then are numbered from 2."""
+    """Return each spec with its path cut to what may be published; those that read alike then are numbered from 2."""
     told: list[str] = []
     for spec in specs:
         text = spec.with_path(None if spec.path is None else published_name(spec.path))
@@ -117,7 +117,7 @@ def _made_by(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
-    """The report's account of itself: the command, its settings, and fingerprints of all that was measured.
+    """Return the report's account of itself: the command, its settings, and fingerprints of all that was measured.
 
     ``drafters`` has the spec of each drafter by its name in the rows; weights' fingerprints stand under these specs.
     """
@@ -146,7 +146,7 @@ def _made_by(
 def _fitting(
     prompts: list[tuple[int, ...]], target: CausalLM, drafters: Mapping[str, Drafter], options: EvaluateOptions
 ) -> tuple[list[tuple[int, ...]], int]:
-    """The prompts that target and drafters can hold with their new tokens, and the number of the others."""
+    """Return the prompts that target and drafters can hold with their new tokens, and the number of the others."""
     limits = [drafter.max_positions for drafter in drafters.values() if drafter.max_positions is not None]
     holder = "target and draft" if limits else "the target"
     limits += [] if target.max_positions is None else [target.max_positions]
@@ -218,7 +218,7 @@ def _decoding_config(options: GenerateOptions, eos: tuple[int, ...]) -> Decoding
 
 
 def _summary(steps: list[Step], plain: tuple[Step, ...] | None, name: str) -> str:
-    """One line: tokens per target pass, tokens/s, speed-up."""
+    """Return one line: tokens per target pass, tokens/s, speed-up."""
     passes = steps[1:]
     emitted = sum(len(step.tokens) for step in passes)
     if not passes:

@@ -62,7 +62,7 @@ def run_inspect(options: InspectOptions, console: Console | None = None) -> Data
 
 
 def _task(options: InspectOptions) -> _Task:
-    """From a recipe with the options over it, or from a source alone."""
+    """Read the task from a recipe with the options over it, or from a source alone."""
     if options.source.endswith((".yaml", ".yml")):
         recipe = load_recipe(options.source, options.overrides or ())
         base = recipe.data
@@ -114,7 +114,7 @@ def _print_row(console: Console, task: _Task, row: Row, encoded: Encoded | Value
 
 
 def marked_text(example: Example, tokenizer: PreTrainedTokenizerBase, colour: bool) -> Text:
-    """A sequence as text, special tokens written out; trained tokens in green, or between brackets without colour."""
+    """Return a sequence as text with its special tokens; trained tokens are green, without colour in brackets."""
     text = Text()
     for trained, pieces in groupby(_pieces(example, tokenizer), key=lambda piece: piece[1]):
         text.append(_BEGIN if trained and not colour else "")
@@ -125,7 +125,7 @@ def marked_text(example: Example, tokenizer: PreTrainedTokenizerBase, colour: bo
 
 
 def _pieces(example: Example, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool, bool]]:
-    """Runs of tokens as (text, trained, special): each text is the addition to that of all earlier tokens."""
+    """Yield runs of tokens as (text, trained, special): each text is the addition to that of all earlier tokens."""
     specials = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     kinds = [(trained, token in specials) for token, trained in zip(example.tokens, example.trained, strict=True)]
     begin, before = 0, ""

@@ -20,7 +20,7 @@ def print_plan(recipe: AnyRecipe, launch: Launch, steps: int) -> None:
 
 
 def table_of(plan: Plan, recipe: AnyRecipe, launch: Launch) -> Table:
-    """The plan as a table."""
+    """Return the plan as a table."""
     table = Table("what", "part", "amount", title=title(f"{recipe.name}: what it will take"))
 
     def add(what: str, parts: Mapping[str, str]) -> None:

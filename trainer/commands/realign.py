@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from decoding.drafters.registry import named_drafter
+from decoding.drafters.spec import DrafterSpec
 from decoding.generate import DecodingConfig
 from decoding.jsonl import read_lines
 from decoding.measure.machine import commit, hardware, versions
@@ -72,8 +73,10 @@ def _realign(options: RealignOptions, console: Console, watched: Console) -> dic
     before = _measure_stale(options, watched)
     say(console, f"the stale draft, {tokens_per_pass(before.figures)}")
     recipe = recipe_of(options, before.positions)
+    # The stale draft speculates, which saves time and changes no answer.
+    spec = DrafterSpec("draft", options.draft, {"tokens": options.draft_tokens})
     for name in (_PROMPTS, _CHOOSING):
-        run_regenerate(_questions(options, name), console)
+        run_regenerate(_questions(options, name), console, spec)
     final = run_recipe(recipe, watched)
     after = _measure(options, str(final), watched)
     report = {
@@ -124,12 +127,11 @@ def split_prompts(options: RealignOptions) -> None:
 
 
 def _questions(options: RealignOptions, name: str) -> RegenerateOptions:
-    """Options to let the target answer a file; the stale draft speculates, which saves time and changes no answer."""
+    """Return the options to let the target answer a file."""
     return RegenerateOptions(
         prompts=str(options.output / name),
         output=answers_to(options.output / name),
         target=options.target,
-        drafter=f"draft:{options.draft},tokens={options.draft_tokens}",
         prompt_field=options.prompt_field,
         temperature=options.temperature,
         max_new_tokens=options.max_new_tokens,
@@ -142,12 +144,12 @@ def _questions(options: RealignOptions, name: str) -> RegenerateOptions:
 
 
 def answers_to(prompts: Path) -> Path:
-    """The file of the answers to a file of prompts."""
+    """Return the file of the answers to a file of prompts."""
     return prompts.with_name(f"{prompts.stem}-answers.jsonl")
 
 
 def recipe_of(options: RealignOptions, positions: int) -> AnyRecipe:
-    """The recipe that trains the draft. ``positions`` is the longest text that target and draft can hold."""
+    """Return the recipe that trains the draft. ``positions`` is the longest text that target and draft can hold."""
     every = max(1, options.steps // 10)
     content: dict[str, Any] = {
         "kind": "draft",
@@ -189,7 +191,7 @@ def recipe_of(options: RealignOptions, positions: int) -> AnyRecipe:
 
 
 def _measure_stale(options: RealignOptions, console: Console) -> Fit:
-    """The stale draft's figures, kept on disk for a run that goes on."""
+    """Return the stale draft's figures, kept on disk for a run that goes on."""
     file = options.output / _STALE
     kept = _kept(file, options) if file.exists() else None
     if kept is not None:
@@ -200,7 +202,7 @@ def _measure_stale(options: RealignOptions, console: Console) -> Fit:
 
 
 def _made_by(options: RealignOptions) -> dict[str, str]:
-    """Everything that the stale figures depend on, except the draft: its folder may hold another one by now."""
+    """Return everything that the stale figures depend on, except the draft: its folder may hold another one by now."""
     made_by = {name: str(value) for name, value in vars(options).items() if name != "output"}
     made_by["heldout rows"] = sha256_of(options.output / _HELDOUT)
     made_by["target weights"] = stored_fingerprint(resolve(options.target), options.trust_remote_code)
@@ -208,7 +210,7 @@ def _made_by(options: RealignOptions) -> dict[str, str]:
 
 
 def _kept(file: Path, options: RealignOptions) -> Fit | None:
-    """The figures in a file; None where they belong to other models or settings, or cannot be read."""
+    """Return the figures in a file; None where they belong to other models or settings, or cannot be read."""
     try:
         kept = json.loads(file.read_bytes())
         if kept["options"] != _made_by(options):

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from decoding.drafters.registry import DrafterLoader, parse_drafter
+from decoding.drafters.spec import DrafterSpec
 from decoding.generate import DecodingConfig
 from decoding.measure.machine import commit, versions
 from decoding.model.causal_lm import CausalLM
@@ -29,12 +30,18 @@ from trainer.target.in_process import TargetBackend
 from trainer.terminal.console import say, standard_error, standard_output
 
 
-def run_regenerate(options: RegenerateOptions, console: Console | None = None) -> Summary:
-    """Answer the prompts that have no answer yet; prints and returns the counts."""
+def run_regenerate(
+    options: RegenerateOptions, console: Console | None = None, spec: DrafterSpec | None = None
+) -> Summary:
+    """Answer the prompts that have no answer yet; prints and returns the counts.
+
+    ``spec`` is a drafter in place of ``options.drafter``: its path may hold characters that a text splits at.
+    """
     watched, console = console or standard_error(), console or standard_output()
     sampling = SamplingConfig(temperature=options.temperature, top_p=options.top_p)
     _check(options, sampling)
-    backend, made_by = _backend(options, sampling)
+    spec = parse_drafter(options.drafter) if options.drafter is not None else spec
+    backend, made_by = _backend(options, sampling, spec)
     chat = made_by.pop("chat")
     prompts = resolve(options.prompts)
     conversations = read_conversations(prompts, options.prompt_field, options.limit, options.n, chat)
@@ -84,10 +91,12 @@ def _table(summary: Summary) -> Table:
     return table
 
 
-def _backend(options: RegenerateOptions, sampling: SamplingConfig) -> tuple[Backend, dict[str, Any]]:
-    """The backend that was asked for, and the settings that make its answers."""
+def _backend(
+    options: RegenerateOptions, sampling: SamplingConfig, spec: DrafterSpec | None
+) -> tuple[Backend, dict[str, Any]]:
+    """Return the backend that was asked for, and the settings that make its answers."""
     if options.target is not None and options.endpoint is None:
-        return _target(options, options.target, sampling)
+        return _target(options, options.target, sampling, spec)
     if options.endpoint is None or options.target is not None:
         raise ValueError("give --target for a model in this process, or --endpoint with --model for one that is served")
     if options.model is None:
@@ -108,9 +117,10 @@ def _check(options: RegenerateOptions, sampling: SamplingConfig) -> None:
         raise ValueError(f"n is {options.n} at temperature 0, where all answers are the same: give a temperature")
 
 
-def _target(options: RegenerateOptions, named: str, sampling: SamplingConfig) -> tuple[Backend, dict[str, Any]]:
-    """The target in this process."""
-    spec = None if options.drafter is None else parse_drafter(options.drafter)
+def _target(
+    options: RegenerateOptions, named: str, sampling: SamplingConfig, spec: DrafterSpec | None
+) -> tuple[Backend, dict[str, Any]]:
+    """Return the backend of a target in this process."""
     ensure_built(named)
     name, trusted = resolve(named), options.trust_remote_code
     dtype = parse_dtype(options.dtype)
@@ -130,7 +140,7 @@ def _target(options: RegenerateOptions, named: str, sampling: SamplingConfig) ->
 
 
 def _endpoint(options: RegenerateOptions, address: str, model: str) -> tuple[Backend, dict[str, Any]]:
-    """A served model; its address is not kept, for it may move, and may hold a secret."""
+    """Return the backend of a served model; its address is not kept, for it may move, and may hold a secret."""
     if importlib.util.find_spec("openai") is None:
         raise ValueError("an --endpoint is asked by the openai package: pip install 'headstart[endpoint]'")
     from trainer.target.endpoint import Endpoint, EndpointBackend

@@ -64,7 +64,7 @@ def _sentence(error: Any, values: Mapping[str, Any]) -> str:
 
 
 def listed(values: Iterable[str] | None) -> tuple[str, ...] | None:
-    """The values of a list-like option, given by commas, repeated, or both; None if it was not given."""
+    """Return the values of a list-like option, given by commas, repeated, or both; None if it was not given."""
     if values is None:
         return None
     found = tuple(name.strip() for value in values for name in value.split(","))

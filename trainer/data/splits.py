@@ -8,7 +8,7 @@ from trainer.recipe.common import DataSection
 
 
 def load_splits(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset]:
-    """The training data and the held-out data, which is never packed. ValueError for rows that cannot be used."""
+    """Load the training data and the held-out data, which is never packed. ValueError for rows that cannot be used."""
     apart = section.model_copy(update={"split": section.heldout_split, "packing": False})
     try:
         heldout = load_dataset(resolve(section.heldout), apart, tokenizer)
@@ -18,5 +18,5 @@ def load_splits(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> tup
 
 
 def load_training_data(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """The training data alone."""
+    """Load the training data alone."""
     return load_dataset(resolve(section.train), section, tokenizer)

@@ -33,7 +33,7 @@ def best_costs(target: CausalLM, draft: CausalLM) -> Costs:
 
 
 def best_depth(acceptance: float, costs: Costs) -> tuple[int, float]:
-    """The draft length of most gain if each token is accepted alike, with its speed-up over plain decoding.
+    """Return the draft length of most gain if each token is accepted alike, with its speed-up over plain decoding.
 
     S = E / (cK + v(K+1)) (Leviathan et al., 2211.17192, theorem 3.8, with v and without overhead).
     """
@@ -49,7 +49,7 @@ def best_depth(acceptance: float, costs: Costs) -> tuple[int, float]:
 
 
 def payoff(costs: Costs) -> Payoff:
-    """The gain that these costs allow for."""
+    """Return the gain that these costs allow for."""
     gaining = (percent for percent in range(101) if best_depth(percent / 100, costs)[1] > 1)
     least = next(gaining, None)
     return Payoff(None if least is None else least / 100, best_depth(1.0, costs)[1])

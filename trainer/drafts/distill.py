@@ -36,7 +36,7 @@ class TeacherSource(Protocol):
     """Source of the target's distribution: the target itself, or its logits on disk."""
 
     def for_batch(self, batch: Batch) -> Teacher:
-        """The target's distribution at the positions whose next token is trained, row by row."""
+        """Return the target's distribution at the positions whose next token is trained, row by row."""
         ...
 
 
@@ -47,7 +47,7 @@ class OnlineTeacher:
         self._states = OnlineTarget(target)
 
     def for_batch(self, batch: Batch) -> HiddenTeacher:
-        """The target's hidden states there, which losses turn into logits a chunk at a time."""
+        """Return the target's hidden states there, which losses turn into logits a chunk at a time."""
         states = self._states
         return HiddenTeacher(states.hidden(batch)[batch.labelled(1)], states.lm_head, states.transform)
 
@@ -78,7 +78,7 @@ class DraftLogits:
         return lm_head if self.output_tokens is not None else lm_head[: self._vocab_size]
 
     def keywords(self) -> dict[str, Any]:
-        """Keyword arguments for the losses of `trainer.learning.fused`."""
+        """Return the keyword arguments for the losses of `trainer.learning.fused`."""
         return {"tokens": self.output_tokens, "soft_cap": self.soft_cap}
 
 
@@ -104,7 +104,7 @@ class DistillTraining(nn.Module):
         return self.draft if isinstance(self.draft, PreTrainedModel) else base_of(self.draft)
 
     def forward(self, inputs: DraftInputs) -> TermSums:
-        """Losses and hits, (terms,) each.
+        """Return losses and hits, (terms,) each.
 
         Hits of soft terms are Σ min(p, q), the acceptance of token rejection; of cross entropy alone, correct argmaxes.
         """
@@ -173,7 +173,7 @@ class DistillObjective:
         return (DraftInputs(batch, teacher),)
 
     def draft_for_decoding(self) -> CausalLM:
-        """A copy of the draft by its present weights, adapters merged, in the target's dtype."""
+        """Return a copy of the draft by its present weights, adapters merged, in the target's dtype."""
         draft: Any = copy.deepcopy(self.module.draft)
         if self._section.lora is not None:
             draft = cast("PeftModel", draft).merge_and_unload()

@@ -19,7 +19,7 @@ from trainer.files.shards import write_text
 from trainer.recipe.draft import PolicySection
 from trainer.terminal.place import ALONE, Place
 
-Kind = Literal["offline", "target", "draft", "loop"]
+Origin = Literal["offline", "target", "draft", "loop"]
 """Where a sequence comes from: see `PolicySection`."""
 LONGEST_PERIOD = 16
 """Tokens of the longest pattern that a collapsed text may repeat."""
@@ -30,7 +30,9 @@ ENDLESS = 32
 
 
 def is_collapsed(answer: Sequence[int], ended: bool) -> bool:
-    """True for an answer that is empty or repeats itself without end. An answer that ``ended`` includes its end token.
+    """Return True for an answer that is empty or repeats itself without end.
+
+    An answer that ``ended`` includes its end token.
 
     Empty: the first token ended it. Endless: it was cut off, and the last `ENDLESS` or more tokens (of a short answer
     three quarters, at least 8) are one pattern of at most `LONGEST_PERIOD` tokens, at least `REPEATS` times. The rows
@@ -43,7 +45,7 @@ def is_collapsed(answer: Sequence[int], ended: bool) -> bool:
 
 
 def _repeated(tokens: Sequence[int], period: int) -> int:
-    """Length of the end that repeats with this period, its first ``period`` tokens included."""
+    """Return the length of the end that repeats with this period, its first ``period`` tokens included."""
     length = period
     while length < len(tokens) and tokens[-length - 1] == tokens[-length - 1 + period]:
         length += 1
@@ -59,7 +61,7 @@ class Order(NamedTuple):
     step: int
     position: int
     place: int
-    kind: Kind
+    kind: Origin
     prompt: tuple[int, ...]
 
 
@@ -69,7 +71,7 @@ class Written(NamedTuple):
     step: int
     position: int
     place: int
-    kind: Kind
+    kind: Origin
     prompt_length: int
     tokens: tuple[int, ...]
     rejected: tuple[int, ...]
@@ -80,7 +82,7 @@ class Written(NamedTuple):
         return self.tokens[self.prompt_length :]
 
     def example(self, rejected_only: bool) -> Example:
-        """The text to train on: all of its answer, or the rejected places alone, of which there may be none."""
+        """Return the text to train on: all of its answer, or the rejected places alone, of which there may be none."""
         places = self.rejected if rejected_only else range(self.prompt_length, len(self.tokens))
         trained = [False] * len(self.tokens)
         for place in places:
@@ -110,11 +112,11 @@ class TextWriter:
         self._config = DecodingConfig(policy.max_new_tokens, sampling, eos_token_ids=eos_token_ids)
 
     def write(self, orders: Sequence[Order], draft: CausalLM) -> list[Written]:
-        """Texts in the order of steps and positions. Where the target writes, its draft only makes it faster."""
+        """Write texts in the order of steps and positions. Where the target writes, its draft only makes it faster."""
         target, limit = self.target, self.target.vocab_size
         alone = draft.output_tokens is None and draft.vocab_size == limit
         drafter = named_drafter("draft", draft, tokens=self._num_draft_tokens)
-        writers: dict[Kind, tuple[CausalLM, Drafter | None]] = {
+        writers: dict[Origin, tuple[CausalLM, Drafter | None]] = {
             "target": (target, drafter if self._speculates else None),
             "draft": (draft if alone else with_whole_vocabulary(draft, limit), None),
             "loop": (target, drafter),
@@ -150,7 +152,7 @@ class TextWriter:
 
 
 def _seed_of(seed: int, order: Order) -> int:
-    """The seed of one position of one step, different for each."""
+    """Return the seed of one position of one step, different for each."""
     return (seed << 32 | order.step) << 32 | order.position
 
 
@@ -166,7 +168,7 @@ class WindowFiles:
         self._tokenizer, self._kept_steps = tokenizer, kept_steps
 
     def text_of(self, written: Written) -> str:
-        """The answer as text, to look at."""
+        """Return the answer as text, to look at."""
         return str(self._tokenizer.decode(list(written.answer)))
 
     def write(self, done: int, texts: Iterable[Written]) -> None:
@@ -188,7 +190,7 @@ class WindowFiles:
                 path.unlink(missing_ok=True)
 
     def read(self, done: int) -> list[Written]:
-        """All processes' texts; ValueError if a file is damaged."""
+        """Return all processes' texts; ValueError if a file is damaged."""
         texts = []
         for path in sorted(self.folder.glob(f"{_window_name(done)}-*.jsonl")):
             try:

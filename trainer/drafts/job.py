@@ -75,7 +75,7 @@ class DraftKind:
         return [Phase("a step", 0, self.recipe.training.steps)]
 
     def measured_from(self, phase: Phase) -> int:
-        """A step in the middle at which texts are written: their shares may change over the run."""
+        """Return a step in the middle at which texts are written: their shares may change over the run."""
         return phase.steps // 2 // self.steps_per_writing * self.steps_per_writing
 
     def small(self, rows: int, scratch: Path) -> DraftRecipe:
@@ -110,24 +110,24 @@ class DraftKind:
         return DraftJob(recipe, dataset, heldout, target, objective, identity)
 
     def _load_target(self, device: torch.device) -> Target:
-        """The target; one that is to be rounded on the CPU, where it fits before."""
+        """Load the target; a target to be rounded goes to the CPU first, where it fits whole."""
         return load_target(self.recipe, device if self.recipe.quantise is None else torch.device("cpu"))
 
     def _as_teacher(self, target: Target, device: torch.device) -> Target:
-        """The target that teaches: rounded, if the recipe asks for it."""
+        """Return the target that teaches: rounded, if the recipe asks for it."""
         if self.recipe.quantise is None:
             return target
         return target.rounded(self.recipe.quantise, None if self.recipe.device_map else device)
 
     def _teacher(self, target: Target, dataset: Dataset, place: Place) -> TeacherSource:
-        """The target itself, or its logits on disk."""
+        """Return the target itself, or its logits on disk."""
         section = self.recipe.draft.teacher
         if section is None:
             return OnlineTeacher(target.model)
         return self._cache(section, target, dataset, place)
 
     def _cache(self, section: TeacherSection, target: Target, dataset: Dataset, place: Place) -> TeacherStore:
-        """The teacher cache of the training data, written where it is not there yet."""
+        """Return the teacher cache of the training data, written where it is not there yet."""
         temperature = self.recipe.draft.loss.temperature
         writer = teacher_writer(target, dataset.examples, section, temperature)
         return ensure_teacher_cache(writer, dataset.examples, section, place)
@@ -161,7 +161,7 @@ class DraftJob:
         return self.target
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
-        """A draft has no tree of its own."""
+        """Do nothing: a draft has no tree of its own."""
 
     def passing_bytes(self, largest: Largest) -> int:
         """See `trainer.job.Job.passing_bytes`: layers, chunks of logits, and the gradients of what these come from."""
@@ -195,7 +195,7 @@ def _identity(recipe: DraftRecipe, target: Target, dataset: Dataset, initial: In
 
 
 def _longest(recipe: DraftRecipe, target: CausalLM) -> int:
-    """The longest text that a draft will read, in tokens: a prompt with its answer, within the target's context."""
+    """Return the most tokens that a draft will read at once: a prompt with its answer, in the target's context."""
     policy, evaluation = recipe.draft.policy, recipe.evaluation
     answers = [policy.max_new_tokens if policy.generates else 0, evaluation.max_new_tokens if evaluation.prompts else 0]
     return min(recipe.data.max_length + max(answers), target.max_positions or 1 << 30)

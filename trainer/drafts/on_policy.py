@@ -14,7 +14,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids
 from trainer.data.batch import Example
 from trainer.data.source import BatchSource, Offline, PlacedExample
-from trainer.drafts.generations import Kind, Order, TextWriter, WindowFiles, Written
+from trainer.drafts.generations import Order, Origin, TextWriter, WindowFiles, Written
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.draft import DraftRecipe, PolicySection
 from trainer.terminal.place import ALONE, Place
@@ -34,7 +34,7 @@ def draft_source(
     place: Place = ALONE,
     folder: Path | None = None,
 ) -> BatchSource:
-    """The source of a draft's batches. ``draft`` gives the draft with its present weights, to decode with.
+    """Return the source of a draft's batches. ``draft`` gives the draft with its present weights, to decode with.
 
     ``folder`` is for the written texts, by default in the run's output. Raises ValueError where no prompt of the
     data leaves room for an answer.
@@ -122,7 +122,7 @@ class PolicySource:
         ]
 
     def _learnt(self, row: PlacedExample, text: Written | None) -> PlacedExample:
-        """The data's own row where no text was written, or where the text is not to be trained on."""
+        """Return the data's own row where no text was written, or where the text is not to be trained on."""
         if text is None or (text.collapsed and self._policy.collapsed == "replace"):
             return row
         rejected_only = text.kind == "loop" and self._policy.loop_trains == "rejected"
@@ -140,7 +140,7 @@ class PolicySource:
         return texts
 
     def _orders(self, window: int, positions: Sequence[int]) -> list[Order]:
-        """Orders for texts that a window's first step writes: these positions of all the window's steps."""
+        """Return the orders for texts that a window's first step writes: these positions of all the window's steps."""
         orders = []
         for step in range(window, min(window + self._policy.every, self._training.steps)):
             kinds = self._kinds(step)
@@ -150,10 +150,10 @@ class PolicySource:
                     orders.append(Order(step, position, row.place, kinds[position], prompt))
         return orders
 
-    def _kinds(self, step: int) -> list[Kind]:
-        """Kinds by position of a step's batch: each as often as its share asks to within one, on average exactly."""
+    def _kinds(self, step: int) -> list[Origin]:
+        """Return the origin of each position of a step's batch; each share is met to within one, on average exactly."""
         shares = self._policy.shares(step / max(1, self._training.steps - 1))
-        kinds = get_args(Kind)
+        kinds = get_args(Origin)
         bounds = list(accumulate(shares[kind] for kind in kinds))
         # A multiple of 1/1024: the last position stays clear of 1, where the bounds end but for rounding.
         size, offset = self._training.batch_size, random.Random(f"{self._training.seed} {step}").randrange(1024) / 1024
@@ -165,5 +165,5 @@ class PolicySource:
 
 
 def prompt_of(example: Example) -> tuple[int, ...]:
-    """The tokens before an example's answer; for a plain text, its beginning."""
+    """Return the tokens before an example's answer; for a plain text, its beginning."""
     return example.tokens[: example.prompt_length or min(TEXT_PROMPT, len(example.tokens) // 2)]

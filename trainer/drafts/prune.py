@@ -67,7 +67,7 @@ class Activity:
 
 
 def narrow_sizes(config: PreTrainedConfig, width: int | None, inner_width: int | None) -> Sizes:
-    """Sizes of a model with ``width`` residual channels and ``inner_width`` neurons in each feed-forward layer.
+    """Return the sizes of a model with ``width`` residual channels and ``inner_width`` neurons a feed-forward layer.
 
     None: all channels; neurons in proportion to ``width``, rounded to a multiple of 8. Heads keep their size, their
     number falls with ``width``. ValueError, in the words of a recipe, for other families, sizes larger than the
@@ -100,7 +100,7 @@ def narrow_sizes(config: PreTrainedConfig, width: int | None, inner_width: int |
 
 
 def _groups(count: int, heads: int, groups: int) -> int | None:
-    """Number of key-value heads for ``count`` heads, nearest to the old proportion; None if none fits."""
+    """Return the number of key-value heads for ``count`` heads, nearest to the old proportion; None if none fits."""
     fitting = [n for n in range(1, min(count, groups) + 1) if count % n == 0 and count // n <= heads // groups]
     return min(fitting, key=lambda n: abs(n * heads - groups * count), default=None)
 
@@ -152,7 +152,7 @@ def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
 
 
 def pruned(draft: PreTrainedModel, layers: Sequence[int], activity: Activity, sizes: Sizes) -> PreTrainedModel:
-    """A draft made narrower, in its dtype on the CPU: the parts most active in its target stay.
+    """Return a draft made narrower, in its dtype on the CPU: the parts most active in its target stay.
 
     ``draft`` has the target's ``layers``, in this order, at their full width. Each norm's activity counts alike in the
     choice of channels. A norm over fewer channels writes sqrt(channels before / after) times as much to each: its
@@ -172,7 +172,7 @@ def pruned(draft: PreTrainedModel, layers: Sequence[int], activity: Activity, si
 
 
 def _of_layers(activity: Activity, layers: Sequence[int]) -> Activity:
-    """The activity of a model that has only these layers, by its own names."""
+    """Return the activity of a model that has only these layers, by its own names."""
 
     def renamed(found: dict[str, Tensor]) -> dict[str, Tensor]:
         of_layers = {
@@ -187,7 +187,7 @@ def _of_layers(activity: Activity, layers: Sequence[int]) -> Activity:
 
 
 def _narrow_config(config: PreTrainedConfig, sizes: Sizes) -> PreTrainedConfig:
-    """``head_dim`` stays, or follows from the rest: the width is a whole number of heads."""
+    """Cut a config to these sizes; ``head_dim`` stays, or follows: the width is a whole number of heads."""
     narrow = copy.deepcopy(config)
     narrow.hidden_size, narrow.intermediate_size = sizes.channels, sizes.neurons
     narrow.num_attention_heads, narrow.num_key_value_heads = sizes.heads, sizes.groups
@@ -196,7 +196,7 @@ def _narrow_config(config: PreTrainedConfig, sizes: Sizes) -> PreTrainedConfig:
 
 
 def _best(importance: Float[Tensor, " all"], count: int) -> Int[Tensor, " kept"]:
-    """The most important, in the order they stand in."""
+    """Return the most important, in the order they stand in."""
     best: Tensor = importance.topk(count).indices.sort().values
     return best
 
@@ -253,14 +253,14 @@ class _Cut:
 
 
 def _layer(name: str) -> str:
-    """``model.layers.3`` of ``model.layers.3.mlp.down_proj``."""
+    """Return ``model.layers.3`` of ``model.layers.3.mlp.down_proj``."""
     return ".".join(name.split(".")[:-2])
 
 
 def _kept_heads(
     o_proj: Float[Tensor, "channels written"], products: Float[Tensor, "heads size size"], groups: int, sizes: Sizes
 ) -> dict[str, Tensor]:
-    """The rows of queries, and of keys and values, of the heads that write most to the channels.
+    """Return the rows of queries, and of keys and values, of the heads that write most to the channels.
 
     First the key-value heads whose queries write most together, then of each the queries that write most.
     """
@@ -278,5 +278,5 @@ def _kept_heads(
 
 
 def _embedding_scale(model: PreTrainedModel) -> float:
-    """Factor that a model multiplies its embeddings by: Gemma, by the square root of its width."""
+    """Return the factor that a model multiplies its embeddings by: Gemma, by the square root of its width."""
     return float(getattr(model.get_input_embeddings(), "embed_scale", 1.0))

@@ -51,10 +51,10 @@ def initial_draft(
     trust_remote_code: bool = False,
     longest: int = 0,
 ) -> InitialDraft:
-    """The draft as a recipe's section says, its vocabulary trimmed to the commonest tokens of the examples' answers.
+    """Make the draft of a recipe's section, its vocabulary trimmed to the commonest tokens of the examples' answers.
 
-    ``longest`` is how many tokens it will read at most. ValueError for a draft that does not fit: another tokenizer, a
-    context or a vocabulary that is too small, layers that the target does not have, a config that makes no model.
+    ``longest``: the most tokens that it will read at once. ValueError for a draft that does not fit: another tokenizer,
+    a context or a vocabulary that is too small, layers that the target does not have, a config that makes no model.
     """
     init = section.init
     written: Sequence[int] | None = None
@@ -91,7 +91,7 @@ def initial_draft(
 
 
 def write_draft(draft: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """A finished draft as a plain transformers folder, which `decoding.model.loading.load_draft` reads back to the bit.
+    """Write a finished draft as a transformers folder, which `decoding.model.loading.load_draft` reads back to the bit.
 
     A trimmed one gets its other lm_head rows back, as `decoding.model.vocabulary.with_filled_vocabulary` makes them, so
     that every server can load it.
@@ -103,14 +103,14 @@ def write_draft(draft: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Pat
 
 
 def coverage(examples: Sequence[Example], tokens: Sequence[int] | Int[Tensor, " outputs"]) -> float:
-    """The share of the trained tokens that a draft of these tokens can write, 0 to 1; 1 where nothing is trained."""
+    """Return the share (0 to 1) of the trained tokens that are among ``tokens``; 1 if nothing is trained."""
     kept = set(tokens.tolist() if isinstance(tokens, Tensor) else tokens)
     found = [token in kept for example in examples for token in _trained_tokens(example)]
     return sum(found) / len(found) if found else 1.0
 
 
 def _trained_tokens(example: Example) -> Iterator[int]:
-    """Tokens for the draft to write: the trained ones, without each document's first, which nothing predicts."""
+    """Yield the tokens for the draft to write: the trained ones but each document's first, which nothing predicts."""
     firsts = {0, *accumulate(example.lengths)}
     for place, (token, trained) in enumerate(zip(example.tokens, example.trained, strict=True)):
         if trained and place not in firsts:
@@ -137,7 +137,7 @@ def _from_target(
 def draft_from_target(
     target: PreTrainedModel, layers: int | Sequence[int], trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """A model of the target's own architecture that starts as some of its layers, in the target's dtype on the CPU.
+    """Make a model of the target's architecture that starts as some of its layers, in the target's dtype on the CPU.
 
     ``layers``: which, in this order, negative numbers counting from the last; or how many, evenly spaced from the first
     to the last (one: the first).
@@ -177,7 +177,7 @@ def _chosen_layers(layers: int | Sequence[int], total: int) -> list[int]:
 
 
 def _evenly_spaced(count: int, total: int) -> list[int]:
-    """``count`` of the numbers 0 to total - 1, first and last among them where there is more than one."""
+    """Return ``count`` of the numbers 0 to total - 1, first and last among them where there is more than one."""
     return [(2 * index * (total - 1) + count - 1) // (2 * (count - 1)) if count > 1 else 0 for index in range(count)]
 
 
@@ -209,7 +209,7 @@ def _keep_ends(draft: PreTrainedModel, target: PreTrainedModel) -> None:
 def draft_from_config(
     target: PreTrainedModel, changes: Mapping[str, Any], trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """A model of the target's architecture with random weights (torch's global seed), in fp32 on the CPU.
+    """Make a model of the target's architecture with random weights (torch's global seed), in fp32 on the CPU.
 
     ``changes`` is where its config differs from the target's. With another number of layers, lists of one entry a layer
     take evenly spaced entries of the target's unless they are given.
@@ -257,7 +257,7 @@ def _check_known(base: PreTrainedConfig, changes: Mapping[str, Any]) -> None:
 
 
 def _heads_that_follow(base: PreTrainedConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Attention sizes that follow from hidden_size: head_dim fills it, and each head has keys of its own.
+    """Return the attention sizes that follow from hidden_size: head_dim fills it, and each head has keys of its own.
 
     For a target whose own sizes follow so too, though its config spells them out.
     """
@@ -272,7 +272,7 @@ def _heads_that_follow(base: PreTrainedConfig, changes: Mapping[str, Any]) -> di
 
 
 def _check_runs(draft: PreTrainedModel) -> None:
-    """ValueError, or whatever error its family raises, for a model whose sizes do not fit together."""
+    """Raise ValueError, or whatever error its family raises, for a model whose sizes do not fit together."""
     config = draft.config
     heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 1
     if heads % groups:
@@ -315,7 +315,7 @@ def _most_frequent(
     tokenizer: PreTrainedTokenizerBase,
     examples: Sequence[Example],
 ) -> tuple[int, ...]:
-    """The commonest trained tokens below ``known``, and all tokens that end a text."""
+    """Return the commonest trained tokens below ``known``, and all tokens that end a text."""
     if count > known:
         raise ValueError(f"draft.vocabulary is {count} but target and draft share {known} tokens: lower it")
     ends = {*eos_token_ids(target.model, tokenizer)}

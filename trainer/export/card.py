@@ -155,7 +155,7 @@ def render_card(artefact: Artefact, provenance: Provenance | None, measured: Mea
 
 
 def is_own_card(path: Path) -> bool:
-    """True for a card that `render_card` wrote, also after somebody edited it."""
+    """Return True for a card that `render_card` wrote, also after somebody edited it."""
     if not path.is_file():
         return False
     try:
@@ -182,5 +182,5 @@ def _count(value: Any) -> str:
 
 
 def _pairs(values: dict[str, Any]) -> str:
-    """``torch 2.13.0, transformers 5.23.0``"""
+    """Write versions as ``torch 2.13.0, transformers 5.23.0``"""
     return ", ".join(f"{name} {value}" for name, value in without_local_paths(values).items()) or _NOT_RECORDED

@@ -74,7 +74,7 @@ def _refuse_token_in_files(folder: Path, token: str) -> None:
 
 
 def _upload(api: HfApi, folder: Path, repo_id: str, public: bool, address: str) -> str | None:
-    """Why the upload failed, in one sentence, or None."""
+    """Upload the folder; return the reason of a failure in one sentence, else None."""
     try:
         if not _create(api, repo_id, public) and bool(api.repo_info(repo_id).private) == public:
             return (

@@ -11,7 +11,7 @@ _REMEDY = "measure this one with `headstart evaluate`, or export without a repor
 
 
 def drafters_of(report: dict[str, Any], source: Path) -> frozenset[str]:
-    """The drafters, by their names in the report's rows, that drafted with the weights in ``source``."""
+    """Return the drafters, by their names in the report's rows, that drafted with the weights in ``source``."""
     mine = stored_fingerprint(source)
     return frozenset(name for name, fingerprint in _weights(report).items() if fingerprint == mine)
 
@@ -40,7 +40,7 @@ def check_measured(report: dict[str, Any], name: str, source: Path, kind: str) -
 
 
 def _weights(report: dict[str, Any]) -> dict[Any, Any]:
-    """The fingerprint of each drafter's weights, by the drafter's name in the rows; None of a drafter without."""
+    """Return the fingerprint of each drafter's weights, by the drafter's name in the rows; None if it has none."""
     found, specs = report.get("fingerprints"), report.get("drafters")
     if not isinstance(found, dict) or not isinstance(specs, dict):
         return {}

@@ -104,7 +104,7 @@ def _row(row: dict[str, Any]) -> MeasuredRow:
 
 
 def _of(share: dict[str, Any]) -> str:
-    """``0.48 [0.45, 0.51] of 1,996``"""
+    """Write a share as ``0.48 [0.45, 0.51] of 1,996``"""
     text = estimate(share)
     return text if text == NONE else f"{text} of {share['observations']:,}"
 

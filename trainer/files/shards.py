@@ -119,7 +119,7 @@ def is_whole(path: Path, made_from: str, verify: bool) -> bool:
 
 
 def is_begun(path: Path) -> bool:
-    """True where the file or its seal exists, whole or not."""
+    """Return True where the file or its seal exists, whole or not."""
     return path.exists() or _seal_of(path).exists()
 
 

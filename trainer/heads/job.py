@@ -71,7 +71,7 @@ class HeadsKind:
         return 1
 
     def phases(self) -> list[Phase]:
-        """Two where adapters join the heads later."""
+        """Return two phases where adapters join the heads later."""
         steps = self.recipe.training.steps
         alone = self.recipe.adapters.heads_first_steps if self.recipe.adapters else 0
         if not 0 < alone < steps:
@@ -126,9 +126,8 @@ class HeadsJob:
         return Offline(self.dataset.examples, section.batch_size, section.seed)
 
     def writer(self, examples: Sequence[Example]) -> FeatureWriter | None:
-        if self.recipe.features is None or not isinstance(self.target, Target):
-            return None
-        return feature_writer(self.target, examples, self.recipe.features.top_k)
+        features = self.recipe.features
+        return None if features is None else feature_writer(self._loaded, examples, features.top_k)
 
     def target_again(self, device: torch.device) -> Target:
         if isinstance(self.target, Target):
@@ -140,7 +139,7 @@ class HeadsJob:
 
     def passing_bytes(self, largest: Largest) -> int:
         """See `trainer.job.Job.passing_bytes`: a head keeps its input, and three states of each block, in fp32."""
-        recipe, target, itemsize = self.recipe, self._loaded, trained_itemsize(self.recipe)
+        recipe, target, itemsize = self.recipe, self._loaded.model, trained_itemsize(self.recipe)
         head = 4 * target.hidden_size * (2 + 3 * recipe.heads.num_layers)
         heads = largest.trained * head * recipe.heads.num_heads
         chunk = min(CHUNK_BYTES, largest.trained * target.vocab_size * itemsize)
@@ -156,13 +155,13 @@ class HeadsJob:
         """See `trainer.job.Job.artefact_bytes`; adapters may be merged into a copy of the target."""
         parts = {"the finished artefact": trained_numbers(self.objective) * self.target.dtype.itemsize}
         if self.recipe.adapters is not None and self.recipe.adapters.export == "merged":
-            parts["the merged target"] = frozen_bytes(self._loaded, self.objective.module)
+            parts["the merged target"] = frozen_bytes(self._loaded.model, self.objective.module)
         return parts
 
     @property
-    def _loaded(self) -> CausalLM:
+    def _loaded(self) -> Target:
         assert isinstance(self.target, Target), "a plan keeps the target"
-        return self.target.model
+        return self.target
 
 
 def _identity(recipe: MedusaRecipe, target: StoredTarget, dataset: Dataset) -> dict[str, Any]:
@@ -177,13 +176,13 @@ def _identity(recipe: MedusaRecipe, target: StoredTarget, dataset: Dataset) -> d
 
 
 def _features(section: FeaturesSection, target: Target, dataset: Dataset, place: Place) -> FeatureStore:
-    """The features of the training data, written where they are not there yet."""
+    """Return the features of the training data, written where they are not there yet."""
     writer = feature_writer(target, dataset.examples, section.top_k)
     return ensure_features(writer, dataset.examples, section, place)
 
 
 def _objective_on(recipe: MedusaRecipe, target: Target) -> MedusaObjective | Medusa2Objective:
-    """The objective on a target that runs at every step."""
+    """Make the objective on a target that runs at every step."""
     steps = recipe.training.steps
     if recipe.adapters is not None:
         return Medusa2Objective(target.model, target.tokenizer, recipe.heads, recipe.adapters, steps)
@@ -193,6 +192,6 @@ def _objective_on(recipe: MedusaRecipe, target: Target) -> MedusaObjective | Med
 def _objective_from(
     recipe: MedusaRecipe, target: StoredTarget, store: FeatureStore, device: torch.device
 ) -> MedusaObjective:
-    """The objective on stored features, for which the target need not be loaded."""
+    """Make the objective on stored features, for which the target need not be loaded."""
     config = AutoConfig.from_pretrained(target.name, trust_remote_code=recipe.trust_remote_code)
     return MedusaObjective(StoredFeatures(store, config, device), recipe.heads, recipe.training.steps, target.dtype)

@@ -58,7 +58,7 @@ class MedusaTraining(nn.Module):
         self._loss = loss
 
     def forward(self, inputs: HeadInputs) -> TermSums:
-        """Losses and correct argmaxes, (heads,) each."""
+        """Return losses and correct argmaxes, (heads,) each."""
         heads: Sequence[MedusaHead] = self.heads.heads  # type: ignore[assignment]  # ModuleList's items
         sums = [self._head(k, head, inputs) for k, head in enumerate(heads)]
         return TermSums(torch.stack([found.loss for found in sums]), torch.stack([found.correct for found in sums]))
@@ -86,7 +86,7 @@ class MedusaTraining(nn.Module):
 
 
 def _teacher(inputs: HeadInputs, rows: Tensor, places: Tensor) -> Teacher:
-    """The target's own distribution at these positions, which predict what the head predicts."""
+    """Return the target's own distribution at these positions, which predict what the head predicts."""
     if inputs.top_k is not None:
         tokens, logits, log_total = (tensor[rows, places] for tensor in inputs.top_k)
         return TopKTeacher(tokens, logits, log_total)
@@ -95,14 +95,14 @@ def _teacher(inputs: HeadInputs, rows: Tensor, places: Tensor) -> Teacher:
 
 
 def head_weights(section: HeadsSection, step: int, steps: int) -> tuple[float, ...]:
-    """Each head's weight in the loss at a step (from 0) of ``steps``."""
+    """Return each head's weight in the loss at a step (from 0) of ``steps``."""
     weights = section.weights or tuple(section.decay**k for k in range(section.num_heads))
     rise = math.sin((step + 1) / steps * math.pi / 2) if section.schedule == "sine" else 1.0
     return tuple(rise * weight for weight in weights)
 
 
 def initial_heads(lm_head: Float[Tensor, "vocab hidden"], section: HeadsSection) -> MedusaHeads:
-    """Heads in fp32 where ``lm_head`` is: those in the folder ``heads.init``, else new ones that start as it."""
+    """Return heads in fp32 where ``lm_head`` is: those in the folder ``heads.init``, else new ones that start as it."""
     config = MedusaConfig(
         hidden_size=lm_head.shape[1],
         vocab_size=lm_head.shape[0],
@@ -165,7 +165,7 @@ class MedusaObjective:
         )
 
     def _lm_head_on(self, device: torch.device) -> Float[Tensor, "vocab hidden"]:
-        """The target's lm_head on the heads' device; a target spread over several may hold it on another."""
+        """Return the target's lm_head on the heads' device; a target spread over several may hold it on another."""
         if self._lm_head is None or self._lm_head.device != device:
             self._lm_head = self._states.lm_head.to(device)
         return self._lm_head
@@ -185,12 +185,12 @@ class MedusaObjective:
 
 
 def head_counts(batch: Batch, num_heads: int) -> Float[Tensor, " heads"]:
-    """Number of labels of each head."""
+    """Count the labels of each head."""
     return torch.stack([batch.labelled(k + 2).sum() for k in range(num_heads)])
 
 
 def heads_for_decoding(heads: MedusaHeads, dtype: torch.dtype) -> MedusaHeads:
-    """A copy that decoding may keep while training goes on, cast as it is copied: fp32 is never held twice."""
+    """Return a copy that decoding may keep while training goes on, cast as it is copied: fp32 is never held twice."""
     cast = {id(p): nn.Parameter(p.detach().to(dtype, copy=True), p.requires_grad) for p in heads.parameters()}
     return copy.deepcopy(heads, cast).eval()  # which takes for a copy what it finds there
 
@@ -205,7 +205,7 @@ def fit_tree(heads: MedusaHeads, target: CausalLM, texts: Sequence[tuple[Sequenc
 def rank_accuracies(
     target: CausalLM, heads: MedusaHeads, texts: Sequence[tuple[Sequence[int], int]]
 ) -> list[list[float]]:
-    """``[k][r]``: the share of labels that are head k's rank-r token (both from 0).
+    """Return at ``[k][r]`` the share of labels that are head k's rank-r token (both from 0).
 
     A sequential head is given the text's own tokens before that one.
     """

@@ -54,7 +54,7 @@ class JointTraining(nn.Module):
     def forward(
         self, batch: Batch, joint: bool, teacher: Float[Tensor, "batch positions hidden"] | None = None
     ) -> TermSums:
-        """Losses (heads + 1,). Without ``joint`` the target stands still.
+        """Return losses (heads + 1,). Without ``joint`` the target stands still.
 
         ``teacher`` holds the hidden states of the target without adapters, for the divergence from it; without them
         the target's own loss is the cross entropy on the data.
@@ -136,7 +136,7 @@ class Medusa2Objective:
 
     @torch.no_grad()
     def _as_it_was(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
-        """The hidden states of the target with its adapters switched off."""
+        """Return the hidden states of the target with its adapters switched off."""
         model = self.module.model
         with model.disable_adapter():
             return lm_head_input(model.get_base_model(), batch.model_inputs())
@@ -150,7 +150,7 @@ class Medusa2Objective:
         fit_tree(self.module.heads.heads, target, texts, self._section.tree_nodes)
 
     def save(self, folder: Path) -> None:
-        """The heads, and in ``target/`` the target they belong to: whole, or its adapters alone."""
+        """Write the heads, and in ``target/`` the target they belong to: whole, or its adapters alone."""
         heads_for_decoding(self.module.heads.heads, self._dtype).save_pretrained(folder)
         if self._adapters.export == "adapter":
             self._tokenizer.save_pretrained(folder / TARGET_FOLDER)

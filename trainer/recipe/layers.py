@@ -12,14 +12,18 @@ from yaml.constructor import ConstructorError
 
 OPEN = "???"
 """Value of a key that the recipe leaves to its user."""
+_MERGE = "tag:yaml.org,2002:merge"
 _REFERENCE = re.compile(r"\$\{([^}]*)\}")
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML without dates, with 1e-3 as a number as in YAML 1.2, and without keys that stand twice."""
+    """Reads YAML without dates, with 1e-3 as a number as in YAML 1.2, and without keys that stand twice.
+
+    A key beside ``<<: *anchor`` replaces the same key of the mapping that is merged in.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != _MERGE]
         if twice := [key for place, key in enumerate(keys) if key in keys[:place]]:
             raise ConstructorError(None, None, f"the key {twice[0]!r} stands twice", node.start_mark)
         return super().construct_mapping(node, deep)

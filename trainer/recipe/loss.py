@@ -67,7 +67,7 @@ LOGIT_TERMS: tuple[Term, ...] = get_args(Term)
 
 
 def default_term(term: Term) -> BeforeValidator:
-    """Annotation of a `LossSection` field: a section that names no term gets weight 1 for ``term``.
+    """Return the annotation of a `LossSection` field: a section that names no term gets weight 1 for ``term``.
 
     The default is written into the section, so that a card says what was trained.
     """

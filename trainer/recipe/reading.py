@@ -9,13 +9,14 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from trainer.recipe.draft import DraftRecipe
-from trainer.recipe.heads import MedusaRecipe
 from trainer.recipe.layers import laid_over, nested, open_keys, read_yaml, resolved
-from trainer.recipe.pretrain import PretrainRecipe
 from trainer.recipe.recipe import AnyRecipe, Recipe
 
 _ADAPTER: TypeAdapter[AnyRecipe] = TypeAdapter(Recipe)
+_KINDS: dict[str, type[AnyRecipe]] = {
+    get_args(recipe.model_fields["kind"].annotation)[0]: recipe for recipe in get_args(AnyRecipe)
+}
+"""Value of the field ``kind`` -> the class of its recipes."""
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
@@ -91,15 +92,15 @@ def _explain(error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"{name!r} is missing"
     if first["type"].startswith("union_tag"):
-        return "'kind' must be medusa, draft or pretrain"
+        *others, last = _KINDS
+        return f"'kind' must be {', '.join(others)} or {last}"
     value = first.get("input")
     shown = f" (got {value!r})" if isinstance(value, str | int | float | bool | None) else ""
     return f"{name + ': ' if name else ''}{first['msg'].removeprefix('Value error, ')}{shown}"
 
 
 def _valid_keys(kind: str, sections: Sequence[str]) -> list[str]:
-    recipes: dict[str, type[BaseModel]] = {"medusa": MedusaRecipe, "draft": DraftRecipe, "pretrain": PretrainRecipe}
-    model = recipes[kind]
+    model: type[BaseModel] = _KINDS[kind]
     for section in sections:
         annotation = model.model_fields[section].annotation
         (model,) = [each for each in get_args(annotation) or (annotation,) if each is not NoneType]

@@ -43,7 +43,7 @@ def measure_figures(
 
 
 def compared(figures: Mapping[str, Figures], title: str) -> Table:
-    """A table with a column for each of ``figures`` by its name; every value has its 95% interval."""
+    """Return a table with a column for each of ``figures`` by its name; every value has its 95% interval."""
     table = Table("setting", "figure", *figures, title=title)
     for setting, names in next(iter(figures.values())).items():
         for name in names:
@@ -52,7 +52,7 @@ def compared(figures: Mapping[str, Figures], title: str) -> Table:
 
 
 def tokens_per_pass(figures: Figures) -> str:
-    """The tokens per target pass of every setting, in one line."""
+    """Return the tokens per target pass of every setting, in one line."""
     return "; ".join(f"{name}: {_shown(held['tokens_per_pass'])} tokens per pass" for name, held in figures.items())
 
 

@@ -72,12 +72,12 @@ class Best:
         return is_best
 
     def latest(self) -> Evaluated | None:
-        """The best of all that were offered; None where no evaluation had a figure."""
+        """Return the best of all that were offered; None where no evaluation had a figure."""
         known = self._known()
         return known[max(known)] if known else None
 
     def is_enough(self, step: int) -> bool:
-        """True after ``patience`` evaluations without a new best, at this step."""
+        """Return True after ``patience`` evaluations without a new best, at this step."""
         if self._section.patience is None:
             return False
         best = self.latest()
@@ -113,7 +113,7 @@ class Best:
         return self._section.keep == "best"
 
     def _known(self) -> dict[int, Evaluated]:
-        """The evaluations on the disk, by step; folders that another run left are removed."""
+        """Return the evaluations on the disk, by step; folders that another run left are removed."""
         known = {}
         for folder in sorted(self._folder.glob("step-*")):
             found = self._read(folder)
@@ -124,7 +124,7 @@ class Best:
         return known
 
     def _read(self, folder: Path) -> Evaluated | None:
-        """An evaluation; None if it is another run's. ValueError if it cannot be read."""
+        """Return an evaluation; None if it is another run's. ValueError if it cannot be read."""
         try:
             content = json.loads((folder / _EVALUATION).read_text())
             evaluated = Evaluated(Progress(content["step"], content["tokens"]), content[CRITERION])

@@ -48,7 +48,7 @@ class Saved(NamedTuple):
     moments: Tensors
 
     def non_finite(self) -> list[str]:
-        """The names of weights and moments that hold a NaN or an infinity."""
+        """Return the names of weights and moments that hold a NaN or an infinity."""
         return non_finite({**self.weights, **self.moments})
 
 
@@ -85,7 +85,7 @@ class Checkpoints:
         return sorted(folder for folder in self._folder.glob("step-*") if _NAME.fullmatch(folder.name))
 
     def steps(self) -> list[int]:
-        """The steps of the checkpoints there are, in increasing order."""
+        """Return the steps of the checkpoints there are, in increasing order."""
         return [_step_of(folder) for folder in self._all()]
 
     def last_good(self) -> str:
@@ -135,12 +135,12 @@ class Checkpoints:
         self.unreadable = []
 
     def read(self, step: int) -> Saved:
-        """The checkpoint of a step that another process has verified."""
+        """Return the checkpoint of a step that another process has verified."""
         folder = self._folder / f"step-{step:08d}"
         return Saved(_read_state(folder / _STATE)[2], load_file(folder / _WEIGHTS), load_file(folder / _OPTIMIZER))
 
     def latest(self) -> Saved | None:
-        """The newest readable checkpoint; None if there is none. Those that cannot be read go to `unreadable`.
+        """Return the newest readable checkpoint; None if there is none. Those that cannot be read go to `unreadable`.
 
         Raises ValueError if it was made by another recipe, and if there are checkpoints but none can be read.
         """
@@ -168,7 +168,7 @@ class Checkpoints:
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any], section: str = "") -> list[str]:
-    """The keys of ``now`` that were other before, with values where both are plain: ``training.steps (8, now 12)``."""
+    """Return the keys of ``now`` that differ from before, plain values as well: ``training.steps (8, now 12)``."""
     found = []
     for key, value in sorted(now.items()):
         old, name = before.get(key), f"{section}{key}"
@@ -189,7 +189,7 @@ def _step_of(folder: Path) -> int:
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]], Saved]:
-    """The identity, the stretches and the state in a checkpoint; ValueError or OSError if any of it is damaged."""
+    """Read the identity, the stretches and the state in a checkpoint; ValueError or OSError if any of it is damaged."""
     check_seal(folder)
     identity, stretches, progress = _read_state(folder / _STATE)
     saved = Saved(progress, load_file(folder / _WEIGHTS), load_file(folder / _OPTIMIZER))
@@ -211,7 +211,7 @@ def _read_state(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], Progr
 
 
 def _continued(stretches: list[dict[str, Any]], step: int, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The stretches of a run that goes on from ``step`` under these settings, a new one only if they changed."""
+    """Return the stretches of a run that goes on from ``step`` under these settings, a new one only if they changed."""
     done = [stretch for stretch in stretches if stretch["first_step"] < step]
     before = {name: value for name, value in done[-1].items() if name != "first_step"} if done else None
     return done if before == settings else [*done, {"first_step": step if done else 0, **settings}]

@@ -23,7 +23,7 @@ from trainer.recipe.common import TrainingSection
 
 
 def build_accelerator(section: TrainingSection, **options: Any) -> Accelerator:
-    """The accelerator of the launcher that runs this program, with the recipe's precision.
+    """Return the accelerator of the launcher that runs this program, with the recipe's precision.
 
     Raises ValueError if accelerate runs something else than the launcher asked for.
     """
@@ -49,7 +49,7 @@ def build_accelerator(section: TrainingSection, **options: Any) -> Accelerator:
 
 
 def sharded_precision(section: TrainingSection) -> MixedPrecisionPolicy:
-    """FSDP2's rounding: products in bf16 if the recipe asks for it; gradients summed and losses returned in fp32.
+    """Return FSDP2's rounding: products in bf16 if the recipe asks for it, sums of gradients and losses in fp32.
 
     accelerate's own policy for bf16 rounds both: a loss sum of 16,700.1 would come back as 16,640.
     """
@@ -59,7 +59,7 @@ def sharded_precision(section: TrainingSection) -> MixedPrecisionPolicy:
 
 
 def describe(accelerator: Accelerator) -> dict[str, Any]:
-    """The run's launch as plain JSON values."""
+    """Return the run's launch as plain JSON values."""
     return {
         "num_processes": accelerator.num_processes,
         "distributed_type": accelerator.distributed_type.value,
@@ -68,7 +68,7 @@ def describe(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def zero_stage(accelerator: Accelerator) -> int:
-    """DeepSpeed's ZeRO stage; 0 without DeepSpeed."""
+    """Return DeepSpeed's ZeRO stage; 0 without DeepSpeed."""
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return 0
     stage: int = accelerator.state.deepspeed_plugin.zero_stage
@@ -84,7 +84,7 @@ class Runner(Protocol):
     """DeepSpeed's engine, or None."""
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        """Context of a micro batch's forward and backward pass; gradients are shared in the last one alone."""
+        """Return the context of a micro batch's forward and backward pass; the last one shares its gradients."""
 
     def backward(self, loss: Tensor) -> None:
         """Add to the gradients."""
@@ -174,12 +174,12 @@ class _Zero:
         return float(self.engine.get_global_grad_norm())
 
     def step(self) -> None:
-        """Done by `clip`."""
+        """Do nothing: `clip` has stepped already."""
 
 
 @contextmanager
 def whole_parameters(accelerator: Accelerator, module: nn.Module) -> Iterator[None]:
-    """Every parameter of ``module`` whole on every process, as a plain module that one process alone may run and copy.
+    """Make every parameter of ``module`` whole on every process, so that one process alone may run and copy it.
 
     To be entered on all processes. Changes made inside are lost to the training. ``module`` is the objective's own,
     not the wrapper.
@@ -210,7 +210,7 @@ def whole_parameters(accelerator: Accelerator, module: nn.Module) -> Iterator[No
 
 
 def _remove_hooks(offload: Any) -> None:
-    """ZeRO-3's hooks gather and scatter a submodule's parameters around its forward pass, with all processes' help."""
+    """Remove ZeRO-3's hooks, which gather a submodule's parameters for its forward pass with all processes' help."""
     for parameter in offload.module.parameters():
         parameter.ds_active_sub_modules.clear()
     for hooks in (offload.forward_hooks, offload.backward_hooks):
@@ -234,7 +234,7 @@ def _check_deepspeed() -> None:
 
 
 def _leave_out_compiled_communication() -> None:
-    """DeepSpeed would compile a shared-memory all-reduce for CPUs for half a minute; gloo's will do."""
+    """Keep DeepSpeed from compiling a shared-memory all-reduce for CPUs, which takes half a minute; gloo's will do."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

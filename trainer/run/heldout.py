@@ -48,19 +48,19 @@ class Evaluator:
         return acceptance_on(self.target, drafter, self.prompts, self.config)
 
     def greedy_texts(self, dataset: Dataset) -> list[tuple[Sequence[int], int]]:
-        """The target's own answers to prompts of another set, as (tokens, prompt length)."""
+        """Return the target's own answers to prompts of another set, as (tokens, prompt length)."""
         config = replace(self.config, sampling=SamplingConfig())
         prompts = self._prompts_of(dataset)
         return [((*prompt, *Engine(self.target).decode(prompt, config).tokens), len(prompt)) for prompt in prompts]
 
 
 def evaluator_of(job: Job) -> Evaluator | None:
-    """The evaluator of a run in between; None where no target is loaded to evaluate with, or no prompt is asked for."""
+    """Return the evaluator of a run under way; None if no target is loaded or the recipe asks for no prompts."""
     return _evaluator(job, job.target)
 
 
 def evaluator_at_end(job: Job, device: torch.device) -> Evaluator | None:
-    """The evaluator of finished weights, for which a target that was let go is loaded again on ``device``."""
+    """Return the evaluator of finished weights, for which a target that was let go is loaded again on ``device``."""
     return _evaluator(job, job.target_again(device)) if job.recipe.evaluation.prompts else None
 
 
@@ -81,13 +81,14 @@ class Watch:
         self._evaluator = evaluator_of(job)
         self._evaluated_at: int | None = None
         self._best: Best | None = None
-        if self._section.decides and self._evaluator is not None:
+        if self._section.decides:
+            assert self._evaluator is not None, "a recipe whose evaluations decide keeps a target for them"
             settings = (self._section.max_new_tokens, self._section.temperature)
             comparable = [job.identity, self._evaluator.prompts, *settings]
             self._best = Best(Path(job.recipe.output) / "best", self._section, comparable, checkpoints.steps)
 
     def check(self) -> None:
-        """ValueError where weights that an earlier life of the run kept are damaged."""
+        """Raise ValueError where the best weights on the disk are damaged."""
         if self._best is not None:
             self._best.check()
 

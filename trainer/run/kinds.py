@@ -22,12 +22,12 @@ _KINDS: Mapping[type[AnyRecipe], Callable[[Any], Kind]] = {
 
 
 def kind_of(recipe: AnyRecipe) -> Kind:
-    """The recipe with all that depends on its kind."""
+    """Return the recipe with all that depends on its kind."""
     return _KINDS[type(recipe)](recipe)
 
 
 def check_folders(kind: Kind) -> None:
-    """ValueError if a file stands where the recipe writes a folder."""
+    """Raise ValueError if a file stands where the recipe writes a folder."""
     output = Path(kind.recipe.output)
     check_can_be_folder(output, "output")
     check_can_be_folder(output / "final", "the folder of the finished run")

@@ -117,7 +117,7 @@ class Log:
 
 
 def _is_repeated(line: str, step: int, evaluates: bool) -> bool:
-    """True for a line that a run writes again when it goes on from ``step``, and for one that holds no figures."""
+    """Return True for a line that a run writes again when it goes on from ``step``, and for a line without figures."""
     try:
         row = json.loads(line)
         evaluation = any(name.startswith("heldout/") for name in row)
@@ -127,7 +127,7 @@ def _is_repeated(line: str, step: int, evaluates: bool) -> bool:
 
 
 def _changes(stretches: list[dict[str, Any]], progress: Progress) -> list[str]:
-    """One line for each setting that changed since the run was stopped."""
+    """Return one line for each setting that changed since the run was stopped."""
     now = stretches[-1]
     if now["first_step"] != progress.step or len(stretches) < 2:
         return []

@@ -40,7 +40,7 @@ class Hooks(NamedTuple):
 
 
 def learning_rate_at(step: int, section: TrainingSection) -> float:
-    """Linear warm-up, then a cosine down to zero, as a function of the step (from 0) alone."""
+    """Return the learning rate of a step (from 0): a linear warm-up, then a cosine down to zero."""
     warmup = round(section.warmup_fraction * section.steps)
     if step < warmup:
         return section.learning_rate * (step + 1) / warmup
@@ -97,7 +97,7 @@ def train(
 
 
 def _evaluate(hooks: Hooks, objective: Objective, accelerator: Accelerator, progress: Progress) -> bool:
-    """True on every process if the run ends here."""
+    """Return True on every process if the run ends here."""
     enough: list[bool] = []
     with whole_parameters(accelerator, objective.module):
         on_main(accelerator, lambda: enough.append(hooks.evaluate(progress)))
@@ -113,7 +113,7 @@ def _step(
     accelerator: Accelerator,
     progress: Progress,
 ) -> tuple[dict[str, float], int]:
-    """One step over the whole batch: the loss is Σ weight * sum / count with counts over all processes."""
+    """Do one step over the whole batch: the loss is Σ weight * sum / count with counts over all processes."""
     step = progress.step
     _seed_step(section.seed, step, accelerator.process_index)
     learning_rate = learning_rate_at(step, section)
@@ -144,7 +144,7 @@ def _step(
 
 
 def _widest(device: torch.device) -> torch.dtype:
-    """Sums over a batch are kept in fp64, which Apple's GPUs do not have."""
+    """Return the dtype of sums over a batch: fp64, except on Apple's GPUs, which lack it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -161,7 +161,7 @@ def _check_finite(name: str, value: float, progress: Progress) -> None:
 
 
 def check_batch_divides(section: TrainingSection, processes: int) -> None:
-    """ValueError unless every process gets the same number of whole micro batches."""
+    """Raise ValueError unless every process gets the same number of whole micro batches."""
     if section.batch_size % (section.micro_batch_size * processes):
         raise ValueError(
             f"training.batch_size ({section.batch_size}) is not a multiple of training.micro_batch_size "
@@ -170,7 +170,7 @@ def check_batch_divides(section: TrainingSection, processes: int) -> None:
 
 
 def _my_positions(section: TrainingSection, accelerator: Accelerator) -> range:
-    """This process's share of a batch, dealt out in turn so that every process count trains the same batch."""
+    """Return this process's share of a batch, dealt out in turn so that every process count trains the same batch."""
     check_batch_divides(section, accelerator.num_processes)
     return range(accelerator.process_index, section.batch_size, accelerator.num_processes)
 
@@ -199,7 +199,7 @@ def _my_micro_batches(
 
 
 def _seed_step(seed: int, step: int, process: int) -> None:
-    """Dropout and the like depend on the step alone, so that a resumed run repeats them."""
+    """Seed dropout and the like by nothing but these, so that a resumed run repeats them."""
     torch.manual_seed((seed * 1_000_003 + step) * 4_099 + process)
 
 
@@ -227,7 +227,7 @@ def _save(
 
 
 def _saved_by_all(accelerator: Accelerator, checkpoints: Checkpoints) -> Saved | None:
-    """The state to go on from: the first process chooses and verifies it, all others read the same."""
+    """Return the state to go on from: the first process chooses and verifies it, all others read the same."""
     found: list[Saved | None] = []
     on_main(accelerator, lambda: found.append(checkpoints.latest()))
     if accelerator.num_processes == 1:
@@ -247,7 +247,7 @@ def _saved_by_all(accelerator: Accelerator, checkpoints: Checkpoints) -> Saved |
 
 
 def _check_one_run(accelerator: Accelerator, progress: Progress) -> None:
-    """All processes must go on from the same step: each reads the checkpoint, and the first alone writes it."""
+    """Check that all processes go on from the same step: each reads the checkpoint, and the first alone writes it."""
     steps = accelerator.gather(torch.tensor([progress.step], device=accelerator.device)).tolist()
     if len(set(steps)) > 1:
         raise ValueError(
@@ -276,7 +276,7 @@ def agreed(accelerator: Accelerator, work: Callable[[], object]) -> None:
 
 
 def any_process(accelerator: Accelerator, flag: bool) -> bool:
-    """True on every process if it is on one: all must leave the loop at the same step."""
+    """Return True on every process if it is on one: all must leave the loop at the same step."""
     if accelerator.num_processes == 1:
         return flag
     total: Tensor = accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), "sum")

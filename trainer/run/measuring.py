@@ -69,7 +69,7 @@ class _BegunAt(Checkpoints):
 
 
 def quiet() -> Console:
-    """A console whose text is dropped."""
+    """Return a console whose text is dropped."""
     return standard_output(file=StringIO())
 
 
@@ -112,7 +112,7 @@ def _pace(kind: Kind, job: Job, phase: Phase, processes: int, steps: int) -> Pac
 
 
 def _evaluation_seconds(job: Job) -> float:
-    """Seconds of a whole evaluation, by one of its prompts; 0 where no target is loaded to evaluate with."""
+    """Return the seconds of a whole evaluation, by one of its prompts; 0 where no target is loaded to evaluate with."""
     section = job.recipe.evaluation
     if not isinstance(job.target, Target):
         return 0.0
@@ -124,7 +124,7 @@ def _evaluation_seconds(job: Job) -> float:
 
 
 def _writing_seconds(job: Job, examples: Sequence[Example]) -> float:
-    """Seconds of writing features or a teacher cache of these examples, by one micro batch; 0 without either."""
+    """Return the seconds of writing features or a teacher cache of these examples, by one micro batch; else 0."""
     writer = job.writer(job.dataset.examples)
     if writer is None:
         return 0.0
@@ -138,7 +138,7 @@ def _writing_seconds(job: Job, examples: Sequence[Example]) -> float:
 
 
 def peak_memory() -> int:
-    """The most bytes allocated on the GPU, or without one the most this process ever held."""
+    """Return the most bytes allocated on the GPU, or without one the most this process ever held."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024

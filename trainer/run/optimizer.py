@@ -17,7 +17,7 @@ PREFIX = "prefix"
 
 
 def build_optimizers(module: nn.Module, section: TrainingSection, prefixes: Collection[str] = ("",)) -> list[Optimizer]:
-    """AdamW for everything, or Muon (Jordan et al. 2024) for the matrices inside the network and AdamW for the rest.
+    """Build AdamW for everything, or Muon (Jordan et al. 2024) for the network's inner matrices and AdamW for the rest.
 
     A parameter belongs to the group of the longest of ``prefixes`` that its name begins with; frozen ones to none.
     Muon's step is scaled to AdamW's size, so one learning rate serves both. Embeddings and output layers, whose rows

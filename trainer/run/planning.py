@@ -45,7 +45,7 @@ class Launch:
             )
 
     def shared(self, size: float, stage: int) -> int:
-        """Bytes on one device of ``size`` bytes that ZeRO divides from ``stage`` on."""
+        """Return the bytes on one device of ``size`` bytes that ZeRO divides from ``stage`` on."""
         return round(size / self.processes) if self.zero_stage >= stage else round(size)
 
 
@@ -85,7 +85,7 @@ class Plan:
 
 
 def plan_training(recipe: AnyRecipe, launch: Launch | None = None, steps: int = 5) -> Plan:
-    """The plan of a recipe, from ``steps`` real ones (0: from none); nothing is left behind on the disk.
+    """Plan a run of the recipe by ``steps`` real steps of it (0: by none); nothing is left behind on the disk.
 
     A recipe with features or a teacher cache is measured on those of a few rows. Raises ValueError for what training
     refuses.
@@ -116,7 +116,7 @@ def plan_training(recipe: AnyRecipe, launch: Launch | None = None, steps: int = 
 
 
 def _evaluations(kind: Kind) -> int:
-    """Number of evaluations: the last, and those before it if the target stays; 0 without a target."""
+    """Count the evaluations: the last, and those before it if the target stays; 0 without a target."""
     if kind.target is None:
         return 0
     if not kind.keeps_target:
@@ -125,7 +125,7 @@ def _evaluations(kind: Kind) -> int:
 
 
 def count_parameters(module: nn.Module) -> dict[str, int]:
-    """Trained parameters by part: heads, adapters, a draft, a model."""
+    """Count the trained parameters by part: heads, adapters, a draft, a model."""
     counts: Counter[str] = Counter()
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
@@ -134,7 +134,7 @@ def count_parameters(module: nn.Module) -> dict[str, int]:
 
 
 def count_tokens(examples: Sequence[Example], section: TrainingSection) -> Tokens:
-    """Tokens that the run's steps read, exactly, in the run's own order."""
+    """Count the tokens that the run's steps read, exactly, in the run's own order."""
     sequences = section.steps * section.batch_size
     whole, rest = divmod(sequences, len(examples))
     last = batch_indices(whole, len(examples), len(examples), section.seed)[:rest]
@@ -149,7 +149,7 @@ def count_tokens(examples: Sequence[Example], section: TrainingSection) -> Token
 
 
 def largest_batch(examples: Sequence[Example], section: TrainingSection, processes: int) -> Largest:
-    """The largest sizes among the micro batches of the run's first epoch."""
+    """Return the largest sizes among the micro batches of the run's first epoch."""
     positions = trained = 0
     for step in range(min(section.steps, -(-len(examples) // section.batch_size))):
         indices = batch_indices(step, section.batch_size, len(examples), section.seed)
@@ -163,7 +163,7 @@ def largest_batch(examples: Sequence[Example], section: TrainingSection, process
 
 
 def memory_of(kind: Kind, job: Job, launch: Launch, largest: Largest) -> dict[str, int]:
-    """Bytes on one device at the height of a step, by part."""
+    """Return the bytes on one device at the height of a step, by part."""
     section, trained = job.recipe.training, trained_numbers(job.objective)
     parts: dict[str, int] = {}
     if kind.keeps_target and isinstance(job.target, Target):
@@ -181,7 +181,7 @@ def memory_of(kind: Kind, job: Job, launch: Launch, largest: Largest) -> dict[st
 
 
 def _moment_bytes(job: Job) -> int:
-    """Bytes of the optimizers' moments: AdamW keeps two of each parameter, Muon one."""
+    """Return the bytes of the optimizers' moments: AdamW keeps two of each parameter, Muon one."""
     objective = job.objective
     return sum(
         parameter.numel() * (4 if isinstance(optimizer, torch.optim.Muon) else 8)
@@ -192,7 +192,7 @@ def _moment_bytes(job: Job) -> int:
 
 
 def disk_of(job: Job, dataset: Dataset) -> dict[str, int]:
-    """Bytes of all a run writes. One checkpoint more than are kept exists while it is written.
+    """Return the bytes of all a run writes. One checkpoint more than are kept exists while it is written.
 
     ``dataset`` holds all training rows, where the job has few.
     """

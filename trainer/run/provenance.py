@@ -20,18 +20,19 @@ def provenance(
     tokens: int,
     launch: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The provenance as plain JSON values, none of them secret: a recipe holds no keys.
+    """Return the provenance as plain JSON values, none of them secret: a recipe holds no keys.
 
     ``target`` is the `stored_fingerprint` of its weights, ``launch`` what `trainer.run.distributed.describe` says.
     """
-    name = getattr(recipe, "target", None)
+    content = recipe.model_dump(mode="json")
+    name = content.get("target")
     if name is not None and Path(name).is_dir():
         name = str(Path(name).resolve())  # never to be taken for a hub id
     return {
         "commit": commit(),
         "versions": versions(),
         "hardware": hardware(),
-        "recipe": recipe.model_dump(mode="json"),
+        "recipe": content,
         "data": {dataset.path: {"sha256": dataset.sha256, "rows": dataset.num_rows} for dataset in datasets},
         "target": {"name": name, "fingerprint": target} if target else None,
         "steps": steps,

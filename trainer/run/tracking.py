@@ -11,7 +11,7 @@ def is_installed() -> bool:
 
 
 def tracker_of(tracking: str | None) -> str | None:
-    """``wandb`` where a recipe asks for it, or asks for nothing and ``WANDB_API_KEY`` is set; only if it is installed.
+    """Return ``wandb`` if it is installed and the recipe asks for it, or asks for nothing and ``WANDB_API_KEY`` is set.
 
     Without a key, in the environment or from ``wandb login``, wandb then runs offline.
     """
@@ -26,7 +26,7 @@ def tracker_of(tracking: str | None) -> str | None:
 
 
 def _is_logged_in() -> bool:
-    """True if wandb has a key by its own means: ~/.netrc, its settings. Asks neither the user nor the network."""
+    """Return True if wandb has a key of its own: in ~/.netrc or its settings. Asks neither the user nor the network."""
     import wandb
 
     try:
@@ -38,7 +38,7 @@ def _is_logged_in() -> bool:
 
 
 def address_of(accelerator: Accelerator) -> str | None:
-    """The page of the run that wandb sends figures to; None where it sends none."""
+    """Return the page of the run that wandb sends figures to; None where it sends none."""
     if not any(tracker.name == "wandb" for tracker in accelerator.trackers):
         return None
     url: str | None = accelerator.get_tracker("wandb", unwrap=True).url

@@ -59,9 +59,8 @@ def _run(kind: Kind, accelerator: Accelerator, place: Place) -> None:
     # A run that was begun may go on, however busy the machine is now.
     begun = any((output / CHECKPOINTS).glob("step-*"))
     job = kind.assemble(accelerator.device, place, check_costs=not begun)
-    checkpoints = Checkpoints(
-        output / CHECKPOINTS, recipe.checkpoint.keep, job.identity, _settings(recipe, place.world)
-    )
+    keep, settings = recipe.checkpoint.keep, _settings(recipe, place.world)
+    checkpoints = Checkpoints(output / CHECKPOINTS, keep, job.identity, settings)
     _announce(place, kind, job)
     with Log(recipe, accelerator, place.console) as log:
         if (address := address_of(accelerator)) is not None:
@@ -98,20 +97,20 @@ def _run(kind: Kind, accelerator: Accelerator, place: Place) -> None:
 
 
 def _settings(recipe: AnyRecipe, num_processes: int) -> dict[str, Any]:
-    """Settings that may change where a run goes on, and that change the figures of its steps."""
+    """Return the settings that may change where a run goes on, and that change the figures of its steps."""
     names = ("learning_rate", "mixed_precision", "micro_batch_size")
     return {**{name: getattr(recipe.training, name) for name in names}, "num_processes": num_processes}
 
 
 def _as_trained(recipe: AnyRecipe, stretches: Sequence[Mapping[str, Any]]) -> AnyRecipe:
-    """The recipe with the settings of its last stretch of steps, which may have been changed after the last step."""
+    """Return the recipe with the settings of its last stretch of steps; they may have been changed after that."""
     names = type(recipe.training).model_fields
     last = {name: value for name, value in stretches[-1].items() if name in names} if stretches else {}
     return recipe.model_copy(update={"training": recipe.training.model_copy(update=last)})
 
 
 def _end(recipe: AnyRecipe, progress: Progress, finished: Progress) -> str:
-    """The run's last line: the folder, the weights chosen, and an early end."""
+    """Return the run's last line: the folder, the weights chosen, and an early end."""
     steps, section = recipe.training.steps, recipe.evaluation
     line = f"finished: {Path(recipe.output) / FINAL}"
     if section.keep == "best":

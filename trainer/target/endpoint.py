@@ -157,7 +157,7 @@ class EndpointBackend:
         return Answered(conversation, texts, tokens, replies[-1].truncated)
 
     async def _reply(self, conversation: Conversation, answers: Sequence[str]) -> _Reply:
-        """The next answer; each try has a seed of its own, or an empty answer would stay empty."""
+        """Return the next answer; each try has a seed of its own, or an empty answer would stay empty."""
         problem = _NoAnswer("failed", "never asked")
         for attempt in range(self._asked.retries + 1):
             seed = self._asked.seed + conversation.index + _SEEDS_APART * (len(answers) + attempt)
@@ -206,7 +206,7 @@ class EndpointBackend:
         )
 
     def _explained(self, error: APIError) -> str:
-        """The error in one short line, without the key in case the server repeats it."""
+        """Return the error in one short line, without the key in case the server repeats it."""
         if isinstance(error, APITimeoutError):
             return f"no answer within {self._asked.timeout:g} s"
         if isinstance(error, APIConnectionError):
@@ -227,7 +227,7 @@ def _checked(address: str) -> str:
 
 
 def _read(completion: ChatCompletion | Completion) -> _Reply:
-    """The reply in a completion; neither the endpoint nor the client promises that it keeps to the schema."""
+    """Return the reply in a completion; neither the endpoint nor the client promises that it keeps to the schema."""
     choices: Any = getattr(completion, "choices", None)
     if not isinstance(choices, list) or not choices:
         raise _NoAnswer("failed", "what the endpoint sent is no completion")

@@ -66,7 +66,7 @@ class TargetBackend:
         return [text.outcome() for text in texts]
 
     def _prompt(self, text: "_Text") -> tuple[int, ...] | None:
-        """The prompt of the text's next answer; None, with the problem noted, for one that cannot be decoded."""
+        """Return the prompt of the text's next answer; None, with the problem noted, for one that cannot be decoded."""
         conversation = text.conversation
         try:
             prompt = encode_prompt(conversation.open_after(text.answers), self._tokenizer, conversation.chat)
@@ -95,7 +95,7 @@ class TargetBackend:
         text.differing += not self._reads_back(text, prompt, written)
 
     def _reads_back(self, text: "_Text", prompt: tuple[int, ...], written: list[int]) -> bool:
-        """True if training, which tokenizes the text, will see the tokens that the target read and wrote."""
+        """Return True if training, which tokenizes the text, will see the tokens that the target read and wrote."""
         if not text.conversation.chat:
             tokens: list[int] = self._tokenizer(text.answers[-1], add_special_tokens=False)["input_ids"]
             return tokens == written

@@ -21,7 +21,7 @@ from trainer.recipe.heads import MedusaRecipe
 
 @dataclass(frozen=True)
 class StoredTarget:
-    """A target on disk, which is not loaded."""
+    """A target by its place on the disk, without its model; a `Target` has it too."""
 
     name: str
     """Hub id or folder to load it from."""
@@ -32,13 +32,13 @@ class StoredTarget:
     tokenizer: PreTrainedTokenizerBase
 
     def loaded(self, model: CausalLM) -> "Target":
-        """The same target with its model."""
+        """Return the same target with its model."""
         return Target(self.name, self.dtype, self.fingerprint, self.tokenizer, model)
 
 
 @dataclass(frozen=True)
 class Target(StoredTarget):
-    """A target that is loaded."""
+    """A target with its model loaded."""
 
     model: CausalLM
     rounding: str | None = None
@@ -50,7 +50,7 @@ class Target(StoredTarget):
         return self.fingerprint if self.rounding is None else f"{self.fingerprint} {self.rounding}"
 
     def let_go(self) -> StoredTarget:
-        """The same target without its model."""
+        """Return the same target without its model."""
         return StoredTarget(self.name, self.dtype, self.fingerprint, self.tokenizer)
 
     def rounded(self, rounding: str, device: torch.device | None) -> "Target":
@@ -89,7 +89,7 @@ def load_target_model(recipe: MedusaRecipe | DraftRecipe, device: torch.device) 
 
 
 def _fingerprint_for_all(name: str, trust_remote_code: bool) -> str:
-    """The stored weights' fingerprint; the first process alone reads them from end to end."""
+    """Return the stored weights' fingerprint; the first process alone reads them from end to end."""
     found: list[str | None] = [None]
     if PartialState().is_main_process:
         found = [stored_fingerprint(name, trust_remote_code)]

@@ -42,5 +42,5 @@ def say_error(console: Console, message: str) -> None:
 
 
 def is_terminal() -> bool:
-    """True where standard error is a terminal."""
+    """Return True where standard error is a terminal."""
     return sys.stderr.isatty()
