@@ -27,7 +27,7 @@ SETTINGS = ("greedy", "sampling")
 
 
 def specs(heads: str, draft: str, other_draft: str) -> list[str]:
-    """A spec for each name of the registry; of the hybrid one with heads and one with a draft."""
+    """Return a spec for each name of the registry; for the hybrid one with heads and one with a draft."""
     return [
         f"heads:{heads}",
         f"draft:{draft},tokens=4",
@@ -42,7 +42,7 @@ def specs(heads: str, draft: str, other_draft: str) -> list[str]:
 
 
 def rows_of(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The figures of each drafter under each setting: tokens per pass and speed-ups, with their intervals."""
+    """Return each drafter's figures under each setting: tokens per pass and speed-ups, with their intervals."""
     kept = ("setting", "method", "label", "tokens_per_pass", "speedup_of_totals", "speedup", "identical_to_plain")
     return [
         {"spec": report["drafters"][row["drafter"]], **{key: row[key] for key in kept if key in row}}
@@ -52,7 +52,7 @@ def rows_of(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
-    """The rows as a table, each figure with its 95% interval over prompts."""
+    """Make a table of the rows, each figure with its 95% interval over prompts."""
     table = Table("setting", "drafter", "tokens per pass", "over plain", "same as plain")
     for row in rows:
         figures = [

@@ -82,7 +82,7 @@ class Cell(NamedTuple):
 
 
 def drafters_for(draft: CausalLM, heads: MedusaHeads) -> dict[str, Drafter]:
-    """The drafters that are compared; the last one is useless."""
+    """Make the drafters to compare; the last one is useless."""
     return {
         "heads, tree": MedusaDrafter(heads),
         "draft, chain": DraftModelDrafter(draft, (1,) * 4),
@@ -116,7 +116,7 @@ def measure_cell(
     config: DecodingConfig,
     rounds: int,
 ) -> list[dict[str, Any]]:
-    """A row for each drafter."""
+    """Decode all groups by every method in turn; return a row of figures for each drafter."""
     methods: dict[tuple[str, str], tuple[Drafter | None, Policy | None]] = {(PLAIN, PLAIN): (None, None)}
     for name, drafter in drafters.items():
         for policy in POLICIES:
@@ -143,7 +143,7 @@ def _row(
     assert isinstance(policy, Observed)
 
     def over(policy: str, other: tuple[str, str]) -> dict[str, float]:
-        """Tokens per second over another's, all rounds of a group together, with an interval over groups."""
+        """Return the tokens per second over another's, a group's rounds summed, with an interval over groups."""
         pairs = []
         for group in range(groups):
             sides = [runs[key][group::groups] for key in ((name, policy), other)]
@@ -179,7 +179,7 @@ def goals(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The figures of all rows."""
+    """Make a table of all rows."""
     shown = Table(
         "target", "T", "batch", "drafter", *POLICIES, "measured / better of fixed and plain", "met", "most chosen"
     )

@@ -54,7 +54,7 @@ BEST = ", measured"
 
 
 class WrongDrafter(TextDrafter):
-    """Drafts at length what is never right: what a guard is for."""
+    """A useless drafter: eight copies of token 7, which the target hardly ever writes."""
 
     name = "wrong tokens"
 
@@ -74,7 +74,7 @@ class WrongDrafter(TextDrafter):
 
 
 def drafters_for(draft: CausalLM | None, heads: MedusaHeads | None) -> dict[str, Drafter]:
-    """Every drafter there is something for."""
+    """Make every drafter whose weights are given, and the lookup, which needs none."""
     drafters: dict[str, Drafter] = {}
     if draft is not None:
         drafters["draft model, 4 tokens"] = named_drafter("draft", draft)
@@ -90,7 +90,7 @@ def drafters_for(draft: CausalLM | None, heads: MedusaHeads | None) -> dict[str,
 def methods_for(
     target: CausalLM, draft: CausalLM | None, heads: MedusaHeads | None, config: EvaluationConfig
 ) -> list[Method]:
-    """Plain, the peers and every drafter; the draft as deep as pays; and what a useless drafter costs."""
+    """Make plain decoding, the peers and every drafter; larger drafts under the measured policy; a useless drafter."""
     methods = standard_methods(target, drafters_for(draft, heads), config)
     for setting, temperature in (("greedy", 0.0), (f"T={config.temperature:g}", config.temperature)):
         decoding = DecodingConfig(
@@ -107,12 +107,12 @@ def methods_for(
             name = f"medusa, dynamic tree{BEST}"
             medusa = named_drafter("heads", heads, dynamic_nodes=32)
             methods.append(our_method(target, setting, name, medusa, decoding, MeasuredPolicy()))
-        methods.append(our_method(target, setting, "wrong tokens, guarded", WrongDrafter(), decoding, MeasuredPolicy()))
+        methods.append(our_method(target, setting, f"wrong tokens{BEST}", WrongDrafter(), decoding, MeasuredPolicy()))
     return methods
 
 
 def context_curve(target: CausalLM, lengths: Sequence[int], repeats: int) -> list[dict[str, float]]:
-    """Milliseconds of a step behind a text of each length: one token, a tree of 8, and `transformers`' own cache."""
+    """Measure a step after a text of each length, in ms: one token, a tree of 8, and `transformers`' own cache."""
     limit, config = target.max_positions, target.model.config
     # Rotary positions go on past the trained length: the text means nothing there, the time is the same.
     target.max_positions = None
@@ -185,7 +185,7 @@ def goals(report: dict[str, Any]) -> list[dict[str, Any]]:
         limit = 0.04 if part["widened"] else 0.15
         add(f"{name}: time in neither model's forward, median of methods", limit, statistics.median(split), True)
         add(f"{name}: time in neither model's forward, worst method", limit, max(split), True)
-        add(f"{name}: a useless drafter over plain", 0.95, ratio("wrong tokens, guarded", "plain"))
+        add(f"{name}: a useless drafter over plain", 0.95, ratio(f"wrong tokens{BEST}", "plain"))
         for row in part["batches"]:
             if row["batch_size"] == 8 and part["widened"] and row["method"].startswith("draft model, 4 tokens"):
                 measured = row["speedup_over_transformers"]["median"]
@@ -202,7 +202,7 @@ def measure(
     options: argparse.Namespace,
     widened: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """All figures of one target."""
+    """Measure all figures of one target."""
     short: bool = options.short
     config = EvaluationConfig(
         max_new_tokens=16 if short else options.max_new_tokens,
@@ -225,7 +225,7 @@ def measure(
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """The figures as tables."""
+    """Print the figures as tables."""
     for name, part in report["targets"].items():
         console.print(f"\n{name}\n\n{markdown_table(part['speed'])}\n", markup=False, highlight=False, soft_wrap=True)
         table = Table("batch", "method", "tokens/s", "over plain", "over transformers", "same as plain", title=name)

@@ -61,6 +61,8 @@ class Engine:
             raise ValueError(f"batch_size is {batch_size}: give at least 1")
         if batch_size is None and isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], list | tuple):
             raise ValueError(f"{len(prompt)} prompts are given without batch_size: give how many to decode at a time")
+        if batch_size is not None and cache is not None:
+            raise ValueError("a cache is given with batch_size: give one of them")
         prompts = [prompt] if batch_size is None else prompt
         rows = min(batch_size or 1, len(prompts))
         stop = StopCheck(config.eos_token_ids, config.stop_strings, self.tokenizer)

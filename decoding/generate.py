@@ -3,13 +3,14 @@
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from decoding.clock import PhaseClock
-from decoding.drafters.base import Drafter, DraftRequest, TextStart
+from decoding.drafters.base import Drafter, DraftRequest, DraftSession, TextStart
 from decoding.metrics import StepCount
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
@@ -25,7 +26,7 @@ from decoding.text import Text
 from decoding.token_ids import check_ids
 
 _REHEARSALS = 100
-"""Times the prompts are there for a rehearsal, which ends when its policy has seen enough."""
+"""Most texts that a rehearsal decodes in each row; its policy ends it sooner."""
 
 
 @dataclass(frozen=True)
@@ -126,16 +127,24 @@ class Batch:
         self.waiting = deque(zip(range(len(prompts)), prompts, seeds, strict=True))
         self.texts: list[Text] = []
         self.rows = rows
-        longest = max((len(prompt) for prompt in prompts), default=0) + config.max_new_tokens
-        self.session = drafter.open(target, config.sampling, rows, longest) if drafter else None
+        self.longest = max((len(prompt) for prompt in prompts), default=0) + config.max_new_tokens
+        self.session = self._open()
         self.serves_calls = cache is not None
         nodes = drafter.max_nodes if drafter else 1
-        self.cache = cache if cache is not None else target.new_cache(longest + nodes, rows)
+        self.cache = cache if cache is not None else target.new_cache(self.longest + nodes, rows)
+
+    def _open(self) -> DraftSession | None:
+        """Open the drafter's session; ValueError for a target or lengths that do not fit."""
+        if self.drafter is None:
+            return None
+        return self.drafter.open(self.target, self.config.sampling, self.rows, self.longest)
 
     def run(self) -> Iterator[tuple[int, Step]]:
         """Decode until every prompt is done; yield (place of the prompt, its next step)."""
-        if self.drafter:
+        if self.drafter and self.config.max_new_tokens > 2:  # with fewer no text has room for a draft
             self.policy.begin(self.drafter.budgets, self.rows, self._rehearse)
+        if self.session is None:  # a rehearsal has closed it
+            self.session = self._open()
         lease = self.cache.take()
         while self.waiting or self.texts:
             self.cache.check(lease)
@@ -146,8 +155,9 @@ class Batch:
                 yield from zip(places, self._step(), strict=True)
 
     def _rehearse(self, policy: Policy, rows: int) -> Iterator[object]:
-        """Decode the waiting prompts again and again by another policy, for its measurement: the texts go nowhere."""
-        prompts = [prompt for _, prompt, _ in self.waiting] * _REHEARSALS
+        """Decode the waiting prompts, in turn and again, by another policy, which measures; the texts are dropped."""
+        self.session = None  # a draft with static shapes has one cache, which the rehearsal takes
+        prompts = list(islice(cycle(prompt for _, prompt, _ in self.waiting), _REHEARSALS * rows))
         return Batch(self.target, self.drafter, policy, self.stop, prompts, self.config, rows).run()
 
     @torch.inference_mode()

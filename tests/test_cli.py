@@ -132,6 +132,24 @@ def test_every_option_reaches_the_decoder(models: Path, monkeypatch: pytest.Monk
     assert calls == [(DecodingConfig(5, sampling, SAMPLED_VERIFY, (0,), ("a", "b"), seed=3), "measured")]
 
 
+def test_the_warm_up_of_eight_tokens_is_not_what_a_policy_learns_from(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[int, str]] = []
+    steps = Engine.steps
+
+    def spy(engine: Engine, prompt: Any, config: DecodingConfig) -> Iterator[Step]:
+        calls.append((config.max_new_tokens, engine.policy.name))
+        return steps(engine, prompt, config)
+
+    monkeypatch.setattr(Engine, "steps", spy)
+    run(
+        "generate", "--target", str(models / "target"), "--drafter", "lookup", "--prompt", "ab", "--policy",
+        "heuristic", "--max-new-tokens", "9",
+    )  # fmt: skip
+    assert calls == [(8, "fixed"), (9, "heuristic"), (9, "heuristic")]  # the last one without the drafter
+
+
 @pytest.mark.parametrize("options", [EvaluateOptions, GenerateOptions, RealignOptions])
 def test_defaults_and_help_of_the_options_stand_in_one_place(options: type) -> None:
     name = options.__name__.removesuffix("Options").lower()

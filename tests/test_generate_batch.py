@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -248,6 +249,12 @@ def test_a_prompt_that_cannot_be_decoded_is_refused_before_any_is() -> None:
         Engine(llama()).steps([[1], []], DecodingConfig(4), batch_size=2)
     with pytest.raises(ValueError, match="batch_size is 0: give at least 1"):
         Engine(llama()).steps([[1]], DecodingConfig(4), batch_size=0)
+
+
+def test_a_cache_that_serves_calls_is_not_taken_for_a_batch() -> None:
+    steps: Any = Engine(llama()).steps
+    with pytest.raises(ValueError, match="a cache is given with batch_size: give one of them"):
+        steps([[1], [1, 2]], DecodingConfig(4), batch_size=2, cache=llama().new_cache(8))
 
 
 # --- what a step says ------------------------------------------------------------------------------------------------

@@ -131,6 +131,7 @@ def test_types_and_defaults_of_options_are_the_classes_own() -> None:
 MISTAKES = {
     "lokup": "no drafter is called 'lokup': choose one of heads, draft, draft-tree, lookup, lookahead, cascade, hybrid",
     "lokup:ngram=3": "no drafter is called 'lokup'",
+    "distilgpt2": f"no drafter is called 'distilgpt2': choose one of {', '.join(REGISTRY)}, or draft:distilgpt2 for a",
     "": "no drafter is called ''",
     "lookup:ngrams=3": "the drafter lookup has no option 'ngrams': choose among tokens, ngram, min_ngram, branches",
     "lookup:ngram=0": "the drafter lookup is given ngram=0: give a whole number of at least 1",
@@ -176,6 +177,8 @@ def test_weights_in_memory_make_the_same_drafters(target: CausalLM) -> None:
     assert isinstance(hybrid, HybridDrafter) and hybrid.first.max_depth == 2 and hybrid.lookup.max_depth == 3
     with pytest.raises(ValueError, match="no drafter is called 'drafts'"):
         named_drafter("drafts", draft)
+    with pytest.raises(ValueError, match="give of=NAME, one of heads, draft, draft-tree"):
+        named_drafter("hybrid", draft, lookup_tokens=3)
 
 
 @pytest.mark.parametrize("value", [3, 0.5, True, (2, 1), ((0,), (0, 1)), "heads"])

@@ -99,7 +99,7 @@ _HEADS = _entry(
     "the best tokens of trained heads, as a tree", "heads", MedusaDrafter, tree="tree", dynamic_nodes="dynamic_nodes"
 )
 _TREE = _entry(
-    "such a model's tree, which grows where the model is surest",
+    "such a small model's best-first tree, which grows where the model is surest",
     "draft",
     DraftTreeDrafter,
     depth="depth",
@@ -160,7 +160,8 @@ def _hybrid(first: Entry | None = None) -> Entry:
     """Make the entry of a lookup joined to ``first``; with None the entry of the list, before ``of`` is known."""
 
     def make(weights: Any, values: Mapping[str, Any]) -> Drafter:
-        assert first is not None
+        if first is None:
+            raise ValueError(f"a hybrid joins a lookup to another drafter: give of=NAME, one of {', '.join(_FIRSTS)}")
         own, lookup = _parted(values)
         return HybridDrafter(first.make(weights, {name: own[name] for name in own if name != "of"}), lookup)
 

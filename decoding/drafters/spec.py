@@ -60,7 +60,8 @@ def split_words(text: str, names: Sequence[str]) -> Words:
     head = re.split("[:,]", text, maxsplit=1)[0]
     named = head in names
     if not named and "/" not in head and not (head and Path(head).exists()):
-        raise ValueError(f"no drafter is called {head!r}: choose one of {', '.join(names)}")
+        remedy = f", or draft:{head} for a model of that name" if head else ""
+        raise ValueError(f"no drafter is called {head!r}: choose one of {', '.join(names)}{remedy}")
     rest = text[len(head) + 1 :] if named else text
     path: str | None = None
     options: dict[str, str] = {}

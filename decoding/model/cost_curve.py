@@ -26,27 +26,27 @@ class Costs:
     draft: Mapping[int, float] = field(default_factory=dict)
 
     def pass_over(self, tokens: float) -> float:
-        """Seconds of a target pass over ``tokens`` new tokens in each row."""
+        """Return the seconds of a target pass over ``tokens`` new tokens in each row."""
         return _interpolate(sorted(self.target_pass.items()), tokens)
 
     def draft_to(self, depth: float) -> float:
-        """Seconds of a draft of ``depth`` tokens from its root."""
+        """Return the seconds of a draft of ``depth`` tokens from its root."""
         return _interpolate(sorted({0: 0.0, **self.draft}.items()), depth)
 
     def step(self, depth: float, nodes: float) -> float:
-        """Seconds of a step that drafts a tree of ``depth`` and ``nodes``, the root included."""
+        """Return the seconds of a step that drafts a tree of ``depth`` and ``nodes``, the root included."""
         return self.draft_to(depth) + self.pass_over(nodes)
 
     @property
     def draft_step(self) -> float:
-        """The draft's first token, in target passes over one token."""
+        """Cost of the draft's first token, in target passes over one token."""
         return self.draft_to(1) / self.pass_over(1)
 
 
 def _interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
-    """Piecewise linear through ``points``, sorted; level before the first, behind the last as between the last two.
+    """Interpolate linearly between ``points``, which are sorted.
 
-    Behind the last point the line never falls.
+    Before the first point the line is level; behind the last it goes on as between the last two, but never falls.
     """
     after = bisect_right(points, (at, math.inf))
     if after == 0 or len(points) == 1:
@@ -59,7 +59,7 @@ def _interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
 def measure_cost_curve(
     model: CausalLM, sizes: Sequence[int] = (1, 2, 4, 8, 16, 32), prefix: int = 128, repeats: int = 15
 ) -> dict[int, float]:
-    """Median seconds of one pass over n new tokens behind ``prefix`` cached ones, for each n. v(n) is its shape."""
+    """Measure the median seconds of a pass over n new tokens after ``prefix`` cached ones, for each n in ``sizes``."""
     longest = prefix + max(sizes)
     if model.max_positions is not None and longest > model.max_positions:
         prefix = max(1, model.max_positions - max(sizes))
@@ -81,9 +81,9 @@ def measure_cost_curve(
 
 
 def measure_costs(target: CausalLM, draft: CausalLM, sizes: Sequence[int]) -> Costs:
-    """Costs of a target and a draft model by a few passes of both, before anything is decoded.
+    """Measure the costs of a target and a draft model by a few passes of each, before anything is decoded.
 
-    A pass is taken to cost no less than one over fewer tokens: a measurement that says so is noise.
+    A pass that looks cheaper than one over fewer tokens is noise, and is taken to cost as much as that one.
     """
     curve = measure_cost_curve(target, sizes, repeats=7)
     rising = accumulate((curve[size] for size in sizes), max)

@@ -17,7 +17,7 @@ _ANEW = 2.0
 
 
 class _Position:
-    """The share of drafts accepted at one position, of those accepted at the position before."""
+    """Running share of drafts accepted at one position, among those accepted at the position before."""
 
     __slots__ = ("deviation", "mean", "trials")
 
@@ -38,9 +38,9 @@ class Acceptance:
     """Acceptance at each position (from 0), conditional on the position before, for each family of tree shapes.
 
     All chains are one family, since a cut chain is a chain; every other budget is a family of its own. Tokens that were
-    not offered count as not accepted, unless the text had no room for them. After a change at one position its family
-    relies on what comes now. A family's prior at a position is the mean
-    over all families there, whose own prior is the position before; the first position's is even odds.
+    not offered count as not accepted, unless the text had no room for them. After a change at one position the whole
+    family starts anew: later steps outweigh its old means. The prior of a family's position is the mean over all
+    families there; the prior of that mean is the position before; the first position's prior is 0.5.
     """
 
     def __init__(self) -> None:
@@ -63,17 +63,20 @@ class Acceptance:
                 entry.start_anew()
 
     def trials(self, budget: Budget) -> float:
-        """Count the drafts of its family that are remembered."""
+        """Return the number of drafts of the budget's family that its first position's mean remembers."""
         table = self._families.get(_family(budget))
         return table[0].trials if table else 0.0
 
     @staticmethod
     def related(budget: Budget, other: Budget) -> bool:
-        """True for two of one family."""
+        """Return True if both budgets are of one family."""
         return _family(budget) == _family(other)
 
     def expected_tokens(self, budgets: Sequence[Budget]) -> list[float]:
-        """Tokens for each row and target pass, the target's own included: 1 + sum over i of prod over j <= i of a_j."""
+        """Return the tokens that each budget lets expect of a row and target pass, the target's own included.
+
+        With a_j the acceptance at position j: 1 + sum over i of prod over j <= i of a_j.
+        """
         deepest = max((budget.depth for budget in budgets), default=0)
         priors, rate = [], 0.5
         for position in range(deepest):
@@ -96,5 +99,5 @@ def _mean(position: _Position, prior: float) -> float:
 
 
 def _family(budget: Budget) -> Budget | None:
-    """None for chains."""
+    """Return the key of a budget's family; None for chains."""
     return None if budget.nodes == budget.depth + 1 else budget

@@ -1,4 +1,4 @@
-"""The policy protocol: a policy chooses before each step how much to draft, and is told afterwards what came of it."""
+"""The policy protocol: a policy chooses before each step how much to draft, and observes its result afterwards."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
@@ -18,15 +18,15 @@ PLAIN = Budget(0, 1)
 
 
 class Policy(Protocol):
-    """Chooses before each step of the loop, and is told after it what came of the choice."""
+    """Chooser of how much to draft, before each step of the loop; it observes each step's counts and seconds."""
 
     name: str
 
     def begin(self, budgets: Sequence[Budget], rows: int, rehearse: "Rehearsal", /) -> None:
-        """Prepare for batches of up to ``rows`` texts; ``rehearse`` is there for policies that measure first."""
+        """Prepare for batches of up to ``rows`` texts; a policy that measures first may call ``rehearse``."""
 
     def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
-        """One of the drafter's ``budgets`` (in increasing cost, `PLAIN` not among them), or `PLAIN`."""
+        """Return one of the drafter's ``budgets`` (by increasing cost, `PLAIN` not among them), or `PLAIN`."""
 
     def observe(
         self,
@@ -42,4 +42,4 @@ class Policy(Protocol):
 
 
 Rehearsal = Callable[[Policy, int], Iterator[object]]
-"""(policy, rows) -> the steps of the first prompts, decoded by that policy; the texts are thrown away."""
+"""Function (policy, rows) -> steps of the first prompts, decoded by that policy; the texts are dropped."""

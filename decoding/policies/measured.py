@@ -39,9 +39,9 @@ class _Choice:
 class MeasuredPolicy:
     """Takes the budget, or plain decoding, of most expected tokens per second. Depends on the clock.
 
-    The costs are measured once, in at most two seconds, before the first batch of its number of rows, or given.
-    Afterwards the budget in use tells how fast the machine is just now, and the others how they cost beside it; those
-    are tried again now and then, the dearer the more rarely, so that the loss by it stays a hundredth.
+    The costs are given, or measured once, before the first batch of more rows than any before: two seconds of steps on
+    its own prompts. Afterwards the budget in use shows the present speed of the machine, and trials of other budgets
+    their costs relative to it. Trials cost a hundredth of the tokens: the dearer a budget, the rarer its trials.
     """
 
     name = "measured"
@@ -69,14 +69,20 @@ class MeasuredPolicy:
             return
         missing = sorted({1, rows} - set(self._costs))
         for count in missing:
-            survey, until = Survey(budgets, self._acceptance), self._clock() + _SURVEY_SECONDS / len(missing)
-            for _ in rehearse(survey, count):
-                if survey.done or self._clock() > until:
-                    break
-            if survey.steps:
-                self._costs[count] = survey.costs()
+            self._survey(budgets, count, _SURVEY_SECONDS / len(missing), rehearse)
         self._seconds.clear()
         self._of_choices.clear()
+
+    def _survey(self, budgets: Sequence[Budget], rows: int, seconds: float, rehearse: Rehearsal) -> None:
+        """Measure the costs of batches of ``rows``: at least two steps, and no more after ``seconds``."""
+        survey, began = Survey(budgets, self._acceptance), self._clock()
+        for turn, _ in enumerate(rehearse(survey, rows)):
+            if turn == 0 and not survey.steps:
+                began = self._clock()  # the first prefill takes its own time
+            if survey.done or (survey.steps != 1 and self._clock() - began > seconds):
+                break
+        if survey.steps > 1:  # one step has one size, from which no cost follows for the others
+            self._costs[rows] = survey.costs()
 
     def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
         if not budgets or not self._costs:
@@ -104,14 +110,18 @@ class MeasuredPolicy:
         return chosen.budget
 
     def _margin(self, other: int) -> float:
-        """Times the rate of the choice in use that another one must promise, the more the less is known of either."""
+        """Return the multiple of the present choice's rate that another must promise: larger where less is known."""
         budgets = [self._choices[place].budget for place in (self._current, other) if place]
         if not other or (len(budgets) == 2 and self._acceptance.related(*budgets)):
             return _GAIN_TO_SWITCH
         return _GAIN_TO_SWITCH + _DOUBT / math.sqrt(1 + min(map(self._acceptance.trials, budgets), default=0.0))
 
     def _trial(self, tokens: Sequence[float], seconds: Sequence[float]) -> int:
-        """The choice in use or, once its expected loss is saved up, the one not in use for longest at its price."""
+        """Return the place of the choice for this step: the one in use, or one that is to be tried.
+
+        A choice's urgency is the steps since its last use, over the price of a trial; the most urgent one is tried as
+        soon as its price is saved up.
+        """
         chosen, most_urgent, needed = self._current, 0.0, 0.0
         if self._saved >= _LEAST_PRICE:
             for place, choice in enumerate(self._choices):
@@ -119,8 +129,9 @@ class MeasuredPolicy:
                 urgency = (self._steps - choice.last_step) / price
                 if place != self._current and urgency > most_urgent and price <= _DEAREST:
                     chosen, most_urgent, needed = place, urgency, price
-        self._price = needed
-        return chosen if needed <= self._saved else self._current
+        affordable = needed <= self._saved
+        self._price = needed if affordable else 0.0
+        return chosen if affordable else self._current
 
     def observe(self, budget: Budget, rows: int, steps: Sequence[StepCount], *seconds: float) -> None:
         place = next((place for place, choice in enumerate(self._choices) if choice.budget == budget), None)
@@ -144,15 +155,16 @@ class MeasuredPolicy:
         lost = expected * self._rate - sum(step.emitted for step in steps) / len(steps)
         if lost > 0:  # a trial that was better than the choice in use is free, so that more can follow
             self._saved -= self._price
+        self._price = 0.0  # a plain step at a text's end, which nobody chose, is no trial
 
     def _measured(self, rows: int) -> list[float]:
-        """Seconds of each choice as measured at the start."""
+        """Return the seconds of each choice as measured at the start."""
         if rows not in self._of_choices:
             self._of_choices[rows] = [self._step(rows, choice.budget) for choice in self._choices]
         return self._of_choices[rows]
 
     def _step(self, rows: int, budget: Budget) -> float:
-        """Seconds of a step as measured at the start, linear between the rows that were measured; above 0."""
+        """Return the seconds of a step as measured at the start, linear between the measured rows; above 0."""
         if (rows, budget) not in self._seconds:
             below = max((count for count in self._costs if count <= rows), default=min(self._costs))
             above = min((count for count in self._costs if count >= rows), default=below)

@@ -13,7 +13,7 @@ _SIZES, _ROUNDS = 6, 20
 
 
 class Survey:
-    """A policy that takes plain decoding and up to six of the budgets in turn, twenty times."""
+    """Policy that takes plain decoding and up to six of the budgets in turn, twenty times."""
 
     name = "survey"
 
@@ -25,6 +25,7 @@ class Survey:
         turns = tuple(dict.fromkeys([PLAIN, budgets[last], *spaced]))
         self._turns, self._whole, self._acceptance = cycle(turns), _ROUNDS * len(turns), acceptance
         self.steps = 0
+        """Steps chosen by the survey; a plain step where no text has room for a draft is not."""
         self._passes: defaultdict[int, list[float]] = defaultdict(list)
         self._drafts: defaultdict[int, list[float]] = defaultdict(list)
 
@@ -37,15 +38,15 @@ class Survey:
         """Do nothing: a survey is the preparation."""
 
     def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
+        self.steps += 1
         return next(self._turns)
 
     def observe(self, budget: Budget, rows: int, steps: Sequence[StepCount], *seconds: float) -> None:
         draft_seconds, _, total_seconds = seconds
-        drafted = max(step.drafted for step in steps)
+        drafted = max((step.drafted for step in steps), default=0)
         self._passes[drafted + 1].append(total_seconds - draft_seconds)
         self._drafts[min(budget.depth, drafted)].append(draft_seconds)
         self._acceptance.observe(budget, steps)
-        self.steps += 1
 
     def costs(self) -> Costs:
         """Take the lower third of the samples, since hiccups only add; a larger size is taken to cost no less."""
@@ -57,7 +58,7 @@ class Survey:
 
 
 def _never_falling(curve: Mapping[int, float]) -> dict[int, float]:
-    """The nearest curve that never falls, by least squares: neighbours that fall share their mean."""
+    """Return the curve nearest by least squares that never falls: neighbours that fall share their mean."""
     blocks: list[tuple[float, int]] = []  # mean, sizes
     for _, seconds in sorted(curve.items()):
         mean, sizes = seconds, 1

@@ -1,6 +1,7 @@
 """The measured policy on a simulated machine: good and useless drafters, change, rows, and the price of trials."""
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from decoding.generate import DecodingConfig
 from decoding.metrics import StepCount
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import Costs
-from decoding.policies import PLAIN, Budget, FixedPolicy, HeuristicPolicy, MeasuredPolicy
+from decoding.policies import PLAIN, Budget, FixedPolicy, HeuristicPolicy, MeasuredPolicy, Policy, Rehearsal
 from decoding.policies.acceptance import Acceptance
 from decoding.policies.survey import Survey
 
@@ -214,6 +215,36 @@ def test_a_measurement_ends_after_two_seconds_however_slow_the_target_is() -> No
     assert policy.choose(chains(8), 2) in [PLAIN, *chains(8)]
 
 
+def rehearsal(prefill: float, step: float, clock: SimpleNamespace, asked: bool = True) -> Rehearsal:
+    """Texts whose prefill and whose steps take so long; with ``asked`` False no text has room for a draft."""
+
+    def rehearse(survey: Policy, rows: int) -> Iterator[None]:
+        clock.now += prefill
+        yield
+        while True:
+            budget = survey.choose(chains(8), rows) if asked else PLAIN
+            clock.now += step
+            survey.observe(budget, rows, one(0, budget.depth), 0.0, step, step)
+            yield
+
+    return rehearse
+
+
+def test_a_slow_prefill_and_slow_steps_leave_the_survey_two_sizes() -> None:
+    clock = SimpleNamespace(now=0.0)
+    policy = MeasuredPolicy(clock=lambda: clock.now)
+    policy.begin(chains(8), 1, rehearsal(30.0, 5.0, clock))
+    assert policy._costs[1].target_pass == {1: 5.0, 9: 5.0} and clock.now == 40.0
+
+
+def test_texts_without_room_for_a_draft_measure_nothing_for_two_seconds() -> None:
+    clock = SimpleNamespace(now=0.0)
+    policy = MeasuredPolicy(clock=lambda: clock.now)
+    policy.begin(chains(8), 1, rehearsal(0.5, 0.5, clock, asked=False))
+    assert policy._costs == {} and clock.now == pytest.approx(3.0)
+    assert policy.choose(chains(8), 1) == Budget(8, 9)
+
+
 def test_a_survey_takes_sizes_that_look_cheaper_than_smaller_ones_for_noise() -> None:
     survey = Survey(chains(2), Acceptance())
     for budget, seconds in [(PLAIN, 3.0), (Budget(1, 2), 2.0), (Budget(2, 3), 4.0), (PLAIN, 60.0)]:
@@ -254,6 +285,16 @@ def test_a_cost_that_was_measured_wrong_is_corrected_by_what_is_seen() -> None:
     assert Counter(run.choices[-400:])[PLAIN] > 350
 
 
+def test_a_plain_step_that_nobody_chose_is_not_charged_as_a_trial() -> None:
+    policy = MeasuredPolicy({1: Costs({1: 1.0, 9: 1.0}, {8: 0.8})})
+    for _ in range(40):
+        budget = policy.choose(chains(8), 1)
+        policy.observe(budget, 1, one(budget.depth, budget.depth), 0.1 * budget.depth, 1.0, 1 + 0.1 * budget.depth)
+        saved = policy._saved
+        policy.observe(PLAIN, 1, [StepCount(1, 0, 0, 0, 0)], 0.0, 1.0, 1.0)
+        assert policy._saved == saved
+
+
 # Texts that end.
 
 
@@ -284,6 +325,20 @@ def test_a_drafter_that_never_finds_anything_and_takes_no_time_costs_nothing() -
 
 
 # In the loop.
+
+
+def test_a_rehearsal_decodes_the_first_prompts_and_none_where_nothing_could_be_drafted(tiny_llama: CausalLM) -> None:
+    rehearsed: list[int] = []
+
+    class Counting(FixedPolicy):
+        def begin(self, budgets: Sequence[Budget], rows: int, rehearse: Rehearsal, /) -> None:
+            rehearsed.append(len({place for place, _ in rehearse(FixedPolicy(), 1)}))
+
+    for count, tokens in ((2, 3), (300, 3), (2, 2)):
+        Engine(tiny_llama, PromptLookupDrafter(8), Counting()).decode(
+            [[3, 1]] * count, DecodingConfig(tokens), batch_size=2
+        )
+    assert rehearsed == [100, 100]
 
 
 @pytest.mark.parametrize("rows", [1, 3])

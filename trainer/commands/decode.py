@@ -27,7 +27,7 @@ from decoding.model.loading import (
     load_tokenizer,
     parse_dtype,
 )
-from decoding.policies import named_policy
+from decoding.policies import FixedPolicy, named_policy
 from decoding.prompts import encode_prompt, read_prompts
 from decoding.rules.sampling import SamplingConfig
 from decoding.speculation import named_rule
@@ -177,7 +177,7 @@ def run_generate(options: GenerateOptions, console: Console | None = None) -> No
     engine = Engine(target, drafter, named_policy(options.policy), tokenizer)
     if drafter is not None and options.compare:
         warm_up = replace(config, max_new_tokens=min(8, config.max_new_tokens))
-        engine.decode(prompt, warm_up)
+        replace(engine, policy=FixedPolicy()).decode(prompt, warm_up)  # too short for another policy to learn from
     steps: list[Step] = []
 
     def watched() -> Iterator[Step]:
