@@ -7,6 +7,7 @@ from typing import get_args
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from rich.console import Console
 from tiny_training import recipe_content, write_corpus, write_target
 
@@ -18,6 +19,7 @@ from trainer.recipe.reading import parse_recipe
 from trainer.recipe.recipe import AnyRecipe
 from trainer.run import kinds
 from trainer.run.kinds import check_folders, kind_of
+from trainer.run.train import run_recipe
 from trainer.target.loading import StoredTarget, Target
 from trainer.terminal.place import Place
 
@@ -91,6 +93,24 @@ def test_a_model_from_nothing_has_no_target(tmp_path: Path) -> None:
     found = kind_of(recipe)
     assert isinstance(recipe, PretrainRecipe) and isinstance(found, PretrainKind)
     assert (found.target, found.tokenizer, found.keeps_target) == (None, str(tmp_path), False)
+
+
+def test_the_same_recipe_twice_makes_the_same_weights(tmp_path: Path) -> None:
+    """A pretraining run starts from random weights, which the seed decides, not the state of torch's generator."""
+    write_target(tmp_path / "target")
+    write_corpus(tmp_path)
+    content = recipe_content(tmp_path, "pretrain")
+    del content["target"], content["dtype"]
+    model = {"tokenizer": str(tmp_path / "target"), "hidden_size": 16, "intermediate_size": 16}
+    model |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+    states = []
+    for name in ("one", "two"):
+        torch.rand(len(states) + 1)  # another state of the generator
+        recipe = parse_recipe({**content, "model": model, "output": str(tmp_path / name)})
+        final = run_recipe(recipe, Console(file=io.StringIO()))
+        states.append((final / "model.safetensors").read_bytes())
+        AcceleratorState._reset_state(True)
+    assert states[0] == states[1]
 
 
 def test_a_target_that_is_let_go_is_another_type_and_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -225,22 +225,6 @@ def test_a_run_announces_itself_logs_every_step_and_ends_with_a_tree_and_its_acc
     assert isinstance(heads, MedusaHeads) and 1 <= len(heads.config.tree) <= 16
 
 
-def test_the_same_recipe_twice_makes_the_same_weights(run_folder: Path) -> None:
-    """A pretraining run starts from chance, which is the seed's, not the clock's."""
-    content = recipe_content(run_folder, "pretrain")
-    del content["target"], content["dtype"]
-    model = {"tokenizer": str(run_folder / "target"), "hidden_size": 16, "intermediate_size": 16}
-    model |= {"num_hidden_layers": 1, "num_attention_heads": 2}
-    states = []
-    for name in ("one", "two"):
-        torch.rand(len(states) + 1)  # another state of chance
-        recipe = parse_recipe({**content, "model": model, "output": str(run_folder / name)})
-        final = run_recipe(recipe, Console(file=io.StringIO()))
-        states.append((final / "model.safetensors").read_bytes())
-        AcceleratorState._reset_state(True)
-    assert states[0] == states[1]
-
-
 def test_a_sequence_longer_than_the_targets_context_is_refused_before_training(run_folder: Path) -> None:
     content = recipe_content(run_folder, "medusa")
     content["data"]["max_length"] = 97
