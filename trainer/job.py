@@ -121,7 +121,7 @@ class Job(Protocol):
     def identity(self) -> Mapping[str, Any]:
         """Plain JSON values that must be the same for a checkpoint to be resumed: all that changes a step's result.
 
-        The learning rate and the precision are left out: a loss that is no longer finite asks for other ones. Target,
+        The learning rate and the precision are left out: they may be changed when a loss is no longer finite. Target,
         data and drafts are known by their content, wherever they lie, from before anything is trained.
         """
 

@@ -117,11 +117,11 @@ class PolicySource:
         if window != self._window:
             self._window, self._texts = window, self._read(window)
         return [
-            self._learnt(row, self._texts.get((step, position)))
+            self._trained(row, self._texts.get((step, position)))
             for position, row in zip(positions, self._offline.examples_at(step, positions), strict=True)
         ]
 
-    def _learnt(self, row: PlacedExample, text: Written | None) -> PlacedExample:
+    def _trained(self, row: PlacedExample, text: Written | None) -> PlacedExample:
         """Return the data's own row where no text was written, or where the text is not to be trained on."""
         if text is None or (text.collapsed and self._policy.collapsed == "replace"):
             return row

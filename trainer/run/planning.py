@@ -28,7 +28,7 @@ from trainer.target.loading import Target
 from trainer.target.store import estimate_bytes
 from trainer.terminal.place import Place
 
-_LIBRARIES = 100_000_000  # what PyTorch and others load and keep of their own once they work, on a CPU
+_LIBRARIES = 100_000_000  # memory of PyTorch's and other libraries' own on a CPU, once they have worked
 
 
 @dataclass(frozen=True)
@@ -201,6 +201,8 @@ def disk_of(job: Job, dataset: Dataset) -> dict[str, int]:
     if (writer := job.writer(dataset.examples)) is not None:
         parts[writer.identity.noun] = estimate_bytes(dataset.examples, writer.identity)
     parts[f"checkpoints, {keep} and one being written"] = (keep + 1) * (4 * trained + _moment_bytes(job))
-    if job.recipe.evaluation.keep == "best":  # of each checkpoint's time the best, for a run that goes on from it
+    if (
+        job.recipe.evaluation.keep == "best"
+    ):  # those that were the best when each checkpoint was written, for a run resumed from it
         parts[f"the best weights, {keep + 1} times"] = (keep + 1) * 4 * trained
     return parts | job.artefact_bytes()

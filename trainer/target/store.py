@@ -201,7 +201,7 @@ def _begin(folder: Path, identity: Identity, examples: Sequence[Example], shard_
 
 
 def _read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest; None without one, ValueError for one that cannot be read, whose shards are of nobody."""
+    """Return the manifest; None without one. ValueError for one that cannot be read: nothing tells its shards' data."""
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_text())
