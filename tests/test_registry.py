@@ -140,7 +140,7 @@ MISTAKES = {
     "lookup:ngram=3,ngram=4": "'lookup:ngram=3,ngram=4' gives ngram twice: give it once",
     "lookup:ngram=3,4": "'lookup:ngram=3,4' holds '4': behind the path give option=value",
     "lookup:runs/x": "'lookup:runs/x' gives a path, runs/x, but lookup has no weights",
-    "heads": "'heads' lacks the path of the weights: give heads:PATH, of heads",
+    "heads": "'heads' lacks the path of the weights: give heads:PATH, a folder or hub id of heads",
     "draft:x,stop_below=nan": "the drafter draft is given stop_below=nan: give a finite number",
     "draft:x,with_replacement=yes": "the drafter draft is given with_replacement=yes: give true or false",
     "draft:x,branching=2-2": "the drafter draft is given branching=2-2: give whole numbers with x between them",

@@ -210,7 +210,9 @@ def parse_drafter(text: str, **options: Any) -> DrafterSpec:
     if entry.weights is None and path is not None:
         raise ValueError(f"{text!r} gives a path, {path}, but {name} has no weights: give option=value, or nothing")
     if entry.weights is not None and path is None:
-        raise ValueError(f"{text!r} lacks the path of the weights: give {name}:PATH, a folder or hub id of {entry.weights}")
+        raise ValueError(
+            f"{text!r} lacks the path of the weights: give {name}:PATH, a folder or hub id of {entry.weights}"
+        )
     return DrafterSpec(name, path, read_options(given, entry.options, f"the drafter {name}"))
 
 
