@@ -201,8 +201,6 @@ def disk_of(job: Job, dataset: Dataset) -> dict[str, int]:
     if (writer := job.writer(dataset.examples)) is not None:
         parts[writer.identity.noun] = estimate_bytes(dataset.examples, writer.identity)
     parts[f"checkpoints, {keep} and one being written"] = (keep + 1) * (4 * trained + _moment_bytes(job))
-    if (
-        job.recipe.evaluation.keep == "best"
-    ):  # those that were the best when each checkpoint was written, for a run resumed from it
+    if job.recipe.evaluation.keep == "best":  # at each checkpoint, for a run resumed from it
         parts[f"the best weights, {keep + 1} times"] = (keep + 1) * 4 * trained
     return parts | job.artefact_bytes()
