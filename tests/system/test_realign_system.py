@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from test_realign import options, write_workshop
+from test_realign import STALE, options, write_workshop
 from test_realign import run as realign
 from whole_runs import ROOT, environment, losses, run, running, wait_until
 
@@ -23,7 +23,7 @@ STEPS = 30
 
 
 def command(output: str) -> list[str]:
-    words = ["--target", "tuned", "--draft", "stale", "--prompts", "prompts.jsonl", "--output", output]
+    words = ["--target", "tuned", "--draft", STALE, "--prompts", "prompts.jsonl", "--output", output]
     words += ["--max-new-tokens", "12", "--steps", str(STEPS), "--learning-rate", "0.1", "--dtype", "fp32"]
     return [*REALIGN, *words]
 
