@@ -23,7 +23,7 @@ from decoding.drafters import (
     PromptLookupDrafter,
 )
 from decoding.drafters.registry import REGISTRY, DrafterLoader, named_drafter, parse_drafter
-from decoding.drafters.spec import DrafterSpec, written
+from decoding.drafters.spec import DrafterSpec, split_words, written
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.cli import app
@@ -186,3 +186,11 @@ def test_values_are_written_as_they_are_read(value: Any) -> None:
     assert written(value) == {3: "3", 0.5: "0.5", (2, 1): "2x1", ((0,), (0, 1)): "0/0.1", "heads": "heads"}.get(
         value, "true"
     )
+
+
+def test_a_path_that_exists_may_look_like_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lr=1e-3").mkdir()
+    monkeypatch.chdir(tmp_path)
+    words = split_words("heads:lr=1e-3,nodes=4", ["heads"])
+    assert words == ("heads", "lr=1e-3", {"nodes": "4"})
+    assert split_words("heads:lr=1e-4", ["heads"]).options == {"lr": "1e-4"}

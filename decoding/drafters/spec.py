@@ -55,6 +55,8 @@ class DrafterSpec:
 def split_words(text: str, names: Sequence[str]) -> Words:
     """Split a spec into its parts. A text that begins with none of ``names`` is a path if it exists or has a slash.
 
+    Behind a name the first item is the path if it exists or holds no ``=``.
+
     ValueError for an unknown name, and for an item that is neither the path nor ``option=value``.
     """
     head = re.split("[:,]", text, maxsplit=1)[0]
@@ -67,7 +69,7 @@ def split_words(text: str, names: Sequence[str]) -> Words:
     options: dict[str, str] = {}
     for place, item in enumerate(rest.split(",") if rest else ()):
         option, equals, value = item.partition("=")
-        if place == 0 and (not equals or not named):
+        if place == 0 and (not equals or not named or Path(item).exists()):
             path = item
         elif not equals or not option.strip():
             raise ValueError(f"{text!r} holds {item!r}: behind the path give option=value, with commas between them")
