@@ -54,7 +54,7 @@ def test_the_figures_of_the_pages_are_those_of_one_committed_report(name: str, c
 
 def test_the_tables_of_drafters_and_policies_hold_every_row_with_its_figures() -> None:
     publisher = _publisher()
-    figure = {"value": 2.0, "low": 1.5, "high": 2.5}
+    figure = {"value": 2.0, "low": 1.5, "high": 2.5, "observations": 3}
     told = {"hardware": {"processor": "P", "cores": 2, "threads": 2}, "commit": "c", "dtype": "float32"}
     told |= {"parameters": 7_000_000, "prompts": 3, "rounds": 1, "max_new_tokens": 8}
     drafter = {"setting": "greedy", "spec": "lookup", "tokens_per_pass": figure, "speedup_of_totals": figure}
@@ -65,6 +65,9 @@ def test_the_tables_of_drafters_and_policies_hold_every_row_with_its_figures() -
     policy |= {"speedup": {"fixed": figure, "measured": figure}, "measured_over_better": figure}
     written = publisher.policies_table({**told, "rows": [policy]})
     assert "| t | 0 | 8 | lookup | 2.00× | 2.00× | 2.00 [1.50, 2.50] of fixed |" in written
+    policy["measured_over_better"] = {"value": 2.0, "low": 2.0, "high": 2.0, "observations": 1}
+    written = publisher.policies_table({**told, "rows": [policy]})
+    assert "| 2.00× | 2.00 of fixed |" in written, "one group has no interval"
 
 
 def test_the_readme_names_every_machine_that_figures_come_from_and_says_which_are_missing() -> None:
