@@ -273,8 +273,14 @@ def test_a_second_signal_acts_at_once(tmp_path: Path) -> None:
     """Ctrl-C twice: the first asks for a stop after the step, the second does not wait for it."""
 
     def twice() -> None:
-        signal.raise_signal(signal.SIGINT)  # to this thread: two on their way to a process may become one
+        noting = signal.getsignal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
+        for _ in range(10**7):  # two that are on their way together may become one
+            if signal.getsignal(signal.SIGINT) is not noting:
+                break
+        signal.raise_signal(signal.SIGINT)
+        for _ in range(10**7):  # handled somewhere in here
+            pass
 
     recorder = Recorder()
     recorder.actions[2] = twice
