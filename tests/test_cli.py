@@ -82,8 +82,7 @@ def test_every_command_that_decodes_hands_the_device_map_on(
     def load(*given: Any, device_map: str | None = None, **named: Any) -> Any:
         raise ValueError(f"asked to spread by {device_map}")
 
-    for module in ("decode", "regenerate", "realign"):
-        monkeypatch.setattr(f"trainer.commands.{module}.load_model", load)
+    monkeypatch.setattr("trainer.commands.target.load_model", load)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "def f{i}"}}\n' for i in range(4)))
     options = {

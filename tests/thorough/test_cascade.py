@@ -8,6 +8,9 @@ from drafter_checks import (
     accept_some,
     check_bounds,
     check_budgets,
+    check_greedy,
+    check_penalised_greedy,
+    check_text_of_the_seed,
     opened,
     request,
 )
@@ -15,6 +18,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_drafters import HostileDrafter
+from test_generate_sampling import FALSE_ALARM, decode_many, small_llama
 from tiny_models import full_forward, naive_greedy, tiny_model
 
 from decoding.drafters import CascadeDrafter, DraftModelDrafter, LookaheadDrafter, PromptLookupDrafter
@@ -187,3 +191,46 @@ def test_a_text_longer_than_the_drafts_context_is_refused(tiny_llama: CausalLM) 
     draft = CausalLM(tiny_model("llama", max_position_embeddings=8))
     with pytest.raises(ValueError, match="may grow to 12 tokens but the draft's context holds 8"):
         Engine(tiny_llama, CascadeDrafter(draft, INNER["lookup"])).decode([1, 2], DecodingConfig(10))
+
+
+@pytest.mark.parametrize("inner", ["lookup", "lookahead"])
+def test_greedy_output_is_plain_greedy(tiny_llama: CausalLM, tiny_draft: CausalLM, inner: str) -> None:
+    check_greedy(tiny_llama, CascadeDrafter(tiny_draft, INNER[inner], 4))
+    check_penalised_greedy(tiny_llama, CascadeDrafter(tiny_draft, INNER[inner], 4))
+
+
+def test_a_cascade_in_a_cascade_is_still_the_draft_model(tiny_llama: CausalLM, tiny_draft: CausalLM) -> None:
+    middle = CascadeDrafter(CausalLM(tiny_model("llama", seed=4)), PromptLookupDrafter(3), 3)
+    for sampling in (SamplingConfig(), SamplingConfig(repetition_penalty=1.4)):
+        texts = [
+            Engine(tiny_llama, drafter).decode([1, 2, 1], DecodingConfig(30, sampling))
+            for drafter in (CascadeDrafter(tiny_draft, middle, 5), DraftModelDrafter(tiny_draft, (1,) * 5))
+        ]
+        assert [step.accepted for step in texts[0].steps] == [step.accepted for step in texts[1].steps]
+    assert Engine(tiny_llama, CascadeDrafter(tiny_draft, middle, 5)).decode([1, 2, 1], DecodingConfig(30)).tokens == (
+        naive_greedy(tiny_llama.model, [1, 2, 1], 30)
+    )
+
+
+@pytest.mark.parametrize("sampling", [SAMPLED, PENALISED])
+def test_sampled_texts_are_those_of_the_draft_model_with_the_same_seed(
+    tiny_llama: CausalLM, tiny_draft: CausalLM, sampling: SamplingConfig
+) -> None:
+    prompts = [[1, 2, 1, 2], [5], [7, 7, 0, 7], [3, 1]]
+    config = DecodingConfig(24, sampling, seed=5)
+    own = Engine(tiny_llama, CascadeDrafter(tiny_draft, PromptLookupDrafter(3), 4)).decode(
+        prompts, config, batch_size=3
+    )
+    expected = Engine(tiny_llama, DraftModelDrafter(tiny_draft, (1,) * 4)).decode(prompts, config, batch_size=2)
+    assert [text.tokens for text in own] == [text.tokens for text in expected]
+
+
+def test_the_text_of_a_seed_is_plain_decodings(tiny_llama: CausalLM, tiny_draft: CausalLM) -> None:
+    check_text_of_the_seed(tiny_llama, CascadeDrafter(tiny_draft, PromptLookupDrafter(3), 4))
+
+
+def test_the_loop_writes_the_targets_distribution() -> None:
+    drafter = CascadeDrafter(small_llama(3), PromptLookupDrafter(2, 2), 2)
+    chance, accepted = decode_many(small_llama(5), drafter, SamplingConfig(1.0))
+    assert chance > FALSE_ALARM
+    assert accepted > 40, "a draft that is never accepted proves little"

@@ -9,6 +9,9 @@ from drafter_checks import (
     accept_some,
     check_bounds,
     check_budgets,
+    check_greedy,
+    check_penalised_greedy,
+    check_text_of_the_seed,
     opened,
     paths,
     request,
@@ -18,7 +21,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_drafters import ScriptedDrafter
-from test_generate_sampling import small_llama
+from test_generate_sampling import FALSE_ALARM, decode_many, small_llama
 from torch import Tensor
 
 from decoding.drafters import Drafter, DraftModelDrafter, HybridDrafter, LookaheadDrafter, PromptLookupDrafter
@@ -253,3 +256,22 @@ def test_one_drafter_twice_is_refused() -> None:
     lookup = PromptLookupDrafter()
     with pytest.raises(ValueError, match="both drafters of the hybrid are the same prompt lookup: give two"):
         HybridDrafter(lookup, lookup)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_output_is_plain_greedy(tiny_llama: CausalLM, tiny_draft: CausalLM, name: str) -> None:
+    check_greedy(tiny_llama, hybrids(tiny_draft)[name])
+    check_penalised_greedy(tiny_llama, hybrids(tiny_draft)[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_text_of_a_seed_is_plain_decodings(tiny_llama: CausalLM, tiny_draft: CausalLM, name: str) -> None:
+    check_text_of_the_seed(tiny_llama, hybrids(tiny_draft)[name])
+
+
+def test_the_loop_writes_the_targets_distribution() -> None:
+    # Not every pair of tokens occurred before: chains with their q and mixed trees alternate in a text.
+    drafter = HybridDrafter(DraftModelDrafter(small_llama(3), (1, 1)), PromptLookupDrafter(2, 2, min_ngram=2))
+    chance, accepted = decode_many(small_llama(5), drafter, SAMPLED)
+    assert chance > FALSE_ALARM
+    assert accepted > 40, "a draft that is never accepted proves little"

@@ -9,6 +9,7 @@ import torch
 from tiny_models import full_forward, tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from decoding.measure.widen import widened
 from trainer.data.batch import Example
 from trainer.drafts.prune import Sizes, measured, narrow_sizes, pruned
 from trainer.drafts.start import draft_from_target
@@ -250,3 +251,14 @@ def test_a_narrow_model_is_read_back_from_its_folder(tmp_path: Path, family: str
     assert torch.equal(full_forward(read, TEXT), full_forward(narrow, TEXT))
     assert (read.lm_head.weight is read.model.embed_tokens.weight) == tied
     assert read.config.hidden_size == 16 and read.config.intermediate_size == 16
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen2-mixed", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("width", [4, 16])
+def test_a_widened_model_is_pruned_back_to_itself(family: str, tied: bool, width: int) -> None:
+    model = source(family, tie_word_embeddings=tied)
+    back = narrowed(widened(model, width), 16)
+    assert torch.equal(full_forward(back, TEXT), full_forward(model, TEXT))
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps"):
+        assert getattr(back.config, name) == getattr(model.config, name)

@@ -25,8 +25,6 @@ PROMPTS = ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7], [9])
 TREE = TreeShape((-1, 0, 0, 1, 1, 2))
 THESE = sorted({"llama", "mistral", "qwen2-mixed", "gpt2", "opt", "gemma2", "gemma3"} & FAMILIES.keys())
 GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(temperature=1.0)
-FEW = [("gemma3", GREEDY)]
-"""It stands for all of `THESE` in `make check`."""
 
 
 def steps_of(model: CausalLM) -> StaticSteps:
@@ -60,7 +58,8 @@ def decoded(
     return [text.tokens for text in Engine(model, drafter).decode(PROMPTS, config, batch_size=batch_size)]
 
 
-@pytest.mark.parametrize(("family", "sampling"), FEW)
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "T=1"])
+@pytest.mark.parametrize("family", THESE)
 def test_static_steps_decode_the_texts_of_dynamic_ones(family: str, sampling: SamplingConfig) -> None:
     dynamic, static = CausalLM(tiny_model(family)), CausalLM(tiny_model(family), static="eager")
     dynamic_drafters, static_drafters = (drafters(family, mode, dynamic.hidden_size) for mode in (None, "eager"))
@@ -292,3 +291,21 @@ def test_an_unknown_mode_is_refused() -> None:
 def test_graphs_run_as_they_are_where_there_is_no_gpu() -> None:
     model, plain = CausalLM(tiny_model("llama"), static="graphs"), CausalLM(tiny_model("llama"))
     assert decoded(model, None, GREEDY) == decoded(plain, None, GREEDY)
+
+
+def test_compiled_steps_decode_the_texts_of_dynamic_ones() -> None:
+    """Target and draft are compiled; the hidden state that Medusa reads comes out of the compiled function too."""
+    prompts, config = PROMPTS[:2], DecodingConfig(10, SAMPLED)
+    drafts = [CausalLM(tiny_model("llama", seed=1, num_hidden_layers=1), static=mode) for mode in (None, "compile")]
+    dynamic, static = (CausalLM(tiny_model("llama", num_hidden_layers=1), static=mode) for mode in (None, "compile"))
+    heads = drafters("llama", None)["medusa"]
+    for theirs, ours in ((heads, heads), *[[DraftModelDrafter(draft, (1, 1, 1)) for draft in drafts]]):
+        expected = [text.tokens for text in Engine(dynamic, theirs).decode(prompts, config, batch_size=1)]
+        assert [text.tokens for text in Engine(static, ours).decode(prompts, config, batch_size=1)] == expected
+    cache, other = static.new_cache(32), dynamic.new_cache(32)
+    for model, own in ((static, cache), (dynamic, other)):
+        model.prefill([[3, 1, 4]], own)
+    for block in ([[5, 9, 2]], [[6, 5]]):  # both pad to buckets of their own
+        ours, theirs = static.append(block, cache), dynamic.append(block, other)
+        assert torch.allclose(ours.logits, theirs.logits, atol=1e-5)
+        assert torch.allclose(ours.hidden, theirs.hidden, atol=1e-5)

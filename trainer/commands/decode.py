@@ -23,9 +23,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
 from decoding.model.loading import (
     eos_token_ids,
-    load_model,
     load_tokenizer,
-    parse_dtype,
 )
 from decoding.policies import FixedPolicy, named_policy
 from decoding.prompts import encode_prompt, read_prompts
@@ -33,9 +31,9 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.speculation import named_rule
 from decoding.stream import stream_pieces
 from trainer.commands.options import EvaluateOptions, GenerateOptions, ModelOptions
+from trainer.commands.target import read_target
 from trainer.commands.usage import listed
 from trainer.quickstart import resolve
-from trainer.run.train import ensure_built
 from trainer.terminal.console import say, standard_error, standard_output, wide
 from trainer.terminal.progress import ProgressBar
 
@@ -54,11 +52,8 @@ def _load(options: ModelOptions, asked: Sequence[str]) -> Models:
     specs = [parse_drafter(text) for text in asked]
     if again := next((spec for place, spec in enumerate(specs) if spec in specs[:place]), None):
         raise ValueError(f"--drafter {again} is given twice: give it once")
-    ensure_built(options.target)
-    name, trusted = resolve(options.target), options.trust_remote_code
-    dtype = parse_dtype(options.dtype)
-    target = CausalLM(load_model(name, dtype, trust_remote_code=trusted, device_map=options.device_map))
-    tokenizer = load_tokenizer(name, trusted)
+    target, trusted = read_target(options.target, options), options.trust_remote_code
+    tokenizer = load_tokenizer(resolve(options.target), trusted)
     loader = DrafterLoader(target, tokenizer, trusted)
     drafters = [loader.load(spec) for spec in specs]
     labels = [drafter.label for drafter in drafters]

@@ -17,19 +17,17 @@ from decoding.drafters.spec import DrafterSpec
 from decoding.generate import DecodingConfig
 from decoding.jsonl import read_lines
 from decoding.measure.machine import commit, hardware, versions
-from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import (
     check_same_tokenizer,
     eos_token_ids,
     load_draft,
-    load_model,
     load_tokenizer,
-    parse_dtype,
 )
 from decoding.prompts import encode_prompt
 from trainer.commands.options import RealignOptions, RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
+from trainer.commands.target import read_target
 from trainer.data.conversations import read_conversations
 from trainer.files.folders import check_can_be_folder, sha256_of
 from trainer.files.lock import hold
@@ -227,8 +225,7 @@ def _measure(options: RealignOptions, name: str, console: Console) -> Fit:
     trusted = options.trust_remote_code
     tokenizer = load_tokenizer(resolve(options.target), trusted)
     check_same_tokenizer(tokenizer, load_tokenizer(name, trusted))
-    name_of_target, dtype = resolve(options.target), parse_dtype(options.dtype)
-    target = CausalLM(load_model(name_of_target, dtype, trust_remote_code=trusted, device_map=options.device_map))
+    target = read_target(options.target, options)
     draft = load_draft(name, target, None, trusted)
     positions = min((m.max_positions for m in (target, draft) if m.max_positions is not None), default=1 << 30)
     if positions < _PROMPT_TOKENS + options.max_new_tokens:

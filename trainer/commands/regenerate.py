@@ -15,17 +15,16 @@ from decoding.drafters.registry import DrafterLoader, parse_drafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.generate import DecodingConfig
 from decoding.measure.machine import commit, versions
-from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.loading import eos_token_ids, load_model, load_tokenizer, parse_dtype
+from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.options import RegenerateOptions
+from trainer.commands.target import read_target
 from trainer.data.answers import AnswerFile, Backend
 from trainer.data.conversations import read_conversations
 from trainer.files.folders import sha256_of
 from trainer.quickstart import resolve
 from trainer.run.answering import Summary, answer
-from trainer.run.train import ensure_built
 from trainer.target.in_process import TargetBackend
 from trainer.terminal.console import say, standard_error, standard_output
 
@@ -121,10 +120,8 @@ def _target(
     options: RegenerateOptions, named: str, sampling: SamplingConfig, spec: DrafterSpec | None
 ) -> tuple[Backend, dict[str, Any]]:
     """Return the backend of a target in this process."""
-    ensure_built(named)
+    target = read_target(named, options)
     name, trusted = resolve(named), options.trust_remote_code
-    dtype = parse_dtype(options.dtype)
-    target = CausalLM(load_model(name, dtype, trust_remote_code=trusted, device_map=options.device_map))
     tokenizer = load_tokenizer(name, trusted)
     drafter = None if spec is None else DrafterLoader(target, tokenizer, trusted).load(spec)
     config = DecodingConfig(
