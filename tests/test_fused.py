@@ -25,7 +25,7 @@ from loss_references import (
 from torch.nn import functional as F
 
 from trainer.learning import fused
-from trainer.learning.fused import fused_loss
+from trainer.learning.fused import Bias, fused_loss
 from trainer.learning.losses import LossMix
 from trainer.learning.teachers import HiddenTeacher
 from trainer.recipe.loss import Divergence, Term
@@ -81,6 +81,38 @@ def test_a_fused_loss_is_the_plain_formula_and_so_are_its_gradients(
     loss, correct, _ = fused_loss(hidden, weight, labels, mix, teacher, chunk=chunk)
     assert correct == ((hidden @ weight.T).argmax(-1) == labels).sum()
     assert_same(loss, expected, hidden, weight)
+
+
+@pytest.mark.parametrize("weights", MIXES, ids="+".join)
+@pytest.mark.parametrize("chunk", [5, None])
+def test_a_bias_is_a_second_product_in_the_logits(weights: dict[Term, float], chunk: int | None) -> None:
+    hidden, weight, labels = inputs()
+    generator = torch.Generator().manual_seed(3)
+    bias = Bias(
+        torch.randn(TOKENS, 2, dtype=hidden.dtype, generator=generator).requires_grad_(),
+        torch.randn(VOCAB, 2, dtype=hidden.dtype, generator=generator).requires_grad_(),
+    )
+    teacher, target = a_teacher("hidden")
+    expected = reference(hidden @ weight.T + bias.hidden @ bias.weight.T, labels, LossMix(weights), teacher, target)
+    loss, correct, _ = fused_loss(hidden, weight, labels, LossMix(weights), teacher, bias=bias, chunk=chunk)
+    assert correct == ((hidden @ weight.T + bias.hidden @ bias.weight.T).argmax(-1) == labels).sum()
+    assert_same(loss, expected, hidden, weight, *bias)
+
+
+@pytest.mark.parametrize("weights", MIXES, ids="+".join)
+def test_row_weights_multiply_each_tokens_loss_and_leave_the_hits_alone(weights: dict[Term, float]) -> None:
+    hidden, weight, labels = inputs()
+    teacher, target = a_teacher("hidden")
+    factors = torch.linspace(0, 2, TOKENS, dtype=hidden.dtype)
+    rows = [
+        reference((hidden @ weight.T)[row, None], labels[row, None], LossMix(weights), None, target[row, None])
+        for row in range(TOKENS)
+    ]
+    expected = (factors * torch.stack(rows)).sum()
+    found = fused_loss(hidden, weight, labels, LossMix(weights), teacher, row_weights=factors, chunk=5)
+    plain = fused_loss(hidden, weight, labels, LossMix(weights), teacher, chunk=5)
+    assert found.correct == plain.correct and found.accepted == plain.accepted
+    assert_same(found.loss, expected, hidden, weight)
 
 
 @pytest.mark.parametrize("weights", MIXES, ids="+".join)

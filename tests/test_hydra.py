@@ -21,7 +21,8 @@ from decoding.drafters.base import DraftRequest
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
-from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads, OutputLayer
+from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads
+from decoding.model.output_layer import OutputLayer
 from decoding.rules.proposal import ProposalKind
 from decoding.rules.sampling import SamplingConfig
 

@@ -6,10 +6,9 @@ to t+1+k, all but the first of which were drafted by the heads before it (Hydra,
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -19,6 +18,7 @@ from torch.nn import functional as F
 
 from decoding.model.finite import check_finite
 from decoding.model.header import check_tensors, check_whole, read_object
+from decoding.model.output_layer import OutputLayer
 from decoding.rules.tree import checked_paths
 
 CONFIG_NAME = "config.json"
@@ -122,18 +122,6 @@ class SequentialBlock(nn.Module):
         outer, inner = self.embedded(unit.flatten(-2)).chunk(2, -1)
         residual: Tensor = x + outer + F.silu(self.linear(x) + inner)
         return residual
-
-
-class OutputLayer(nn.Linear):
-    """Linear layer from hidden states to the vocabulary."""
-
-    def forward(self, hidden: Tensor, read: Callable[[Tensor, Tensor], Any] = F.linear) -> Any:
-        """Return ``read(hidden, weight)``: by default the logits.
-
-        A loss that needs the weight is given as ``read``, because sharded training gathers the weight for this call
-        only.
-        """
-        return read(hidden, self.weight)
 
 
 class MedusaHead(nn.Module):

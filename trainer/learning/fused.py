@@ -4,7 +4,7 @@ Losses are sums, not means: the loop divides them by the count over the whole ba
 steps, which makes accumulation and data parallelism exact.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,13 @@ CHUNK_BYTES = 128 * 2**20
 """Logits of a chunk: fewer slow down the products with the weight, more take memory and gain no speed."""
 _BLOCK_BYTES = 2 * 2**20
 """fp32 rows that are softmaxed together on a CPU: they stay in its cache."""
+
+
+class Bias(NamedTuple):
+    """A product that is added to the logits: ``hidden @ weight.T``, such as a `decoding.model.markov.MarkovBias`."""
+
+    hidden: Float[Tensor, "tokens rank"]
+    weight: Float[Tensor, "outputs rank"]
 
 
 class FusedLoss(NamedTuple):
@@ -38,14 +45,19 @@ def fused_loss(
     mix: LossMix,
     teacher: Teacher | None = None,
     *,
+    bias: Bias | None = None,
+    row_weights: Float[Tensor, " tokens"] | None = None,
     tokens: Int[Tensor, " outputs"] | None = None,
     soft_cap: float | None = None,
     chunk: int | None = None,
 ) -> FusedLoss:
     """Return the sum over tokens of ``mix``'s weighted terms for the logits ``hidden @ weight.T``, with its hits.
 
+    ``bias`` adds a second product to the logits. ``row_weights`` multiply each token's loss, and get no gradient; hits
+    are not weighted.
+
     ``cross_entropy`` is taken at ``labels``; the other terms are `losses.divergence` between ``teacher`` and the
-    logits. The teacher and a frozen weight get no gradient.
+    logits. The teacher and frozen weights get no gradient.
 
     ``tokens[i]`` is the target's token that row i of ``weight`` writes; without it, row i writes token i. Labels are
     the target's tokens too: a label that no row writes adds nothing to the cross entropy. With ``soft_cap`` c the
@@ -61,7 +73,9 @@ def fused_loss(
     layer = _Outputs(len(weight), tokens, soft_cap)
     if not torch.is_grad_enabled():  # which `apply` hides from the function
         hidden, weight = hidden.detach(), weight.detach()
-    return FusedLoss(*_FusedLoss.apply(hidden, weight, labels, mix, teacher, layer, chunk))  # type: ignore[no-untyped-call]  # torch's
+        bias = None if bias is None else Bias(bias.hidden.detach(), bias.weight.detach())
+    pairs = (hidden, weight, *(bias or (None, None)))
+    return FusedLoss(*_FusedLoss.apply(*pairs, row_weights, labels, mix, teacher, layer, chunk))  # type: ignore[no-untyped-call]  # torch's
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -70,6 +84,9 @@ class _FusedLoss(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias_hidden: Tensor | None,
+        bias_weight: Tensor | None,
+        row_weights: Tensor | None,
         labels: Tensor,
         mix: LossMix,
         teacher: Teacher | None,
@@ -79,29 +96,49 @@ class _FusedLoss(torch.autograd.Function):
         dtype, width = _product_dtype(hidden), 0 if teacher is None else teacher.width
         wide = _wide(dtype)
         sums = FusedLoss(*(torch.zeros((), dtype=kind, device=hidden.device) for kind in (wide, torch.long, wide)))
-        hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        weight_gradient = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
-        compute_hidden, compute_weight = hidden.to(dtype), weight.to(dtype)
+        pairs = [_Pair(hidden, weight, dtype, *ctx.needs_input_grad[:2])]
+        if bias_hidden is not None and bias_weight is not None:
+            pairs.append(_Pair(bias_hidden, bias_weight, dtype, *ctx.needs_input_grad[2:4]))
         with torch.autocast(hidden.device.type, enabled=False):
-            for rows, logits in _chunks(compute_hidden, compute_weight, width, chunk):
+            for rows, logits in _chunks(pairs, width, chunk):
                 target = None
                 if teacher is not None:
                     target = teacher.known_logits(rows.start, rows.stop, mix.temperature).to(hidden.device)
-                found = _turn_into_gradient(logits, labels[rows], mix, target, layer)
+                weighted = None if row_weights is None else row_weights[rows]
+                found = _turn_into_gradient(logits, labels[rows], mix, target, layer, weighted)
                 for total, part in zip(sums, found, strict=True):
                     total += part
-                if hidden_gradient is not None:
-                    hidden_gradient[rows] = logits @ compute_weight
-                if weight_gradient is not None:
-                    weight_gradient += logits.T @ compute_hidden[rows]
-        ctx.save_for_backward(hidden_gradient, None if weight_gradient is None else weight_gradient.to(weight.dtype))
+                for pair in pairs:
+                    pair.take(rows, logits)
+        ctx.save_for_backward(*(gradient for pair in pairs for gradient in pair.gradients()))
         ctx.mark_non_differentiable(sums.correct, sums.accepted)
         return sums.loss, sums.correct, sums.accepted
 
     @staticmethod
     def backward(ctx: Any, loss_gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        scaled = (None if saved is None else saved * loss_gradient.to(saved.dtype) for saved in ctx.saved_tensors)
-        return *scaled, None, None, None, None, None
+        scaled = [None if saved is None else saved * loss_gradient.to(saved.dtype) for saved in ctx.saved_tensors]
+        return *scaled, *(None,) * (10 - len(scaled))
+
+
+class _Pair:
+    """Inputs and weight of one of the products that make the logits, and their gradients as they are summed."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype, learns_hidden: bool, learns: bool) -> None:
+        self.hidden, self.weight = hidden.to(dtype), weight.to(dtype)
+        self._dtype = weight.dtype
+        self._of_hidden = torch.empty_like(hidden) if learns_hidden else None
+        self._of_weight = torch.zeros_like(weight, dtype=_wide(dtype)) if learns else None
+
+    def take(self, rows: slice, gradient: Float[Tensor, "rows outputs"]) -> None:
+        """Add what a chunk's gradient with respect to the logits gives."""
+        if self._of_hidden is not None:
+            self._of_hidden[rows] = gradient @ self.weight
+        if self._of_weight is not None:
+            self._of_weight += gradient.T @ self.hidden[rows]
+
+    def gradients(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of the inputs and of the weight, each in its tensor's dtype."""
+        return self._of_hidden, None if self._of_weight is None else self._of_weight.to(self._dtype)
 
 
 def _product_dtype(hidden: Tensor) -> torch.dtype:
@@ -118,17 +155,21 @@ def _rows_within(size: int, width: int, dtype: torch.dtype) -> int:
 
 
 def _chunks(
-    hidden: Float[Tensor, "tokens hidden"], weight: Float[Tensor, "outputs hidden"], width: int, chunk: int | None
+    pairs: Sequence[_Pair], width: int, chunk: int | None
 ) -> Iterator[tuple[slice, Float[Tensor, "rows outputs"]]]:
-    """Yield the products of ``chunk`` tokens at a time, always in the same memory.
+    """Yield the summed products of ``chunk`` tokens at a time, always in the same memory.
 
     ``width`` is the number of the teacher's logits for a token, which share the memory of a chunk.
     """
+    hidden, weight = pairs[0].hidden, pairs[0].weight
     chunk = chunk or _rows_within(CHUNK_BYTES, max(len(weight), width), weight.dtype)
     held = torch.empty(min(chunk, len(hidden)), len(weight), dtype=weight.dtype, device=hidden.device)
     for start in range(0, len(hidden), chunk):
         rows = slice(start, min(start + chunk, len(hidden)))
-        yield rows, torch.mm(hidden[rows], weight.T, out=held[: rows.stop - start])
+        logits = torch.mm(hidden[rows], weight.T, out=held[: rows.stop - start])
+        for pair in pairs[1:]:
+            logits.addmm_(pair.hidden[rows], pair.weight.T)
+        yield rows, logits
 
 
 def _blocks(logits: Float[Tensor, "rows outputs"], width: int) -> Iterator[slice]:
@@ -145,6 +186,7 @@ def _turn_into_gradient(
     mix: LossMix,
     target: KnownLogits | None,
     layer: "_Outputs",
+    row_weights: Float[Tensor, " rows"] | None,
 ) -> FusedLoss:
     """Overwrite a linear layer's products with the loss's gradient with respect to these products; return the loss."""
     wide = _wide(logits.dtype)
@@ -155,7 +197,8 @@ def _turn_into_gradient(
         scores, right = layer.scores(logits[block]), written[block]
         correct += (scores.argmax(-1) == right).sum()
         known = None if target is None else target.block(block)
-        block_loss, block_accepted, gradient = _mixed(scores, right, mix, known, layer)
+        weighted = None if row_weights is None else row_weights[block]
+        block_loss, block_accepted, gradient = _mixed(scores, right, mix, known, layer, weighted)
         logits[block] = layer.through_cap(gradient, scores)
         loss += block_loss
         accepted += block_accepted
@@ -168,16 +211,18 @@ def _mixed(
     mix: LossMix,
     target: KnownLogits | None,
     layer: "_Outputs",
+    row_weights: Float[Tensor, " rows"] | None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, "rows outputs"]]:
     """Return the loss of wide logits, Σ min(p, q), and the loss's gradient with respect to the logits."""
-    loss, accepted, gradient, log_q, q = scores.new_zeros(()), scores.new_zeros(()), None, None, None
+    accepted, gradient, log_q, q = scores.new_zeros(()), None, None, None
+    losses = scores.new_zeros(len(scores))
     if target is not None:
         log_q = (scores if mix.temperature == 1 else scores / mix.temperature).log_softmax(-1)
         q = log_q.exp()
         sides, to_logits = layer.compare(target, log_q, q, mix.temperature)
         accepted = sides.overlap.sum()
         if mix.soft:
-            loss, pull = _divergences(sides, mix)
+            losses, pull = _divergences(sides, mix)
             gradient = to_logits(pull)
             if mix.temperature != 1:
                 gradient.div_(mix.temperature)
@@ -186,24 +231,27 @@ def _mixed(
             log_q, q = scores.log_softmax(-1), None
         factor = mix.weights["cross_entropy"] * (right >= 0)[:, None].to(log_q.dtype)
         label = right.clamp(min=0)[:, None]
-        loss = loss - (factor * log_q.gather(1, label)).sum()
+        losses = losses - (factor * log_q.gather(1, label))[:, 0]
         hard = (log_q.exp_() if q is None else q).mul_(factor).scatter_add_(1, label, -factor)
         gradient = hard if gradient is None else gradient.add_(hard)
     assert gradient is not None, "a mix without divergences is a cross entropy"
-    return loss, accepted, gradient
+    if row_weights is not None:
+        weights = row_weights.to(gradient.dtype)
+        losses, gradient = losses * weights, gradient.mul_(weights[:, None])
+    return losses.sum(), accepted, gradient
 
 
-def _divergences(sides: Comparison, mix: LossMix) -> tuple[Float[Tensor, ""], Float[Tensor, "rows outcomes"]]:
-    """Return the weighted sum of the divergences in ``mix``, and that of their pulls (see `losses.Pulled`)."""
-    loss, pull = sides.overlap.new_zeros(()), None
+def _divergences(sides: Comparison, mix: LossMix) -> tuple[Float[Tensor, " rows"], Float[Tensor, "rows outcomes"]]:
+    """Return the weighted sums of the divergences in ``mix``, and of their pulls (see `losses.Pulled`)."""
+    losses, pull = torch.zeros_like(sides.overlap), None
     for kind, factor in mix.weights.items():
         if kind != "cross_entropy":
             value, part = sides.term(kind, mix)
-            loss = loss + factor * value.sum()
+            losses = losses + factor * value
             # Not in place: other terms may read the same pull.
             pull = (part if factor == 1 else part * factor) if pull is None else pull.add(part, alpha=factor)
     assert pull is not None, "a soft mix has a divergence"
-    return loss, pull
+    return losses, pull
 
 
 class _Outputs:
