@@ -4,10 +4,18 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
-from drafter_checks import accept_some, check_budgets, check_greedy, check_penalised_greedy, check_text_of_the_seed
+from drafter_checks import (
+    accept_some,
+    check_budgets,
+    check_greedy,
+    check_penalised_greedy,
+    check_text_of_the_seed,
+    paths,
+)
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -321,3 +329,57 @@ def test_parts_of_another_model_are_refused(tiny_llama: CausalLM, changes: dict[
     draft = draft_of()
     with pytest.raises(ValueError, match=f"the parts of this parallel draft {problem}: give a parallel draft"):
         ParallelDraft(draft.model, ParallelParts(replace(draft.parts.config, **changes)))
+
+
+# --- trees ------------------------------------------------------------------------------------------------------------
+
+FORKED = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [0, 1, 0]]
+
+
+@WITH_PARTS
+def test_a_tree_branches_by_the_bias_over_the_same_forward(tiny_llama: CausalLM, rank: int, reads_target: bool) -> None:
+    draft = draft_of(rank, reads_target)
+    for text in ([3, 1, 4], [5], [2, 2, 9, 8]):
+        (proposal,) = Follower(ParallelDrafter(draft, tree=FORKED), tiny_llama, SAMPLED).propose(text)
+        tree = proposal.tree
+        assert proposal.kind is ProposalKind.DETERMINISTIC and len(tree) == 10
+        for node, children in enumerate(tree.shape.children):
+            path = [tree.token_list[ancestor] for ancestor in tree.shape.path(node)]
+            if children:
+                best = logits_after(draft, tiny_llama, text, path).topk(len(children)).indices.tolist()
+                assert [tree.token_list[child] for child in children] == best
+
+
+def test_a_dynamic_tree_holds_the_likeliest_paths(tiny_llama: CausalLM) -> None:
+    draft, text = draft_of(tokens=2), [3, 1, 4]
+    shares = {}
+    first = logits_after(draft, tiny_llama, text, []).softmax(-1)
+    for token in range(16):
+        shares[token,] = float(first[token])
+        second = logits_after(draft, tiny_llama, text, [token]).softmax(-1)
+        shares |= {(token, below): float(first[token] * second[below]) for below in range(16)}
+    likeliest = sorted(shares, key=shares.__getitem__, reverse=True)[:7]
+    (proposal,) = Follower(ParallelDrafter(draft, dynamic_nodes=8), tiny_llama).propose(text)
+    assert paths(proposal.tree) == set(likeliest)
+
+
+@pytest.mark.parametrize("settings", [{"tree": FORKED}, {"dynamic_nodes": 9}, {"dynamic_nodes": 5, "tokens": 2}])
+def test_trees_write_plain_greedy_within_every_bound(tiny_llama: CausalLM, settings: dict[str, Any]) -> None:
+    drafter = ParallelDrafter(draft_of(), **settings)
+    check_greedy(tiny_llama, drafter)
+    check_text_of_the_seed(tiny_llama, drafter)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"tree": [[0]] * 2 + [[0] * depth for depth in range(2, 6)]}, "the tree is 5 deep but the parallel draft has"),
+        ({"tree": [[16]]}, "the tree asks for rank 16 but the parallel draft writes 16 tokens"),
+        ({"tree": [[0]], "tokens": 2}, "tree and tokens are both given"),
+        ({"tree": [[0]], "dynamic_nodes": 4}, "tree and dynamic_nodes are both given"),
+        ({"dynamic_nodes": 1}, "dynamic_nodes is 1, the root included: give at least 2"),
+    ],
+)
+def test_trees_that_make_no_sense_are_refused(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        ParallelDrafter(draft_of(), **settings)

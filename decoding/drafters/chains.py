@@ -11,8 +11,8 @@ from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import HistoryRows, SamplingConfig, adjusted_logits, inverse_cdf, probabilities
 from decoding.rules.tree import TokenTree, TreeShape
 
-NextLogits = Callable[[int, Int[Tensor, " rows"]], Float[Tensor, "rows vocab"]]
-"""Function from the depth of a node (the root's is 0) and the tokens at it to the logits of the tokens after it."""
+NextLogits = Callable[[Int[Tensor, "rows tokens"]], Float[Tensor, "rows vocab"]]
+"""Function from each row's chain so far, the root included, to the logits of the tokens after it."""
 
 
 class ChainGrowth:
@@ -38,25 +38,23 @@ class ChainGrowth:
 
         Nothing is read from the device unless a control or a stop needs it.
         """
-        last = torch.tensor([text[-1] for text in texts])
-        logits = next_logits(0, last)
-        columns = [last.to(logits.device, non_blocking=True)]
+        roots = torch.tensor([text[-1] for text in texts])
+        chains = roots.to(self._state.draft.device, non_blocking=True)[:, None]
         q_steps: list[Tensor] = []
         step = 0
         while step < max(depths):
-            if step:
-                logits = next_logits(step, columns[-1])
-            columns.append(self._choose(texts, columns, logits, [depth > step for depth in depths], q_steps))
+            logits = next_logits(chains)
+            chosen = self._choose(texts, chains, logits, [depth > step for depth in depths], q_steps)
             if self._sampling.processors and self._sampled:
-                ended: list[bool] = (columns[-1] == q_steps[-1].shape[1]).tolist()
+                ended: list[bool] = (chosen == logits.shape[1]).tolist()
                 depths = [min(depth, step) if end else depth for depth, end in zip(depths, ended, strict=True)]
-                columns[-1].clamp_(max=q_steps[-1].shape[1] - 1)  # a valid id, which is never read
+                chosen.clamp_(max=logits.shape[1] - 1)  # a valid id, which is never read
+            chains = torch.cat([chains, chosen[:, None]], dim=1)
             step += 1
             if self._stop_below:
-                unsure: list[bool] = self._unsure(logits, columns[-1], q_steps).tolist()
+                unsure: list[bool] = self._unsure(logits, chosen, q_steps).tolist()
                 depths = [min(depth, step) if low else depth for depth, low in zip(depths, unsure, strict=True)]
-        tokens = torch.stack(columns, dim=1)
-        trees = [TokenTree(tokens[row, : depth + 1], TreeShape.chain(depth)) for row, depth in enumerate(depths)]
+        trees = [TokenTree(chains[row, : depth + 1], TreeShape.chain(depth)) for row, depth in enumerate(depths)]
         if not self._sampled:
             return [Proposal(tree, ProposalKind.DETERMINISTIC) for tree in trees], step
         q = torch.stack(q_steps, dim=1)
@@ -65,7 +63,7 @@ class ChainGrowth:
     def _choose(
         self,
         texts: Sequence[Sequence[int]],
-        columns: Sequence[Tensor],
+        chains: Tensor,
         logits: Tensor,
         drawing: Sequence[bool],
         q_steps: list[Tensor],
@@ -76,12 +74,12 @@ class ChainGrowth:
         """
         history = None
         if self._sampling.needs_history:
-            chains: list[list[int]] = torch.stack(list(columns), dim=1).tolist()
-            last = [len(columns) - 1]
+            tokens: list[list[int]] = chains.tolist()
+            last = [chains.shape[1] - 1]
             history = HistoryRows.cat(
                 [
                     self._state.history_at(row, texts[row], TokenTree.chain(chain), last)
-                    for row, chain in enumerate(chains)
+                    for row, chain in enumerate(tokens)
                 ]
             )
         if not self._sampled:

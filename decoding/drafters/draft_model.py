@@ -133,7 +133,7 @@ class DraftModelSession:
     def _propose_chains(self, texts: Sequence[Sequence[int]], root: Tensor, depths: Sequence[int]) -> list[Proposal]:
         """Draft a token per step in every row."""
         proposals, steps = self._chains.propose(
-            texts, depths, lambda depth, last: self._state.step(last) if depth else root
+            texts, depths, lambda chains: self._state.step(chains[:, -1]) if chains.shape[1] > 1 else root
         )
         trees = [proposal.tree for proposal in proposals]
         self._state.remember(trees, [min(len(tree) - 1, steps - 1) for tree in trees])
