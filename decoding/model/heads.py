@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from decoding.model.finite import check_finite
 from decoding.model.header import check_tensors, check_whole, read_object
+from decoding.model.markov import MarkovBias
 from decoding.model.output_layer import OutputLayer
 from decoding.rules.tree import checked_paths
 
@@ -33,7 +34,8 @@ class MedusaConfig:
 
     ``tree`` lists paths of ranks: ``(0, 2)`` is head 1's third best token after head 0's best. Every prefix is listed.
     ``shared_lm_head``: the heads have no output layer of their own and use the target's lm_head. ``sequential``: each
-    head also reads the embeddings of the tokens between t and its own.
+    head also reads the embeddings of the tokens between t and its own. ``markov_rank``: the rank of the `MarkovBias` on
+    all heads' logits by the token before the head's own; 0: none.
     """
 
     hidden_size: int
@@ -43,9 +45,16 @@ class MedusaConfig:
     tree: tuple[tuple[int, ...], ...] = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0))
     shared_lm_head: bool = False
     sequential: bool = False
+    markov_rank: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("hidden_size", 1), ("vocab_size", 1), ("num_heads", 1), ("num_layers", 0)):
+        for name, least in (
+            ("hidden_size", 1),
+            ("vocab_size", 1),
+            ("num_heads", 1),
+            ("num_layers", 0),
+            ("markov_rank", 0),
+        ):
             check_whole(name, getattr(self, name), least)
         for name in ("shared_lm_head", "sequential"):
             if type(getattr(self, name)) is not bool:
@@ -57,9 +66,14 @@ class MedusaConfig:
         object.__setattr__(self, "tree", paths)
         if self.sequential and self.num_layers < 1:
             raise ValueError("sequential heads read tokens in their first block, but num_layers is 0: give at least 1")
+        if self.sequential and self.markov_rank:
+            raise ValueError(
+                f"markov_rank is {self.markov_rank}, but sequential heads read the token before already: "
+                "give markov_rank 0 or sequential=false"
+            )
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the name and shape of every tensor of heads with this config, head by head."""
+        """Yield the name and shape of every tensor of heads with this config, head by head, then the bias's."""
         for head in range(self.num_heads):
             for layer in range(self.num_layers):
                 block = f"heads.{head}.blocks.{layer}"
@@ -69,6 +83,9 @@ class MedusaConfig:
                     yield f"{block}.embedded.weight", (2 * self.hidden_size, (head + 1) * self.hidden_size)
             if not self.shared_lm_head:
                 yield f"heads.{head}.lm_head.weight", (self.vocab_size, self.hidden_size)
+        if self.markov_rank:
+            for part in ("embedding", "output"):
+                yield f"markov.{part}.weight", (self.vocab_size, self.markov_rank)
 
     def check_fits(self, hidden_size: int, vocab_size: int) -> None:
         """Raise ValueError for a target of another hidden size or vocabulary size."""
@@ -184,6 +201,9 @@ class MedusaHeads(nn.Module):
         super().__init__()
         self.config = config
         self.heads = nn.ModuleList(MedusaHead(config, index) for index in range(config.num_heads))
+        self.markov = (
+            MarkovBias(config.vocab_size, config.vocab_size, config.markov_rank) if config.markov_rank else None
+        )
 
     @staticmethod
     def for_target(target: nn.Module, config: MedusaConfig) -> "MedusaHeads":
