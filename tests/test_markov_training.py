@@ -187,7 +187,9 @@ def test_heads_with_a_bias_start_from_a_folder_of_such_heads_alone(tmp_path: Pat
 
 
 def test_sequential_heads_with_a_bias_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"heads.markov_rank is 4, but sequential heads read the token before already"):
+    with pytest.raises(
+        ValueError, match=r"heads.markov_rank is 4, but sequential heads read every token before their own already"
+    ):
         HeadsSection(sequential=True, markov_rank=4)
 
 

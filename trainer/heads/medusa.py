@@ -235,17 +235,16 @@ def rank_accuracies(
         ids = torch.tensor([list(tokens)], device=target.device)
         hidden, text = lm_head_input(target.model, {"input_ids": ids})[0].to(device), ids[0].to(device)
         embedded = embed(ids[0]).to(device) if heads.config.sequential else None
-        for k, head in enumerate(heads.heads):
+        for k in range(heads.config.num_heads):
             first = max(prompt_length - 1, 0)  # the position whose lm_head wrote the first new token
             labels = text[first + k + 2 :]
             if not len(labels):
                 continue
-            before = None
+            between = None
             if embedded is not None:  # (labels, k+1, hidden): the tokens between the state and the label
-                before = embedded[first + 1 : -1].unfold(0, k + 1, 1).transpose(1, 2)
-            logits = head(hidden[first : first + len(labels)], lm_head, before)
-            if heads.markov is not None:
-                logits = logits + heads.markov(text[first + k + 1 : -1]).to(logits)
+                between = embedded[first + 1 : -1].unfold(0, k + 1, 1).transpose(1, 2)
+            before = None if heads.markov is None else text[first + k + 1 : -1]
+            logits = heads.head_logits(k, hidden[first : first + len(labels)], lm_head, between, before)
             best = logits.topk(min(_RANKS, heads.config.vocab_size)).indices.to(device)
             counts[k, : best.shape[1]] += (best == labels[:, None]).sum(0).cpu()
             totals[k] += len(labels)

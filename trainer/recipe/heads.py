@@ -46,8 +46,8 @@ class HeadsSection(Section):
     def _sequential_heads_have_no_bias(self) -> "HeadsSection":
         if self.sequential and self.markov_rank:
             raise ValueError(
-                f"heads.markov_rank is {self.markov_rank}, but sequential heads read the token before already: "
-                "set heads.markov_rank=0 or heads.sequential=false"
+                f"heads.markov_rank is {self.markov_rank}, but sequential heads read every token before their own "
+                "already: set heads.markov_rank=0 or heads.sequential=false"
             )
         return self
 
