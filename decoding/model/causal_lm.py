@@ -134,7 +134,7 @@ class CausalLM:
         if static is not None:
             refuse_changing_rope(text_config)
             refuse_several_devices(model)
-            self._static = StaticSteps(model, self._forward, self._windows(), self.max_positions, self.dtype, static)
+            self._static = StaticSteps(model, self._forward, self.windows(), self.max_positions, self.dtype, static)
 
     @property
     def is_static(self) -> bool:
@@ -270,7 +270,7 @@ class CausalLM:
         if self.max_positions is not None:  # a row that is done may be padded past the end of the position table
             positions.clamp_(max=self.max_positions - 1)
         uniform = len(set(starts)) == 1
-        if uniform and size == 1 and not any(first) and not any(self._windows().values()):
+        if uniform and size == 1 and not any(first) and not any(self.windows().values()):
             masks = None  # one token per row: `transformers` builds the masks of its layers
         else:
             masks = self._masks([tree.shape for tree in trees], starts, first, size)
@@ -317,7 +317,7 @@ class CausalLM:
         output = self._run(model, tokens, positions, cache, mask, select)
         return output.hidden, output.logits
 
-    def _windows(self) -> dict[str, int | None]:
+    def windows(self) -> dict[str, int | None]:
         """Return the sliding window (None: full attention) of each layer type that takes a mask."""
         if "sliding_attention" in self._layer_types:
             return {"full_attention": None, "sliding_attention": self._window}
@@ -328,7 +328,7 @@ class CausalLM:
 
         Returns one mask for all layers, or a dict by layer type for models that mix full and sliding attention.
         """
-        masks = {kind: self._mask(shapes, starts, first, size, window) for kind, window in self._windows().items()}
+        masks = {kind: self._mask(shapes, starts, first, size, window) for kind, window in self.windows().items()}
         return masks if len(masks) > 1 else masks["full_attention"]
 
     def _mask(
