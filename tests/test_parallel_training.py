@@ -1,11 +1,10 @@
 """The training of parallel drafts: one forward with blocks of masks is many plain ones, and only labels are trained."""
 
 import pytest
-import torch
-from parallel_training import TEXTS, TURNS, blocks_of, objective_for, reference_terms
+from parallel_training import TEXTS, objective_for, reference_terms
 from tiny_models import tiny_model
 
-from trainer.data.batch import collate, pack
+from trainer.data.batch import collate
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2-mixed", "gemma3"])

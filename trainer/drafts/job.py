@@ -219,6 +219,7 @@ def _check_costs(target: Target, initial: InitialDraft, place: Place) -> None:
     costs: list[Costs | None] = [None]
     if place.is_first:
         draft: Any = copy.deepcopy(initial.model)
-        costs = [best_costs(target.model, CausalLM(draft.to(target.dtype).eval(), initial.output_tokens))]
+        at_once = 1 if initial.parts is None else initial.parts.config.tokens
+        costs = [best_costs(target.model, CausalLM(draft.to(target.dtype).eval(), initial.output_tokens), at_once)]
     (found,) = broadcast_object_list(costs)
     place.say(check_pays(found))
