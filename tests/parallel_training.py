@@ -78,7 +78,7 @@ def reference_terms(
 ) -> tuple[Tensor, Tensor]:
     """Σ divergence at the text's positions and at the masks: one plain forward for each text and for each anchor."""
     blocks, draft, parts = blocks_of(objective, batch), objective.module.base, objective.module.parts
-    assert parts is not None and parts.markov is not None
+    assert parts is not None
     outputs = objective.output_tokens
     terms = []
     for own in (True, False):
@@ -94,7 +94,8 @@ def reference_terms(
                 for place in range(anchor) if own else range(anchor + 1, anchor + 1 + masks):
                     if place + 1 >= len(text) or not example.trained[place + 1]:
                         continue
-                    q = (logits[place] + parts.markov(text[place]))[None]
+                    bias = 0 if parts.markov is None else parts.markov(text[place])
+                    q = (logits[place] + bias)[None]
                     q = q if outputs is not None else q[:, : wanted.shape[1]]
                     total = total + divergence(q, wanted[place][None], kind, tokens=outputs)
         terms.append(total)

@@ -57,7 +57,9 @@ def test_a_parallel_draft_costs_one_forward_and_is_looked_at_up_to_its_own_lengt
     costs = Costs(dict.fromkeys(range(1, 8), 1.0), {1: 0.2, 6: 0.2})
     assert best_depth(1.0, costs) == (6, pytest.approx(7 / 1.2))
     assert best_depth(0.2, costs) == (6, pytest.approx(1.24999 / 1.2, abs=1e-5))
-    assert check_pays(costs).startswith("costs here: a draft forward for 6 tokens takes 0.20 of a target pass; it pays from")
+    assert check_pays(costs).startswith(
+        "costs here: a draft forward for 6 tokens takes 0.20 of a target pass; it pays from"
+    )
 
 
 def test_the_forward_of_a_parallel_draft_is_measured_over_all_its_positions(

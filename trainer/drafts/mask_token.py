@@ -53,7 +53,15 @@ def even_out_mask_row(model: PreTrainedModel, mask_token: int, used: int) -> Non
 def new_parts(
     model: PreTrainedModel, section: ParallelSection, mask_token: int, target_hidden_size: int
 ) -> ParallelParts:
-    """Make the untrained parts of a draft, by torch's global seed; the draft's vocabulary must be trimmed by now."""
+    """Make the untrained parts of a draft, by torch's global seed; the draft's vocabulary must be trimmed by now.
+
+    ValueError for a bias behind a soft cap: losses would cap it, and decoding would add it behind the cap.
+    """
+    if section.markov_rank and getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None):
+        raise ValueError(
+            f"draft.parallel.markov_rank adds a bias to the logits, which a {model.config.model_type} draft caps: set "
+            "it to 0, or start from another model"
+        )
     lm_head: Any = model.get_output_embeddings()
     embeddings: nn.Embedding = input_embeddings(model)
     config = ParallelConfig(
