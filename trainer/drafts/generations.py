@@ -96,7 +96,7 @@ class Written(NamedTuple):
 def drafter_of(draft: AnyDraft, tokens: int) -> Drafter:
     """Make the drafter of a draft's chain of ``tokens``; a parallel draft has at most the tokens of one forward."""
     if isinstance(draft, ParallelDraft):
-        return named_drafter("draft", draft.model, tokens=min(tokens, draft.tokens))
+        return named_drafter("parallel", draft, tokens=min(tokens, draft.tokens))
     return named_drafter("draft", draft, tokens=tokens)
 
 

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from decoding.model.architecture import windows
 from decoding.model.causal_lm import CausalLM
 from decoding.model.parallel import ParallelDraft
 from trainer.data.batch import Batch
@@ -50,7 +51,7 @@ class ParallelObjective(DistillObjective):
         assert section.parallel is not None and initial.parts is not None, "the recipe asks for a parallel draft"
         self._parallel: ParallelSection = section.parallel
         self._parts, self._seed, self._vocab_size = initial.parts, seed, target.vocab_size
-        self._windows: Mapping[str, int | None] = CausalLM(initial.model).windows()
+        self._windows: Mapping[str, int | None] = windows(initial.model.config.get_text_config(decoder=True))
 
     @staticmethod
     def _weighted(section: DraftSection) -> dict[str, float]:
