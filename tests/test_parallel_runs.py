@@ -12,10 +12,12 @@ from parallel_training import objective_for
 from rich.console import Console
 from safetensors.torch import load_file
 from tiny_models import naive_greedy, tiny_model
-from tiny_training import Recorder, interrupt, recipe_content, train_toy, write_corpus, write_target
+from tiny_training import Recorder, interrupt, recipe_content, tiny_tokenizer, train_toy, write_corpus, write_target
 
+from decoding.drafters.registry import DrafterLoader, parse_drafter
+from decoding.engine import Engine
 from decoding.generate import DecodingConfig
-from decoding.headstart_model import HeadstartModel
+from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Example
 from trainer.recipe.reading import parse_recipe
 from trainer.run.loop import Interrupted
@@ -57,8 +59,9 @@ def test_a_recipe_is_trained_to_a_folder_that_drafts_and_changes_no_text(worksho
     assert {"loss/logits", "loss/masked", "acceptance/logits", "acceptance/masked"} <= lines[0].keys()
     (evaluated,) = [line for line in lines if "heldout/tokens_per_pass" in line]
     assert "heldout/acceptance_4" not in evaluated
-    model = HeadstartModel.from_pretrained(str(workshop / "target"), str(final), dtype=torch.float32)
-    found = model.engine.decode([4, 5, 6], DecodingConfig(max_new_tokens=12))
+    target, tokenizer = CausalLM(tiny_model("llama")), tiny_tokenizer()
+    drafter = DrafterLoader(target, tokenizer).load(parse_drafter(str(final)))
+    found = Engine(target, drafter).decode([4, 5, 6], DecodingConfig(max_new_tokens=12))
     assert found.tokens == naive_greedy(tiny_model("llama"), (4, 5, 6), 12)
     assert any(step.offered for step in found.steps)
 
