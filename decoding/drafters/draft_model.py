@@ -172,7 +172,7 @@ class DraftModelSession:
             last = [len(columns) - 1]
             history = HistoryRows.cat(
                 [
-                    self._state.history_at(row, texts[row], TokenTree.chain(chain), last)
+                    self._state.rows.history_at(row, texts[row], TokenTree.chain(chain), last)
                     for row, chain in enumerate(chains)
                 ]
             )
@@ -181,7 +181,7 @@ class DraftModelSession:
         q = probabilities(logits, self._sampling, history)
         q_steps.append(q)
         # A row that has ended takes nothing from its source: its samples must not depend on its neighbours.
-        uniforms = [self._state.sources[row].uniform() if wanted else 0.5 for row, wanted in enumerate(drawing)]
+        uniforms = [self._state.rows.sources[row].uniform() if wanted else 0.5 for row, wanted in enumerate(drawing)]
         return inverse_cdf(q, torch.tensor(uniforms, dtype=torch.float64).to(q.device, non_blocking=True))
 
     def _unsure(self, logits: Tensor, chosen: Tensor, q_steps: Sequence[Tensor]) -> Tensor:
@@ -205,7 +205,7 @@ class DraftModelSession:
                     continue
                 history = None
                 if self._sampling.needs_history:
-                    history = self._state.history_at(row, texts[row], tree.tree(), tree.level)
+                    history = self._state.rows.history_at(row, texts[row], tree.tree(), tree.level)
                 children, q = self._children(row, logits[row], history, self._drafter.branching[depth])
                 tree.add_level(children, q)
         trees = [tree.tree(self._state.draft.device) for tree in growing]
@@ -225,7 +225,7 @@ class DraftModelSession:
         if self._sampling.greedy:
             return adjusted_logits(logits, self._sampling, history).topk(count).indices.tolist(), logits
         q = probabilities(logits, self._sampling, history)
-        source = self._state.sources[row]
+        source = self._state.rows.sources[row]
         if self._drafter.with_replacement:
             return [[source.draw(weights) for _ in range(count if weights.sum() > 0 else 0)] for weights in q], q
         return [draw_without_replacement(weights, count, source).tolist() for weights in q], q
