@@ -115,11 +115,14 @@ class Acceptance:
     unconditional: tuple[Estimate, ...]
     accepted_per_drafted: Estimate
     length_histogram: dict[int, int]
+    texts: tuple[tuple[int, int], ...]
+    """Tokens and passes of each text."""
 
 
 def acceptance(texts: Sequence[Sequence[StepCount]]) -> Acceptance:
     """Compute the figures of texts, each given as the sequence of its decoding steps without the prefill."""
     steps = [step for text in texts for step in text]
+    counts = tuple((sum(step.emitted for step in text), len(text)) for text in texts)
     deepest = max((step.offered for step in steps), default=0)
     conditional, unconditional = [], []
     for position in range(1, deepest + 1):
@@ -132,11 +135,12 @@ def acceptance(texts: Sequence[Sequence[StepCount]]) -> Acceptance:
         unconditional.append(proportion(accepted, len(offered)))
     return Acceptance(
         passes=len(steps),
-        tokens_per_pass=ratio_of_sums([(sum(step.emitted for step in text), len(text)) for text in texts if text]),
+        tokens_per_pass=ratio_of_sums([(tokens, passes) for tokens, passes in counts if passes]),
         conditional=tuple(conditional),
         unconditional=tuple(unconditional),
         accepted_per_drafted=proportion(sum(step.accepted for step in steps), sum(step.drafted for step in steps)),
         length_histogram=dict(sorted(Counter(step.accepted for step in steps).items())),
+        texts=counts,
     )
 
 

@@ -22,6 +22,7 @@ from trainer.run import best as best_module
 from trainer.run.best import Best
 from trainer.run.checkpoint import Progress
 from trainer.run.heldout import Evaluator
+from trainer.run.log import Evaluation
 from trainer.run.train import run_recipe
 
 
@@ -179,13 +180,13 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float]], list[tu
     def script(figures: list[float]) -> list[tuple[int, float]]:
         left = iter(figures)
 
-        def found(self: Evaluator, objective: Objective) -> dict[str, float]:
+        def found(self: Evaluator, objective: Objective) -> Evaluation:
             drafter = objective.drafter()
             assert drafter is not None
             asked.append((drafter.max_nodes, self.config.sampling.temperature))
-            return {"tokens_per_pass": next(left)}
+            return Evaluation({"tokens_per_pass": next(left)}, drafter.max_nodes, ())
 
-        monkeypatch.setattr(Evaluator, "figures", found)
+        monkeypatch.setattr(Evaluator, "evaluate", found)
         return asked
 
     return script

@@ -14,7 +14,6 @@ from decoding.generate import DecodingConfig
 from decoding.measure.baselines import transformers_generate
 from decoding.measure.evaluate import (
     EvaluationConfig,
-    acceptance_on,
     evaluate,
     measure_acceptance,
     standard_methods,
@@ -142,8 +141,9 @@ def test_sampling_controls_reach_transformers(tiny_llama: CausalLM) -> None:
 
 
 def test_the_quick_figures_of_a_perfect_draft(tiny_llama: CausalLM) -> None:
-    figures = acceptance_on(tiny_llama, DraftModelDrafter(tiny_llama, (1, 1)), PROMPTS, DecodingConfig(10))
-    assert figures == {"tokens_per_pass": 3.0, "acceptance_1": 1.0, "acceptance_2": 1.0}
+    figures = measure_acceptance(tiny_llama, DraftModelDrafter(tiny_llama, (1, 1)), PROMPTS, DecodingConfig(10))
+    assert figures.tokens_per_pass.value == 3.0 and [share.value for share in figures.conditional] == [1.0, 1.0]
+    assert figures.texts == ((9, 3),) * 3  # ten new tokens less the prefill's
 
 
 def test_the_cost_curve_has_a_cost_for_each_size_within_a_short_context(tiny_llama: CausalLM) -> None:

@@ -371,17 +371,6 @@ def measure_acceptance(
     return acceptance(texts)
 
 
-def acceptance_on(
-    target: CausalLM, drafter: Drafter, prompts: Sequence[Sequence[int]], config: DecodingConfig
-) -> dict[str, float]:
-    """Return the figures of `measure_acceptance` that training logs: tokens per pass, acceptance by position."""
-    figures = measure_acceptance(target, drafter, prompts, config)
-    return {
-        "tokens_per_pass": figures.tokens_per_pass.value,
-        **{f"acceptance_{position}": share.value for position, share in enumerate(figures.conditional, start=1)},
-    }
-
-
 def write_report(report: dict[str, Any], path: Path) -> None:
     """Write the report as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)

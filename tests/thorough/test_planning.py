@@ -242,3 +242,34 @@ def test_a_plan_is_measured_by_real_steps_and_said_in_a_table(
     for part in ("gradients, fp32", "measured here", "free now", "32 sequences", "tokens read", "a step", " h "):
         assert part in result.output
     assert not (workshop / "run").exists()
+
+
+def begun_run(output: Path, evaluations: int) -> None:
+    """The metrics of a run: 1.5, 1.75, 1.875, ... tokens per pass after 1,000, 2,000, 4,000, ... trained tokens."""
+    output.mkdir(parents=True)
+    with (output / "metrics.jsonl").open("w") as lines:
+        for i in range(evaluations):
+            texts = [[2 ** (i + 2) - 1, 2 ** (i + 1)]] * 2
+            figures = {"tokens": 1000 * 2**i, "heldout/nodes": 5, "heldout/texts": texts}
+            lines.write(json.dumps({"step": i + 1, **figures}) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "parts"),
+    [
+        (4, ["16,000 tokens, 2 times as many", "+0.03 [", "32,000 tokens, 4 times as many", "+0.05 [", "pass on 1.94"]),
+        (3, ["comparable evaluations: 3, fewer than the 4 needed"]),
+    ],
+)
+def test_a_run_that_was_begun_forecasts_what_more_training_brings(
+    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evaluations: int, parts: list[str]
+) -> None:
+    """The law 2 - 500 / n: of the 0.0625 that is left, one doubling brings a half and two bring three quarters."""
+    monkeypatch.setenv("COLUMNS", "200")
+    begun_run(tmp_path / "run", evaluations)
+    content = recipe(workshop, output=str(tmp_path / "run")).model_dump(mode="json")
+    (tmp_path / "recipe.yaml").write_text(json.dumps(content))
+    result = CliRunner().invoke(app, ["plan-training", str(tmp_path / "recipe.yaml"), "--steps", "0"])
+    assert result.exit_code == 0, result.output
+    for part in ("more training, forecast by the run so far", *parts):
+        assert part in result.output

@@ -7,7 +7,9 @@ from pathlib import Path
 from rich.table import Table
 
 from trainer.recipe.recipe import AnyRecipe
+from trainer.run.forecast import forecast, points_of, read_evaluated, too_few, verdict
 from trainer.run.kinds import kind_of
+from trainer.run.log import METRICS
 from trainer.run.planning import Launch, Plan, plan_training
 from trainer.run.train import ensure_built
 from trainer.terminal.console import standard_output, title
@@ -43,6 +45,8 @@ def table_of(plan: Plan, recipe: AnyRecipe, launch: Launch) -> Table:
         },
     )
     add("time, by what was measured here", _time(plan))
+    if more := _more_training(Path(recipe.output) / METRICS):
+        add("more training, forecast by the run so far", more)
     return table
 
 
@@ -85,3 +89,17 @@ def _time(plan: Plan) -> dict[str, str]:
     if found.writing:
         rows["writing what it learns from"] = f"{found.writing / 3600:.2f} h"
     return {**rows, "together": f"{plan.hours:.2f} h"}
+
+
+def _more_training(metrics: Path) -> dict[str, str]:
+    """Return the forecast of two doublings of the trained tokens of a run that was begun; empty without evaluations."""
+    points = points_of(read_evaluated(metrics))
+    if not points:
+        return {}
+    found = forecast(points, doublings=2)
+    if found is None:
+        return {"no forecast": too_few(points)}
+    return {
+        f"{times * found.trained_tokens:,} tokens, {times} times as many": verdict(found, gain)
+        for times, gain in zip((2, 4), found.gains, strict=True)
+    }

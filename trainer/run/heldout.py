@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
-from decoding.measure.evaluate import acceptance_on
+from decoding.measure.evaluate import measure_acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids
 from decoding.rules.sampling import SamplingConfig
@@ -20,7 +20,7 @@ from trainer.learning.objective import Objective
 from trainer.recipe.common import EvaluationSection
 from trainer.run.best import CRITERION, Best
 from trainer.run.checkpoint import Checkpoints, Progress
-from trainer.run.log import Log
+from trainer.run.log import Evaluation, Log
 from trainer.target.loading import StoredTarget, Target
 
 
@@ -42,10 +42,16 @@ class Evaluator:
         longest = (self.target.max_positions or 1 << 30) - section.max_new_tokens
         return heldout_prompts(dataset.firsts, section.prompts, section.prompt_tokens, longest)
 
-    def figures(self, objective: Objective) -> dict[str, float]:
+    def evaluate(self, objective: Objective) -> Evaluation:
+        """Measure the present weights: tokens per target pass, and conditional acceptance by position (from 1)."""
         drafter = objective.drafter()
         assert drafter is not None
-        return acceptance_on(self.target, drafter, self.prompts, self.config)
+        found = measure_acceptance(self.target, drafter, self.prompts, self.config)
+        figures = {
+            CRITERION: found.tokens_per_pass.value,
+            **{f"acceptance_{position}": share.value for position, share in enumerate(found.conditional, start=1)},
+        }
+        return Evaluation(figures, drafter.max_nodes, found.texts)
 
     def greedy_texts(self, dataset: Dataset) -> list[tuple[Sequence[int], int]]:
         """Return the target's own answers to prompts of another set, as (tokens, prompt length)."""
@@ -96,17 +102,18 @@ class Watch:
         """Evaluate the present weights if a target is loaded; True when patience has run out."""
         if self._evaluator is None:
             return False
-        figures = self._evaluator.figures(self._objective)
-        self._log.evaluation(progress, figures)
+        evaluation = self._evaluator.evaluate(self._objective)
+        self._log.evaluation(progress, evaluation)
         self._evaluated_at = progress.step
         if self._best is None:
             return False
-        if math.isnan(figures[CRITERION]):
+        figure = evaluation.figures[CRITERION]
+        if math.isnan(figure):
             raise ValueError(
                 "every held-out answer ended with its first token, so that nothing says how good the draft is: give "
                 "data.heldout prompts to be answered, or set evaluation.keep=last and evaluation.patience=null"
             )
-        self._best.offer(progress, figures[CRITERION], self._objective.module)
+        self._best.offer(progress, figure, self._objective.module)
         return self._best.is_enough(progress.step)
 
     def begun(self, progress: Progress) -> None:

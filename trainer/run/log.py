@@ -7,7 +7,7 @@ metrics.superseded.jsonl.
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 from rich.console import Console
@@ -15,11 +15,22 @@ from rich.console import Console
 from trainer.files.shards import write_text
 from trainer.recipe.recipe import AnyRecipe
 from trainer.run.checkpoint import Checkpoints, Progress
+from trainer.run.forecast import points_of, read_evaluated, sentence
 from trainer.terminal.console import say
 from trainer.terminal.progress import ProgressBar
 
+METRICS = "metrics.jsonl"
+"""File of a run's figures, in its output folder."""
 _NAMES = {"num_processes": "the number of processes"}
 """Names for the settings of a stretch of steps that are no keys of the recipe's training section."""
+
+
+class Evaluation(NamedTuple):
+    """Held-out figures by name, the nodes of the largest tree drafted, and tokens and passes of each prompt's text."""
+
+    figures: dict[str, float]
+    nodes: int
+    texts: tuple[tuple[int, int], ...]
 
 
 class Log:
@@ -30,7 +41,7 @@ class Log:
         self._accelerator = accelerator
         self._console = console
         self._active = accelerator.is_main_process
-        self._file = Path(recipe.output) / "metrics.jsonl"
+        self._file = Path(recipe.output) / METRICS
         self._bar = ProgressBar(console, f"{recipe.name}, steps", recipe.training.steps, active=self._active)
         self._last_step: tuple[float, int] | None = None
 
@@ -97,23 +108,33 @@ class Log:
         speed = f", {figures['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in figures else ""
         self._bar.update(progress.step, note=f"loss {figures['loss']:.3f}{speed}")
 
-    def evaluation(self, progress: Progress, figures: dict[str, float], step: int | None = None) -> None:
+    def evaluation(self, progress: Progress, evaluation: Evaluation, step: int | None = None) -> None:
         """Note the held-out figures, and say them; ``step`` is that of the weights, where it is not the last."""
         step, temperature = progress.step if step is None else step, self._recipe.evaluation.temperature
-        earlier = {"heldout/step": step} if step < progress.step else {}
-        self._write(progress, {**{f"heldout/{name}": value for name, value in figures.items()}, **earlier})
+        figures = {f"heldout/{name}": value for name, value in evaluation.figures.items()}
+        if step < progress.step:
+            figures["heldout/step"] = step
+        self._write(progress, figures, {"heldout/nodes": evaluation.nodes, "heldout/texts": evaluation.texts})
         say(
             self._console,
             f"{self._recipe.name}: step {step}, held out, {f'T={temperature:g}' if temperature else 'greedy'}: "
-            + ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in figures.items()),
+            + ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in evaluation.figures.items()),
         )
         self._last_step = None  # the clock of the next step would include the evaluation
 
-    def _write(self, progress: Progress, figures: dict[str, float]) -> None:
+    def forecast(self) -> None:
+        """Say what twice the trained tokens would bring, by the evaluations so far. Main process only."""
+        points = points_of(read_evaluated(self._file))
+        if points:
+            say(self._console, f"{self._recipe.name}: {sentence(points)}")
+
+    def _write(self, progress: Progress, figures: dict[str, float], file_only: dict[str, Any] | None = None) -> None:
+        """Note figures by the tracker and in metrics.jsonl, which also has what no tracker draws."""
         self._accelerator.log(figures, step=progress.step)
         if self._active:
+            line = {"step": progress.step, "tokens": progress.tokens, **figures, **(file_only or {})}
             with self._file.open("a") as lines:
-                lines.write(json.dumps({"step": progress.step, "tokens": progress.tokens, **figures}) + "\n")
+                lines.write(json.dumps(line) + "\n")
 
 
 def _is_repeated(line: str, step: int, evaluates: bool) -> bool:

@@ -119,7 +119,7 @@ def _evaluation_seconds(job: Job) -> float:
     one = section.model_copy(update={"prompts": 1})
     evaluator = Evaluator(job.target.model, job.tokenizer, job.heldout, one)
     start = time.perf_counter()
-    evaluator.figures(job.objective)
+    evaluator.evaluate(job.objective)
     return (time.perf_counter() - start) * section.prompts
 
 

@@ -88,7 +88,8 @@ def _run(kind: Kind, accelerator: Accelerator, place: Place) -> None:
             evaluator = evaluator_at_end(job, accelerator.device)
             _finish(job, evaluator, output / FINAL, finished, checkpoints, accelerator)
             if evaluator is not None:
-                log.evaluation(progress, evaluator.figures(job.objective), finished.step)
+                log.evaluation(progress, evaluator.evaluate(job.objective), finished.step)
+                log.forecast()
             place.say(_end(recipe, progress, finished))
 
         with whole_parameters(accelerator, job.objective.module):
