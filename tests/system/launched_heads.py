@@ -87,9 +87,10 @@ class _TwoRates(MedusaObjective):
         return {"heads.heads.1.": 2.0, "": 1.0}
 
 
-def heads_objective(seed: int) -> MedusaObjective:
-    """Three heads that start from noise, another for each seed, on the same target."""
-    objective = _TwoRates(OnlineTarget(target()), SECTION_OF_HEADS, STEPS, torch.float32)
+def heads_objective(seed: int, dtype: torch.dtype = torch.float32) -> MedusaObjective:
+    """Three heads that start from noise, another for each seed, on the same target in ``dtype``."""
+    states = OnlineTarget(CausalLM(target().model.to(dtype)))
+    objective = _TwoRates(states, SECTION_OF_HEADS, STEPS, torch.float32)
     objective.module = _Scaled(objective.module)
     torch.manual_seed(seed)
     with torch.no_grad():
