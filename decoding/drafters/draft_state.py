@@ -6,10 +6,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from decoding.drafters.base import TextStart
+from decoding.drafters.text_rows import TextRows
 from decoding.model.causal_lm import CausalLM
 from decoding.model.vocabulary import over_vocabulary
-from decoding.rules.history import History
-from decoding.rules.sampling import GeneratorSource, HistoryRows, SamplingConfig
+from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree
 
 
@@ -33,7 +33,7 @@ def shared_tokens(draft: CausalLM, target: CausalLM) -> int:
 
 
 class DraftState:
-    """Cache, random sources and histories of a draft on a batch.
+    """Cache of a draft on a batch, and the `TextRows` beside it.
 
     Between two steps the cache holds each row's text and, after it, the nodes of its last tree that were run.
     """
@@ -45,11 +45,9 @@ class DraftState:
         check_draft(draft, target, max_length)
         self.draft = draft
         self._vocab_size = target.vocab_size
-        self._sampling = sampling
+        self.rows = TextRows(sampling, target.vocab_size, draft.device)
         self.cache = draft.new_cache(max_length + max_nodes, rows)
         self._lease = self.cache.take()
-        self.sources: dict[int, GeneratorSource] = {}
-        self._histories: dict[int, History] = {}
         self._committed = [0] * rows
         self._run_trees: dict[int, tuple[TokenTree, int]] = {}
         """Last tree of each row, and the number of its nodes below the root that follow the text in the cache."""
@@ -58,14 +56,12 @@ class DraftState:
         self.cache.truncate(slot, 0)
         self._committed[slot] = 0
         self._run_trees.pop(slot, None)
-        self.sources[slot] = start.source
-        self._histories[slot] = History(self._sampling, start.prompt_length, self._vocab_size, self.draft.device)
+        self.rows.admit(slot, start)
 
     def move(self, slot: int, to: int) -> None:
         self.cache.move(slot, to)
         self._committed[to], self._committed[slot] = self._committed[slot], 0
-        self.sources[to] = self.sources.pop(slot)
-        self._histories[to] = self._histories.pop(slot)
+        self.rows.move(slot, to)
         self._run_trees.pop(to, None)
         if slot in self._run_trees:
             self._run_trees[to] = self._run_trees.pop(slot)
@@ -75,17 +71,45 @@ class DraftState:
         self.cache.check(self._lease)
         for slot, text in enumerate(texts):
             self._keep_accepted(slot, text)
-        # A new row's prompt runs apart: in one pass with the other rows it would pad them all to its own length.
+        self._prefill_fresh(texts, None)
+        logits = self.draft.append(self._take_new(texts), self.cache).logits
+        return self.over_target_vocabulary(logits)
+
+    def look_ahead(
+        self,
+        texts: Sequence[Sequence[int]],
+        masks: Sequence[int],
+        added: Sequence[Float[Tensor, "tokens width"]] | None,
+    ) -> Float[Tensor, "rows positions outputs"]:
+        """Run the new tokens of each text and then the tokens ``masks``, of which the cache keeps nothing.
+
+        Returns the draft's own logits after each text's last token and after each mask, 1 + masks positions.
+        ``added``: additions to the embeddings of the text's tokens since the last call, masks excluded.
+        """
+        self.cache.check(self._lease)
+        fresh = self._prefill_fresh(texts, added)
+        if added is not None:
+            added = [of_row[-1:] if slot in fresh else of_row for slot, of_row in enumerate(added)]
+        return self.draft.look_ahead(self._take_new(texts), masks, self.cache, added).logits
+
+    def _prefill_fresh(self, texts: Sequence[Sequence[int]], added: Sequence[Tensor] | None) -> list[int]:
+        """Run new rows' prompts without their last tokens: with the other rows they would pad these to their length.
+
+        Returns these rows.
+        """
         fresh = [slot for slot, text in enumerate(texts) if self._committed[slot] == 0 and len(text) > 1]
         if fresh:
-            self.draft.prefill([self._known(texts[slot][:-1]) for slot in fresh], self.cache, fresh)
+            own = None if added is None else [added[slot][:-1] for slot in fresh]
+            self.draft.prefill([self._known(texts[slot][:-1]) for slot in fresh], self.cache, fresh, own)
             for slot in fresh:
                 self._committed[slot] = len(texts[slot]) - 1
-        logits = self.draft.append(
-            [self._known(text[self._committed[slot] :]) for slot, text in enumerate(texts)], self.cache
-        ).logits
+        return fresh
+
+    def _take_new(self, texts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return each text's tokens that the cache lacks, which run now."""
+        blocks = [self._known(text[self._committed[slot] :]) for slot, text in enumerate(texts)]
         self._committed[: len(texts)] = [len(text) for text in texts]
-        return self.over_target_vocabulary(logits)
+        return blocks
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
         # A token that only the target knows is read as the draft's last token: q is poorer, but any q is lossless.
@@ -127,7 +151,3 @@ class DraftState:
         only the target has gets q = 0.
         """
         return over_vocabulary(logits, self.draft.output_tokens, self._vocab_size)
-
-    def history_at(self, slot: int, text: Sequence[int], tree: TokenTree, nodes: Sequence[int]) -> HistoryRows:
-        """Return the history that the sampling controls read at ``nodes`` of a row's tree."""
-        return self._histories[slot].at(text, tree, nodes)
