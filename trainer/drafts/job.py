@@ -21,6 +21,7 @@ from trainer.data.splits import load_splits, load_training_data
 from trainer.drafts.costs import best_costs, check_pays
 from trainer.drafts.distill import DistillObjective, OnlineTeacher, TeacherSource
 from trainer.drafts.on_policy import draft_source
+from trainer.drafts.parallel import ParallelObjective
 from trainer.drafts.start import InitialDraft, coverage, initial_draft
 from trainer.job import (
     GreedyTexts,
@@ -106,7 +107,7 @@ class DraftKind:
             place.say(f"the draft writes {len(initial.output_tokens):,} tokens, {share:.1%} of those trained")
         target = self._as_teacher(target, device)
         teacher = self._teacher(target, dataset, place)
-        objective = DistillObjective(target.model, teacher, target.tokenizer, initial, recipe.draft)
+        objective = _objective(recipe, target, teacher, initial)
         return DraftJob(recipe, dataset, heldout, target, objective, identity)
 
     def _load_target(self, device: torch.device) -> Target:
@@ -150,7 +151,7 @@ class DraftJob:
 
     def source(self, section: TrainingSection, place: Place, folder: Path | None = None) -> BatchSource:
         recipe = self.recipe.model_copy(update={"training": section})
-        draft = self.objective.draft_for_decoding
+        draft = self.objective.writing_draft
         return draft_source(recipe, self.dataset.examples, self.target.model, self.tokenizer, draft, place, folder)
 
     def writer(self, examples: Sequence[Example]) -> TeacherWriter | None:
@@ -183,12 +184,21 @@ class DraftJob:
         return {"the finished artefact": numbers * self.target.dtype.itemsize}
 
 
+def _objective(recipe: DraftRecipe, target: Target, teacher: TeacherSource, initial: InitialDraft) -> DistillObjective:
+    given = target.model, teacher, target.tokenizer, initial, recipe.draft
+    if recipe.draft.parallel is None:
+        return DistillObjective(*given)
+    return ParallelObjective(*given, recipe.training.seed)
+
+
 def _identity(recipe: DraftRecipe, target: Target, dataset: Dataset, initial: InitialDraft) -> dict[str, Any]:
     """See `trainer.job.Job.identity`; a draft that training starts from is known by its weights."""
     section, content = recipe.draft, shared_identity(recipe, target, dataset)
     content["draft"].pop("check_costs")
     if section.init.from_model is not None:
         content["draft"]["init"]["from_model"] = fingerprint(initial.model)
+        if initial.parts is not None:
+            content["draft"]["init"]["from_model's parts"] = fingerprint(initial.parts)
     if section.teacher is not None:
         content["draft"]["teacher"] = {"top_k": section.teacher.top_k, "tail": section.teacher.tail}
     return content
@@ -209,6 +219,7 @@ def _check_costs(target: Target, initial: InitialDraft, place: Place) -> None:
     costs: list[Costs | None] = [None]
     if place.is_first:
         draft: Any = copy.deepcopy(initial.model)
-        costs = [best_costs(target.model, CausalLM(draft.to(target.dtype).eval(), initial.output_tokens))]
+        at_once = 1 if initial.parts is None else initial.parts.config.tokens
+        costs = [best_costs(target.model, CausalLM(draft.to(target.dtype).eval(), initial.output_tokens), at_once)]
     (found,) = broadcast_object_list(costs)
     place.say(check_pays(found))
