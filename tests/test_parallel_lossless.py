@@ -3,17 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from enumeration import LOSSLESS, LOSSY, ROOT_TOKEN, ContextModel, Draft, EnumeratingSource, distance_from_target
 from test_generate_sampling import FALSE_ALARM, TARGET_SEED, TEXTS, decode_many, small_llama
-from test_parallel_drafter import PARTS, Follower
+from test_parallel_drafter import PARTS
+from test_sampled_heads import TREES, Enumerated, by_traversal
 from tiny_models import tiny_model
-from tiny_parallel import tiny_parallel_draft
+from tiny_parallel import states_before, tiny_parallel_draft
 
 from decoding.drafters import ParallelDrafter
-from decoding.drafters.base import DraftRequest
+from decoding.drafters.base import DraftRequest, TextStart
 from decoding.drafters.draft_state import DraftState
 from decoding.drafters.growth import ConditionalLogits
 from decoding.drafters.parallel import Grow, ParallelSession
@@ -75,19 +77,25 @@ def enumerated_draft(rank: int, reads_target: bool) -> tuple[CausalLM, ParallelD
     return target, draft
 
 
+class EveryDraw(Enumerated):
+    """The draws of a parallel draft, which begins its text anew for each outcome."""
+
+    def uniform(self) -> float:
+        return 0.5
+
+    def __call__(self, source: RandomSource) -> Proposal:
+        self._session.admit(0, TextStart(1, self))  # type: ignore[arg-type]  # an enumerating source
+        return super().__call__(source)
+
+
 def every_draw(
     drafter: ParallelDrafter, target: CausalLM, sampling: SamplingConfig, monkeypatch: pytest.MonkeyPatch
 ) -> Draft:
     """Make a draft by the drafter's own session, whose draws the random source makes one after the other."""
-
-    def draft(source: RandomSource) -> Proposal:
-        monkeypatch.setattr(
-            "decoding.drafters.chains.inverse_cdf",
-            lambda weights, uniforms: torch.tensor([source.draw(row) for row in weights]),
-        )
-        (proposal,) = Follower(drafter, target, sampling).propose(TEXT)
-        return proposal
-
+    request = DraftRequest(TEXT, torch.empty(0), 99, 99, states_before(target, TEXT))
+    draft = EveryDraw(drafter.open(target, sampling, 1, 40), request)
+    for module in ("drafters.chains", "rules.sampling"):
+        monkeypatch.setattr(f"decoding.{module}.inverse_cdf", draft.inverse_cdf)
     return draft
 
 
@@ -106,6 +114,17 @@ def test_every_draw_of_a_chain_verified_gives_the_targets_distribution(
         assert distance_from_target(draft, rule, table(seed), 4) < LOSSLESS
 
 
+@pytest.mark.parametrize(("rank", "reads_target"), PARTS)
+@pytest.mark.parametrize("tree", TREES)
+def test_every_draw_of_a_tree_verified_gives_the_targets_distribution(
+    monkeypatch: pytest.MonkeyPatch, tree: str, rank: int, reads_target: bool
+) -> None:
+    target, parallel = enumerated_draft(rank, reads_target)
+    for seed, sampling in enumerate((SamplingConfig(1.0), SamplingConfig(0.7, top_k=2))):
+        draft = every_draw(ParallelDrafter(parallel, tree=TREES[tree]), target, sampling, monkeypatch)
+        assert distance_from_target(draft, by_traversal, table(seed), 3) < LOSSLESS
+
+
 def test_a_recorded_q_that_lacks_the_bias_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     target, parallel = enumerated_draft(3, True)
     draft = every_draw(Misrecording(parallel), target, SamplingConfig(1.0), monkeypatch)
@@ -115,10 +134,10 @@ def test_a_recorded_q_that_lacks_the_bias_is_caught(monkeypatch: pytest.MonkeyPa
 
 def test_states_of_the_position_before_change_q_and_stay_lossless(monkeypatch: pytest.MonkeyPatch) -> None:
     target, parallel = enumerated_draft(3, True)
-    right, late = (
-        every_draw(kind(parallel), target, SamplingConfig(1.0), monkeypatch) for kind in (ParallelDrafter, Late)
-    )
-    found = [draft(EnumeratingSource()).q for draft in (right, late)]
+    found = []
+    for kind in (ParallelDrafter, Late):
+        late = every_draw(kind(parallel), target, SamplingConfig(1.0), monkeypatch)
+        found.append(late(EnumeratingSource()).q)
     assert found[0] is not None and found[1] is not None and (found[0][0] - found[1][0]).abs().max() > 0.01
     assert distance_from_target(late, BLOCK_VERIFICATION, table(0), 4) < LOSSLESS
 
@@ -127,13 +146,22 @@ def test_states_of_the_position_before_change_q_and_stay_lossless(monkeypatch: p
 
 
 @cache
-def small_draft(rank: int = 3) -> ParallelDraft:
-    return tiny_parallel_draft(small_llama(TARGET_SEED), 2, rank, spread=1.2, seed=5, initializer_range=0.7, **SMALL)
+def small_draft() -> ParallelDraft:
+    return tiny_parallel_draft(small_llama(TARGET_SEED), 2, spread=1.2, seed=5, initializer_range=0.7, **SMALL)
 
 
-@pytest.mark.parametrize("kind", [ParallelDrafter, Late])
-def test_the_loop_writes_the_targets_distribution(kind: type[ParallelDrafter]) -> None:
-    chance, accepted = decode_many(small_llama(TARGET_SEED), kind(small_draft()), SamplingConfig(1.0))
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (ParallelDrafter, {}),
+        (ParallelDrafter, {"tree": [[0], [1], [0, 0], [0, 1], [1, 0]]}),
+        (ParallelDrafter, {"dynamic_nodes": 5}),
+        (ParallelDrafter, {"sampled": False}),
+        (Late, {}),
+    ],
+)
+def test_the_loop_writes_the_targets_distribution(kind: type[ParallelDrafter], settings: dict[str, Any]) -> None:
+    chance, accepted = decode_many(small_llama(TARGET_SEED), kind(small_draft(), **settings), SamplingConfig(1.0))
     assert chance > FALSE_ALARM
     assert accepted > TEXTS / 10, "a draft that is never accepted proves little"
 
