@@ -58,7 +58,12 @@ SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
         {"tokens": 2, "sampled": False},
         "parallel draft, 2 tokens",
     ),
-    "parallel:PATH/parallel,tree=0/1/0.0": (ParallelDrafter, {"max_nodes": 4}, "parallel draft, tree of 3"),
+    "parallel:PATH/parallel,tree=0/1/0.0": (ParallelDrafter, {"max_nodes": 4}, "parallel draft, sampled tree of 3"),
+    "parallel:PATH/parallel,tree=0/1/0.0,sampled=false": (
+        ParallelDrafter,
+        {"max_nodes": 4, "sampled": False},
+        "parallel draft, tree of 3",
+    ),
     "parallel:PATH/parallel,dynamic_nodes=6": (
         ParallelDrafter,
         {"max_nodes": 6, "max_depth": 4},

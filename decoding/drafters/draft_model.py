@@ -108,7 +108,7 @@ class DraftModelSession:
         self._drafter = drafter
         self._state = state
         self._sampling = sampling
-        self._chains = ChainGrowth(state, sampling, stop_below=drafter.stop_below)
+        self._chains = ChainGrowth(state.rows, stop_below=drafter.stop_below)
 
     def admit(self, slot: int, start: TextStart) -> None:
         self._state.admit(slot, start)
