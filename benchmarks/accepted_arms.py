@@ -57,7 +57,7 @@ _ORDINARY = {
 _PARALLEL = {
     "6 tokens": Drafting("parallel"),
     "4 tokens": Drafting("parallel", {"tokens": 4}),
-    TREE: Drafting("parallel", {"dynamic_nodes": 16, "sampled": False}),
+    "dynamic tree of 16": Drafting("parallel", {"dynamic_nodes": 16}),
     "with lookup": Drafting("hybrid", {"of": "parallel", **_LOOKUP}),
     "6 tokens, measured": Drafting("parallel", policy="measured"),
 }
