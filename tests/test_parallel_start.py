@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.loading import load_draft
+from decoding.model.loading import load_parallel_draft
 from decoding.model.parallel import ParallelParts, is_parallel_folder
 from trainer.data.batch import collate
 from trainer.drafts.mask_token import add_mask_token
@@ -103,7 +103,7 @@ def test_a_saved_draft_is_a_plain_folder_and_parts_that_read_back_to_the_bit(
     assert parts.config == written.parts.config
     assert parts.state_dict().keys() == written.parts.state_dict().keys()
     assert all(torch.equal(tensor, written.parts.state_dict()[name]) for name, tensor in parts.state_dict().items())
-    model = load_draft(str(tmp_path), CausalLM(target), tiny_tokenizer())
+    model = load_parallel_draft(str(tmp_path), CausalLM(target), tiny_tokenizer()).model
     assert model.vocab_size == 17 and model.dtype == dtype
     state = written.model.model.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.model.state_dict().items())

@@ -142,7 +142,7 @@ class CausalLM:
             refuse_changing_rope(text_config)
             refuse_several_devices(model)
             self._static = StaticSteps(
-                model, self._forward, self._masks.windows, self.max_positions, self.dtype, static
+                model, self._forward, self.windows(), self.max_positions, self.dtype, static
             )
 
     @property
@@ -155,6 +155,10 @@ class CausalLM:
         """Device of the input tokens; a model spread over several devices brings its outputs there."""
         device: torch.device = self.model.device
         return device
+
+    def windows(self) -> dict[str, int | None]:
+        """Return the sliding window (None: full attention) of each layer type that takes a mask."""
+        return self._masks.windows
 
     @cached_property
     def _key_devices(self) -> tuple[torch.device, ...] | None:
@@ -319,7 +323,7 @@ class CausalLM:
         if self.max_positions is not None:  # a row that is done may be padded past the end of the position table
             positions.clamp_(max=self.max_positions - 1)
         uniform = len(set(starts)) == 1
-        if uniform and size == 1 and not any(first) and not any(self._masks.windows.values()):
+        if uniform and size == 1 and not any(first) and not any(self.windows().values()):
             masks = None  # one token per row: `transformers` builds the masks of its layers
         else:
             masks = self._masks.of_trees([tree.shape for tree in trees], starts, first, size)

@@ -19,7 +19,7 @@ class TreeMasks:
     """Maker of the masks of one model; the masks among the nodes of small trees are stored."""
 
     def __init__(self, model: PreTrainedModel, windows: dict[str, int | None]) -> None:
-        """``windows``: the sliding window (None: full attention) of each layer type that takes a mask."""
+        """Take the ``windows`` of `decoding.model.architecture.windows`."""
         self.windows = windows
         self._model = model
         self._stored: dict[TreeShape, Tensor] = {}

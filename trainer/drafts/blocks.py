@@ -110,8 +110,8 @@ def model_inputs(
 ) -> dict[str, Any]:
     """Return the arguments for a transformers model that reads the texts and the masks behind them.
 
-    ``windows``: the sliding window of each type of layer that takes a mask (see `CausalLM.windows`). Masks are
-    additive, in the model's ``dtype``: boolean ones are silently wrong under eager attention.
+    ``windows``: the sliding window of each type of layer that takes a mask, by `decoding.model.architecture.windows`.
+    Masks are additive, in the model's ``dtype``: boolean ones are silently wrong under eager attention.
     """
     text, ahead = batch.positions(), blocks.places - blocks.anchors[..., None]
     masks = (_at(text, blocks.anchors)[..., None] + ahead).flatten(1)

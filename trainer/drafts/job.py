@@ -167,6 +167,10 @@ class DraftJob:
     def passing_bytes(self, largest: Largest) -> int:
         """See `trainer.job.Job.passing_bytes`: layers, chunks of logits, and the gradients of what these come from."""
         section, itemsize = self.recipe.draft, trained_itemsize(self.recipe)
+        teaching = 0 if section.teacher else frozen_forward_bytes(self.target.model, largest.positions)
+        if section.parallel is not None:  # at most; the target reads none of the masks
+            masks = self.recipe.training.micro_batch_size * section.parallel.anchors * (section.parallel.tokens - 1)
+            largest = Largest(largest.positions + masks, largest.trained + masks)
         draft = CausalLM(self.objective.module.base)
         lm_head = self.objective.module.base.get_output_embeddings().weight
         softmaxed = 0 if lm_head.device.type == "cpu" else 4 * _SOFTMAXED // itemsize
@@ -175,12 +179,14 @@ class DraftJob:
         gradients = largest.trained * draft.hidden_size * itemsize
         gradients += 8 * lm_head.numel() if lm_head.requires_grad else 0
         layers = largest.positions * draft.num_layers * layer_bytes(draft, itemsize, adapted=section.lora is not None)
-        teaching = 0 if section.teacher else frozen_forward_bytes(self.target.model, largest.positions)
         return layers + logits + gradients + teaching
 
     def artefact_bytes(self) -> dict[str, int]:
-        """See `trainer.job.Job.artefact_bytes`: the whole draft, its adapters merged."""
-        numbers = sum(parameter.numel() for parameter in self.objective.module.base.parameters())
+        """See `trainer.job.Job.artefact_bytes`: the whole draft, its adapters merged, with a parallel draft's parts."""
+        modules = (self.objective.module.base, self.objective.module.parts)
+        numbers = sum(
+            parameter.numel() for module in modules if module is not None for parameter in module.parameters()
+        )
         return {"the finished artefact": numbers * self.target.dtype.itemsize}
 
 

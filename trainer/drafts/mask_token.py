@@ -1,24 +1,16 @@
 """The start of a parallel draft's own parts: its mask token, its bias, and its reader of the target."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.embeddings import input_embeddings
-from decoding.model.parallel import (
-    CONFIG_NAME,
-    WEIGHTS_NAME,
-    ParallelConfig,
-    ParallelParts,
-    is_parallel_folder,
-    read_config,
-)
+from decoding.model.loading import parallel_folder
+from decoding.model.parallel import ParallelConfig, ParallelParts, read_config
 from decoding.model.vocabulary import read_output_tokens
 from trainer.recipe.draft import ParallelSection
 
@@ -83,7 +75,7 @@ def trained_parts(
 
     The recipe chooses the tokens of a forward anew. ValueError where it asks for other parts, or for an ordinary draft.
     """
-    folder = _parts_folder(name, section)
+    folder = parallel_folder(name)
     if folder is None:
         return None
     found = read_config(folder)
@@ -110,18 +102,3 @@ def trained_parts(
     parts = ParallelParts.from_pretrained(folder, torch.float32, draft.device)
     parts.config = wanted
     return parts.requires_grad_(True).train()
-
-
-def _parts_folder(name: str, section: ParallelSection | None) -> Path | None:
-    """Return the local folder with the parts of a parallel draft, a folder or a Hub id; None for an ordinary draft."""
-    if Path(name).exists():
-        return Path(name) if is_parallel_folder(Path(name)) else None
-    if section is None:
-        return None
-    try:
-        folder = Path(hf_hub_download(name, CONFIG_NAME)).parent
-        if any(True for _ in read_config(folder).shapes()):
-            hf_hub_download(name, WEIGHTS_NAME)
-    except OSError:  # loading the model has found the repository
-        return None
-    return folder
