@@ -81,7 +81,8 @@ def number_of_answers() -> int:
 
 def write_prompts() -> Path:
     """Write the prompts of the answers, the beginnings of training files and lines inside them; returns the file."""
-    corpus, rng, prompts = build_corpus(), random.Random(0), []
+    corpus, rng = build_corpus(), random.Random(0)
+    prompts: list[str] = []
     tokenizer = PreTrainedTokenizerFast.from_pretrained(corpus)
     texts = [json.loads(line)["text"] for line in (corpus / "train.jsonl").read_text(encoding="utf-8").splitlines()]
     while len(prompts) < number_of_answers():
