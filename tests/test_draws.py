@@ -8,7 +8,14 @@ from enumeration import distribution
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.rules.sampling import GeneratorSource, RandomSource, _monotone, draw_without_replacement, inverse_cdf
+from decoding.rules.sampling import (
+    GeneratorSource,
+    RandomSource,
+    _monotone,
+    draw_rows_without_replacement,
+    draw_without_replacement,
+    inverse_cdf,
+)
 
 
 class FixedUniform(GeneratorSource):
@@ -180,3 +187,33 @@ def test_drawing_without_replacement_draws_each_from_what_is_left() -> None:
 def test_drawing_more_than_the_mass_holds_gives_fewer() -> None:
     assert drawn_in_order([0.0, 0.75, 0.25], 3) == pytest.approx({(1, 2): 0.75, (2, 1): 0.25})
     assert drawn_in_order([0.0, 0.0], 2) == {(): 1.0}
+
+
+def test_rows_are_drawn_without_replacement_by_hand() -> None:
+    weights = torch.tensor([[0.5, 0.25, 0.25, 0.0], [0.0, 3.0, 0.0, 1.0]])
+    uniforms = torch.tensor([[0.6, 0.7, 0.0], [0.0, 0.99, 0.5]], dtype=torch.float64)
+    # Row 0: 0.6 is token 1; of the 0.75 left, 0.525 is token 2; token 0 remains. Row 1: tokens 1 and 3, then none.
+    assert draw_rows_without_replacement(weights, uniforms).tolist() == [[1, 2, 0], [1, 3, 4]]
+    assert weights.tolist() == [[0.5, 0.25, 0.25, 0.0], [0.0, 3.0, 0.0, 1.0]], "the caller's weights stay"
+
+
+def test_a_row_is_drawn_as_a_source_draws_it_by_the_same_numbers() -> None:
+    class Numbers(GeneratorSource):
+        def uniform(self) -> float:
+            return next(numbers)
+
+    generator = torch.Generator().manual_seed(2)
+    weights = torch.rand(200, 8, generator=generator) * (torch.rand(200, 8, generator=generator) < 0.4)
+    uniforms = torch.rand(200, 4, generator=generator, dtype=torch.float64)
+    drawn = draw_rows_without_replacement(weights, uniforms)
+    assert (drawn == 8).any() and (drawn[:, -1] < 8).any(), "rows that are exhausted, and others"
+    for row, wanted, of_row in zip(weights, drawn.tolist(), uniforms.tolist(), strict=True):
+        numbers = iter(of_row)
+        alone = draw_without_replacement(row, 4, Numbers(generator)).tolist()
+        assert wanted == alone + [8] * (4 - len(alone))
+
+
+def test_numbers_drawn_at_once_are_those_drawn_one_by_one() -> None:
+    at_once, one_by_one = GeneratorSource.from_seed(3).uniforms(40), GeneratorSource.from_seed(3)
+    assert at_once.tolist() == [one_by_one.uniform() for _ in range(40)]
+    assert GeneratorSource.from_seed(3).uniforms(0).shape == (0,)

@@ -64,12 +64,16 @@ def hostile(seed: int = 0, chains: bool = False, texts: Sequence[tuple[int, ...]
     return HostileDrafter(seed, right[0], chains=chains, others=right[1:])
 
 
-def medusa_heads() -> MedusaHeads:
-    heads = MedusaHeads.for_target(llama().model, MedusaConfig(16, 16, 3, tree=((0,),)))
+def medusa_heads(**kind: Any) -> MedusaHeads:
+    heads = MedusaHeads.for_target(llama().model, MedusaConfig(16, 16, 3, tree=((0,),), **kind))
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape))
     return heads
+
+
+def drawn_tree(heads: MedusaHeads) -> Drafter:
+    return MedusaDrafter(heads, [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]], sampled=True)
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
@@ -81,6 +85,11 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "draft tree": lambda: DraftTreeDrafter(llama(1), depth=3, width=2, nodes=7),
     "medusa": lambda: MedusaDrafter(medusa_heads(), [[0], [1], [0, 0], [1, 0], [0, 0, 0]]),
     "medusa, another tree each step": lambda: MedusaDrafter(medusa_heads(), dynamic_nodes=6),
+    "markov": lambda: MedusaDrafter(medusa_heads(markov_rank=4), [[0], [1], [0, 0], [1, 0], [0, 0, 0]]),
+    "markov, another tree each step": lambda: MedusaDrafter(medusa_heads(markov_rank=4), dynamic_nodes=6),
+    "medusa, drawn": lambda: drawn_tree(medusa_heads()),
+    "markov, drawn": lambda: drawn_tree(medusa_heads(markov_rank=4)),
+    "hydra, drawn": lambda: drawn_tree(medusa_heads(sequential=True)),
     "prompt lookup": lambda: PromptLookupDrafter(4, num_branches=2),
     "lookahead": lambda: LookaheadDrafter(window=3, ngram=3, guesses=3),
     "cascade": lambda: CascadeDrafter(llama(1), PromptLookupDrafter(3), 4),

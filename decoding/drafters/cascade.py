@@ -171,7 +171,7 @@ class CascadeSession:
         history = None
         if self._sampling.needs_history:
             whole = _behind([tokens[-1], *chain][:-1], guess.tree)
-            history = self._state.history_at(0, tokens, whole, range(len(chain), len(whole)))
+            history = self._state.rows.history_at(0, tokens, whole, range(len(chain), len(whole)))
         if self._sampling.greedy:
             best: list[int] = adjusted_logits(logits, self._sampling, history).argmax(-1).tolist()
             return Verdict(*guess.tree.descend(best)), []

@@ -78,7 +78,7 @@ class ChainGrowth:
             last = [chains.shape[1] - 1]
             history = HistoryRows.cat(
                 [
-                    self._state.history_at(row, texts[row], TokenTree.chain(chain), last)
+                    self._state.rows.history_at(row, texts[row], TokenTree.chain(chain), last)
                     for row, chain in enumerate(tokens)
                 ]
             )
@@ -87,7 +87,7 @@ class ChainGrowth:
         q = probabilities(logits, self._sampling, history)
         q_steps.append(q)
         # A row that has ended takes nothing from its source: its samples must not depend on its neighbours.
-        uniforms = [self._state.sources[row].uniform() if wanted else 0.5 for row, wanted in enumerate(drawing)]
+        uniforms = [self._state.rows.sources[row].uniform() if wanted else 0.5 for row, wanted in enumerate(drawing)]
         return inverse_cdf(q, torch.tensor(uniforms, dtype=torch.float64).to(q.device, non_blocking=True))
 
     def _unsure(self, logits: Tensor, chosen: Tensor, q_steps: Sequence[Tensor]) -> Tensor:

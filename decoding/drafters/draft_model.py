@@ -156,7 +156,7 @@ class DraftModelSession:
                     continue
                 history = None
                 if self._sampling.needs_history:
-                    history = self._state.history_at(row, texts[row], tree.tree(), tree.level)
+                    history = self._state.rows.history_at(row, texts[row], tree.tree(), tree.level)
                 children, q = self._children(row, logits[row], history, self._drafter.branching[depth])
                 tree.add_level(children, q)
         trees = [tree.tree(self._state.draft.device) for tree in growing]
@@ -176,7 +176,7 @@ class DraftModelSession:
         if self._sampling.greedy:
             return adjusted_logits(logits, self._sampling, history).topk(count).indices.tolist(), logits
         q = probabilities(logits, self._sampling, history)
-        source = self._state.sources[row]
+        source = self._state.rows.sources[row]
         if self._drafter.with_replacement:
             return [[source.draw(weights) for _ in range(count if weights.sum() > 0 else 0)] for weights in q], q
         return [draw_without_replacement(weights, count, source).tolist() for weights in q], q

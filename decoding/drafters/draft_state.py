@@ -6,10 +6,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from decoding.drafters.base import TextStart
+from decoding.drafters.text_rows import TextRows
 from decoding.model.causal_lm import CausalLM
 from decoding.model.vocabulary import over_vocabulary
-from decoding.rules.history import History
-from decoding.rules.sampling import GeneratorSource, HistoryRows, SamplingConfig
+from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree
 
 
@@ -33,7 +33,7 @@ def shared_tokens(draft: CausalLM, target: CausalLM) -> int:
 
 
 class DraftState:
-    """Cache, random sources and histories of a draft on a batch.
+    """Cache of a draft on a batch, and the `TextRows` beside it.
 
     Between two steps the cache holds each row's text and, after it, the nodes of its last tree that were run.
     """
@@ -45,11 +45,9 @@ class DraftState:
         check_draft(draft, target, max_length)
         self.draft = draft
         self._vocab_size = target.vocab_size
-        self._sampling = sampling
+        self.rows = TextRows(sampling, target.vocab_size, draft.device)
         self.cache = draft.new_cache(max_length + max_nodes, rows)
         self._lease = self.cache.take()
-        self.sources: dict[int, GeneratorSource] = {}
-        self._histories: dict[int, History] = {}
         self._committed = [0] * rows
         self._run_trees: dict[int, tuple[TokenTree, int]] = {}
         """Last tree of each row, and the number of its nodes below the root that follow the text in the cache."""
@@ -58,14 +56,12 @@ class DraftState:
         self.cache.truncate(slot, 0)
         self._committed[slot] = 0
         self._run_trees.pop(slot, None)
-        self.sources[slot] = start.source
-        self._histories[slot] = History(self._sampling, start.prompt_length, self._vocab_size, self.draft.device)
+        self.rows.admit(slot, start)
 
     def move(self, slot: int, to: int) -> None:
         self.cache.move(slot, to)
         self._committed[to], self._committed[slot] = self._committed[slot], 0
-        self.sources[to] = self.sources.pop(slot)
-        self._histories[to] = self._histories.pop(slot)
+        self.rows.move(slot, to)
         self._run_trees.pop(to, None)
         if slot in self._run_trees:
             self._run_trees[to] = self._run_trees.pop(slot)
@@ -155,7 +151,3 @@ class DraftState:
         only the target has gets q = 0.
         """
         return over_vocabulary(logits, self.draft.output_tokens, self._vocab_size)
-
-    def history_at(self, slot: int, text: Sequence[int], tree: TokenTree, nodes: Sequence[int]) -> HistoryRows:
-        """Return the history that the sampling controls read at ``nodes`` of a row's tree."""
-        return self._histories[slot].at(text, tree, nodes)

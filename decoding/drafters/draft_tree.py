@@ -122,7 +122,7 @@ class DraftTreeSession:
         if self._sampling.needs_history:
             history = HistoryRows.cat(
                 [
-                    self._state.history_at(row, texts[row], beam.run_tree(), range(beam.ran, len(beam.run)))
+                    self._state.rows.history_at(row, texts[row], beam.run_tree(), range(beam.ran, len(beam.run)))
                     for row, beam in enumerate(beams)
                 ]
             )

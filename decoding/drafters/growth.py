@@ -8,14 +8,17 @@ from itertools import islice
 from typing import Protocol
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
+from torch.nn import functional as F
 
 from decoding.drafters.base import DraftRequest
 from decoding.drafters.static_tree import StaticTree
+from decoding.drafters.text_rows import TextRows
 from decoding.model.markov import MarkovBias
 from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.sampling import HistoryRows, draw_rows_without_replacement, probabilities
 from decoding.rules.tree import TokenTree, TreeShape
 
 
@@ -64,7 +67,11 @@ class _Level:
     """Index in ``paths`` of each child's parent."""
     child_ranks: Int[Tensor, " children"]
     width: int
-    """Number of a parent's best tokens that some tree holds."""
+    """Number of tokens to choose for each parent: as many as the widest needs."""
+    parents: tuple[tuple[int, ...], ...]
+    """The parents in each row's tree, by their numbers there."""
+    slots: Int[Tensor, "parents width"]
+    """On the host: the child of each rank of each parent; node 0 where there is none."""
 
 
 @dataclass(frozen=True)
@@ -95,23 +102,49 @@ def _level(
     children: list[int] = []
     child_parents: list[int] = []
     child_ranks: list[int] = []
+    parents: list[tuple[int, ...]] = []
     for row, (shape, ranks) in enumerate(trees):
-        for parent, of_parent in enumerate(shape.children):
-            if shape.depths[parent] != depth or not of_parent:
-                continue
+        with_children = [node for node, found in enumerate(shape.children) if found and shape.depths[node] == depth]
+        parents.append(tuple(with_children))
+        for parent in with_children:
+            of_parent = shape.children[parent]
             children += [first[row] + child for child in of_parent]
             child_parents += [len(paths)] * len(of_parent)
             child_ranks += [ranks[child - 1] for child in of_parent]
             rows.append(row)
             paths.append([first[row] + node for node in (0, *shape.path(parent))])
+    slots = torch.zeros(len(paths), max(child_ranks) + 1, dtype=torch.long)
+    slots[child_parents, child_ranks] = torch.tensor(children)
     return _Level(
         rows=torch.tensor(rows, device=device),
         paths=torch.tensor(paths, device=device),
         children=torch.tensor(children, device=device),
         child_parents=torch.tensor(child_parents, device=device),
         child_ranks=torch.tensor(child_ranks, device=device),
-        width=max(child_ranks) + 1,
+        width=slots.shape[1],
+        parents=tuple(parents),
+        slots=slots,
     )
+
+
+class _Filling:
+    """The tokens of all trees of a batch, one tree after the other, while they are chosen depth by depth."""
+
+    def __init__(self, plan: _Plan, requests: Sequence[DraftRequest]) -> None:
+        device = requests[0].hidden.device
+        roots = torch.tensor([request.tokens[-1] for request in requests]).to(device, non_blocking=True)
+        self._sizes = [len(shape) for shape in plan.shapes]
+        self.tokens = roots.new_zeros(sum(self._sizes))
+        self.tokens[plan.roots] = roots
+
+    def fill(self, level: _Level, chosen: Int[Tensor, "parents width"]) -> None:
+        """Give each child its token, the one of its rank among those chosen for its parent."""
+        self.tokens[level.children] = chosen.to(self.tokens.device)[level.child_parents, level.child_ranks]
+
+    def by_row(self, values: Tensor) -> tuple[Tensor, ...]:
+        """Split a tensor with an entry for each node into those of each tree."""
+        parts: tuple[Tensor, ...] = values.split(self._sizes)
+        return parts
 
 
 class StaticGrowth:
@@ -123,17 +156,108 @@ class StaticGrowth:
 
     def propose(self, requests: Sequence[DraftRequest], paths: PathLogits) -> list[Proposal]:
         """Draft with one call of ``paths`` per depth, for the parents of all trees, without a transfer to the host."""
-        device = requests[0].hidden.device
-        plan = self._plan(tuple(self._tree.cut(request.max_depth, request.max_nodes) for request in requests), device)
-        roots = torch.tensor([request.tokens[-1] for request in requests]).to(device, non_blocking=True)
-        sizes = [len(shape) for shape in plan.shapes]
-        tokens = roots.new_zeros(sum(sizes))
-        tokens[plan.roots] = roots
+        cuts = tuple(self._tree.cut(request.max_depth, request.max_nodes) for request in requests)
+        plan = self._plan(cuts, requests[0].hidden.device)
+        filling = _Filling(plan, requests)
         for level in plan.levels:
-            best = paths.logits(level.rows, tokens[level.paths]).topk(level.width).indices.to(device)
-            tokens[level.children] = best[level.child_parents, level.child_ranks]
-        trees = [TokenTree(of_row, shape) for of_row, shape in zip(tokens.split(sizes), plan.shapes, strict=True)]
-        return [Proposal(tree, ProposalKind.DETERMINISTIC) for tree in trees]
+            logits = paths.logits(level.rows, filling.tokens[level.paths])
+            filling.fill(level, logits.topk(level.width).indices)
+        rows = zip(filling.by_row(filling.tokens), plan.shapes, strict=True)
+        return [Proposal(TokenTree(tokens, shape), ProposalKind.DETERMINISTIC) for tokens, shape in rows]
+
+
+class SampledGrowth:
+    """Growth to a fixed shape by draws: a node's children are drawn without replacement from q after its path.
+
+    q is the distribution after every sampling control. Where it has fewer tokens than the shape has children, the
+    children that are left over are not drafted, nor what would follow them. A shape is cut to a request before anything
+    is drawn: the drawn tokens themselves never decide what is kept, which would not be lossless.
+    """
+
+    def __init__(self, tree: StaticTree) -> None:
+        self._tree = tree
+        self._plan = lru_cache(maxsize=64)(_Plan.of_trees)
+        self._kind = ProposalKind.SAMPLED if tree.is_chain else ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
+
+    @property
+    def kind(self) -> ProposalKind:
+        """Kind of all its proposals; with and without replacement are one for the single children of a chain."""
+        return self._kind
+
+    def propose(self, requests: Sequence[DraftRequest], paths: PathLogits, texts: TextRows) -> list[Proposal]:
+        """Draft with one call of ``paths`` per depth, for the parents of all trees, and one transfer to the host.
+
+        Controls that read the history cost one more transfer per depth. Each node takes one number of its row's source,
+        so that the draws of a row do not depend on the rows beside it.
+        """
+        shapes = [self._tree.cut(request.max_depth, request.max_nodes)[0] for request in requests]
+        plan = self._plan(tuple((shape, _draw_order(shape)) for shape in shapes), requests[0].hidden.device)
+        if not plan.levels:
+            return [Proposal.root_only(request.tokens[-1], texts.device) for request in requests]
+        filling = _Filling(plan, requests)
+        uniforms = _uniforms(shapes, texts)
+        q = torch.zeros(0)
+        for level in plan.levels:
+            known = filling.tokens.clamp(max=texts.vocab_size - 1)  # a valid id where nothing was drawn: never read
+            logits = paths.logits(level.rows, known[level.paths]).to(texts.device)
+            weights = probabilities(logits, texts.sampling, self._history(requests, plan, level, known, texts))
+            filling.fill(level, draw_rows_without_replacement(weights, uniforms[level.slots]))
+            q = q if len(q) else weights.new_zeros(len(known), texts.vocab_size)
+            q[level.paths[:, -1].to(q.device)] = weights
+        drawn: list[int] = filling.tokens.tolist()
+        nodes = iter(drawn)
+        return [
+            self._proposal(shape, list(islice(nodes, len(shape))), of_row, texts)
+            for shape, of_row in zip(shapes, filling.by_row(q), strict=True)
+        ]
+
+    def _history(
+        self,
+        requests: Sequence[DraftRequest],
+        plan: _Plan,
+        level: _Level,
+        known: Int[Tensor, " nodes"],
+        texts: TextRows,
+    ) -> HistoryRows | None:
+        """Return the history before the children of each parent of the level; None if no control reads it."""
+        if not texts.sampling.needs_history:
+            return None
+        nodes = iter(known.tolist())
+        parts = []
+        for row, (request, shape) in enumerate(zip(requests, plan.shapes, strict=True)):
+            tree = TokenTree.of_list(list(islice(nodes, len(shape))), shape)
+            parts.append(texts.history_at(row, request.tokens, tree, level.parents[row]))
+        return HistoryRows.cat(parts)
+
+    def _proposal(
+        self, shape: TreeShape, tokens: Sequence[int], q: Float[Tensor, "nodes vocab"], texts: TextRows
+    ) -> Proposal:
+        """Return a row's proposal, without the nodes that were not drawn and those below them."""
+        if max(tokens) >= texts.vocab_size:
+            kept = [0]
+            for node, parent in enumerate(shape.parents[1:], start=1):
+                if tokens[node] < texts.vocab_size and parent in kept:
+                    kept.append(node)
+            shape, tokens, q = shape.keep(kept), [tokens[node] for node in kept], q[kept]
+        if len(shape) == 1:
+            return Proposal.root_only(tokens[0], texts.device)
+        last_parent = max(shape.parents)
+        return Proposal(TokenTree.of_list(tokens, shape, texts.device), self._kind, q[: last_parent + 1])
+
+
+def _draw_order(shape: TreeShape) -> tuple[int, ...]:
+    """Return each drafted node's place among its siblings, in the order in which they are drawn."""
+    places = [0] * len(shape)
+    for children in shape.children:
+        for place, child in enumerate(children):
+            places[child] = place
+    return tuple(places[1:])
+
+
+def _uniforms(shapes: Sequence[TreeShape], texts: TextRows) -> Float64[Tensor, " nodes"]:
+    """Take a number in [0, 1) from its row's source for every drafted node of all trees; roots have 0."""
+    drawn = [texts.sources[row].uniforms(len(shape) - 1) for row, shape in enumerate(shapes)]
+    return torch.cat([F.pad(of_row, (1, 0)) for of_row in drawn])
 
 
 class DynamicGrowth:

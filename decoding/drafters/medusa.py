@@ -1,6 +1,6 @@
-"""Heads as a drafter: a tree of the heads' best tokens, from the hidden state that the root was written from."""
+"""Heads as a drafter: a tree of the heads' tokens, from the hidden state that the root was written from."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 
 import torch
@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from decoding.drafters.base import Drafter, DraftRequest, TextStart
 from decoding.drafters.draft_tree import tree_budgets
-from decoding.drafters.growth import ConditionalLogits, DynamicGrowth, PathLogits, StaticGrowth
+from decoding.drafters.growth import ConditionalLogits, DynamicGrowth, PathLogits, SampledGrowth, StaticGrowth
 from decoding.drafters.hydra import SequentialHeads
 from decoding.drafters.static_tree import StaticTree
+from decoding.drafters.text_rows import TextRows
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.stacked_heads import StackedHeads
@@ -20,6 +21,9 @@ from decoding.rules.best_tree import best_tree
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
+
+SAMPLED_BY_DEFAULT: Mapping[str, bool] = {"medusa": False, "markov": False, "hydra": False}
+"""Choice between a drawn tree and one of the best tokens above temperature 0, by the heads' kind."""
 
 
 class MedusaDrafter(Drafter):
@@ -30,34 +34,44 @@ class MedusaDrafter(Drafter):
     every step has a tree of its own: the ``dynamic_nodes`` nodes, the root included, with the largest product of the
     heads' probabilities. All these trees depend on the context alone, so proposals are deterministic at any
     temperature.
+
+    ``sampled``: above temperature 0 a tree of fixed shape is drawn from the heads' distributions after every sampling
+    control, the children of a node without replacement; None means the heads' kind decides (`SAMPLED_BY_DEFAULT`).
     """
 
-    name = "medusa"
     artefact = "heads"
 
     def __init__(
-        self, heads: MedusaHeads, tree: Sequence[Sequence[int]] | None = None, dynamic_nodes: int | None = None
+        self,
+        heads: MedusaHeads,
+        tree: Sequence[Sequence[int]] | None = None,
+        dynamic_nodes: int | None = None,
+        sampled: bool | None = None,
     ) -> None:
         if tree is not None and dynamic_nodes is not None:
             raise ValueError("tree and dynamic_nodes are both given: a tree of fixed shape, or one chosen at each step")
         if dynamic_nodes is not None and dynamic_nodes < 2:
             raise ValueError(f"dynamic_nodes is {dynamic_nodes}, the root included: give at least 2")
+        if dynamic_nodes is not None and sampled:
+            raise ValueError("sampled and dynamic_nodes are both given: only a tree of fixed shape is drawn")
         self.heads = heads
+        self.name = "hydra" if heads.config.sequential else "medusa" if heads.markov is None else "markov"
         self.dynamic_nodes = dynamic_nodes
         self._static = None
         if dynamic_nodes is None:
             self._static = _static_tree(heads.config, tree if tree is not None else heads.config.tree)
-        self._growth = StaticGrowth(self._static) if self._static is not None else DynamicGrowth(self.budgets[-1])
-        if heads.config.sequential:
-            self.name = "hydra"
-        else:
-            self.name = "medusa" if heads.markov is None else "markov"
+        self._best = StaticGrowth(self._static) if self._static is not None else DynamicGrowth(self.budgets[-1])
+        self._drawn = None
+        if self._static is not None and (SAMPLED_BY_DEFAULT[self.name] if sampled is None else sampled):
+            self._drawn = SampledGrowth(self._static)
+        if not heads.config.sequential:
             self._stacked = StackedHeads(heads)
             self._places = lru_cache(maxsize=None)(_places)
 
     @property
     def label(self) -> str:
-        return f"{self.name}, {'dynamic ' * (self.dynamic_nodes is not None)}tree of {self.max_nodes - 1}"
+        kind = "dynamic " if self._static is None else "sampled " if self._drawn is not None else ""
+        return f"{self.name}, {kind}tree of {self.max_nodes - 1}"
 
     @property
     def budgets(self) -> tuple[Budget, ...]:
@@ -66,35 +80,48 @@ class MedusaDrafter(Drafter):
         assert self.dynamic_nodes is not None
         return tree_budgets(min(self.heads.config.num_heads, self.dynamic_nodes - 1), self.dynamic_nodes)
 
+    def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
+        drawn = self._drawn_at(sampling)
+        return frozenset({ProposalKind.DETERMINISTIC if drawn is None else drawn.kind})
+
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "MedusaSession":
         self.heads.config.check_fits(target.hidden_size, target.vocab_size)
+        texts = TextRows(sampling, target.vocab_size, target.device)
+        propose: Callable[[Sequence[DraftRequest], PathLogits], list[Proposal]] = self._best.propose
+        if (drawn := self._drawn_at(sampling)) is not None:
+            propose = partial(drawn.propose, texts=texts)
+        elif self.name == "medusa":
+            return MedusaSession(texts, partial(self._draft, lm_head=self._lm_head(target)))
+        logits_of = self._logits_of(target)
+        return MedusaSession(texts, lambda requests: propose(requests, logits_of(requests)))
+
+    def _drawn_at(self, sampling: SamplingConfig) -> SampledGrowth | None:
+        """Return the growth by draws if these controls ask for it."""
+        return None if sampling.greedy else self._drawn
+
+    def _lm_head(self, target: CausalLM) -> nn.Module | None:
+        """Return the target's lm_head if the heads share it."""
+        if not self.heads.config.shared_lm_head:
+            return None
+        lm_head: nn.Module = target.model.get_output_embeddings()
+        return lm_head
+
+    def _logits_of(self, target: CausalLM) -> Callable[[Sequence[DraftRequest]], PathLogits]:
+        """Return the function from requests to the logits of their trees' nodes."""
         if self.heads.config.sequential:
-            sequential = SequentialHeads(self.heads, target.model)
-            return MedusaSession(partial(self._grow, logits_at=lambda hidden, deepest: sequential.at(hidden)))
-        lm_head = target.model.get_output_embeddings() if self.heads.config.shared_lm_head else None
-        if self.heads.markov is None:
-            return MedusaSession(partial(self._draft, lm_head=lm_head))
-        return MedusaSession(partial(self._grow, logits_at=partial(self._conditional, lm_head=lm_head)))
+            heads = SequentialHeads(self.heads, target.model)
+            return lambda requests: heads.at(torch.stack([request.hidden for request in requests]))
+        lm_head = self._lm_head(target)
+        return lambda requests: ConditionalLogits(self._run(requests, lm_head), self.heads.markov)
 
-    def _grow(
-        self, requests: Sequence[DraftRequest], logits_at: Callable[[Float[Tensor, "rows hidden"], int], PathLogits]
-    ) -> list[Proposal]:
-        """Grow each tree by the logits of its nodes, for heads that read the tokens before their own."""
-        return self._growth.propose(requests, logits_at(*self._inputs(requests)))
-
-    def _inputs(self, requests: Sequence[DraftRequest]) -> tuple[Float[Tensor, "rows hidden"], int]:
-        """Return the hidden states of all rows, and the depth of the deepest tree."""
+    def _run(self, requests: Sequence[DraftRequest], lm_head: nn.Module | None) -> Float[Tensor, "heads rows vocab"]:
+        """Run all heads on the hidden states of all rows at once, without a Markov bias."""
         deepest = min(self.max_depth, max(request.max_depth for request in requests))
-        return torch.stack([request.hidden for request in requests]), deepest
-
-    def _conditional(
-        self, hidden: Float[Tensor, "rows hidden"], deepest: int, lm_head: nn.Module | None
-    ) -> ConditionalLogits:
-        return ConditionalLogits(self._stacked(hidden, deepest, lm_head), self.heads.markov)
+        return self._stacked(torch.stack([request.hidden for request in requests]), deepest, lm_head)
 
     def _draft(self, requests: Sequence[DraftRequest], lm_head: nn.Module | None) -> list[Proposal]:
-        """Run all heads on the hidden states of all rows at once."""
-        logits = self._stacked(*self._inputs(requests), lm_head)
+        """Draft with heads whose logits depend on the hidden state alone: the best tokens of all at once."""
+        logits = self._run(requests, lm_head)
         if self._static is not None:
             return self._propose_static(self._static, requests, logits)
         return self._propose_dynamic(requests, logits)
@@ -152,19 +179,20 @@ def _places(shape: TreeShape, ranks: tuple[int, ...], device: torch.device) -> t
 
 
 class MedusaSession:
-    """A session of heads, which keep no state between steps."""
+    """A session of heads. They keep no state between steps: it holds what drawing needs to know of the texts."""
 
-    def __init__(self, draft: Callable[[Sequence[DraftRequest]], list[Proposal]]) -> None:
+    def __init__(self, texts: TextRows, draft: Callable[[Sequence[DraftRequest]], list[Proposal]]) -> None:
+        self._texts = texts
         self._draft = draft
 
     def admit(self, slot: int, start: TextStart) -> None:
-        """Do nothing: there is no state."""
+        self._texts.admit(slot, start)
 
     def move(self, slot: int, to: int) -> None:
-        """Do nothing: there is no state."""
+        self._texts.move(slot, to)
 
     def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
-        """Do nothing: there is no state."""
+        """Do nothing: the texts hold everything that the session needs."""
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:

@@ -105,7 +105,12 @@ def _foreign(weights: ForeignDraft, **options: Any) -> Drafter:
 
 
 _HEADS = _entry(
-    "the best tokens of trained heads, as a tree", "heads", MedusaDrafter, tree="tree", dynamic_nodes="dynamic_nodes"
+    "the tokens of trained heads, as a tree",
+    "heads",
+    MedusaDrafter,
+    tree="tree",
+    dynamic_nodes="dynamic_nodes",
+    sampled="sampled",
 )
 _TREE = _entry(
     "such a small model's best-first tree, which grows where the model is surest",

@@ -37,6 +37,10 @@ class StaticTree:
         return max(self._ranks) + 1
 
     @property
+    def is_chain(self) -> bool:
+        return self._shape.is_chain
+
+    @property
     def max_depth(self) -> int:
         """Depth of the deepest node."""
         return self._shape.max_depth

@@ -322,6 +322,10 @@ class GeneratorSource:
         """Draw a number in [0, 1), a multiple of 2^-53."""
         return torch.rand((), generator=self._generator, dtype=torch.float64).item()
 
+    def uniforms(self, count: int) -> Float64[Tensor, " count"]:
+        """Draw ``count`` such numbers at once, on the host."""
+        return torch.rand(count, generator=self._generator, dtype=torch.float64)
+
     def accept(self, probability: float) -> bool:
         return self.uniform() < probability
 
@@ -347,3 +351,21 @@ def draw_without_replacement(
         drawn.append(source.draw(weights))
         weights[drawn[-1]] = 0
     return torch.tensor(drawn, dtype=torch.long)
+
+
+def draw_rows_without_replacement(
+    weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, "rows count"]
+) -> Int[Tensor, "rows count"]:
+    """Draw up to ``count`` distinct indices per row as `draw_without_replacement` does, from uniforms in [0, 1).
+
+    Runs on the weights' device without waiting for it; the uniforms may be on the host. Behind a row's last index, when
+    no weight is left or some are NaN, stands ``vocab``, which is no index.
+    """
+    if not weights.is_mps:  # which has no float64
+        uniforms = uniforms.to(weights.device, non_blocking=True)
+    columns: list[Tensor] = []
+    for column in uniforms.T:
+        if columns:  # not in place: an index is drawn from all weights first, and they stay the caller's
+            weights = weights.scatter(1, columns[-1].clamp(max=weights.shape[1] - 1)[:, None], 0)
+        columns.append(inverse_cdf(weights, column))
+    return torch.stack(columns, dim=1)

@@ -1,6 +1,7 @@
 """Steps of fixed shapes decode what steps of any shape decode, and nothing is left over from one step to the next."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -39,8 +40,9 @@ def drafters(family: str, static: str | None, hidden_size: int = 16) -> dict[str
         return CausalLM(tiny_model(family, seed=1), static=static)
 
     torch.manual_seed(5)
-    heads = MedusaHeads(MedusaConfig(hidden_size, 16, num_heads=2, tree=((0,), (1,), (0, 0), (0, 1))))
-    for parameter in heads.parameters():
+    config = MedusaConfig(hidden_size, 16, num_heads=2, tree=((0,), (1,), (0, 0), (0, 1)))
+    heads, markov = MedusaHeads(config), MedusaHeads(replace(config, markov_rank=3))
+    for parameter in (*heads.parameters(), *markov.parameters()):
         torch.nn.init.normal_(parameter)
     return {
         "plain": None,
@@ -48,6 +50,9 @@ def drafters(family: str, static: str | None, hidden_size: int = 16) -> dict[str
         "tree": DraftModelDrafter(draft(), (2, 2)),
         "draft tree": DraftTreeDrafter(draft(), depth=3, width=2, nodes=7),
         "medusa": MedusaDrafter(heads),
+        "markov": MedusaDrafter(markov),
+        "markov, another tree each step": MedusaDrafter(markov, dynamic_nodes=5),
+        "markov, drawn": MedusaDrafter(markov, sampled=True),
     }
 
 

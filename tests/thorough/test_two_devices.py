@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,9 @@ GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(temperature=1.0, repetition_p
 DRAFTERS = (
     *("plain", "chain", "tree", "draft tree", "prompt lookup"),
     *("medusa", "shared medusa", "dynamic medusa", "hydra", "shared hydra", "dynamic hydra"),
+    *("markov", "shared markov", "dynamic markov", "drawn medusa", "drawn shared markov", "drawn hydra"),
 )
+DRAWN = ("tree", "drawn medusa", "drawn shared markov", "drawn hydra")
 CPU = torch.device("cpu")
 Devices = tuple[torch.device, torch.device]
 
@@ -52,11 +55,11 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
 
 
 def heads_of(name: str, width: int) -> MedusaHeads:
-    if "hydra" not in name:
+    if "medusa" in name:
         return random_heads("shared" in name, width=width, layers=1)
     torch.manual_seed(5)
-    config = MedusaConfig(width, 16, num_heads=2, shared_lm_head="shared" in name, sequential=True, tree=((0,), (0, 0)))
-    heads = MedusaHeads(config)
+    config = MedusaConfig(width, 16, num_heads=2, shared_lm_head="shared" in name, tree=((0,), (1,), (0, 0)))
+    heads = MedusaHeads(replace(config, sequential=True) if "hydra" in name else replace(config, markov_rank=3))
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter)
     return heads
@@ -68,11 +71,11 @@ def drafter(name: str, family: str, width: int, device: torch.device | None = No
         return None
     if name == "prompt lookup":
         return PromptLookupDrafter(3)
-    if "medusa" in name or "hydra" in name:
+    if any(kind in name for kind in ("medusa", "hydra", "markov")):
         heads = heads_of(name, width)
         if device is not None:
             moved(heads, device)
-        return MedusaDrafter(heads, dynamic_nodes=6 if "dynamic" in name else None)
+        return MedusaDrafter(heads, dynamic_nodes=6 if "dynamic" in name else None, sampled="drawn" in name)
     model = tiny_model(family, seed=1)
     draft = CausalLM(model if device is None else moved(model, device))  # type: ignore[arg-type]
     if name == "draft tree":
@@ -100,7 +103,9 @@ def test_what_is_mixed_is_noticed(devices: Devices) -> None:
     assert here[torch.tensor([0])].device == devices[0] and here.cpu().device.type == "cpu"
 
 
-@pytest.mark.parametrize(("name", "sampling"), [*((name, GREEDY) for name in DRAFTERS), ("tree", SAMPLED)])
+@pytest.mark.parametrize(
+    ("name", "sampling"), [*((name, GREEDY) for name in DRAFTERS), *((name, SAMPLED) for name in DRAWN)]
+)
 def test_a_spread_target_writes_the_texts_of_a_whole_one(devices: Devices, name: str, sampling: SamplingConfig) -> None:
     whole = CausalLM(tiny_model("llama"))
     expected = texts_of(whole, drafter(name, "llama", whole.hidden_size), sampling)
