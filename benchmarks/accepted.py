@@ -112,11 +112,12 @@ def train_arms(options: argparse.Namespace) -> list[str]:
             recipe = ARMS[name].recipe
             if recipe is None:
                 continue
-            given = {"target": options.target, "data.heldout": options.heldout, "training.steps": options.steps}
-            given["evaluation.every"] = max(options.steps // 5, 1)
+            given = {"target": options.target, "data.heldout": options.heldout}
             if recipe == "medusa1":  # the target stands still: it is run once for all heads on the same answers
                 given["features.folder"] = options.runs / "features" / ARMS[name].answers
-            overrides = overrides_of(ARMS[name], seed, given, answers)
+            after = ARMS[name].after
+            start = None if after is None else str(folder_of(options.runs, after, seed).resolve() / "final")
+            overrides = overrides_of(ARMS[name], seed, options.steps, given, answers, start)
             try:
                 train(RECIPES / f"{recipe}.yaml", overrides, folder_of(options.runs, name, seed), options.threads)
             except subprocess.CalledProcessError:

@@ -1,4 +1,4 @@
-"""The main job from end to end (``make demo``): a target, its own answers, heads and a draft that learn them, and their
+"""The main job from end to end (``make demo``): a target, its own answers, heads and drafts that learn them, and their
 speed-ups. Nothing is downloaded.
 
 HEADSTART_DEMO=short runs the same code on less data, for continuous integration.
@@ -37,7 +37,7 @@ SHORT = os.environ.get("HEADSTART_DEMO") == "short"
 
 
 def main() -> None:
-    """Run six stages and print the seconds of each."""
+    """Run seven stages and print the seconds of each."""
     if SHORT:
         os.environ.setdefault("HEADSTART_QUICKSTART_STEPS", "20")
     console = Console(highlight=False)
@@ -53,8 +53,9 @@ def main() -> None:
     stage("2. its answers", lambda: ensure_answered(quickstart.ANSWERS))
     stage("3. heads", lambda: launch("medusa1", "training.steps=8"))
     stage("4. a distilled draft", lambda: launch("draft", "training.steps=8"))
-    stage("5. decoding and measuring", measure)
-    stage("6. exporting", export_all)
+    stage("5. a parallel draft", lambda: launch("parallel", "training.steps=8"))
+    stage("6. decoding and measuring", measure)
+    stage("7. exporting", export_all)
     console.print(timing(seconds))
 
 
@@ -104,11 +105,16 @@ def measure() -> None:
     run_evaluate(
         EvaluateOptions(
             target=quickstart.NAME,
-            drafter=[f"draft:{artefact('draft')}", f"heads:{artefact('medusa1')}", "lookup"],
+            drafter=[
+                f"parallel:{artefact('parallel')}",
+                f"heads:{artefact('medusa1')},sampled=true",
+                f"draft:{artefact('draft')}",
+                "lookup",
+            ],
             prompts=f"{quickstart.NAME}/heldout.jsonl",
             prompt_tokens=128,
             limit=3 if SHORT else 10,
-            max_new_tokens=24 if SHORT else 96,
+            max_new_tokens=24 if SHORT else 64,
             output=OUTPUT,
             title="Quickstart: a 7M-parameter Llama trained on the standard library, on held-out files of it",
         )

@@ -18,7 +18,7 @@ from decoding.measure.markdown import text
 from decoding.measure.report import caption, markdown_table, speedup_figure
 
 ROOT = Path(__file__).resolve().parent.parent
-MOST_DRAFTERS = 3  # rows of the README's table, beside plain decoding and transformers
+MOST_DRAFTERS = 4  # rows of the README's table, beside plain decoding and transformers
 Report = dict[str, Any]
 
 

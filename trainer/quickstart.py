@@ -31,6 +31,7 @@ _END = "<|end|>"
 ANSWERS = f"{NAME}/answers.jsonl"
 """Name of the target's own answers in recipes."""
 ANSWER_TOKENS = 128
+_ANSWERS = 320
 _PROMPT_TOKENS = 64
 _PROMPT_CHARACTERS = 1000  # enough for its tokens
 
@@ -76,7 +77,7 @@ def answers() -> Path:
 
 def number_of_answers() -> int:
     """Answers that heads and drafts learn: fewer of a target with fewer training steps, for a smoke test."""
-    return 2 * steps()
+    return min(_ANSWERS, 4 * steps())
 
 
 def write_prompts() -> Path:
