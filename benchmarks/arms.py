@@ -36,8 +36,9 @@ def curve_of(folder: Path) -> dict[str, Any]:
     # A step done again after a kill stands there twice, with the same figures but for the clock's.
     held = list({line["step"]: line for line in lines if "heldout/tokens_per_pass" in line}.values())
     steps = list({line["step"]: line for line in lines if "loss" in line}.values())
+    seconds = folder / SECONDS  # not there if a kill came between the last weights and this file
     return {
-        **json.loads((folder / SECONDS).read_text()),
+        **(json.loads(seconds.read_text()) if seconds.is_file() else {"seconds": None}),
         "curve": [[line["tokens"], line["heldout/tokens_per_pass"]] for line in held],
         "tokens": steps[-1]["tokens"],
         "training_tokens_per_second": sorted(line.get("tokens_per_second", 0) for line in steps)[len(steps) // 2],

@@ -153,7 +153,8 @@ def test_a_bf16_target_is_stored_in_bf16(tmp_path: Path) -> None:
 def test_heads_learn_from_features_what_they_learn_from_the_target(
     tiny_llama: CausalLM, tmp_path: Path, sequential: bool, top_k: int
 ) -> None:
-    section = HeadsSection.model_validate({"num_heads": 2, "sequential": sequential})
+    rank = 0 if sequential else 3
+    section = HeadsSection.model_validate({"num_heads": 2, "sequential": sequential, "markov_rank": rank})
     store = FeatureStore.open(tmp_path, write(tiny_llama, tmp_path, top_k=top_k))
     states = StoredFeatures(store, tiny_llama.model.config, torch.device("cpu"))
     batch = collate([EXAMPLES[i] for i in (9, 2, 5)], (9, 2, 5))

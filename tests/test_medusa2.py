@@ -199,12 +199,15 @@ def test_the_adapted_target_decodes_with_its_heads_as_without_them() -> None:
     assert drafted == Engine(CausalLM(model)).decode([1, 2, 3], config).tokens
 
 
-def test_shared_and_sequential_and_soft_heads_learn_jointly_too() -> None:
+@pytest.mark.parametrize("reads_tokens", [{"sequential": True}, {"markov_rank": 3}])
+def test_shared_and_soft_heads_that_read_tokens_learn_jointly_too(reads_tokens: dict[str, Any]) -> None:
     section = HeadsSection(
-        num_heads=2, shared_lm_head=True, sequential=True, loss=LossSection(cross_entropy=0.5, acceptance=0.5)
+        num_heads=2, shared_lm_head=True, loss=LossSection(cross_entropy=0.5, acceptance=0.5), **reads_tokens
     )
     objective = objective_on(CausalLM(tiny_model("llama")), section)
     disturb(objective)
+    if (markov := objective.module.heads.heads.markov) is not None:  # which starts as nothing, too
+        torch.nn.init.normal_(markov.output.weight)
     losses = sums(objective)
     losses.sum().backward()
     assert losses.isfinite().all() and not any("lm_head" in name for name in trained(objective))

@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from decoding.drafters.base import Drafter, DraftRequest, TextStart
 from decoding.drafters.draft_tree import tree_budgets
-from decoding.drafters.hydra import DynamicGrowth, SequentialHeads, StaticGrowth
+from decoding.drafters.growth import ConditionalLogits, DynamicGrowth, PathLogits, StaticGrowth
+from decoding.drafters.hydra import SequentialHeads
 from decoding.drafters.static_tree import StaticTree
 from decoding.model.causal_lm import CausalLM
-from decoding.model.heads import MedusaHeads, StackedHeads
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.model.stacked_heads import StackedHeads
 from decoding.policies import Budget
 from decoding.rules.best_tree import best_tree
 from decoding.rules.proposal import Proposal, ProposalKind
@@ -23,10 +25,11 @@ from decoding.rules.tree import TokenTree, TreeShape
 class MedusaDrafter(Drafter):
     """Drafter of the tree in the heads' config, or of ``tree``: paths of ranks among each head's best tokens.
 
-    A node at depth d (from 1) holds one of the best tokens of head d-1; for sequential heads (Hydra), one of the best
-    given the node's path. With ``dynamic_nodes`` every step has a tree of its own: the ``dynamic_nodes`` nodes, the
-    root included, with the largest product of the heads' probabilities. All these trees depend on the context alone,
-    so proposals are deterministic at any temperature.
+    A node at depth d (from 1) holds one of the best tokens of head d-1; for heads with a Markov bias, one of the best
+    after its parent, and for sequential heads (Hydra) one of the best after its whole path. With ``dynamic_nodes``
+    every step has a tree of its own: the ``dynamic_nodes`` nodes, the root included, with the largest product of the
+    heads' probabilities. All these trees depend on the context alone, so proposals are deterministic at any
+    temperature.
     """
 
     name = "medusa"
@@ -43,11 +46,12 @@ class MedusaDrafter(Drafter):
         self.dynamic_nodes = dynamic_nodes
         self._static = None
         if dynamic_nodes is None:
-            self._static = StaticTree(heads.config, tree if tree is not None else heads.config.tree)
+            self._static = _static_tree(heads.config, tree if tree is not None else heads.config.tree)
+        self._growth = StaticGrowth(self._static) if self._static is not None else DynamicGrowth(self.budgets[-1])
         if heads.config.sequential:
             self.name = "hydra"
-            self._grow = StaticGrowth(self._static) if self._static is not None else DynamicGrowth(self.budgets[-1])
         else:
+            self.name = "medusa" if heads.markov is None else "markov"
             self._stacked = StackedHeads(heads)
             self._places = lru_cache(maxsize=None)(_places)
 
@@ -65,17 +69,32 @@ class MedusaDrafter(Drafter):
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "MedusaSession":
         self.heads.config.check_fits(target.hidden_size, target.vocab_size)
         if self.heads.config.sequential:
-            return MedusaSession(partial(self._grow.propose, heads=SequentialHeads(self.heads, target.model)))
-        lm_head: nn.Module | None = None
-        if self.heads.config.shared_lm_head:
-            lm_head = target.model.get_output_embeddings()
-        return MedusaSession(partial(self._draft, lm_head=lm_head))
+            sequential = SequentialHeads(self.heads, target.model)
+            return MedusaSession(partial(self._grow, logits_at=lambda hidden, deepest: sequential.at(hidden)))
+        lm_head = target.model.get_output_embeddings() if self.heads.config.shared_lm_head else None
+        if self.heads.markov is None:
+            return MedusaSession(partial(self._draft, lm_head=lm_head))
+        return MedusaSession(partial(self._grow, logits_at=partial(self._conditional, lm_head=lm_head)))
+
+    def _grow(
+        self, requests: Sequence[DraftRequest], logits_at: Callable[[Float[Tensor, "rows hidden"], int], PathLogits]
+    ) -> list[Proposal]:
+        """Grow each tree by the logits of its nodes, for heads that read the tokens before their own."""
+        return self._growth.propose(requests, logits_at(*self._inputs(requests)))
+
+    def _inputs(self, requests: Sequence[DraftRequest]) -> tuple[Float[Tensor, "rows hidden"], int]:
+        """Return the hidden states of all rows, and the depth of the deepest tree."""
+        deepest = min(self.max_depth, max(request.max_depth for request in requests))
+        return torch.stack([request.hidden for request in requests]), deepest
+
+    def _conditional(
+        self, hidden: Float[Tensor, "rows hidden"], deepest: int, lm_head: nn.Module | None
+    ) -> ConditionalLogits:
+        return ConditionalLogits(self._stacked(hidden, deepest, lm_head), self.heads.markov)
 
     def _draft(self, requests: Sequence[DraftRequest], lm_head: nn.Module | None) -> list[Proposal]:
         """Run all heads on the hidden states of all rows at once."""
-        deepest = min(self.max_depth, max(request.max_depth for request in requests))
-        hidden = torch.stack([request.hidden for request in requests])
-        logits = self._stacked(hidden, deepest, lm_head)
+        logits = self._stacked(*self._inputs(requests), lm_head)
         if self._static is not None:
             return self._propose_static(self._static, requests, logits)
         return self._propose_dynamic(requests, logits)
@@ -114,6 +133,16 @@ class MedusaDrafter(Drafter):
             tree = TokenTree.of_list([root, *drafted], shape, logits.device)
             proposals.append(Proposal(tree, ProposalKind.DETERMINISTIC))
         return proposals
+
+
+def _static_tree(config: MedusaConfig, paths: Sequence[Sequence[int]]) -> StaticTree:
+    """Return the tree of these paths; ValueError for one that is too deep or too wide for the heads, or empty."""
+    tree = StaticTree(paths)
+    if tree.max_depth > config.num_heads:
+        raise ValueError(f"the tree is {tree.max_depth} deep but there are {config.num_heads} heads: shorten its paths")
+    if tree.ranks > config.vocab_size:
+        raise ValueError(f"the tree asks for rank {tree.ranks - 1} but the heads know {config.vocab_size} tokens")
+    return tree
 
 
 def _places(shape: TreeShape, ranks: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:

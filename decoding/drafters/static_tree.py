@@ -1,9 +1,8 @@
-"""A tree of heads' tokens with the same shape at every step, and its cuts to smaller budgets."""
+"""A tree with the same shape at every step, and its cuts to smaller budgets."""
 
 from collections.abc import Sequence
 from functools import lru_cache
 
-from decoding.model.heads import MedusaConfig
 from decoding.policies import Budget
 from decoding.rules.tree import TreeShape
 
@@ -14,16 +13,11 @@ class StaticTree:
     A cut never depends on the drafted tokens.
     """
 
-    def __init__(self, config: MedusaConfig, paths: Sequence[Sequence[int]]) -> None:
+    def __init__(self, paths: Sequence[Sequence[int]]) -> None:
+        """Take ``paths`` of ranks as `TreeShape.from_paths` does; ValueError if there are none."""
         shape, ranks = TreeShape.from_paths(paths)
-        if shape.max_depth > config.num_heads:
-            raise ValueError(
-                f"the tree is {shape.max_depth} deep but there are {config.num_heads} heads: shorten its paths"
-            )
         if shape.max_depth < 1:
             raise ValueError("the tree is empty: give it at least the path [0]")
-        if max(ranks) >= config.vocab_size:
-            raise ValueError(f"the tree asks for rank {max(ranks)} but the heads know {config.vocab_size} tokens")
         self._shape = shape
         self._ranks = (0, *ranks)
         widest = [0]  # the largest rank on the path to each node
@@ -39,8 +33,13 @@ class StaticTree:
 
     @property
     def ranks(self) -> int:
-        """Number of a head's best tokens that the tree holds."""
+        """Number of a node's best tokens that the tree may hold."""
         return max(self._ranks) + 1
+
+    @property
+    def max_depth(self) -> int:
+        """Depth of the deepest node."""
+        return self._shape.max_depth
 
     def _sizes(self) -> tuple[Budget, ...]:
         """List the budgets: all ranks and rank 0 alone, each to every depth, and 1, 2, 4, ... ranks to full depth."""

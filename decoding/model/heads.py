@@ -2,22 +2,24 @@
 
 Head k (from 0) reads the hidden state at position t, from which the target's own lm_head predicts token t+1,
 and predicts token t+2+k (Medusa, 2401.10774, section 2.1.1). A sequential head also reads the tokens in between, t+1
-to t+1+k, all but the first of which were drafted by the heads before it (Hydra, 2402.05109, section 3).
+to t+1+k, all but the first of which were drafted by the heads before it (Hydra, 2402.05109, section 3). Heads with a
+Markov bias add to their logits a term of the last of these tokens, t+1+k, alone.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from decoding.model.finite import check_finite
 from decoding.model.header import check_tensors, check_whole, read_object
+from decoding.model.markov import MarkovBias
 from decoding.model.output_layer import OutputLayer
 from decoding.rules.tree import checked_paths
 
@@ -33,7 +35,8 @@ class MedusaConfig:
 
     ``tree`` lists paths of ranks: ``(0, 2)`` is head 1's third best token after head 0's best. Every prefix is listed.
     ``shared_lm_head``: the heads have no output layer of their own and use the target's lm_head. ``sequential``: each
-    head also reads the embeddings of the tokens between t and its own.
+    head also reads the embeddings of the tokens between t and its own. ``markov_rank``: rank of the `MarkovBias` that
+    all heads share, 0 for none.
     """
 
     hidden_size: int
@@ -43,10 +46,12 @@ class MedusaConfig:
     tree: tuple[tuple[int, ...], ...] = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0))
     shared_lm_head: bool = False
     sequential: bool = False
+    markov_rank: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("hidden_size", 1), ("vocab_size", 1), ("num_heads", 1), ("num_layers", 0)):
-            check_whole(name, getattr(self, name), least)
+        least = {"hidden_size": 1, "vocab_size": 1, "num_heads": 1, "num_layers": 0, "markov_rank": 0}
+        for name, smallest in least.items():
+            check_whole(name, getattr(self, name), smallest)
         for name in ("shared_lm_head", "sequential"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: give true or false")
@@ -57,6 +62,11 @@ class MedusaConfig:
         object.__setattr__(self, "tree", paths)
         if self.sequential and self.num_layers < 1:
             raise ValueError("sequential heads read tokens in their first block, but num_layers is 0: give at least 1")
+        if self.sequential and self.markov_rank:
+            raise ValueError(
+                f"markov_rank is {self.markov_rank}, but sequential heads read every token before their own already: "
+                "give markov_rank 0 or sequential false"
+            )
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name and shape of every tensor of heads with this config, head by head."""
@@ -69,6 +79,9 @@ class MedusaConfig:
                     yield f"{block}.embedded.weight", (2 * self.hidden_size, (head + 1) * self.hidden_size)
             if not self.shared_lm_head:
                 yield f"heads.{head}.lm_head.weight", (self.vocab_size, self.hidden_size)
+        if self.markov_rank:
+            yield "markov.embedding.weight", (self.vocab_size, self.markov_rank)
+            yield "markov.output.weight", (self.vocab_size, self.markov_rank)
 
     def check_fits(self, hidden_size: int, vocab_size: int) -> None:
         """Raise ValueError for a target of another hidden size or vocabulary size."""
@@ -163,18 +176,17 @@ class MedusaHead(nn.Module):
         embedded: Float[Tensor, "*batch tokens hidden"] | None = None,
     ) -> Float[Tensor, "*batch vocab"]:
         """Return the logits. ``lm_head``: the target's, for a head without its own; ``embedded``: as in `features`."""
-        return _written(self, self.features(hidden, embedded), lm_head)
+        return self.written(self.features(hidden, embedded), lm_head)
 
-
-def _written(
-    head: MedusaHead, features: Float[Tensor, "*batch hidden"], lm_head: nn.Module | None
-) -> Float[Tensor, "*batch vocab"]:
-    """Return the logits by the head's own layer or the target's, which may have another dtype or device."""
-    writer = lm_head if head.lm_head is None else head.lm_head
-    if writer is None:
-        raise ValueError("these heads share the target's lm_head: give it as lm_head")
-    logits: Tensor = writer(features.to(next(writer.parameters())))
-    return logits
+    def written(
+        self, features: Float[Tensor, "*batch hidden"], lm_head: nn.Module | None
+    ) -> Float[Tensor, "*batch vocab"]:
+        """Return the logits by the head's own layer or the target's, which may have another dtype or device."""
+        writer = lm_head if self.lm_head is None else self.lm_head
+        if writer is None:
+            raise ValueError("these heads share the target's lm_head: give it as lm_head")
+        logits: Tensor = writer(features.to(next(writer.parameters())))
+        return logits
 
 
 class MedusaHeads(nn.Module):
@@ -184,10 +196,15 @@ class MedusaHeads(nn.Module):
         super().__init__()
         self.config = config
         self.heads = nn.ModuleList(MedusaHead(config, index) for index in range(config.num_heads))
+        size, rank = config.vocab_size, config.markov_rank
+        self.markov = MarkovBias(size, size, rank) if rank else None
 
     @staticmethod
     def for_target(target: nn.Module, config: MedusaConfig) -> "MedusaHeads":
-        """Make untrained heads: each output layer is a copy of the target's lm_head, each block the identity."""
+        """Make untrained heads: each output layer is a copy of the target's lm_head, each block the identity.
+
+        A Markov bias is zero.
+        """
         lm_head: nn.Linear = target.get_output_embeddings()  # type: ignore[operator]  # nn.Module's getattr
         if getattr(lm_head, "bias", None) is not None:
             raise ValueError(
@@ -216,14 +233,47 @@ class MedusaHeads(nn.Module):
         hidden: Float[Tensor, "*batch hidden"],
         lm_head: nn.Module | None = None,
         embedded: Float[Tensor, "*batch heads hidden"] | None = None,
+        before: Int[Tensor, "heads *batch"] | None = None,
     ) -> Float[Tensor, "heads *batch vocab"]:
         """Return the logits of every head. In training run the heads one at a time: this holds the logits of all.
 
         ``embedded``: for sequential heads, the embeddings of the tokens t+1, t+2, ...; head k (from 0) reads the first
-        k+1.
+        k+1. ``before``: for heads with a Markov bias, token t+1+k for head k, the one before its own.
         """
-        read = [None if embedded is None else embedded[..., : k + 1, :] for k in range(len(self.heads))]
-        return torch.stack([head(hidden, lm_head, tokens) for head, tokens in zip(self.heads, read, strict=True)])
+        return torch.stack(
+            [
+                self.head_logits(
+                    k,
+                    hidden,
+                    lm_head,
+                    None if embedded is None else embedded[..., : k + 1, :],
+                    None if before is None else before[k],
+                )
+                for k in range(len(self.heads))
+            ]
+        )
+
+    def head_logits(
+        self,
+        k: int,
+        hidden: Float[Tensor, "*batch hidden"],
+        lm_head: nn.Module | None = None,
+        embedded: Float[Tensor, "*batch tokens hidden"] | None = None,
+        before: Int[Tensor, "*batch"] | None = None,
+    ) -> Float[Tensor, "*batch vocab"]:
+        """Return the logits of head k (from 0), which predicts token t+2+k.
+
+        ``embedded``: for sequential heads, and for no others, the embeddings of the tokens t+1 to t+1+k. ``before``:
+        for heads with a Markov bias, and for no others, token t+1+k.
+        """
+        logits: Tensor = self.heads[k](hidden, lm_head, embedded)
+        if (self.markov is None) != (before is None):
+            raise ValueError(
+                "before is given, but these heads have no Markov bias: leave it out"
+                if self.markov is None
+                else "heads with a Markov bias want the token before each head's own: give it as before"
+            )
+        return logits if self.markov is None or before is None else self.markov.added_to(logits, before)
 
     def embeddings_of(self, target: nn.Module) -> nn.Module | None:
         """Return the target's embedding layer, through which sequential heads read tokens; None for other heads.
@@ -300,52 +350,3 @@ def read_config(folder: Path) -> MedusaConfig:
         return MedusaConfig(**stored)
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG_NAME} does not describe Medusa heads: {error}") from error
-
-
-class StackedHeads:
-    """All heads of a target run at once, for decoding: one product per layer of blocks, one for a shared lm_head.
-
-    The blocks' weights are stored side by side, and the given heads become views of them: no weight is held twice, even
-    if the heads are stacked again. Heads that are later moved to another device or dtype are no longer those that run
-    here. Not for sequential heads, each of which needs the tokens of the heads before it.
-    """
-
-    def __init__(self, heads: MedusaHeads) -> None:
-        assert not heads.config.sequential, "sequential heads cannot run at once"
-        self._heads: list[MedusaHead] = list(heads.heads)  # type: ignore[arg-type]  # ModuleList's items
-        self._like = next(heads.parameters())
-        self._layers: list[tuple[Tensor, Tensor]] = []
-        for layer in range(heads.config.num_layers):
-            linears: list[nn.Linear] = [head.blocks[layer].linear for head in self._heads]  # type: ignore[misc]
-            weight = _side_by_side([linear.weight for linear in linears])
-            bias = _side_by_side([linear.bias for linear in linears])
-            self._layers.append((weight, bias[:, None]))
-
-    def __call__(
-        self, hidden: Float[Tensor, "rows hidden"], count: int, lm_head: nn.Module | None = None
-    ) -> Float[Tensor, "count rows vocab"]:
-        """Return the logits of the first ``count`` heads, on the device of their output layers.
-
-        ``lm_head``: the target's, for heads that share it.
-        """
-        x = hidden.to(self._like).expand(count, -1, -1)
-        for weight, bias in self._layers:
-            x = x + F.silu(torch.baddbmm(bias[:count], x, weight[:count].mT))
-        if self._heads[0].lm_head is None:
-            return _written(self._heads[0], x, lm_head)
-        return torch.stack([_written(head, x[k], None) for k, head in enumerate(self._heads[:count])])
-
-
-def _side_by_side(parameters: Sequence[Tensor]) -> Tensor:
-    """Make the parameters views of one tensor (parameters, ...) and return it; nothing moves if they already are."""
-    first, size = parameters[0].detach(), parameters[0].numel()
-    storage = first.untyped_storage().data_ptr()
-    if all(
-        part.untyped_storage().data_ptr() == storage and part.storage_offset() == first.storage_offset() + k * size
-        for k, part in enumerate(parameters)
-    ):
-        return first.as_strided((len(parameters), *first.shape), (size, *first.stride()))
-    stacked = torch.stack([part.detach() for part in parameters])
-    for part, view in zip(parameters, stacked, strict=True):
-        part.data = view
-    return stacked

@@ -29,3 +29,10 @@ class MarkovBias(nn.Module):
         """Return the bias of the logits after these tokens, in the bias's own dtype."""
         bias: Tensor = self.output(self.embedding(before))
         return bias
+
+    def added_to(
+        self, logits: Float[Tensor, "*nodes outputs"], before: Int[Tensor, "*nodes"]
+    ) -> Float[Tensor, "*nodes outputs"]:
+        """Return the logits with the bias after these tokens, in the logits' dtype and on their device."""
+        bias: Tensor = self(before.to(self.embedding.weight.device))
+        return logits + bias.to(logits)

@@ -82,7 +82,7 @@ class _TwoRates(MedusaObjective):
 
 def heads_objective(seed: int) -> MedusaObjective:
     """Three heads that start from noise, another for each seed, on the same target."""
-    objective = _TwoRates(OnlineTarget(target()), HeadsSection(num_heads=3), STEPS, torch.float32)
+    objective = _TwoRates(OnlineTarget(target()), HeadsSection(num_heads=3, markov_rank=5), STEPS, torch.float32)
     objective.module = _Scaled(objective.module)
     torch.manual_seed(seed)
     with torch.no_grad():

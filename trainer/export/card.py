@@ -44,6 +44,8 @@ class Artefact:
     tree_nodes: int = 0
     shared_lm_head: bool = False
     sequential: bool = False
+    markov_rank: int = 0
+    """Rank of the bias by the token before; 0: none."""
 
 
 @dataclass(frozen=True)

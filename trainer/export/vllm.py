@@ -62,6 +62,11 @@ def write(source: Path, folder: Path) -> tuple[Artefact, str]:
             f"the heads in {source} share the target's lm_head, a copy of which vLLM wants in their file: "
             "give format headstart, or train heads with heads.shared_lm_head=false"
         )
+    if heads.config.markov_rank:
+        raise ValueError(
+            f"the heads in {source} add a bias of rank {heads.config.markov_rank} by the token before, which vLLM's "
+            "Medusa heads do not: give format headstart, or train heads with heads.markov_rank=0"
+        )
     state = heads.state_dict()
     (folder / CONFIG_NAME).write_text(json.dumps(vllm_config(heads.config), indent=2) + "\n")
     tensors = {vllm_name(name): tensor.detach().cpu().contiguous() for name, tensor in state.items()}

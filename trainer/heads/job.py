@@ -144,6 +144,9 @@ class HeadsJob:
         heads = largest.trained * head * recipe.heads.num_heads
         chunk = min(CHUNK_BYTES, largest.trained * target.vocab_size * itemsize)
         heads += chunk * (1 if target.device.type == "cpu" else 3)
+        # Each head keeps a gradient of the bias's output layer, and what that layer reads.
+        per_rank = largest.positions + recipe.heads.num_heads * (target.vocab_size + largest.trained)
+        heads += 4 * recipe.heads.markov_rank * per_rank
         if recipe.adapters is None:
             return heads + (0 if recipe.features else frozen_forward_bytes(target, largest.positions))
         layer = layer_bytes(target, itemsize, adapted=True)

@@ -1,7 +1,8 @@
 """The Medusa-1 objective: heads on the hidden states of a frozen target (2401.10774, section 2.2.1).
 
-Also Hydra's (2402.05109), whose heads read the tokens before their own as well, and the same with soft targets: the
-distribution of the target itself at the position that predicts a head's token.
+Also Hydra's (2402.05109), whose heads read the tokens before their own as well; heads with a bias by the token before
+(`decoding.model.markov`), which are given the true one; and the same with soft targets: the distribution of the target
+itself at the position that predicts a head's token.
 """
 
 import copy
@@ -23,7 +24,7 @@ from decoding.model.heads import MedusaConfig, MedusaHead, MedusaHeads
 from decoding.model.lm_head import lm_head_input
 from decoding.rules.best_tree import best_tree
 from trainer.data.batch import Batch
-from trainer.learning.fused import FusedLoss, fused_loss
+from trainer.learning.fused import Bias, FusedLoss, fused_loss
 from trainer.learning.losses import LossMix
 from trainer.learning.objective import EVERYWHERE_THE_SAME, TermSums
 from trainer.learning.teachers import HiddenTeacher, Teacher, TopKTeacher
@@ -59,11 +60,26 @@ class MedusaTraining(nn.Module):
 
     def forward(self, inputs: HeadInputs) -> TermSums:
         """Return losses and correct argmaxes, (heads,) each."""
+        markov = self.heads.markov
+        if markov is None:
+            return self._sums(inputs)
+        # Inside its forward: only there is its weight whole when it is sharded.
+        sums: TermSums = markov.output(markov.embedding(inputs.batch.tokens), read=partial(self._sums, inputs))
+        return sums
+
+    def _sums(
+        self,
+        inputs: HeadInputs,
+        embedded: Float[Tensor, "batch positions rank"] | None = None,
+        weight: Float[Tensor, "vocab rank"] | None = None,
+    ) -> TermSums:
+        """Return the sums of every head; ``embedded`` and ``weight`` are the bias's, for heads with one."""
         heads: Sequence[MedusaHead] = self.heads.heads  # type: ignore[assignment]  # ModuleList's items
-        sums = [self._head(k, head, inputs) for k, head in enumerate(heads)]
+        bias = None if embedded is None or weight is None else Bias(embedded, weight)
+        sums = [self._head(k, head, inputs, bias) for k, head in enumerate(heads)]
         return TermSums(torch.stack([found.loss for found in sums]), torch.stack([found.correct for found in sums]))
 
-    def _head(self, k: int, head: MedusaHead, inputs: HeadInputs) -> FusedLoss:
+    def _head(self, k: int, head: MedusaHead, inputs: HeadInputs, bias: Bias | None) -> FusedLoss:
         ahead = k + 2  # head k at position t predicts token t+2+k
         rows, places = inputs.batch.labelled(ahead).nonzero(as_tuple=True)
         dtype = head.blocks[0].linear.weight.dtype  # type: ignore[union-attr]
@@ -77,8 +93,9 @@ class MedusaTraining(nn.Module):
             labels=inputs.batch.tokens[rows, places + ahead],
             mix=LossMix.of(self._loss),
             teacher=_teacher(inputs, rows, places + ahead - 1) if self._loss.soft else None,
+            bias=None if bias is None else Bias(bias.hidden[rows, places + ahead - 1], bias.weight),
         )
-        if head.lm_head is not None:  # inside its forward: only there are its weights whole when they are sharded
+        if head.lm_head is not None:  # inside its forward, for the same reason as the bias
             sums: FusedLoss = head.lm_head(x, read=loss)
             return sums
         assert inputs.lm_head is not None, "heads without an lm_head are given the target's"
@@ -111,6 +128,7 @@ def initial_heads(lm_head: Float[Tensor, "vocab hidden"], section: HeadsSection)
         tree=tuple((0,) * depth for depth in range(1, section.num_heads + 1)),
         shared_lm_head=section.shared_lm_head,
         sequential=section.sequential,
+        markov_rank=section.markov_rank,
     )
     if section.init is None:
         return MedusaHeads.for_lm_head(lm_head, config).float().to(lm_head.device)
@@ -207,7 +225,7 @@ def rank_accuracies(
 ) -> list[list[float]]:
     """Return at ``[k][r]`` the share of labels that are head k's rank-r token (both from 0).
 
-    A sequential head is given the text's own tokens before that one.
+    A sequential head, and a head with a bias, is given the text's own tokens before that one.
     """
     counts = torch.zeros(heads.config.num_heads, _RANKS)
     totals = torch.zeros(heads.config.num_heads, 1)
@@ -217,15 +235,16 @@ def rank_accuracies(
         ids = torch.tensor([list(tokens)], device=target.device)
         hidden, text = lm_head_input(target.model, {"input_ids": ids})[0].to(device), ids[0].to(device)
         embedded = embed(ids[0]).to(device) if heads.config.sequential else None
-        for k, head in enumerate(heads.heads):
+        for k in range(heads.config.num_heads):
             first = max(prompt_length - 1, 0)  # the position whose lm_head wrote the first new token
             labels = text[first + k + 2 :]
             if not len(labels):
                 continue
-            before = None
+            between = None
             if embedded is not None:  # (labels, k+1, hidden): the tokens between the state and the label
-                before = embedded[first + 1 : -1].unfold(0, k + 1, 1).transpose(1, 2)
-            logits = head(hidden[first : first + len(labels)], lm_head, before)
+                between = embedded[first + 1 : -1].unfold(0, k + 1, 1).transpose(1, 2)
+            before = None if heads.markov is None else text[first + k + 1 : -1]
+            logits = heads.head_logits(k, hidden[first : first + len(labels)], lm_head, between, before)
             best = logits.topk(min(_RANKS, heads.config.vocab_size)).indices.to(device)
             counts[k, : best.shape[1]] += (best == labels[:, None]).sum(0).cpu()
             totals[k] += len(labels)

@@ -17,6 +17,8 @@ class HeadsSection(Section):
     """Residual blocks per head, each with weights of its own."""
     sequential: bool = False
     """Hydra-style: head k also reads the tokens drafted before its own."""
+    markov_rank: Annotated[int, Field(ge=0)] = 0
+    """Rank of a bias on every head's logits by the token before the head's own, such as 256; 0: none."""
     shared_lm_head: bool = False
     """Heads are residual blocks alone, which write through the target's own lm_head: far smaller."""
     init: str | None = None
@@ -38,6 +40,15 @@ class HeadsSection(Section):
             raise ValueError(f"heads.weights holds {len(self.weights)} numbers for {self.num_heads} heads")
         if self.weights is not None and not any(self.weights):
             raise ValueError("heads.weights are all 0, so that no head would learn: give one a weight")
+        return self
+
+    @model_validator(mode="after")
+    def _sequential_heads_have_no_bias(self) -> "HeadsSection":
+        if self.sequential and self.markov_rank:
+            raise ValueError(
+                f"heads.markov_rank is {self.markov_rank}, but sequential heads read every token before their own "
+                "already: set heads.markov_rank=0 or heads.sequential=false"
+            )
         return self
 
     @model_validator(mode="after")

@@ -9,8 +9,18 @@ from torch.optim import Optimizer
 
 from trainer.recipe.common import TrainingSection
 
-_OVER_VOCABULARY = {"embed_tokens", "embed_in", "embed_out", "embedding", "word_embeddings", "wte", "wpe", "lm_head"}
-"""Names of embeddings and output layers in the families of transformers."""
+_OVER_VOCABULARY = {
+    "embed_tokens",
+    "embed_in",
+    "embed_out",
+    "embedding",
+    "word_embeddings",
+    "wte",
+    "wpe",
+    "lm_head",
+    "markov",
+}
+"""Names of embeddings and output layers in the families of transformers, and of the bias by the token before."""
 
 PREFIX = "prefix"
 """The key of a parameter group that holds the common beginning of its parameters' names."""

@@ -1,0 +1,327 @@
+"""Tokens per target pass and speed-ups of heads, drafts and lookup, on the same answers, prompts and machine.
+
+Each arm of `accepted_arms` is trained in a process of its own, with each seed. `--measure acceptance` then decodes the
+prompts in batches by every way to draft, for tokens per pass; `--measure speed` decodes one prompt after the other,
+plain decoding, assisted generation and the first seed's drafters in turns, on the target and on the same function at a
+larger one's cost (`decoding.measure.widen`). A run may be killed at any time: a finished training or a recorded text is not done
+again, and a larger --limit adds prompts. `--summarise` writes the figures of all records.
+
+    python benchmarks/accepted.py --target FOLDER --answers greedy=ANSWERS.jsonl --heldout HELD.jsonl \\
+        --prompts gsm8k/test=TEST.jsonl --train --measure acceptance speed --summarise accepted.json
+"""
+
+# ruff: noqa: E402  # waiting of threads is set before torch is imported
+import argparse
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from decoding.threads import spin_briefly
+
+spin_briefly()  # before torch is imported
+
+from accepted_arms import ARMS, DRAFT, SETTINGS, Drafting, overrides_of
+from accepted_figures import PEER, PLAIN, append_record, key_of, read_records, summary
+from arms import ROOT, curve_of, slug, train, write
+
+from decoding.drafters import Drafter
+from decoding.drafters.registry import named_drafter
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig, check_prompt
+from decoding.measure.evaluate import Method, our_method, transformers_method
+from decoding.measure.machine import commit, hardware, versions
+from decoding.measure.widen import widened_heads, widened_to
+from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import MedusaHeads
+from decoding.model.loading import (
+    eos_token_ids,
+    is_heads_folder,
+    load_draft,
+    load_heads,
+    load_model,
+    load_tokenizer,
+    parse_dtype,
+)
+from decoding.policies import named_policy
+from decoding.prompts import read_prompts
+from decoding.rules.sampling import SamplingConfig
+
+RECIPES = ROOT / "recipes" / "storyteller-11m"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parse(arguments)
+    failed = train_arms(options) if options.train else []
+    if options.measure:
+        bench = Bench(options)
+        if "acceptance" in options.measure:
+            measure_acceptance(bench)
+        if "speed" in options.measure:
+            measure_speed(bench)
+    if options.summarise:
+        summarise(options)
+    if failed:
+        sys.exit(f"not trained: {', '.join(failed)}")
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="folder of storyteller-11m, or of another small target")
+    parser.add_argument("--answers", nargs="+", default=[], metavar="NAME=FILE", help="rows that arms learn")
+    parser.add_argument("--heldout", help="rows for the evaluations during training")
+    parser.add_argument("--prompts", nargs="+", default=[], metavar="NAME=FILE")
+    parser.add_argument("--train", action="store_true")
+    parser.add_argument("--measure", nargs="*", choices=("acceptance", "speed"), default=[])
+    parser.add_argument("--summarise", type=Path, metavar="FILE", help="write the figures of all records as JSON")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--draftings", nargs="+", help="ways to draft, by name; all if not given")
+    parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="training seeds")
+    parser.add_argument("--peer", default=DRAFT, choices=list(ARMS), help="arm of assisted generation's draft")
+    parser.add_argument("--widen", type=float, help="time on the target widened to this many parameters instead")
+    parser.add_argument("--runs", type=Path, default=Path("runs/accepted"))
+    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--threads", type=int, help="of each training process")
+    parser.add_argument("--limit", type=int, default=100, help="prompts of each set")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=16, help="prompts decoded together, for acceptance")
+    parser.add_argument("--dtype", default="bf16")
+    return parser.parse_args(arguments)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def folder_of(runs: Path, arm: str, seed: int) -> Path:
+    return runs / f"{slug(arm)}-seed-{seed}"
+
+
+def train_arms(options: argparse.Namespace) -> list[str]:
+    """Train every arm with the first seed, then with the next; return those whose training failed."""
+    answers = dict(each.split("=", 1) for each in options.answers)
+    failed = []
+    for seed in options.seeds:
+        for name in options.arms:
+            recipe = ARMS[name].recipe
+            if recipe is None:
+                continue
+            given = {"target": options.target, "data.heldout": options.heldout, "training.steps": options.steps}
+            given["evaluation.every"] = max(options.steps // 5, 1)
+            if recipe == "medusa1":  # the target stands still: it is run once for all heads on the same answers
+                given["features.folder"] = options.runs / "features" / ARMS[name].answers
+            overrides = overrides_of(ARMS[name], seed, given, answers)
+            try:
+                train(RECIPES / f"{recipe}.yaml", overrides, folder_of(options.runs, name, seed), options.threads)
+            except subprocess.CalledProcessError:
+                failed.append(f"{name} (seed {seed})")
+                print(f"not trained: {failed[-1]}; the reason is above", flush=True)
+    return failed
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Trained weights of an arm: heads, a draft, or None."""
+
+    kind: str | None
+    loaded: Any
+
+
+class Bench:
+    """The target, the prompts and the arms of a measurement, each loaded when it is first asked for."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        model = load_model(options.target, parse_dtype(options.dtype))
+        self.target, self.tokenizer = CausalLM(model), load_tokenizer(options.target)
+        self.eos = eos_token_ids(model, self.tokenizer)
+        self.path = options.runs / "records.jsonl"
+        self.records = read_records(self.path)
+        sets = dict(each.split("=", 1) for each in options.prompts)
+        self.prompts = {name: self._prompts(file) for name, file in sets.items()}
+        self._refused: set[tuple[str, str]] = set()
+        self._commit = commit()
+
+    def _prompts(self, file: str) -> list[tuple[int, ...]]:
+        """Return the first ``--limit`` prompts of a fixed shuffle, of those that leave room for an answer."""
+        prompts = read_prompts(file, self.tokenizer, sys.maxsize)
+        random.Random(0).shuffle(prompts)
+        most = self.target.max_positions
+        fitting = [each for each in prompts if most is None or len(each) + self.options.max_new_tokens <= most]
+        for prompt in fitting:
+            check_prompt(self.target, prompt, DecodingConfig(self.options.max_new_tokens))
+        return fitting[: self.options.limit]
+
+    @cached_property
+    def timed(self) -> tuple[str, CausalLM, int]:
+        """Name, model and width factor of the target that is timed."""
+        name = Path(self.options.target).name
+        if not self.options.widen:
+            return name, self.target, 1
+        wide, stand_in = widened_to(self.target.model, int(self.options.widen))
+        return f"{name}, widened to {stand_in['parameters'] / 1e6:.0f}M", CausalLM(wide), stand_in["width"]
+
+    def config(self, setting: str) -> DecodingConfig:
+        sampling = SamplingConfig(temperature=SETTINGS[setting])
+        return DecodingConfig(self.options.max_new_tokens, sampling, eos_token_ids=self.eos)
+
+    def weights(self, name: str, seed: int) -> Weights | None:
+        """Load an arm's weights; None if it is not trained yet."""
+        if ARMS[name].recipe is None:
+            return Weights(None, None) if seed == 0 else None
+        folder = folder_of(self.options.runs, name, seed) / "final"
+        if not folder.is_dir():
+            return None
+        if is_heads_folder(folder):
+            return Weights("heads", load_heads(folder, self.target))
+        return Weights("draft", load_draft(str(folder), self.target, self.tokenizer))
+
+    def drafters(self, name: str, weights: Weights) -> Iterator[tuple[str, Drafting, Drafter]]:
+        """Yield the arm's ways to draft that were asked for and that fit; say once which do not fit, and why."""
+        for drafting, how in ARMS[name].draftings.items():
+            if drafting not in (self.options.draftings or [drafting]):
+                continue
+            try:
+                yield drafting, how, named_drafter(how.drafter, weights.loaded, **how.options)
+            except ValueError as error:
+                if (name, drafting) not in self._refused:
+                    print(f"{key_of(name, drafting)} is left out: {error}")
+                self._refused.add((name, drafting))
+
+    def record(self, record: dict[str, Any]) -> None:
+        self.records.append(record)
+        append_record(self.path, {**record, "commit": self._commit})
+
+
+def measure_acceptance(bench: Bench) -> None:
+    """Decode all prompts in batches by every way to draft with every seed's weights, and record each text's counts."""
+    for seed in bench.options.seeds:
+        for name in bench.options.arms:
+            weights = bench.weights(name, seed)
+            if weights is None:
+                continue
+            for drafting, how, drafter in bench.drafters(name, weights):
+                if how.policy != "fixed":  # its choices are by time, which means nothing in a batch
+                    continue
+                for prompt_set, prompts in bench.prompts.items():
+                    for setting in (each for each in how.settings if each in bench.options.settings):
+                        place = {"arm": name, "drafting": drafting, "seed": seed, "set": prompt_set, "setting": setting}
+                        _decode_rest(bench, place, drafter, prompts)
+
+
+def _decode_rest(bench: Bench, place: Mapping[str, Any], drafter: Drafter, prompts: Sequence[Sequence[int]]) -> None:
+    """Decode the prompts behind those that are recorded."""
+    wanted = {"part": "acceptance", **place}
+    done = [each for each in bench.records if all(each.get(key) == value for key, value in wanted.items())]
+    first = sum(len(each["counts"]) for each in done)
+    if first >= len(prompts):
+        return
+    rest, size = prompts[first:], bench.options.batch_size
+    counts = [[0, 0] for _ in rest]
+    seeds = range(first, len(prompts))
+    engine = Engine(bench.target, drafter)
+    for row, step in engine.steps(rest, bench.config(place["setting"]), batch_size=size, seeds=seeds):
+        if not step.is_prefill:
+            counts[row][0] += len(step.tokens)
+            counts[row][1] += 1
+    bench.record({**wanted, "first": first, "counts": counts})
+    tokens, passes = (sum(each) for each in zip(*counts, strict=True))
+    print(*place.values(), f"{tokens / max(passes, 1):.2f} tokens per pass, {len(rest)} prompts", sep=" · ", flush=True)
+
+
+def measure_speed(bench: Bench) -> None:
+    """Decode each prompt by every method in turns, on the target that is timed, and record tokens and seconds."""
+    name, target, width = bench.timed
+    methods = {setting: timed_methods(bench, target, width, setting) for setting in bench.options.settings}
+    for setting, by_key in methods.items():
+        longest = max((each for prompts in bench.prompts.values() for each in prompts), key=len)
+        for method in by_key.values():
+            method.decode(longest, 0)  # warm-up; a measured policy's survey falls into it
+        for prompt_set, prompts in bench.prompts.items():
+            for place, prompt in enumerate(prompts):
+                wanted = {"part": "speed", "target": name, "set": prompt_set, "setting": setting, "prompt": place}
+                _take_turns(bench, wanted, by_key, prompt)
+
+
+def timed_methods(bench: Bench, target: CausalLM, width: int, setting: str) -> dict[str, Method]:
+    """Make plain decoding, assisted generation with the peer's draft, and the first seed's drafters."""
+    config = bench.config(setting)
+    methods = {PLAIN: our_method(target, setting, PLAIN, None, config)}
+    if (peer := bench.weights(bench.options.peer, 0)) is not None:
+        methods[PEER] = transformers_method(target, setting, PEER, config, peer.loaded)
+    for name in bench.options.arms:
+        weights = bench.weights(name, 0)
+        fitting = weights if weights is None or width == 1 else widened_weights(name, weights, width)
+        for drafting, how, drafter in bench.drafters(name, fitting) if fitting else ():
+            if setting in how.settings:
+                key = key_of(name, drafting)
+                methods[key] = our_method(target, setting, key, drafter, config, named_policy(how.policy))
+    return methods
+
+
+def widened_weights(name: str, weights: Weights, width: int) -> Weights | None:
+    """Make an arm's weights fit the widened target; None, with the reason printed, for those that cannot."""
+    if not isinstance(weights.loaded, MedusaHeads):
+        return weights
+    try:
+        return Weights(weights.kind, widened_heads(weights.loaded, width))
+    except ValueError as error:
+        print(f"{name} is left out on the widened target: {error}")
+        return None
+
+
+def _take_turns(bench: Bench, wanted: dict[str, Any], methods: Mapping[str, Method], prompt: Sequence[int]) -> None:
+    """Decode one prompt by the methods that have no record of it, beside plain decoding and the peer."""
+    done: set[str] = set()
+    for record in bench.records:
+        if all(record.get(key) == value for key, value in wanted.items()):
+            done |= record["runs"].keys()
+    missing = [key for key in methods if key not in done and key not in (PLAIN, PEER)]
+    if not missing:
+        return
+    keys = [*(key for key in (PLAIN, PEER) if key in methods), *missing]
+    turn = wanted["prompt"] % len(keys)
+    runs = {key: methods[key].decode(prompt, wanted["prompt"]) for key in (*keys[turn:], *keys[:turn])}
+    figures = {
+        key: [
+            run.decode_tokens,
+            run.decode_seconds,
+            sum(step.emitted for step in run.counts),
+            len(run.counts),
+            run.tokens == runs[PLAIN].tokens,
+        ]
+        for key, run in runs.items()
+    }
+    bench.record({**wanted, "runs": {key: figures[key] for key in keys}})
+
+
+def summarise(options: argparse.Namespace) -> None:
+    """Write the figures of all records, with what was trained for them."""
+    records = read_records(options.runs / "records.jsonl")
+    trained = {}
+    for name, arm in ARMS.items():
+        folders = {seed: folder_of(options.runs, name, seed) for seed in range(100)}
+        runs = {seed: curve_of(folder) for seed, folder in folders.items() if (folder / "final").is_dir()}
+        if runs or arm.recipe is None:
+            trained[name] = {"recipe": arm.recipe, "overrides": arm.overrides, "answers": arm.answers, "seeds": runs}
+    report = {
+        "hardware": hardware(),
+        "versions": versions(),
+        "commits": sorted({record["commit"] for record in records}),
+        "settings": {"steps": options.steps, "max_new_tokens": options.max_new_tokens, "peer": options.peer},
+        "arms": trained,
+        "rows": summary(records),
+    }
+    write(report, options.summarise)
+    print(f"written: {options.summarise}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Arms of `accepted.py`: recipes with overrides, and the ways to draft with what each of them trains."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+GREEDY, SAMPLED = "greedy", "T=1"
+SETTINGS = {GREEDY: 0.0, SAMPLED: 1.0}
+"""Setting -> temperature."""
+
+
+class Drafting(NamedTuple):
+    """A way to draft with trained weights: a drafter of the registry, its options, its policy, and where it differs."""
+
+    drafter: str
+    options: Mapping[str, Any] = {}
+    policy: str = "fixed"
+    settings: tuple[str, ...] = tuple(SETTINGS)
+
+
+class Arm(NamedTuple):
+    """A recipe of storyteller-11m (None: nothing is trained) with overrides, and its ways to draft, the main one first.
+
+    ``baseline`` names the arm that it is compared with, prompt by prompt; ``answers`` the rows that it learns.
+    """
+
+    recipe: str | None
+    draftings: Mapping[str, Drafting]
+    overrides: tuple[str, ...] = ()
+    baseline: str | None = None
+    answers: str = "greedy"
+
+
+MEDUSA, DRAFT = "Medusa-1", "draft"
+TREE, CHAIN, FOUR = "tree of 16", "chain", "4 tokens"
+_LOOKUP = {"lookup_tokens": 8}
+
+
+def _heads(depth: int = 4) -> dict[str, Drafting]:
+    chain = tuple((0,) * length for length in range(1, depth + 1))
+    return {
+        TREE: Drafting("heads"),
+        CHAIN: Drafting("heads", {"tree": chain}),
+        "dynamic tree of 16": Drafting("heads", {"dynamic_nodes": 16}),
+        "sampled tree of 16": Drafting("heads", {"sampled": True}, settings=(SAMPLED,)),
+        "with lookup": Drafting("hybrid", {"of": "heads", **_LOOKUP}),
+        "dynamic tree of 32, measured": Drafting("heads", {"dynamic_nodes": 32}, "measured"),
+    }
+
+
+_ORDINARY = {
+    FOUR: Drafting("draft", {"tokens": 4}),
+    "2 tokens": Drafting("draft", {"tokens": 2}),
+    TREE: Drafting("draft-tree", {"depth": 6, "width": 3, "nodes": 16}),
+    "with lookup": Drafting("hybrid", {"of": "draft", **_LOOKUP}),
+    "8 tokens, measured": Drafting("draft", {"tokens": 8}, "measured"),
+}
+_PARALLEL = {
+    "6 tokens": Drafting("parallel"),
+    "4 tokens": Drafting("parallel", {"tokens": 4}),
+    TREE: Drafting("parallel", {"dynamic_nodes": 16, "sampled": False}),
+    "with lookup": Drafting("hybrid", {"of": "parallel", **_LOOKUP}),
+    "6 tokens, measured": Drafting("parallel", policy="measured"),
+}
+
+
+def _medusa(*overrides: str) -> Arm:
+    return Arm("medusa1", _heads(), tuple(f"heads.{each}" for each in overrides), MEDUSA)
+
+
+def _random(layers: int = 1, width: int = 192) -> tuple[str, ...]:
+    """Return the overrides of a draft that starts from random weights."""
+    heads = width // 64
+    shape = f"num_hidden_layers: {layers}, hidden_size: {width}, intermediate_size: {8 * (width * 65 // 192)}"
+    return (
+        "draft.init.from_target=null",
+        f"draft.init.from_config={{{shape}, num_attention_heads: {heads}, num_key_value_heads: {heads}}}",
+    )
+
+
+def _draft(*overrides: str) -> Arm:
+    return Arm("draft", _ORDINARY, overrides, DRAFT)
+
+
+def _parallel(rank: int, reads_target: bool, *start: str) -> Arm:
+    fields = f"{{tokens: 6, markov_rank: {rank}, reads_target: {str(reads_target).lower()}}}"
+    return Arm("draft", _PARALLEL, (f"draft.parallel={fields}", *(start or _random())), DRAFT)
+
+
+_MARKOV = "markov_rank=256"
+_LK = ("loss.lk=1", "loss.lk_scope=head", "loss.lk_eta=10")
+ARMS: dict[str, Arm] = {
+    MEDUSA: _medusa()._replace(baseline=None),
+    "Medusa-1, KL": _medusa("loss.forward_kl=1"),
+    "Markov": _medusa(_MARKOV),
+    "Markov, KL": _medusa(_MARKOV, "loss.forward_kl=1"),
+    "Markov, LK": _medusa(_MARKOV, *_LK),
+    "Markov, LK, D-PACE": _medusa(_MARKOV, *_LK, "weighting=prefix_survival"),
+    "Markov, KL, D-PACE": _medusa(_MARKOV, "loss.forward_kl=1", "weighting=prefix_survival"),
+    "Hydra": _medusa("sequential=true"),
+    "Hydra, KL": _medusa("sequential=true", "loss.forward_kl=1"),
+    "Medusa-1, shared lm_head": _medusa("shared_lm_head=true"),
+    "Markov, KL, shared lm_head": _medusa(_MARKOV, "loss.forward_kl=1", "shared_lm_head=true"),
+    DRAFT: _draft()._replace(baseline=None),
+    "draft, random start": _draft(*_random()),
+    "draft, 2 × 256, random start": _draft(*_random(2, 256)),
+    "parallel, no bias": _parallel(0, False),
+    "parallel": _parallel(256, False),
+    "parallel, reads the target": _parallel(256, True),
+    "parallel, reads the target, 2 × 256": _parallel(256, True, *_random(2, 256)),
+    "lookup": Arm(None, {"10 tokens": Drafting("lookup")}),
+}
+"""Name -> arm. Heads are compared with Medusa-1, drafts with the ordinary draft."""
+
+
+def overrides_of(arm: Arm, seed: int, given: Mapping[str, Any], answers: Mapping[str, str]) -> list[str]:
+    """Return an arm's overrides for a training with a seed; ``given`` are those that all arms share."""
+    shared = {**given, "data.train": answers[arm.answers], "training.seed": seed}
+    if arm.recipe == "draft":
+        shared["draft.check_costs"] = "false"
+    return [*(f"{key}={value}" for key, value in shared.items()), *arm.overrides]

@@ -1,0 +1,184 @@
+"""Figures of `accepted.py` from its records: tokens per pass, paired ratios, speed-ups, each with a 95% interval.
+
+Intervals resample the prompts and, where there are several, the training seeds. Two arms are compared on the prompts
+and seeds that both have, each prompt against itself; an arm without training stands beside every seed of the other.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accepted_arms import ARMS, GREEDY, Arm
+from torch import Tensor
+
+from decoding.metrics import Estimate, ratio_of_rates
+
+PLAIN, PEER = "plain", "assisted"
+RESAMPLES = 2000
+
+Counts = Mapping[int, Mapping[int, tuple[float, float]]]
+"""Training seed -> prompt -> (tokens emitted, target passes)."""
+Record = dict[str, Any]
+
+
+def read_records(path: Path) -> list[Record]:
+    """Return the records of a file; a last line that a kill cut short is left out."""
+    lines = path.read_text().split("\n")[:-1] if path.is_file() else []
+    return [json.loads(line) for line in lines]
+
+
+def append_record(path: Path, record: Record) -> None:
+    """Write a record behind the others; what a kill cut short is removed first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_file() and not (whole := path.read_bytes()).endswith(b"\n") and whole:
+        path.write_bytes(whole[: whole.rfind(b"\n") + 1])
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def counts_of(records: Iterable[Record], arm: str, drafting: str, prompt_set: str, setting: str) -> Counts:
+    """Collect an arm's counts of decoding in batches; a prompt decoded twice counts once."""
+    wanted = {"part": "acceptance", "arm": arm, "drafting": drafting, "set": prompt_set, "setting": setting}
+    found: dict[int, dict[int, tuple[float, float]]] = {}
+    for record in records:
+        if all(record.get(key) == value for key, value in wanted.items()):
+            for place, (tokens, passes) in enumerate(record["counts"], start=record["first"]):
+                found.setdefault(record["seed"], {})[place] = (tokens, passes)
+    return found
+
+
+def tokens_per_pass(counts: Counts) -> Estimate:
+    """Estimate all tokens over all passes."""
+    values = _table(counts, list(counts), _common(counts))
+    return _resampled((values,), lambda sums: sums[0][:, 0] / sums[0][:, 1])
+
+
+def ratio(ours: Counts, theirs: Counts) -> Estimate | None:
+    """Estimate our tokens per pass over theirs, paired; None if no prompt or no seed is common to both."""
+    prompts = [prompt for prompt in _common(ours) if prompt in set(_common(theirs))]
+    seeds = [seed for seed in ours if seed in theirs]
+    if len(theirs) == 1 and len(ours) > 1 and 0 in theirs:  # their one training beside each of ours
+        theirs, seeds = dict.fromkeys(ours, theirs[0]), list(ours)
+    if not prompts or not seeds:
+        return None
+    tables = _table(ours, seeds, prompts), _table(theirs, seeds, prompts)
+    return _resampled(tables, lambda s: s[0][:, 0] / s[0][:, 1] * s[1][:, 1] / s[1][:, 0])
+
+
+def _common(counts: Counts) -> list[int]:
+    """Return the prompts decoded with every seed."""
+    sets = [set(by_prompt) for by_prompt in counts.values()]
+    return sorted(set.intersection(*sets)) if sets else []
+
+
+def _table(counts: Counts, seeds: Sequence[int], prompts: Sequence[int]) -> Tensor:
+    """Return the counts as (seeds, prompts, 2)."""
+    return torch.tensor([[counts[seed][prompt] for prompt in prompts] for seed in seeds], dtype=torch.float64)
+
+
+def _resampled(tables: Sequence[Tensor], figure: Callable[[list[Tensor]], Tensor]) -> Estimate:
+    """Estimate a figure of the tables' sums; the interval draws seeds and prompts, the same ones for all tables."""
+    seeds, prompts = tables[0].shape[:2]
+    generator = torch.Generator().manual_seed(0)
+    by_seed, by_prompt = (_draws(count, generator) for count in (seeds, prompts))
+    sums = [torch.einsum("rs,rp,spc->rc", by_seed, by_prompt, table) for table in tables]
+    ends = figure(sums).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    value = float(figure([table.sum((0, 1))[None] for table in tables]))
+    return Estimate(value, *((math.nan, math.nan) if prompts == 1 else ends), prompts)
+
+
+def _draws(count: int, generator: torch.Generator) -> Tensor:
+    """Return how often each of ``count`` things is drawn in each resample, (resamples, count)."""
+    drawn = torch.randint(count, (RESAMPLES, count), generator=generator)
+    return torch.zeros(RESAMPLES, count, dtype=torch.float64).scatter_add_(1, drawn, torch.ones_like(drawn).double())
+
+
+def speed_of(records: Iterable[Record], key: str, target: str, prompt_set: str, setting: str) -> Record | None:
+    """Compute a method's tokens per pass and speed-ups at batch 1 from the turns it took part in; None without any."""
+    wanted = {"part": "speed", "target": target, "set": prompt_set, "setting": setting}
+    turns: dict[int, Record] = {}
+    for record in records:
+        if all(record.get(name) == value for name, value in wanted.items()) and key in record["runs"]:
+            turns[record["prompt"]] = record["runs"]
+    if not turns:
+        return None
+    mine = [runs[key] for runs in turns.values()]
+
+    def over(other: str) -> Record | None:
+        both = [(run[:2], runs[other][:2]) for run, runs in zip(mine, turns.values(), strict=True) if other in runs]
+        return plain_json(ratio_of_rates([(*ours, *theirs) for ours, theirs in both])) if both else None
+
+    counts = {0: {prompt: (runs[key][2], runs[key][3]) for prompt, runs in turns.items()}}
+    drafted = sum(run[3] for run in mine) > 0
+    return {
+        "tokens_per_second": sum(run[0] for run in mine) / sum(run[1] for run in mine),
+        "tokens_per_pass": plain_json(tokens_per_pass(counts)) if drafted else None,
+        "over_plain": over(PLAIN),
+        "over_assisted": over(PEER),
+        "same_as_plain": sum(run[4] for run in mine) if setting == GREEDY else None,
+    }
+
+
+def plain_json(estimate: Estimate | None) -> Record | None:
+    """Return an estimate as JSON has it, with null for NaN."""
+    if estimate is None:
+        return None
+    return {key: None if value != value else value for key, value in estimate._asdict().items()}
+
+
+def key_of(arm: str, drafting: str) -> str:
+    return f"{arm} | {drafting}"
+
+
+def summary(records: Sequence[Record], arms: Mapping[str, Arm] = ARMS) -> list[Record]:
+    """Return a row for each arm, way to draft, prompt set and setting that was measured."""
+    sets, targets = (list(dict.fromkeys(each[key] for each in records if key in each)) for key in ("set", "target"))
+    rows = []
+    for name, arm in arms.items():
+        for drafting, how in arm.draftings.items():
+            for prompt_set in sets:
+                for setting in how.settings:
+                    row = _row(records, arms, (name, drafting, prompt_set, setting), targets)
+                    rows += [row] if row else []
+    return rows
+
+
+def _row(
+    records: Sequence[Record], arms: Mapping[str, Arm], place: tuple[str, str, str, str], targets: Sequence[str]
+) -> Record | None:
+    name, drafting, prompt_set, setting = place
+    counts = counts_of(records, *place)
+    key = key_of(name, drafting)
+    speed = {target: speed_of(records, key, target, prompt_set, setting) for target in targets}
+    if not counts and not any(speed.values()):
+        return None
+    baseline = arms[name].baseline
+    compared = None
+    if baseline is not None and counts:
+        same = drafting if drafting in arms[baseline].draftings else next(iter(arms[baseline].draftings))
+        compared = ratio(counts, counts_of(records, baseline, same, prompt_set, setting))
+    return {
+        **dict(zip(("arm", "drafting", "set", "setting"), place, strict=True)),
+        "seeds": len(counts),
+        "tokens_per_pass": plain_json(tokens_per_pass(counts)) if counts else None,
+        "baseline": baseline,
+        "over_baseline": plain_json(compared),
+        "speed": {target: each for target, each in speed.items() if each},
+    }
+
+
+def best(rows: Iterable[Record], arms: Sequence[str], target: str, prompt_set: str, setting: str) -> Record | None:
+    """Return the row of these arms with the highest speed-up over plain decoding; None if none was timed."""
+    timed = [row for row in rows if row["arm"] in arms and (row["set"], row["setting"]) == (prompt_set, setting)]
+    return max((row for row in timed if target in row["speed"]), key=lambda row: _over_plain(row, target), default=None)
+
+
+def _over_plain(row: Record, target: str) -> float:
+    return float(row["speed"][target]["over_plain"]["value"])
+
+
+HEADS = tuple(name for name, arm in ARMS.items() if arm.recipe == "medusa1")
+DRAFTS = tuple(name for name, arm in ARMS.items() if arm.recipe == "draft")

@@ -1,0 +1,148 @@
+"""The grand table's figures by hand-made counts, its resuming, and its arms."""
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from tiny_models import tiny_model
+from tiny_tokenizer import byte_tokenizer
+
+from trainer.recipe.reading import load_recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+_COMING = ("markov_rank", "draft.parallel")
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[dict[str, ModuleType]]:
+    """The scripts as modules, with their own folder in the path as where they are run."""
+    path = list(sys.path)
+    sys.path.append(str(ROOT / "benchmarks"))
+    yield {name: importlib.import_module(name) for name in ("accepted", "accepted_arms", "accepted_figures")}
+    sys.path[:] = path
+
+
+@pytest.fixture(scope="module")
+def figures(scripts: dict[str, ModuleType]) -> ModuleType:
+    return scripts["accepted_figures"]
+
+
+def _counts(counts: list[list[int]], seed: int = 0, first: int = 0, **place: str) -> dict[str, Any]:
+    place = {"arm": "A", "drafting": "chain", "set": "s", "setting": "greedy", **place}
+    return {"part": "acceptance", **place, "seed": seed, "first": first, "counts": counts}
+
+
+def test_tokens_per_pass_are_all_tokens_over_all_passes_of_all_seeds(figures: ModuleType) -> None:
+    records = [
+        _counts([[6, 2]]),
+        _counts([[4, 2]], first=1),
+        _counts([[3, 3], [5, 3]], seed=1),
+        _counts([[9, 1]], arm="B"),
+    ]
+    counts = figures.counts_of(records, "A", "chain", "s", "greedy")
+    assert counts == {0: {0: (6, 2), 1: (4, 2)}, 1: {0: (3, 3), 1: (5, 3)}}
+    found = figures.tokens_per_pass(counts)
+    assert found.value == pytest.approx(1.8) and found.observations == 2
+    assert 1.0 <= found.low < 1.8 < found.high <= 3.0
+
+
+def test_a_ratio_is_paired_so_that_prompts_that_differ_do_not_widen_it(figures: ModuleType) -> None:
+    ours = {0: {0: (20, 10), 1: (80, 10), 2: (40, 10)}}
+    theirs = {0: {0: (10, 10), 1: (40, 10), 2: (20, 10), 3: (99, 1)}}
+    found = figures.ratio(ours, theirs)
+    assert (found.value, found.low, found.high, found.observations) == pytest.approx((2, 2, 2, 3))
+
+
+def test_one_training_of_the_other_arm_stands_beside_every_seed_of_ours(figures: ModuleType) -> None:
+    ours = {0: {0: (4, 2), 1: (4, 2)}, 1: {0: (8, 2), 1: (8, 2)}}
+    assert figures.ratio(ours, {0: {0: (2, 2), 1: (2, 2)}}).value == 3
+    assert figures.ratio(ours, {2: {0: (2, 2)}, 3: {0: (2, 2)}}) is None, "no seed is common to both"
+
+
+def test_a_speed_up_is_measured_against_the_turns_that_the_method_took_part_in(figures: ModuleType) -> None:
+    place = {"part": "speed", "target": "t", "set": "s", "setting": "greedy"}
+    first = {"plain": [10, 10.0, 10, 10, True], "assisted": [10, 8.0, 0, 0, True], "A | chain": [10, 5.0, 10, 5, True]}
+    later = {
+        "plain": [10, 20.0, 10, 10, True],
+        "assisted": [10, 20.0, 0, 0, True],
+        "B | chain": [10, 10.0, 10, 2, False],
+    }
+    records = [{**place, "prompt": prompt, "runs": runs} for runs in (first, later) for prompt in (0, 1)]
+    one, other = (figures.speed_of(records, f"{name} | chain", "t", "s", "greedy") for name in "AB")
+    assert one["over_plain"]["value"] == 2.0 and one["over_assisted"]["value"] == pytest.approx(1.6)
+    assert other["over_plain"]["value"] == 2.0 and other["tokens_per_pass"]["value"] == 5.0
+    assert (one["same_as_plain"], other["same_as_plain"], one["tokens_per_second"]) == (2, 0, 2.0)
+
+
+def test_what_a_kill_cut_short_is_neither_read_nor_kept(figures: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    figures.append_record(path, {"a": 1})
+    with path.open("a") as file:
+        file.write('{"a": 2')
+    assert figures.read_records(path) == [{"a": 1}]
+    figures.append_record(path, {"a": 3})
+    assert figures.read_records(path) == [{"a": 1}, {"a": 3}]
+
+
+def test_every_arm_has_a_folder_of_its_own_and_a_baseline_that_is_an_arm(scripts: dict[str, ModuleType]) -> None:
+    arms = scripts["accepted_arms"].ARMS
+    folders = {scripts["accepted"].folder_of(Path(), name, 0) for name in arms}
+    assert len(folders) == len(arms) >= 15
+    assert {arm.baseline for arm in arms.values()} <= {None, *arms}
+
+
+def test_every_arm_is_a_recipe_that_can_be_read(scripts: dict[str, ModuleType]) -> None:
+    given, answers = {"target": "T", "data.heldout": "H", "output": "O"}, {"greedy": "A"}
+    for arm in scripts["accepted_arms"].ARMS.values():
+        if arm.recipe is not None and not any(field in each for each in arm.overrides for field in _COMING):
+            overrides = scripts["accepted_arms"].overrides_of(arm, 1, given, answers)
+            recipe = load_recipe(ROOT / "recipes" / "storyteller-11m" / f"{arm.recipe}.yaml", overrides)
+            assert recipe.training.seed == 1 and recipe.data.train == "A"
+
+
+def test_a_second_run_decodes_the_new_prompts_alone(
+    scripts: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_model("llama", vocab=128).save_pretrained(tmp_path / "target")
+    byte_tokenizer().save_pretrained(tmp_path / "target")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"ab{n}ab"}) + "\n" for n in range(5)))
+
+    def run(limit: int) -> list[dict[str, Any]]:
+        scripts["accepted"].main(
+            f"--target {tmp_path / 'target'} --prompts s={prompts} --measure acceptance speed --arms lookup "
+            f"--runs {tmp_path / 'runs'} --limit {limit} --max-new-tokens 6 --batch-size 2 --dtype fp32 "
+            f"--summarise {tmp_path / 'out.json'}".split()
+        )
+        read: list[dict[str, Any]] = scripts["accepted_figures"].read_records(tmp_path / "runs" / "records.jsonl")
+        return read
+
+    first = run(2)
+    assert [(each["part"], each.get("first"), each.get("prompt")) for each in first] == [
+        *[("acceptance", 0, None)] * 2,
+        *[("speed", None, place) for _ in range(2) for place in (0, 1)],
+    ]
+    assert run(2) == first, "nothing is measured twice"
+    later = run(3)[len(first) :]
+    assert [(each["part"], each.get("first"), each.get("prompt")) for each in later] == [
+        *[("acceptance", 2, None)] * 2,
+        *[("speed", None, 2)] * 2,
+    ]
+    alone = tmp_path / "runs" / "records.jsonl"
+    alone.unlink()
+    counts = [each["counts"] for each in (*first, *later) if each["part"] == "acceptance"]
+    assert [each["counts"] for each in run(3) if each["part"] == "acceptance"] == [
+        [*counts[0], *counts[2]],
+        [*counts[1], *counts[3]],
+    ]
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert [(row["setting"], row["tokens_per_pass"]["observations"]) for row in report["rows"]] == [
+        ("greedy", 3),
+        ("T=1", 3),
+    ]
+    assert all(row["speed"]["target"]["over_plain"]["value"] > 0 for row in report["rows"])

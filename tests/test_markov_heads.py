@@ -1,0 +1,223 @@
+"""Heads with a Markov bias: the bias by hand, the artefact, and the trees that are grown of them."""
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from drafter_checks import check_greedy, check_penalised_greedy, paths, propose
+from safetensors.torch import load_file
+from torch import Tensor
+
+from decoding.drafters import MedusaDrafter
+from decoding.drafters.base import DraftRequest
+from decoding.drafters.growth import ConditionalLogits
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
+from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads
+from decoding.model.markov import MarkovBias
+from decoding.rules.proposal import ProposalKind
+from decoding.rules.sampling import SamplingConfig
+
+CONFIG = MedusaConfig(16, 16, num_heads=3, num_layers=1, tree=((0,), (1,), (0, 0)), markov_rank=4)
+PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (2, 3), (0, 1, 0), (2, 0, 0))
+BOTH_LAYOUTS = pytest.mark.parametrize("shared", [False, True], ids=["own lm_heads", "shared lm_head"])
+BOTH_TREES = pytest.mark.parametrize("dynamic", [None, 9], ids=["static", "dynamic"])
+
+
+def random_markov_heads(shared: bool = False, config: MedusaConfig = CONFIG) -> MedusaHeads:
+    heads = MedusaHeads(replace(config, shared_lm_head=shared))
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+    return heads
+
+
+def nudged_markov_heads(target: CausalLM, shared: bool = False, count: int = 3) -> MedusaHeads:
+    """Heads that say nearly what the target's lm_head says, right now and then, but hear the token before as well."""
+    config = MedusaConfig(target.hidden_size, target.vocab_size, count, 1, ((0,),), shared, markov_rank=3)
+    heads = MedusaHeads.for_target(target.model, config)
+    assert heads.markov is not None
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for weight in heads.markov.parameters():
+            weight.copy_(0.5 * torch.randn(weight.shape, generator=generator))
+    return heads
+
+
+@torch.no_grad()
+def reference_logits(heads: MedusaHeads, target: CausalLM, hidden: Tensor, tokens: Sequence[int]) -> Tensor:
+    """The logits after these tokens, the root first: the head's own, and W2 W1[the last of them]."""
+    assert heads.markov is not None
+    own = heads.heads[len(tokens) - 1](hidden, target.model.get_output_embeddings())
+    logits: Tensor = own + heads.markov.output.weight @ heads.markov.embedding.weight[tokens[-1]]
+    return logits
+
+
+# --- the bias -------------------------------------------------------------------------------------------------------
+
+
+def test_the_bias_is_a_product_of_the_token_before_by_hand() -> None:
+    bias = MarkovBias(tokens=2, outputs=3, rank=1)
+    with torch.no_grad():
+        bias.embedding.weight.copy_(torch.tensor([[2.0], [-1.0]]))
+        bias.output.weight.copy_(torch.tensor([[1.0], [0.0], [5.0]]))
+    added = bias.added_to(torch.tensor([[0.5, 0.5, 0.5], [0.0, 0.0, 0.0]]), torch.tensor([0, 1]))
+    assert added.tolist() == [[2.5, 0.5, 10.5], [-1.0, 0.0, -5.0]]
+
+
+def test_untrained_heads_with_a_bias_write_what_those_without_it_write(tiny_llama: CausalLM) -> None:
+    plain = MedusaHeads.for_target(tiny_llama.model, replace(CONFIG, markov_rank=0))
+    markov = MedusaHeads.for_target(tiny_llama.model, CONFIG)
+    hidden, before = torch.randn(5, 16), torch.randint(16, (3, 5))
+    with torch.inference_mode():
+        assert torch.equal(markov(hidden, before=before), plain(hidden))
+
+
+@BOTH_LAYOUTS
+def test_every_head_adds_one_shared_bias_of_the_token_before_its_own(tiny_llama: CausalLM, shared: bool) -> None:
+    heads, hidden, before = random_markov_heads(shared), torch.randn(5, 16), torch.randint(16, (3, 5))
+    with torch.inference_mode():
+        logits = heads(hidden, tiny_llama.model.get_output_embeddings(), before=before)
+    for k, row in itertools.product(range(3), range(5)):
+        tokens = [15] * k + [int(before[k, row])]  # only the last of them matters
+        torch.testing.assert_close(logits[k, row], reference_logits(heads, tiny_llama, hidden[row], tokens))
+
+
+def test_the_token_before_is_neither_forgotten_nor_given_to_heads_without_a_bias() -> None:
+    with pytest.raises(ValueError, match="want the token before each head's own: give it as before"):
+        random_markov_heads()(torch.zeros(1, 16))
+    plain = MedusaHeads(replace(CONFIG, markov_rank=0))
+    with pytest.raises(ValueError, match="before is given, but these heads have no Markov bias: leave it out"):
+        plain(torch.zeros(1, 16), before=torch.zeros(3, 1, dtype=torch.long))
+
+
+@pytest.mark.parametrize("rank", [-1, True, 1.5, "4"])
+def test_a_rank_that_is_no_whole_number_is_refused(rank: object) -> None:
+    with pytest.raises(ValueError, match=r"markov_rank is .*: give a whole number, 0 or more"):
+        replace(CONFIG, markov_rank=rank)
+
+
+def test_sequential_heads_take_no_bias() -> None:
+    with pytest.raises(ValueError, match="markov_rank is 4, but sequential heads read every token before their own"):
+        replace(CONFIG, sequential=True)
+
+
+# --- on disk --------------------------------------------------------------------------------------------------------
+
+
+@BOTH_LAYOUTS
+def test_heads_with_a_bias_are_saved_whole_and_read_back_bit_equal(tmp_path: Path, shared: bool) -> None:
+    heads = random_markov_heads(shared)
+    heads.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / CONFIG_NAME).read_text())["markov_rank"] == 4
+    stored = load_file(tmp_path / WEIGHTS_NAME)
+    assert [stored[f"markov.{part}.weight"].shape for part in ("embedding", "output")] == [(16, 4), (16, 4)]
+    assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == dict(heads.config.shapes())
+    read = MedusaHeads.from_pretrained(tmp_path)
+    assert read.config == heads.config
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in read.state_dict().items())
+
+
+def test_heads_from_before_there_was_a_bias_are_read_without_one(tmp_path: Path) -> None:
+    MedusaHeads(replace(CONFIG, markov_rank=0)).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / CONFIG_NAME).read_text())
+    del config["markov_rank"]
+    (tmp_path / CONFIG_NAME).write_text(json.dumps(config))
+    assert MedusaHeads.from_pretrained(tmp_path).markov is None
+
+
+@pytest.mark.parametrize("rank", [0, 5])
+def test_weights_of_another_rank_are_refused(tmp_path: Path, rank: int) -> None:
+    random_markov_heads().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / CONFIG_NAME).read_text())
+    (tmp_path / CONFIG_NAME).write_text(json.dumps({**config, "markov_rank": rank}))
+    with pytest.raises(ValueError, match=r"(?s)does not fit its config.*markov"):
+        MedusaHeads.from_pretrained(tmp_path)
+
+
+# --- trees ----------------------------------------------------------------------------------------------------------
+
+
+@BOTH_LAYOUTS
+def test_a_static_tree_is_grown_from_each_parents_own_distribution(tiny_llama: CausalLM, shared: bool) -> None:
+    heads, hidden = random_markov_heads(shared), torch.randn(3, 16)
+    for row, proposal in enumerate(propose(MedusaDrafter(heads, PATHS), tiny_llama, hidden)):
+        tokens: dict[tuple[int, ...], list[int]] = {(): [row]}
+        for path in sorted(PATHS, key=len):
+            before = tokens[path[:-1]]
+            best = reference_logits(heads, tiny_llama, hidden[row], before).topk(path[-1] + 1).indices
+            tokens[path] = [*before, int(best[-1])]
+        assert paths(proposal.tree) == {tuple(text[1:]) for text in tokens.values() if len(text) > 1}
+        assert proposal.tree.token_list[0] == row and len(proposal.tree) == len(PATHS) + 1
+        assert proposal.kind is ProposalKind.DETERMINISTIC and proposal.q is None
+
+
+@BOTH_LAYOUTS
+@pytest.mark.parametrize("nodes", [2, 12, 30])
+def test_a_dynamic_tree_is_the_best_of_all_trees_at_this_position(
+    tiny_llama: CausalLM, shared: bool, nodes: int
+) -> None:
+    """The paths with the largest products of probabilities, of all 16 + 256 + 4,096; another tree in every row."""
+    heads, hidden = random_markov_heads(shared), torch.randn(2, 16)
+    proposals = propose(MedusaDrafter(heads, dynamic_nodes=nodes), tiny_llama, hidden)
+    for row, proposal in enumerate(proposals):
+        products: dict[tuple[int, ...], float] = {(): 1.0}
+        for length in range(3):
+            for path in itertools.product(range(16), repeat=length):
+                shares = reference_logits(heads, tiny_llama, hidden[row], [row, *path]).softmax(-1).tolist()
+                products |= {(*path, token): products[path] * share for token, share in enumerate(shares)}
+        best = sorted(products, key=products.__getitem__, reverse=True)[:nodes]
+        assert paths(proposal.tree) == set(best[1:])
+        assert proposal.kind is ProposalKind.DETERMINISTIC and proposal.q is None
+    assert nodes < 12 or proposals[0].tree.shape != proposals[1].tree.shape
+
+
+def test_a_depth_is_one_product_over_the_parents_of_all_rows(tiny_llama: CausalLM) -> None:
+    heads, ran = random_markov_heads(), []
+    assert heads.markov is not None
+    heads.markov.output.register_forward_hook(lambda _, args, out: ran.append(len(out)))
+    propose(MedusaDrafter(heads, PATHS), tiny_llama, torch.randn(4, 16))
+    assert ran == [4, 8, 8], "the roots; then (0) and (2), then (0, 1) and (2, 0), of four rows"
+
+
+@BOTH_TREES
+def test_a_row_is_drafted_for_alike_whatever_stands_beside_it(tiny_llama: CausalLM, dynamic: int | None) -> None:
+    drafter = MedusaDrafter(random_markov_heads(), None if dynamic else PATHS, dynamic)
+    hidden, bounds = torch.randn(5, 16), [(99, 99), (2, 4), (0, 9), (3, 6), (1, 2)]
+    session = drafter.open(tiny_llama, SamplingConfig(), 5, 40)
+    requests = [DraftRequest([row + 3], hidden[row], *bounds[row]) for row in range(5)]
+    together = session.propose(requests)
+    for request, proposal in zip(requests, together, strict=True):
+        (alone,) = session.propose([request])
+        assert alone.tree.shape == proposal.tree.shape and alone.tree.token_list == proposal.tree.token_list
+
+
+def test_a_parent_that_only_the_target_knows_is_read_as_the_last_token_known() -> None:
+    bias = MarkovBias(tokens=3, outputs=2, rank=1)
+    with torch.no_grad():
+        bias.embedding.weight.copy_(torch.tensor([[0.0], [1.0], [2.0]]))
+        bias.output.weight.copy_(torch.tensor([[1.0], [10.0]]))
+    base = torch.tensor([[[0.0, 0.0], [0.5, 0.5]], [[7.0, 7.0], [8.0, 8.0]]])  # two depths of two rows
+    logits = ConditionalLogits(base, bias, lambda outputs: torch.nn.functional.pad(outputs, (0, 1)))
+    rows = torch.tensor([0, 1, 1])
+    assert logits.logits(rows, torch.tensor([[1], [2], [4]])).tolist() == [[1, 10, 0], [2.5, 20.5, 0], [2.5, 20.5, 0]]
+    assert logits.logits(rows, torch.tensor([[4, 0], [4, 1], [0, 2]])).tolist() == [[7, 7, 0], [9, 18, 0], [10, 28, 0]]
+
+
+# --- through the loop -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("shared", "dynamic"), [(False, None), (True, 9)], ids=["own, static", "shared, dynamic"])
+def test_greedy_output_is_plain_greedy_alone_and_in_batches(
+    tiny_llama: CausalLM, shared: bool, dynamic: int | None
+) -> None:
+    drafter = MedusaDrafter(nudged_markov_heads(tiny_llama, shared), None if dynamic else PATHS, dynamic)
+    check_greedy(tiny_llama, drafter, 12)
+    check_penalised_greedy(tiny_llama, drafter)
+    assert sum(step.accepted for step in Engine(tiny_llama, drafter).decode([1, 2, 3], DecodingConfig(24)).steps) > 0

@@ -1,0 +1,213 @@
+"""Training of heads with a bias by the token before: which token it is, the gradients, and what is stored."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from tiny_training import Recorder, interrupt, medusa_on, toy_examples, train_toy
+from torch import Tensor
+from torch.nn import functional as F
+
+from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import MedusaHeads
+from trainer.data.batch import Batch, Example, collate
+from trainer.heads.medusa import MedusaObjective, heads_for_decoding, rank_accuracies
+from trainer.learning.losses import divergence
+from trainer.recipe.heads import HeadsSection
+from trainer.recipe.loss import LossSection
+from trainer.run.loop import Interrupted
+
+COUNTING = Example(tuple(i % 16 for i in range(20)), (True,) * 20, 0)
+HEADS = HeadsSection(num_heads=3, markov_rank=4)
+KL = LossSection(forward_kl=1)
+
+
+def disturb(objective: MedusaObjective, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in objective.module.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+
+def counts_by_the_bias_alone(objective: MedusaObjective, ahead: int) -> None:
+    """Heads that write nothing, and a bias that says 'the token before plus ``ahead``' with a logit of 100."""
+    markov = objective.module.heads.markov
+    assert markov is not None
+    with torch.no_grad():
+        for head in objective.module.heads.heads:
+            head.lm_head.weight.zero_()
+        markov.embedding.weight.copy_(torch.eye(16))
+        markov.output.weight.copy_(100 * torch.eye(16).roll(ahead, dims=0))
+
+
+@pytest.mark.parametrize(("ahead", "right"), [(1, True), (0, False), (2, False)])
+def test_the_token_before_head_ks_own_chooses_the_bias(counting: CausalLM, ahead: int, right: bool) -> None:
+    """On a text that counts each token is the one before plus 1, whichever head predicts it."""
+    objective = medusa_on(counting, replace_rank(HEADS, 16))
+    counts_by_the_bias_alone(objective, ahead)
+    batch = collate([COUNTING])
+    losses, hits = objective.module(*objective.inputs(batch, step=0))
+    assert hits.tolist() == ([18, 17, 16] if right else [0, 0, 0])
+    assert losses.tolist() == pytest.approx([0, 0, 0] if right else [1800, 1700, 1600], abs=1e-3, rel=1e-4)
+
+
+def replace_rank(section: HeadsSection, rank: int) -> HeadsSection:
+    return section.model_copy(update={"markov_rank": rank})
+
+
+def test_packed_documents_are_biased_by_their_own_tokens() -> None:
+    target = CausalLM(tiny_model("llama"))
+    objective = medusa_on(target, HEADS)
+    disturb(objective)
+    documents = [Example((3, 1, 4, 1, 5), (True,) * 5, 0), Example((9, 2, 6), (True,) * 3, 0)]
+    packed = Example((3, 1, 4, 1, 5, 9, 2, 6), (True,) * 8, 0, (5, 3))
+    together, apart = (objective.module(*objective.inputs(collate(rows), 0)).losses for rows in ([packed], documents))
+    assert torch.allclose(together, apart, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_heads_with_a_bias_start_as_heads_without(shared: bool) -> None:
+    """The bias's output layer is zero: losses and all gradients but its own are Medusa's, its embedding's are zero."""
+    batch, found = collate([COUNTING]), []
+    for rank in (0, 4):
+        section = HeadsSection(num_heads=3, markov_rank=rank, shared_lm_head=shared)
+        objective = medusa_on(CausalLM(tiny_model("llama")), section)
+        losses = objective.module(*objective.inputs(batch, step=0)).losses
+        losses.sum().backward()
+        found.append((losses, {name: p.grad for name, p in objective.module.named_parameters()}))
+    (plain, plain_gradients), (biased, gradients) = found
+    assert torch.equal(plain, biased)
+    assert all(torch.equal(gradient, gradients[name]) for name, gradient in plain_gradients.items())
+    assert gradients.keys() - plain_gradients.keys() == {"heads.markov.embedding.weight", "heads.markov.output.weight"}
+    assert gradients["heads.markov.embedding.weight"].abs().max() == 0
+    assert gradients["heads.markov.output.weight"].abs().max() > 0
+
+
+def of_all_logits(objective: MedusaObjective, batch: Batch, loss: LossSection) -> list[Tensor]:
+    """Each head's loss by autograd from logits that are all held at once."""
+    (inputs,) = objective.inputs(batch, step=0)
+    heads, found = objective.module.heads, []
+    assert heads.markov is not None and inputs.hidden.shape[0] == 1
+    lm_head = objective._states.lm_head
+    for k, head in enumerate(heads.heads):
+        x = head.features(inputs.hidden[0, : -(k + 2)])
+        tokens = batch.tokens[0]
+        logits = F.linear(x, lm_head if head.lm_head is None else head.lm_head.weight) + heads.markov(
+            tokens[k + 1 : -1]
+        )
+        if loss.soft:
+            found.append(divergence(logits, F.linear(inputs.hidden[0, k + 1 : -1], lm_head), "forward_kl"))
+        else:
+            found.append(F.cross_entropy(logits, tokens[k + 2 :], reduction="sum"))
+    return found
+
+
+@pytest.mark.parametrize("loss", [LossSection(cross_entropy=1), KL])
+@pytest.mark.parametrize("shared", [False, True])
+def test_losses_and_gradients_are_those_of_all_logits_at_once(shared: bool, loss: LossSection) -> None:
+    section = HeadsSection(num_heads=3, markov_rank=4, shared_lm_head=shared, loss=loss)
+    objective = medusa_on(CausalLM(tiny_model("llama").double()), section)
+    objective.module.double()
+    disturb(objective)
+    batch, trained = collate([COUNTING]), list(objective.module.parameters())
+    losses = objective.module(*objective.inputs(batch, step=0)).losses
+    expected = torch.stack(of_all_logits(objective, batch, loss))
+    assert torch.allclose(losses, expected, rtol=0, atol=1e-9)
+    weights = torch.tensor([1.0, 0.5, 2.0])
+    for ours, theirs in zip(
+        torch.autograd.grad((losses * weights).sum(), trained),
+        torch.autograd.grad((expected * weights).sum(), trained),
+        strict=True,
+    ):
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-9)
+
+
+def test_eight_micro_batches_of_one_train_as_one_of_eight(tmp_path: Path) -> None:
+    trained: list[dict[str, Tensor]] = []
+    for micro in (1, 8):
+        objective = medusa_on(CausalLM(tiny_model("llama")), HEADS)
+        disturb(objective)
+        train_toy(tmp_path / str(micro), objective, steps=3, micro_batch_size=micro)
+        trained.append(objective.module.state_dict())
+    assert all(torch.allclose(tensor, trained[1][name], atol=1e-5) for name, tensor in trained[0].items())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_training_learns_from_the_token_before_what_no_state_tells(tmp_path: Path, optimizer: str) -> None:
+    """The target's states are those of one token throughout: heads alone can only guess, the bias can count."""
+    found = []
+    for rank in (0, 8):
+        objective = medusa_on(CausalLM(blind_model()), HeadsSection(num_heads=2, markov_rank=rank))
+        recorder, settings = Recorder(), {"steps": 80, "learning_rate": 5e-2, "checkpoint_every": 1000}
+        texts = [Example(tuple((start + i) % 16 for i in range(20)), (True,) * 20, 0) for start in range(16)]
+        train_toy(tmp_path / str(rank), objective, recorder, texts, optimizer=optimizer, **settings)
+        found.append([recorder.figures[80][f"top1/head_{k}"] for k in range(2)])
+    assert max(found[0]) < 0.3 and found[1] == [1, 1]
+
+
+def blind_model() -> Any:
+    """A model whose embeddings are all alike."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight.copy_(model.get_input_embeddings().weight[:1].expand(16, -1).clone())
+    return model
+
+
+def test_rank_accuracies_are_those_after_the_true_token_before(counting: CausalLM) -> None:
+    """In 4 5 6 5 6 after the prompt 9 9 3, head 0's labels 5 6 5 6 are the one before plus 1 but for the third."""
+    objective = medusa_on(counting, replace_rank(HEADS, 16))
+    counts_by_the_bias_alone(objective, 1)
+    shares = rank_accuracies(counting, objective.module.heads, [((9, 9, 3, 4, 5, 6, 5, 6), 3)])
+    assert [share[0] for share in shares] == pytest.approx([3 / 4, 2 / 3, 1 / 2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shared", [False, True])
+def test_saved_heads_with_a_bias_reload_bit_equal(tmp_path: Path, shared: bool, dtype: torch.dtype) -> None:
+    section = HeadsSection(num_heads=3, markov_rank=4, shared_lm_head=shared)
+    objective = medusa_on(CausalLM(tiny_model("llama").to(dtype)), section)
+    disturb(objective)
+    objective.save(tmp_path)
+    loaded = MedusaHeads.from_pretrained(tmp_path)
+    expected = heads_for_decoding(objective.module.heads, dtype)
+    assert loaded.config.markov_rank == 4 and loaded.config == expected.config
+    ours, theirs = loaded.state_dict(), expected.state_dict()
+    assert {"markov.embedding.weight", "markov.output.weight"} <= ours.keys() == theirs.keys()
+    assert all(ours[name].dtype == dtype and torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_heads_with_a_bias_start_from_a_folder_of_such_heads_alone(tmp_path: Path, counting: CausalLM) -> None:
+    medusa_on(counting, HEADS).save(tmp_path)
+    assert medusa_on(counting, HEADS.model_copy(update={"init": str(tmp_path)})).module.heads.markov is not None
+    with pytest.raises(ValueError, match="whose markov_rank is 4 and not 0: set the recipe's heads section to fit"):
+        medusa_on(counting, HeadsSection(num_heads=3, init=str(tmp_path)))
+
+
+def test_sequential_heads_with_a_bias_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"heads.markov_rank is 4, but sequential heads read every token before their own already"
+    ):
+        HeadsSection(sequential=True, markov_rank=4)
+
+
+def test_a_killed_run_resumes_with_its_bias(tmp_path: Path) -> None:
+    straight = run_of_six(tmp_path / "straight", [6])
+    resumed = run_of_six(tmp_path / "resumed", [4, 6])
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in straight.items())
+
+
+def run_of_six(folder: Path, stops: Sequence[int]) -> dict[str, Tensor]:
+    """Six steps of training, begun anew at each of these stops by other heads, which the checkpoint replaces."""
+    for seed, stop in enumerate(stops):
+        objective, recorder = medusa_on(CausalLM(tiny_model("llama")), HEADS), Recorder()
+        disturb(objective, seed)
+        if stop == 6:
+            train_toy(folder, objective, recorder, toy_examples(), steps=6)
+        else:
+            recorder.actions[stop] = interrupt
+            with pytest.raises(Interrupted):
+                train_toy(folder, objective, recorder, toy_examples(), steps=6)
+    return objective.module.state_dict()
