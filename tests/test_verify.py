@@ -47,16 +47,17 @@ from decoding.rules.verify import (
 WITH = ProposalKind.SAMPLED
 WITHOUT = ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
 DETERMINISTIC = ProposalKind.DETERMINISTIC
+GRAFTED = ProposalKind.GRAFTED
 MIXED = ProposalKind.MIXED
 
 # The promise of each rule: the kinds it is lossless for, and whether it takes trees.
 FITS = {
     "token": ({WITH}, False),
     "block": ({WITH, DETERMINISTIC}, False),
-    "recursive": ({WITH, WITHOUT}, True),
-    "traversal": ({WITH, WITHOUT, DETERMINISTIC}, True),
+    "recursive": ({WITH, WITHOUT, GRAFTED}, True),
+    "traversal": ({WITH, WITHOUT, GRAFTED, DETERMINISTIC}, True),
     "top-k": ({DETERMINISTIC}, True),
-    "sampled-verify": ({WITH, WITHOUT, DETERMINISTIC, MIXED}, True),
+    "sampled-verify": ({WITH, WITHOUT, GRAFTED, DETERMINISTIC, MIXED}, True),
 }
 CASES = [
     pytest.param(name, kind, shape, id=f"{name}, {kind.value}, {shape}")
