@@ -3,8 +3,8 @@
 Each arm of `accepted_arms` is trained in a process of its own, with each seed. `--measure acceptance` then decodes the
 prompts in batches by every way to draft, for tokens per pass; `--measure speed` decodes one prompt after the other,
 plain decoding, assisted generation and the first seed's drafters in turns, on the target and on the same function at a
-larger one's cost (`decoding.measure.widen`). A run may be killed at any time: a finished training or a recorded text is not done
-again, and a larger --limit adds prompts. `--summarise` writes the figures of all records.
+larger one's cost (`decoding.measure.widen`). A run may be killed at any time: no finished training and no recorded text
+is done again, and a larger --limit adds prompts. `--summarise` writes the figures of all records.
 
     python benchmarks/accepted.py --target FOLDER --answers greedy=ANSWERS.jsonl --heldout HELD.jsonl \\
         --prompts gsm8k/test=TEST.jsonl --train --measure acceptance speed --summarise accepted.json

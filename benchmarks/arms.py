@@ -11,7 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = "seconds.json"
-"""Wall time of an arm's training, imports and evaluations included."""
+"""Wall time and peak memory of an arm's training, imports and evaluations included."""
 
 
 def slug(name: str) -> str:
@@ -24,10 +24,23 @@ def train(recipe: Path, overrides: Sequence[str], folder: Path, threads: int | N
     if (folder / "final").is_dir():
         return
     command = [sys.executable, str(ROOT / "scripts" / "train.py"), str(recipe), f"output={folder}", *overrides]
+    used = run(command, threads)
+    (folder / SECONDS).write_text(json.dumps(used))
+
+
+def run(command: Sequence[str], threads: int | None = None, **variables: str) -> dict[str, float]:
+    """Run a command in the repository's root; return its wall time and its own peak memory (resident, GiB).
+
+    CalledProcessError if it fails.
+    """
     limit = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     began = time.perf_counter()
-    subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, **limit})
-    (folder / SECONDS).write_text(json.dumps({"seconds": time.perf_counter() - began}))
+    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **limit, **variables})
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return {"seconds": time.perf_counter() - began, "peak_gib": used.ru_maxrss / 2**20}
 
 
 def curve_of(folder: Path) -> dict[str, Any]:

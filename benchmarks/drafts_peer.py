@@ -2,19 +2,20 @@
 
 The recipe's draft is made once, and its rows are tokenised once. Each side then trains it in processes of its own, in
 turns and with a seed a round: by forward KL on the rows (offline), and on what the student itself writes to the rows'
-prompts (on-policy). A step's batch is run in micro batches of several sizes, and each side is judged by the one that is
-fastest for it. Tokens/s are trained tokens over the seconds of the steps, without loading and the first step.
-The drafts are then decoded with by the real loop, greedy and at T=1, four tokens drafted.
+prompts (on-policy). With "teacher cache" our side reads the target's logits from disk, which TRL cannot: its offline
+runs stand beside. A step's batch is run in micro batches of several sizes, and each side is judged by the one that is
+fastest for it. Tokens/s are trained tokens over the seconds of the steps, without loading and the first step; memory is
+the peak of a training's process. The drafts are then decoded with by the real loop, greedy and at T=1, four tokens
+drafted.
 
     python -m venv /tmp/trl && /tmp/trl/bin/pip install trl==1.16.0 torch==2.13.0
     python benchmarks/drafts_peer.py --target FOLDER --rows ANSWERS.jsonl --prompts TEST.jsonl \
         --peer-python /tmp/trl/bin/python draft.init.from_target.layers=2
 """
 
-# ruff: noqa: E402  # the path comes first: see below
+# ruff: noqa: E402  # waiting of threads is set before torch is imported
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -23,21 +24,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# This folder, where arms.py lies, has a script of a package's name: the repository comes first.
-_HERE = Path(__file__).resolve().parent
-sys.path = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE), str(_HERE)]
-
 from decoding.threads import spin_briefly
 
 spin_briefly()  # before torch is imported
 
 import torch
-from arms import ROOT, slug, train, write
+from arms import ROOT, SECONDS, run, slug, train, write
 from peer_acceptance import DRAFT_TOKENS, TEMPERATURES, measure
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from decoding.generate import DecodingConfig
+from decoding.measure.figures import number
 from decoding.measure.machine import commit, hardware, versions
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids, load_model, load_tokenizer, parse_dtype
@@ -56,14 +54,21 @@ SPEED_WANTED = 1.5
 
 
 class Setting(NamedTuple):
-    """The share of texts that the student writes: ``lmbda`` as TRL names it, ``policy`` as a recipe does."""
+    """The share of texts that the student writes: ``lmbda`` as TRL names it, ``policy`` as a recipe does.
+
+    ``peer``: another setting whose runs of TRL stand beside ours; ``cached``: our side reads the target's logits.
+    """
 
     lmbda: float
     policy: tuple[str, ...]
+    peer: str | None = None
+    cached: bool = False
 
 
+_OFFLINE = ("draft.policy.offline=1", "draft.policy.draft=0")
 SETTINGS = {
-    "offline": Setting(0.0, ("draft.policy.offline=1", "draft.policy.draft=0")),
+    "offline": Setting(0.0, _OFFLINE),
+    "teacher cache": Setting(0.0, _OFFLINE, "offline", cached=True),
     "on-policy": Setting(1.0, ("draft.policy.offline=0", "draft.policy.draft=1")),
     "half on-policy": Setting(0.5, ("draft.policy.offline=0.5", "draft.policy.draft=0.5")),
 }
@@ -90,7 +95,8 @@ def main() -> None:
         "settings": {},
     }
     for name in options.settings:
-        results["settings"][name] = speeds(train_in_turns(name, student, rows, recipe, options))
+        written = write_cache(options) if SETTINGS[name].cached else {}
+        results["settings"][name] = {**written, **speeds(train_in_turns(name, student, rows, recipe, options))}
         write(results, Path(options.output))
     prompts = read_prompts(options.prompts, tokenizer, options.limit)
     ends = eos_token_ids(target.model, tokenizer)
@@ -117,7 +123,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=_absolute, required=True, help="JSONL of held-out prompts to decode from")
     parser.add_argument("--peer-python", required=True, help="the Python of an environment with trl")
     parser.add_argument("--recipe", type=_absolute, default=str(ROOT / "recipes" / "any" / "draft.yaml"))
-    parser.add_argument("--settings", nargs="*", choices=list(SETTINGS), default=["offline", "on-policy"])
+    parser.add_argument(
+        "--settings", nargs="*", choices=list(SETTINGS), default=["offline", "teacher cache", "on-policy"]
+    )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side; the seed is another in each")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch-size", type=int, default=16, help="sequences of a step")
@@ -213,6 +221,25 @@ class Run(NamedTuple):
         return Path(runs) / slug(" ".join(map(str, self)))
 
 
+def _run_of(setting: str, side: str, micro_batch_size: int, index: int) -> Run:
+    """Return one side's run; TRL's of a setting that it lacks is that of the setting beside it."""
+    beside = SETTINGS[setting].peer if side == PEER else None
+    return Run(beside or setting, side, micro_batch_size, index)
+
+
+def _cache(options: argparse.Namespace) -> str:
+    return f"draft.teacher.folder={Path(options.runs) / 'teacher'}"
+
+
+def write_cache(options: argparse.Namespace) -> dict[str, float]:
+    """Write the target's logits on the rows, ahead of the trainings; return the seconds that it took.
+
+    Logits that are there are read again, which takes the seconds of starting.
+    """
+    command = [sys.executable, "-m", "trainer.cli", "features", options.recipe, f"output={options.runs}"]
+    return {"cache_seconds": run([*command, *_overrides(options), _cache(options)], options.threads)["seconds"]}
+
+
 def train_in_turns(
     name: str, student: Path, rows: Path, recipe: DraftRecipe, options: argparse.Namespace
 ) -> dict[Run, dict[str, Any]]:
@@ -220,19 +247,27 @@ def train_in_turns(
     timed = {}
     for index in range(options.rounds):
         for size in options.micro_batch_sizes:
-            ours, theirs = (Run(name, side, size, index) for side in (OURS, PEER))
+            ours, theirs = (_run_of(name, side, size, index) for side in (OURS, PEER))
             timed[ours] = train_ours(ours, student, recipe.draft.policy.every, options)
             timed[theirs] = train_peer(theirs, student, rows, recipe, options)
     return timed
 
 
-def train_ours(run: Run, student: Path, every: int, options: argparse.Namespace) -> dict[str, Any]:
+def train_ours(of: Run, student: Path, every: int, options: argparse.Namespace) -> dict[str, Any]:
     """One run of our trainer on the recipe; its figures."""
-    overrides = [*_overrides(options), *SETTINGS[run.setting].policy, f"training.seed={run.round}"]
+    overrides = [*_overrides(options), *SETTINGS[of.setting].policy, f"training.seed={of.round}"]
     overrides += [f"draft.init.from_model={student}", "draft.init.from_target=null", "draft.init.from_config=null"]
-    overrides += [f"training.micro_batch_size={run.micro_batch_size}"]
-    train(Path(options.recipe), overrides, run.folder(options.runs), options.threads)
-    return our_figures(run.folder(options.runs) / "metrics.jsonl", every)
+    overrides += [f"training.micro_batch_size={of.micro_batch_size}"]
+    overrides += [_cache(options)] if SETTINGS[of.setting].cached else []
+    folder = of.folder(options.runs)
+    train(Path(options.recipe), overrides, folder, options.threads)
+    return {**our_figures(folder / "metrics.jsonl", every), **_memory(folder)}
+
+
+def _memory(folder: Path) -> dict[str, Any]:
+    """Return the peak memory of the run, if it was trained without a stop."""
+    used = folder / SECONDS
+    return {"peak_gib": json.loads(used.read_text()).get("peak_gib")} if used.is_file() else {}
 
 
 def our_figures(path: Path, every: int) -> dict[str, Any]:
@@ -256,17 +291,16 @@ def our_figures(path: Path, every: int) -> dict[str, Any]:
     }
 
 
-def train_peer(run: Run, student: Path, rows: Path, recipe: DraftRecipe, options: argparse.Namespace) -> dict[str, Any]:
+def train_peer(of: Run, student: Path, rows: Path, recipe: DraftRecipe, options: argparse.Namespace) -> dict[str, Any]:
     """One run of TRL's trainer with the recipe's settings; its figures."""
-    folder = run.folder(options.runs)
+    folder = of.folder(options.runs)
     if not (folder / PEER_RESULT).is_file():
-        limit = {} if options.threads is None else {"OMP_NUM_THREADS": str(options.threads)}
-        environment = {**os.environ, **limit, "TRL_EXPERIMENTAL_SILENCE": "1"}
-        command = peer_command(options.peer_python, run, student, rows, folder, recipe)
-        subprocess.run(command, check=True, env=environment)
+        command = peer_command(options.peer_python, of, student, rows, folder, recipe)
+        used = run(command, options.threads, TRL_EXPERIMENTAL_SILENCE="1", PYTHONPATH="")
+        (folder / SECONDS).write_text(json.dumps(used))
     figures: dict[str, Any] = json.loads((folder / PEER_RESULT).read_text())
     figures.pop("student")  # where it lies on this machine
-    return figures
+    return {**figures, **_memory(folder)}
 
 
 def peer_command(python: str, run: Run, student: Path, rows: Path, folder: Path, recipe: DraftRecipe) -> list[str]:
@@ -296,16 +330,21 @@ def peer_command(python: str, run: Run, student: Path, rows: Path, folder: Path,
 def speeds(timed: Mapping[Run, dict[str, Any]]) -> dict[str, Any]:
     """Every run's figures, the median tokens/s of each side and micro batch, and the ratio of both sides' best."""
     groups: dict[str, dict[int, list[float]]] = {OURS: {}, PEER: {}}
-    for run, figures in timed.items():
-        groups[run.side].setdefault(run.micro_batch_size, []).append(figures["tokens_per_second"])
+    for each, figures in timed.items():
+        groups[each.side].setdefault(each.micro_batch_size, []).append(figures["tokens_per_second"])
     medians = {side: {size: statistics.median(each) for size, each in sizes.items()} for side, sizes in groups.items()}
     best = {side: max(sizes, key=lambda size: sizes[size]) for side, sizes in medians.items()}
+    peaks = {
+        side: max((f["peak_gib"] for each, f in timed.items() if each.side == side and f.get("peak_gib")), default=None)
+        for side in groups
+    }
     return {
-        "runs": [{**run._asdict(), **figures} for run, figures in timed.items()],
+        "runs": [{**each._asdict(), **figures} for each, figures in timed.items()],
         "tokens_per_second": {
             side: {str(size): speed for size, speed in each.items()} for side, each in medians.items()
         },
         "micro_batch_size": best,
+        "peak_gib": peaks,
         "ratio": medians[OURS][best[OURS]] / medians[PEER][best[PEER]],
     }
 
@@ -315,7 +354,7 @@ def trained_drafts(results: dict[str, Any], options: argparse.Namespace) -> dict
     found = {}
     for name in options.settings:
         for side, size in results["settings"][name]["micro_batch_size"].items():
-            folders = [Run(name, side, size, index).folder(options.runs) for index in range(options.rounds)]
+            folders = [_run_of(name, side, size, index).folder(options.runs) for index in range(options.rounds)]
             found[f"{name}: {side}"] = [folder / "final" if side == OURS else folder for folder in folders]
     return found
 
@@ -340,6 +379,7 @@ def table(results: dict[str, Any]) -> Table:
         "arm",
         "trained tokens/s (micro batch)",
         "ratio",
+        "peak GiB",
         "tokens/pass greedy",
         "T=1",
         "over TRL's greedy",
@@ -349,15 +389,16 @@ def table(results: dict[str, Any]) -> Table:
     for arm, by_temperature in results["acceptance"].items():
         name, _, side = arm.partition(": ")
         figures = [_interval(by_temperature[each]["tokens_per_pass"]) for each in TEMPERATURES]
-        speed, ratio, compared = "", "", ["", ""]
+        speed, ratio, peak, compared = "", "", "", ["", ""]
         if side:
             setting = results["settings"][name]
             size = setting["micro_batch_size"][side]
             speed = f"{setting['tokens_per_second'][side][str(size)]:,.0f} ({size})"
+            peak = number(setting["peak_gib"][side])
             if side == OURS:
                 ratio = f"{setting['ratio']:.2f}×"
                 compared = [_interval(results["over_peer"][name][each], 3) for each in TEMPERATURES]
-        shown.add_row(arm, speed, ratio, *figures, *compared)
+        shown.add_row(arm, speed, ratio, peak, *figures, *compared)
     return shown
 
 

@@ -84,7 +84,7 @@ def _train_step(
     section: TrainingSection,
 ) -> float:
     """Do a step as `trainer.run.loop` does in one process, without accelerate; return the loss before the step."""
-    counts: Tensor = objective.counts(batch)
+    counts: Tensor = objective.counts(batch, step)
     weights = torch.tensor(objective.weights(step), device=counts.device)
     inputs = objective.inputs(batch, step)
     with torch.autocast(counts.device.type, torch.bfloat16):

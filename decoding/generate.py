@@ -7,6 +7,7 @@ from itertools import cycle, islice
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from decoding.clock import PhaseClock
@@ -127,6 +128,7 @@ class Batch:
         self.waiting = deque(zip(range(len(prompts)), prompts, seeds, strict=True))
         self.texts: list[Text] = []
         self.rows = rows
+        self.keeps_states = drafter is not None and drafter.reads_states
         self.longest = max((len(prompt) for prompt in prompts), default=0) + config.max_new_tokens
         self.session = self._open()
         self.serves_calls = cache is not None
@@ -198,7 +200,7 @@ class Batch:
             return [Proposal.root_only(text.tokens[-1], self.target.device) for text in self.texts]
         return self.session.propose(
             [
-                DraftRequest(text.tokens, text.hidden, depth, budget.nodes)
+                DraftRequest(text.tokens, text.hidden, depth, budget.nodes, text.hand_over_states())
                 for text, depth in zip(self.texts, depths, strict=True)
             ]
         )
@@ -218,8 +220,11 @@ class Batch:
         """Keep the keys of the accepted path, drop the others, and append the new tokens to the text."""
         text = self.texts[row]
         path, room = verdict.path, text.draft_room
-        text.hidden = hidden[path[-1] if path else 0]
-        self.cache.commit(row, start, (0, *path))
+        kept = (0, *path)
+        text.hidden = hidden[kept[-1]]
+        if self.keeps_states:
+            text.keep_states(_nodes(hidden, kept))
+        self.cache.commit(row, start, kept)
         tokens = (*(tree.token_list[node] for node in path), verdict.token)
         self._remember([*text.tokens, *tokens[:-1]])
         logprobs = self._logprobs(tree, verdict, logits)
@@ -261,13 +266,13 @@ class Batch:
         """Run the prompts of these rows and emit their first tokens."""
         clock = PhaseClock(self.target.device)
         prompts = [self.texts[row].tokens for row in rows]
-        reused = self.cache.rewind(prompts[0]) if self.serves_calls else 0
+        reused = self._reuse(prompts[0]) if self.serves_calls else 0
         if reused:
             output = self.target.append([prompts[0][reused:]], self.cache)
         else:
             for row in rows:
                 self.cache.truncate(row, 0)
-            output = self.target.prefill(prompts, self.cache, rows)
+            output = self.target.prefill(prompts, self.cache, rows, keep_states=self.keeps_states)
         clock.mark()
         texts = [self.texts[row] for row in rows]
         proposals = [Proposal.root_only(text.tokens[-1], self.target.device) for text in texts]
@@ -277,12 +282,22 @@ class Batch:
         steps = []
         for index, (text, verdict) in enumerate(zip(texts, verdicts, strict=True)):
             text.hidden = output.hidden[index]
+            if self.keeps_states:
+                text.keep_states(torch.zeros_like(text.hidden)[None])
+                text.keep_states(output.states[index])
             self._remember(text.tokens)
             logprobs = self._logprobs(proposals[index].tree, verdict, output.logits[index, None])
             emitted = text.emit((verdict.token,), self.stop)
             step = Step(emitted, 0, 0, 0, is_prefill=True, logprobs=logprobs)
             steps.append((text.place, step.timed(0.0, verify_seconds * share, clock.total() * share)))
         return steps
+
+    def _reuse(self, prompt: Sequence[int]) -> int:
+        """Cut the cache to the beginning of the prompt that it holds from an earlier call; return its length.
+
+        It is 0 for a drafter that reads the target's states: the cache holds no states of earlier calls.
+        """
+        return self.cache.rewind(prompt[:1] if self.keeps_states else prompt)
 
     def _remember(self, tokens: Sequence[int]) -> None:
         if self.serves_calls:
@@ -295,6 +310,13 @@ class Batch:
         tokens = [*(tree.token_list[node] for node in verdict.path), verdict.token]
         rows = logits[[0, *verdict.path]].float().log_softmax(-1)
         return tuple(rows.gather(1, torch.tensor(tokens, device=rows.device)[:, None])[:, 0].tolist())
+
+
+def _nodes(hidden: Float[Tensor, "nodes hidden"], kept: Sequence[int]) -> Float[Tensor, "kept hidden"]:
+    """Return the states of the nodes ``kept`` (increasing) of a row."""
+    if list(kept) == list(range(len(kept))):
+        return hidden[: len(kept)]
+    return hidden[torch.tensor(kept).to(hidden.device, non_blocking=True)]
 
 
 def check_prompt(target: CausalLM, prompt: Sequence[int], config: DecodingConfig) -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from decoding.rules.history import History
 from decoding.rules.sampling import GeneratorSource
@@ -19,6 +21,7 @@ class Text:
         self.finished = False
         self.hidden = torch.empty(0)
         """Input of the lm_head from which the target wrote the last token, (hidden,)."""
+        self._states: list[Tensor] = []
         # Two streams of one seed: draws for the draft do not change the target's draws.
         self.source = GeneratorSource.from_seed(seed, "verify")
         self.draft_source = GeneratorSource.from_seed(seed, "draft")
@@ -29,6 +32,15 @@ class Text:
     def draft_room(self) -> int:
         """Depth of the deepest draft that fits as a whole, with one more token by the target."""
         return self._longest - len(self.tokens) - 1
+
+    def keep_states(self, states: Float[Tensor, "tokens hidden"]) -> None:
+        """Keep the states from which the target wrote further tokens, for a drafter that reads them."""
+        self._states.append(states)
+
+    def hand_over_states(self) -> Float[Tensor, "tokens hidden"] | None:
+        """Return the states kept since the last call, and forget them; None if there are none."""
+        states, self._states = self._states, []
+        return torch.cat(states) if states else None
 
     def emit(self, tokens: tuple[int, ...], stop: StopCheck) -> tuple[int, ...]:
         """Append ``tokens`` up to the end of the text, if it is among them; return the appended ones."""

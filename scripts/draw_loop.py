@@ -40,6 +40,10 @@ class Recorder(Drafter):
     last: list[TokenTree] = field(default_factory=list)
 
     @property
+    def reads_states(self) -> bool:
+        return self.drafter.reads_states
+
+    @property
     def budgets(self) -> tuple[Budget, ...]:
         return self.drafter.budgets
 

@@ -1,6 +1,6 @@
 """Put a report's figures where readers see them: benchmarks/results/, the README, docs/measured.md and its plot.
 
-Usage: scripts/publish_results.py REPORT NAME; the pages show those with NAME quickstart, drafters and policies.
+Usage: scripts/publish_results.py REPORT NAME; the pages show those with NAME quickstart, drafters, policies, accepted.
 """
 
 import json
@@ -130,6 +130,61 @@ def policies_table(report: Report) -> str:
     )
 
 
+def accepted_table(report: Report) -> str:
+    """Return tokens per pass of every arm and way to draft on every prompt set, as `benchmarks/accepted.py` counts."""
+    return _by_place(report, lambda row: estimate(row["tokens_per_pass"]), "tokens_per_pass")
+
+
+def compared_table(report: Report) -> str:
+    """Return each arm's tokens per pass over its baseline's, paired by prompt."""
+    return _by_place(report, lambda row: estimate(row["over_baseline"], "×"), "over_baseline")
+
+
+def gained_tables(report: Report) -> str:
+    """Return speed-ups over plain decoding, and in brackets over assisted generation, in a table for each target."""
+    parts = []
+    for target in dict.fromkeys(target for row in report["rows"] for target in row["speed"]):
+
+        def cell(row: Report, target: str = target) -> str:
+            timed = row["speed"].get(target)
+            if timed is None:
+                return NONE
+            return f"{estimate(timed['over_plain'], '×')} ({estimate(timed['over_assisted'], '×')})"
+
+        parts.append(f"**{text(target)}**\n\n{_by_place(report, cell)}")
+    return "\n\n".join(parts)
+
+
+def trained_table(report: Report) -> str:
+    """Return what each arm learned: its overrides, seeds, trained tokens."""
+    lines = ["| arm | recipe | overrides | seeds | trained tokens |", "|---|---|---|---:|---:|"]
+    for name, arm in report["arms"].items():
+        tokens = sorted({run["tokens"] for run in arm["seeds"].values()})
+        overrides = " ".join(f"`{each}`" for each in arm["overrides"])
+        spread = " to ".join(f"{count:,}" for count in dict.fromkeys((*tokens[:1], *tokens[-1:])))
+        cells = (text(name), arm["recipe"] or NONE, overrides or NONE, str(len(arm["seeds"])), spread or NONE)
+        lines.append(f"| {' | '.join(cells)} |")
+    settings = report["settings"]
+    return "\n".join(lines) + (
+        f"\n\n{settings['steps']} steps each, up to {settings['max_new_tokens']} new tokens, on {_machine(report)}; "
+        f"commits {text(', '.join(report['commits']))}."
+    )
+
+
+def _by_place(report: Report, cell: Callable[[Report], str], needed: str | None = None) -> str:
+    """Return a row for each arm and way to draft that has a figure, with a column for each prompt set and setting."""
+    rows = [row for row in report["rows"] if needed is None or row[needed] is not None]
+    places = sorted({(row["set"], row["setting"]) for row in rows}, key=lambda place: (place[0], place[1] != "greedy"))
+    lines = [f"| arm | drafted | {' | '.join(f'{text(name)}, {setting}' for name, setting in places)} |"]
+    lines.append("|---|---|" + "---:|" * len(places))
+    for arm, drafting in dict.fromkeys((row["arm"], row["drafting"]) for row in rows):
+        mine = {(row["set"], row["setting"]): row for row in rows if (row["arm"], row["drafting"]) == (arm, drafting)}
+        cells = [cell(mine[place]) if place in mine else NONE for place in places]
+        if set(cells) != {NONE}:
+            lines.append(f"| {text(arm)} | {text(drafting)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _over_groups(ratio: Report) -> str:
     return estimate(ratio) if ratio["observations"] > 1 else number(ratio["value"])
 
@@ -142,6 +197,14 @@ PLACES: dict[str, dict[str, Blocks]] = {
     },
     "drafters": {"docs/measured.md": (("drafters", drafters_table),)},
     "policies": {"docs/measured.md": (("policies", policies_table),)},
+    "accepted": {
+        "docs/accepted.md": (
+            ("accepted", accepted_table),
+            ("compared", compared_table),
+            ("gained", gained_tables),
+            ("trained", trained_table),
+        )
+    },
 }
 """Name of a report -> page -> the marked blocks in it, each with the function that writes it."""
 UNPUBLISHED = "Not published yet."

@@ -13,6 +13,7 @@ from trainer.drafts.distill import DistillObjective, OnlineTeacher
 from trainer.drafts.start import initial_draft
 from trainer.learning.losses import divergence
 from trainer.learning.objective import TermSums
+from trainer.learning.teachers import SampledTailTeacher, Teacher
 from trainer.recipe.draft import DraftSection
 
 EXAMPLES = (
@@ -49,3 +50,16 @@ def expected_loss(draft: PreTrainedModel, target: PreTrainedModel, batch: Batch,
         wanted = labelled_logits(target, batch)
     own = labelled_logits(draft, batch)
     return torch.stack([weight * divergence(own, wanted, kind) for kind, weight in weights.items()]).sum()
+
+
+class AllOnDisk:
+    """A teacher whose best logits are all there are, so that nothing is left to sample."""
+
+    def __init__(self, target: PreTrainedModel) -> None:
+        self._target = target
+
+    def for_batch(self, batch: Batch) -> Teacher:
+        with torch.no_grad():
+            logits, tokens = labelled_logits(self._target, batch).sort(-1, descending=True)
+        none = tokens[:, :0]
+        return SampledTailTeacher(tokens, logits, logits.logsumexp(-1), none, none.float())

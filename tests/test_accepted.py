@@ -15,7 +15,7 @@ from tiny_tokenizer import byte_tokenizer
 from trainer.recipe.reading import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
-_COMING = ("markov_rank", "draft.parallel")
+_COMING = ("lk_scope", "weighting", "draft.parallel")
 
 
 @pytest.fixture(scope="module")

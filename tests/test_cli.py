@@ -224,7 +224,7 @@ ERRORS = {
     ),
     "a drafter that is none": (
         ["generate", "--target", "TARGET", "--drafter", "lokup", "--prompt", "a"],
-        "no drafter is called 'lokup': choose one of heads, draft, draft-tree, lookup, lookahead, cascade",
+        "no drafter is called 'lokup': choose one of heads, draft, draft-tree, parallel, lookup, lookahead, cascade",
     ),
     "an option that a drafter has not": (
         ["generate", "--target", "TARGET", "--drafter", "draft-tree:x,deep=3", "--prompt", "a"],

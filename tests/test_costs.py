@@ -52,6 +52,23 @@ def test_dearer_passes_over_more_tokens_are_counted() -> None:
     assert best_depth(1.0, costs) == (16, pytest.approx(17 / 7.2))
 
 
+def test_a_parallel_draft_costs_one_forward_and_is_looked_at_up_to_its_own_length() -> None:
+    """Six tokens for 0.2 of a pass: at acceptance 1 seven tokens for 1.2 passes; at .2, 1.24999 tokens for 1.2."""
+    costs = Costs(dict.fromkeys(range(1, 8), 1.0), {1: 0.2, 6: 0.2})
+    assert best_depth(1.0, costs) == (6, pytest.approx(7 / 1.2))
+    assert best_depth(0.2, costs) == (6, pytest.approx(1.24999 / 1.2, abs=1e-5))
+    assert check_pays(costs).startswith(
+        "costs here: a draft forward for 6 tokens takes 0.20 of a target pass; it pays from"
+    )
+
+
+def test_the_forward_of_a_parallel_draft_is_measured_over_all_its_positions(
+    tiny_llama: CausalLM, tiny_draft: CausalLM
+) -> None:
+    found = measure_costs(tiny_llama, tiny_draft, range(1, 5), at_once=3)
+    assert found.draft.keys() == {1, 3} and found.draft_to(1) == found.draft_to(2) == found.draft_to(3) > 0
+
+
 def test_what_could_be_gained_is_said_in_a_sentence() -> None:
     what, when = check_pays(flat(0.2)).split("; ")
     assert what == "costs here: a draft step takes 0.20 of a target pass"
@@ -101,7 +118,7 @@ def flat_run(folder: Path, monkeypatch: pytest.MonkeyPatch, draft_step: float, *
     content = recipe_content(folder, "draft", steps=1)
     content["draft"] = draft
     said = io.StringIO()
-    monkeypatch.setattr(job_module, "best_costs", lambda target, draft: flat(draft_step))
+    monkeypatch.setattr(job_module, "best_costs", lambda target, draft, at_once: flat(draft_step))
     AcceleratorState._reset_state(True)
     try:
         run_recipe(parse_recipe(content), Console(width=200, file=said))
@@ -137,9 +154,9 @@ def test_a_measurement_that_a_busy_machine_spoilt_is_made_again(
     tiny_llama: CausalLM, tiny_draft: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = iter([flat(1.5), flat(0.2), flat(9.0), flat(0.3)])
-    monkeypatch.setattr(costs_module, "measure_costs", lambda target, draft, sizes: next(found))
+    monkeypatch.setattr(costs_module, "measure_costs", lambda target, draft, sizes, at_once: next(found))
     assert costs_module.best_costs(tiny_llama, tiny_draft).draft_step == 0.2
     assert next(found).draft_step == 9.0  # the second will do
     useless = iter([flat(1.5), flat(1.2), flat(1.4)])
-    monkeypatch.setattr(costs_module, "measure_costs", lambda target, draft, sizes: next(useless))
+    monkeypatch.setattr(costs_module, "measure_costs", lambda target, draft, sizes, at_once: next(useless))
     assert costs_module.best_costs(tiny_llama, tiny_draft).draft_step == 1.2

@@ -42,9 +42,10 @@ def test_what_predicts_a_trained_token_is_compared_and_nothing_else() -> None:
     model, batch = tiny_model("llama"), collate(EXAMPLES)
     objective = objective_for(model)
     (inputs,) = objective.inputs(batch, step=0)
-    assert inputs.batch.labelled(1).nonzero().tolist() == [[0, 3], [0, 4], [0, 5], [0, 6], [1, 0], [1, 1], [1, 2]]
+    (own,) = inputs.labels
+    assert own.at.places.nonzero().tolist() == [[0, 3], [0, 4], [0, 5], [0, 6], [1, 0], [1, 1], [1, 2]]
     expected = torch.cat([full_forward(model, EXAMPLES[0].tokens)[3:7], full_forward(model, EXAMPLES[1].tokens)[:3]])
-    assert torch.allclose(inputs.teacher.known_logits(0, 7, 1.0).logits, expected, atol=1e-5)
+    assert torch.allclose(own.teacher.known_logits(0, 7, 1.0).logits, expected, atol=1e-5)
 
 
 def test_gradients_flow_to_the_draft_and_not_to_the_target() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from distilling import EXAMPLES, expected_loss, labelled_logits, objective_for, sums_of
+from distilling import EXAMPLES, AllOnDisk, expected_loss, labelled_logits, objective_for, sums_of
 from tiny_models import tiny_model
 from tiny_training import tiny_tokenizer
 from torch import Tensor
@@ -14,11 +14,10 @@ from transformers import PreTrainedModel
 from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import capture_lm_head_input
 from decoding.model.loading import load_draft
-from trainer.data.batch import Batch, Example, collate, pack
+from trainer.data.batch import Example, collate, pack
 from trainer.drafts.distill import DistillObjective, DraftLogits
 from trainer.drafts.start import initial_draft
 from trainer.learning.losses import divergence
-from trainer.learning.teachers import SampledTailTeacher, Teacher
 from trainer.recipe.draft import DraftSection
 
 BATCH = collate(EXAMPLES)
@@ -132,23 +131,10 @@ def test_adapters_alone_learn_and_are_merged_into_a_plain_draft(tmp_path: Path) 
     assert not torch.allclose(adapted, labelled_logits(objective_for(target).module.base.eval(), BATCH), atol=1e-2)
 
 
-class _AllOnDisk:
-    """A teacher whose best logits are all there are, so that nothing is left to sample."""
-
-    def __init__(self, target: PreTrainedModel) -> None:
-        self._target = target
-
-    def for_batch(self, batch: Batch) -> Teacher:
-        with torch.no_grad():
-            logits, tokens = labelled_logits(self._target, batch).sort(-1, descending=True)
-        none = tokens[:, :0]
-        return SampledTailTeacher(tokens, logits, logits.logsumexp(-1), none, none.float())
-
-
 def test_logits_from_disk_teach_what_the_target_does() -> None:
     target, section = CausalLM(tiny_model("llama")), DraftSection.model_validate({"loss": MIX})
     initial = initial_draft(target, tiny_tokenizer(), section, EXAMPLES)
-    stored = DistillObjective(target, _AllOnDisk(target.model), tiny_tokenizer(), initial, section)
+    stored = DistillObjective(target, AllOnDisk(target.model), tiny_tokenizer(), initial, section)
     online = sums_of(objective_for(target.model, loss=MIX), BATCH)
     assert sums_of(stored, BATCH).losses.item() == pytest.approx(online.losses.item(), rel=1e-4)
 

@@ -14,6 +14,7 @@ PAGES = {  # page: the least number of links and paths in it
     "README.md": 20,
     "CONTRIBUTING.md": 0,
     "PAPERS.md": 0,
+    "docs/accepted.md": 4,
     "docs/artefacts.md": 0,
     "docs/drafts.md": 3,
     "docs/drafts-measured.md": 1,
@@ -32,10 +33,10 @@ def _publisher() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(("name", "count"), [("quickstart", 3), ("drafters", 1), ("policies", 1)])
+@pytest.mark.parametrize(("name", "count"), [("quickstart", 3), ("drafters", 1), ("policies", 1), ("accepted", 4)])
 def test_the_figures_of_the_pages_are_those_of_one_committed_report(name: str, count: int) -> None:
     publisher = _publisher()
-    assert publisher.PLACES.keys() == {"quickstart", "drafters", "policies"}
+    assert publisher.PLACES.keys() == {"quickstart", "drafters", "policies", "accepted"}
     blocks = [(page, mark, write) for page, marked in publisher.PLACES[name].items() for mark, write in marked]
     assert len(blocks) == count
     found = sorted((ROOT / "benchmarks" / "results").glob(f"*/{name}.json"))
@@ -68,6 +69,26 @@ def test_the_tables_of_drafters_and_policies_hold_every_row_with_its_figures() -
     policy["measured_over_better"] = {"value": 2.0, "low": 2.0, "high": 2.0, "observations": 1}
     written = publisher.policies_table({**told, "rows": [policy]})
     assert "| 2.00× | 2.00 of fixed |" in written, "one group has no interval"
+
+
+def test_the_tables_of_arms_have_a_column_for_each_prompt_set_and_setting() -> None:
+    publisher = _publisher()
+    figure = {"value": 2.0, "low": 1.5, "high": 2.5, "observations": 3}
+    row = {"arm": "A", "drafting": "chain", "set": "s", "setting": "T=1", "tokens_per_pass": figure}
+    row |= {"over_baseline": None, "speed": {"t": {"over_plain": figure, "over_assisted": None}}}
+    timed = {**row, "setting": "greedy", "tokens_per_pass": None}
+    arms = {"A": {"recipe": "draft", "overrides": ["a=1"], "seeds": {"0": {"tokens": 1000}, "1": {"tokens": 1200}}}}
+    report = {"rows": [row, timed], "arms": arms, "settings": {"steps": 5, "max_new_tokens": 8}, "commits": ["c"]}
+    report["hardware"] = {"processor": "P", "cores": 2}
+    assert publisher.accepted_table(report).splitlines()[0::2] == [
+        "| arm | drafted | s, T=1 |",
+        "| A | chain | 2.00 [1.50, 2.50] |",
+    ]
+    assert len(publisher.compared_table(report).splitlines()) == 2, "an arm without a baseline has no row"
+    gained = publisher.gained_tables(report).splitlines()
+    assert gained[0] == "**t**" and gained[2] == "| arm | drafted | s, greedy | s, T=1 |"
+    assert gained[4] == "| A | chain | 2.00× [1.50, 2.50] (–) | 2.00× [1.50, 2.50] (–) |"
+    assert "| A | draft | `a=1` | 2 | 1,000 to 1,200 |" in publisher.trained_table(report)
 
 
 def test_the_readme_names_every_machine_that_figures_come_from_and_says_which_are_missing() -> None:

@@ -38,10 +38,11 @@ def peer() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def comparison() -> Iterator[ModuleType]:
-    """The script that compares; what it does to the path is undone."""
+    """The script that compares, with its own folder in the path as where it is run."""
     path = list(sys.path)
+    sys.path.append(str(BENCHMARKS))
     yield _loaded("drafts_peer")
-    sys.path = path
+    sys.path[:] = path
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +177,7 @@ def test_each_side_is_judged_by_its_own_best_micro_batch(comparison: ModuleType)
     }
     speeds = comparison.speeds(timed)
     assert speeds["micro_batch_size"] == {"Headstart": 16, "TRL GKD": 4}
-    assert speeds["ratio"] == 20 / 9 and len(speeds["runs"]) == 12
+    assert speeds["ratio"] == 20 / 9 and len(speeds["runs"]) == 12 and speeds["peak_gib"]["Headstart"] is None
     folders = comparison.trained_drafts(
         {"settings": {"offline": speeds}}, argparse.Namespace(settings=["offline"], rounds=1, runs="runs")
     )
@@ -184,6 +185,13 @@ def test_each_side_is_judged_by_its_own_best_micro_batch(comparison: ModuleType)
         "offline: Headstart": [Path("runs/offline-headstart-16-0/final")],
         "offline: TRL GKD": [Path("runs/offline-trl-gkd-4-0")],
     }
+    folders = comparison.trained_drafts(
+        {"settings": {"teacher cache": speeds}}, argparse.Namespace(settings=["teacher cache"], rounds=1, runs="runs")
+    )
+    assert folders == {
+        "teacher cache: Headstart": [Path("runs/teacher-cache-headstart-16-0/final")],
+        "teacher cache: TRL GKD": [Path("runs/offline-trl-gkd-4-0")],
+    }, "TRL has no cache: its offline draft stands beside"
 
 
 def test_acceptance_is_compared_prompt_by_prompt(decoded: ModuleType) -> None:

@@ -62,8 +62,8 @@ def test_a_rounded_target_teaches_and_a_draft_is_made_of_it_as_it_was(tmp_path: 
     assert job.target.fingerprint == whole.target.fingerprint == stored_fingerprint(tmp_path / "target")
     batch = collate(job.dataset.examples[:2], range(2))
     (ours,), (theirs,) = (objective.inputs(batch, 0) for objective in (job.objective, whole.objective))
-    assert not torch.equal(ours.teacher.hidden, theirs.teacher.hidden)
-    assert torch.equal(ours.teacher.weight, theirs.teacher.weight)
+    assert not torch.equal(ours.labels[0].teacher.hidden, theirs.labels[0].teacher.hidden)
+    assert torch.equal(ours.labels[0].teacher.weight, theirs.labels[0].teacher.weight)
 
 
 def test_a_target_that_accelerate_spreads_teaches_as_one_that_is_not(tmp_path: Path) -> None:
@@ -71,6 +71,6 @@ def test_a_target_that_accelerate_spreads_teaches_as_one_that_is_not(tmp_path: P
     spread, whole = job_of(tmp_path, device_map="auto"), job_of(tmp_path)
     batch = collate(whole.dataset.examples[:2], range(2))
     (ours,), (theirs,) = (job.objective.inputs(batch, 0) for job in (spread, whole))
-    assert torch.equal(ours.teacher.hidden, theirs.teacher.hidden)
+    assert torch.equal(ours.labels[0].teacher.hidden, theirs.labels[0].teacher.hidden)
     losses = [job.objective.module(*job.objective.inputs(batch, 0)).losses for job in (spread, whole)]
     assert torch.equal(*losses)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tiny_models import naive_greedy, tiny_model
+from tiny_parallel import tiny_parallel_draft
 from tiny_tokenizer import byte_tokenizer
 from typer.testing import CliRunner
 
@@ -20,6 +21,7 @@ from decoding.drafters import (
     LookaheadDrafter,
     MedusaDrafter,
     OtherTokenizerDrafter,
+    ParallelDrafter,
     PromptLookupDrafter,
 )
 from decoding.drafters.registry import REGISTRY, DrafterLoader, named_drafter, parse_drafter
@@ -49,6 +51,18 @@ SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
         {"depth": 3, "width": 2, "nodes": 7},
         "draft model, tree of 6",
     ),
+    "parallel:PATH/parallel": (ParallelDrafter, {"tokens": 4, "sampled": True}, "parallel draft, 4 tokens"),
+    "parallel:PATH/parallel,tokens=2,sampled=false": (
+        ParallelDrafter,
+        {"tokens": 2, "sampled": False},
+        "parallel draft, 2 tokens",
+    ),
+    "parallel:PATH/parallel,tree=0/1/0.0": (ParallelDrafter, {"max_nodes": 4}, "parallel draft, tree of 3"),
+    "parallel:PATH/parallel,dynamic_nodes=6": (
+        ParallelDrafter,
+        {"max_nodes": 6, "max_depth": 4},
+        "parallel draft, dynamic tree of 5",
+    ),
     "lookup": (PromptLookupDrafter, {"num_draft_tokens": 10, "max_ngram": 3}, "prompt lookup"),
     "lookup:tokens=3,ngram=2,branches=2": (
         PromptLookupDrafter,
@@ -67,12 +81,14 @@ SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
         {},
         "draft model, tree of 4, with prompt lookup",
     ),
+    "hybrid:PATH/parallel,lookup_tokens=3": (HybridDrafter, {}, "parallel draft, 4 tokens, with prompt lookup"),
     "other-tokenizer:PATH/stranger,tokens=3": (
         OtherTokenizerDrafter,
         {"num_draft_tokens": 3},
         "draft model with another tokenizer, 3 tokens",
     ),
     "PATH/heads": (MedusaDrafter, {}, "medusa, tree of 9"),
+    "PATH/parallel": (ParallelDrafter, {}, "parallel draft, 4 tokens"),
     "PATH/draft,tokens=2": (DraftModelDrafter, {"branching": (1, 1)}, "draft model, 2 tokens"),
     "PATH/draft,depth=2": (DraftTreeDrafter, {"depth": 2, "width": 4}, "draft model, tree of 20"),
 }
@@ -80,11 +96,15 @@ SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads, a draft, and a draft with another tokenizer, on disk."""
+    """Heads, a draft, one with another tokenizer, and a parallel one, on disk."""
     folder = tmp_path_factory.mktemp("models")
     for name, shift in (("draft", 0), ("stranger", 1)):
         tiny_model(vocab=130, seed=1).save_pretrained(folder / name)
         byte_tokenizer(shift=shift).save_pretrained(folder / name)
+    parallel = tiny_parallel_draft(CausalLM(tiny_model(vocab=130)))
+    parallel.model.model.save_pretrained(folder / "parallel")
+    parallel.parts.save_pretrained(folder / "parallel")
+    byte_tokenizer().save_pretrained(folder / "parallel")
     MedusaHeads.for_target(tiny_model(vocab=130), MedusaConfig(16, 130)).save_pretrained(folder / "heads")
     return folder
 
@@ -107,7 +127,7 @@ def test_a_spec_makes_its_drafter_which_decodes_as_plain_decoding(models: Path, 
 
 
 def test_every_name_of_the_registry_is_tried_above_listed_in_the_help_and_printed() -> None:
-    assert {text.partition(":")[0] for text in SPECS} >= REGISTRY.keys() and len(REGISTRY) == 8
+    assert {text.partition(":")[0] for text in SPECS} >= REGISTRY.keys() and len(REGISTRY) == 9
     assert all(f"{name}:PATH" in DRAFTERS if entry.weights else name in DRAFTERS for name, entry in REGISTRY.items())
     for options in (EvaluateOptions, GenerateOptions, RegenerateOptions):
         assert "drafter" in {field.name for field in fields(options)}
@@ -129,7 +149,7 @@ def test_types_and_defaults_of_options_are_the_classes_own() -> None:
 
 
 MISTAKES = {
-    "lokup": "no drafter is called 'lokup': choose one of heads, draft, draft-tree, lookup, lookahead, cascade, hybrid",
+    "lokup": "no drafter is called 'lokup': choose one of heads, draft, draft-tree, parallel, lookup, lookahead",
     "lokup:ngram=3": "no drafter is called 'lokup'",
     "distilgpt2": f"no drafter is called 'distilgpt2': choose one of {', '.join(REGISTRY)}, or draft:distilgpt2 for a",
     "": "no drafter is called ''",

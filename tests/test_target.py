@@ -276,7 +276,7 @@ def test_an_attention_that_takes_no_trees_mask_is_refused_by_name(attention: str
 def seen(model: CausalLM, shapes: Sequence[TreeShape], starts: list[int], window: int | None = None) -> list[list[str]]:
     """The mask of each row as text: a line per query, ``x`` where it looks and ``.`` where it does not."""
     size = max(len(shape) for shape in shapes)
-    mask = model._mask(shapes, starts, [0] * len(shapes), size, window)
+    mask = model._masks._mask(shapes, starts, [0] * len(shapes), size, window)
     assert mask.shape == (len(mask), 1, size, max(starts) + size)
     rows = mask.expand(len(shapes), -1, -1, -1)[:, 0] == 0
     return [
@@ -301,7 +301,7 @@ def test_masks_of_trees_of_different_shapes_behind_prefixes_of_different_lengths
 
 
 def test_rows_that_are_alike_share_one_mask(tiny_llama: CausalLM) -> None:
-    assert tiny_llama._mask([FORK, FORK], [3, 3], [0, 0], 4, None).shape == (1, 1, 4, 7)
+    assert tiny_llama._masks._mask([FORK, FORK], [3, 3], [0, 0], 4, None).shape == (1, 1, 4, 7)
     assert seen(tiny_llama, [FORK, FORK], [3, 2])[0] == seen(tiny_llama, [FORK, FORK], [3, 3])[0]
 
 
@@ -317,18 +317,18 @@ def test_a_window_is_counted_in_positions_of_the_text_not_in_keys(tiny_llama: Ca
 def test_trees_of_one_shape_share_a_mask_and_the_store_stays_bounded(tiny_llama: CausalLM) -> None:
     model = CausalLM(tiny_llama.model)
     for length in range(600):
-        model._tree_mask(TreeShape.chain(length % 290 + 2))
-    assert len(model._tree_masks) <= 257
-    assert model._tree_mask(TreeShape((-1, 0, 0))) is model._tree_mask(TreeShape((-1, 0, 0)))
+        model._masks.among_nodes(TreeShape.chain(length % 290 + 2))
+    assert len(model._masks._stored) <= 257
+    assert model._masks.among_nodes(TreeShape((-1, 0, 0))) is model._masks.among_nodes(TreeShape((-1, 0, 0)))
 
 
 def test_the_mask_of_a_long_block_is_not_stored(tiny_llama: CausalLM) -> None:
     """A turn of a conversation that is appended to a cache is one block, and its mask as large as that squared."""
     model = CausalLM(tiny_llama.model)
     for length in (1000, 2000):
-        mask = model._tree_mask(TreeShape.chain(length))
+        mask = model._masks.among_nodes(TreeShape.chain(length))
         assert torch.equal(mask == 0, torch.ones(length + 1, length + 1).tril().bool())
-    assert sum(mask.numel() for mask in model._tree_masks.values()) == 0
+    assert sum(mask.numel() for mask in model._masks._stored.values()) == 0
 
 
 # --- hidden states ---------------------------------------------------------------------------------------------------

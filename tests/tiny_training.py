@@ -145,7 +145,7 @@ class ToyObjective:
     def rates(self, step: int) -> Mapping[str, float]:
         return EVERYWHERE_THE_SAME
 
-    def counts(self, batch: Batch) -> Tensor:
+    def counts(self, batch: Batch, step: int = 0) -> Tensor:
         return batch.trained[:, 1:].sum()[None]
 
     def inputs(self, batch: Batch, step: int) -> tuple[Tensor, ...]:

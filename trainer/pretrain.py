@@ -71,7 +71,7 @@ class PretrainObjective:
         )
         self.module: LanguageModelTraining = LanguageModelTraining(LlamaForCausalLM(config))
 
-    def counts(self, batch: Batch) -> Float[Tensor, " terms"]:
+    def counts(self, batch: Batch, step: int = 0) -> Float[Tensor, " terms"]:
         return batch.labelled(1).sum()[None]
 
     def weights(self, step: int) -> tuple[float, ...]:

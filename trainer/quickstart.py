@@ -1,7 +1,8 @@
 """The embedded default target: a small Llama trained on the interpreter's own standard library.
 
 The standard library is real text on every machine, so the whole toolkit can be tried without a hub. The target is built
-once, in the user's cache folder (or HEADSTART_CACHE); recipes and commands call it ``quickstart``.
+once, in the user's cache folder (or HEADSTART_CACHE); recipes and commands call it ``quickstart``. Heads and drafts
+learn its own answers, ``quickstart/answers.jsonl``, which `trainer.run.embedded` lets it write once.
 """
 
 import hashlib
@@ -27,6 +28,11 @@ _HELDOUT_SHARE = 16  # one file in 16 is held out
 _LONGEST_FILE = 60_000  # characters; tables and generated modules are longer
 _SKIPPED = {"site-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3", "pydoc_data", "encodings"}
 _END = "<|end|>"
+ANSWERS = f"{NAME}/answers.jsonl"
+"""Name of the target's own answers in recipes."""
+ANSWER_TOKENS = 128
+_PROMPT_TOKENS = 64
+_PROMPT_CHARACTERS = 1000  # enough for its tokens
 
 
 def resolve(name: str) -> str:
@@ -34,6 +40,8 @@ def resolve(name: str) -> str:
     head, _, rest = name.partition("/")
     if head != NAME:
         return name
+    if name == ANSWERS:
+        return str(answers())
     if rest.endswith(".jsonl"):
         return str(build_corpus() / rest)
     return str(folder() / rest if rest else folder())
@@ -59,6 +67,32 @@ def folder() -> Path:
 
 def is_built() -> bool:
     return (folder() / "model.safetensors").is_file()
+
+
+def answers() -> Path:
+    """Return the file of the target's own answers, which may not exist yet."""
+    return folder().parent / f"answers-{number_of_answers()}x{ANSWER_TOKENS}.jsonl"
+
+
+def number_of_answers() -> int:
+    """Answers that heads and drafts learn: fewer of a target with fewer training steps, for a smoke test."""
+    return 2 * steps()
+
+
+def write_prompts() -> Path:
+    """Write the prompts of the answers, the beginnings of training files and lines inside them; returns the file."""
+    corpus, rng, prompts = build_corpus(), random.Random(0), []
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(corpus)
+    texts = [json.loads(line)["text"] for line in (corpus / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    while len(prompts) < number_of_answers():
+        text = rng.choice(texts)
+        begin = rng.choice([0, text.find("\n", rng.randrange(len(text))) + 1])
+        tokens = tokenizer(text[begin : begin + _PROMPT_CHARACTERS])["input_ids"]
+        if len(tokens) >= _PROMPT_TOKENS:
+            prompts.append(tokenizer.decode(tokens[:_PROMPT_TOKENS]))
+    path = answers().with_name("prompts.jsonl")
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
+    return path
 
 
 def build_corpus() -> Path:

@@ -8,6 +8,7 @@ from decoding.drafters.hybrid import HybridDrafter
 from decoding.drafters.lookahead import LookaheadDrafter
 from decoding.drafters.medusa import MedusaDrafter
 from decoding.drafters.other_tokenizer import OtherTokenizerDrafter
+from decoding.drafters.parallel import ParallelDrafter
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "LookaheadDrafter",
     "MedusaDrafter",
     "OtherTokenizerDrafter",
+    "ParallelDrafter",
     "PromptLookupDrafter",
 ]

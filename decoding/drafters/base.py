@@ -21,12 +21,17 @@ class DraftRequest:
     ``tokens`` is the whole text, prompt included; its last token is the tree's root. ``hidden`` is the input of the
     target's lm_head from which that token was written. ``max_depth`` bounds the drafted tokens of a path, and is 0 if
     the row has no room for any. ``max_nodes`` counts the root.
+
+    ``states``, for a drafter that reads them: the inputs of the target's lm_head from which the text's tokens were
+    written, a row for each token since the row's last request, the prompt's tokens included. The text's first token was
+    written from none: its row is zero.
     """
 
     tokens: Sequence[int]
     hidden: Float[Tensor, " hidden"]
     max_depth: int
     max_nodes: int
+    states: Float[Tensor, "tokens hidden"] | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,11 @@ class Drafter(ABC):
     def max_positions(self) -> int | None:
         """Length of the longest text that it can draft for, in tokens; None if its own models set no limit."""
         return None
+
+    @property
+    def reads_states(self) -> bool:
+        """True if its requests must hold ``states``, which the loop else does not keep."""
+        return False
 
     @property
     @abstractmethod

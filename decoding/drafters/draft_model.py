@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from decoding.drafters.base import Drafter, DraftRequest, TextStart
+from decoding.drafters.chains import ChainGrowth
 from decoding.drafters.draft_state import DraftState, shared_tokens
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
@@ -17,7 +18,6 @@ from decoding.rules.sampling import (
     SamplingConfig,
     adjusted_logits,
     draw_without_replacement,
-    inverse_cdf,
     probabilities,
 )
 from decoding.rules.tree import TokenTree, TreeShape
@@ -103,12 +103,13 @@ class DraftModelDrafter(Drafter):
 
 
 class DraftModelSession:
-    """A session of the draft on a batch. Each row draws from its own source, and only for tokens that it proposes."""
+    """A session of the draft on a batch."""
 
     def __init__(self, drafter: DraftModelDrafter, state: DraftState, sampling: SamplingConfig) -> None:
         self._drafter = drafter
         self._state = state
         self._sampling = sampling
+        self._chains = ChainGrowth(state, sampling, stop_below=drafter.stop_below)
 
     def admit(self, slot: int, start: TextStart) -> None:
         self._state.admit(slot, start)
@@ -130,64 +131,14 @@ class DraftModelSession:
             return self._propose_chains(texts, logits, depths)
         return self._propose_trees(texts, logits, depths)
 
-    def _propose_chains(self, texts: Sequence[Sequence[int]], logits: Tensor, depths: list[int]) -> list[Proposal]:
-        """Draft a token per step in every row; nothing is read from the device unless a control or a stop needs it."""
-        columns = [torch.tensor([text[-1] for text in texts]).to(logits.device, non_blocking=True)]
-        q_steps: list[Tensor] = []
-        step = 0
-        while step < max(depths):
-            if step:
-                logits = self._state.step(columns[-1])
-            columns.append(self._choose(texts, columns, logits, [depth > step for depth in depths], q_steps))
-            if self._sampling.processors and not self._sampling.greedy:
-                ended: list[bool] = (columns[-1] == q_steps[-1].shape[1]).tolist()
-                depths = [min(depth, step) if end else depth for depth, end in zip(depths, ended, strict=True)]
-                columns[-1].clamp_(max=q_steps[-1].shape[1] - 1)  # a valid id, which is never read
-            step += 1
-            if self._drafter.stop_below:
-                unsure: list[bool] = self._unsure(logits, columns[-1], q_steps).tolist()
-                depths = [min(depth, step) if low else depth for depth, low in zip(depths, unsure, strict=True)]
-        tokens = torch.stack(columns, dim=1)
-        trees = [TokenTree(tokens[row, : depth + 1], TreeShape.chain(depth)) for row, depth in enumerate(depths)]
-        self._state.remember(trees, [min(depth, step - 1) for depth in depths])
-        if self._sampling.greedy:
-            return [Proposal(tree, ProposalKind.DETERMINISTIC) for tree in trees]
-        q = torch.stack(q_steps, dim=1)
-        return [Proposal(tree, ProposalKind.SAMPLED, q[row, : len(tree) - 1]) for row, tree in enumerate(trees)]
-
-    def _choose(
-        self,
-        texts: Sequence[Sequence[int]],
-        columns: Sequence[Tensor],
-        logits: Tensor,
-        drawing: Sequence[bool],
-        q_steps: list[Tensor],
-    ) -> Tensor:
-        """Choose the next token of each chain, (rows,): the argmax, or a draw from q, which is appended to ``q_steps``.
-
-        If processors forbid every token that the draft knows, q is NaN and the draw is ``vocab``, which is no token id.
-        """
-        history = None
-        if self._sampling.needs_history:
-            chains: list[list[int]] = torch.stack(list(columns), dim=1).tolist()
-            last = [len(columns) - 1]
-            history = HistoryRows.cat(
-                [
-                    self._state.history_at(row, texts[row], TokenTree.chain(chain), last)
-                    for row, chain in enumerate(chains)
-                ]
-            )
-        if self._sampling.greedy:
-            return adjusted_logits(logits, self._sampling, history).argmax(-1)
-        q = probabilities(logits, self._sampling, history)
-        q_steps.append(q)
-        # A row that has ended takes nothing from its source: its samples must not depend on its neighbours.
-        uniforms = [self._state.sources[row].uniform() if wanted else 0.5 for row, wanted in enumerate(drawing)]
-        return inverse_cdf(q, torch.tensor(uniforms, dtype=torch.float64).to(q.device, non_blocking=True))
-
-    def _unsure(self, logits: Tensor, chosen: Tensor, q_steps: Sequence[Tensor]) -> Tensor:
-        q = logits.float().softmax(-1) if self._sampling.greedy else q_steps[-1]
-        return q.gather(1, chosen[:, None])[:, 0] < self._drafter.stop_below
+    def _propose_chains(self, texts: Sequence[Sequence[int]], root: Tensor, depths: Sequence[int]) -> list[Proposal]:
+        """Draft a token per step in every row."""
+        proposals, steps = self._chains.propose(
+            texts, depths, lambda chains: self._state.step(chains[:, -1]) if chains.shape[1] > 1 else root
+        )
+        trees = [proposal.tree for proposal in proposals]
+        self._state.remember(trees, [min(len(tree) - 1, steps - 1) for tree in trees])
+        return proposals
 
     def _propose_trees(self, texts: Sequence[Sequence[int]], root: Tensor, depths: Sequence[int]) -> list[Proposal]:
         """Draft trees level by level; all nodes of a level, of all rows, run through the draft in one pass."""

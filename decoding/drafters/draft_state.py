@@ -75,17 +75,45 @@ class DraftState:
         self.cache.check(self._lease)
         for slot, text in enumerate(texts):
             self._keep_accepted(slot, text)
-        # A new row's prompt runs apart: in one pass with the other rows it would pad them all to its own length.
+        self._prefill_fresh(texts, None)
+        logits = self.draft.append(self._take_new(texts), self.cache).logits
+        return self.over_target_vocabulary(logits)
+
+    def look_ahead(
+        self,
+        texts: Sequence[Sequence[int]],
+        masks: Sequence[int],
+        added: Sequence[Float[Tensor, "tokens width"]] | None,
+    ) -> Float[Tensor, "rows positions outputs"]:
+        """Run the new tokens of each text and then the tokens ``masks``, of which the cache keeps nothing.
+
+        Returns the draft's own logits after each text's last token and after each mask, 1 + masks positions.
+        ``added``: additions to the embeddings of the text's tokens since the last call, masks excluded.
+        """
+        self.cache.check(self._lease)
+        fresh = self._prefill_fresh(texts, added)
+        if added is not None:
+            added = [of_row[-1:] if slot in fresh else of_row for slot, of_row in enumerate(added)]
+        return self.draft.look_ahead(self._take_new(texts), masks, self.cache, added).logits
+
+    def _prefill_fresh(self, texts: Sequence[Sequence[int]], added: Sequence[Tensor] | None) -> list[int]:
+        """Run new rows' prompts without their last tokens: with the other rows they would pad these to their length.
+
+        Returns these rows.
+        """
         fresh = [slot for slot, text in enumerate(texts) if self._committed[slot] == 0 and len(text) > 1]
         if fresh:
-            self.draft.prefill([self._known(texts[slot][:-1]) for slot in fresh], self.cache, fresh)
+            own = None if added is None else [added[slot][:-1] for slot in fresh]
+            self.draft.prefill([self._known(texts[slot][:-1]) for slot in fresh], self.cache, fresh, own)
             for slot in fresh:
                 self._committed[slot] = len(texts[slot]) - 1
-        logits = self.draft.append(
-            [self._known(text[self._committed[slot] :]) for slot, text in enumerate(texts)], self.cache
-        ).logits
+        return fresh
+
+    def _take_new(self, texts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return each text's tokens that the cache lacks, which run now."""
+        blocks = [self._known(text[self._committed[slot] :]) for slot, text in enumerate(texts)]
         self._committed[: len(texts)] = [len(text) for text in texts]
-        return self.over_target_vocabulary(logits)
+        return blocks
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
         # A token that only the target knows is read as the draft's last token: q is poorer, but any q is lossless.

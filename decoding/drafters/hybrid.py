@@ -67,6 +67,10 @@ class HybridDrafter(Drafter):
         return min((limit for limit in limits if limit is not None), default=None)
 
     @property
+    def reads_states(self) -> bool:
+        return self.first.reads_states or self.lookup.reads_states
+
+    @property
     def budgets(self) -> tuple[Budget, ...]:
         return tuple(
             Budget(max(first.depth, lookup.depth), first.nodes + lookup.nodes - 1) for first, lookup in self._pairs()

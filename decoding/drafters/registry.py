@@ -20,13 +20,22 @@ from decoding.drafters.hybrid import HybridDrafter
 from decoding.drafters.lookahead import LookaheadDrafter
 from decoding.drafters.medusa import MedusaDrafter
 from decoding.drafters.other_tokenizer import OtherTokenizerDrafter
+from decoding.drafters.parallel import ParallelDrafter
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
 from decoding.drafters.spec import WHOLE, DrafterSpec, Option, one_of, options_of, read_options, split_words, whole
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaHeads
-from decoding.model.loading import is_heads_folder, load_draft, load_heads, load_tokenizer
+from decoding.model.loading import (
+    is_heads_folder,
+    load_draft,
+    load_heads,
+    load_parallel_draft,
+    load_tokenizer,
+    parallel_folder,
+)
+from decoding.model.parallel import ParallelDraft
 
-Weights = Literal["heads", "draft", "heads or draft", "draft and tokenizer"]
+Weights = Literal["heads", "draft", "parallel draft", "heads or draft", "draft and tokenizer"]
 
 
 class ForeignDraft(NamedTuple):
@@ -37,7 +46,7 @@ class ForeignDraft(NamedTuple):
     target_tokenizer: PreTrainedTokenizerBase
 
 
-LoadedWeights = MedusaHeads | CausalLM | ForeignDraft | None
+LoadedWeights = MedusaHeads | CausalLM | ParallelDraft | ForeignDraft | None
 
 
 @dataclass(frozen=True)
@@ -106,6 +115,15 @@ _TREE = _entry(
     width="width",
     nodes="nodes",
 )
+_PARALLEL = _entry(
+    "a small model that drafts all its tokens in one pass: a chain, or a tree",
+    "parallel draft",
+    ParallelDrafter,
+    tokens="tokens",
+    tree="tree",
+    dynamic_nodes="dynamic_nodes",
+    sampled="sampled",
+)
 _LOOKUP = _entry(
     "tokens that followed earlier occurrences of the text's last few",
     None,
@@ -129,7 +147,7 @@ _LOOKAHEAD = _entry(
 # --- drafters with a lookup beside them -------------------------------------------------------------------------------
 
 _PREFIX = "lookup_"
-_FIRSTS = {"heads": _HEADS, "draft": _draft(), "draft-tree": _TREE}
+_FIRSTS = {"heads": _HEADS, "draft": _draft(), "draft-tree": _TREE, "parallel": _PARALLEL}
 _LOOKUP_OPTIONS = {
     f"{_PREFIX}{name}": option._replace(parameter=f"{_PREFIX}{option.parameter}")
     for name, option in _LOOKUP.options.items()
@@ -167,7 +185,7 @@ def _hybrid(first: Entry | None = None) -> Entry:
 
     of = Option("of", None, *one_of(*_FIRSTS))
     options = {"of": of, **(first.options if first else {}), **_LOOKUP_OPTIONS}
-    summary = "heads, draft or draft-tree (of=NAME, with its options) and a lookup in one tree"
+    summary = "heads, draft, draft-tree or parallel (of=NAME, with its options) and a lookup in one tree"
     return Entry(summary, first.weights if first else "heads or draft", options, make)
 
 
@@ -198,8 +216,8 @@ def parse_drafter(text: str, **options: Any) -> DrafterSpec:
     """Read ``NAME[:PATH][,option=value,…]`` or ``PATH[,option=value,…]``; ``options`` are further ones.
 
     ValueError, in one sentence, for an item that is misspelt, missing or out of range. The weights are not read, but a
-    PATH without a name is looked up, on the Hub if it is no folder: it means ``heads`` if it holds heads, else
-    ``draft-tree`` if an option is one of the tree's, else ``draft``.
+    PATH without a name is looked up, on the Hub if it is no folder: it means ``heads`` if it holds heads, ``parallel``
+    if it holds a parallel draft, else ``draft-tree`` if an option is one of the tree's, else ``draft``.
     """
     name, path, given = split_words(text, tuple(REGISTRY))
     given = {**given, **options}
@@ -226,6 +244,8 @@ def _recognised(path: str | None, options: Mapping[str, Any]) -> str:
     assert path is not None
     if _names_heads(path):
         return "heads"
+    if parallel_folder(path) is not None:
+        return "parallel"
     return "draft-tree" if options.keys() & _TREE.options.keys() else "draft"
 
 
@@ -269,6 +289,8 @@ class DrafterLoader:
         tokenizer = self._target_tokenizer()
         if weights == "draft":
             return load_draft(path, self._target, tokenizer, self._trusted)
+        if weights == "parallel draft":
+            return load_parallel_draft(path, self._target, tokenizer, self._trusted)
         if tokenizer is None:
             raise ValueError(f"{path} drafts by text, which needs the target's tokenizer: give it as tokenizer")
         draft = load_draft(path, self._target, None, self._trusted, other_tokenizer=True)

@@ -15,6 +15,16 @@ def layer_types(text_config: PreTrainedConfig) -> tuple[str, ...]:
     return tuple(getattr(text_config, "layer_types", None) or ()) if declared else ()
 
 
+def windows(text_config: PreTrainedConfig) -> dict[str, int | None]:
+    """Return the sliding window (None: full attention) of each layer type that takes a mask."""
+    declared: int | None = getattr(text_config, "sliding_window", None)
+    window = declared if getattr(text_config, "use_sliding_window", True) else None
+    types = layer_types(text_config)
+    if "sliding_attention" in types:
+        return {"full_attention": None, "sliding_attention": window}
+    return {"full_attention": None if types else window}
+
+
 def max_positions(text_config: PreTrainedConfig) -> int | None:
     """Return the greatest length of a text, in tokens; None if the config sets no limit.
 

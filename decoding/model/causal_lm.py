@@ -13,31 +13,41 @@ from transformers import PreTrainedModel
 
 from decoding.model.architecture import (
     key_devices,
-    layer_types,
     max_positions,
     refuse_changing_rope,
     refuse_several_devices,
+    windows,
 )
 from decoding.model.attention import copy_free_attention, leave_out_cudnn
 from decoding.model.cache import PreallocatedCache
-from decoding.model.lm_head import capture_lm_head_input, last_position
+from decoding.model.embeddings import added_to_embeddings
+from decoding.model.lm_head import capture_lm_head_input
+from decoding.model.masks import TreeMasks
 from decoding.model.static import StaticSteps, nodes_at
 from decoding.rules.tree import TokenTree, TreeShape
-
-_MOST_STORED = 256
-_LARGEST_STORED = 256
-"""Limits on stored tree masks: their number, and the nodes of the largest. A block of appended text has more nodes, and
-its shape seldom occurs again."""
 
 _PREFILL_TOKENS = 1 << 14
 """Greatest number of tokens, with padding, in one prefill pass: it fills a GPU; 32 texts of 8k would take 40 GB."""
 
 
 class ModelOutput(NamedTuple):
-    """Outputs of a pass. ``hidden``: the input of the lm_head. ``logits``: its output."""
+    """Outputs of a pass. ``hidden``: the input of the lm_head. ``logits``: its output.
+
+    ``states``: the inputs of the lm_head at all positions of each text, where a prefill was asked for them.
+    """
 
     hidden: Float[Tensor, "*positions hidden"]
     logits: Float[Tensor, "*positions vocab"]
+    states: tuple[Float[Tensor, "tokens hidden"], ...] = ()
+
+    @staticmethod
+    def cat(parts: Sequence["ModelOutput"]) -> "ModelOutput":
+        """Join the rows of several passes."""
+        return ModelOutput(
+            torch.cat([part.hidden for part in parts]),
+            torch.cat([part.logits for part in parts]),
+            tuple(states for part in parts for states in part.states),
+        )
 
 
 def _refuse_unfit(model: PreTrainedModel) -> None:
@@ -125,16 +135,15 @@ class CausalLM:
         self.hidden_size: int = getattr(model.get_output_embeddings(), "in_features", text_config.hidden_size)
         self.vocab_size: int = text_config.vocab_size
         self.max_positions = max_positions(text_config)
-        self._layer_types = layer_types(text_config)
-        window = getattr(text_config, "sliding_window", None)
-        self._window: int | None = window if getattr(text_config, "use_sliding_window", True) else None
-        self._tree_masks: dict[TreeShape, Tensor] = {}
+        self._masks = TreeMasks(model, windows(text_config))
         self._static: StaticSteps | None = None
         self._static_cache: PreallocatedCache | None = None
         if static is not None:
             refuse_changing_rope(text_config)
             refuse_several_devices(model)
-            self._static = StaticSteps(model, self._forward, self._windows(), self.max_positions, self.dtype, static)
+            self._static = StaticSteps(
+                model, self._forward, self.windows(), self.max_positions, self.dtype, static
+            )
 
     @property
     def is_static(self) -> bool:
@@ -146,6 +155,10 @@ class CausalLM:
         """Device of the input tokens; a model spread over several devices brings its outputs there."""
         device: torch.device = self.model.device
         return device
+
+    def windows(self) -> dict[str, int | None]:
+        """Return the sliding window (None: full attention) of each layer type that takes a mask."""
+        return self._masks.windows
 
     @cached_property
     def _key_devices(self) -> tuple[torch.device, ...] | None:
@@ -168,36 +181,51 @@ class CausalLM:
 
     @torch.inference_mode()
     def prefill(
-        self, texts: Sequence[Sequence[int]], cache: PreallocatedCache, slots: Sequence[int] | None = None
+        self,
+        texts: Sequence[Sequence[int]],
+        cache: PreallocatedCache,
+        slots: Sequence[int] | None = None,
+        added: Sequence[Float[Tensor, "tokens width"]] | None = None,
+        keep_states: bool = False,
     ) -> ModelOutput:
         """Run whole texts into empty ``slots`` of the cache (None: the first ones).
 
         Returns hidden state and logits of each text's last token, (rows, hidden) and (rows, vocab). Shorter texts are
         padded on the right, where none of their tokens attends. Texts run in groups of up to `_PREFILL_TOKENS` tokens,
         which bounds the memory of a pass.
+
+        ``added``: additions to the embeddings of each text's tokens. With ``keep_states`` the states of all
+        positions are returned too. They outlive the pass: 8 KiB a token for an 8B model in bf16, so 2 GiB for 32 texts
+        of 8k tokens.
         """
         slots = range(len(texts)) if slots is None else slots
         assert not any(cache.lengths[slot] for slot in slots), "these rows are not empty"
         rows = max(1, _PREFILL_TOKENS // max(len(text) for text in texts))
-        outputs = [
-            self._prefill_group(texts[begin : begin + rows], cache, slots[begin : begin + rows])
-            for begin in range(0, len(texts), rows)
-        ]
-        if len(outputs) == 1:
-            return outputs[0]
-        return ModelOutput(*(torch.cat(parts) for parts in zip(*outputs, strict=True)))
+        outputs = []
+        for begin in range(0, len(texts), rows):
+            group = slice(begin, begin + rows)
+            own = None if added is None else added[group]
+            outputs.append(self._prefill_group(texts[group], cache, slots[group], own, keep_states))
+        return outputs[0] if len(outputs) == 1 else ModelOutput.cat(outputs)
 
     def _prefill_group(
-        self, texts: Sequence[Sequence[int]], cache: PreallocatedCache, slots: Sequence[int]
+        self,
+        texts: Sequence[Sequence[int]],
+        cache: PreallocatedCache,
+        slots: Sequence[int],
+        added: Sequence[Tensor] | None,
+        keep_states: bool,
     ) -> ModelOutput:
         lengths = [len(text) for text in texts]
         longest = max(lengths)
         tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=self.device)
         cache.begin(slots, longest, self.device)
         positions = torch.arange(longest, device=self.device)[None]
-        output = self._run(self.model, tokens, positions, cache, None, self._last_of(lengths))
+        with added_to_embeddings(self.model, None if added is None else self._stack(added, longest)):
+            output = self._run(self.model, tokens, positions, cache, None, self._last_of(lengths), keep_states)
         cache.end(lengths)
-        return ModelOutput(output.hidden[:, 0], output.logits[:, 0])
+        states = tuple(row[:length] for row, length in zip(output.states, lengths, strict=True)) if keep_states else ()
+        return ModelOutput(output.hidden[:, 0], output.logits[:, 0], states)
 
     @torch.inference_mode()
     def append(self, blocks: Sequence[Sequence[int]], cache: PreallocatedCache) -> ModelOutput:
@@ -228,6 +256,28 @@ class CausalLM:
         return ModelOutput(output.hidden[:, 0], output.logits[:, 0])
 
     @torch.inference_mode()
+    def look_ahead(
+        self,
+        blocks: Sequence[Sequence[int]],
+        masks: Sequence[int],
+        cache: PreallocatedCache,
+        added: Sequence[Float[Tensor, "tokens width"]] | None = None,
+    ) -> ModelOutput:
+        """Run a chain of tokens after each row, and the tokens ``masks`` after it, which leave no trace in the cache.
+
+        Returns hidden states and logits of each block's last token and of the masks, (rows, 1 + masks, hidden) and
+        (rows, 1 + masks, vocab). ``added``: additions to the embeddings of each block's tokens; masks get none.
+        """
+        assert not self.is_static, "mask tokens have no fixed shapes"
+        lengths = [len(block) for block in blocks]
+        trees = [TokenTree.chain([*block, *masks]) for block in blocks]
+        size = max(lengths) + len(masks)
+        with added_to_embeddings(self.model, None if added is None else self._stack(added, size)):
+            return self._run_trees(
+                trees, cache, [0] * len(trees), self._last_of([len(tree) for tree in trees], 1 + len(masks)), lengths
+            )
+
+    @torch.inference_mode()
     def verify(
         self, trees: Sequence[TokenTree], cache: PreallocatedCache, first: Sequence[int] | None = None
     ) -> ModelOutput:
@@ -240,15 +290,16 @@ class CausalLM:
             return ModelOutput(*self._static.run(trees, cache, first))
         return self._run_trees(trees, cache, first or [0] * len(trees), None)
 
-    def _last_of(self, lengths: Sequence[int]) -> Callable[[Tensor], Tensor]:
-        """Return a function that selects each row's last own position, (rows, 1, hidden)."""
+    def _last_of(self, lengths: Sequence[int], count: int = 1) -> Callable[[Tensor], Tensor]:
+        """Return a function that selects each row's last ``count`` own positions, (rows, count, hidden)."""
         if len(set(lengths)) == 1:
-            return last_position
-        index = torch.tensor(lengths, device=self.device) - 1
-        rows = torch.arange(len(lengths), device=self.device)
+            return lambda hidden: hidden[:, -count:]
+        ends = torch.tensor(lengths).to(self.device, non_blocking=True)[:, None]
+        index = ends + torch.arange(-count, 0, device=self.device)
+        rows = torch.arange(len(lengths), device=self.device)[:, None]
 
         def select(hidden: Tensor) -> Tensor:
-            return hidden[rows.to(hidden.device), index.to(hidden.device)][:, None]
+            return hidden[rows.to(hidden.device), index.to(hidden.device)]
 
         return select
 
@@ -258,7 +309,9 @@ class CausalLM:
         cache: PreallocatedCache,
         first: Sequence[int],
         select: Callable[[Tensor], Tensor] | None,
+        kept: Sequence[int] | None = None,
     ) -> ModelOutput:
+        """Run the nodes of each tree from ``first`` on; the cache keeps the first ``kept`` of them (None: all)."""
         counts = [len(tree) - skipped for tree, skipped in zip(trees, first, strict=True)]
         size = max(counts)
         tokens = self._stack([tree.tokens[skipped:] for tree, skipped in zip(trees, first, strict=True)], size)
@@ -270,21 +323,24 @@ class CausalLM:
         if self.max_positions is not None:  # a row that is done may be padded past the end of the position table
             positions.clamp_(max=self.max_positions - 1)
         uniform = len(set(starts)) == 1
-        if uniform and size == 1 and not any(first) and not any(self._windows().values()):
+        if uniform and size == 1 and not any(first) and not any(self.windows().values()):
             masks = None  # one token per row: `transformers` builds the masks of its layers
         else:
-            masks = self._masks([tree.shape for tree in trees], starts, first, size)
+            masks = self._masks.of_trees([tree.shape for tree in trees], starts, first, size)
         cache.begin(range(len(trees)), size, self.device)
         output = self._run(self.model, tokens, positions, cache, masks, select)
-        cache.end(counts)
+        cache.end(counts if kept is None else kept)
         return output
 
     def _stack(self, parts: Sequence[Tensor], size: int) -> Tensor:
-        """Stack the parts to (rows, size) on the model's device, shorter ones padded with zeros."""
+        """Stack the parts to (rows, size, …) on the model's device, shorter ones padded with zeros."""
         parts = [part.to(self.device, non_blocking=True) for part in parts]
         if all(len(part) == size for part in parts):
             return torch.stack(list(parts))
-        return nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
+        padded = nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
+        if not (missing := size - padded.shape[1]):
+            return padded
+        return torch.cat([padded, padded.new_zeros(len(parts), missing, *padded.shape[2:])], dim=1)
 
     def _run(
         self,
@@ -294,6 +350,7 @@ class CausalLM:
         cache: PreallocatedCache,
         mask: Any,
         select: Callable[[Tensor], Tensor] | None,
+        keep_states: bool = False,
     ) -> ModelOutput:
         lm_head_input = capture_lm_head_input(self.model, select)
         with in_eval_mode(self.model), lm_head_input as captured, copy_free_attention(self.model):
@@ -301,7 +358,8 @@ class CausalLM:
                 input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
             )
         hidden = captured[0] if select is None else select(captured[0])
-        return ModelOutput(hidden.to(tokens.device), output.logits.to(tokens.device))
+        states = tuple(captured[0].to(tokens.device)) if keep_states else ()
+        return ModelOutput(hidden.to(tokens.device), output.logits.to(tokens.device), states)
 
     def _forward(
         self,
@@ -316,77 +374,3 @@ class CausalLM:
         select = None if last is None else partial(nodes_at, last)
         output = self._run(model, tokens, positions, cache, mask, select)
         return output.hidden, output.logits
-
-    def _windows(self) -> dict[str, int | None]:
-        """Return the sliding window (None: full attention) of each layer type that takes a mask."""
-        if "sliding_attention" in self._layer_types:
-            return {"full_attention": None, "sliding_attention": self._window}
-        return {"full_attention": None if self._layer_types else self._window}
-
-    def _masks(self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int) -> Any:
-        """Make additive masks (rows, 1, queries, keys): boolean 4-D masks are silently wrong under eager attention.
-
-        Returns one mask for all layers, or a dict by layer type for models that mix full and sliding attention.
-        """
-        masks = {kind: self._mask(shapes, starts, first, size, window) for kind, window in self._windows().items()}
-        return masks if len(masks) > 1 else masks["full_attention"]
-
-    def _mask(
-        self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int, window: int | None
-    ) -> Tensor:
-        if len(set(starts)) == len(set(first)) == len(set(shapes)) == 1:
-            return self._shared_mask(shapes[0], starts[0], first[0], window)
-        return self._ragged_mask(shapes, starts, first, size, window)
-
-    def _shared_mask(self, shape: TreeShape, start: int, first: int, window: int | None) -> Tensor:
-        """Make one mask for all rows, (1, 1, queries, keys): they have the same length and the same tree."""
-        nodes = len(shape)
-        mask = torch.zeros(nodes - first, start + nodes, dtype=self.dtype, device=self.device)
-        mask[:, start:] = self._tree_mask(shape)[first:]
-        if window is not None and start + shape.max_depth >= window:
-            depths = shape.depth_tensor.to(self.device)
-            key_positions = torch.cat([torch.arange(start, device=self.device), depths + start])
-            too_far = (depths[first:, None] + start) - key_positions >= window
-            mask.masked_fill_(too_far, torch.finfo(self.dtype).min)
-        return mask[None, None]
-
-    def _ragged_mask(
-        self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int, window: int | None
-    ) -> Tensor:
-        """Make a mask for each row. A row's keys are its prefix, its tree's nodes, then padding that is masked out."""
-        device, blocked = self.device, torch.finfo(self.dtype).min
-        nodes = max(skipped + size for skipped in first)
-        tree_masks = torch.full((len(shapes), size, nodes), blocked, dtype=self.dtype, device=device)
-        depths = torch.zeros(len(shapes), nodes, dtype=torch.long, device=device)
-        for row, (shape, skipped) in enumerate(zip(shapes, first, strict=True)):
-            tree_masks[row, : len(shape) - skipped, : len(shape)] = self._tree_mask(shape)[skipped:]
-            depths[row, : len(shape)] = shape.depth_tensor.to(device)
-        begin = torch.tensor(starts).to(device, non_blocking=True)[:, None]
-        width = max(start + skipped for start, skipped in zip(starts, first, strict=True)) + size
-        keys = torch.arange(width, device=device)[None]
-        node = (keys - begin).clamp(0, nodes - 1)
-        behind_prefix = (keys >= begin)[:, None]
-        mask = tree_masks.gather(2, node[:, None].expand(-1, size, -1))
-        mask = torch.where(
-            behind_prefix & (keys < begin + nodes)[:, None], mask, torch.where(behind_prefix, blocked, 0.0)
-        )
-        if window is not None:
-            key_positions = torch.where(keys < begin, keys, begin + depths.gather(1, node))
-            queries = torch.stack([depths[row, skipped : skipped + size] for row, skipped in enumerate(first)]) + begin
-            mask = mask.masked_fill(queries[:, :, None] - key_positions[:, None] >= window, blocked)
-        return mask.to(self.dtype)[:, None]
-
-    def _tree_mask(self, shape: TreeShape) -> Tensor:
-        """Return the additive mask among a tree's nodes, (nodes, nodes); it is stored for small trees."""
-        if shape in self._tree_masks:
-            return self._tree_masks[shape]
-        mask = torch.full((len(shape),) * 2, torch.finfo(self.dtype).min, dtype=self.dtype, device=self.device)
-        if shape.is_chain:
-            mask.triu_(1)
-        else:
-            mask.masked_fill_(shape.ancestor_mask.to(self.device), 0)
-        if len(shape) <= _LARGEST_STORED:
-            if len(self._tree_masks) >= _MOST_STORED:  # dynamic trees: keep the memory bounded
-                self._tree_masks.clear()
-            self._tree_masks[shape] = mask
-        return mask

@@ -80,11 +80,14 @@ def measure_cost_curve(
     return {size: statistics.median(times) for size, times in samples.items()}
 
 
-def measure_costs(target: CausalLM, draft: CausalLM, sizes: Sequence[int]) -> Costs:
+def measure_costs(target: CausalLM, draft: CausalLM, sizes: Sequence[int], at_once: int = 1) -> Costs:
     """Measure the costs of a target and a draft model by a few passes of each, before anything is decoded.
+
+    ``at_once``: the tokens that a parallel draft drafts in one forward, which costs the same for fewer.
 
     A pass that looks cheaper than one over fewer tokens is noise, and is taken to cost as much as that one.
     """
     curve = measure_cost_curve(target, sizes, repeats=7)
     rising = accumulate((curve[size] for size in sizes), max)
-    return Costs(dict(zip(sizes, rising, strict=True)), {1: measure_cost_curve(draft, (1,))[1]})
+    forward = measure_cost_curve(draft, (at_once,))[at_once]
+    return Costs(dict(zip(sizes, rising, strict=True)), dict.fromkeys((1, at_once), forward))

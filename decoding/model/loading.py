@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # base class of all errors of a download
     HTTPError,
     StrictDataclassError,
@@ -19,6 +20,10 @@ from decoding.model.finite import check_finite
 from decoding.model.folder import adapted_model, check_model_folder
 from decoding.model.header import read_object
 from decoding.model.heads import CONFIG_NAME, FORMAT, MedusaHeads, read_config
+from decoding.model.parallel import CONFIG_NAME as PARALLEL_CONFIG
+from decoding.model.parallel import WEIGHTS_NAME as PARALLEL_WEIGHTS
+from decoding.model.parallel import ParallelDraft, ParallelParts, is_parallel_folder
+from decoding.model.parallel import read_config as read_parallel_config
 from decoding.model.vocabulary import read_output_tokens, trimmed_vocabulary
 
 TOKENIZER_PROBE = "def speculate(prompt):\n    return 'Zoë said: 3 + 4 = 7'  "
@@ -214,8 +219,53 @@ def load_draft(
 
     Its tokenizer must match the target's ``tokenizer``, if that is given and ``other_tokenizer`` is False: an
     `OtherTokenizerDrafter` takes any. A folder marked by `vocabulary.write_output_tokens` gives a draft with a trimmed
-    vocabulary.
+    vocabulary. A parallel draft works as an ordinary one only if it was trained without a bias and without states.
     """
+    folder = parallel_folder(name)
+    if folder is not None and any(read_parallel_config(folder).shapes()):
+        raise ValueError(
+            f"{name} is a parallel draft with a bias or a reader of the target, which an ordinary draft would leave "
+            f"out, so that fewer tokens were accepted: give it as parallel:{name}"
+        )
+    return _load_draft_model(name, target, tokenizer, trust_remote_code, other_tokenizer)
+
+
+def parallel_folder(name: str) -> Path | None:
+    """Return the folder with the parts of a parallel draft, downloaded if the name is a Hub id; None if it has none."""
+    folder = Path(name)
+    if not folder.exists():
+        try:
+            folder = Path(snapshot_download(name, allow_patterns=[PARALLEL_CONFIG, PARALLEL_WEIGHTS]))
+        except (OSError, ValueError):  # reading the model raises the error
+            return None
+    return folder if is_parallel_folder(folder) else None
+
+
+def load_parallel_draft(
+    name: str, target: CausalLM, tokenizer: PreTrainedTokenizerBase | None, trust_remote_code: bool = False
+) -> ParallelDraft:
+    """Load a parallel draft from a folder or a Hub id, its parts and its model, as `load_draft` loads a draft.
+
+    ValueError, before the model is built, for parts that are missing or that do not fit the target.
+    """
+    folder = parallel_folder(name)
+    if folder is None:
+        _check_folder(name)
+        raise ValueError(
+            f"{name} holds no parallel draft ({PARALLEL_CONFIG} is missing): give draft:{name} if it is an ordinary one"
+        )
+    read_parallel_config(folder).check_fits(target.hidden_size)
+    parts = ParallelParts.from_pretrained(folder, target.dtype, target.device)
+    return ParallelDraft(_load_draft_model(name, target, tokenizer, trust_remote_code), parts)
+
+
+def _load_draft_model(
+    name: str,
+    target: CausalLM,
+    tokenizer: PreTrainedTokenizerBase | None,
+    trust_remote_code: bool,
+    other_tokenizer: bool = False,
+) -> CausalLM:
     draft = load_model(name, target.dtype, target.device, trust_remote_code)
     check_finite(dict(draft.named_parameters()), f"the draft {name} in {target.dtype}", _finite_remedy(target.dtype))
     if tokenizer is not None and not other_tokenizer:

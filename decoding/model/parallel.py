@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from decoding.model.causal_lm import CausalLM
+from decoding.model.embeddings import input_embeddings
 from decoding.model.finite import check_finite
 from decoding.model.header import check_tensors, check_whole, read_object
 from decoding.model.markov import MarkovBias
@@ -53,6 +54,14 @@ class ParallelConfig:
             check_whole("target_hidden_size", self.target_hidden_size, 1)
         if self.mask_token >= self.vocab_size:
             raise ValueError(f"mask_token is {self.mask_token}, but the draft reads {self.vocab_size} tokens")
+
+    def check_fits(self, target_hidden_size: int) -> None:
+        """Raise ValueError if the draft reads hidden states, and of another size than the target's."""
+        if self.target_hidden_size not in (None, target_hidden_size):
+            raise ValueError(
+                f"this parallel draft reads hidden states of size {self.target_hidden_size} but the target's have size "
+                f"{target_hidden_size}: give a draft that was trained on this target"
+            )
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name and shape of every tensor of the parts."""
@@ -111,10 +120,33 @@ class ParallelParts(nn.Module):
 
 @dataclass(frozen=True)
 class ParallelDraft:
-    """A parallel draft: the model that reads text and masks, and its parts."""
+    """A parallel draft: the model that reads text and masks, and its parts.
+
+    ValueError for parts that are not of this model's sizes.
+    """
 
     model: CausalLM
     parts: ParallelParts
+
+    def __post_init__(self) -> None:
+        config, trimmed = self.parts.config, self.model.output_tokens
+        width = input_embeddings(self.model.model).embedding_dim
+        if config.vocab_size != self.model.vocab_size:
+            raise ValueError(
+                f"the parts of this parallel draft are for {config.vocab_size} tokens but its model reads "
+                f"{self.model.vocab_size}: {_REMEDY}"
+            )
+        written = config.vocab_size if trimmed is None else len(trimmed)
+        if config.outputs > written or (trimmed is not None and config.outputs < written):
+            raise ValueError(
+                f"the parts of this parallel draft are for {config.outputs} outputs but its model has {written}: "
+                f"{_REMEDY}"
+            )
+        if self.parts.reader is not None and config.hidden_size != width:
+            raise ValueError(
+                f"the parts of this parallel draft add to embeddings of size {config.hidden_size} but its model's have "
+                f"size {width}: {_REMEDY}"
+            )
 
     @property
     def tokens(self) -> int:
@@ -125,6 +157,10 @@ class ParallelDraft:
     def reads_target(self) -> bool:
         """True if it reads the target's hidden states."""
         return self.parts.reader is not None
+
+    def check_fits(self, target: CausalLM) -> None:
+        """Raise ValueError for a target whose hidden states it cannot read."""
+        self.parts.config.check_fits(target.hidden_size)
 
 
 def is_parallel_folder(folder: Path) -> bool:

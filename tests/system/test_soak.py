@@ -152,8 +152,8 @@ class Soak:
     def live_tensors(self) -> int:
         """After the stores that are meant to keep some have been emptied."""
         for model in self.models:
-            assert len(model._tree_masks) <= 256
-            model._tree_masks.clear()
+            assert len(model._masks._stored) <= 256
+            model._masks._stored.clear()
         chains = TreeShape.chain.cache_info()
         assert chains.maxsize is not None and chains.currsize <= chains.maxsize
         TreeShape.chain.cache_clear()

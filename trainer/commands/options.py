@@ -14,8 +14,9 @@ DeviceMap = Annotated[
 ]
 
 DRAFTERS = (
-    "NAME[:PATH][,option=value,...], such as heads:PATH, draft:PATH,tokens=4, draft-tree:PATH,depth=5, lookup, "
-    "lookahead, cascade:PATH, hybrid:PATH, other-tokenizer:PATH; 'headstart drafters' lists them with their options."
+    "NAME[:PATH][,option=value,...], such as heads:PATH, draft:PATH,tokens=4, draft-tree:PATH,depth=5, parallel:PATH, "
+    "lookup, lookahead, cascade:PATH, hybrid:PATH, other-tokenizer:PATH; 'headstart drafters' lists them with "
+    "their options."
 )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.table import Table
 
 from trainer.recipe.recipe import AnyRecipe
+from trainer.run.embedded import ensure_answered
 from trainer.run.forecast import forecast, points_of, read_evaluated, too_few, verdict
 from trainer.run.kinds import kind_of
 from trainer.run.log import METRICS
@@ -16,8 +17,9 @@ from trainer.terminal.console import standard_output, title
 
 
 def print_plan(recipe: AnyRecipe, launch: Launch, steps: int) -> None:
-    """Print the plan of a recipe; the embedded target is built first if it is not there."""
+    """Print the plan of a recipe; the embedded target and its answers are made first if they are not there."""
     ensure_built(kind_of(recipe).target)
+    ensure_answered(recipe.data.train)
     standard_output().print(table_of(plan_training(recipe, launch, steps), recipe, launch))
 
 

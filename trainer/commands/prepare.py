@@ -6,6 +6,7 @@ from rich.console import Console
 
 from trainer.recipe.recipe import AnyRecipe
 from trainer.run.distributed import build_accelerator
+from trainer.run.embedded import ensure_answered
 from trainer.run.kinds import check_folders, kind_of
 from trainer.run.train import ensure_built
 from trainer.target.store import Store
@@ -25,6 +26,7 @@ def prepare_features(recipe: AnyRecipe, console: Console | None = None) -> Store
             "draft.teacher.folder=FOLDER behind a draft's"
         )
     ensure_built(kind.target)
+    ensure_answered(kind.recipe.data.train)
     check_folders(kind)
     accelerator = build_accelerator(recipe.training)  # its processes have time to wait for one another
     place = Place(accelerator.process_index, accelerator.num_processes, console or standard_error())

@@ -72,11 +72,18 @@ class Batch:
         """
         if not bool((self.documents > 0).any()):
             return {"input_ids": self.tokens, "attention_mask": self.attention_mask}
-        place = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
+        return {"input_ids": self.tokens, "attention_mask": None, "position_ids": self.positions()}
+
+    def begins(self) -> Bool[Tensor, "batch positions"]:
+        """Mark the first token of each document; padding counts as one more document."""
         begins = torch.ones_like(self.trained)
         begins[:, 1:] = self.documents[:, 1:] != self.documents[:, :-1]
-        starts = torch.where(begins, place, 0).cummax(1).values
-        return {"input_ids": self.tokens, "attention_mask": None, "position_ids": place - starts}
+        return begins
+
+    def positions(self) -> Int[Tensor, "batch positions"]:
+        """Return each token's place within its document, from 0."""
+        place = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
+        return place - torch.where(self.begins(), place, 0).cummax(1).values
 
 
 @torch.no_grad()

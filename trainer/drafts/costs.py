@@ -22,18 +22,24 @@ class Payoff(NamedTuple):
     largest_speedup: float
 
 
-def best_costs(target: CausalLM, draft: CausalLM) -> Costs:
-    """Measure costs; where nothing could gain by them, as on a machine that is busy just then, the best of three."""
-    found = measure_costs(target, draft, SIZES)
+def best_costs(target: CausalLM, draft: CausalLM, at_once: int = 1) -> Costs:
+    """Measure costs; where nothing could gain by them, as on a machine that is busy just then, the best of three.
+
+    ``at_once``: the tokens that a parallel draft drafts in one forward, and the most that it drafts at a time.
+    """
+    sizes = SIZES if at_once == 1 else range(1, at_once + 2)
+    found = measure_costs(target, draft, sizes, at_once)
     for _ in range(2):
         if payoff(found).least_acceptance is not None:
             break
-        found = min(found, measure_costs(target, draft, SIZES), key=lambda costs: costs.draft_step)
+        found = min(found, measure_costs(target, draft, sizes, at_once), key=lambda costs: costs.draft_step)
     return found
 
 
 def best_depth(acceptance: float, costs: Costs) -> tuple[int, float]:
     """Return the draft length of most gain if each token is accepted alike, with its speed-up over plain decoding.
+
+    Every length is tried whose target pass was measured.
 
     S = E / (cK + v(K+1)) (Leviathan et al., 2211.17192, theorem 3.8, with v and without overhead).
     """
@@ -42,7 +48,7 @@ def best_depth(acceptance: float, costs: Costs) -> tuple[int, float]:
         depth: predicted_speedup(
             expected_tokens(acceptance, depth), costs.draft_to(depth) / plain, costs.pass_over(depth + 1) / plain
         )
-        for depth in range(1, DEEPEST + 1)
+        for depth in range(1, max(costs.target_pass))
     }
     depth = max(speedups, key=lambda depth: speedups[depth])
     return depth, speedups[depth]
@@ -57,15 +63,16 @@ def payoff(costs: Costs) -> Payoff:
 
 def check_pays(costs: Costs) -> str:
     """Say in a sentence what a draft of these costs could gain; ValueError where it could not gain anything."""
-    least, most = payoff(costs)
+    (least, most), at_once = payoff(costs), max(costs.draft)
+    step = "step" if at_once == 1 else f"forward for {at_once} tokens"
     if least is None:
         raise ValueError(
-            f"this draft cannot pay: a step of it takes {costs.draft_step:.2f} of a target pass here, so that with "
+            f"this draft cannot pay: a {step} of it takes {costs.draft_step:.2f} of a target pass here, so that with "
             f"every token accepted decoding would run at {most:.2f} times the speed of plain decoding; give it fewer "
             "layers or less width (draft.init), or set draft.check_costs=false (on a busy machine start again: three "
             "measurements may all have been spoilt)"
         )
     return (
-        f"costs here: a draft step takes {costs.draft_step:.2f} of a target pass; "
+        f"costs here: a draft {step} takes {costs.draft_step:.2f} of a target pass; "
         f"it pays from an acceptance of {least:.2f}, at most {most:.1f}x"
     )

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
-from decoding.drafters.registry import named_drafter
 from decoding.model.causal_lm import CausalLM
+from decoding.model.embeddings import added_to_embeddings
 from decoding.model.lm_head import lm_head_input, run_in_lm_head
+from decoding.model.parallel import ParallelParts
 from trainer.data.batch import Batch
+from trainer.drafts.blocks import Labels, text_labels
+from trainer.drafts.generations import AnyDraft, drafter_of
 from trainer.drafts.start import InitialDraft, write_draft
-from trainer.learning.fused import fused_loss
+from trainer.learning.fused import Bias, fused_loss
 from trainer.learning.lora import base_of, refuse_embeddings, with_adapters
 from trainer.learning.losses import LossMix
 from trainer.learning.objective import EVERYWHERE_THE_SAME, TermSums
@@ -44,21 +47,38 @@ class OnlineTeacher:
     """The target, run without gradients on every batch."""
 
     def __init__(self, target: CausalLM) -> None:
-        self._states = OnlineTarget(target)
+        self._target = OnlineTarget(target)
+
+    def states(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
+        """Return the target's hidden states, as its lm_head reads them."""
+        return self._target.hidden(batch)
+
+    def of_states(self, batch: Batch, states: Float[Tensor, "batch positions hidden"]) -> HiddenTeacher:
+        """Return the teacher whose states are known; losses turn them into logits a chunk at a time."""
+        return HiddenTeacher(states[batch.labelled(1)], self._target.lm_head, self._target.transform)
 
     def for_batch(self, batch: Batch) -> HiddenTeacher:
-        """Return the target's hidden states there, which losses turn into logits a chunk at a time."""
-        states = self._states
-        return HiddenTeacher(states.hidden(batch)[batch.labelled(1)], states.lm_head, states.transform)
+        """Return the target's hidden states at the labelled positions."""
+        return self.of_states(batch, self.states(batch))
+
+
+class TaughtLabels(NamedTuple):
+    """The labels of one term of the loss, and the target's distribution at them, row by row."""
+
+    at: Labels
+    teacher: Teacher | None
+    """None where only the data's tokens are trained on."""
 
 
 @dataclass(frozen=True)
 class DraftInputs:
-    """Inputs of a draft's step: a batch, and the target's distribution at its labelled positions, row by row."""
+    """Inputs of a draft's step: those of its forward, and the labels at which its logits are compared."""
 
-    batch: Batch
-    teacher: Teacher | None
-    """None where only the data's tokens are trained on."""
+    model_inputs: Mapping[str, Any]
+    labels: tuple[TaughtLabels, ...]
+    """One for each term on the logits; the first are those of the text's own positions."""
+    written_from: Float[Tensor, "batch positions hidden"] | None = None
+    """The target's states that the text's tokens were written from, for a draft that reads them."""
 
 
 class DraftLogits:
@@ -86,11 +106,17 @@ class DistillTraining(nn.Module):
     """The draft with its losses: on its logits, and where it is asked for on its last hidden state."""
 
     def __init__(
-        self, draft: "PreTrainedModel | PeftModel", logits: DraftLogits, loss: LossSection, hidden_size: int
+        self,
+        draft: "PreTrainedModel | PeftModel",
+        logits: DraftLogits,
+        loss: LossSection,
+        hidden_size: int,
+        parts: ParallelParts | None = None,
     ) -> None:
-        """``hidden_size`` is the target's."""
+        """``hidden_size`` is the target's; ``parts`` are those of a parallel draft beside its model."""
         super().__init__()
         self.draft = draft
+        self.parts = parts
         self._logits, self._loss = logits, loss
         self._mix = LossMix.of(loss) if loss.mix else None
         width = CausalLM(self.base).hidden_size
@@ -108,23 +134,57 @@ class DistillTraining(nn.Module):
 
         Hits of soft terms are Σ min(p, q), the acceptance of token rejection; of cross entropy alone, correct argmaxes.
         """
-        hidden = lm_head_input(self.base, inputs.batch.model_inputs())
-        return run_in_lm_head(self.base, hidden, partial(self._losses, inputs))
+        with added_to_embeddings(self.base, self._read(inputs)):
+            hidden = lm_head_input(self.base, inputs.model_inputs)
+        return run_in_lm_head(self.base, hidden, partial(self._sums, inputs))
 
-    def _losses(self, inputs: DraftInputs, hidden: Tensor, lm_head: Tensor) -> TermSums:
-        labelled, teacher = inputs.batch.labelled(1), inputs.teacher
-        x, labels, weight = hidden[labelled], inputs.batch.shifted(1)[labelled], self._logits.known(lm_head)
+    def _read(self, inputs: DraftInputs) -> Tensor | None:
+        """Return the addition to the embeddings: what the draft reads of the target; nothing for masks."""
+        if self.parts is None or inputs.written_from is None:
+            return None
+        read, positions = self.parts.read(inputs.written_from), inputs.model_inputs["input_ids"].shape[1]
+        return nn.functional.pad(read, (0, 0, 0, positions - read.shape[1]))
+
+    def _sums(self, inputs: DraftInputs, hidden: Tensor, lm_head: Tensor) -> TermSums:
         losses, hits = [], []
         if self._mix is not None:
-            imitated = teacher if self._mix.soft else None
-            found = fused_loss(self._logits.scaled(x), weight, labels, self._mix, imitated, **self._logits.keywords())
+            found = self._on_logits(inputs, hidden, lm_head)
+            losses.append(found.losses)
+            hits.append(found.hits)
+        if self._loss.hidden:
+            own = inputs.labels[0]
+            assert isinstance(own.teacher, HiddenTeacher), "the recipe asks for hidden states of the target itself"
+            losses.append(self._hidden_loss(hidden[own.at.places], own.teacher.hidden)[None])
+            hits.append(torch.full_like(losses[-1], torch.nan))  # there is nothing to hit
+        return TermSums(torch.cat(losses), torch.cat(hits).detach())
+
+    def _on_logits(self, inputs: DraftInputs, hidden: Tensor, lm_head: Tensor) -> TermSums:
+        """Return the terms on the logits, inside the bias's output layer where the draft has a bias."""
+        if self.parts is None or self.parts.markov is None:
+            return self._compared(inputs, hidden, lm_head, None, None)
+        markov = self.parts.markov
+        embedded = markov.embedding(torch.cat([labels.at.before for labels in inputs.labels]))
+        sums: TermSums = markov.output(embedded, partial(self._compared, inputs, hidden, lm_head))
+        return sums
+
+    def _compared(
+        self, inputs: DraftInputs, hidden: Tensor, lm_head: Tensor, embedded: Tensor | None, output: Tensor | None
+    ) -> TermSums:
+        """Return one loss for each of the inputs' labels; ``embedded`` and ``output`` are the two sides of the bias."""
+        assert self._mix is not None
+        weight, known, begin = self._logits.known(lm_head), self._logits.keywords(), 0
+        losses, hits = [], []
+        for labels in inputs.labels:
+            count, bias = len(labels.at.labels), None
+            if embedded is not None and output is not None:
+                bias = Bias(embedded[begin : begin + count], self._logits.known(output))
+            begin += count
+            imitated = labels.teacher if self._mix.soft else None
+            x = self._logits.scaled(hidden[labels.at.places])
+            found = fused_loss(x, weight, labels.at.labels, self._mix, imitated, bias=bias, **known)
             losses.append(found.loss)
             hits.append(found.accepted if self._mix.soft else found.correct.to(found.loss.dtype))
-        if self._loss.hidden:
-            assert isinstance(teacher, HiddenTeacher), "the recipe asks for hidden states of the target itself"
-            losses.append(self._hidden_loss(x, teacher.hidden))
-            hits.append(torch.full_like(losses[-1], torch.nan))  # there is nothing to hit
-        return TermSums(torch.stack(losses), torch.stack(hits).detach())
+        return TermSums(torch.stack(losses), torch.stack(hits))
 
     def _hidden_loss(self, x: Float[Tensor, "labels width"], target: Float[Tensor, "labels hidden"]) -> Tensor:
         projected = x if self.projection is None else self.projection(x)
@@ -149,28 +209,35 @@ class DistillObjective:
         self._dtype, loss = target.dtype, section.loss
         self._needs_teacher = loss.soft or loss.hidden > 0
         self.hit_name = "acceptance" if loss.mix.keys() != {"cross_entropy"} else "top1"
-        self.terms = tuple(name for name, wanted in (("logits", loss.mix), ("hidden", loss.hidden)) if wanted)
+        self._weights = self._weighted(section)
+        self.terms = tuple(self._weights)
         self.output_tokens = initial.output_tokens
         logits = DraftLogits(initial.model, initial.output_tokens, target.vocab_size)
         draft: PreTrainedModel | PeftModel = initial.model.train()
         if section.lora is not None:
             refuse_embeddings(initial.model, section.lora, "draft.lora")
             draft = with_adapters(initial.model, section.lora, "draft.lora")
-        self.module: DistillTraining = DistillTraining(draft, logits, loss, target.hidden_size)
+        self.module: DistillTraining = DistillTraining(draft, logits, loss, target.hidden_size, initial.parts)
+
+    @staticmethod
+    def _weighted(section: DraftSection) -> dict[str, float]:
+        """Return the weight of each term of the loss, in the order of `DistillTraining`'s sums."""
+        weights = {"logits": 1.0} if section.loss.mix else {}
+        return weights | ({"hidden": section.loss.hidden} if section.loss.hidden else {})
 
     def weights(self, step: int) -> tuple[float, ...]:
-        return tuple(self._section.loss.hidden if term == "hidden" else 1.0 for term in self.terms)
+        return tuple(self._weights.values())
 
     def rates(self, step: int) -> Mapping[str, float]:
         return EVERYWHERE_THE_SAME
 
-    def counts(self, batch: Batch) -> Float[Tensor, " terms"]:
+    def counts(self, batch: Batch, step: int = 0) -> Float[Tensor, " terms"]:
         return batch.labelled(1).sum().expand(len(self.terms)).clone()
 
     def inputs(self, batch: Batch, step: int) -> tuple[Any, ...]:
         self.module.train()  # an evaluation or a generation leaves it as it decodes
         teacher = self._teacher.for_batch(batch) if self._needs_teacher else None
-        return (DraftInputs(batch, teacher),)
+        return (DraftInputs(batch.model_inputs(), (TaughtLabels(text_labels(batch), teacher),)),)
 
     def draft_for_decoding(self) -> CausalLM:
         """Return a copy of the draft by its present weights, adapters merged, in the target's dtype."""
@@ -181,8 +248,12 @@ class DistillObjective:
         draft.config.dtype = self._dtype
         return CausalLM(draft.requires_grad_(False).eval(), self.output_tokens)
 
+    def writing_draft(self) -> AnyDraft:
+        """Return such a copy with all that it drafts by."""
+        return self.draft_for_decoding()
+
     def drafter(self) -> Drafter:
-        return named_drafter("draft", self.draft_for_decoding(), tokens=self._section.num_draft_tokens)
+        return drafter_of(self.writing_draft(), self._section.num_draft_tokens)
 
     def save(self, folder: Path) -> None:
         write_draft(self.draft_for_decoding(), self._tokenizer, folder)

@@ -12,6 +12,7 @@ from decoding.drafters.registry import named_drafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
+from decoding.model.parallel import ParallelDraft
 from decoding.model.vocabulary import with_whole_vocabulary
 from decoding.rules.sampling import SamplingConfig
 from trainer.data.batch import Example
@@ -19,6 +20,8 @@ from trainer.files.shards import write_text
 from trainer.recipe.draft import PolicySection
 from trainer.terminal.place import ALONE, Place
 
+AnyDraft = CausalLM | ParallelDraft
+"""A draft to decode with: an ordinary one, or a parallel one with its parts."""
 Origin = Literal["offline", "target", "draft", "loop"]
 """Where a sequence comes from: see `PolicySection`."""
 LONGEST_PERIOD = 16
@@ -90,6 +93,13 @@ class Written(NamedTuple):
         return Example(self.tokens, tuple(trained), self.prompt_length)
 
 
+def drafter_of(draft: AnyDraft, tokens: int) -> Drafter:
+    """Make the drafter of a draft's chain of ``tokens``; a parallel draft has at most the tokens of one forward."""
+    if isinstance(draft, ParallelDraft):
+        return named_drafter("parallel", draft, tokens=min(tokens, draft.tokens))
+    return named_drafter("draft", draft, tokens=tokens)
+
+
 class TextWriter:
     """Writer of texts by a draft's present weights.
 
@@ -111,16 +121,16 @@ class TextWriter:
         sampling = SamplingConfig(policy.temperature)
         self._config = DecodingConfig(policy.max_new_tokens, sampling, eos_token_ids=eos_token_ids)
 
-    def write(self, orders: Sequence[Order], draft: CausalLM) -> list[Written]:
+    def write(self, orders: Sequence[Order], draft: AnyDraft) -> list[Written]:
         """Write texts in the order of steps and positions. Where the target writes, its draft only makes it faster."""
-        target, limit = self.target, self.target.vocab_size
-        alone = draft.output_tokens is None and draft.vocab_size == limit
-        drafter = named_drafter("draft", draft, tokens=self._num_draft_tokens)
+        target, drafter = self.target, drafter_of(draft, self._num_draft_tokens)
         writers: dict[Origin, tuple[CausalLM, Drafter | None]] = {
             "target": (target, drafter if self._speculates else None),
-            "draft": (draft if alone else with_whole_vocabulary(draft, limit), None),
             "loop": (target, drafter),
         }
+        if isinstance(draft, CausalLM):
+            alone = draft.output_tokens is None and draft.vocab_size == target.vocab_size
+            writers["draft"] = (draft if alone else with_whole_vocabulary(draft, target.vocab_size), None)
         written = []
         for writer in dict.fromkeys(writers.values()):
             if of_it := [order for order in orders if writers[order.kind] == writer]:

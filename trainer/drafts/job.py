@@ -21,6 +21,7 @@ from trainer.data.splits import load_splits, load_training_data
 from trainer.drafts.costs import best_costs, check_pays
 from trainer.drafts.distill import DistillObjective, OnlineTeacher, TeacherSource
 from trainer.drafts.on_policy import draft_source
+from trainer.drafts.parallel import ParallelObjective
 from trainer.drafts.start import InitialDraft, coverage, initial_draft
 from trainer.job import (
     GreedyTexts,
@@ -106,7 +107,7 @@ class DraftKind:
             place.say(f"the draft writes {len(initial.output_tokens):,} tokens, {share:.1%} of those trained")
         target = self._as_teacher(target, device)
         teacher = self._teacher(target, dataset, place)
-        objective = DistillObjective(target.model, teacher, target.tokenizer, initial, recipe.draft)
+        objective = _objective(recipe, target, teacher, initial)
         return DraftJob(recipe, dataset, heldout, target, objective, identity)
 
     def _load_target(self, device: torch.device) -> Target:
@@ -150,7 +151,7 @@ class DraftJob:
 
     def source(self, section: TrainingSection, place: Place, folder: Path | None = None) -> BatchSource:
         recipe = self.recipe.model_copy(update={"training": section})
-        draft = self.objective.draft_for_decoding
+        draft = self.objective.writing_draft
         return draft_source(recipe, self.dataset.examples, self.target.model, self.tokenizer, draft, place, folder)
 
     def writer(self, examples: Sequence[Example]) -> TeacherWriter | None:
@@ -166,6 +167,10 @@ class DraftJob:
     def passing_bytes(self, largest: Largest) -> int:
         """See `trainer.job.Job.passing_bytes`: layers, chunks of logits, and the gradients of what these come from."""
         section, itemsize = self.recipe.draft, trained_itemsize(self.recipe)
+        teaching = 0 if section.teacher else frozen_forward_bytes(self.target.model, largest.positions)
+        if section.parallel is not None:  # at most; the target reads none of the masks
+            masks = self.recipe.training.micro_batch_size * section.parallel.anchors * (section.parallel.tokens - 1)
+            largest = Largest(largest.positions + masks, largest.trained + masks)
         draft = CausalLM(self.objective.module.base)
         lm_head = self.objective.module.base.get_output_embeddings().weight
         softmaxed = 0 if lm_head.device.type == "cpu" else 4 * _SOFTMAXED // itemsize
@@ -174,13 +179,22 @@ class DraftJob:
         gradients = largest.trained * draft.hidden_size * itemsize
         gradients += 8 * lm_head.numel() if lm_head.requires_grad else 0
         layers = largest.positions * draft.num_layers * layer_bytes(draft, itemsize, adapted=section.lora is not None)
-        teaching = 0 if section.teacher else frozen_forward_bytes(self.target.model, largest.positions)
         return layers + logits + gradients + teaching
 
     def artefact_bytes(self) -> dict[str, int]:
-        """See `trainer.job.Job.artefact_bytes`: the whole draft, its adapters merged."""
-        numbers = sum(parameter.numel() for parameter in self.objective.module.base.parameters())
+        """See `trainer.job.Job.artefact_bytes`: the whole draft, its adapters merged, with a parallel draft's parts."""
+        modules = (self.objective.module.base, self.objective.module.parts)
+        numbers = sum(
+            parameter.numel() for module in modules if module is not None for parameter in module.parameters()
+        )
         return {"the finished artefact": numbers * self.target.dtype.itemsize}
+
+
+def _objective(recipe: DraftRecipe, target: Target, teacher: TeacherSource, initial: InitialDraft) -> DistillObjective:
+    given = target.model, teacher, target.tokenizer, initial, recipe.draft
+    if recipe.draft.parallel is None:
+        return DistillObjective(*given)
+    return ParallelObjective(*given, recipe.training.seed)
 
 
 def _identity(recipe: DraftRecipe, target: Target, dataset: Dataset, initial: InitialDraft) -> dict[str, Any]:
@@ -189,6 +203,8 @@ def _identity(recipe: DraftRecipe, target: Target, dataset: Dataset, initial: In
     content["draft"].pop("check_costs")
     if section.init.from_model is not None:
         content["draft"]["init"]["from_model"] = fingerprint(initial.model)
+        if initial.parts is not None:
+            content["draft"]["init"]["from_model's parts"] = fingerprint(initial.parts)
     if section.teacher is not None:
         content["draft"]["teacher"] = {"top_k": section.teacher.top_k, "tail": section.teacher.tail}
     return content
@@ -209,6 +225,7 @@ def _check_costs(target: Target, initial: InitialDraft, place: Place) -> None:
     costs: list[Costs | None] = [None]
     if place.is_first:
         draft: Any = copy.deepcopy(initial.model)
-        costs = [best_costs(target.model, CausalLM(draft.to(target.dtype).eval(), initial.output_tokens))]
+        at_once = 1 if initial.parts is None else initial.parts.config.tokens
+        costs = [best_costs(target.model, CausalLM(draft.to(target.dtype).eval(), initial.output_tokens), at_once)]
     (found,) = broadcast_object_list(costs)
     place.say(check_pays(found))

@@ -14,7 +14,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids
 from trainer.data.batch import Example
 from trainer.data.source import BatchSource, Offline, PlacedExample
-from trainer.drafts.generations import Order, Origin, TextWriter, WindowFiles, Written
+from trainer.drafts.generations import AnyDraft, Order, Origin, TextWriter, WindowFiles, Written
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.draft import DraftRecipe, PolicySection
 from trainer.terminal.place import ALONE, Place
@@ -30,7 +30,7 @@ def draft_source(
     examples: Sequence[Example],
     target: CausalLM,
     tokenizer: PreTrainedTokenizerBase,
-    draft: Callable[[], CausalLM],
+    draft: Callable[[], AnyDraft],
     place: Place = ALONE,
     folder: Path | None = None,
 ) -> BatchSource:
@@ -64,7 +64,7 @@ class PolicySource:
         training: TrainingSection,
         policy: PolicySection,
         writer: TextWriter,
-        draft: Callable[[], CausalLM],
+        draft: Callable[[], AnyDraft],
         files: WindowFiles,
     ) -> None:
         self._examples, self._training, self._policy = examples, training, policy

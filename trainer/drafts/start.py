@@ -22,6 +22,7 @@ from transformers import (
 from decoding.model.causal_lm import CausalLM
 from decoding.model.finite import check_finite
 from decoding.model.loading import check_same_tokenizer, eos_token_ids, load_model, load_tokenizer, reason
+from decoding.model.parallel import ParallelParts
 from decoding.model.vocabulary import (
     most_frequent_tokens,
     read_output_tokens,
@@ -30,6 +31,7 @@ from decoding.model.vocabulary import (
     write_output_tokens,
 )
 from trainer.data.batch import Example
+from trainer.drafts.mask_token import add_mask_token, new_parts, trained_parts
 from trainer.drafts.prune import measured, narrow_sizes, pruned
 from trainer.files.transformers4 import write_model
 from trainer.recipe.draft import DraftSection, FromTargetSection
@@ -41,6 +43,8 @@ class InitialDraft(NamedTuple):
     model: PreTrainedModel
     output_tokens: Int[Tensor, " outputs"] | None
     """The token that each row of the lm_head writes, in increasing order; None: row i writes token i."""
+    parts: ParallelParts | None = None
+    """A parallel draft's parts beside its model."""
 
 
 def initial_draft(
@@ -57,7 +61,38 @@ def initial_draft(
     a context or a vocabulary that is too small, layers that the target does not have, a config that makes no model.
     """
     init = section.init
-    written: Sequence[int] | None = None
+    model = _started(target, tokenizer, section, examples, trust_remote_code)
+    model.to(target.device, torch.float32)  # type: ignore[arg-type]  # transformers' stubs
+    draft = CausalLM(model)
+    given = "from_model" if init.from_model else "from_config" if init.from_config else "from_target"
+    check_reads(draft, target, f"draft.init.{given}", examples, longest)
+    known = min(draft.vocab_size, target.vocab_size)
+    written: Sequence[int] | None = None if init.from_model is None else read_output_tokens(model, init.from_model)
+    if section.vocabulary is not None:
+        if written is not None:
+            raise ValueError(
+                f"draft.vocabulary is {section.vocabulary} but draft.init.from_model, {init.from_model}, is trimmed to "
+                f"{len(written)} tokens already: leave draft.vocabulary out to train on with those"
+            )
+        written = _most_frequent(section.vocabulary, known, target, tokenizer, examples)
+    parts = None if init.from_model is None else trained_parts(init.from_model, section.parallel, draft, target)
+    mask_token = None if section.parallel is None or parts is not None else add_mask_token(model, tokenizer)
+    if written is not None:
+        draft = trimmed_vocabulary(model, [token for token in written if token < known])
+    if section.parallel is not None and mask_token is not None:
+        parts = new_parts(draft.model, section.parallel, mask_token, target.hidden_size)
+    draft.model.requires_grad_(True)
+    return InitialDraft(draft.model, draft.output_tokens, parts)
+
+
+def _started(
+    target: CausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    section: DraftSection,
+    examples: Sequence[Example],
+    trust_remote_code: bool,
+) -> PreTrainedModel:
+    init = section.init
     if init.from_model is not None:
         _check_tokenizer(tokenizer, init.from_model, trust_remote_code)
         model = load_model(init.from_model, torch.float32, target.device, trust_remote_code)
@@ -66,28 +101,11 @@ def initial_draft(
             "give an earlier checkpoint of it, or another draft",
         )
         check_finite(dict(model.named_parameters()), what, remedy)
-        written = read_output_tokens(model, init.from_model)
-    elif init.from_config is not None:
-        model = draft_from_config(target.model, init.from_config, trust_remote_code)
-    else:
-        assert init.from_target is not None, "the section sees to it"
-        model = _from_target(target, init.from_target, examples, trust_remote_code)
-    model.to(target.device, torch.float32)  # type: ignore[arg-type]  # transformers' stubs
-    draft = CausalLM(model)
-    given = "from_model" if init.from_model else "from_config" if init.from_config else "from_target"
-    check_reads(draft, target, f"draft.init.{given}", examples, longest)
-    known = min(draft.vocab_size, target.vocab_size)
-    if section.vocabulary is not None:
-        if written is not None:
-            raise ValueError(
-                f"draft.vocabulary is {section.vocabulary} but draft.init.from_model, {init.from_model}, is trimmed to "
-                f"{len(written)} tokens already: leave draft.vocabulary out to train on with those"
-            )
-        written = _most_frequent(section.vocabulary, known, target, tokenizer, examples)
-    if written is not None:
-        draft = trimmed_vocabulary(model, [token for token in written if token < known])
-    draft.model.requires_grad_(True)
-    return InitialDraft(draft.model, draft.output_tokens)
+        return model
+    if init.from_config is not None:
+        return draft_from_config(target.model, init.from_config, trust_remote_code)
+    assert init.from_target is not None, "the section sees to it"
+    return _from_target(target, init.from_target, examples, trust_remote_code)
 
 
 def write_draft(draft: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

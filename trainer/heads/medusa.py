@@ -164,7 +164,7 @@ class MedusaObjective:
     def rates(self, step: int) -> Mapping[str, float]:
         return EVERYWHERE_THE_SAME
 
-    def counts(self, batch: Batch) -> Float[Tensor, " terms"]:
+    def counts(self, batch: Batch, step: int = 0) -> Float[Tensor, " terms"]:
         return head_counts(batch, len(self.terms))
 
     def inputs(self, batch: Batch, step: int) -> tuple[Any, ...]:

@@ -122,7 +122,7 @@ class Medusa2Objective:
     def rates(self, step: int) -> Mapping[str, float]:
         return {"heads.": self._adapters.heads_rate, "": 1.0 if self._is_joint(step) else 0.0}
 
-    def counts(self, batch: Batch) -> Float[Tensor, " terms"]:
+    def counts(self, batch: Batch, step: int = 0) -> Float[Tensor, " terms"]:
         heads = head_counts(batch, self._section.num_heads)
         return torch.cat([heads, batch.labelled(1).sum()[None]])
 

@@ -42,8 +42,8 @@ class Objective(Protocol):
         Every step has the same keys: they are the optimizer's groups.
         """
 
-    def counts(self, batch: Batch) -> Float[Tensor, " terms"]:
-        """Return the number of labels that each term has in this batch."""
+    def counts(self, batch: Batch, step: int) -> Float[Tensor, " terms"]:
+        """Return the number of labels that each term has in this batch at a step (from 0)."""
 
     def inputs(self, batch: Batch, step: int) -> tuple[Any, ...]:
         """Run the frozen models without gradients; return the arguments for the module."""

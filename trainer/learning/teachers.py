@@ -75,6 +75,9 @@ class Teacher(Protocol):
     def known_logits(self, start: int, stop: int, temperature: float) -> KnownLogits:
         """Return the logits at tokens ``start`` to ``stop``; the loss will divide them by ``temperature``."""
 
+    def rows(self, index: Int[Tensor, " chosen"]) -> "Teacher":
+        """Return the teacher of some of these tokens, in the order of ``index``."""
+
 
 class HiddenTeacher(NamedTuple):
     """The target's hidden states and lm_head: soft targets without a [tokens, vocab] tensor.
@@ -95,6 +98,9 @@ class HiddenTeacher(NamedTuple):
         """Return every logit of these tokens."""
         logits = self.hidden[start:stop].to(self.weight) @ self.weight.T
         return KnownLogits(logits if self.transform is None else self.transform(logits))
+
+    def rows(self, index: Int[Tensor, " chosen"]) -> "HiddenTeacher":
+        return self._replace(hidden=self.hidden[index])
 
 
 class TopKTeacher(NamedTuple):
@@ -124,6 +130,9 @@ class TopKTeacher(NamedTuple):
                 "set the temperature to 1, or store no top_k so that the target's lm_head is used"
             )
         return KnownLogits(self.logits, self.tokens, self.log_total).block(slice(start, stop))
+
+    def rows(self, index: Int[Tensor, " chosen"]) -> "TopKTeacher":
+        return TopKTeacher(*(part[index] for part in self))
 
 
 class SampledTailTeacher(NamedTuple):
@@ -167,3 +176,7 @@ class SampledTailTeacher(NamedTuple):
             self.log_total[rows],
             self.tail_tokens.shape[1],
         )
+
+    def rows(self, index: Int[Tensor, " chosen"]) -> "SampledTailTeacher":
+        tokens, logits, log_total, tail_tokens, tail_logits = (part[index] for part in self[:5])
+        return SampledTailTeacher(tokens, logits, log_total, tail_tokens, tail_logits, self.temperature)

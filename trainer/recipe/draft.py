@@ -125,6 +125,24 @@ class TeacherSection(Section):
     shard_tokens: Annotated[int, Field(ge=1024)] = 1_048_576
 
 
+class ParallelSection(Section):
+    """A draft that proposes K tokens in one forward, from the text and K - 1 mask tokens behind it (PARD, 2504.18583).
+
+    It starts from ``draft.init`` like any draft; one that starts from a parallel draft goes on training that one.
+    """
+
+    tokens: Annotated[int, Field(ge=2)] = 6
+    """K, the tokens drafted in one forward."""
+    markov_rank: Annotated[int, Field(ge=0)] = 256
+    """Rank of a bias on the logits by the token before, which makes the K distributions conditional; 0: no bias."""
+    reads_target: bool = True
+    """Add to each token's embedding the target's last hidden state that the token was written from."""
+    anchors: Annotated[int, Field(ge=1)] = 24
+    """Positions in the answers of a sequence, drawn anew at every step, behind which masks are trained."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of the mean loss at the masks; the mean loss at the text's own positions weighs 1."""
+
+
 class DraftSection(Section):
     """The draft: its initial weights, its vocabulary, and its training."""
 
@@ -137,8 +155,10 @@ class DraftSection(Section):
     teacher: TeacherSection | None = None
     """None: the target runs at every step."""
     lora: LoraSection | None = None
+    parallel: ParallelSection | None = None
+    """None: an ordinary draft, which takes one forward for each token."""
     num_draft_tokens: Annotated[int, Field(ge=1)] = 4
-    """Draft length of the evaluations and of the ``loop`` policy."""
+    """Draft length of the evaluations and of the ``loop`` policy; a parallel draft has at most its own ``tokens``."""
     check_costs: bool = True
     """Refuse a draft whose measured cost is too high to gain at any acceptance rate. Skipped with ``quantise``: the
     quantised target is slower than the one that will be sped up."""
@@ -163,6 +183,32 @@ class DraftSection(Section):
             raise ValueError(
                 "draft.loss.hidden needs the target's hidden states, which draft.teacher does not hold: set one of "
                 "them to null or 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_parallel_draft_is_trained_as_it_drafts(self) -> "DraftSection":
+        parallel = self.parallel
+        if parallel is None:
+            return self
+        if self.lora is not None:
+            raise ValueError(
+                "draft.parallel trains a new token and new parts, for which draft.lora has no place: set one to null"
+            )
+        if parallel.reads_target and self.teacher is not None:
+            raise ValueError(
+                "draft.parallel.reads_target needs the target's hidden states, which draft.teacher does not hold: set "
+                "draft.teacher=null or draft.parallel.reads_target=false"
+            )
+        if not self.loss.mix:
+            raise ValueError(
+                "draft.parallel needs a loss on the logits, which draft.loss.hidden alone is not: give one beside it, "
+                "such as forward_kl=1"
+            )
+        if _most(self.policy.draft) > 0:
+            raise ValueError(
+                "draft.policy.draft lets the draft answer alone, token by token, which a parallel draft is not trained "
+                "for: set draft.policy.draft=0, and use target or loop"
             )
         return self
 

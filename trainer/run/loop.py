@@ -119,7 +119,7 @@ def _step(
     learning_rate = learning_rate_at(step, section)
     set_learning_rates(optimizers, learning_rate, objective.rates(step))
     micro_batches = _my_micro_batches(step, source, section, accelerator)
-    counts: Tensor = accelerator.reduce(sum(objective.counts(batch) for batch in micro_batches), "sum")
+    counts: Tensor = accelerator.reduce(sum(objective.counts(batch, step) for batch in micro_batches), "sum")
     weights = torch.tensor(objective.weights(step), device=counts.device)
     scale: Float[Tensor, " terms"] = weights / counts.clamp(min=1)
     sums = torch.zeros(2, len(objective.terms), dtype=_widest(counts.device), device=counts.device)

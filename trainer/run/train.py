@@ -19,6 +19,7 @@ from trainer.job import Job, Kind, trained_numbers
 from trainer.recipe.recipe import AnyRecipe
 from trainer.run.checkpoint import Checkpoints, Progress
 from trainer.run.distributed import build_accelerator, describe, whole_parameters
+from trainer.run.embedded import ensure_answered
 from trainer.run.heldout import Evaluator, Watch, evaluator_at_end
 from trainer.run.kinds import check_folders, kind_of
 from trainer.run.log import Log
@@ -34,10 +35,11 @@ CHECKPOINTS, FINAL = "checkpoints", "final"
 def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
     """Train a recipe to its end, resuming if it was stopped before; returns the folder of the finished artefact.
 
-    The embedded target is trained first where the recipe asks for it and it is not there yet.
+    The embedded target is trained first, and writes its answers, where the recipe asks for them.
     """
     console, kind = console or standard_error(), kind_of(recipe)
     ensure_built(kind.target)
+    ensure_answered(kind.recipe.data.train)
     check_folders(kind)
     accelerator = _accelerator(recipe)
     with _alone_in(Path(recipe.output), accelerator):

@@ -1,0 +1,119 @@
+"""The target's states through the loop: a drafter that reads them gets one for each token of its texts, once."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from scripted_drafters import HostileDrafter, RandomPolicy
+from tiny_models import naive_greedy
+from tiny_parallel import states_before, tiny_parallel_draft
+from torch import Tensor
+
+from decoding.drafters import Drafter, DraftModelDrafter, DraftSession, HybridDrafter, ParallelDrafter
+from decoding.drafters.base import DraftRequest, TextStart
+from decoding.drafters.prompt_lookup import PromptLookupDrafter
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig, Generation
+from decoding.model.causal_lm import CausalLM
+from decoding.policies import Budget
+from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.sampling import SamplingConfig
+
+PROMPTS = ([3, 1, 4, 1, 5], [7], [2, 7, 1, 8] * 6, [6, 6], [9, 8, 7, 6, 5, 4, 3, 2, 1], [0])
+COUNT = 14
+
+
+class Reading(Drafter):
+    """Another drafter, with a session that asserts that the states handed over are the target's own."""
+
+    name = "reading"
+    reads_states = True
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.handed = 0
+
+    @property
+    def budgets(self) -> tuple[Budget, ...]:
+        return self.drafter.budgets
+
+    def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
+        return self.drafter.kinds(sampling)
+
+    def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "ReadingSession":
+        return ReadingSession(self, target, self.drafter.open(target, sampling, rows, max_length))
+
+
+class ReadingSession:
+    def __init__(self, drafter: Reading, target: CausalLM, session: DraftSession) -> None:
+        self._drafter, self._target, self._session = drafter, target, session
+        self._states: dict[int, list[Tensor]] = {}
+
+    def admit(self, slot: int, start: TextStart) -> None:
+        self._session.admit(slot, start)
+        self._states[slot] = []
+
+    def move(self, slot: int, to: int) -> None:
+        self._session.move(slot, to)
+        self._states[to] = self._states.pop(slot)
+
+    def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
+        self._session.observe(proposals, logits)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        for row, request in enumerate(requests):
+            if request.states is not None:
+                self._states[row].append(request.states)
+                self._drafter.handed += len(request.states)
+            found, wanted = torch.cat(self._states[row]), states_before(self._target, request.tokens)
+            torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+        return self._session.propose(requests)
+
+
+def hostile(target: CausalLM, chains: bool = False) -> HostileDrafter:
+    right = [[*prompt, *naive_greedy(target.model, prompt, COUNT)] for prompt in PROMPTS]
+    return HostileDrafter(1, right[0], chains=chains, others=right[1:])
+
+
+@pytest.mark.parametrize("chains", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_every_token_comes_with_the_state_that_it_was_written_from(
+    tiny_llama: CausalLM, batch_size: int, chains: bool
+) -> None:
+    """Branches accepted and refused, steps without a draft, rows that end, are refilled, and move."""
+    eos = (naive_greedy(tiny_llama.model, PROMPTS[1], COUNT)[5],)
+    for policy_seed in range(3):
+        drafter = Reading(hostile(tiny_llama, chains))
+        config = DecodingConfig(COUNT, eos_token_ids=eos)
+        texts = Engine(tiny_llama, drafter, RandomPolicy(policy_seed)).decode(PROMPTS, config, batch_size=batch_size)
+        for prompt, text in zip(PROMPTS, texts, strict=True):
+            plain = naive_greedy(tiny_llama.model, prompt, COUNT)
+            assert text.tokens == plain[: plain.index(eos[0]) + 1 if eos[0] in plain else COUNT]
+        assert drafter.handed > sum(map(len, PROMPTS))
+
+
+def test_a_prompt_that_continues_a_cached_text_comes_with_all_its_states(tiny_llama: CausalLM) -> None:
+    kept, text = tiny_llama.new_cache(8), [3, 1, 4]
+    for turn in range(3):
+        drafter = Reading(hostile(tiny_llama)) if turn != 1 else None
+        written = Generation.of(list(Engine(tiny_llama, drafter).steps(text, DecodingConfig(6), cache=kept))).tokens
+        assert written == naive_greedy(tiny_llama.model, text, 6)
+        text = [*text, *written, 2]
+
+
+def test_prompts_that_run_in_several_groups_keep_their_states(
+    tiny_llama: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decoding.model.causal_lm._PREFILL_TOKENS", 10)
+    output = tiny_llama.prefill(PROMPTS, tiny_llama.new_cache(32, 6), keep_states=True)
+    for prompt, states in zip(PROMPTS, output.states, strict=True):
+        torch.testing.assert_close(states[:-1], states_before(tiny_llama, prompt)[1:], rtol=0, atol=2e-5)
+
+
+def test_states_are_kept_for_those_who_read_them_alone(tiny_llama: CausalLM, tiny_draft: CausalLM) -> None:
+    chain, lookup = DraftModelDrafter(tiny_draft, (1, 1)), PromptLookupDrafter(2)
+    reader = ParallelDrafter(tiny_parallel_draft(tiny_llama))
+    assert not any(drafter.reads_states for drafter in (chain, lookup, HybridDrafter(chain, lookup)))
+    assert not ParallelDrafter(tiny_parallel_draft(tiny_llama, reads_target=False)).reads_states
+    assert reader.reads_states and HybridDrafter(reader, lookup).reads_states
+    assert tiny_llama.prefill(PROMPTS, tiny_llama.new_cache(32, 6)).states == ()
