@@ -179,7 +179,7 @@ class HybridSession:
             [replace(request, max_nodes=nodes) for request, (_, nodes) in zip(requests, splits, strict=True)]
         )
         lengths = [_class_of(proposal) for proposal in looked_up]
-        firsts = self._propose_first(
+        firsts = self._sessions[0].propose(  # with a depth of 0 too: a session takes note of every request
             [
                 replace(request, max_nodes=nodes, max_depth=self._first_depth(row, request, lengths[row]))
                 for row, (request, (nodes, _)) in enumerate(zip(requests, splits, strict=True))
@@ -196,11 +196,6 @@ class HybridSession:
         thrift = self._thrift[row]
         thrift.learn(request.tokens)
         return request.max_depth if request.max_depth and thrift.wants_first(length, self._drafter.least_gain) else 0
-
-    def _propose_first(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        if any(request.max_depth for request in requests):
-            return self._sessions[0].propose(requests)
-        return [Proposal.root_only(request.tokens[-1], request.hidden.device) for request in requests]
 
     def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
         if [id(proposal) for proposal in proposals] != [id(grafted.proposal) for grafted in self._last]:

@@ -141,9 +141,7 @@ class CausalLM:
         if static is not None:
             refuse_changing_rope(text_config)
             refuse_several_devices(model)
-            self._static = StaticSteps(
-                model, self._forward, self.windows(), self.max_positions, self.dtype, static
-            )
+            self._static = StaticSteps(model, self._forward, self.windows(), self.max_positions, self.dtype, static)
 
     @property
     def is_static(self) -> bool:
