@@ -57,9 +57,9 @@ class Proposal:
     matched: int = 0
 
     def __post_init__(self) -> None:
-        assert (self.drawn is not None) == (self.kind is ProposalKind.GRAFTED), f"drawn part of a {self.kind.value} one"
         if (self.q is None) == self.kind.has_q:
             raise ValueError(f"a {self.kind.value} proposal {'needs' if self.q is None else 'carries no'} q")
+        assert (self.drawn is not None) == (self.kind is ProposalKind.GRAFTED), f"drawn part of a {self.kind.value} one"
 
     @staticmethod
     def root_only(token: int, device: torch.device | str = "cpu") -> "Proposal":
