@@ -135,7 +135,7 @@ class _Thrift:
     def wants_first(self, length: int, least_gain: float) -> bool:
         """Decide a step whose lookup has a match of this class."""
         added = self.added[length].with_prior(self.added_to_any.with_prior(1.0))
-        wants = added >= least_gain * (1 + self.looked_up[length].value) or self.untried >= _UNTRIED
+        wants = added >= least_gain * (1 + self.looked_up[length].with_prior(0.0)) or self.untried >= _UNTRIED
         self.untried = 0 if wants else self.untried + 1
         return wants
 
