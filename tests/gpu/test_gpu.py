@@ -153,7 +153,7 @@ def test_a_target_on_two_gpus_writes_the_texts_of_the_cpu(name: str) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("name", ["plain", "chain"])
+@pytest.mark.parametrize("name", ["plain", "chain", "markov"])
 def test_a_greedy_step_waits_for_the_gpu_once(name: str, batch_size: int) -> None:
     target, drafter = CausalLM(model_on("cuda"), static="graphs"), drafter_on("cuda", name, "graphs")
     prompts, config = [PROMPTS[0]] * batch_size, DecodingConfig(24)
