@@ -18,7 +18,7 @@ from torch import Tensor
 
 from decoding.drafters import MedusaDrafter
 from decoding.drafters.base import DraftRequest, DraftSession, TextStart
-from decoding.drafters.medusa import MedusaSession
+from decoding.drafters.medusa import SAMPLED_BY_DEFAULT, MedusaSession
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.rules.proposal import Proposal, ProposalKind
@@ -30,6 +30,7 @@ KINDS = ["medusa", "markov", "hydra"]
 ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
 PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (2, 1), (0, 1, 0), (2, 0, 0), (2, 0, 1))
 AT_ONE = SamplingConfig(1.0)
+DETERMINISTIC = ProposalKind.DETERMINISTIC
 WITHOUT = ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
 
 
@@ -97,19 +98,30 @@ def test_children_are_drawn_from_the_recorded_q_of_their_path_by_the_number_of_t
 def test_at_temperature_zero_the_tree_holds_the_best_tokens(tiny_llama: CausalLM, kind: str) -> None:
     heads, request = heads_of(kind), DraftRequest([7, 3], torch.randn(16), 99, 99)
     best, drawn = MedusaDrafter(heads, PATHS), MedusaDrafter(heads, PATHS, sampled=True)
-    assert drawn.kinds(SamplingConfig()) == {ProposalKind.DETERMINISTIC}
+    assert drawn.kinds(SamplingConfig()) == {DETERMINISTIC}
     (one,), (other,) = (opened(each, tiny_llama).propose([request]) for each in (best, drawn))
-    assert one.tree.token_list == other.tree.token_list and other.kind is ProposalKind.DETERMINISTIC
+    assert one.tree.token_list == other.tree.token_list and other.kind is DETERMINISTIC
 
 
-def test_a_tree_is_drawn_only_if_it_is_asked_for(tiny_llama: CausalLM) -> None:
-    heads, request = heads_of("markov"), DraftRequest([7, 3], torch.randn(16), 99, 99)
-    for sampled, kind in ((None, ProposalKind.DETERMINISTIC), (False, ProposalKind.DETERMINISTIC), (True, WITHOUT)):
-        drafter = MedusaDrafter(heads, PATHS, sampled=sampled)
-        assert drafter.kinds(AT_ONE) == {kind}
+@ALL_KINDS
+def test_a_tree_is_drawn_if_it_is_asked_for_or_the_kind_of_heads_gains_by_it(tiny_llama: CausalLM, kind: str) -> None:
+    heads, request = heads_of(kind), DraftRequest([7, 3], torch.randn(16), 99, 99)
+    for sampled, drawn in ((None, SAMPLED_BY_DEFAULT[kind]), (False, False), (True, True)):
+        drafter, wanted = MedusaDrafter(heads, PATHS, sampled=sampled), WITHOUT if drawn else DETERMINISTIC
+        assert drafter.kinds(AT_ONE) == {wanted}
         (proposal,) = opened(drafter, tiny_llama, AT_ONE).propose([request])
-        assert proposal.kind is kind
-    assert MedusaDrafter(heads, PATHS, sampled=True).label == "markov, sampled tree of 10"
+        assert proposal.kind is wanted
+
+
+def test_a_label_names_the_way_to_choose_tokens_if_it_was_given() -> None:
+    heads = heads_of("markov")
+    labels = [MedusaDrafter(heads, PATHS, sampled=sampled).label for sampled in (None, True, False)]
+    assert labels == ["markov, tree of 10", "markov, sampled tree of 10", "markov, deterministic tree of 10"]
+    assert MedusaDrafter(heads, dynamic_nodes=5).label == "markov, dynamic tree of 4"
+
+
+def test_a_dynamic_tree_cannot_be_drawn() -> None:
+    heads = heads_of("markov")
     with pytest.raises(ValueError, match="sampled and dynamic_nodes are both given"):
         MedusaDrafter(heads, dynamic_nodes=5, sampled=True)
 

@@ -62,6 +62,7 @@ class MedusaDrafter(Drafter):
         if dynamic_nodes is None:
             self._static = _static_tree(heads.config, tree if tree is not None else heads.config.tree)
         self._best = StaticGrowth(self._static) if self._static is not None else DynamicGrowth(self.budgets[-1])
+        self._told = sampled
         self._drawn = None
         if self._static is not None and (SAMPLED_BY_DEFAULT[self.name] if sampled is None else sampled):
             self._drawn = SampledGrowth(self._static)
@@ -72,7 +73,8 @@ class MedusaDrafter(Drafter):
 
     @property
     def label(self) -> str:
-        kind = "dynamic " if self._static is None else "sampled " if self._drawn is not None else ""
+        told = {None: "", True: "sampled ", False: "deterministic "}[self._told]
+        kind = "dynamic " if self._static is None else told
         return f"{self.name}, {kind}tree of {self.max_nodes - 1}"
 
     @property
