@@ -76,13 +76,13 @@ def hostile(target: CausalLM, chains: bool = False) -> HostileDrafter:
 
 
 @pytest.mark.parametrize("chains", [False, True])
-@pytest.mark.parametrize("batch_size", [1, 2, 4])
+@pytest.mark.parametrize("batch_size", [1, 4])
 def test_every_token_comes_with_the_state_that_it_was_written_from(
     tiny_llama: CausalLM, batch_size: int, chains: bool
 ) -> None:
     """Branches accepted and refused, steps without a draft, rows that end, are refilled, and move."""
     eos = (naive_greedy(tiny_llama.model, PROMPTS[1], COUNT)[5],)
-    for policy_seed in range(3):
+    for policy_seed in range(2):
         drafter = Reading(hostile(tiny_llama, chains))
         config = DecodingConfig(COUNT, eos_token_ids=eos)
         texts = Engine(tiny_llama, drafter, RandomPolicy(policy_seed)).decode(PROMPTS, config, batch_size=batch_size)
