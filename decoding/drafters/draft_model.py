@@ -57,6 +57,7 @@ class DraftModelDrafter(Drafter):
         self.branching = tuple(branching)
         self.with_replacement = with_replacement
         self.stop_below = stop_below
+        self.rough_cost = 0.05 * len(branching)
 
     @property
     def label(self) -> str:

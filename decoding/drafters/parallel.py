@@ -13,6 +13,7 @@ from decoding.drafters.draft_tree import tree_budgets
 from decoding.drafters.growth import ConditionalLogits, DynamicGrowth, SampledGrowth, StaticGrowth
 from decoding.drafters.static_tree import StaticTree
 from decoding.model.causal_lm import CausalLM
+from decoding.model.markov import DecodingBias
 from decoding.model.parallel import ParallelDraft
 from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
@@ -62,6 +63,7 @@ class ParallelDrafter(Drafter):
         if dynamic_nodes is not None and sampled:
             raise ValueError("sampled and dynamic_nodes are both given: only a shape that is fixed is drawn")
         self.draft = draft
+        self.bias = None if draft.parts.markov is None else DecodingBias(draft.parts.markov)
         self.tokens = draft.tokens if tokens is None else tokens
         self.dynamic_nodes = dynamic_nodes
         self._tree = None if tree is None else _static_tree(draft, tree)
@@ -178,7 +180,7 @@ class ParallelSession:
         masks = [config.mask_token] * (max(depths) - 1)
         logits = self._state.look_ahead([request.tokens for request in requests], masks, self._added(len(requests)))
         base = logits[..., : config.outputs].transpose(0, 1)
-        nodes = ConditionalLogits(base, self._parts.markov, self._state.over_target_vocabulary)
+        nodes = ConditionalLogits(base, self._drafter.bias, self._state.over_target_vocabulary)
         return self._grow(requests, depths, nodes)
 
     def _added(self, rows: int) -> list[Float[Tensor, "tokens hidden"]] | None:
