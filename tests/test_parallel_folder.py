@@ -60,8 +60,9 @@ def test_a_draft_of_bf16_is_read_in_the_targets_dtype(tmp_path: Path) -> None:
 
 def test_a_path_alone_means_the_parallel_draft_in_it(tmp_path: Path) -> None:
     written(tmp_path)
-    assert parse_drafter(f"{tmp_path},tokens=3").name == "parallel"
-    assert parse_drafter(f"hybrid:{tmp_path}").options["of"] == "parallel"
+    for text in (f"{tmp_path},tokens=3", f"hybrid:{tmp_path}"):
+        spec = parse_drafter(text)
+        assert spec.name == "hybrid" and spec.options["of"] == "parallel"
 
 
 def test_a_draft_with_parts_is_no_ordinary_draft(tmp_path: Path) -> None:
