@@ -16,7 +16,6 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from decoding.engine import Engine
 from decoding.generate import DecodingConfig, check_prompt
 from decoding.measure.evaluate import Method, our_method, transformers_method
 from decoding.measure.machine import commit, hardware, versions
-from decoding.measure.widen import widened_heads, widened_to
+from decoding.measure.widen import widened_heads, widened_parallel, widened_to
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads
 from decoding.model.loading import (
@@ -44,9 +43,12 @@ from decoding.model.loading import (
     load_draft,
     load_heads,
     load_model,
+    load_parallel_draft,
     load_tokenizer,
+    parallel_folder,
     parse_dtype,
 )
+from decoding.model.parallel import ParallelDraft
 from decoding.policies import named_policy
 from decoding.prompts import read_prompts
 from decoding.rules.sampling import SamplingConfig
@@ -110,11 +112,12 @@ def train_arms(options: argparse.Namespace) -> list[str]:
             recipe = ARMS[name].recipe
             if recipe is None:
                 continue
-            given = {"target": options.target, "data.heldout": options.heldout, "training.steps": options.steps}
-            given["evaluation.every"] = max(options.steps // 5, 1)
+            given = {"target": options.target, "data.heldout": options.heldout}
             if recipe == "medusa1":  # the target stands still: it is run once for all heads on the same answers
                 given["features.folder"] = options.runs / "features" / ARMS[name].answers
-            overrides = overrides_of(ARMS[name], seed, given, answers)
+            after = ARMS[name].after
+            start = None if after is None else str(folder_of(options.runs, after, seed).resolve() / "final")
+            overrides = overrides_of(ARMS[name], seed, options.steps, given, answers, start)
             try:
                 train(RECIPES / f"{recipe}.yaml", overrides, folder_of(options.runs, name, seed), options.threads)
             except subprocess.CalledProcessError:
@@ -126,12 +129,8 @@ def train_arms(options: argparse.Namespace) -> list[str]:
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Trained weights of an arm: heads, a draft, or None."""
-
-    kind: str | None
-    loaded: Any
+Weights = MedusaHeads | CausalLM | ParallelDraft
+"""Trained weights of an arm."""
 
 
 class Bench:
@@ -172,24 +171,29 @@ class Bench:
         sampling = SamplingConfig(temperature=SETTINGS[setting])
         return DecodingConfig(self.options.max_new_tokens, sampling, eos_token_ids=self.eos)
 
-    def weights(self, name: str, seed: int) -> Weights | None:
-        """Load an arm's weights; None if it is not trained yet."""
+    def is_ready(self, name: str, seed: int) -> bool:
+        """Return True for an arm that is trained with the seed; one without a training has the seed 0."""
         if ARMS[name].recipe is None:
-            return Weights(None, None) if seed == 0 else None
-        folder = folder_of(self.options.runs, name, seed) / "final"
-        if not folder.is_dir():
-            return None
-        if is_heads_folder(folder):
-            return Weights("heads", load_heads(folder, self.target))
-        return Weights("draft", load_draft(str(folder), self.target, self.tokenizer))
+            return seed == 0
+        return (folder_of(self.options.runs, name, seed) / "final").is_dir()
 
-    def drafters(self, name: str, weights: Weights) -> Iterator[tuple[str, Drafting, Drafter]]:
+    def weights(self, name: str, seed: int) -> Weights | None:
+        """Load an arm's weights; None if it has none."""
+        if ARMS[name].recipe is None:
+            return None
+        folder = folder_of(self.options.runs, name, seed) / "final"
+        if is_heads_folder(folder):
+            return load_heads(folder, self.target)
+        load = load_parallel_draft if parallel_folder(str(folder)) else load_draft
+        return load(str(folder), self.target, self.tokenizer)
+
+    def drafters(self, name: str, weights: Weights | None) -> Iterator[tuple[str, Drafting, Drafter]]:
         """Yield the arm's ways to draft that were asked for and that fit; say once which do not fit, and why."""
         for drafting, how in ARMS[name].draftings.items():
             if drafting not in (self.options.draftings or [drafting]):
                 continue
             try:
-                yield drafting, how, named_drafter(how.drafter, weights.loaded, **how.options)
+                yield drafting, how, named_drafter(how.drafter, weights, **how.options)
             except ValueError as error:
                 if (name, drafting) not in self._refused:
                     print(f"{key_of(name, drafting)} is left out: {error}")
@@ -204,10 +208,9 @@ def measure_acceptance(bench: Bench) -> None:
     """Decode all prompts in batches by every way to draft with every seed's weights, and record each text's counts."""
     for seed in bench.options.seeds:
         for name in bench.options.arms:
-            weights = bench.weights(name, seed)
-            if weights is None:
+            if not bench.is_ready(name, seed):
                 continue
-            for drafting, how, drafter in bench.drafters(name, weights):
+            for drafting, how, drafter in bench.drafters(name, bench.weights(name, seed)):
                 if how.policy != "fixed":  # its choices are by time, which means nothing in a batch
                     continue
                 for prompt_set, prompts in bench.prompts.items():
@@ -254,27 +257,29 @@ def timed_methods(bench: Bench, target: CausalLM, width: int, setting: str) -> d
     """Make plain decoding, assisted generation with the peer's draft, and the first seed's drafters."""
     config = bench.config(setting)
     methods = {PLAIN: our_method(target, setting, PLAIN, None, config)}
-    if (peer := bench.weights(bench.options.peer, 0)) is not None:
-        methods[PEER] = transformers_method(target, setting, PEER, config, peer.loaded)
-    for name in bench.options.arms:
-        weights = bench.weights(name, 0)
-        fitting = weights if weights is None or width == 1 else widened_weights(name, weights, width)
-        for drafting, how, drafter in bench.drafters(name, fitting) if fitting else ():
+    if bench.is_ready(bench.options.peer, 0):
+        peer = bench.weights(bench.options.peer, 0)
+        assert isinstance(peer, CausalLM), "assisted generation drafts with an ordinary model"
+        methods[PEER] = transformers_method(target, setting, PEER, config, peer)
+    for name in (each for each in bench.options.arms if bench.is_ready(each, 0)):
+        try:
+            weights = bench.weights(name, 0)
+            weights = weights if width == 1 else widened_weights(weights, width)
+        except ValueError as error:
+            print(f"{name} is left out: {error}")
+            continue
+        for drafting, how, drafter in bench.drafters(name, weights):
             if setting in how.settings:
                 key = key_of(name, drafting)
                 methods[key] = our_method(target, setting, key, drafter, config, named_policy(how.policy))
     return methods
 
 
-def widened_weights(name: str, weights: Weights, width: int) -> Weights | None:
-    """Make an arm's weights fit the widened target; None, with the reason printed, for those that cannot."""
-    if not isinstance(weights.loaded, MedusaHeads):
-        return weights
-    try:
-        return Weights(weights.kind, widened_heads(weights.loaded, width))
-    except ValueError as error:
-        print(f"{name} is left out on the widened target: {error}")
-        return None
+def widened_weights(weights: Weights | None, width: int) -> Weights | None:
+    """Make an arm's weights fit the widened target; ValueError for those that cannot."""
+    if isinstance(weights, MedusaHeads):
+        return widened_heads(weights, width)
+    return widened_parallel(weights, width) if isinstance(weights, ParallelDraft) else weights
 
 
 def _take_turns(bench: Bench, wanted: dict[str, Any], methods: Mapping[str, Method], prompt: Sequence[int]) -> None:

@@ -20,7 +20,8 @@ class Drafting(NamedTuple):
 class Arm(NamedTuple):
     """A recipe of storyteller-11m (None: nothing is trained) with overrides, and its ways to draft, the main one first.
 
-    ``baseline`` names the arm that it is compared with, prompt by prompt; ``answers`` the rows that it learns.
+    ``baseline`` names the arm that it is compared with, prompt by prompt; ``answers`` the rows that it learns;
+    ``after`` the arm whose weights it starts from, and ``share`` its part of the steps.
     """
 
     recipe: str | None
@@ -28,6 +29,8 @@ class Arm(NamedTuple):
     overrides: tuple[str, ...] = ()
     baseline: str | None = None
     answers: str = "greedy"
+    after: str | None = None
+    share: float = 1.0
 
 
 MEDUSA, DRAFT = "Medusa-1", "draft"
@@ -38,12 +41,14 @@ _LOOKUP = {"lookup_tokens": 8}
 def _heads(depth: int = 4) -> dict[str, Drafting]:
     chain = tuple((0,) * length for length in range(1, depth + 1))
     return {
-        TREE: Drafting("heads"),
-        CHAIN: Drafting("heads", {"tree": chain}),
-        "dynamic tree of 16": Drafting("heads", {"dynamic_nodes": 16}),
+        TREE: Drafting("heads", {"sampled": False}),
         "sampled tree of 16": Drafting("heads", {"sampled": True}, settings=(SAMPLED,)),
+        CHAIN: Drafting("heads", {"tree": chain, "sampled": False}),
+        "sampled chain": Drafting("heads", {"tree": chain, "sampled": True}, settings=(SAMPLED,)),
+        "dynamic tree of 16": Drafting("heads", {"dynamic_nodes": 16}),
         "with lookup": Drafting("hybrid", {"of": "heads", **_LOOKUP}),
         "dynamic tree of 32, measured": Drafting("heads", {"dynamic_nodes": 32}, "measured"),
+        "sampled tree of 16, measured": Drafting("heads", {"sampled": True}, "measured", (SAMPLED,)),
     }
 
 
@@ -57,7 +62,7 @@ _ORDINARY = {
 _PARALLEL = {
     "6 tokens": Drafting("parallel"),
     "4 tokens": Drafting("parallel", {"tokens": 4}),
-    TREE: Drafting("parallel", {"dynamic_nodes": 16, "sampled": False}),
+    "dynamic tree of 16": Drafting("parallel", {"dynamic_nodes": 16}),
     "with lookup": Drafting("hybrid", {"of": "parallel", **_LOOKUP}),
     "6 tokens, measured": Drafting("parallel", policy="measured"),
 }
@@ -103,6 +108,10 @@ ARMS: dict[str, Arm] = {
     DRAFT: _draft()._replace(baseline=None),
     "draft, random start": _draft(*_random()),
     "draft, 2 × 256, random start": _draft(*_random(2, 256)),
+    "draft, half the steps": _draft(*_random())._replace(share=0.5),
+    "draft, then the loop": _draft(
+        "draft.policy.offline=0", "draft.policy.loop=1", "draft.policy.loop_trains=all", "draft.policy.every=5"
+    )._replace(after="draft, half the steps", share=0.5),
     "parallel, no bias": _parallel(0, False),
     "parallel": _parallel(256, False),
     "parallel, reads the target": _parallel(256, True),
@@ -112,9 +121,18 @@ ARMS: dict[str, Arm] = {
 """Name -> arm. Heads are compared with Medusa-1, drafts with the ordinary draft."""
 
 
-def overrides_of(arm: Arm, seed: int, given: Mapping[str, Any], answers: Mapping[str, str]) -> list[str]:
-    """Return an arm's overrides for a training with a seed; ``given`` are those that all arms share."""
-    shared = {**given, "data.train": answers[arm.answers], "training.seed": seed}
+def overrides_of(
+    arm: Arm, seed: int, steps: int, given: Mapping[str, Any], answers: Mapping[str, str], start: str | None = None
+) -> list[str]:
+    """Return an arm's overrides for a training with a seed; ``given`` are those that all arms share.
+
+    ``start``: the folder of the weights of the arm that it comes after.
+    """
+    steps = round(steps * arm.share)
+    shared = {**given, "data.train": answers[arm.answers], "training.seed": seed, "training.steps": steps}
+    shared["evaluation.every"] = max(steps // 5, 1)
+    if start is not None:
+        shared |= {"draft.init.from_target": "null", "draft.init.from_model": start}
     if arm.recipe == "draft":
         shared["draft.check_costs"] = "false"
     return [*(f"{key}={value}" for key, value in shared.items()), *arm.overrides]

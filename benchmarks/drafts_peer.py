@@ -153,12 +153,13 @@ def check_peer(python: str) -> None:
         raise ValueError(f"{python} has no trl: make an environment with trl and torch, and give its Python")
 
 
-def _overrides(options: argparse.Namespace) -> list[str]:
+def _overrides(options: argparse.Namespace, micro_batch_size: int | None = None) -> list[str]:
     """Return the recipe's overrides, the same for both sides: AdamW, and no setting that GKD lacks."""
     given = [f"target={options.target}", f"data.train={options.rows}", f"data.heldout={options.rows}"]
     given += [f"data.max_length={options.max_length}", "name=peer", "tracking=none"]
     given += [f"training.steps={options.steps}", f"training.learning_rate={options.learning_rate}"]
-    given += [f"training.{name}={options.batch_size}" for name in ("batch_size", "micro_batch_size")]
+    given += [f"training.batch_size={options.batch_size}"]
+    given += [f"training.micro_batch_size={micro_batch_size or options.batch_size}"]
     given += ["training.optimizer=adamw", "training.weight_decay=0", "training.max_grad_norm=1"]
     given += ["training.mixed_precision=bf16", "draft.loss.forward_kl=1", "draft.check_costs=false"]
     given += [f"draft.num_draft_tokens={DRAFT_TOKENS}", f"checkpoint.every={options.steps}"]
@@ -236,7 +237,8 @@ def write_cache(options: argparse.Namespace) -> dict[str, float]:
 
     Logits that are there are read again, which takes the seconds of starting.
     """
-    command = [sys.executable, "-m", "trainer.cli", "features", options.recipe, f"output={options.runs}"]
+    headstart = [sys.executable, "-c", "from trainer.cli import main; main()"]
+    command = [*headstart, "features", options.recipe, f"output={options.runs}"]
     return {"cache_seconds": run([*command, *_overrides(options), _cache(options)], options.threads)["seconds"]}
 
 
@@ -255,9 +257,9 @@ def train_in_turns(
 
 def train_ours(of: Run, student: Path, every: int, options: argparse.Namespace) -> dict[str, Any]:
     """One run of our trainer on the recipe; its figures."""
-    overrides = [*_overrides(options), *SETTINGS[of.setting].policy, f"training.seed={of.round}"]
+    overrides = [*_overrides(options, of.micro_batch_size), *SETTINGS[of.setting].policy]
+    overrides += [f"training.seed={of.round}"]
     overrides += [f"draft.init.from_model={student}", "draft.init.from_target=null", "draft.init.from_config=null"]
-    overrides += [f"training.micro_batch_size={of.micro_batch_size}"]
     overrides += [_cache(options)] if SETTINGS[of.setting].cached else []
     folder = of.folder(options.runs)
     train(Path(options.recipe), overrides, folder, options.threads)

@@ -1,4 +1,5 @@
-"""The main job from end to end (``make demo``): target, heads, draft, and their speed-ups. Nothing is downloaded.
+"""The main job from end to end (``make demo``): a target, its own answers, heads and drafts that learn them, and their
+speed-ups. Nothing is downloaded.
 
 HEADSTART_DEMO=short runs the same code on less data, for continuous integration.
 """
@@ -27,6 +28,7 @@ from trainer.cli import guarded
 from trainer.commands.decode import EvaluateOptions, run_evaluate
 from trainer.export import export
 from trainer.recipe.reading import load_recipe
+from trainer.run.embedded import ensure_answered
 from trainer.run.train import ensure_built
 
 ROOT = Path(__file__).parent.parent
@@ -35,7 +37,7 @@ SHORT = os.environ.get("HEADSTART_DEMO") == "short"
 
 
 def main() -> None:
-    """Run five stages and print the seconds of each."""
+    """Run seven stages and print the seconds of each."""
     if SHORT:
         os.environ.setdefault("HEADSTART_QUICKSTART_STEPS", "20")
     console = Console(highlight=False)
@@ -48,10 +50,12 @@ def main() -> None:
         seconds[name] = time.perf_counter() - began
 
     stage("1. the target", build_target)
-    stage("2. Medusa heads", lambda: launch("medusa1", "training.steps=8"))
-    stage("3. a distilled draft", lambda: launch("draft", "training.steps=8"))
-    stage("4. decoding and measuring", measure)
-    stage("5. exporting", export_all)
+    stage("2. its answers", lambda: ensure_answered(quickstart.ANSWERS))
+    stage("3. heads", lambda: launch("medusa1", "training.steps=8"))
+    stage("4. a distilled draft", lambda: launch("draft", "training.steps=8"))
+    stage("5. a parallel draft", lambda: launch("parallel", "training.steps=8"))
+    stage("6. decoding and measuring", measure)
+    stage("7. exporting", export_all)
     console.print(timing(seconds))
 
 
@@ -67,7 +71,7 @@ def discard_stale(recipe: str) -> None:
         stored = json.loads(provenance.read_text())
         wanted = load_recipe(ROOT / "recipes" / "quickstart" / f"{recipe}.yaml").model_dump(mode="json")
         other = "on another target" * (stored["target"]["fingerprint"] != stored_fingerprint(quickstart.folder()))
-        if any(stored["recipe"].get(section) != wanted.get(section) for section in ("heads", "draft")):
+        if any(stored["recipe"].get(section) != wanted.get(section) for section in ("data", "heads", "draft")):
             other = other or "by another recipe"
         if other:
             print(f"{provenance.parent.parent} was trained {other}: starting over")
@@ -101,11 +105,16 @@ def measure() -> None:
     run_evaluate(
         EvaluateOptions(
             target=quickstart.NAME,
-            drafter=[f"draft:{artefact('draft')}", f"heads:{artefact('medusa1')}", "lookup"],
+            drafter=[
+                f"parallel:{artefact('parallel')}",
+                f"heads:{artefact('medusa1')},sampled=true",
+                f"draft:{artefact('draft')}",
+                "lookup",
+            ],
             prompts=f"{quickstart.NAME}/heldout.jsonl",
             prompt_tokens=128,
             limit=3 if SHORT else 10,
-            max_new_tokens=24 if SHORT else 96,
+            max_new_tokens=24 if SHORT else 64,
             output=OUTPUT,
             title="Quickstart: a 7M-parameter Llama trained on the standard library, on held-out files of it",
         )
@@ -113,9 +122,9 @@ def measure() -> None:
 
 
 def export_all() -> None:
-    """Export heads for servers and for this project, and the draft, each with its card."""
+    """Export the heads for this project, and the draft for servers, each with its card."""
     report = OUTPUT / "report.json"
-    for recipe, form in (("medusa1", "headstart"), ("medusa1", "vllm"), ("draft", "draft")):
+    for recipe, form in (("medusa1", "headstart"), ("draft", "draft")):
         summary = export(Path(artefact(recipe)), OUTPUT / "export" / f"{recipe}-{form}", form, report, overwrite=True)
         print(summary)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from choosing_page import page as choosing_page
 from matplotlib import pyplot as plt
 
 from decoding.measure.figures import NONE, estimate, greedy_sentence, number
@@ -17,7 +18,7 @@ from decoding.measure.markdown import text
 from decoding.measure.report import caption, markdown_table, speedup_figure
 
 ROOT = Path(__file__).resolve().parent.parent
-MOST_DRAFTERS = 3  # rows of the README's table, beside plain decoding and transformers
+MOST_DRAFTERS = 4  # rows of the README's table, beside plain decoding and transformers
 Report = dict[str, Any]
 
 
@@ -225,7 +226,7 @@ def renewed(page: str, name: str, content: str) -> str:
 
 
 def main(source: str, name: str) -> None:
-    """Copy the report, renew its blocks in the pages, and for the quickstart the plot."""
+    """Copy the report, renew its blocks in the pages, and write what stands on it alone: the plot, docs/choosing.md."""
     report = json.loads(Path(source).read_text())
     destination = results_folder(report) / f"{name}.json"
     destination.parent.mkdir(parents=True, exist_ok=True)
@@ -235,6 +236,8 @@ def main(source: str, name: str) -> None:
         for marked, write in blocks:
             page = renewed(page, marked, write(report))
         (ROOT / place).write_text(page)
+    if name == "accepted":
+        (ROOT / "docs" / "choosing.md").write_text(choosing_page(report))
     if name == "quickstart":
         plt.rcParams["svg.hashsalt"] = name  # the same figures, the same file
         picture = ROOT / "docs" / "speedup.svg"

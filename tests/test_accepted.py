@@ -15,7 +15,7 @@ from tiny_tokenizer import byte_tokenizer
 from trainer.recipe.reading import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
-_COMING = ("lk_scope", "weighting", "draft.parallel")
+_COMING = ("lk_scope", "weighting")
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +100,12 @@ def test_every_arm_is_a_recipe_that_can_be_read(scripts: dict[str, ModuleType]) 
     given, answers = {"target": "T", "data.heldout": "H", "output": "O"}, {"greedy": "A"}
     for arm in scripts["accepted_arms"].ARMS.values():
         if arm.recipe is not None and not any(field in each for each in arm.overrides for field in _COMING):
-            overrides = scripts["accepted_arms"].overrides_of(arm, 1, given, answers)
+            overrides = scripts["accepted_arms"].overrides_of(arm, 1, 250, given, answers, arm.after)
             recipe = load_recipe(ROOT / "recipes" / "storyteller-11m" / f"{arm.recipe}.yaml", overrides)
             assert recipe.training.seed == 1 and recipe.data.train == "A"
+            assert recipe.training.steps == (250 if arm.share == 1 else 125)
+    second = scripts["accepted_arms"].ARMS["draft, then the loop"]
+    assert scripts["accepted_arms"].ARMS[second.after].share + second.share == 1, "equal steps in all"
 
 
 def test_a_second_run_decodes_the_new_prompts_alone(

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -16,6 +17,7 @@ PAGES = {  # page: the least number of links and paths in it
     "PAPERS.md": 0,
     "docs/accepted.md": 4,
     "docs/artefacts.md": 0,
+    "docs/choosing.md": 1,
     "docs/drafts.md": 3,
     "docs/drafts-measured.md": 1,
     "docs/measured.md": 3,
@@ -23,9 +25,13 @@ PAGES = {  # page: the least number of links and paths in it
     "docs/python.md": 6,
     "docs/training.md": 5,
 }
+CHOOSING = "docs/choosing.md"
+"""Page that stands on one report alone, and is not there before it."""
 
 
 def _publisher() -> ModuleType:
+    if str(ROOT / "scripts") not in sys.path:  # as where the script is run
+        sys.path.append(str(ROOT / "scripts"))
     spec = importlib.util.spec_from_file_location("publish_results", ROOT / "scripts" / "publish_results.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -91,6 +97,38 @@ def test_the_tables_of_arms_have_a_column_for_each_prompt_set_and_setting() -> N
     assert "| A | draft | `a=1` | 2 | 1,000 to 1,200 |" in publisher.trained_table(report)
 
 
+def test_the_page_of_choices_names_the_fastest_and_those_that_may_be_as_fast() -> None:
+    publisher = _publisher()
+
+    def row(arm: str, drafting: str, value: float, high: float, setting: str = "greedy") -> dict[str, object]:
+        gain = {"value": value, "low": value - 0.1, "high": high, "observations": 9}
+        return {"arm": arm, "drafting": drafting, "set": "s", "setting": setting, "speed": {"t": {"over_plain": gain}}}
+
+    arms = {
+        "M": {"recipe": "medusa1", "overrides": []},
+        "D": {"recipe": "draft", "overrides": []},
+        "P": {"recipe": "draft", "overrides": ["draft.parallel={tokens: 6}"]},
+        "L": {"recipe": None, "overrides": []},
+    }
+    rows = [row("M", "chain", 1.5, 1.6), row("M", "tree", 1.8, 1.9), row("P", "6 tokens", 2.0, 2.2)]
+    rows += [row("D", "4 tokens", 1.9, 2.05), row("D", "with lookup", 1.2, 1.3), row("L", "10 tokens", 0.9, 1.0)]
+    rows += [row("L", "10 tokens", 0.8, 0.9, "T=1")]
+    page = publisher.choosing_page({"arms": arms, "rows": rows})
+    assert "| s | greedy | 1.80× (M, tree) | 2.00× (P, 6 tokens) | 1.90× (D, 4 tokens) " in page
+    assert "| 0.90× (L, 10 tokens) | 1.20× (D, with lookup) | parallel draft or draft |" in page
+    assert "| s | T=1 | – | – | – | 0.80× (L, 10 tokens) | – | plain decoding |" in page
+    assert "- **Parallel draft**: the fastest on s (greedy).\n" in page
+    assert "- **Heads**: the fastest on none.\n" in page
+    assert "slower than plain decoding on s (greedy), s (T=1)." in page
+
+
+def test_the_page_of_choices_is_that_of_the_report() -> None:
+    publisher = _publisher()
+    reports = [json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("*/accepted.json")]
+    assert (ROOT / CHOOSING).exists() == bool(reports)
+    assert not reports or any((ROOT / CHOOSING).read_text() == publisher.choosing_page(each) for each in reports)
+
+
 def test_the_readme_names_every_machine_that_figures_come_from_and_says_which_are_missing() -> None:
     folders = {path.name for path in (ROOT / "benchmarks" / "results").iterdir()}
     assert folders == {"amd-epyc-2-cores"}, "figures of another machine: the README's limits must name it"
@@ -105,7 +143,7 @@ def test_publishing_renews_a_marked_block_and_refuses_a_page_without_it() -> Non
         publisher.renewed(page, "headline", "new")
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [page for page in PAGES if page != CHOOSING or (ROOT / CHOOSING).exists()])
 def test_every_file_and_name_that_a_page_points_to_exists(page: str) -> None:
     path = ROOT / page
     text = path.read_text()

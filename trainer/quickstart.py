@@ -31,6 +31,7 @@ _END = "<|end|>"
 ANSWERS = f"{NAME}/answers.jsonl"
 """Name of the target's own answers in recipes."""
 ANSWER_TOKENS = 128
+_ANSWERS = 320
 _PROMPT_TOKENS = 64
 _PROMPT_CHARACTERS = 1000  # enough for its tokens
 
@@ -76,12 +77,13 @@ def answers() -> Path:
 
 def number_of_answers() -> int:
     """Answers that heads and drafts learn: fewer of a target with fewer training steps, for a smoke test."""
-    return 2 * steps()
+    return min(_ANSWERS, 4 * steps())
 
 
 def write_prompts() -> Path:
     """Write the prompts of the answers, the beginnings of training files and lines inside them; returns the file."""
-    corpus, rng, prompts = build_corpus(), random.Random(0), []
+    corpus, rng = build_corpus(), random.Random(0)
+    prompts: list[str] = []
     tokenizer = PreTrainedTokenizerFast.from_pretrained(corpus)
     texts = [json.loads(line)["text"] for line in (corpus / "train.jsonl").read_text(encoding="utf-8").splitlines()]
     while len(prompts) < number_of_answers():

@@ -31,6 +31,7 @@ from transformers.initialization import no_init_weights
 
 from decoding.model.heads import MedusaHeads
 from decoding.model.loading import DTYPES, load_model, load_tokenizer, parse_dtype
+from decoding.model.parallel import ParallelDraft, ParallelParts
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 WIDTHS = (1, 4, 16)
@@ -130,6 +131,27 @@ def widened_heads(heads: MedusaHeads, width: int, generator: torch.Generator | N
                 parameter[heads.config.hidden_size :] = 0  # the next block must read zeros there
             _paste(parameter, real[name])
     return wide.eval()
+
+
+def widened_parallel(draft: ParallelDraft, width: int, generator: torch.Generator | None = None) -> ParallelDraft:
+    """Make a parallel draft for a target `widened` by ``width``, with the drafts of ``draft`` for the original target.
+
+    Only its reader of the target's states differs, if it has one: the zeros after a state shrink the state's mean
+    square, which the reader divides by, and its added columns read nothing but zeros.
+    """
+    _refuse_factor(width)
+    read = draft.parts.config.target_hidden_size
+    if draft.parts.reader is None or read is None:
+        return draft
+    reader = draft.parts.reader.weight
+    with torch.device(reader.device), no_init_weights():
+        wide = ParallelParts(replace(draft.parts.config, target_hidden_size=read * width)).to(reader.dtype)
+    assert wide.reader is not None
+    with torch.no_grad():
+        _Noise(reader.dtype, reader.device, generator).fill(wide.reader.weight, _WEIGHT_SIZE)
+        _paste(wide.reader.weight, reader, 1 / math.sqrt(width))
+    wide.markov = draft.parts.markov
+    return ParallelDraft(draft.model, wide.requires_grad_(False).eval())
 
 
 class _Noise:

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from decoding.model.loading import load_model, load_tokenizer
 from trainer import quickstart
 from trainer.recipe.pretrain import PretrainRecipe
+from trainer.run.embedded import ensure_answered
 from trainer.run.train import ensure_built
 
 
@@ -111,6 +112,33 @@ def test_the_recipe_is_valid_and_trains_on_the_corpus(cache: Path) -> None:
     assert Path(recipe.output) == quickstart.folder().parent
 
 
+def test_prompts_are_windows_of_training_files_and_the_same_every_time(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADSTART_QUICKSTART_STEPS", "2")
+    quickstart.folder().mkdir(parents=True)
+    prompts = [row["prompt"] for row in rows(quickstart.write_prompts())]
+    tokenizer = AutoTokenizer.from_pretrained(quickstart.build_corpus())
+    texts = [row["text"] for row in rows(quickstart.build_corpus() / "train.jsonl")]
+    assert len(prompts) == quickstart.number_of_answers() == 8
+    assert all(any(prompt.rstrip("\ufffd") in text for text in texts) for prompt in prompts)
+    assert all(60 <= len(tokenizer(prompt)["input_ids"]) <= 68 for prompt in prompts)
+    assert [row["prompt"] for row in rows(quickstart.write_prompts())] == prompts
+
+
+def test_the_targets_answers_are_named_after_their_number_and_not_written_for_other_data(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert quickstart.resolve("quickstart/answers.jsonl") == str(quickstart.answers())
+    assert quickstart.answers().parent == quickstart.folder().parent
+    ensure_answered("quickstart/train.jsonl")
+    ensure_answered("answers.jsonl")
+    assert not cache.exists()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="the quickstart answers are not written yet: train once with one process"):
+        ensure_answered("quickstart/answers.jsonl")
+
+
 @pytest.mark.parametrize("target", [None, "org/model", "quickstarter"])
 def test_nothing_is_built_for_another_target(cache: Path, target: str | None) -> None:
     ensure_built(target)
@@ -145,3 +173,12 @@ def test_the_target_is_built_once_and_loads_like_any_other(cache: Path, monkeypa
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     monkeypatch.setattr(quickstart, "recipe", lambda: pytest.fail("it was built again"))
     ensure_built("quickstart")
+
+    monkeypatch.setattr(quickstart, "ANSWER_TOKENS", 3)
+    ensure_answered(quickstart.ANSWERS)
+    answers = rows(quickstart.answers())
+    assert [row["row"] for row in answers] == list(range(1, 9)) and all(row["tokens"] <= 3 for row in answers)
+    before = quickstart.answers().read_bytes()
+    monkeypatch.setattr(quickstart, "write_prompts", lambda: pytest.fail("they were written again"))
+    ensure_answered(quickstart.ANSWERS)
+    assert quickstart.answers().read_bytes() == before

@@ -9,11 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import full_forward, naive_greedy, tiny_model
+from tiny_parallel import tiny_parallel_draft
 from tiny_tokenizer import byte_tokenizer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decoding.measure.widen import main, widened, widened_heads, widened_to
+from decoding.measure.widen import main, widened, widened_heads, widened_parallel, widened_to
+from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.lm_head import capture_lm_head_input
 from decoding.model.loading import load_model
@@ -106,6 +108,19 @@ def test_widened_heads_predict_what_the_heads_predict(layers: int) -> None:
     for name, parameter in wide.named_parameters():
         assert parameter.dtype == torch.float64
         assert parameter[:16].all() and parameter[16:].any() == (".blocks." not in name and len(parameter) > 16), name
+
+
+def test_a_widened_parallel_draft_reads_what_the_draft_reads() -> None:
+    target = CausalLM(source())
+    draft = tiny_parallel_draft(target)
+    wide = widened_parallel(draft, 4)
+    wide.check_fits(CausalLM(widened(source(), 4, 1)))
+    states = torch.randn(5, target.hidden_size)
+    padded = torch.nn.functional.pad(states, (0, 3 * target.hidden_size))
+    assert torch.allclose(wide.parts.read(padded), draft.parts.read(states), atol=1e-5)
+    assert wide.parts.reader is not None and wide.parts.reader.weight.all(), "the added columns cost as much"
+    assert wide.parts.markov is draft.parts.markov and wide.model is draft.model
+    assert widened_parallel(without := tiny_parallel_draft(target, reads_target=False), 4) is without
 
 
 @pytest.mark.parametrize("family", FAMILIES)
