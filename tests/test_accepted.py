@@ -90,22 +90,23 @@ def test_what_a_kill_cut_short_is_neither_read_nor_kept(figures: ModuleType, tmp
 
 
 def test_every_arm_has_a_folder_of_its_own_and_a_baseline_that_is_an_arm(scripts: dict[str, ModuleType]) -> None:
-    arms = scripts["accepted_arms"].ARMS
+    arms = scripts["accepted_arms"].ALL
     folders = {scripts["accepted"].folder_of(Path(), name, 0) for name in arms}
-    assert len(folders) == len(arms) >= 15
+    assert len(folders) == len(arms) >= 35
     assert {arm.baseline for arm in arms.values()} <= {None, *arms}
 
 
 def test_every_arm_is_a_recipe_that_can_be_read(scripts: dict[str, ModuleType]) -> None:
-    given, answers = {"target": "T", "data.heldout": "H", "output": "O"}, {"greedy": "A"}
-    for arm in scripts["accepted_arms"].ARMS.values():
+    given = {"target": "T", "data.heldout": "H", "output": "O"}
+    answers = dict.fromkeys(("greedy", "sampled", "own"), "A")
+    for arm in scripts["accepted_arms"].ALL.values():
         if arm.recipe is not None and not any(field in each for each in arm.overrides for field in _COMING):
             overrides = scripts["accepted_arms"].overrides_of(arm, 1, 250, given, answers, arm.after)
             recipe = load_recipe(ROOT / "recipes" / "storyteller-11m" / f"{arm.recipe}.yaml", overrides)
             assert recipe.training.seed == 1 and recipe.data.train == "A"
             assert recipe.training.steps == (250 if arm.share == 1 else 125)
-    second = scripts["accepted_arms"].ARMS["draft, then the loop"]
-    assert scripts["accepted_arms"].ARMS[second.after].share + second.share == 1, "equal steps in all"
+    second = scripts["accepted_arms"].ALL["draft, then the loop"]
+    assert scripts["accepted_arms"].ALL[second.after].share + second.share == 1, "equal steps in all"
 
 
 def test_a_second_run_decodes_the_new_prompts_alone(
