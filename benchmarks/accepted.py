@@ -26,13 +26,16 @@ spin_briefly()  # before torch is imported
 
 from accepted_arms import ALL, ARMS, DRAFT, SETTINGS, Drafting, overrides_of
 from accepted_figures import PEER, PLAIN, append_record, key_of, read_records, summary
+from accepted_goals import goals
 from arms import ROOT, curve_of, slug, train, write
+from rich.table import Table
 
 from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, check_prompt
 from decoding.measure.evaluate import Method, our_method, transformers_method
+from decoding.measure.figures import number
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.widen import widened_heads, widened_parallel, widened_to
 from decoding.model.causal_lm import CausalLM
@@ -52,6 +55,7 @@ from decoding.model.parallel import ParallelDraft
 from decoding.policies import named_policy
 from decoding.prompts import read_prompts
 from decoding.rules.sampling import SamplingConfig
+from trainer.terminal.console import standard_output
 
 RECIPES = ROOT / "recipes" / "storyteller-11m"
 
@@ -310,6 +314,7 @@ def _take_turns(bench: Bench, wanted: dict[str, Any], methods: Mapping[str, Meth
 def summarise(options: argparse.Namespace) -> None:
     """Write the figures of all records, with what was trained for them."""
     records = read_records(options.runs / "records.jsonl")
+    rows = summary(records)
     trained = {}
     for name, arm in ALL.items():
         folders = {seed: folder_of(options.runs, name, seed) for seed in range(100)}
@@ -322,9 +327,15 @@ def summarise(options: argparse.Namespace) -> None:
         "commits": sorted({record["commit"] for record in records}),
         "settings": {"steps": options.steps, "max_new_tokens": options.max_new_tokens, "peer": options.peer},
         "arms": trained,
-        "rows": summary(records),
+        "rows": rows,
+        "goals": goals(rows),
     }
     write(report, options.summarise)
+    table = Table("goal", "wanted", "measured", "by", "met")
+    for goal in report["goals"]:
+        cells = (f"{goal['wanted']:g}", number(goal["measured"]), goal.get("by") or "", "yes" if goal["met"] else "no")
+        table.add_row(goal["goal"], *cells)
+    (standard_output() if sys.stdout.isatty() else standard_output(width=150)).print(table)
     print(f"written: {options.summarise}")
 
 

@@ -23,7 +23,10 @@ def scripts() -> Iterator[dict[str, ModuleType]]:
     """The scripts as modules, with their own folder in the path as where they are run."""
     path = list(sys.path)
     sys.path.append(str(ROOT / "benchmarks"))
-    yield {name: importlib.import_module(name) for name in ("accepted", "accepted_arms", "accepted_figures")}
+    yield {
+        name: importlib.import_module(name)
+        for name in ("accepted", "accepted_arms", "accepted_figures", "accepted_goals")
+    }
     sys.path[:] = path
 
 
@@ -150,3 +153,37 @@ def test_a_second_run_decodes_the_new_prompts_alone(
         ("T=1", 3),
     ]
     assert all(row["speed"]["target"]["over_plain"]["value"] > 0 for row in report["rows"])
+
+
+def test_goals_are_held_against_the_arm_that_comes_nearest(scripts: dict[str, ModuleType]) -> None:
+    def row(arm: str, drafting: str, place: tuple[str, str], over_plain: float, **figures: float) -> dict[str, Any]:
+        keys = ("tokens_per_pass", "over_baseline")
+        own = {key: {"value": figures[key]} if key in figures else None for key in keys}
+        speed = {"t": {"over_plain": {"value": over_plain}, "over_assisted": {"value": over_plain / 1.25}}}
+        return {"arm": arm, "drafting": drafting, "set": place[0], "setting": place[1], **own, "speed": speed}
+
+    first, drawn, code = ("gsm8k/test", "greedy"), ("gsm8k/test", "T=1"), ("humaneval", "greedy")
+    rows = [
+        row("Medusa-1", "tree of 16", first, 1.5),
+        row("Markov", "tree of 16", first, 1.8, over_baseline=1.2),
+        row("Markov", "sampled tree of 16", drawn, 1.4, tokens_per_pass=2.1),
+        row("Markov", "sampled tree of 16", ("spec_bench", "T=1"), 0.9),
+        row("parallel", "6 tokens", first, 2.5),
+        row("parallel", "6 tokens", code, 1.2),
+        row("parallel", "with lookup", code, 3.3),
+        row("lookup", "10 tokens", code, 3.0),
+    ]
+    found = {goal["goal"]: goal for goal in scripts["accepted_goals"].goals(rows)}
+
+    def measured(name: str) -> tuple[float, bool]:
+        return found[name]["measured"], found[name]["met"]
+
+    assert measured("heads over Medusa-1, tokens per pass, gsm8k/test, greedy") == (1.2, True)
+    assert measured("heads over Medusa-1, tokens per pass, spec_bench, greedy") == (None, False)
+    assert measured("heads over Medusa-1, tokens/s, gsm8k/test, greedy") == (pytest.approx(1.2), True)
+    assert measured("heads, tokens per pass, gsm8k/test, T=1") == (2.1, False)
+    assert measured("heads over plain, Markov, sampled tree of 16, at its worst") == (0.9, False)
+    assert measured("drafts, over plain, gsm8k/test, greedy, t") == (2.5, True)
+    assert measured("drafts, over assisted, gsm8k/test, greedy, t") == (2.0, True)
+    hybrid = "hybrid over the better of its parts, parallel, humaneval, greedy, t"
+    assert measured(hybrid) == (pytest.approx(1.1), True)
