@@ -113,7 +113,9 @@ def loss_of(case: Case) -> tuple[nn.Module, Callable[[], Tensor]]:
     inputs = HeadInputs(random_batch(case.rows, case.length, case.vocabulary), hidden, lm_head=lm_head)
     if case.way == "plain":
         return heads, lambda: plain_losses(heads, inputs, soft).sum()
-    training = MedusaTraining(heads, LossSection(forward_kl=1) if soft else LossSection(cross_entropy=1))
+    training = MedusaTraining(
+        heads, HeadsSection(loss=LossSection(forward_kl=1) if soft else LossSection(cross_entropy=1))
+    )
     counts = torch.stack([inputs.batch.labelled(k + 2).sum() for k in range(HEADS)])
     return heads, lambda: (training(inputs).losses / counts).sum()
 

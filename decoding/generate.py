@@ -67,7 +67,8 @@ class Step(NamedTuple):
     ``tokens`` are the new tokens: the first ``accepted`` of them were drafted; the last one was written by the target,
     unless the text ended before it. ``offered`` is the depth of the tree up to the text's end, the most that could be
     accepted; ``room`` is the depth that the text could still hold. The first step of a text is its prefill: one token,
-    nothing offered. Seconds are those of the pass, divided by its rows.
+    nothing offered. Seconds are those of the pass, divided by its rows. ``refused`` are the drafted tokens of a chain
+    behind the accepted ones; none where a tree was drafted, or the text ended.
     """
 
     tokens: tuple[int, ...]
@@ -80,6 +81,7 @@ class Step(NamedTuple):
     room: int = 0
     is_prefill: bool = False
     logprobs: tuple[float, ...] = ()
+    refused: tuple[int, ...] = ()
 
     @property
     def counts(self) -> StepCount:
@@ -233,7 +235,9 @@ class Batch:
         cut = len(emitted) <= len(path)
         accepted = len(emitted) if cut else len(path)
         offered = len(emitted) if cut else tree.shape.max_depth
-        return Step(emitted, accepted, offered, len(tree) - 1, room=room, logprobs=logprobs[: len(emitted)])
+        refused = () if cut or not tree.shape.is_chain else tuple(tree.token_list[1 + len(path) :])
+        logprobs = logprobs[: len(emitted)]
+        return Step(emitted, accepted, offered, len(tree) - 1, room=room, logprobs=logprobs, refused=refused)
 
     def _refill(self) -> list[tuple[int, Step]]:
         """Give the rows of finished texts to waiting prompts; if none wait, move the last rows into the gaps."""

@@ -78,7 +78,9 @@ def check_bounds(
         if siblings_differ:
             assert len(paths(tree)) == len(tree) - 1
         if proposal.q is not None:
-            assert len(proposal.q) >= len({*tree.shape.parents[1:]}) and proposal.q.shape[1] == target.vocab_size
+            drawn = proposal.drawn.nodes if proposal.drawn else len(tree)
+            parents = {*tree.shape.parents[1:drawn]}
+            assert len(proposal.q) >= len(parents) and proposal.q.shape[1] == target.vocab_size
         if chance.random() < 0.8:
             session.observe([proposal], [torch.randn(len(tree), target.vocab_size)])
         text += accept_some(proposal, chance)

@@ -14,6 +14,7 @@ import jaxtyping
 import torch
 from torch import Tensor
 
+from decoding.drafters.hybrid import graft
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import RandomSource
 from decoding.rules.tree import TokenTree, TreeShape
@@ -217,8 +218,17 @@ def mixed_draft(shape: TreeShape, q: ContextModel, looked_up: Callable[[Context,
     return draft
 
 
+def grafted_draft(drawn: Draft, looked_up: Sequence[int]) -> Draft:
+    """Make a draft of drawn tokens with a looked-up chain grafted on, as the hybrid drafter does."""
+    chain = Proposal(TokenTree.chain([ROOT_TOKEN, *looked_up]), ProposalKind.DETERMINISTIC)
+    return lambda source: graft(drawn(source), chain).proposal
+
+
 def draft_of(kind: ProposalKind, shape: TreeShape, q: ContextModel) -> Draft:
     """Make a draft of this kind: drawn from q, or q's best tokens, or both in one tree."""
+    if kind is ProposalKind.GRAFTED:
+        drawn = sampled_draft(shape, q, ProposalKind.SAMPLED_WITHOUT_REPLACEMENT)
+        return grafted_draft(drawn, [1, 2, 1][: shape.max_depth])
     if kind is ProposalKind.DETERMINISTIC:
         return deterministic_draft(shape, top_tokens(q))
     if kind is ProposalKind.MIXED:

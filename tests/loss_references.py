@@ -91,7 +91,7 @@ def reference(
         if term == "cross_entropy":
             value = _cross_entropy(logits, labels, tokens)
         else:
-            value = divergence(draft, target, term, tokens=tokens, beta=mix.beta, eta=mix.eta)
+            value = divergence(draft, target, term, tokens=tokens, beta=mix.beta, eta=mix.eta, share=mix.share)
         total = total + factor * value
     return total
 

@@ -302,7 +302,8 @@ def test_a_rule_named_in_the_config_is_used_and_steps_without_a_draft_go_on(
         ((2, 1), TOKEN_REJECTION, "takes sampled proposals, not sampled without replacement ones"),
         ((2, 1, "with replacement"), TOKEN_REJECTION, "takes chains; for trees use traversal verification"),
         (PromptLookupDrafter(num_branches=2), BLOCK_VERIFICATION, "takes chains; for trees use traversal"),
-        ("hybrid", TRAVERSAL_VERIFICATION, "takes deterministic or .* proposals, not mixed ones"),
+        ("hybrid", TOKEN_REJECTION, "takes sampled proposals, not deterministic or grafted ones"),
+        ("two drafts", TRAVERSAL_VERIFICATION, "takes deterministic or .* proposals, not mixed ones"),
         ("cascade", TOP_K_CHILDREN, "takes deterministic proposals, not sampled ones"),
     ],
 )
@@ -314,6 +315,8 @@ def test_a_rule_that_does_not_fit_the_drafter_is_refused_before_a_text_begins(
         drafter = DraftModelDrafter(tiny_draft, drafter[:2], with_replacement=len(drafter) > 2)
     elif drafter == "hybrid":
         drafter = HybridDrafter(DraftModelDrafter(tiny_draft), lookup)
+    elif drafter == "two drafts":
+        drafter = HybridDrafter(DraftModelDrafter(tiny_draft), DraftModelDrafter(tiny_draft))
     elif drafter == "cascade":
         drafter = CascadeDrafter(tiny_draft, lookup)
     config = DecodingConfig(9, SamplingConfig(1.0), rule)

@@ -12,6 +12,7 @@ import torch
 from scripted_drafters import HostileDrafter, RandomPolicy, ScriptedDrafter
 from test_generate import Letters, shortest_with
 from tiny_models import FEW_FAMILIES, full_forward, naive_greedy, tiny_model
+from tiny_parallel import tiny_parallel_draft
 from torch import Tensor
 
 from decoding.drafters import (
@@ -22,6 +23,7 @@ from decoding.drafters import (
     HybridDrafter,
     LookaheadDrafter,
     MedusaDrafter,
+    ParallelDrafter,
     PromptLookupDrafter,
 )
 from decoding.drafters.base import DraftRequest
@@ -85,6 +87,8 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "draft tree": lambda: DraftTreeDrafter(llama(1), depth=3, width=2, nodes=7),
     "medusa": lambda: MedusaDrafter(medusa_heads(), [[0], [1], [0, 0], [1, 0], [0, 0, 0]]),
     "medusa, another tree each step": lambda: MedusaDrafter(medusa_heads(), dynamic_nodes=6),
+    "parallel": lambda: ParallelDrafter(tiny_parallel_draft(llama())),
+    "parallel tree": lambda: ParallelDrafter(tiny_parallel_draft(llama()), tree=[[0], [1], [0, 0], [1, 0], [0, 0, 0]]),
     "markov": lambda: MedusaDrafter(medusa_heads(markov_rank=4), [[0], [1], [0, 0], [1, 0], [0, 0, 0]]),
     "markov, another tree each step": lambda: MedusaDrafter(medusa_heads(markov_rank=4), dynamic_nodes=6),
     "medusa, drawn": lambda: drawn_tree(medusa_heads()),
@@ -95,7 +99,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "cascade": lambda: CascadeDrafter(llama(1), PromptLookupDrafter(3), 4),
     "hybrid": lambda: HybridDrafter(DraftModelDrafter(llama(1), (1, 1)), PromptLookupDrafter(3)),
 }
-FEW_DRAFTERS = ("chain", "tree", "lookahead", "hybrid")
+FEW_DRAFTERS = ("chain", "tree", "parallel", "lookahead", "hybrid")
 """They stand for all in `make check` where the time does not allow for more."""
 FEW_SIZES = (1, 3)
 
@@ -238,7 +242,7 @@ def test_where_no_prompt_waits_the_last_row_closes_the_gap(counting: CausalLM) -
     assert seen == {0: 2, 1: 5, 2: 3, 3: 4}
 
 
-@pytest.mark.parametrize("name", ["chain", "tree", "medusa"])
+@pytest.mark.parametrize("name", ["chain", "tree", "medusa", "parallel", "parallel tree"])
 def test_drafters_follow_rows_that_move_and_rows_that_are_refilled(counting: CausalLM, name: str) -> None:
     prompts = countdown(2, 9, 3, 7, 1, 12, 1, 5, 4)
     config = DecodingConfig(14, eos_token_ids=(15,))

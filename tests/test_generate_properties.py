@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from scripted_drafters import HostileDrafter, RandomPolicy
 from test_generate import Letters, shortest_with
 from tiny_models import naive_greedy, tiny_model
+from tiny_parallel import tiny_parallel_draft
 
-from decoding.drafters import Drafter, DraftModelDrafter, PromptLookupDrafter
+from decoding.drafters import Drafter, DraftModelDrafter, ParallelDrafter, PromptLookupDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Generation
 from decoding.model.causal_lm import CausalLM
+from decoding.model.parallel import ParallelDraft
 from decoding.policies import FixedPolicy, Policy
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import SAMPLED_VERIFY
@@ -30,6 +32,11 @@ COUNT = 12
 @cache
 def causal_lm(family: str, seed: int = 0) -> CausalLM:
     return CausalLM(tiny_model(family, seed=seed))
+
+
+@cache
+def parallel_draft(family: str) -> ParallelDraft:
+    return tiny_parallel_draft(causal_lm(family), tokens=3, family=family)
 
 
 @cache
@@ -54,7 +61,7 @@ def policy_of(seed: int | None) -> Policy:
     family=FAMILIES,
     prompts=PROMPTS,
     seed=SEEDS,
-    chains=st.booleans(),
+    drafter_of=st.sampled_from(["hostile trees", "hostile chains", "parallel", "parallel tree"]),
     batch_size=st.integers(1, 6),
     count=st.integers(1, COUNT),
     eos=st.lists(TOKENS, max_size=2),
@@ -66,7 +73,7 @@ def test_greedy_rows_are_plain_greedy_up_to_their_ends(
     family: str,
     prompts: list[list[int]],
     seed: int,
-    chains: bool,
+    drafter_of: str,
     batch_size: int,
     count: int,
     eos: list[int],
@@ -81,9 +88,14 @@ def test_greedy_rows_are_plain_greedy_up_to_their_ends(
         eos_token_ids=tuple(eos),
         stop_strings=tuple(strings),
     )
-    generations = Engine(
-        causal_lm(family), hostile(seed, prompts, texts, chains), policy_of(policy_seed), tokenizer=Letters()
-    ).decode(prompts, config, batch_size=batch_size)
+    drafters: dict[str, Drafter] = {
+        "hostile trees": hostile(seed, prompts, texts, chains=False),
+        "hostile chains": hostile(seed, prompts, texts, chains=True),
+        "parallel": ParallelDrafter(parallel_draft(family)),
+        "parallel tree": ParallelDrafter(parallel_draft(family), tree=[[0], [1], [0, 0], [1, 0], [0, 0, 0]]),
+    }
+    engine = Engine(causal_lm(family), drafters[drafter_of], policy_of(policy_seed), tokenizer=Letters())
+    generations = engine.decode(prompts, config, batch_size=batch_size)
     for text, generation in zip(texts, generations, strict=True):
         ends = [place + 1 for place, token in enumerate(text) if token in eos]
         wanted = shortest_with(text, strings)[: min([count, *ends])]
@@ -100,7 +112,7 @@ def test_greedy_rows_are_plain_greedy_up_to_their_ends(
     family=FAMILIES,
     prompts=PROMPTS,
     seed=SEEDS,
-    drafter_of=st.sampled_from(["hostile trees", "hostile chains", "chain", "tree", "lookup"]),
+    drafter_of=st.sampled_from(["hostile trees", "hostile chains", "chain", "tree", "parallel", "lookup"]),
     batch_size=st.integers(1, 6),
     eos=st.lists(TOKENS, max_size=2),
     policy_seed=st.none() | SEEDS,
@@ -138,6 +150,7 @@ def test_sampled_verify_writes_what_plain_decoding_writes_with_the_same_seed(
         "hostile chains": hostile(seed, prompts, texts, chains=True),
         "chain": DraftModelDrafter(causal_lm(family, 1), (1, 1, 1)),
         "tree": DraftModelDrafter(causal_lm(family, 1), (2, 2)),
+        "parallel": ParallelDrafter(parallel_draft(family)),
         "lookup": PromptLookupDrafter(4, num_branches=2),
     }
     config = DecodingConfig(COUNT, sampling, SAMPLED_VERIFY, eos_token_ids=tuple(eos), seed=seed)

@@ -19,7 +19,7 @@ from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads
-from decoding.model.markov import MarkovBias
+from decoding.model.markov import DecodingBias, MarkovBias
 from decoding.rules.proposal import ProposalKind
 from decoding.rules.sampling import SamplingConfig
 
@@ -178,7 +178,28 @@ def test_a_dynamic_tree_is_the_best_of_all_trees_at_this_position(
     assert nodes < 12 or proposals[0].tree.shape != proposals[1].tree.shape
 
 
-def test_a_depth_is_one_product_over_the_parents_of_all_rows(tiny_llama: CausalLM) -> None:
+@BOTH_LAYOUTS
+def test_a_table_of_all_biases_drafts_what_the_product_drafts(
+    tiny_llama: CausalLM, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads, hidden = random_markov_heads(shared), torch.randn(5, 16)
+    tabulated = propose(MedusaDrafter(heads, PATHS), tiny_llama, hidden)
+    monkeypatch.setattr("decoding.model.markov.LARGEST_TABLE", 16 * 16 * 4 - 1)  # a byte too small
+    multiplied = propose(MedusaDrafter(heads, PATHS), tiny_llama, hidden)
+    assert [each.tree.token_list for each in tabulated] == [each.tree.token_list for each in multiplied]
+
+
+def test_the_table_holds_the_bias_after_every_token() -> None:
+    bias, logits, before = MarkovBias(6, 9, 2), torch.randn(4, 9), torch.tensor([0, 5, 3, 3])
+    torch.nn.init.normal_(bias.output.weight)
+    with torch.inference_mode():
+        torch.testing.assert_close(DecodingBias(bias).added_to(logits, before), bias.added_to(logits, before))
+
+
+def test_without_a_table_a_depth_is_one_product_over_the_parents_of_all_rows(
+    tiny_llama: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decoding.model.markov.LARGEST_TABLE", 0)
     heads, ran = random_markov_heads(), []
     assert heads.markov is not None
     heads.markov.output.register_forward_hook(lambda _, args, out: ran.append(len(out)))
@@ -198,13 +219,17 @@ def test_a_row_is_drafted_for_alike_whatever_stands_beside_it(tiny_llama: Causal
         assert alone.tree.shape == proposal.tree.shape and alone.tree.token_list == proposal.tree.token_list
 
 
-def test_a_parent_that_only_the_target_knows_is_read_as_the_last_token_known() -> None:
+@pytest.mark.parametrize("largest", [0, 64])
+def test_a_parent_that_only_the_target_knows_is_read_as_the_last_token_known(
+    largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decoding.model.markov.LARGEST_TABLE", largest)
     bias = MarkovBias(tokens=3, outputs=2, rank=1)
     with torch.no_grad():
         bias.embedding.weight.copy_(torch.tensor([[0.0], [1.0], [2.0]]))
         bias.output.weight.copy_(torch.tensor([[1.0], [10.0]]))
     base = torch.tensor([[[0.0, 0.0], [0.5, 0.5]], [[7.0, 7.0], [8.0, 8.0]]])  # two depths of two rows
-    logits = ConditionalLogits(base, bias, lambda outputs: torch.nn.functional.pad(outputs, (0, 1)))
+    logits = ConditionalLogits(base, DecodingBias(bias), lambda outputs: torch.nn.functional.pad(outputs, (0, 1)))
     rows = torch.tensor([0, 1, 1])
     assert logits.logits(rows, torch.tensor([[1], [2], [4]])).tolist() == [[1, 10, 0], [2.5, 20.5, 0], [2.5, 20.5, 0]]
     assert logits.logits(rows, torch.tensor([[4, 0], [4, 1], [0, 2]])).tolist() == [[7, 7, 0], [9, 18, 0], [10, 28, 0]]

@@ -1,35 +1,25 @@
 """Training of heads with a bias by the token before: which token it is, the gradients, and what is stored."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from plain_heads import COUNTING, all_logits, assert_same_gradients, disturb, disturbed
 from tiny_models import tiny_model
-from tiny_training import Recorder, interrupt, medusa_on, toy_examples, train_toy
+from tiny_training import Recorder, medusa_on, train_toy
 from torch import Tensor
 from torch.nn import functional as F
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads
-from trainer.data.batch import Batch, Example, collate
+from trainer.data.batch import Example, collate
 from trainer.heads.medusa import MedusaObjective, heads_for_decoding, rank_accuracies
 from trainer.learning.losses import divergence
 from trainer.recipe.heads import HeadsSection
 from trainer.recipe.loss import LossSection
-from trainer.run.loop import Interrupted
 
-COUNTING = Example(tuple(i % 16 for i in range(20)), (True,) * 20, 0)
 HEADS = HeadsSection(num_heads=3, markov_rank=4)
-KL = LossSection(forward_kl=1)
-
-
-def disturb(objective: MedusaObjective, seed: int = 0) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in objective.module.parameters():
-            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
 
 
 def counts_by_the_bias_alone(objective: MedusaObjective, ahead: int) -> None:
@@ -59,9 +49,7 @@ def replace_rank(section: HeadsSection, rank: int) -> HeadsSection:
 
 
 def test_packed_documents_are_biased_by_their_own_tokens() -> None:
-    target = CausalLM(tiny_model("llama"))
-    objective = medusa_on(target, HEADS)
-    disturb(objective)
+    objective = disturbed(HEADS)
     documents = [Example((3, 1, 4, 1, 5), (True,) * 5, 0), Example((9, 2, 6), (True,) * 3, 0)]
     packed = Example((3, 1, 4, 1, 5, 9, 2, 6), (True,) * 8, 0, (5, 3))
     together, apart = (objective.module(*objective.inputs(collate(rows), 0)).losses for rows in ([packed], documents))
@@ -86,50 +74,25 @@ def test_heads_with_a_bias_start_as_heads_without(shared: bool) -> None:
     assert gradients["heads.markov.output.weight"].abs().max() > 0
 
 
-def of_all_logits(objective: MedusaObjective, batch: Batch, loss: LossSection) -> list[Tensor]:
-    """Each head's loss by autograd from logits that are all held at once."""
-    (inputs,) = objective.inputs(batch, step=0)
-    heads, found = objective.module.heads, []
-    assert heads.markov is not None and inputs.hidden.shape[0] == 1
-    lm_head = objective._states.lm_head
-    for k, head in enumerate(heads.heads):
-        x = head.features(inputs.hidden[0, : -(k + 2)])
-        tokens = batch.tokens[0]
-        logits = F.linear(x, lm_head if head.lm_head is None else head.lm_head.weight) + heads.markov(
-            tokens[k + 1 : -1]
-        )
-        if loss.soft:
-            found.append(divergence(logits, F.linear(inputs.hidden[0, k + 1 : -1], lm_head), "forward_kl"))
-        else:
-            found.append(F.cross_entropy(logits, tokens[k + 2 :], reduction="sum"))
-    return found
-
-
-@pytest.mark.parametrize("loss", [LossSection(cross_entropy=1), KL])
+@pytest.mark.parametrize("term", ["cross_entropy", "forward_kl"])
 @pytest.mark.parametrize("shared", [False, True])
-def test_losses_and_gradients_are_those_of_all_logits_at_once(shared: bool, loss: LossSection) -> None:
-    section = HeadsSection(num_heads=3, markov_rank=4, shared_lm_head=shared, loss=loss)
-    objective = medusa_on(CausalLM(tiny_model("llama").double()), section)
-    objective.module.double()
-    disturb(objective)
-    batch, trained = collate([COUNTING]), list(objective.module.parameters())
+def test_losses_and_gradients_are_those_of_all_logits_at_once(shared: bool, term: str) -> None:
+    section = HeadsSection(num_heads=3, markov_rank=4, shared_lm_head=shared, loss=LossSection(**{term: 1}))
+    objective, batch = disturbed(section, torch.float64), collate([COUNTING])
     losses = objective.module(*objective.inputs(batch, step=0)).losses
-    expected = torch.stack(of_all_logits(objective, batch, loss))
-    assert torch.allclose(losses, expected, rtol=0, atol=1e-9)
-    weights = torch.tensor([1.0, 0.5, 2.0])
-    for ours, theirs in zip(
-        torch.autograd.grad((losses * weights).sum(), trained),
-        torch.autograd.grad((expected * weights).sum(), trained),
-        strict=True,
-    ):
-        assert torch.allclose(ours, theirs, rtol=0, atol=1e-9)
+    expected = [
+        F.cross_entropy(logits, labels, reduction="sum")
+        if term == "cross_entropy"
+        else divergence(logits, target, "forward_kl")
+        for logits, target, labels in all_logits(objective, batch)
+    ]
+    assert_same_gradients(losses, torch.stack(expected), objective)
 
 
 def test_eight_micro_batches_of_one_train_as_one_of_eight(tmp_path: Path) -> None:
     trained: list[dict[str, Tensor]] = []
     for micro in (1, 8):
-        objective = medusa_on(CausalLM(tiny_model("llama")), HEADS)
-        disturb(objective)
+        objective = disturbed(HEADS)
         train_toy(tmp_path / str(micro), objective, steps=3, micro_batch_size=micro)
         trained.append(objective.module.state_dict())
     assert all(torch.allclose(tensor, trained[1][name], atol=1e-5) for name, tensor in trained[0].items())
@@ -191,23 +154,3 @@ def test_sequential_heads_with_a_bias_are_refused() -> None:
         ValueError, match=r"heads.markov_rank is 4, but sequential heads read every token before their own already"
     ):
         HeadsSection(sequential=True, markov_rank=4)
-
-
-def test_a_killed_run_resumes_with_its_bias(tmp_path: Path) -> None:
-    straight = run_of_six(tmp_path / "straight", [6])
-    resumed = run_of_six(tmp_path / "resumed", [4, 6])
-    assert all(torch.equal(tensor, resumed[name]) for name, tensor in straight.items())
-
-
-def run_of_six(folder: Path, stops: Sequence[int]) -> dict[str, Tensor]:
-    """Six steps of training, begun anew at each of these stops by other heads, which the checkpoint replaces."""
-    for seed, stop in enumerate(stops):
-        objective, recorder = medusa_on(CausalLM(tiny_model("llama")), HEADS), Recorder()
-        disturb(objective, seed)
-        if stop == 6:
-            train_toy(folder, objective, recorder, toy_examples(), steps=6)
-        else:
-            recorder.actions[stop] = interrupt
-            with pytest.raises(Interrupted):
-                train_toy(folder, objective, recorder, toy_examples(), steps=6)
-    return objective.module.state_dict()

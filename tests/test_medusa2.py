@@ -214,6 +214,25 @@ def test_shared_and_soft_heads_that_read_tokens_learn_jointly_too(reads_tokens: 
     assert all(parameter.grad.abs().max() > 0 for parameter in trained(objective).values())
 
 
+def test_the_target_is_hit_where_it_is_compared_with_its_own_distribution_if_heads_count_acceptance() -> None:
+    """Without adapters the target accepts itself; on the data's tokens alone it has no acceptance."""
+    section = HeadsSection(num_heads=2, loss=LossSection(forward_kl=1))
+    for base_loss, accepted in (("forward_kl", 18.0), ("cross_entropy", None)):
+        objective = objective_on(CausalLM(tiny_model("llama")), section, base_loss=base_loss)
+        batch = collate([Example(tuple(i % 16 for i in range(19)), (True,) * 19, 0)])
+        hits = objective.module(*objective.inputs(batch, 0)).hits
+        assert objective.hit_name == "acceptance" and bool(hits[:-1].isfinite().all())
+        assert hits[-1].isnan() if accepted is None else hits[-1].item() == pytest.approx(accepted, rel=1e-4)
+
+
+def test_jointly_trained_heads_observe_their_own_hits_alone() -> None:
+    section = HeadsSection(num_heads=2, loss=LossSection(lk=1, lk_scope="head"))
+    objective = objective_on(CausalLM(tiny_model("llama")), section)
+    objective.observe(torch.tensor([0.5, 0.25, 0.125]), torch.tensor([3, 2, 4]))
+    acceptance = objective.module.heads.acceptance
+    assert acceptance is not None and acceptance.tolist() == [0.5, 0.25]
+
+
 def test_an_adapter_on_the_lm_head_is_refused() -> None:
     with pytest.raises(ValueError, match="names lm_head, embeddings which may be tied"):
         objective_on(CausalLM(tiny_model("llama")), modules=("q_proj", "lm_head"))

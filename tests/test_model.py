@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from decoding import headstart_model as model_module
-from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, PromptLookupDrafter, registry
+from decoding.drafters import Drafter, DraftModelDrafter, HybridDrafter, MedusaDrafter, PromptLookupDrafter, registry
 from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
@@ -482,8 +482,12 @@ def test_a_speculator_is_known_by_what_it_is(
 ) -> None:
     name = str(folder / speculator) if speculator in ("draft", "heads") else speculator
     model = HeadstartModel.from_pretrained(str(folder / "target"), name, dtype=torch.float32, device="cpu", **options)
-    assert type(model.drafter) is kind
-    assert (model.drafter.max_depth if model.drafter else 0) == depth
+    drafter = model.drafter
+    if speculator in ("draft", "heads"):
+        assert isinstance(drafter, HybridDrafter) and isinstance(drafter.lookup, PromptLookupDrafter)
+        drafter = drafter.first
+    assert type(drafter) is kind
+    assert (drafter.max_depth if drafter else 0) == depth
     ids = torch.tensor([list(b"ab ab a")])
     expected = generated(reader.model, ids, max_new_tokens=8)
     assert model.generate(ids, max_new_tokens=8).tolist() == expected.tolist()
@@ -504,8 +508,9 @@ def test_heads_on_the_hub_are_known_by_their_config(
     monkeypatch.setattr(registry, "snapshot_download", lambda name, allow_patterns: str(folder / "heads"))
     monkeypatch.setattr(registry, "load_draft", lambda name, target, *_: target)
     kinds = [
-        type(HeadstartModel.from_pretrained(reader.model, f"org/{name}").drafter)
+        type(drafter.first)
         for name in ("heads", "draft", "nothing")
+        if isinstance(drafter := HeadstartModel.from_pretrained(reader.model, f"org/{name}").drafter, HybridDrafter)
     ]
     assert kinds == [MedusaDrafter, DraftModelDrafter, DraftModelDrafter]
     assert asked == [("org/heads", "config.json"), ("org/draft", "config.json"), ("org/nothing", "config.json")]

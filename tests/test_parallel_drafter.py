@@ -340,7 +340,7 @@ FORKED = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [0, 1, 0]
 def test_a_tree_branches_by_the_bias_over_the_same_forward(tiny_llama: CausalLM, rank: int, reads_target: bool) -> None:
     draft = draft_of(rank, reads_target)
     for text in ([3, 1, 4], [5], [2, 2, 9, 8]):
-        (proposal,) = Follower(ParallelDrafter(draft, tree=FORKED), tiny_llama, SAMPLED).propose(text)
+        (proposal,) = Follower(ParallelDrafter(draft, tree=FORKED, sampled=False), tiny_llama, SAMPLED).propose(text)
         tree = proposal.tree
         assert proposal.kind is ProposalKind.DETERMINISTIC and len(tree) == 10
         for node, children in enumerate(tree.shape.children):
@@ -348,6 +348,35 @@ def test_a_tree_branches_by_the_bias_over_the_same_forward(tiny_llama: CausalLM,
             if children:
                 best = logits_after(draft, tiny_llama, text, path).topk(len(children)).indices.tolist()
                 assert [tree.token_list[child] for child in children] == best
+
+
+@WITH_PARTS
+@pytest.mark.parametrize("sampling", [SAMPLED, PENALISED])
+def test_the_children_of_a_drawn_tree_come_from_the_recorded_q_of_their_path(
+    tiny_llama: CausalLM, rank: int, reads_target: bool, sampling: SamplingConfig
+) -> None:
+    draft = draft_of(rank, reads_target)
+    drafter = ParallelDrafter(draft, tree=FORKED)
+    assert drafter.label == "parallel draft, sampled tree of 9"
+    assert drafter.kinds(sampling) == {ProposalKind.SAMPLED_WITHOUT_REPLACEMENT}
+    drawn = set()
+    for seed in range(4):
+        (proposal,) = Follower(drafter, tiny_llama, sampling, seed).propose([3, 1, 4])
+        tree = proposal.tree
+        assert proposal.kind is ProposalKind.SAMPLED_WITHOUT_REPLACEMENT and proposal.q is not None
+        drawn.add(tuple(tree.token_list))
+        for node, children in enumerate(tree.shape.children):
+            if not children:
+                continue
+            path = [tree.token_list[ancestor] for ancestor in tree.shape.path(node)]
+            seen = torch.zeros(1, 16, dtype=torch.bool)
+            seen[0, [3, 1, 4, *path]] = True
+            logits = logits_after(draft, tiny_llama, [3, 1, 4], path)[None]
+            wanted = probabilities(logits, sampling, HistoryRows(seen=seen))[0]
+            torch.testing.assert_close(proposal.q[node], wanted, rtol=0, atol=2e-5)
+            tokens = [tree.token_list[child] for child in children]
+            assert len(set(tokens)) == len(tokens) and all(proposal.q[node, token] > 0 for token in tokens)
+    assert len(drawn) == 4
 
 
 def test_a_dynamic_tree_holds_the_likeliest_paths(tiny_llama: CausalLM) -> None:
@@ -377,6 +406,7 @@ def test_trees_write_plain_greedy_within_every_bound(tiny_llama: CausalLM, setti
         ({"tree": [[16]]}, "the tree asks for rank 16 but the parallel draft writes 16 tokens"),
         ({"tree": [[0]], "tokens": 2}, "tree and tokens are both given"),
         ({"tree": [[0]], "dynamic_nodes": 4}, "tree and dynamic_nodes are both given"),
+        ({"dynamic_nodes": 4, "sampled": True}, "sampled and dynamic_nodes are both given"),
         ({"dynamic_nodes": 1}, "dynamic_nodes is 1, the root included: give at least 2"),
     ],
 )

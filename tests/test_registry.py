@@ -58,7 +58,12 @@ SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
         {"tokens": 2, "sampled": False},
         "parallel draft, 2 tokens",
     ),
-    "parallel:PATH/parallel,tree=0/1/0.0": (ParallelDrafter, {"max_nodes": 4}, "parallel draft, tree of 3"),
+    "parallel:PATH/parallel,tree=0/1/0.0": (ParallelDrafter, {"max_nodes": 4}, "parallel draft, sampled tree of 3"),
+    "parallel:PATH/parallel,tree=0/1/0.0,sampled=false": (
+        ParallelDrafter,
+        {"max_nodes": 4, "sampled": False},
+        "parallel draft, tree of 3",
+    ),
     "parallel:PATH/parallel,dynamic_nodes=6": (
         ParallelDrafter,
         {"max_nodes": 6, "max_depth": 4},
@@ -88,10 +93,14 @@ SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
         {"num_draft_tokens": 3},
         "draft model with another tokenizer, 3 tokens",
     ),
-    "PATH/heads": (MedusaDrafter, {}, "medusa, tree of 9"),
-    "PATH/parallel": (ParallelDrafter, {}, "parallel draft, 4 tokens"),
-    "PATH/draft,tokens=2": (DraftModelDrafter, {"branching": (1, 1)}, "draft model, 2 tokens"),
-    "PATH/draft,depth=2": (DraftTreeDrafter, {"depth": 2, "width": 4}, "draft model, tree of 20"),
+    "PATH/heads": (HybridDrafter, {"max_depth": 10}, "medusa, tree of 9, with prompt lookup"),
+    "PATH/parallel": (HybridDrafter, {}, "parallel draft, 4 tokens, with prompt lookup"),
+    "PATH/draft,tokens=2": (HybridDrafter, {}, "draft model, 2 tokens, with prompt lookup"),
+    "PATH/draft,depth=2,lookup_tokens=3": (
+        HybridDrafter,
+        {"max_depth": 3},
+        "draft model, tree of 20, with prompt lookup",
+    ),
 }
 
 

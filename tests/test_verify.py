@@ -26,7 +26,7 @@ from enumeration import (
 )
 from torch import Tensor
 
-from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.proposal import Drawn, Proposal, ProposalKind
 from decoding.rules.sampling import RandomSource
 from decoding.rules.tree import TokenTree, TreeShape
 from decoding.rules.verify import (
@@ -47,16 +47,17 @@ from decoding.rules.verify import (
 WITH = ProposalKind.SAMPLED
 WITHOUT = ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
 DETERMINISTIC = ProposalKind.DETERMINISTIC
+GRAFTED = ProposalKind.GRAFTED
 MIXED = ProposalKind.MIXED
 
 # The promise of each rule: the kinds it is lossless for, and whether it takes trees.
 FITS = {
     "token": ({WITH}, False),
     "block": ({WITH, DETERMINISTIC}, False),
-    "recursive": ({WITH, WITHOUT}, True),
-    "traversal": ({WITH, WITHOUT, DETERMINISTIC}, True),
+    "recursive": ({WITH, WITHOUT, GRAFTED}, True),
+    "traversal": ({WITH, WITHOUT, GRAFTED, DETERMINISTIC}, True),
     "top-k": ({DETERMINISTIC}, True),
-    "sampled-verify": ({WITH, WITHOUT, DETERMINISTIC, MIXED}, True),
+    "sampled-verify": ({WITH, WITHOUT, GRAFTED, DETERMINISTIC, MIXED}, True),
 }
 CASES = [
     pytest.param(name, kind, shape, id=f"{name}, {kind.value}, {shape}")
@@ -192,7 +193,8 @@ def test_greedy_follows_the_tree_to_its_leaf_and_writes_one_more() -> None:
 def proposal_of(kind: ProposalKind, parents: tuple[int, ...] = (-1, 0)) -> Proposal:
     shape = TreeShape(parents)
     q = torch.full((len(shape), 3), 1 / 3) if kind.has_q else None
-    return Proposal(TokenTree(torch.zeros(len(shape), dtype=torch.long), shape), kind, q)
+    drawn = Drawn(len(shape), WITH) if kind is GRAFTED else None
+    return Proposal(TokenTree(torch.zeros(len(shape), dtype=torch.long), shape), kind, q, drawn)
 
 
 @pytest.mark.parametrize(
@@ -210,8 +212,8 @@ def test_a_chain_rule_refuses_a_tree(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("kind", ProposalKind)
-def test_only_a_sampled_proposal_carries_q_and_it_must(kind: ProposalKind) -> None:
-    q = None if kind in (WITH, WITHOUT) else torch.ones(1, 3)
+def test_only_a_proposal_with_draws_of_one_draft_carries_q_and_it_must(kind: ProposalKind) -> None:
+    q = None if kind in (WITH, WITHOUT, GRAFTED) else torch.ones(1, 3)
     with pytest.raises(ValueError, match=f"a {kind.value} proposal {'needs' if q is None else 'carries no'} q"):
         Proposal(TokenTree.chain([0, 1]), kind, q)
 
@@ -234,6 +236,7 @@ def test_a_token_whose_recorded_q_is_zero_is_our_own_bug(rule: Rule, target: lis
         (WITH, (-1, 0, 0), TRAVERSAL_VERIFICATION),
         (WITHOUT, (-1, 0, 1), TRAVERSAL_VERIFICATION),
         (WITHOUT, (-1, 0, 0), TRAVERSAL_VERIFICATION),
+        (GRAFTED, (-1, 0, 1), TRAVERSAL_VERIFICATION),
     ],
 )
 def test_the_rule_that_fits_is_chosen_by_kind_and_shape(

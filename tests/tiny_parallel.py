@@ -14,9 +14,9 @@ from decoding.model.parallel import ParallelConfig, ParallelDraft, ParallelParts
 
 
 def tiny_parallel_draft(
-    target: CausalLM, tokens: int = 4, rank: int = 3, reads_target: bool = True, **changes: Any
+    target: CausalLM, tokens: int = 4, rank: int = 3, reads_target: bool = True, spread: float = 0.5, **changes: Any
 ) -> ParallelDraft:
-    """Make a draft whose mask token is one more than the target knows, with large random parts."""
+    """Make a draft whose mask token is one more than the target knows; its parts are random, ``spread`` wide."""
     given = {"family": "llama", "vocab": target.vocab_size + 1, "seed": 1, **changes}
     model = CausalLM(tiny_model(**given))
     config = ParallelConfig(
@@ -31,7 +31,7 @@ def tiny_parallel_draft(
     torch.manual_seed(given["seed"])
     parts = ParallelParts(config).requires_grad_(False).eval()
     for parameter in parts.parameters():
-        nn.init.normal_(parameter, std=0.5)
+        nn.init.normal_(parameter, std=spread)
     return ParallelDraft(model, parts)
 
 

@@ -151,6 +151,9 @@ class ToyObjective:
     def inputs(self, batch: Batch, step: int) -> tuple[Tensor, ...]:
         return batch.tokens, batch.trained, self.factor
 
+    def observe(self, hits: Tensor, counts: Tensor) -> None:
+        pass
+
     def drafter(self) -> Drafter | None:
         return None
 

@@ -83,6 +83,9 @@ class PretrainObjective:
     def inputs(self, batch: Batch, step: int) -> tuple[Any, ...]:
         return (batch,)
 
+    def observe(self, hits: Float[Tensor, " terms"], counts: Float[Tensor, " terms"]) -> None:
+        """Nothing here depends on the hits."""
+
     def drafter(self) -> Drafter | None:
         return None
 

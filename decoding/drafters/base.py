@@ -68,6 +68,8 @@ class Drafter(ABC):
     name: str
     artefact: str | None = None
     """Kind of the trained artefact that drafts: "heads", "draft", or None."""
+    rough_cost: float = 0.1
+    """Seconds of its largest draft over those of a target pass, roughly, for decisions that follow no clock."""
 
     @property
     def label(self) -> str:

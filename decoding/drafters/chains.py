@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from decoding.drafters.draft_state import DraftState
+from decoding.drafters.text_rows import TextRows
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import HistoryRows, SamplingConfig, adjusted_logits, inverse_cdf, probabilities
+from decoding.rules.sampling import HistoryRows, adjusted_logits, inverse_cdf, probabilities
 from decoding.rules.tree import TokenTree, TreeShape
 
 NextLogits = Callable[[Int[Tensor, "rows tokens"]], Float[Tensor, "rows vocab"]]
@@ -23,12 +23,10 @@ class ChainGrowth:
     processors forbid every token that the draft knows.
     """
 
-    def __init__(
-        self, state: DraftState, sampling: SamplingConfig, sampled: bool = True, stop_below: float = 0.0
-    ) -> None:
-        self._state = state
-        self._sampling = sampling
-        self._sampled = sampled and not sampling.greedy
+    def __init__(self, rows: TextRows, sampled: bool = True, stop_below: float = 0.0) -> None:
+        self._rows = rows
+        self._sampling = rows.sampling
+        self._sampled = sampled and not rows.sampling.greedy
         self._stop_below = stop_below
 
     def propose(
@@ -39,7 +37,7 @@ class ChainGrowth:
         Nothing is read from the device unless a control or a stop needs it.
         """
         roots = torch.tensor([text[-1] for text in texts])
-        chains = roots.to(self._state.draft.device, non_blocking=True)[:, None]
+        chains = roots.to(self._rows.device, non_blocking=True)[:, None]
         q_steps: list[Tensor] = []
         step = 0
         while step < max(depths):
@@ -78,7 +76,7 @@ class ChainGrowth:
             last = [chains.shape[1] - 1]
             history = HistoryRows.cat(
                 [
-                    self._state.rows.history_at(row, texts[row], TokenTree.chain(chain), last)
+                    self._rows.history_at(row, texts[row], TokenTree.chain(chain), last)
                     for row, chain in enumerate(tokens)
                 ]
             )
@@ -87,7 +85,7 @@ class ChainGrowth:
         q = probabilities(logits, self._sampling, history)
         q_steps.append(q)
         # A row that has ended takes nothing from its source: its samples must not depend on its neighbours.
-        uniforms = [self._state.rows.sources[row].uniform() if wanted else 0.5 for row, wanted in enumerate(drawing)]
+        uniforms = [self._rows.sources[row].uniform() if wanted else 0.5 for row, wanted in enumerate(drawing)]
         return inverse_cdf(q, torch.tensor(uniforms, dtype=torch.float64).to(q.device, non_blocking=True))
 
     def _unsure(self, logits: Tensor, chosen: Tensor, q_steps: Sequence[Tensor]) -> Tensor:

@@ -57,6 +57,7 @@ class DraftModelDrafter(Drafter):
         self.branching = tuple(branching)
         self.with_replacement = with_replacement
         self.stop_below = stop_below
+        self.rough_cost = 0.05 * len(branching)
 
     @property
     def label(self) -> str:
@@ -108,7 +109,7 @@ class DraftModelSession:
         self._drafter = drafter
         self._state = state
         self._sampling = sampling
-        self._chains = ChainGrowth(state, sampling, stop_below=drafter.stop_below)
+        self._chains = ChainGrowth(state.rows, stop_below=drafter.stop_below)
 
     def admit(self, slot: int, start: TextStart) -> None:
         self._state.admit(slot, start)

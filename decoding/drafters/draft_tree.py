@@ -39,6 +39,7 @@ class DraftTreeDrafter(Drafter):
         self.depth = depth
         self.width = width
         self.nodes = min(nodes, self._met(depth))
+        self.rough_cost = 0.05 * depth
 
     @property
     def label(self) -> str:

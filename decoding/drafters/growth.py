@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from decoding.drafters.base import DraftRequest
 from decoding.drafters.static_tree import StaticTree
 from decoding.drafters.text_rows import TextRows
-from decoding.model.markov import MarkovBias
+from decoding.model.markov import DecodingBias
 from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import HistoryRows, draw_rows_without_replacement, probabilities
@@ -42,16 +42,14 @@ class ConditionalLogits:
     """
 
     base: Float[Tensor, "depths rows outputs"]
-    bias: MarkovBias | None = None
+    bias: DecodingBias | None = None
     finish: Callable[[Float[Tensor, "nodes outputs"]], Float[Tensor, "nodes vocab"]] | None = None
 
     def logits(self, rows: Int[Tensor, " nodes"], paths: Int[Tensor, "nodes tokens"]) -> Float[Tensor, "nodes vocab"]:
-        """Return the logits after each path: one product of the bias for all nodes of the call."""
+        """Return the logits after each path: one look-up or product of the bias for all nodes of the call."""
         logits = self.base[paths.shape[1] - 1][rows.to(self.base.device)]
         if self.bias is not None:
-            # A token that only the target knows is read as the last one known: q is poorer, but any q is lossless.
-            known = paths[:, -1].clamp(max=self.bias.embedding.num_embeddings - 1)
-            logits = self.bias.added_to(logits, known)
+            logits = self.bias.added_to(logits, paths[:, -1])
         return logits if self.finish is None else self.finish(logits)
 
 

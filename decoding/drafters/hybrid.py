@@ -1,7 +1,12 @@
-"""Two drafters in one tree: a lookup costs almost nothing, so its branches are added to those of a model."""
+"""Two drafters in one tree: a lookup costs almost nothing, so its branches are added to those of a model.
+
+Each text decides for itself, step by step, if the model drafts beside the lookup: where a long match makes the lookup's
+branch sure, or the model's drafts are refused, drafting would cost more than it brings. That choice depends on the text
+and on earlier steps alone, never on tokens drawn in this step, so every step's rule stays lossless.
+"""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -10,9 +15,18 @@ from decoding.drafters.base import Drafter, DraftRequest, DraftSession, TextStar
 from decoding.drafters.token_trie import TokenTrie
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
-from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.proposal import Drawn, Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, fetch_tokens
+
+_PRIOR_TRIALS = 4.0
+"""Trials that a prior counts for: of a text's mean, and of that mean for one length of match."""
+_MEMORY = 50.0
+"""Trials that a mean remembers."""
+_UNTRIED = 16
+"""Steps without the first drafter after which a text tries it again."""
+_LENGTHS = 5
+"""Classes of matches: none, 1, 2 to 3, 4 to 7, 8 and more tokens."""
 
 
 class HybridDrafter(Drafter):
@@ -22,15 +36,22 @@ class HybridDrafter(Drafter):
     drafter's k-th; the last budget of the shorter list is paired with the rest of the longer one. So each drafter has
     its own share of the nodes. A request smaller than every pair goes to ``first`` alone.
 
-    If both have drafted, the proposal is deterministic if both parts are, and else mixed, without q: the children of a
-    node then come from different distributions. If only one has drafted, its proposal is used unchanged.
+    ``first`` does not draft in a step where the tokens that it is expected to add to the lookup's are less than
+    ``least_gain`` times the step's others (None: its rough cost; 0: it always drafts). Both are running means of the
+    text, by the length of the lookup's match.
+
+    If both have drafted, the proposal is deterministic if both parts are; grafted if the first is drawn from q and the
+    lookup is deterministic; else mixed, without q. If only one has drafted, its proposal is used unchanged.
     """
 
     name = "hybrid"
 
-    def __init__(self, first: Drafter, lookup: Drafter) -> None:
+    def __init__(self, first: Drafter, lookup: Drafter, least_gain: float | None = None) -> None:
         if first is lookup:
             raise ValueError(f"both drafters of the hybrid are the same {first.name}: give two")
+        if least_gain is not None and not least_gain >= 0:
+            raise ValueError(f"least_gain is {least_gain}: give a share of a step's tokens, 0 to always draft")
+        self.least_gain = first.rough_cost if least_gain is None else least_gain
         self.first = first
         self.lookup = lookup
         self.name = f"{first.name} with {lookup.name}"
@@ -67,8 +88,8 @@ class HybridDrafter(Drafter):
         return [(first[min(k, len(first) - 1)], lookup[min(k, len(lookup) - 1)]) for k in range(longer)]
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
-        either = self.first.kinds(sampling) | self.lookup.kinds(sampling)
-        return either if either == {ProposalKind.DETERMINISTIC} else either | {ProposalKind.MIXED}
+        first, lookup = self.first.kinds(sampling), self.lookup.kinds(sampling)
+        return first | lookup | {_kind(one, other) for one in first for other in lookup}
 
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "HybridSession":
         sessions = [drafter.open(target, sampling, rows, max_length) for drafter in (self.first, self.lookup)]
@@ -83,34 +104,98 @@ class Grafted(NamedTuple):
     nodes: tuple[list[int], list[int]]
 
 
+@dataclass
+class _Mean:
+    """A running mean of the last trials."""
+
+    value: float = 0.0
+    trials: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.trials = min(self.trials + 1, _MEMORY)
+        self.value += (value - self.value) / self.trials
+
+    def with_prior(self, prior: float) -> float:
+        return (self.trials * self.value + _PRIOR_TRIALS * prior) / (self.trials + _PRIOR_TRIALS)
+
+
+@dataclass
+class _Thrift:
+    """Decisions of one text on drafting with the first drafter, and the results that they follow."""
+
+    looked_up: list[_Mean] = field(default_factory=lambda: [_Mean() for _ in range(_LENGTHS)])
+    """Tokens accepted of the lookup's own tree, by the class of its match."""
+    added: list[_Mean] = field(default_factory=lambda: [_Mean() for _ in range(_LENGTHS)])
+    """Tokens accepted beyond those, in steps with both trees."""
+    added_to_any: _Mean = field(default_factory=_Mean)
+    untried: int = 0
+    last: tuple[int, int, Grafted] | None = None
+    """Length of the text, class of the match and trees of the last step with a draft."""
+
+    def wants_first(self, length: int, least_gain: float) -> bool:
+        """Decide a step whose lookup has a match of this class."""
+        added = self.added[length].with_prior(self.added_to_any.with_prior(1.0))
+        wants = added >= least_gain * (1 + self.looked_up[length].with_prior(0.0)) or self.untried >= _UNTRIED
+        self.untried = 0 if wants else self.untried + 1
+        return wants
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Take in the result of the last step from the text that it became part of."""
+        if self.last is None:
+            return
+        begin, length, (proposal, (first, lookup), _) = self.last
+        written, self.last = tokens[begin : begin + proposal.tree.shape.max_depth], None
+        looked_up = len(lookup.tree.follow(written))
+        self.looked_up[length].add(looked_up)
+        if len(first.tree) > 1:
+            added = len(proposal.tree.follow(written)) - looked_up
+            self.added[length].add(added)
+            self.added_to_any.add(added)
+
+
 class HybridSession:
     """Sessions of both drafters. Each follows the texts by itself, whichever drafter's branch was accepted."""
 
     def __init__(self, drafter: HybridDrafter, sessions: Sequence[DraftSession]) -> None:
         self._drafter = drafter
         self._sessions = sessions
+        self._thrift: dict[int, _Thrift] = {}
         self._last: list[Grafted] = []
 
     def admit(self, slot: int, start: TextStart) -> None:
+        self._thrift[slot] = _Thrift()
         for session in self._sessions:
             session.admit(slot, start)
 
     def move(self, slot: int, to: int) -> None:
+        self._thrift[to] = self._thrift.pop(slot)
         for session in self._sessions:
             session.move(slot, to)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         # Neither sees the other's tokens: they may be random draws, which a rule for its own kind does not allow for.
         splits = [self._drafter.split(request.max_nodes) for request in requests]
-        parts = [
-            session.propose(
-                [replace(request, max_nodes=split[of]) for request, split in zip(requests, splits, strict=True)]
-            )
-            for of, session in enumerate(self._sessions)
-        ]
-        fetch_tokens([proposal.tree for proposals in parts for proposal in proposals])
-        self._last = [graft(first, lookup) for first, lookup in zip(*parts, strict=True)]
+        looked_up = self._sessions[1].propose(
+            [replace(request, max_nodes=nodes) for request, (_, nodes) in zip(requests, splits, strict=True)]
+        )
+        lengths = [_class_of(proposal) for proposal in looked_up]
+        firsts = self._sessions[0].propose(  # with a depth of 0 too: a session takes note of every request
+            [
+                replace(request, max_nodes=nodes, max_depth=self._first_depth(row, request, lengths[row]))
+                for row, (request, (nodes, _)) in enumerate(zip(requests, splits, strict=True))
+            ]
+        )
+        fetch_tokens([proposal.tree for proposal in (*firsts, *looked_up)])
+        self._last = [graft(first, lookup) for first, lookup in zip(firsts, looked_up, strict=True)]
+        for row, (request, grafted) in enumerate(zip(requests, self._last, strict=True)):
+            self._thrift[row].last = (len(request.tokens), lengths[row], grafted) if request.max_depth else None
         return [grafted.proposal for grafted in self._last]
+
+    def _first_depth(self, row: int, request: DraftRequest, length: int) -> int:
+        """Return the greatest depth of the first drafter's tree; 0 where it is not to draft."""
+        thrift = self._thrift[row]
+        thrift.learn(request.tokens)
+        return request.max_depth if request.max_depth and thrift.wants_first(length, self._drafter.least_gain) else 0
 
     def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
         if [id(proposal) for proposal in proposals] != [id(grafted.proposal) for grafted in self._last]:
@@ -128,16 +213,32 @@ def graft(first: Proposal, lookup: Proposal) -> Grafted:
         whole, root = (first, [0]) if len(lookup.tree) == 1 else (lookup, [0])
         every = list(range(len(whole.tree)))
         return Grafted(whole, (first, lookup), (every, root) if whole is first else (root, every))
-    # Mixed even if the second adds no node. That depends on the drawn tokens: a q kept for some draws and dropped for
-    # others is not the distribution of those for which it was kept.
-    deterministic = first.kind is lookup.kind is ProposalKind.DETERMINISTIC
-    kind = ProposalKind.DETERMINISTIC if deterministic else ProposalKind.MIXED
+    # The kind is that of the two kinds even if the second adds no node, which depends on the drawn tokens: a q kept for
+    # some draws and dropped for others is not the distribution of those for which it was kept.
+    kind = _kind(first.kind, lookup.kind)
     trie = TokenTrie(first.tree.token_list[0])
     own = [0, *(trie.grow(parent, token) for parent, token in _below_root(first.tree))]
     grafted = [0]
     for parent, token in _below_root(lookup.tree):
         grafted.append(trie.child(grafted[parent], token))
-    return Grafted(Proposal(trie.tree(first.tree.tokens.device), kind), (first, lookup), (own, grafted))
+    drawn = Drawn(len(first.tree), first.kind) if kind is ProposalKind.GRAFTED else None
+    q = first.q if drawn else None
+    proposal = Proposal(trie.tree(first.tree.tokens.device), kind, q, drawn, lookup.matched)
+    return Grafted(proposal, (first, lookup), (own, grafted))
+
+
+def _kind(first: ProposalKind, lookup: ProposalKind) -> ProposalKind:
+    """Return the kind of a tree that both have drafted."""
+    if lookup is not ProposalKind.DETERMINISTIC:
+        return ProposalKind.MIXED
+    if first in (ProposalKind.SAMPLED, ProposalKind.SAMPLED_WITHOUT_REPLACEMENT):
+        return ProposalKind.GRAFTED
+    return first
+
+
+def _class_of(lookup: Proposal) -> int:
+    """Return the class of a lookup's match, from 0 (none) to `_LENGTHS` - 1; drafts of unknown match count as 1."""
+    return min(max(lookup.matched, 1).bit_length(), _LENGTHS - 1) if len(lookup.tree) > 1 else 0
 
 
 def _below_root(tree: TokenTree) -> list[tuple[int, int]]:

@@ -15,6 +15,7 @@ from decoding.drafters.static_tree import StaticTree
 from decoding.drafters.text_rows import TextRows
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.model.markov import DecodingBias
 from decoding.model.stacked_heads import StackedHeads
 from decoding.policies import Budget
 from decoding.rules.best_tree import best_tree
@@ -66,6 +67,7 @@ class MedusaDrafter(Drafter):
             self._drawn = SampledGrowth(self._static)
         if not heads.config.sequential:
             self._stacked = StackedHeads(heads)
+            self._bias = None if heads.markov is None else DecodingBias(heads.markov)
             self._places = lru_cache(maxsize=None)(_places)
 
     @property
@@ -112,7 +114,7 @@ class MedusaDrafter(Drafter):
             heads = SequentialHeads(self.heads, target.model)
             return lambda requests: heads.at(torch.stack([request.hidden for request in requests]))
         lm_head = self._lm_head(target)
-        return lambda requests: ConditionalLogits(self._run(requests, lm_head), self.heads.markov)
+        return lambda requests: ConditionalLogits(self._run(requests, lm_head), self._bias)
 
     def _run(self, requests: Sequence[DraftRequest], lm_head: nn.Module | None) -> Float[Tensor, "heads rows vocab"]:
         """Run all heads on the hidden states of all rows at once, without a Markov bias."""

@@ -1,6 +1,6 @@
 """A parallel draft as a drafter: one forward drafts all tokens of a step (PARD, 2504.18583; DSpark's Markov head)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from jaxtyping import Float
@@ -10,9 +10,10 @@ from decoding.drafters.base import Drafter, DraftRequest, TextStart, chain_budge
 from decoding.drafters.chains import ChainGrowth
 from decoding.drafters.draft_state import DraftState
 from decoding.drafters.draft_tree import tree_budgets
-from decoding.drafters.growth import ConditionalLogits, DynamicGrowth, StaticGrowth
+from decoding.drafters.growth import ConditionalLogits, DynamicGrowth, SampledGrowth, StaticGrowth
 from decoding.drafters.static_tree import StaticTree
 from decoding.model.causal_lm import CausalLM
+from decoding.model.markov import DecodingBias
 from decoding.model.parallel import ParallelDraft
 from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
@@ -20,6 +21,9 @@ from decoding.rules.sampling import SamplingConfig
 
 Grow = Callable[[Sequence[DraftRequest], Sequence[int], ConditionalLogits], list[Proposal]]
 """Function from requests, the depths of their trees and the logits at every node to proposals."""
+
+SAMPLED_BY_DEFAULT: Mapping[str, bool] = {"chain": True, "tree": True}
+"""Choice between drawn tokens and the likeliest ones above temperature 0, by the shape of the draft."""
 
 
 class ParallelDrafter(Drafter):
@@ -29,9 +33,9 @@ class ParallelDrafter(Drafter):
     ``dynamic_nodes``: at every step the tree of that many nodes, the root included, with the largest product of the
     draft's probabilities, at most ``tokens`` deep. A smaller budget takes fewer masks where it is less deep.
 
-    Above temperature 0 a chain's tokens are drawn, each from q given the token before it, so that q is exact; with
-    ``sampled`` False they are the likeliest, as at temperature 0. A drawn chain ends where processors forbid every
-    token that the model knows. Trees depend on the context alone and are deterministic at any temperature.
+    ``sampled``: above temperature 0 the tokens of a chain or of a tree of fixed shape are drawn, each from q given the
+    token before it, the children of a node without replacement; False takes the likeliest, as at temperature 0, and
+    None decides by the shape (`SAMPLED_BY_DEFAULT`). A dynamic tree depends on the context alone at any temperature.
     """
 
     name = "parallel draft"
@@ -43,7 +47,7 @@ class ParallelDrafter(Drafter):
         tokens: int | None = None,
         tree: Sequence[Sequence[int]] | None = None,
         dynamic_nodes: int | None = None,
-        sampled: bool = True,
+        sampled: bool | None = None,
     ) -> None:
         if draft.model.is_static:
             raise ValueError(
@@ -56,21 +60,29 @@ class ParallelDrafter(Drafter):
             raise ValueError(f"tree and {other} are both given: a tree of fixed shape has its own size")
         if dynamic_nodes is not None and dynamic_nodes < 2:
             raise ValueError(f"dynamic_nodes is {dynamic_nodes}, the root included: give at least 2")
+        if dynamic_nodes is not None and sampled:
+            raise ValueError("sampled and dynamic_nodes are both given: only a shape that is fixed is drawn")
         self.draft = draft
+        self.bias = None if draft.parts.markov is None else DecodingBias(draft.parts.markov)
         self.tokens = draft.tokens if tokens is None else tokens
         self.dynamic_nodes = dynamic_nodes
-        self.sampled = sampled
         self._tree = None if tree is None else _static_tree(draft, tree)
+        self.sampled = dynamic_nodes is None and (SAMPLED_BY_DEFAULT[self._shape] if sampled is None else sampled)
+        self._drawn = None if self._tree is None or not self.sampled else SampledGrowth(self._tree)
+        self._best: StaticGrowth | DynamicGrowth | None = None if self._tree is None else StaticGrowth(self._tree)
+        if dynamic_nodes is not None:
+            self._best = DynamicGrowth(self.budgets[-1])
 
     @property
     def label(self) -> str:
-        if self._is_chain:
+        if self._shape == "chain":
             return f"{self.name}, {self.tokens} tokens"
-        return f"{self.name}, {'dynamic ' * (self.dynamic_nodes is not None)}tree of {self.max_nodes - 1}"
+        kind = "dynamic " if self._shape == "dynamic tree" else "sampled " if self.sampled else ""
+        return f"{self.name}, {kind}tree of {self.max_nodes - 1}"
 
     @property
-    def _is_chain(self) -> bool:
-        return self._tree is None and self.dynamic_nodes is None
+    def _shape(self) -> str:
+        return "tree" if self._tree is not None else "chain" if self.dynamic_nodes is None else "dynamic tree"
 
     @property
     def max_positions(self) -> int | None:
@@ -89,8 +101,9 @@ class ParallelDrafter(Drafter):
         return chain_budgets(self.tokens)
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
-        drawn = self._is_chain and self.sampled and not sampling.greedy
-        return frozenset({ProposalKind.SAMPLED if drawn else ProposalKind.DETERMINISTIC})
+        if not self.sampled or sampling.greedy:
+            return frozenset({ProposalKind.DETERMINISTIC})
+        return frozenset({ProposalKind.SAMPLED if self._drawn is None else self._drawn.kind})
 
     def depth_within(self, request: DraftRequest) -> int:
         """Return the depth of its tree for a request."""
@@ -104,10 +117,12 @@ class ParallelDrafter(Drafter):
         return ParallelSession(self, state, self._growth(state, sampling))
 
     def _growth(self, state: DraftState, sampling: SamplingConfig) -> Grow:
-        if self._tree is not None or self.dynamic_nodes is not None:
-            growth = StaticGrowth(self._tree) if self._tree is not None else DynamicGrowth(self.budgets[-1])
-            return lambda requests, depths, nodes: growth.propose(requests, nodes)
-        chains = ChainGrowth(state, sampling, self.sampled)
+        drawn, best = self._drawn, self._best
+        if drawn is not None and not sampling.greedy:
+            return lambda requests, depths, nodes: drawn.propose(requests, nodes, state.rows)
+        if best is not None:
+            return lambda requests, depths, nodes: best.propose(requests, nodes)
+        chains = ChainGrowth(state.rows, self.sampled)
 
         def grow(requests: Sequence[DraftRequest], depths: Sequence[int], nodes: ConditionalLogits) -> list[Proposal]:
             rows = torch.arange(len(requests), device=nodes.base.device)
@@ -165,7 +180,7 @@ class ParallelSession:
         masks = [config.mask_token] * (max(depths) - 1)
         logits = self._state.look_ahead([request.tokens for request in requests], masks, self._added(len(requests)))
         base = logits[..., : config.outputs].transpose(0, 1)
-        nodes = ConditionalLogits(base, self._parts.markov, self._state.over_target_vocabulary)
+        nodes = ConditionalLogits(base, self._drafter.bias, self._state.over_target_vocabulary)
         return self._grow(requests, depths, nodes)
 
     def _added(self, rows: int) -> list[Float[Tensor, "tokens hidden"]] | None:

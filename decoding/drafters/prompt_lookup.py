@@ -80,13 +80,15 @@ class PromptLookupSession:
         depth = min(request.max_depth, self._drafter.num_draft_tokens)
         trie = TokenTrie(tokens[-1])
         branches = 0
+        matched = 0
         for end, size in self._matches(tokens):
+            matched = matched or _match_length(tokens, end)
             nodes = len(trie)
             trie.add(_continuation(tokens, end, size, depth), request.max_nodes)
             branches += len(trie) > nodes
             if branches == self._drafter.num_branches:
                 break
-        return Proposal(trie.tree(self._device), ProposalKind.DETERMINISTIC)
+        return Proposal(trie.tree(self._device), ProposalKind.DETERMINISTIC, matched=matched)
 
     def _matches(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield the ends of earlier occurrences of the text's suffixes, and their sizes: longest first, then latest."""
@@ -111,6 +113,18 @@ class PromptLookupSession:
         known = len(self._indexed)
         sizes = range(self._drafter.min_ngram, min(self._drafter.max_ngram, known) + 1)
         return [tuple(self._indexed[known - size :]) for size in sizes]
+
+
+_LONGEST_MATCH = 32
+"""Length up to which a match is measured."""
+
+
+def _match_length(tokens: Sequence[int], end: int) -> int:
+    """Return the number of tokens before ``end`` that equal the text's last ones, also beyond the longest n-gram."""
+    length, most = 0, min(_LONGEST_MATCH, end)
+    while length < most and tokens[end - 1 - length] == tokens[-1 - length]:
+        length += 1
+    return length
 
 
 def _continuation(tokens: Sequence[int], end: int, size: int, count: int) -> list[int]:

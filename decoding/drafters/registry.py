@@ -1,7 +1,7 @@
 """The one list of drafters by name: for the command line, `HeadstartModel.from_pretrained`, and training's evaluation.
 
 A drafter is written as ``NAME[:PATH][,option=value,…]``: ``lookup``, ``heads:runs/heads/final``,
-``draft-tree:runs/draft/final,depth=5``. A path alone means the heads or the draft in it.
+``draft-tree:runs/draft/final,depth=5``. A path alone means the heads or the draft in it, with a lookup beside them.
 """
 
 from collections.abc import Callable, Mapping
@@ -221,14 +221,14 @@ def parse_drafter(text: str, **options: Any) -> DrafterSpec:
     """Read ``NAME[:PATH][,option=value,…]`` or ``PATH[,option=value,…]``; ``options`` are further ones.
 
     ValueError, in one sentence, for an item that is misspelt, missing or out of range. The weights are not read, but a
-    PATH without a name is looked up, on the Hub if it is no folder: it means ``heads`` if it holds heads, ``parallel``
-    if it holds a parallel draft, else ``draft-tree`` if an option is one of the tree's, else ``draft``.
+    PATH without a name is looked up, on the Hub if it is no folder: it means a ``hybrid`` of ``heads`` if it holds
+    heads, ``parallel`` if it holds a parallel draft, else ``draft-tree`` if an option is one of the tree's, else
+    ``draft``.
     """
     name, path, given = split_words(text, tuple(REGISTRY))
     given = {**given, **options}
     if name is None or (name == "hybrid" and path is not None and "of" not in given):
-        found = _recognised(path, given)
-        name, given = (found, given) if name is None else (name, {"of": found, **given})
+        name, given = "hybrid", {"of": _recognised(path, given), **given}
     entry = _entry_of(name, given.get("of"))
     if entry.weights is None and path is not None:
         raise ValueError(f"{text!r} gives a path, {path}, but {name} has no weights: give option=value, or nothing")

@@ -19,10 +19,20 @@ from transformers.utils.hub import cached_file
 
 from decoding.model.heads import WEIGHTS_NAME
 from decoding.model.loading import TOKENIZER_PROBE, first_line, is_heads_folder
+from decoding.model.parallel import CONFIG_NAME as PARALLEL_CONFIG
+from decoding.model.parallel import WEIGHTS_NAME as PARALLEL_WEIGHTS
 from decoding.model.vocabulary import OUTPUT_TOKENS_KEY, OUTPUT_TOKENS_NAME
 
 _DIGITS = 16
-_SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "dtype", "auto_map", "use_cache")
+_SAYS_NOTHING = (
+    "_name_or_path",
+    "transformers_version",
+    "architectures",
+    "dtype",
+    "auto_map",
+    "use_cache",
+    "pard_token",
+)
 """Keys of a config that tell a model's origin and the way it runs, but do not change its outputs."""
 _ADAPTERS_SAY_NOTHING = ("base_model_name_or_path", "revision", "peft_version", "inference_mode", "auto_mapping")
 _ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -107,6 +117,8 @@ def _described(name: str, trust_remote_code: bool) -> Any:
         return {"adapters": own, "base": stored_fingerprint(config["base_model_name_or_path"], trust_remote_code)}
     config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).to_dict()
     behaviour = _behaviour(config)
+    if (parts := _file_of(name, PARALLEL_CONFIG)) is not None:
+        behaviour[PARALLEL_CONFIG] = json.loads(parts.read_text())
     if OUTPUT_TOKENS_KEY in config and (listed := _file_of(name, OUTPUT_TOKENS_NAME)) is not None:
         behaviour[OUTPUT_TOKENS_KEY] = json.loads(listed.read_text())
     return behaviour
@@ -127,7 +139,9 @@ def _sorted(value: Any) -> Any:
 
 
 def _tensors_of(name: str) -> Iterator[_Stored]:
-    """Yield every tensor stored under a name, from the files that transformers would load."""
+    """Yield every tensor stored under a name: those that transformers would load, and a parallel draft's parts."""
+    if (parts := _file_of(name, PARALLEL_WEIGHTS)) is not None:
+        yield from _tensors_in(parts)
     for single in (_ADAPTER_WEIGHTS, WEIGHTS_NAME):
         if (path := _file_of(name, single)) is not None:
             yield from _tensors_in(path)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -19,13 +20,22 @@ class ProposalKind(Enum):
     """Children are drawn one after the other, each from q without the tokens drawn before, renormalised."""
     DETERMINISTIC = "deterministic"
     """The set of children is a function of the context alone: top-k, argmax, lookup."""
+    GRAFTED = "grafted"
+    """Children drawn in one of the two ways above, and behind them children that are a function of the context."""
     MIXED = "mixed"
-    """Children of several origins in one tree, such as a sampled draft with lookup branches: no single q fits them."""
+    """Children of several origins in one tree, such as the draws of two drafts: their q is not known."""
 
     @property
     def has_q(self) -> bool:
         """True if a proposal of this kind carries the q that its tokens were drawn from."""
-        return self in (ProposalKind.SAMPLED, ProposalKind.SAMPLED_WITHOUT_REPLACEMENT)
+        return self not in (ProposalKind.DETERMINISTIC, ProposalKind.MIXED)
+
+
+class Drawn(NamedTuple):
+    """The part of a grafted proposal that was drawn: the first ``nodes`` of its tree, root included, as ``kind``."""
+
+    nodes: int
+    kind: ProposalKind
 
 
 @dataclass(frozen=True)
@@ -35,15 +45,21 @@ class Proposal:
     Row i of ``q`` (parents, vocab) is the distribution, after every sampling control, from which the first child of
     node i was drawn. Rows after the last node with children may be missing. Deterministic and mixed proposals have no
     ``q``.
+
+    ``drawn`` is the drawn part of a grafted proposal, None for any other. ``matched`` is the length of the text's
+    suffix that a lookup found earlier, 0 where nothing was looked up.
     """
 
     tree: TokenTree
     kind: ProposalKind
     q: Float[Tensor, "parents vocab"] | None = None
+    drawn: Drawn | None = None
+    matched: int = 0
 
     def __post_init__(self) -> None:
         if (self.q is None) == self.kind.has_q:
             raise ValueError(f"a {self.kind.value} proposal {'needs' if self.q is None else 'carries no'} q")
+        assert (self.drawn is not None) == (self.kind is ProposalKind.GRAFTED), f"drawn part of a {self.kind.value} one"
 
     @staticmethod
     def root_only(token: int, device: torch.device | str = "cpu") -> "Proposal":

@@ -150,6 +150,9 @@ def recursive_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], sou
     At each node the children are tried in draw order; each rejection replaces p by its residual, the normalised
     (p - q)+. With replacement q does not change (a duplicate is always rejected, and still updates p); without it, the
     rejected token is removed from q. If no child is kept, the target writes from the last p.
+
+    Grafted children come after the drawn ones, with q = delta(x). Of one drawn child and one grafted child x, one is
+    kept with probability p(x) + sum over y != x of min(p(y), q(y)): at least as often as of either alone.
     """
     tree = proposal.tree
     path: list[int] = []
@@ -228,13 +231,14 @@ def _children_with_q(
 ) -> Iterator[tuple[int, Float[Tensor, " vocab"]]]:
     """Yield a node's children in draw order, each with the q it was drawn from, given the children before it."""
     token_list, drawn = proposal.tree.token_list, None
+    drawn_nodes, kind = proposal.drawn or (len(token_list), proposal.kind)
     for child in proposal.tree.shape.children[node]:
-        if proposal.q is None:
+        if proposal.q is None or child >= drawn_nodes:
             q_now = torch.zeros_like(like)
             q_now[token_list[child]] = 1
         elif drawn is None:
             q_now = proposal.q[node]
-        elif proposal.kind is ProposalKind.SAMPLED_WITHOUT_REPLACEMENT:
+        elif kind is ProposalKind.SAMPLED_WITHOUT_REPLACEMENT:
             q_now = q_now.clone()
             q_now[drawn] = 0
             q_now = q_now / q_now.sum()
@@ -280,7 +284,7 @@ def typical_acceptance(epsilon: float = 0.09, delta: float = 0.3) -> Rule:
 
 _ANY = frozenset(ProposalKind)
 _DETERMINISTIC = frozenset({ProposalKind.DETERMINISTIC})
-_DRAWN = frozenset({ProposalKind.SAMPLED, ProposalKind.SAMPLED_WITHOUT_REPLACEMENT})
+_DRAWN = frozenset(kind for kind in ProposalKind if kind.has_q)
 _CHAIN = frozenset({ProposalKind.SAMPLED})
 
 GREEDY = Rule("greedy", True, _ANY, greedy)
@@ -307,9 +311,9 @@ RULES: dict[str, Rule] = {
 def lossless_rule(proposal: Proposal) -> Rule:
     """Return the default lossless sampling rule for this proposal.
 
-    For a sampled proposal: block verification (chains) or traversal verification, which keep the most tokens. For any
-    other: `sampled_verify`, as all rules keep equally many deterministic tokens in expectation, and this one writes
-    the text of plain decoding with the same seed.
+    For a proposal with q: block verification (sampled chains) or traversal verification, which keep the most tokens.
+    For any other: `sampled_verify`, as all rules keep equally many deterministic tokens in expectation, and this one
+    writes the text of plain decoding with the same seed.
     """
     if not proposal.kind.has_q:
         return SAMPLED_VERIFY

@@ -1,4 +1,4 @@
-"""Trains small heads as whatever launcher runs this file.
+"""Trains small heads, with all that depends on the whole batch, as whatever launcher runs this file.
 
 Usage: launched_heads.py FOLDER first|second. The first time: a run to its end in FOLDER/straight, two steps of the run
 in FOLDER/chain if there is one, and a run in FOLDER/killed that kills itself after a step that no checkpoint holds;
@@ -30,6 +30,7 @@ from trainer.heads.medusa import HeadInputs, MedusaObjective, MedusaTraining
 from trainer.learning.objective import TermSums
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.heads import HeadsSection
+from trainer.recipe.loss import LossSection
 from trainer.run.checkpoint import Checkpoints, Progress
 from trainer.run.distributed import Runner, build_accelerator, describe, prepare, whole_parameters, zero_stage
 from trainer.run.loop import Hooks, Interrupted, train
@@ -38,6 +39,12 @@ from trainer.target.hidden import OnlineTarget
 STEPS = 8
 SETTINGS: dict[str, Any] = {"batch_size": 8, "micro_batch_size": 2, "mixed_precision": "no", "learning_rate": 1e-2}
 SECTION = TrainingSection(steps=STEPS, **SETTINGS)
+SECTION_OF_HEADS = HeadsSection(
+    num_heads=3,
+    markov_rank=5,
+    weighting="prefix_survival",
+    loss=LossSection(cross_entropy=1, lk=1, lk_eta=10, lk_scope="head"),
+)
 EXAMPLES = toy_examples(12, vocab=15)  # an odd vocabulary: no tensor of the heads divides into equal parts by luck
 
 
@@ -65,7 +72,7 @@ class _Scaled(MedusaTraining):
     """With three more parameters, which two processes cannot share out evenly."""
 
     def __init__(self, training: MedusaTraining) -> None:
-        super().__init__(training.heads, training._loss)
+        super().__init__(training.heads, training._section)
         self.scale = nn.Parameter(torch.tensor([1.0, 0.9, 0.8]))
 
     def forward(self, inputs: HeadInputs) -> TermSums:
@@ -80,9 +87,10 @@ class _TwoRates(MedusaObjective):
         return {"heads.heads.1.": 2.0, "": 1.0}
 
 
-def heads_objective(seed: int) -> MedusaObjective:
-    """Three heads that start from noise, another for each seed, on the same target."""
-    objective = _TwoRates(OnlineTarget(target()), HeadsSection(num_heads=3, markov_rank=5), STEPS, torch.float32)
+def heads_objective(seed: int, dtype: torch.dtype = torch.float32) -> MedusaObjective:
+    """Three heads that start from noise, another for each seed, on the same target in ``dtype``."""
+    states = OnlineTarget(CausalLM(target().model.to(dtype)))
+    objective = _TwoRates(states, SECTION_OF_HEADS, STEPS, torch.float32)
     objective.module = _Scaled(objective.module)
     torch.manual_seed(seed)
     with torch.no_grad():

@@ -129,11 +129,12 @@ def test_checkpoints_hold_whole_tensors_by_name(kind: str, launched: Callable[[s
     (newest,) = (launched(kind) / "straight").glob(f"step-{STEPS:08d}")
     weights, moments = load_file(newest / "weights.safetensors"), load_file(newest / "optimizer.safetensors")
     expected = {name: tuple(p.shape) for name, p in alone[1].named_parameters()}
-    assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == expected
+    buffers = {name: tuple(buffer.shape) for name, buffer in alone[1].named_buffers()}
+    assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == {**expected, **buffers}
     for name, shape in expected.items():
         assert tuple(moments[f"{name} exp_avg"].shape) == tuple(moments[f"{name} exp_avg_sq"].shape) == shape
         assert float(moments[f"{name} step"]) == STEPS
-    assert len(moments) == 3 * len(weights)
+    assert len(moments) == 3 * len(expected)
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -1,19 +1,21 @@
 """Texts written during the training: whose they are, where they are learnt from, when they collapsed, their files."""
 
 import json
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from scripted_drafters import ScriptedDrafter
-from tiny_models import naive_greedy, tiny_model
+from tiny_models import full_forward, naive_greedy, tiny_model
 from tiny_policies import PROMPTS, draft, orders_of, policy_of, target, writer_of
 from tiny_training import tiny_tokenizer
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.vocabulary import trimmed_vocabulary
-from trainer.data.batch import Example
+from trainer.data.batch import Example, collate
+from trainer.drafts.distill import OnlineTeacher
 from trainer.drafts.generations import Order, Origin, WindowFiles, Written, is_collapsed
 from trainer.terminal.place import Place
 
@@ -106,9 +108,10 @@ def test_what_is_rejected_is_where_the_target_corrected_the_draft(monkeypatch: p
     (text,) = writer_of(policy_of(loop=1, temperature=0), ends=()).write(orders_of("loop", 1), draft())
     assert text.answer == t and text.prompt_length == 3
     assert text.rejected == (3 + 2, 3 + 3, 3 + 9)
-    places = [place for place, trained in enumerate(text.example(rejected_only=True).trained) if trained]
+    assert text.refused == ((wrong[2], t[3]), (wrong[3], t[4], t[5]), (wrong[9],))
+    places = [place for place, trained in enumerate(text.example("rejected").trained) if trained]
     assert places == [5, 6, 12]
-    assert text.example(rejected_only=False) == Example((*PROMPTS[0], *t), (False,) * 3 + (True,) * 12, 3)
+    assert text.example("all") == Example((*PROMPTS[0], *t), (False,) * 3 + (True,) * 12, 3)
 
 
 def test_a_correction_that_ends_the_text_is_learnt_and_a_draft_cut_off_by_an_accepted_end_is_not(
@@ -128,10 +131,32 @@ def test_a_correction_that_ends_the_text_is_learnt_and_a_draft_cut_off_by_an_acc
         assert text.answer == t[: end + 1] and text.rejected == ((3 + end,) if rejected else ())
 
 
+def test_a_replayed_text_goes_on_with_the_drafts_own_tokens_from_one_of_its_rejected_places() -> None:
+    """Draft-OPD whole: tokens 12 and 14 of the text are corrections, where the draft had 20 21 and 22 23 24."""
+    text = Written(0, 0, 0, "loop", 1, (10, 11, 12, 13, 14, 15), (2, 4), ((20, 21), (22, 23, 24)), False)
+    first = Example((10, 11, 20, 21), (False, False, True, True), 1)
+    second = Example((10, 11, 12, 13, 22, 23, 24), (False, False, True, False, True, True, True), 1)
+    found = Counter(text._replace(position=position).example("replayed") for position in range(200))
+    assert found.keys() == {first, second} and min(found.values()) > 60
+    assert text.example("replayed") == text.example("replayed")
+    assert text._replace(rejected=(), refused=()).example("replayed") == Example(text.tokens, (False,) * 6, 1)
+
+
+def test_the_target_teaches_a_replayed_text_at_every_token_of_the_draft_and_behind_it() -> None:
+    """Its distribution behind the draft's own tokens, at as many positions as are trained."""
+    own = tiny_model("llama")
+    text = Written(0, 0, 0, "loop", 1, (10, 11, 12, 13), (2,), ((5, 6),), False)
+    batch = collate([text.example("replayed")])
+    wanted = full_forward(own, (10, 11, 5, 6))[1:3]
+    assert torch.allclose(
+        OnlineTeacher(CausalLM(own)).for_batch(batch).known_logits(0, 2, 1.0).logits, wanted, atol=1e-5
+    )
+
+
 def test_a_draft_that_is_the_target_is_never_rejected_and_trains_nothing() -> None:
     for temperature in (0.0, 1.0):
         for text in writer_of(policy_of(loop=1, temperature=temperature)).write(orders_of("loop"), target()):
-            assert not text.rejected and not any(text.example(rejected_only=True).trained)
+            assert not text.rejected and not any(text.example("rejected").trained)
 
 
 @pytest.mark.parametrize("speculate", [False, True])
@@ -175,7 +200,7 @@ def test_what_only_the_draft_knows_it_does_not_write() -> None:
     assert max(token for text in texts for token in text.answer) < 16
 
 
-TEXT = Written(4, 2, 7, "loop", 2, (14, 15, 4, 5, 6), (3,), False)
+TEXT = Written(4, 2, 7, "loop", 2, (14, 15, 4, 5, 6), (3,), ((7, 8),), False)
 
 
 def files_in(folder: Path, process: int = 0, processes: int = 1, kept_steps: int = 100) -> WindowFiles:

@@ -1,7 +1,7 @@
 """Two drafters in one tree: what is grafted, what kind it is, and that both sessions keep up."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -16,7 +16,22 @@ from drafter_checks import (
     paths,
     request,
 )
-from enumeration import LOSSLESS, LOSSY, SHAPES, Draft, distance_from_target, model_pair, sampled_draft
+from enumeration import (
+    LOSSLESS,
+    LOSSY,
+    SHAPES,
+    Context,
+    ContextModel,
+    Draft,
+    distance_from_target,
+    enumerate_turn,
+    grafted_draft,
+    model_pair,
+    outcomes,
+    sampled_draft,
+    shapes_unchecked,
+    target_rows,
+)
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,6 +40,7 @@ from test_generate_sampling import FALSE_ALARM, decode_many, small_llama
 from torch import Tensor
 
 from decoding.drafters import Drafter, DraftModelDrafter, HybridDrafter, LookaheadDrafter, PromptLookupDrafter
+from decoding.drafters.base import DraftRequest
 from decoding.drafters.hybrid import graft
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
@@ -67,10 +83,12 @@ def test_what_both_draft_is_one_node_and_the_rest_stands_behind_the_first_tree()
 
 
 def test_duplicates_drawn_with_replacement_stay_and_the_graft_goes_on_behind_the_first_of_them() -> None:
-    grafted = graft(sampled((0, 0, 1), (5, 5, 3)), deterministic((0, 1), (5, 4)))
+    first = sampled((0, 0, 1), (5, 5, 3))
+    grafted = graft(first, deterministic((0, 1), (5, 4)))
     tree = grafted.proposal.tree
     assert (tree.token_list, tree.shape.parents) == ([ROOT, 5, 5, 3, 4], (-1, 0, 0, 1, 1))
-    assert grafted.proposal.kind is ProposalKind.MIXED and grafted.proposal.q is None
+    assert grafted.proposal.kind is ProposalKind.GRAFTED and grafted.proposal.q is first.q
+    assert grafted.proposal.drawn == (4, ProposalKind.SAMPLED)
 
 
 def test_a_proposal_that_stands_alone_stays_as_it_is() -> None:
@@ -86,23 +104,19 @@ def test_a_proposal_that_stands_alone_stays_as_it_is() -> None:
     ("first", "lookup", "kind"),
     [
         (deterministic((0,), (5,)), deterministic((0,), (6,)), ProposalKind.DETERMINISTIC),
-        (sampled((0,), (5,)), deterministic((0,), (6,)), ProposalKind.MIXED),
-        (sampled((0,), (5,)), deterministic((0,), (5,)), ProposalKind.MIXED),
+        (sampled((0,), (5,)), deterministic((0,), (6,)), ProposalKind.GRAFTED),
+        (sampled((0,), (5,)), deterministic((0,), (5,)), ProposalKind.GRAFTED),
         (deterministic((0,), (5,)), sampled((0,), (6,)), ProposalKind.MIXED),
         (sampled((0,), (5,)), sampled((0,), (6,)), ProposalKind.MIXED),
     ],
 )
-def test_the_graft_is_deterministic_only_if_both_are(first: Proposal, lookup: Proposal, kind: ProposalKind) -> None:
+def test_the_graft_is_deterministic_only_if_both_are_and_mixed_where_both_drew(
+    first: Proposal, lookup: Proposal, kind: ProposalKind
+) -> None:
     assert graft(first, lookup).proposal.kind is kind
 
 
 # --- losslessness, exactly ------------------------------------------------------------------------------------------
-
-
-def looked_up_beside(draft: Draft, tokens: Sequence[int]) -> Draft:
-    """A drawn proposal with a looked-up chain grafted on."""
-    lookup = Proposal(TokenTree.chain([0, *tokens]), ProposalKind.DETERMINISTIC)
-    return lambda source: graft(draft(source), lookup).proposal
 
 
 def by_its_rule(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
@@ -115,20 +129,49 @@ def by_its_rule(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
 def test_a_looked_up_branch_beside_drawn_ones_is_lossless(models: str, shape: str, kind: ProposalKind) -> None:
     for seed in range(3):
         p, q = model_pair(models, 3, 3, seed)
-        draft = looked_up_beside(sampled_draft(SHAPES[shape], q, kind), (1, 2))
+        draft = grafted_draft(sampled_draft(SHAPES[shape], q, kind), (1, 2))
         assert distance_from_target(draft, by_its_rule, p, 4) < LOSSLESS
 
 
+@pytest.mark.parametrize("models", ["dense", "zeros", "mixed"])
+def test_a_grafted_branch_is_worth_at_least_the_better_of_its_parts(models: str) -> None:
+    """Each part alone by the rule of its own that keeps the most tokens."""
+    for seed in range(4):
+        p, q = model_pair(models, 3, 3, seed)
+        drawn = sampled_draft(SHAPES["chain of 2"], q, ProposalKind.SAMPLED)
+        lookup = Proposal(TokenTree.chain([0, 1, 2]), ProposalKind.DETERMINISTIC)
+        drafts: list[Draft] = [grafted_draft(drawn, (1, 2)), drawn, lambda source, x=lookup: x]
+        grafted, *parts = (enumerate_turn(draft, by_its_rule, p, 4).accepted_length for draft in drafts)
+        assert grafted >= max(parts) - LOSSLESS
+
+
 def test_q_must_not_be_kept_where_the_lookup_happens_to_add_nothing() -> None:
+    """And dropped where it adds a node: draws whose q is dropped must be all draws of a context."""
     p, q = model_pair("dense", 3, 2, 0)
     drawn = sampled_draft(SHAPES["chain of 2"], q, ProposalKind.SAMPLED)
 
     def mutant(source: RandomSource) -> Proposal:
         first = drawn(source)
         grafted = graft(first, Proposal(TokenTree.chain([0, 1]), ProposalKind.DETERMINISTIC)).proposal
-        return first if len(grafted.tree) == len(first.tree) else grafted
+        return first if len(grafted.tree) == len(first.tree) else Proposal(grafted.tree, ProposalKind.MIXED)
 
     assert distance_from_target(mutant, by_its_rule, p, 3) > LOSSY
+
+
+def test_grafted_children_must_not_be_verified_as_drawn_ones() -> None:
+    """Where p - q has mass on the grafted token and on another, the grafted one would be kept too often."""
+    lossy = []
+    for seed in range(12):
+        p, q = model_pair("dense", 3, 2, seed)
+        honest = grafted_draft(sampled_draft(SHAPES["chain of 2"], q, ProposalKind.SAMPLED), (1,))
+
+        def mutant(source: RandomSource, honest: Draft = honest) -> Proposal:
+            proposal = honest(source)
+            return Proposal(proposal.tree, ProposalKind.SAMPLED, proposal.q)
+
+        assert distance_from_target(honest, by_its_rule, p, 3) < LOSSLESS
+        lossy.append(distance_from_target(mutant, by_its_rule, p, 3) > LOSSY)
+    assert any(lossy)
 
 
 # --- budgets --------------------------------------------------------------------------------------------------------
@@ -172,7 +215,7 @@ def test_a_tree_stays_within_its_bounds(
 def test_a_session_after_any_acceptances_is_a_fresh_session(
     tiny_llama: CausalLM, tiny_draft: CausalLM, seed: int
 ) -> None:
-    drafter = HybridDrafter(DraftModelDrafter(tiny_draft, (2, 1, 1)), PromptLookupDrafter(4, num_branches=2))
+    drafter = HybridDrafter(DraftModelDrafter(tiny_draft, (2, 1, 1)), PromptLookupDrafter(4, num_branches=2), 0)
     chance = random.Random(seed)
     session = opened(drafter, tiny_llama, rows=2)
     texts = [[chance.randrange(4) for _ in range(chance.randint(1, 6))] for _ in range(2)]
@@ -223,7 +266,7 @@ def test_where_the_lookup_finds_nothing_a_drawn_chain_keeps_its_q(tiny_llama: Ca
     (proposal,) = session.propose([request([1, 2, 3])])
     assert proposal.kind is ProposalKind.SAMPLED and proposal.q is not None
     (proposal,) = session.propose([request([1, 2, 3, 1])])
-    assert proposal.kind is ProposalKind.MIXED
+    assert proposal.kind is ProposalKind.GRAFTED and proposal.q is not None
 
 
 def test_it_accepts_what_either_would(counting: CausalLM, tiny_draft: CausalLM) -> None:
@@ -237,6 +280,100 @@ def test_it_accepts_what_either_would(counting: CausalLM, tiny_draft: CausalLM) 
         [0], DecodingConfig(40)
     )
     assert all(step.accepted >= 2 for step in counted.steps[1:-1])
+
+
+# --- thrift ---------------------------------------------------------------------------------------------------------
+
+
+class Wrong(ScriptedDrafter):
+    """Drafts token 15 and counts its drafts; ``kind`` sampled says that it was drawn from a q of that token alone."""
+
+    name = "wrong"
+    rough_cost = 0.4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drafts = 0
+
+    def propose(self, request: DraftRequest) -> Proposal:
+        self.drafts += 1
+        return Proposal(TokenTree.chain([request.tokens[-1], 15]), ProposalKind.DETERMINISTIC)
+
+
+def follow_text(drafter: HybridDrafter, target: CausalLM, text: Sequence[int], begin: int) -> list[tuple[int, int]]:
+    """Propose along a text, one step of the accepted tokens and one more after the other: (place, nodes) of each."""
+    session, steps, place = opened(drafter, target), [], begin
+    while place < len(text):
+        (proposal,) = session.propose([request(text[:place])])
+        steps.append((place, len(proposal.tree)))
+        place += 1 + len(proposal.tree.follow(text[place:]))
+    return steps
+
+
+def test_a_first_drafter_that_adds_nothing_is_asked_less_and_less(tiny_llama: CausalLM) -> None:
+    text = [place % 7 for place in range(400)]
+    wrong, always = Wrong(), Wrong()
+    steps = follow_text(HybridDrafter(wrong, PromptLookupDrafter(3)), tiny_llama, text, 1)
+    assert len(follow_text(HybridDrafter(always, PromptLookupDrafter(3), 0), tiny_llama, text, 1)) == len(steps)
+    assert always.drafts == len(steps) > 90
+    # A few steps each until no match, short ones and long ones have told, then one of seventeen.
+    assert wrong.drafts < 12 + len(steps) / 17
+
+
+def test_a_first_drafter_that_is_right_where_the_lookup_is_not_is_always_asked(tiny_llama: CausalLM) -> None:
+    """The text counts up to 16 once, so that no token occurs twice: the lookup finds nothing."""
+
+    class Counting(Wrong):
+        def propose(self, request: DraftRequest) -> Proposal:
+            self.drafts += 1
+            return Proposal(TokenTree.chain([request.tokens[-1], request.tokens[-1] + 1]), ProposalKind.DETERMINISTIC)
+
+    first = Counting()
+    steps = follow_text(HybridDrafter(first, PromptLookupDrafter(3)), tiny_llama, list(range(16)), 1)
+    assert first.drafts == len(steps) == 8
+
+
+def test_no_least_gain_below_0() -> None:
+    with pytest.raises(ValueError, match="least_gain is -1: give a share of a step's tokens, 0 to always draft"):
+        HybridDrafter(LookaheadDrafter(3, 3, 3), PromptLookupDrafter(), -1)
+
+
+def two_turns(chooses: Callable[[Context, int, int], bool], p: ContextModel, q: ContextModel) -> float:
+    """Enumerate two turns: a drawn chain of 2, then a drawn chain of 1 or a looked-up token 1, whichever is chosen.
+
+    ``chooses(context, accepted, drawn)`` is True for the drawn chain, from the text, the drafts accepted before and the
+    token that the second turn draws. Returns the distance from p's own texts of four tokens.
+    """
+
+    def program(source: RandomSource) -> Context:
+        first = sampled_draft(SHAPES["chain of 2"], q, ProposalKind.SAMPLED)(source)
+        verdict = by_its_rule(first, target_rows(first.tree, p), source)
+        text = (*(first.tree.token_list[node] for node in verdict.path), verdict.token)
+        token = source.draw(q(text))
+        drawn = Proposal(TokenTree.chain([0, token]), ProposalKind.SAMPLED, q(text)[None])
+        looked_up = Proposal(TokenTree.chain([0, 1]), ProposalKind.DETERMINISTIC)
+        second = drawn if chooses(text, len(verdict.path), token) else looked_up
+        rows = torch.stack([p(text), p((*text, second.tree.token_list[1]))])
+        verdict = by_its_rule(second, rows, source)
+        return (*text, *(second.tree.token_list[node] for node in verdict.path), verdict.token)
+
+    emitted: dict[Context, float] = {}
+    with shapes_unchecked():
+        for text, probability in outcomes(program):
+            emitted[text] = emitted.get(text, 0.0) + probability
+    completed, wanted = p.completed(emitted, 5), p.joint(5)
+    return max(abs(completed.get(text, 0.0) - probability) for text, probability in wanted.items())
+
+
+@pytest.mark.parametrize("models", ["dense", "zeros", "mixed"])
+def test_a_choice_by_the_text_and_by_earlier_steps_is_lossless(models: str) -> None:
+    p, q = model_pair(models, 3, 5, 0)
+    assert two_turns(lambda text, accepted, drawn: (sum(text) + accepted) % 2 == 0, p, q) < LOSSLESS
+
+
+def test_a_choice_by_the_tokens_drawn_in_the_same_step_is_lossy() -> None:
+    p, q = model_pair("dense", 3, 5, 0)
+    assert two_turns(lambda text, accepted, drawn: drawn == 1, p, q) > LOSSY
 
 
 # --- the loop -------------------------------------------------------------------------------------------------------

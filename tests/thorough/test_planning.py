@@ -84,6 +84,16 @@ def test_weights_gradients_and_moments_take_4_4_and_8_bytes_a_trained_parameter(
     assert "weights in bf16" not in memory  # the recipe trains in fp32
 
 
+def test_a_bias_by_the_token_before_is_counted_with_what_passes_through_it(workshop: Path) -> None:
+    """Each of the two heads keeps a gradient of its 16 rows; 160 tokens pass, as they are and once for each head."""
+    plain, biased = (
+        plan_training(recipe(workshop, heads={"num_heads": 2, "markov_rank": rank}), steps=0) for rank in (0, 4)
+    )
+    assert biased.parameters == {"heads": HEADS + 2 * 16 * 4}
+    passing = "activations and logits, roughly"
+    assert biased.memory[passing] - plain.memory[passing] == 4 * 4 * (160 + 2 * (16 + 160))
+
+
 def test_muon_keeps_one_moment_of_the_matrices_inside(workshop: Path) -> None:
     memory = plan_training(recipe(workshop, training={"optimizer": "muon"}), steps=0).memory
     assert memory["optimizer's moments, fp32"] == 8 * HEADS - 4 * 2 * 16 * 16

@@ -239,6 +239,9 @@ class DistillObjective:
         teacher = self._teacher.for_batch(batch) if self._needs_teacher else None
         return (DraftInputs(batch.model_inputs(), (TaughtLabels(text_labels(batch), teacher),)),)
 
+    def observe(self, hits: Float[Tensor, " terms"], counts: Float[Tensor, " terms"]) -> None:
+        """Nothing here depends on the hits."""
+
     def draft_for_decoding(self) -> CausalLM:
         """Return a copy of the draft by its present weights, adapters merged, in the target's dtype."""
         draft: Any = copy.deepcopy(self.module.draft)

@@ -1,6 +1,7 @@
 """Texts written during the training: by target, draft or both; which of them collapsed; and their files."""
 
 import json
+import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,7 +18,7 @@ from decoding.model.vocabulary import with_whole_vocabulary
 from decoding.rules.sampling import SamplingConfig
 from trainer.data.batch import Example
 from trainer.files.shards import write_text
-from trainer.recipe.draft import PolicySection
+from trainer.recipe.draft import LoopTrains, PolicySection
 from trainer.terminal.place import ALONE, Place
 
 AnyDraft = CausalLM | ParallelDraft
@@ -69,7 +70,11 @@ class Order(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A text that was written. ``rejected``: places in ``tokens`` where the target replaced a drafted token."""
+    """A text that was written.
+
+    ``rejected``: places in ``tokens`` where the target replaced a drafted token. ``refused``: for each of them, the
+    replaced token and those that the draft had written behind it.
+    """
 
     step: int
     position: int
@@ -78,19 +83,28 @@ class Written(NamedTuple):
     prompt_length: int
     tokens: tuple[int, ...]
     rejected: tuple[int, ...]
+    refused: tuple[tuple[int, ...], ...]
     collapsed: bool
 
     @property
     def answer(self) -> tuple[int, ...]:
         return self.tokens[self.prompt_length :]
 
-    def example(self, rejected_only: bool) -> Example:
-        """Return the text to train on: all of its answer, or the rejected places alone, of which there may be none."""
-        places = self.rejected if rejected_only else range(self.prompt_length, len(self.tokens))
-        trained = [False] * len(self.tokens)
-        for place in places:
-            trained[place] = True
-        return Example(self.tokens, tuple(trained), self.prompt_length)
+    def example(self, trains: LoopTrains) -> Example:
+        """Return the text to train on; the rejected places alone may be none.
+
+        A replayed text goes on, from one of its rejected places, with the draft's own tokens: there the target tells
+        the draft what it would have written behind them. The place is drawn by step and position.
+        """
+        tokens, places = self.tokens, set(self.rejected)
+        if trains == "all":
+            places = set(range(self.prompt_length, len(tokens)))
+        if trains == "replayed" and self.rejected:
+            chosen = random.Random(f"{self.step} {self.position}").randrange(len(self.rejected))
+            begin = self.rejected[chosen]
+            tokens = (*tokens[:begin], *self.refused[chosen])
+            places = {*self.rejected[:chosen], *range(begin, len(tokens))}
+        return Example(tokens, tuple(place in places for place in range(len(tokens))), self.prompt_length)
 
 
 def drafter_of(draft: AnyDraft, tokens: int) -> Drafter:
@@ -139,7 +153,7 @@ class TextWriter:
 
     def _decode(self, orders: Sequence[Order], model: CausalLM, drafter: Drafter | None) -> list[Written]:
         tokens = [list(order.prompt) for order in orders]
-        rejected: list[list[int]] = [[] for _ in orders]
+        rejected: list[dict[int, tuple[int, ...]]] = [{} for _ in orders]
         steps = Engine(model, drafter).steps(
             [order.prompt for order in orders],
             self._config,
@@ -149,16 +163,17 @@ class TextWriter:
         for place, step in steps:
             tokens[place] += step.tokens
             if step.accepted < step.offered:
-                rejected[place].append(len(tokens[place]) - 1)
+                rejected[place][len(tokens[place]) - 1] = step.refused
         return [
-            self._written(order, tuple(text), tuple(corrected))
+            self._written(order, tuple(text), corrected)
             for order, text, corrected in zip(orders, tokens, rejected, strict=True)
         ]
 
-    def _written(self, order: Order, tokens: tuple[int, ...], rejected: tuple[int, ...]) -> Written:
+    def _written(self, order: Order, tokens: tuple[int, ...], rejected: dict[int, tuple[int, ...]]) -> Written:
         length = len(order.prompt)
         collapsed = is_collapsed(tokens[length:], tokens[-1] in self._config.eos_token_ids)
-        return Written(order.step, order.position, order.place, order.kind, length, tokens, rejected, collapsed)
+        corrected = tuple(rejected), tuple(rejected.values())
+        return Written(order.step, order.position, order.place, order.kind, length, tokens, *corrected, collapsed)
 
 
 def _seed_of(seed: int, order: Order) -> int:
@@ -218,5 +233,6 @@ def _window_name(done: int) -> str:
 
 
 def _read_row(row: dict[str, Any]) -> Written:
-    lists = {name: tuple(row[name]) for name in ("tokens", "rejected")}
+    lists: dict[str, Any] = {name: tuple(row[name]) for name in ("tokens", "rejected")}
+    lists["refused"] = tuple(tuple(tokens) for tokens in row["refused"])
     return Written(**{name: row[name] for name in Written._fields} | lists)

@@ -125,8 +125,7 @@ class PolicySource:
         """Return the data's own row where no text was written, or where the text is not to be trained on."""
         if text is None or (text.collapsed and self._policy.collapsed == "replace"):
             return row
-        rejected_only = text.kind == "loop" and self._policy.loop_trains == "rejected"
-        return PlacedExample(text.example(rejected_only), -1)
+        return PlacedExample(text.example(self._policy.loop_trains if text.kind == "loop" else "all"), -1)
 
     def _read(self, window: int) -> dict[tuple[int, int], Written]:
         """Read the texts of a window in which the run was stopped."""

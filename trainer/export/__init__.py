@@ -11,8 +11,12 @@ from trainer.files.folders import write_folder
 
 __all__ = ["FORMATS", "ExportSummary", "export", "push"]
 
-FORMATS = {"headstart": "heads", "vllm": "heads", "draft": "a draft model"}
-"""Format -> the kind of artefact that it holds."""
+FORMATS = {
+    "headstart": ("heads", "a parallel draft"),
+    "vllm": ("heads",),
+    "draft": ("a draft model", "a parallel draft"),
+}
+"""Format -> the kinds of artefact that it holds."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ def _measured(report: Path, source: Path, format: str) -> Measured:
     """Read the report's figures for the card; `ValueError` where the report measured other weights than ``source``."""
     from trainer.export.match import check_measured, drafters_of
 
-    kind = "heads" if FORMATS[format] == "heads" else "draft"
+    kind = "heads" if _held_in(source) == "heads" else "draft"
     stored = read_report(report)
     measured = read_measured(without_local_paths(stored), str(report), kind, drafters_of(stored, source))
     check_measured(stored, str(report), source, kind)
@@ -75,16 +79,16 @@ def _measured(report: Path, source: Path, format: str) -> Measured:
 def _write(source: Path, folder: Path, format: str) -> tuple[Artefact, str]:
     """Write one format. Its module is imported here: `push` need not wait for torch."""
     if format == "headstart":
-        from trainer.export import headstart
+        from trainer.export import draft, headstart
 
-        return headstart.write(source, folder)
+        return headstart.write(source, folder) if _held_in(source) == "heads" else draft.write(source, folder, format)
     if format == "vllm":
         from trainer.export import vllm
 
         return vllm.write(source, folder)
     from trainer.export import draft
 
-    return draft.write(source, folder)
+    return draft.write(source, folder, format)
 
 
 def _check_source(source: Path, format: str) -> None:
@@ -95,12 +99,20 @@ def _check_source(source: Path, format: str) -> None:
         raise ValueError(f"{source} holds nothing to export (no config.json): give the final folder of a training run")
     if not any(source.glob("*.safetensors")):
         raise ValueError(f"{source} holds no weights (no .safetensors file): give the final folder of a training run")
-    from decoding.model.loading import is_heads_folder
-
-    held = "heads" if is_heads_folder(source) else "a draft model"
-    if FORMATS[format] != held:
-        fitting = " or ".join(name for name, holds in FORMATS.items() if holds == held)
+    held = _held_in(source)
+    if held not in FORMATS[format]:
+        fitting = " or ".join(name for name, holds in FORMATS.items() if held in holds)
         raise ValueError(f"{source} holds {held}, which format {format!r} cannot: give format {fitting}")
+
+
+def _held_in(source: Path) -> str:
+    """Return the kind of artefact in a folder, as in `FORMATS`."""
+    from decoding.model.loading import is_heads_folder
+    from decoding.model.parallel import is_parallel_folder
+
+    if is_heads_folder(source):
+        return "heads"
+    return "a parallel draft" if is_parallel_folder(source) else "a draft model"
 
 
 def _check_destination(source: Path, destination: Path, overwrite: bool) -> None:

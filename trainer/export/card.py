@@ -46,6 +46,15 @@ class Artefact:
     sequential: bool = False
     markov_rank: int = 0
     """Rank of the bias by the token before; 0: none."""
+    at_once: int = 0
+    """Tokens that a parallel draft drafts in one forward; 0 for any other artefact."""
+    reads_target: bool = False
+    has_mask_row: bool = False
+    """True where a parallel draft's mask token is one more row of its vocabulary, not an id that no text has."""
+
+    @property
+    def is_draft(self) -> bool:
+        return self.heads == 0
 
 
 @dataclass(frozen=True)
@@ -134,12 +143,12 @@ def render_card(artefact: Artefact, provenance: Provenance | None, measured: Mea
     it cannot act as Markdown.
     """
     target = provenance.target if provenance else _UNKNOWN_TARGET
-    kind = "draft-model" if artefact.format == "draft" else "hydra" if artefact.sequential else "medusa"
+    kind = "draft-model" if artefact.is_draft else "hydra" if artefact.sequential else "medusa"
     front_matter = ModelCardData(
         library_name=_LIBRARIES[artefact.format],
         base_model=target if is_hub_id(target) else None,
         tags=["speculative-decoding", kind, _TAG],
-        pipeline_tag="text-generation" if artefact.format == "draft" else None,
+        pipeline_tag="text-generation" if artefact.is_draft else None,
     )
     environment = Environment(  # the output is Markdown, not HTML
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False

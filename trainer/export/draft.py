@@ -1,25 +1,34 @@
-"""A draft model as a plain transformers folder: safetensors, config, tokenizer."""
+"""A draft as a plain transformers folder: safetensors, config, tokenizer; a parallel one with its parts beside it."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.model.finite import check_finite
+from decoding.model.header import read_object
 from decoding.model.loading import TOKENIZER_PROBE, load_model, load_tokenizer
+from decoding.model.parallel import ParallelParts, is_parallel_folder, read_config
 from decoding.model.vocabulary import read_output_tokens, write_output_tokens
 from trainer.export.card import Artefact
 from trainer.export.readback import check_bit_equal
 from trainer.files.transformers4 import write_model
 
 _PROBE_LENGTH = 16
+PARD_TOKEN = "pard_token"
+"""Key of config.json for the id of a parallel draft's mask token (PARD's published code, vLLM)."""
 
 
-def write(source: Path, folder: Path) -> tuple[Artefact, str]:
+def write(source: Path, folder: Path, format: str) -> tuple[Artefact, str]:
     """Write the draft in ``source`` to ``folder``, read it back, compare weights, logits and tokenizer.
 
-    Returns the card's description of it, and a sentence on the comparison.
+    In the format ``draft`` a parallel draft is for any program that drafts in parallel by mask tokens: ValueError for
+    one with a bias or a reader of the target. Returns the card's description, and a sentence on the comparison.
     """
+    if is_parallel_folder(source) and format == "draft":
+        _check_plain(source)
     model, tokenizer = _load(source)
     if hasattr(model.config, "auto_map"):
         del model.config.auto_map  # names code that is not exported with it
@@ -31,16 +40,60 @@ def write(source: Path, folder: Path) -> tuple[Artefact, str]:
     check_bit_equal(model.state_dict(), read_model.state_dict(), folder)
     check_bit_equal({"logits": _probe_logits(model)}, {"logits": _probe_logits(read_model)}, folder)
     _check_same_tokenizer(tokenizer, read_tokenizer, folder)
+    parts = _write_parts(source, folder, model.dtype)
+    modules = [model] if parts is None else [model, parts]
     artefact = Artefact(
-        format="draft",
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        format=format,
+        parameters=sum(parameter.numel() for module in modules for parameter in module.parameters()),
         dtype=str(model.dtype).removeprefix("torch."),
         hidden_size=model.config.hidden_size,
         vocab_size=model.config.vocab_size,
         layers=model.config.num_hidden_layers,
+        **({} if parts is None else _described(parts)),
     )
-    compared = f"{len(model.state_dict())} tensors, the logits of a probe of {_PROBE_LENGTH} tokens and the tokenizer"
+    count = sum(len(module.state_dict()) for module in modules)
+    compared = f"{count} tensors, the logits of a probe of {_PROBE_LENGTH} tokens and the tokenizer"
     return artefact, f"{compared} read back equal, to the bit"
+
+
+def _check_plain(source: Path) -> None:
+    """Refuse a parallel draft that other programs would read without what its acceptance depends on."""
+    config = read_config(source)
+    if tensors := [name for name, _ in config.shapes()]:
+        part = "a bias by the token before" if tensors[0].startswith("markov") else "a reader of the target's states"
+        raise ValueError(
+            f"the parallel draft in {source} has {part}, which every program but this one would leave out: give format "
+            "headstart, or train one with draft.parallel.markov_rank=0 and draft.parallel.reads_target=false"
+        )
+
+
+def _write_parts(source: Path, folder: Path, dtype: torch.dtype) -> ParallelParts | None:
+    """Write a parallel draft's parts, read them back and compare; None for an ordinary draft.
+
+    The mask token also stands in config.json, under the name by which vLLM looks for it.
+    """
+    if not is_parallel_folder(source):
+        return None
+    parts = ParallelParts.from_pretrained(source, dtype)
+    parts.save_pretrained(folder)
+    config = read_object(folder / "config.json", "export again") | {PARD_TOKEN: parts.config.mask_token}
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    read = ParallelParts.from_pretrained(folder, dtype)
+    check_bit_equal(parts.state_dict(), read.state_dict(), folder)
+    if read.config != parts.config:
+        raise ValueError(f"{folder} reads back with other parts than were written: export again")
+    return parts
+
+
+def _described(parts: ParallelParts) -> dict[str, Any]:
+    """Return the card's fields of a parallel draft."""
+    config = parts.config
+    return {
+        "at_once": config.tokens,
+        "markov_rank": config.markov_rank,
+        "reads_target": config.target_hidden_size is not None,
+        "has_mask_row": config.mask_token == config.vocab_size - 1,
+    }
 
 
 def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -7,7 +7,7 @@ itself at the position that predicts a head's token.
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,12 +24,11 @@ from decoding.model.heads import MedusaConfig, MedusaHead, MedusaHeads
 from decoding.model.lm_head import lm_head_input
 from decoding.rules.best_tree import best_tree
 from trainer.data.batch import Batch
-from trainer.learning.fused import Bias, FusedLoss, fused_loss
-from trainer.learning.losses import LossMix
+from trainer.learning.fused import Bias, FusedLoss, fused_loss, label_probabilities
+from trainer.learning.losses import LossMix, prefix_survival
 from trainer.learning.objective import EVERYWHERE_THE_SAME, TermSums
 from trainer.learning.teachers import HiddenTeacher, Teacher, TopKTeacher
 from trainer.recipe.heads import HeadsSection
-from trainer.recipe.loss import LossSection
 from trainer.target.hidden import HiddenStates, TopLogits
 from trainer.target.logits import LogitTransform
 
@@ -53,19 +52,34 @@ class HeadInputs:
 class MedusaTraining(nn.Module):
     """The heads with their loss: a sum per head, at the tokens the answer is made of."""
 
-    def __init__(self, heads: MedusaHeads, loss: LossSection) -> None:
+    acceptance: Tensor | None
+    """Mean acceptance of each head over the batch of the step before, where the loss follows it. It is stored in
+    checkpoints, but not with the finished heads."""
+
+    def __init__(self, heads: MedusaHeads, section: HeadsSection) -> None:
         super().__init__()
         self.heads = heads
-        self._loss = loss
+        self._section = section
+        self.hit_name = "acceptance" if section.loss.soft else "top1"
+        by_head = section.loss.lk_by_head
+        self.register_buffer("acceptance", torch.zeros(heads.config.num_heads) if by_head else None)
 
     def forward(self, inputs: HeadInputs) -> TermSums:
-        """Return losses and correct argmaxes, (heads,) each."""
+        """Return losses and hits, (heads,) each.
+
+        Hits of soft terms are Σ min(p, q), the acceptance of token rejection; of cross entropy alone, correct argmaxes.
+        """
         markov = self.heads.markov
         if markov is None:
             return self._sums(inputs)
         # Inside its forward: only there is its weight whole when it is sharded.
         sums: TermSums = markov.output(markov.embedding(inputs.batch.tokens), read=partial(self._sums, inputs))
         return sums
+
+    def observe(self, hits: Float[Tensor, " heads"], counts: Float[Tensor, " heads"]) -> None:
+        """Take the hits of a step for the loss of the next; heads without a label there keep theirs."""
+        if self.acceptance is not None:
+            self.acceptance.copy_(torch.where(counts > 0, hits, self.acceptance))
 
     def _sums(
         self,
@@ -74,13 +88,43 @@ class MedusaTraining(nn.Module):
         weight: Float[Tensor, "vocab rank"] | None = None,
     ) -> TermSums:
         """Return the sums of every head; ``embedded`` and ``weight`` are the bias's, for heads with one."""
-        heads: Sequence[MedusaHead] = self.heads.heads  # type: ignore[assignment]  # ModuleList's items
         bias = None if embedded is None or weight is None else Bias(embedded, weight)
-        sums = [self._head(k, head, inputs, bias) for k, head in enumerate(heads)]
-        return TermSums(torch.stack([found.loss for found in sums]), torch.stack([found.correct for found in sums]))
+        survival = self._survival(inputs, bias) if self._section.weighting == "prefix_survival" else None
+        sums = [self._head(k, inputs, bias, survival) for k in range(len(self.heads.heads))]
+        hits = [found.accepted if self.hit_name == "acceptance" else found.correct for found in sums]
+        return TermSums(torch.stack([found.loss for found in sums]), torch.stack(hits))
 
-    def _head(self, k: int, head: MedusaHead, inputs: HeadInputs, bias: Bias | None) -> FusedLoss:
-        ahead = k + 2  # head k at position t predicts token t+2+k
+    def _head(
+        self, k: int, inputs: HeadInputs, bias: Bias | None, survival: Float[Tensor, "batch positions heads"] | None
+    ) -> FusedLoss:
+        rows, places = inputs.batch.labelled(k + 2).nonzero(as_tuple=True)
+        loss = partial(
+            fused_loss,
+            mix=LossMix.of(self._section.loss, None if self.acceptance is None else self.acceptance[k]),
+            teacher=_teacher(inputs, rows, places + k + 1) if self._section.loss.soft else None,
+            row_weights=None if survival is None else survival[rows, places, k],
+        )
+        sums: FusedLoss = self._at_labels(k, inputs, bias, loss)
+        return sums
+
+    @torch.no_grad()
+    def _survival(self, inputs: HeadInputs, bias: Bias | None) -> Float[Tensor, "batch positions heads"]:
+        """Return the weight of each head's label by `losses.prefix_survival`, for the chain of each position."""
+        labelled, of_labels = [], []
+        for k in range(len(self.heads.heads)):
+            found: Tensor = self._at_labels(k, inputs, bias, label_probabilities)
+            labelled.append(inputs.batch.labelled(k + 2))
+            of_labels.append(torch.zeros_like(labelled[k], dtype=found.dtype).masked_scatter(labelled[k], found))
+        q, known = torch.stack(of_labels, -1), torch.stack(labelled, -1)
+        return prefix_survival(q.flatten(0, 1), known.flatten(0, 1), self._section.survival_alpha).view_as(q)
+
+    def _at_labels(self, k: int, inputs: HeadInputs, bias: Bias | None, read: Callable[..., Any]) -> Any:
+        """Return ``read(states, weight, labels=..., bias=...)`` at the labels of head k, by its output layer's weight.
+
+        Head k at position t predicts token t+2+k. The order of labels is that of the batch's ``labelled(k + 2)``.
+        """
+        head: MedusaHead = self.heads.heads[k]  # type: ignore[assignment]  # ModuleList's items
+        ahead = k + 2
         rows, places = inputs.batch.labelled(ahead).nonzero(as_tuple=True)
         dtype = head.blocks[0].linear.weight.dtype  # type: ignore[union-attr]
         embedded = None
@@ -88,18 +132,15 @@ class MedusaTraining(nn.Module):
             before = places[:, None] + torch.arange(1, ahead, device=places.device)
             embedded = inputs.embedded[rows[:, None], before].to(dtype)  # type: ignore[arg-type]
         x = head.features(inputs.hidden[rows, places].to(dtype), embedded)  # type: ignore[arg-type]
-        loss = partial(
-            fused_loss,
+        read = partial(
+            read,
             labels=inputs.batch.tokens[rows, places + ahead],
-            mix=LossMix.of(self._loss),
-            teacher=_teacher(inputs, rows, places + ahead - 1) if self._loss.soft else None,
             bias=None if bias is None else Bias(bias.hidden[rows, places + ahead - 1], bias.weight),
         )
         if head.lm_head is not None:  # inside its forward, for the same reason as the bias
-            sums: FusedLoss = head.lm_head(x, read=loss)
-            return sums
+            return head.lm_head(x, read=read)
         assert inputs.lm_head is not None, "heads without an lm_head are given the target's"
-        return loss(x, inputs.lm_head)
+        return read(x, inputs.lm_head)
 
 
 def _teacher(inputs: HeadInputs, rows: Tensor, places: Tensor) -> Teacher:
@@ -112,8 +153,13 @@ def _teacher(inputs: HeadInputs, rows: Tensor, places: Tensor) -> Teacher:
 
 
 def head_weights(section: HeadsSection, step: int, steps: int) -> tuple[float, ...]:
-    """Return each head's weight in the loss at a step (from 0) of ``steps``."""
-    weights = section.weights or tuple(section.decay**k for k in range(section.num_heads))
+    """Return each head's weight in the loss at a step (from 0) of ``steps``.
+
+    Under ``weighting: prefix_survival`` the weights of its labels take the place of ``decay``: ``weights`` multiply
+    them, and the loss of a head stays the sum over its labels divided by their number, not by their weights.
+    """
+    decay = 1.0 if section.weighting == "prefix_survival" else section.decay
+    weights = section.weights or tuple(decay**k for k in range(section.num_heads))
     rise = math.sin((step + 1) / steps * math.pi / 2) if section.schedule == "sine" else 1.0
     return tuple(rise * weight for weight in weights)
 
@@ -146,8 +192,6 @@ def initial_heads(lm_head: Float[Tensor, "vocab hidden"], section: HeadsSection)
 class MedusaObjective:
     """Heads, the hidden states of their frozen target, and the loss Σ weight of head k * loss of head k."""
 
-    hit_name = "top1"
-
     def __init__(self, states: HiddenStates, section: HeadsSection, steps: int, dtype: torch.dtype) -> None:
         """``dtype`` is what the finished heads are stored and decoded in: the target's."""
         self._states = states
@@ -156,7 +200,8 @@ class MedusaObjective:
         self._dtype = dtype
         self.terms = tuple(f"head_{k}" for k in range(section.num_heads))
         self._lm_head: Tensor | None = None
-        self.module: MedusaTraining = MedusaTraining(initial_heads(states.lm_head, section), section.loss)
+        self.module: MedusaTraining = MedusaTraining(initial_heads(states.lm_head, section), section)
+        self.hit_name = self.module.hit_name
 
     def weights(self, step: int) -> tuple[float, ...]:
         return head_weights(self._section, step, self._steps)
@@ -181,6 +226,9 @@ class MedusaObjective:
                 states.transform,
             ),
         )
+
+    def observe(self, hits: Float[Tensor, " terms"], counts: Float[Tensor, " terms"]) -> None:
+        self.module.observe(hits, counts)
 
     def _lm_head_on(self, device: torch.device) -> Float[Tensor, "vocab hidden"]:
         """Return the target's lm_head on the heads' device; a target spread over several may hold it on another."""

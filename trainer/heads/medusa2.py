@@ -83,13 +83,14 @@ class JointTraining(nn.Module):
         was = None if teacher is None else HiddenTeacher(teacher[labelled], lm_head, self._transform)
         mix = LossMix({"cross_entropy": 1.0} if was is None else {"forward_kl": 1.0})
         own = fused_loss(hidden[labelled] * self._scale, lm_head, labels[labelled], mix, was)
-        return TermSums(torch.cat([losses, own.loss[None]]), torch.cat([hits, own.correct[None]]))
+        own_hits = own.correct
+        if self.heads.hit_name == "acceptance":  # of the target by itself there is none
+            own_hits = torch.full_like(own.accepted, torch.nan) if was is None else own.accepted
+        return TermSums(torch.cat([losses, own.loss[None]]), torch.cat([hits, own_hits[None]]))
 
 
 class Medusa2Objective:
     """Heads and adapters on one target: weight of head k * its loss, and the target's own loss beside them."""
-
-    hit_name = "top1"
 
     def __init__(
         self,
@@ -103,7 +104,8 @@ class Medusa2Objective:
         self._tokenizer = tokenizer
         self._section, self._adapters, self._steps, self._dtype = heads, adapters, steps, target.dtype
         self.terms = (*(f"head_{k}" for k in range(heads.num_heads)), "target")
-        training = MedusaTraining(initial_heads(target.model.get_output_embeddings().weight, heads), heads.loss)
+        training = MedusaTraining(initial_heads(target.model.get_output_embeddings().weight, heads), heads)
+        self.hit_name = training.hit_name
         if adapters.gradient_checkpointing:
             # The name in transformers from 5.23 on, and the one before it.
             model, names = target.model, ("activation_checkpointing_enable", "gradient_checkpointing_enable")
@@ -125,6 +127,9 @@ class Medusa2Objective:
     def counts(self, batch: Batch, step: int = 0) -> Float[Tensor, " terms"]:
         heads = head_counts(batch, self._section.num_heads)
         return torch.cat([heads, batch.labelled(1).sum()[None]])
+
+    def observe(self, hits: Float[Tensor, " terms"], counts: Float[Tensor, " terms"]) -> None:
+        self.module.heads.observe(hits[:-1], counts[:-1])
 
     def inputs(self, batch: Batch, step: int) -> tuple[Any, ...]:
         joint = self._is_joint(step)

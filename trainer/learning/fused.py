@@ -78,6 +78,28 @@ def fused_loss(
     return FusedLoss(*_FusedLoss.apply(*pairs, row_weights, labels, mix, teacher, layer, chunk))  # type: ignore[no-untyped-call]  # torch's
 
 
+@torch.no_grad()
+def label_probabilities(
+    hidden: Float[Tensor, "tokens hidden"],
+    weight: Float[Tensor, "vocab hidden"],
+    labels: Int[Tensor, " tokens"],
+    *,
+    bias: Bias | None = None,
+    chunk: int | None = None,
+) -> Float[Tensor, " tokens"]:
+    """Return the probability of each token's label by the logits of `fused_loss`, in as little memory."""
+    dtype = _product_dtype(hidden)
+    pairs = [_Pair(*pair, dtype, False, False) for pair in ((hidden, weight), bias) if pair is not None]
+    found = torch.empty(len(hidden), dtype=_wide(dtype), device=hidden.device)
+    with torch.autocast(hidden.device.type, enabled=False):
+        for rows, logits in _chunks(pairs, 0, chunk):
+            label, written = labels[rows, None], found[rows]
+            for block in _blocks(logits, 0):
+                scores = logits[block].to(found.dtype)
+                written[block] = (scores.gather(1, label[block])[:, 0] - scores.logsumexp(-1)).exp()
+    return found
+
+
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -48,6 +48,12 @@ class Objective(Protocol):
     def inputs(self, batch: Batch, step: int) -> tuple[Any, ...]:
         """Run the frozen models without gradients; return the arguments for the module."""
 
+    def observe(self, hits: Float[Tensor, " terms"], counts: Float[Tensor, " terms"]) -> None:
+        """Take the mean hits of a step over its whole batch of all processes, and the labels that they are means of.
+
+        Called on every process, after the optimizers' step.
+        """
+
     def drafter(self) -> Drafter | None:
         """Return a drafter with the module's present weights; None where there is no target to speed up."""
 

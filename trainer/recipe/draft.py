@@ -8,6 +8,7 @@ from trainer.recipe.common import LoraSection, TargetRecipe
 from trainer.recipe.loss import LossSection, Weight, default_term
 from trainer.recipe.section import Section
 
+LoopTrains = Literal["rejected", "replayed", "all"]
 Share = Weight | tuple[Weight, Weight]
 """Constant, or [at the first step, at the last] with a line between them."""
 
@@ -54,15 +55,17 @@ class PolicySection(Section):
     """Shares of the four sources of a step's sequences, divided by their sum. Prompts always come from the data.
 
     ``offline``: the data's own answers · ``target``: the target answers now · ``draft``: the draft answers (GKD,
-    2306.13649) · ``loop``: both answer together by the speculative loop, and the positions at which a drafted token
-    was rejected are trained (Draft-OPD, 2605.29343).
+    2306.13649) · ``loop``: both answer together by the speculative loop, and ``loop_trains`` chooses the tokens that
+    are trained (Draft-OPD, 2605.29343).
     """
 
     offline: Share = 0.0
     target: Share = 0.0
     draft: Share = 0.0
     loop: Share = 0.0
-    loop_trains: Literal["rejected", "all"] = "rejected"
+    loop_trains: LoopTrains = "rejected"
+    """``rejected``: the places at which the target replaced a drafted token · ``replayed``: these places up to one of
+    them, drawn at random, and there the tokens that the draft went on with · ``all``: the whole answer."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Sampling temperature of the generated texts."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 128
@@ -164,6 +167,12 @@ class DraftSection(Section):
     quantised target is slower than the one that will be sped up."""
 
     @model_validator(mode="after")
+    def _lk_goes_by_the_token(self) -> "DraftSection":
+        if self.loss.lk_scope == "head":
+            raise ValueError("draft.loss.lk_scope is head, but a draft has no heads: set it to token")
+        return self
+
+    @model_validator(mode="after")
     def _the_cache_suffices(self) -> "DraftSection":
         if self.teacher is not None and self.policy.generates:
             raise ValueError(
@@ -183,6 +192,15 @@ class DraftSection(Section):
             raise ValueError(
                 "draft.loss.hidden needs the target's hidden states, which draft.teacher does not hold: set one of "
                 "them to null or 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_replayed_token_is_no_example(self) -> "DraftSection":
+        if self.policy.loop_trains == "replayed" and self.loss.cross_entropy:
+            raise ValueError(
+                "draft.policy.loop_trains=replayed trains at tokens that the draft wrote and the target refused, which "
+                "draft.loss.cross_entropy would teach it: set that to 0, or loop_trains to rejected or all"
             )
         return self
 

@@ -24,9 +24,14 @@ class HeadsSection(Section):
     init: str | None = None
     """Folder of heads to start from, such as a Medusa-1 run's final/."""
     decay: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Head k weighs ``decay ** k``."""
+    """Head k weighs ``decay ** k``; without use under ``weighting: prefix_survival``."""
     weights: tuple[Annotated[float, Field(ge=0)], ...] | None = None
-    """One weight per head, in place of ``decay``."""
+    """One weight per head, in place of ``decay``; under ``weighting: prefix_survival`` a factor of it."""
+    weighting: Literal["decay", "prefix_survival"] = "decay"
+    """``prefix_survival``: each label of head k weighs the tokens that its chain is likely to gain by it, by the heads'
+    own present probabilities (D-PACE, 2605.18810), in place of ``decay``. Costs a second forward of the heads."""
+    survival_alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Probabilities q count as (1 − ``survival_alpha``) q + ``survival_alpha`` in ``prefix_survival``."""
     schedule: Literal["constant", "sine"] = "constant"
     """``sine``: the heads' weights rise as sin(step / steps · π/2)."""
     loss: Annotated[LossSection, default_term("cross_entropy")] = LossSection(cross_entropy=1.0)

@@ -35,7 +35,7 @@ class LossSection(Section):
     acceptance: Weight = 0.0
     """−log Σ min(p, q), where Σ min(p, q) is the acceptance rate of token rejection."""
     lk: Weight = 0.0
-    """λ forward_kl + (1 − λ) tvd; λ = exp(−``lk_eta`` Σ min(p, q)) falls as acceptance rises."""
+    """λ forward_kl + (1 − λ) tvd; λ = exp(−``lk_eta`` · acceptance) falls as the acceptance Σ min(p, q) rises."""
     cross_entropy: Weight = 0.0
     """Cross entropy on the data's tokens."""
     hidden: Weight = 0.0
@@ -45,6 +45,15 @@ class LossSection(Section):
     """Divides the logits of both sides in every term but ``cross_entropy``."""
     jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
     lk_eta: Annotated[float, Field(gt=0)] = 3.0
+    """For heads, begin with 10."""
+    lk_scope: Literal["token", "head"] = "token"
+    """Acceptance that ``lk`` follows: each token's own, or for heads the head's mean over the whole batch of the step
+    before (λ is 1 in the first step)."""
+
+    @property
+    def lk_by_head(self) -> bool:
+        """True if ``lk`` follows each head's mean acceptance."""
+        return self.lk > 0 and self.lk_scope == "head"
 
     @property
     def mix(self) -> dict[Term, float]:

@@ -135,6 +135,7 @@ def _step(
     norm = runner.clip()
     _check_finite("gradient's norm", norm, progress)
     runner.step()
+    objective.observe(sums[1], counts)
     figures = {"loss": loss, "learning_rate": learning_rate, "grad_norm": norm}
     for position, term in enumerate(objective.terms):
         figures[f"loss/{term}"] = float(sums[0, position])

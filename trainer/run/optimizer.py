@@ -10,14 +10,7 @@ from torch.optim import Optimizer
 from trainer.recipe.common import TrainingSection
 
 _OVER_VOCABULARY = {
-    "embed_tokens",
-    "embed_in",
-    "embed_out",
-    "embedding",
-    "word_embeddings",
-    "wte",
-    "wpe",
-    "lm_head",
+    *("embed_tokens", "embed_in", "embed_out", "embedding", "word_embeddings", "wte", "wpe", "lm_head"),
     "markov",
 }
 """Names of embeddings and output layers in the families of transformers, and of the bias by the token before."""
