@@ -46,7 +46,8 @@ def _heads(depth: int = 4) -> dict[str, Drafting]:
         CHAIN: Drafting("heads", {"tree": chain, "sampled": False}),
         "sampled chain": Drafting("heads", {"tree": chain, "sampled": True}, settings=(SAMPLED,)),
         "dynamic tree of 16": Drafting("heads", {"dynamic_nodes": 16}),
-        "with lookup": Drafting("hybrid", {"of": "heads", **_LOOKUP}),
+        "with lookup": Drafting("hybrid", {"of": "heads", "sampled": True, **_LOOKUP}),
+        "with lookup, measured": Drafting("hybrid", {"of": "heads", "sampled": True, **_LOOKUP}, "measured"),
         "dynamic tree of 32, measured": Drafting("heads", {"dynamic_nodes": 32}, "measured"),
         "sampled tree of 16, measured": Drafting("heads", {"sampled": True}, "measured", (SAMPLED,)),
     }
@@ -57,6 +58,7 @@ _ORDINARY = {
     "2 tokens": Drafting("draft", {"tokens": 2}),
     TREE: Drafting("draft-tree", {"depth": 6, "width": 3, "nodes": 16}),
     "with lookup": Drafting("hybrid", {"of": "draft", **_LOOKUP}),
+    "with lookup, measured": Drafting("hybrid", {"of": "draft", **_LOOKUP}, "measured"),
     "8 tokens, measured": Drafting("draft", {"tokens": 8}, "measured"),
 }
 _PARALLEL = {
@@ -64,6 +66,7 @@ _PARALLEL = {
     "4 tokens": Drafting("parallel", {"tokens": 4}),
     "dynamic tree of 16": Drafting("parallel", {"dynamic_nodes": 16}),
     "with lookup": Drafting("hybrid", {"of": "parallel", **_LOOKUP}),
+    "with lookup, measured": Drafting("hybrid", {"of": "parallel", **_LOOKUP}, "measured"),
     "6 tokens, measured": Drafting("parallel", policy="measured"),
 }
 

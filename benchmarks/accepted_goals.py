@@ -59,10 +59,10 @@ def _hybrids(rows: Sequence[Row], target: str) -> list[Row]:
     """Return for each place the best hybrid's speed-up over the better of its parts: ≥ 0.97, and above 1 on code."""
     over_plain, found = _speed(target, "over_plain"), []
     for place in dict.fromkeys((row["set"], row["setting"]) for row in rows):
-        hybrid = _best((row for row in rows if row["drafting"] == HYBRID), over_plain, place, set(ALL))
+        hybrid = _best((row for row in rows if row["drafting"].startswith(HYBRID)), over_plain, place, set(ALL))
         if hybrid is None:
             continue
-        alone = [row for row in rows if row["drafting"] != HYBRID]
+        alone = [row for row in rows if not row["drafting"].startswith(HYBRID)]
         parts = [_best(alone, over_plain, place, {arm}) for arm in (hybrid["arm"], LOOKUP)]
         better = max((over_plain(part) or 0 for part in parts if part is not None), default=0)
         wanted = 1.0 if place[0] == CODE else 0.97

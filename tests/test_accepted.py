@@ -12,6 +12,9 @@ import pytest
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
+from decoding.drafters.registry import parse_drafter
+from decoding.drafters.spec import DrafterSpec
+from decoding.policies import named_policy
 from trainer.recipe.reading import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -110,6 +113,16 @@ def test_every_arm_is_a_recipe_that_can_be_read(scripts: dict[str, ModuleType]) 
             assert recipe.training.steps == (250 if arm.share == 1 else 125)
     second = scripts["accepted_arms"].ALL["draft, then the loop"]
     assert scripts["accepted_arms"].ALL[second.after].share + second.share == 1, "equal steps in all"
+
+
+def test_every_way_to_draft_is_one_of_the_registrys(scripts: dict[str, ModuleType]) -> None:
+    specs = 0
+    for arm in scripts["accepted_arms"].ALL.values():
+        for how in arm.draftings.values():
+            spec = DrafterSpec(how.drafter, None if how.drafter == "lookup" else "folder", how.options)
+            assert parse_drafter(str(spec)) == spec and named_policy(how.policy)
+            specs += 1
+    assert specs >= 150
 
 
 def test_a_second_run_decodes_the_new_prompts_alone(
