@@ -24,15 +24,18 @@ from decoding.threads import spin_briefly
 
 spin_briefly()  # before torch is imported
 
-from accepted_arms import ARMS, DRAFT, SETTINGS, Drafting, overrides_of
+from accepted_arms import ALL, ARMS, DRAFT, SETTINGS, Drafting, overrides_of
 from accepted_figures import PEER, PLAIN, append_record, key_of, read_records, summary
+from accepted_goals import goals
 from arms import ROOT, curve_of, slug, train, write
+from rich.table import Table
 
 from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, check_prompt
 from decoding.measure.evaluate import Method, our_method, transformers_method
+from decoding.measure.figures import number
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.widen import widened_heads, widened_parallel, widened_to
 from decoding.model.causal_lm import CausalLM
@@ -52,6 +55,7 @@ from decoding.model.parallel import ParallelDraft
 from decoding.policies import named_policy
 from decoding.prompts import read_prompts
 from decoding.rules.sampling import SamplingConfig
+from trainer.terminal.console import standard_output
 
 RECIPES = ROOT / "recipes" / "storyteller-11m"
 
@@ -80,11 +84,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--measure", nargs="*", choices=("acceptance", "speed"), default=[])
     parser.add_argument("--summarise", type=Path, metavar="FILE", help="write the figures of all records as JSON")
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=list(ALL), default=list(ARMS))
     parser.add_argument("--draftings", nargs="+", help="ways to draft, by name; all if not given")
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="training seeds")
-    parser.add_argument("--peer", default=DRAFT, choices=list(ARMS), help="arm of assisted generation's draft")
+    parser.add_argument("--peer", default=DRAFT, choices=list(ALL), help="arm of assisted generation's draft")
     parser.add_argument("--widen", type=float, help="time on the target widened to this many parameters instead")
     parser.add_argument("--runs", type=Path, default=Path("runs/accepted"))
     parser.add_argument("--steps", type=int, default=250)
@@ -109,15 +113,15 @@ def train_arms(options: argparse.Namespace) -> list[str]:
     failed = []
     for seed in options.seeds:
         for name in options.arms:
-            recipe = ARMS[name].recipe
+            recipe = ALL[name].recipe
             if recipe is None:
                 continue
             given = {"target": options.target, "data.heldout": options.heldout}
             if recipe == "medusa1":  # the target stands still: it is run once for all heads on the same answers
-                given["features.folder"] = options.runs / "features" / ARMS[name].answers
-            after = ARMS[name].after
+                given["features.folder"] = options.runs / "features" / ALL[name].answers
+            after = ALL[name].after
             start = None if after is None else str(folder_of(options.runs, after, seed).resolve() / "final")
-            overrides = overrides_of(ARMS[name], seed, options.steps, given, answers, start)
+            overrides = overrides_of(ALL[name], seed, options.steps, given, answers, start)
             try:
                 train(RECIPES / f"{recipe}.yaml", overrides, folder_of(options.runs, name, seed), options.threads)
             except subprocess.CalledProcessError:
@@ -173,13 +177,13 @@ class Bench:
 
     def is_ready(self, name: str, seed: int) -> bool:
         """Return True for an arm that is trained with the seed; one without a training has the seed 0."""
-        if ARMS[name].recipe is None:
+        if ALL[name].recipe is None:
             return seed == 0
         return (folder_of(self.options.runs, name, seed) / "final").is_dir()
 
     def weights(self, name: str, seed: int) -> Weights | None:
         """Load an arm's weights; None if it has none."""
-        if ARMS[name].recipe is None:
+        if ALL[name].recipe is None:
             return None
         folder = folder_of(self.options.runs, name, seed) / "final"
         if is_heads_folder(folder):
@@ -189,7 +193,7 @@ class Bench:
 
     def drafters(self, name: str, weights: Weights | None) -> Iterator[tuple[str, Drafting, Drafter]]:
         """Yield the arm's ways to draft that were asked for and that fit; say once which do not fit, and why."""
-        for drafting, how in ARMS[name].draftings.items():
+        for drafting, how in ALL[name].draftings.items():
             if drafting not in (self.options.draftings or [drafting]):
                 continue
             try:
@@ -310,8 +314,9 @@ def _take_turns(bench: Bench, wanted: dict[str, Any], methods: Mapping[str, Meth
 def summarise(options: argparse.Namespace) -> None:
     """Write the figures of all records, with what was trained for them."""
     records = read_records(options.runs / "records.jsonl")
+    rows = summary(records)
     trained = {}
-    for name, arm in ARMS.items():
+    for name, arm in ALL.items():
         folders = {seed: folder_of(options.runs, name, seed) for seed in range(100)}
         runs = {seed: curve_of(folder) for seed, folder in folders.items() if (folder / "final").is_dir()}
         if runs or arm.recipe is None:
@@ -322,9 +327,15 @@ def summarise(options: argparse.Namespace) -> None:
         "commits": sorted({record["commit"] for record in records}),
         "settings": {"steps": options.steps, "max_new_tokens": options.max_new_tokens, "peer": options.peer},
         "arms": trained,
-        "rows": summary(records),
+        "rows": rows,
+        "goals": goals(rows),
     }
     write(report, options.summarise)
+    table = Table("goal", "wanted", "measured", "by", "met")
+    for goal in report["goals"]:
+        cells = (f"{goal['wanted']:g}", number(goal["measured"]), goal.get("by") or "", "yes" if goal["met"] else "no")
+        table.add_row(goal["goal"], *cells)
+    (standard_output() if sys.stdout.isatty() else standard_output(width=150)).print(table)
     print(f"written: {options.summarise}")
 
 

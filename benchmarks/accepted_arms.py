@@ -46,7 +46,8 @@ def _heads(depth: int = 4) -> dict[str, Drafting]:
         CHAIN: Drafting("heads", {"tree": chain, "sampled": False}),
         "sampled chain": Drafting("heads", {"tree": chain, "sampled": True}, settings=(SAMPLED,)),
         "dynamic tree of 16": Drafting("heads", {"dynamic_nodes": 16}),
-        "with lookup": Drafting("hybrid", {"of": "heads", **_LOOKUP}),
+        "with lookup": Drafting("hybrid", {"of": "heads", "sampled": True, **_LOOKUP}),
+        "with lookup, measured": Drafting("hybrid", {"of": "heads", "sampled": True, **_LOOKUP}, "measured"),
         "dynamic tree of 32, measured": Drafting("heads", {"dynamic_nodes": 32}, "measured"),
         "sampled tree of 16, measured": Drafting("heads", {"sampled": True}, "measured", (SAMPLED,)),
     }
@@ -57,6 +58,7 @@ _ORDINARY = {
     "2 tokens": Drafting("draft", {"tokens": 2}),
     TREE: Drafting("draft-tree", {"depth": 6, "width": 3, "nodes": 16}),
     "with lookup": Drafting("hybrid", {"of": "draft", **_LOOKUP}),
+    "with lookup, measured": Drafting("hybrid", {"of": "draft", **_LOOKUP}, "measured"),
     "8 tokens, measured": Drafting("draft", {"tokens": 8}, "measured"),
 }
 _PARALLEL = {
@@ -64,6 +66,7 @@ _PARALLEL = {
     "4 tokens": Drafting("parallel", {"tokens": 4}),
     "dynamic tree of 16": Drafting("parallel", {"dynamic_nodes": 16}),
     "with lookup": Drafting("hybrid", {"of": "parallel", **_LOOKUP}),
+    "with lookup, measured": Drafting("hybrid", {"of": "parallel", **_LOOKUP}, "measured"),
     "6 tokens, measured": Drafting("parallel", policy="measured"),
 }
 
@@ -119,6 +122,45 @@ ARMS: dict[str, Arm] = {
     "lookup": Arm(None, {"10 tokens": Drafting("lookup")}),
 }
 """Name -> arm. Heads are compared with Medusa-1, drafts with the ordinary draft."""
+
+
+def _losses(**weights: float) -> Arm:
+    return _draft(*(f"draft.loss.{name}={weight:g}" for name, weight in weights.items()))
+
+
+def _policy(*shares: str) -> Arm:
+    given = ("max_new_tokens=96", "every=5", *shares)
+    return _draft(*(f"draft.policy.{each}" for each in given))
+
+
+def _shape(layers: str, width: int) -> Arm:
+    return _draft(f"draft.init.from_target.layers={layers}", f"draft.init.from_target.width={width}")
+
+
+CHOICES: dict[str, Arm] = {
+    "draft, reverse KL": _losses(reverse_kl=1),
+    "draft, JSD": _losses(jsd=1),
+    "draft, TVD": _losses(tvd=1),
+    "draft, acceptance": _losses(acceptance=1),
+    "draft, acceptance + KL": _losses(acceptance=0.5, forward_kl=0.5),
+    "draft, LK": _losses(lk=1),
+    "draft, cross entropy": _losses(cross_entropy=1),
+    "draft, KL + hidden states": _losses(forward_kl=1, hidden=0.5),
+    "draft, the target's answers at T=1": _draft()._replace(answers="sampled"),
+    "draft, the data's own answers": _draft()._replace(answers="own"),
+    "draft, half from the draft (GKD)": _policy("offline=0.5", "draft=0.5"),
+    "draft, half from the loop (Draft-OPD)": _policy("offline=0.5", "loop=0.5"),
+    "draft, two layers": _shape("2", 192),
+    "draft, full width": _shape("1", 320),
+    "draft, first and last layer, full width": _shape("[0,-1]", 320),
+    "draft, 4 × 320": _shape("4", 320),
+    "draft, 1 × 64": _shape("1", 64),
+    "draft, 1 × 128": _shape("1", 128),
+    "draft, 2,048 tokens": _draft("draft.vocabulary=2048"),
+    "draft, 512 tokens": _draft("draft.vocabulary=512"),
+}
+"""Further arms, trained and measured where they are asked for: losses, answers and sizes of the ordinary draft."""
+ALL = {**ARMS, **CHOICES}
 
 
 def overrides_of(

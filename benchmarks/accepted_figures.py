@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accepted_arms import ARMS, GREEDY, Arm
+from accepted_arms import ALL, GREEDY, Arm
 from torch import Tensor
 
 from decoding.metrics import Estimate, ratio_of_rates
@@ -133,7 +133,7 @@ def key_of(arm: str, drafting: str) -> str:
     return f"{arm} | {drafting}"
 
 
-def summary(records: Sequence[Record], arms: Mapping[str, Arm] = ARMS) -> list[Record]:
+def summary(records: Sequence[Record], arms: Mapping[str, Arm] = ALL) -> list[Record]:
     """Return a row for each arm, way to draft, prompt set and setting that was measured."""
     sets, targets = (list(dict.fromkeys(each[key] for each in records if key in each)) for key in ("set", "target"))
     rows = []
@@ -168,17 +168,3 @@ def _row(
         "over_baseline": plain_json(compared),
         "speed": {target: each for target, each in speed.items() if each},
     }
-
-
-def best(rows: Iterable[Record], arms: Sequence[str], target: str, prompt_set: str, setting: str) -> Record | None:
-    """Return the row of these arms with the highest speed-up over plain decoding; None if none was timed."""
-    timed = [row for row in rows if row["arm"] in arms and (row["set"], row["setting"]) == (prompt_set, setting)]
-    return max((row for row in timed if target in row["speed"]), key=lambda row: _over_plain(row, target), default=None)
-
-
-def _over_plain(row: Record, target: str) -> float:
-    return float(row["speed"][target]["over_plain"]["value"])
-
-
-HEADS = tuple(name for name, arm in ARMS.items() if arm.recipe == "medusa1")
-DRAFTS = tuple(name for name, arm in ARMS.items() if arm.recipe == "draft")

@@ -20,7 +20,7 @@ _NEEDS = {
 def family_of(report: Report, row: Report) -> str:
     """Return the row's family, one of `FAMILIES`."""
     arm = report["arms"][row["arm"]]
-    if row["drafting"] == "with lookup":
+    if row["drafting"].startswith("with lookup"):
         return "with a lookup"
     if arm["recipe"] is None:
         return "lookup"

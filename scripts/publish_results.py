@@ -1,6 +1,7 @@
 """Put a report's figures where readers see them: benchmarks/results/, the README, docs/measured.md and its plot.
 
-Usage: scripts/publish_results.py REPORT NAME; the pages show those with NAME quickstart, drafters, policies, accepted.
+Usage: scripts/publish_results.py REPORT NAME; the pages show those with NAME quickstart, drafters, policies,
+accepted, drafts.
 """
 
 import json
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from choosing_page import page as choosing_page
+from drafts_page import publish as publish_drafts
 from matplotlib import pyplot as plt
 
 from decoding.measure.figures import NONE, estimate, greedy_sentence, number
@@ -238,6 +240,8 @@ def main(source: str, name: str) -> None:
         (ROOT / place).write_text(page)
     if name == "accepted":
         (ROOT / "docs" / "choosing.md").write_text(choosing_page(report))
+    if name == "drafts":
+        publish_drafts(report, ROOT / "docs")
     if name == "quickstart":
         plt.rcParams["svg.hashsalt"] = name  # the same figures, the same file
         picture = ROOT / "docs" / "speedup.svg"

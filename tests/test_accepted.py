@@ -12,6 +12,9 @@ import pytest
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
+from decoding.drafters.registry import parse_drafter
+from decoding.drafters.spec import DrafterSpec
+from decoding.policies import named_policy
 from trainer.recipe.reading import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,7 +26,10 @@ def scripts() -> Iterator[dict[str, ModuleType]]:
     """The scripts as modules, with their own folder in the path as where they are run."""
     path = list(sys.path)
     sys.path.append(str(ROOT / "benchmarks"))
-    yield {name: importlib.import_module(name) for name in ("accepted", "accepted_arms", "accepted_figures")}
+    yield {
+        name: importlib.import_module(name)
+        for name in ("accepted", "accepted_arms", "accepted_figures", "accepted_goals")
+    }
     sys.path[:] = path
 
 
@@ -90,22 +96,33 @@ def test_what_a_kill_cut_short_is_neither_read_nor_kept(figures: ModuleType, tmp
 
 
 def test_every_arm_has_a_folder_of_its_own_and_a_baseline_that_is_an_arm(scripts: dict[str, ModuleType]) -> None:
-    arms = scripts["accepted_arms"].ARMS
+    arms = scripts["accepted_arms"].ALL
     folders = {scripts["accepted"].folder_of(Path(), name, 0) for name in arms}
-    assert len(folders) == len(arms) >= 15
+    assert len(folders) == len(arms) >= 35
     assert {arm.baseline for arm in arms.values()} <= {None, *arms}
 
 
 def test_every_arm_is_a_recipe_that_can_be_read(scripts: dict[str, ModuleType]) -> None:
-    given, answers = {"target": "T", "data.heldout": "H", "output": "O"}, {"greedy": "A"}
-    for arm in scripts["accepted_arms"].ARMS.values():
+    given = {"target": "T", "data.heldout": "H", "output": "O"}
+    answers = dict.fromkeys(("greedy", "sampled", "own"), "A")
+    for arm in scripts["accepted_arms"].ALL.values():
         if arm.recipe is not None and not any(field in each for each in arm.overrides for field in _COMING):
             overrides = scripts["accepted_arms"].overrides_of(arm, 1, 250, given, answers, arm.after)
             recipe = load_recipe(ROOT / "recipes" / "storyteller-11m" / f"{arm.recipe}.yaml", overrides)
             assert recipe.training.seed == 1 and recipe.data.train == "A"
             assert recipe.training.steps == (250 if arm.share == 1 else 125)
-    second = scripts["accepted_arms"].ARMS["draft, then the loop"]
-    assert scripts["accepted_arms"].ARMS[second.after].share + second.share == 1, "equal steps in all"
+    second = scripts["accepted_arms"].ALL["draft, then the loop"]
+    assert scripts["accepted_arms"].ALL[second.after].share + second.share == 1, "equal steps in all"
+
+
+def test_every_way_to_draft_is_one_of_the_registrys(scripts: dict[str, ModuleType]) -> None:
+    specs = 0
+    for arm in scripts["accepted_arms"].ALL.values():
+        for how in arm.draftings.values():
+            spec = DrafterSpec(how.drafter, None if how.drafter == "lookup" else "folder", how.options)
+            assert parse_drafter(str(spec)) == spec and named_policy(how.policy)
+            specs += 1
+    assert specs >= 150
 
 
 def test_a_second_run_decodes_the_new_prompts_alone(
@@ -149,3 +166,37 @@ def test_a_second_run_decodes_the_new_prompts_alone(
         ("T=1", 3),
     ]
     assert all(row["speed"]["target"]["over_plain"]["value"] > 0 for row in report["rows"])
+
+
+def test_goals_are_held_against_the_arm_that_comes_nearest(scripts: dict[str, ModuleType]) -> None:
+    def row(arm: str, drafting: str, place: tuple[str, str], over_plain: float, **figures: float) -> dict[str, Any]:
+        keys = ("tokens_per_pass", "over_baseline")
+        own = {key: {"value": figures[key]} if key in figures else None for key in keys}
+        speed = {"t": {"over_plain": {"value": over_plain}, "over_assisted": {"value": over_plain / 1.25}}}
+        return {"arm": arm, "drafting": drafting, "set": place[0], "setting": place[1], **own, "speed": speed}
+
+    first, drawn, code = ("gsm8k/test", "greedy"), ("gsm8k/test", "T=1"), ("humaneval", "greedy")
+    rows = [
+        row("Medusa-1", "tree of 16", first, 1.5),
+        row("Markov", "tree of 16", first, 1.8, over_baseline=1.2),
+        row("Markov", "sampled tree of 16", drawn, 1.4, tokens_per_pass=2.1),
+        row("Markov", "sampled tree of 16", ("spec_bench", "T=1"), 0.9),
+        row("parallel", "6 tokens", first, 2.5),
+        row("parallel", "6 tokens", code, 1.2),
+        row("parallel", "with lookup", code, 3.3),
+        row("lookup", "10 tokens", code, 3.0),
+    ]
+    found = {goal["goal"]: goal for goal in scripts["accepted_goals"].goals(rows)}
+
+    def measured(name: str) -> tuple[float, bool]:
+        return found[name]["measured"], found[name]["met"]
+
+    assert measured("heads over Medusa-1, tokens per pass, gsm8k/test, greedy") == (1.2, True)
+    assert measured("heads over Medusa-1, tokens per pass, spec_bench, greedy") == (None, False)
+    assert measured("heads over Medusa-1, tokens/s, gsm8k/test, greedy") == (pytest.approx(1.2), True)
+    assert measured("heads, tokens per pass, gsm8k/test, T=1") == (2.1, False)
+    assert measured("heads over plain, Markov, sampled tree of 16, at its worst") == (0.9, False)
+    assert measured("drafts, over plain, gsm8k/test, greedy, t") == (2.5, True)
+    assert measured("drafts, over assisted, gsm8k/test, greedy, t") == (2.0, True)
+    hybrid = "hybrid over the better of its parts, parallel, humaneval, greedy, t"
+    assert measured(hybrid) == (pytest.approx(1.1), True)

@@ -10,6 +10,8 @@ from transformers import AutoTokenizer
 
 from decoding.model.loading import load_model, load_tokenizer
 from trainer import quickstart
+from trainer.commands.inspection import run_inspect
+from trainer.commands.options import InspectOptions
 from trainer.recipe.pretrain import PretrainRecipe
 from trainer.run.embedded import ensure_answered
 from trainer.run.train import ensure_built
@@ -134,6 +136,8 @@ def test_the_targets_answers_are_named_after_their_number_and_not_written_for_ot
     ensure_answered("quickstart/train.jsonl")
     ensure_answered("answers.jsonl")
     assert not cache.exists()
+    with pytest.raises(ValueError, match=r"answers\.jsonl is written by the first training on it"):
+        run_inspect(InspectOptions(source="recipes/quickstart/medusa1.yaml"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="the quickstart answers are not written yet: train once with one process"):
         ensure_answered("quickstart/answers.jsonl")

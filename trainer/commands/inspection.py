@@ -78,6 +78,10 @@ def _task(options: InspectOptions) -> _Task:
         raise ValueError("tokens are a tokenizer's: give the target with --target, or a recipe")
     if options.heldout:
         base = base.model_copy(update={"train": base.heldout, "split": base.heldout_split})
+    if base.train == quickstart.ANSWERS and not quickstart.answers().is_file():
+        raise ValueError(
+            f"{base.train} is written by the first training on it: run headstart train recipes/quickstart/medusa1.yaml"
+        )
     folder = str(quickstart.build_corpus()) if target == quickstart.NAME else quickstart.resolve(target)
     tokenizer = load_tokenizer(folder, options.trust_remote_code)
     return _Task(quickstart.resolve(base.train), _section(base, options), tokenizer)

@@ -1,25 +1,34 @@
-"""The results page of drafts: every table and the picture, from the JSON that was measured."""
+"""The page of drafts by size and loss: every table and the picture, from the JSON that was measured."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from draft_plot import plot
+from drafts_plot import plot
 
 from decoding.measure.figures import NONE, estimate, number
 
 SETTINGS = {"greedy": "greedy", "sampling": "T=1"}
 
 
-def publish(results: dict[str, Any], comparisons: Mapping[str, Sequence[str]], docs: Path) -> None:
+def publish(results: dict[str, Any], docs: Path) -> None:
     """Write ``drafts-measured.md`` and ``drafts.svg`` into a folder."""
-    (docs / "drafts-measured.md").write_text(page(results, comparisons))
-    plot(results, comparisons["sizes"], docs / "drafts.svg")
+    (docs / "drafts-measured.md").write_text(page(results))
+    plot(results, comparisons_of(results)["sizes"], docs / "drafts.svg")
 
 
-def page(results: dict[str, Any], comparisons: Mapping[str, Sequence[str]]) -> str:
-    """The page as Markdown. ``comparisons``: the arms of each, in order."""
-    return "\n".join(_lines(results, comparisons)) + "\n"
+def comparisons_of(results: dict[str, Any]) -> dict[str, list[str]]:
+    """Return the arms of each comparison, in order."""
+    found: dict[str, list[str]] = {}
+    for name, arm in results["arms"].items():
+        for part in arm["comparisons"]:
+            found.setdefault(part, []).append(name)
+    return found
+
+
+def page(results: dict[str, Any]) -> str:
+    """Return the page as Markdown."""
+    return "\n".join(_lines(results, comparisons_of(results))) + "\n"
 
 
 def _lines(results: dict[str, Any], comparisons: Mapping[str, Sequence[str]]) -> Iterator[str]:
@@ -27,7 +36,8 @@ def _lines(results: dict[str, Any], comparisons: Mapping[str, Sequence[str]]) ->
     yield "# Drafts, measured"
     yield ""
     yield (
-        f"`benchmarks/drafts.py` on {machine['processor']}, {machine['cores']} cores, {machine['threads']} threads; "
+        f"Measured on {machine['processor']}, {machine['cores']} cores, {machine['threads']} threads, by a script that "
+        "`benchmarks/accepted.py` has replaced; "
         f"target storyteller-11m in bf16; every arm trained for {results['steps']} steps over the same prompts in the "
         f"same order; commit {results['commit'][:12]}. {results['note']}"
     )
