@@ -10,9 +10,10 @@ import pytest
 import torch
 from grouped_queries import check_grouped_queries
 from tiny_models import tiny_model
+from tiny_parallel import tiny_parallel_draft
 from transformers import PreTrainedModel
 
-from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter
+from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, ParallelDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
@@ -20,6 +21,7 @@ from decoding.measure.evaluate import EvaluationConfig, evaluate, standard_metho
 from decoding.measure.machine import attention_backends
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.model.parallel import ParallelDraft
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
 
@@ -28,7 +30,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 PROMPTS = ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7], [9], [3, 2, 3, 8, 4, 6])
 FAMILIES = ("llama", "mistral", "qwen2-mixed", "gpt2")
 GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(temperature=1.0)
-NAMES = ("plain", "chain", "tree", "draft tree", "medusa", "dynamic medusa", "markov", "drawn markov")
+NAMES = ("plain", "chain", "tree", "draft tree", "medusa", "dynamic medusa", "markov", "drawn markov", "parallel")
 
 
 def model_on(device: str, family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -45,6 +47,12 @@ def heads_on(device: str, dtype: torch.dtype = torch.float32, markov_rank: int =
     return heads.to(device, dtype)
 
 
+def parallel_on(device: str, dtype: torch.dtype = torch.float32) -> ParallelDraft:
+    made = tiny_parallel_draft(CausalLM(tiny_model("llama")))
+    model: PreTrainedModel = made.model.model.to(device, dtype)  # type: ignore[arg-type]  # its stubs
+    return ParallelDraft(CausalLM(model), made.parts.to(device, dtype))
+
+
 def drafter_on(
     device: str, name: str, static: str | None, family: str = "llama", dtype: torch.dtype = torch.float32
 ) -> Drafter | None:
@@ -54,6 +62,8 @@ def drafter_on(
         return MedusaDrafter(heads_on(device, dtype), dynamic_nodes=6 if "dynamic" in name else None)
     if "markov" in name:
         return MedusaDrafter(heads_on(device, dtype, markov_rank=3), sampled="drawn" in name)
+    if name == "parallel":
+        return ParallelDrafter(parallel_on(device, dtype))
     draft = CausalLM(model_on(device, family, seed=1, dtype=dtype), static=static)
     if name == "draft tree":
         return DraftTreeDrafter(draft, depth=3, width=2, nodes=7)
@@ -153,7 +163,7 @@ def test_a_target_on_two_gpus_writes_the_texts_of_the_cpu(name: str) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("name", ["plain", "chain", "markov"])
+@pytest.mark.parametrize("name", ["plain", "chain", "markov", "parallel"])
 def test_a_greedy_step_waits_for_the_gpu_once(name: str, batch_size: int) -> None:
     target, drafter = CausalLM(model_on("cuda"), static="graphs"), drafter_on("cuda", name, "graphs")
     prompts, config = [PROMPTS[0]] * batch_size, DecodingConfig(24)
