@@ -26,7 +26,14 @@ spin_briefly()  # before torch is imported
 
 from speed import WrongDrafter
 
-from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter, MedusaDrafter, PromptLookupDrafter
+from decoding.drafters import (
+    Drafter,
+    DraftModelDrafter,
+    DraftTreeDrafter,
+    HybridDrafter,
+    MedusaDrafter,
+    PromptLookupDrafter,
+)
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.measure.machine import commit, hardware, versions
@@ -87,6 +94,8 @@ def drafters_for(draft: CausalLM, heads: MedusaHeads) -> dict[str, Drafter]:
         "heads, tree": MedusaDrafter(heads),
         "draft, chain": DraftModelDrafter(draft, (1,) * 4),
         "draft, tree": DraftTreeDrafter(draft, depth=6, width=3, nodes=16),
+        "heads and lookup": HybridDrafter(MedusaDrafter(heads), PromptLookupDrafter()),
+        "draft and lookup": HybridDrafter(DraftModelDrafter(draft, (1,) * 4), PromptLookupDrafter()),
         "lookup": PromptLookupDrafter(),
         "useless": WrongDrafter(),
     }

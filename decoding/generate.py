@@ -225,7 +225,9 @@ class Batch:
         kept = (0, *path)
         text.hidden = hidden[kept[-1]]
         if self.keeps_states:
-            text.keep_states(_nodes(hidden, kept))
+            states = _nodes(hidden, kept)
+            # The next step of a static target overwrites its outputs, and may come before the next draft.
+            text.keep_states(states.clone() if self.target.is_static else states)
         self.cache.commit(row, start, kept)
         tokens = (*(tree.token_list[node] for node in path), verdict.token)
         self._remember([*text.tokens, *tokens[:-1]])

@@ -60,8 +60,9 @@ def test_a_draft_of_bf16_is_read_in_the_targets_dtype(tmp_path: Path) -> None:
 
 def test_a_path_alone_means_the_parallel_draft_in_it(tmp_path: Path) -> None:
     written(tmp_path)
-    assert parse_drafter(f"{tmp_path},tokens=3").name == "parallel"
-    assert parse_drafter(f"hybrid:{tmp_path}").options["of"] == "parallel"
+    for text in (f"{tmp_path},tokens=3", f"hybrid:{tmp_path}"):
+        spec = parse_drafter(text)
+        assert spec.name == "hybrid" and spec.options["of"] == "parallel"
 
 
 def test_a_draft_with_parts_is_no_ordinary_draft(tmp_path: Path) -> None:
@@ -122,6 +123,8 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "an unknown field": (_config(layers=2), "does not describe a parallel draft .layers is unknown"),
     "no tokens": (_config(tokens=0), "does not describe a parallel draft"),
     "tokens that are true": (_config(tokens=True), "does not describe a parallel draft"),
+    "too many tokens": (_config(tokens=10**7), "tokens is 10000000: give at most 4095"),
+    "sizes that no memory holds": (_config(vocab_size=10**12, markov_rank=10**6), "markov.embedding.weight"),
     "a mask that the draft cannot read": (_config(mask_token=VOCAB + 1), "mask_token is 131, but the draft reads 131"),
     "a rank that is not the bias's": (_config(markov_rank=4), "markov.embedding.weight"),
     "states of another width": (_config(target_hidden_size=24), "reads hidden states of size 24 but the target's have"),

@@ -98,6 +98,15 @@ def test_a_text_that_goes_round_is_continued_round_and_another_to_its_end(tiny_l
     assert chain(lookup(tiny_llama, [6, 5, 9, 6], num_draft_tokens=5)) == [5, 9, 6], "6 5 9 occurred once"
 
 
+def test_a_proposal_tells_how_long_its_match_is_beyond_the_longest_ngram_too(tiny_llama: CausalLM) -> None:
+    assert lookup(tiny_llama, [1, 2, 3]).matched == 0
+    assert lookup(tiny_llama, [1, 2, 3, 2]).matched == 1
+    # 1 2 3 4 5 stood before, behind another token; the n-gram that found it has three tokens.
+    assert lookup(tiny_llama, [7, 1, 2, 3, 4, 5, 6, 8, 1, 2, 3, 4, 5], max_ngram=3).matched == 5
+    # The latest occurrence of the suffix counts, as it is the one continued: 9 4 5 there, 3 4 5 before.
+    assert lookup(tiny_llama, [3, 4, 5, 6, 9, 4, 5, 6, 3, 4, 5], max_ngram=2).matched == 2
+
+
 def test_branches_are_distinct_continuations_latest_first_that_share_their_beginning(tiny_llama: CausalLM) -> None:
     text = [1, 2, 5, 1, 3, 5, 1, 2, 6, 1, 2, 6, 1]
     # Behind the 1s, latest first: 2 6 1, then 2 6 1 again, then 3 5 1, then 2 5 1.

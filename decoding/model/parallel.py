@@ -22,6 +22,7 @@ from decoding.model.embeddings import input_embeddings
 from decoding.model.finite import check_finite
 from decoding.model.header import check_tensors, check_whole, read_object
 from decoding.model.markov import MarkovBias
+from decoding.rules.tree import MOST_NODES
 
 CONFIG_NAME = "parallel.json"
 WEIGHTS_NAME = "parallel.safetensors"
@@ -54,6 +55,8 @@ class ParallelConfig:
             check_whole("target_hidden_size", self.target_hidden_size, 1)
         if self.mask_token >= self.vocab_size:
             raise ValueError(f"mask_token is {self.mask_token}, but the draft reads {self.vocab_size} tokens")
+        if self.tokens >= MOST_NODES:
+            raise ValueError(f"tokens is {self.tokens}: give at most {MOST_NODES - 1}")
 
     def check_fits(self, target_hidden_size: int) -> None:
         """Raise ValueError if the draft reads hidden states, and of another size than the target's."""
@@ -109,10 +112,12 @@ class ParallelParts(nn.Module):
         ValueError for a weight that is not finite in the dtype.
         """
         config = read_config(folder)
-        parts = ParallelParts(config)
+        weights: dict[str, Tensor] = {}
         if shapes := dict(config.shapes()):
             check_tensors(folder / WEIGHTS_NAME, shapes.items(), _REMEDY)
-            parts.load_state_dict(load_file(folder / WEIGHTS_NAME))
+            weights = load_file(folder / WEIGHTS_NAME)
+        parts = ParallelParts(config)
+        parts.load_state_dict(weights)
         parts.to(dtype)
         check_finite(parts.state_dict(), f"{folder} in {dtype}", "give an earlier checkpoint, or train the draft again")
         return parts.to(device).requires_grad_(False).eval()

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 PROMPTS = ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7], [9], [3, 2, 3, 8, 4, 6])
 FAMILIES = ("llama", "mistral", "qwen2-mixed", "gpt2")
 GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(temperature=1.0)
-NAMES = ("plain", "chain", "tree", "draft tree", "medusa", "dynamic medusa")
+NAMES = ("plain", "chain", "tree", "draft tree", "medusa", "dynamic medusa", "markov", "drawn markov")
 
 
 def model_on(device: str, family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -36,9 +36,10 @@ def model_on(device: str, family: str = "llama", seed: int = 0, dtype: torch.dty
     return model
 
 
-def heads_on(device: str, dtype: torch.dtype = torch.float32) -> MedusaHeads:
+def heads_on(device: str, dtype: torch.dtype = torch.float32, markov_rank: int = 0) -> MedusaHeads:
     torch.manual_seed(5)
-    heads = MedusaHeads(MedusaConfig(16, 16, num_heads=2, tree=((0,), (1,), (0, 0), (0, 1))))
+    tree = ((0,), (1,), (0, 0), (0, 1))
+    heads = MedusaHeads(MedusaConfig(16, 16, num_heads=2, tree=tree, markov_rank=markov_rank))
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter)
     return heads.to(device, dtype)
@@ -51,6 +52,8 @@ def drafter_on(
         return None
     if "medusa" in name:
         return MedusaDrafter(heads_on(device, dtype), dynamic_nodes=6 if "dynamic" in name else None)
+    if "markov" in name:
+        return MedusaDrafter(heads_on(device, dtype, markov_rank=3), sampled="drawn" in name)
     draft = CausalLM(model_on(device, family, seed=1, dtype=dtype), static=static)
     if name == "draft tree":
         return DraftTreeDrafter(draft, depth=3, width=2, nodes=7)
@@ -150,7 +153,7 @@ def test_a_target_on_two_gpus_writes_the_texts_of_the_cpu(name: str) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("name", ["plain", "chain"])
+@pytest.mark.parametrize("name", ["plain", "chain", "markov"])
 def test_a_greedy_step_waits_for_the_gpu_once(name: str, batch_size: int) -> None:
     target, drafter = CausalLM(model_on("cuda"), static="graphs"), drafter_on("cuda", name, "graphs")
     prompts, config = [PROMPTS[0]] * batch_size, DecodingConfig(24)

@@ -171,13 +171,18 @@ def test_what_zero_wrote_is_gone_on_from_in_one_process(
         assert figures == pytest.approx(alone[0][step], abs=1e-4)
 
 
-def test_heads_sharded_as_fsdp_does_train_save_and_resume_as_whole_ones() -> None:
+def run_sharded(script: str) -> None:
+    """Run one of this folder's scripts in two processes, to a good end."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [str(ROOT / "tests" / "system" / "launched_fsdp.py")]
+    command += [str(ROOT / "tests" / "system" / script)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_heads_sharded_as_fsdp_does_train_save_and_resume_as_whole_ones() -> None:
+    run_sharded("launched_fsdp.py")
 
 
 def test_two_launchers_that_know_of_each_other_train_as_one(tmp_path: Path, alone: Any) -> None:

@@ -14,7 +14,8 @@ from tiny_tokenizer import byte_tokenizer
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.loading import load_draft, load_heads, load_model
+from decoding.model.loading import load_draft, load_heads, load_model, load_parallel_draft
+from decoding.model.parallel import ParallelConfig, ParallelParts
 from decoding.model.vocabulary import write_output_tokens
 from trainer.export import export
 from trainer.export.vllm import read_vllm_heads
@@ -36,7 +37,7 @@ def write_vllm_heads(folder: Path) -> None:
 
 def model_writer(family: str, sharded: bool = False, **changes: Any) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
-        model = tiny_model(family, vocab=128, **changes)
+        model = tiny_model(family, **{"vocab": 128, **changes})
         model.save_pretrained(folder, max_shard_size="8KB" if sharded else "1GB")
         byte_tokenizer().save_pretrained(folder)
 
@@ -68,12 +69,22 @@ def exporter(format: str) -> Callable[[Path, CausalLM], None]:
     return lambda folder, target: export(folder, folder.parent / "out", format, overwrite=True) and None
 
 
+def write_parallel(folder: Path) -> None:
+    model_writer("llama", vocab=129)(folder)
+    ParallelParts(ParallelConfig(4, 128, 129, 128, 16, markov_rank=3, target_hidden_size=16)).save_pretrained(folder)
+
+
+def read_parallel(folder: Path, target: CausalLM) -> None:
+    load_parallel_draft(str(folder), target, byte_tokenizer())
+
+
 CASES: dict[str, tuple[Callable[[Path], None], Callable[[Path, CausalLM], Any]]] = {
     "heads": (write_heads, read_heads),
     "exported heads": (write_heads, exporter("headstart")),
     "vllm heads": (write_vllm_heads, lambda folder, target: read_vllm_heads(folder)),
     "draft": (model_writer("llama"), read_draft),
     "tied draft": (model_writer("llama", tie_word_embeddings=True), read_draft),
+    "parallel draft": (write_parallel, read_parallel),
     "sharded draft": (model_writer("llama", sharded=True), read_draft),
     "trimmed draft": (write_trimmed, read_draft),
     "exported draft": (model_writer("llama"), exporter("draft")),

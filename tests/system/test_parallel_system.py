@@ -1,0 +1,64 @@
+"""A parallel draft under several launchers: what two processes train, whole or sharded, is what one does."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from test_distributed import own_zero3, run_sharded
+from whole_runs import ACCELERATE, DIRECT, SCRIPT, TWO_PROCESSES, losses, provenance, run, write_recipe, write_workshop
+
+PARALLEL = {"tokens": 3, "markov_rank": 5, "anchors": 4}
+POLICY = {"offline": 0.5, "loop": 0.5, "loop_trains": "all", "max_new_tokens": 6, "every": 3}
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_workshop(tmp_path_factory.mktemp("workshop"))
+
+
+def recipe(workshop: Path, name: str) -> tuple[str, Path]:
+    """A recipe of which half the rows are written by the loop, evaluated on the way."""
+    path = Path(write_recipe(workshop, "draft", workshop / name, steps=6, micro_batch_size=2, learning_rate=1e-2))
+    content = yaml.safe_load(path.read_text())
+    content["draft"] |= {"parallel": PARALLEL, "policy": POLICY}
+    content["evaluation"] |= {"every": 3}
+    path.write_text(yaml.safe_dump(content))
+    return str(path), workshop / name
+
+
+@pytest.fixture(scope="module")
+def alone(workshop: Path) -> Path:
+    path, output = recipe(workshop, "alone")
+    run([*DIRECT, path], workshop)
+    return output
+
+
+def check_equal(output: Path, alone: Path) -> None:
+    assert losses(output) == pytest.approx(losses(alone), rel=1e-4)
+    for file in ("model.safetensors", "parallel.safetensors"):
+        ours, theirs = (load_file(folder / "final" / file) for folder in (output, alone))
+        assert {name: tensor.shape for name, tensor in ours.items()} == {name: t.shape for name, t in theirs.items()}
+        assert all(torch.allclose(ours[name], theirs[name], atol=1e-3) for name in ours)
+
+
+def test_two_processes_train_the_draft_and_its_parts_as_one_does(alone: Path, workshop: Path) -> None:
+    path, output = recipe(workshop, "pair")
+    run([*TWO_PROCESSES, path], workshop)
+    assert provenance(output)["num_processes"] == 2
+    check_equal(output, alone)
+
+
+def test_so_do_two_processes_that_share_every_parameter(alone: Path, workshop: Path, tmp_path: Path) -> None:
+    """ZeRO-3 with no parameter too small to be sharded: bias and reader are gathered where they are used."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is an optional extra")
+    path, output = recipe(workshop, "zero3")
+    command = [*ACCELERATE, "--config_file", own_zero3(tmp_path), "--main_process_port", "0", SCRIPT, path]
+    run(command, workshop, ACCELERATE_USE_CPU=None, CUDA_VISIBLE_DEVICES="")
+    assert provenance(output)["zero_stage"] == 3
+    check_equal(output, alone)
+
+
+def test_a_draft_sharded_as_fsdp_does_is_trained_as_a_whole_one() -> None:
+    run_sharded("launched_fsdp_parallel.py")
