@@ -94,6 +94,12 @@ def _parallel(rank: int, reads_target: bool, *start: str) -> Arm:
     return Arm("draft", _PARALLEL, (f"draft.parallel={fields}", *(start or _random())), DRAFT)
 
 
+def _loop(trains: str) -> tuple[str, ...]:
+    """Return the overrides of a training on what target and draft write together."""
+    shares = ("offline=0", "loop=1", f"loop_trains={trains}", "max_new_tokens=96", "every=5")
+    return tuple(f"draft.policy.{each}" for each in shares)
+
+
 _MARKOV = "markov_rank=256"
 _LK = ("loss.lk=1", "loss.lk_scope=head", "loss.lk_eta=10")
 ARMS: dict[str, Arm] = {
@@ -112,13 +118,15 @@ ARMS: dict[str, Arm] = {
     "draft, random start": _draft(*_random()),
     "draft, 2 × 256, random start": _draft(*_random(2, 256)),
     "draft, half the steps": _draft(*_random())._replace(share=0.5),
-    "draft, then the loop": _draft(
-        "draft.policy.offline=0", "draft.policy.loop=1", "draft.policy.loop_trains=all", "draft.policy.every=5"
-    )._replace(after="draft, half the steps", share=0.5),
+    "draft, then the loop": _draft(*_loop("replayed"))._replace(after="draft, half the steps", share=0.5),
     "parallel, no bias": _parallel(0, False),
     "parallel": _parallel(256, False),
     "parallel, reads the target": _parallel(256, True),
     "parallel, reads the target, 2 × 256": _parallel(256, True, *_random(2, 256)),
+    "parallel, half the steps": _parallel(256, True)._replace(share=0.5),
+    "parallel, then the loop": _parallel(256, True, *_loop("all"))._replace(
+        after="parallel, half the steps", share=0.5
+    ),
     "lookup": Arm(None, {"10 tokens": Drafting("lookup")}),
 }
 """Name -> arm. Heads are compared with Medusa-1, drafts with the ordinary draft."""
