@@ -139,7 +139,8 @@ def test_a_tree_without_draft_is_plain_sampling() -> None:
     wanted = {Verdict((), 0): 0.5, Verdict((), 1): 0.25, Verdict((), 2): 0.25}
     for name, (kinds, _) in FITS.items():
         for kind in kinds:
-            proposal = Proposal(TokenTree.chain([0]), kind, p[:0] if kind.has_q else None)
+            drawn = Drawn(1, ProposalKind.SAMPLED) if kind is ProposalKind.GRAFTED else None
+            proposal = Proposal(TokenTree.chain([0]), kind, p[:0] if kind.has_q else None, drawn)
             assert distribution(lambda source, x=proposal, rule=RULES[name]: rule(x, p, source)) == wanted
 
 

@@ -119,7 +119,7 @@ MUTANTS = {
         "recursive", "_children_with_q", "q_now / q_now.sum()", "q_now", WITHOUT, PAIR
     ),
     "recursive: q shrunk where it was not": Mutant(
-        "recursive", "_children_with_q", "proposal.kind is ProposalKind.SAMPLED_WITHOUT_REPLACEMENT",
+        "recursive", "_children_with_q", "kind is ProposalKind.SAMPLED_WITHOUT_REPLACEMENT",
         "token_list[child] != drawn", WITH, PAIR,
     ),
     "top-k: not renormalised": Mutant("top-k", "_residual", "positive / total", "positive", DETERMINISTIC, PAIR),

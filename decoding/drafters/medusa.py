@@ -23,7 +23,7 @@ from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
 
-SAMPLED_BY_DEFAULT: Mapping[str, bool] = {"medusa": False, "markov": False, "hydra": False}
+SAMPLED_BY_DEFAULT: Mapping[str, bool] = {"medusa": True, "markov": True, "hydra": True}
 """Choice between a drawn tree and one of the best tokens above temperature 0, by the heads' kind."""
 
 

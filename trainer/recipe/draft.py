@@ -65,8 +65,8 @@ class PolicySection(Section):
     loop: Share = 0.0
     loop_trains: LoopTrains = "rejected"
     """``rejected``: the places at which the target replaced a drafted token · ``replayed``: these places up to one of
-    them, drawn at random, and there the tokens that the draft went on with · ``all``: the whole answer, which a parallel
-    draft wants, because its masks predict trained tokens in a row."""
+    them, drawn at random, and there the tokens that the draft went on with · ``all``: the whole answer, which suits a
+    parallel draft, because its masks predict trained tokens in a row."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Sampling temperature of the generated texts."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 128
