@@ -362,7 +362,7 @@ def test_the_children_of_a_drawn_tree_come_from_the_recorded_q_of_their_path(
 ) -> None:
     draft = draft_of(rank, reads_target)
     drafter = ParallelDrafter(draft, tree=FORKED)
-    assert drafter.label == "parallel draft, sampled tree of 9"
+    assert drafter.label == "parallel draft, tree of 9"
     assert drafter.kinds(sampling) == {ProposalKind.SAMPLED_WITHOUT_REPLACEMENT}
     drawn = set()
     for seed in range(4):
@@ -409,7 +409,6 @@ def test_trees_write_plain_greedy(tiny_llama: CausalLM, settings: dict[str, Any]
         ({"tree": [[16]]}, "the tree asks for rank 16 but the parallel draft writes 16 tokens"),
         ({"tree": [[0]], "tokens": 2}, "tree and tokens are both given"),
         ({"tree": [[0]], "dynamic_nodes": 4}, "tree and dynamic_nodes are both given"),
-        ({"dynamic_nodes": 4, "sampled": True}, "sampled and dynamic_nodes are both given"),
         ({"dynamic_nodes": 1}, "dynamic_nodes is 1, the root included: give at least 2"),
     ],
 )

@@ -73,8 +73,9 @@ def test_a_teacher_cache_written_ahead_is_what_a_draft_is_trained_from(workshop:
     assert isinstance(store, TeacherStore)
     batch = collate(job.dataset.examples[:3], range(3))
     (inputs,) = job.objective.inputs(batch, 0)
-    assert isinstance(inputs.labels[0].teacher, SampledTailTeacher)
-    assert torch.equal(inputs.labels[0].teacher.logits, store.for_batch(batch).logits) and inputs.labels[0].teacher.temperature == 2.0
+    taught = inputs.labels[0].teacher
+    assert isinstance(taught, SampledTailTeacher)
+    assert torch.equal(taught.logits, store.for_batch(batch).logits) and taught.temperature == 2.0
     with pytest.raises(ValueError, match="holds a teacher cache made with another temperature"):
         kind_of(recipe_with_teacher(workshop, 1.5)).assemble(CPU, Place(console=Console(file=again)))
 

@@ -34,7 +34,7 @@ from trainer.commands.options import DRAFTERS, EvaluateOptions, GenerateOptions,
 SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
     "heads:PATH/heads": (MedusaDrafter, {"dynamic_nodes": None, "max_nodes": 10}, "medusa, tree of 9"),
     "heads:PATH/heads,dynamic_nodes=5": (MedusaDrafter, {"dynamic_nodes": 5}, "medusa, dynamic tree of 4"),
-    "heads:PATH/heads,sampled=true": (MedusaDrafter, {"max_nodes": 10}, "medusa, sampled tree of 9"),
+    "heads:PATH/heads,sampled=false": (MedusaDrafter, {"max_nodes": 10}, "medusa, deterministic tree of 9"),
     "heads:PATH/heads,tree=0/1/0.0": (MedusaDrafter, {"max_nodes": 4, "max_depth": 2}, "medusa, tree of 3"),
     "draft:PATH/draft": (DraftModelDrafter, {"branching": (1, 1, 1, 1)}, "draft model, 4 tokens"),
     "draft:PATH/draft,tokens=2,stop_below=0.25": (
@@ -58,11 +58,11 @@ SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
         {"tokens": 2, "sampled": False},
         "parallel draft, 2 tokens",
     ),
-    "parallel:PATH/parallel,tree=0/1/0.0": (ParallelDrafter, {"max_nodes": 4}, "parallel draft, sampled tree of 3"),
+    "parallel:PATH/parallel,tree=0/1/0.0": (ParallelDrafter, {"max_nodes": 4}, "parallel draft, tree of 3"),
     "parallel:PATH/parallel,tree=0/1/0.0,sampled=false": (
         ParallelDrafter,
         {"max_nodes": 4, "sampled": False},
-        "parallel draft, tree of 3",
+        "parallel draft, deterministic tree of 3",
     ),
     "parallel:PATH/parallel,dynamic_nodes=6": (
         ParallelDrafter,

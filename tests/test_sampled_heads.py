@@ -18,7 +18,7 @@ from torch import Tensor
 
 from decoding.drafters import MedusaDrafter
 from decoding.drafters.base import DraftRequest, DraftSession, TextStart
-from decoding.drafters.medusa import SAMPLED_BY_DEFAULT, MedusaSession
+from decoding.drafters.medusa import MedusaSession
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.rules.proposal import Proposal, ProposalKind
@@ -104,26 +104,24 @@ def test_at_temperature_zero_the_tree_holds_the_best_tokens(tiny_llama: CausalLM
 
 
 @ALL_KINDS
-def test_a_tree_is_drawn_if_it_is_asked_for_or_the_kind_of_heads_gains_by_it(tiny_llama: CausalLM, kind: str) -> None:
+def test_above_temperature_zero_a_tree_is_drawn_unless_it_is_not_to_be(tiny_llama: CausalLM, kind: str) -> None:
     heads, request = heads_of(kind), DraftRequest([7, 3], torch.randn(16), 99, 99)
-    for sampled, drawn in ((None, SAMPLED_BY_DEFAULT[kind]), (False, False), (True, True)):
-        drafter, wanted = MedusaDrafter(heads, PATHS, sampled=sampled), WITHOUT if drawn else DETERMINISTIC
+    for options, wanted in (({}, WITHOUT), ({"sampled": False}, DETERMINISTIC)):
+        drafter = MedusaDrafter(heads, PATHS, **options)
         assert drafter.kinds(AT_ONE) == {wanted}
         (proposal,) = opened(drafter, tiny_llama, AT_ONE).propose([request])
         assert proposal.kind is wanted
 
 
-def test_a_label_names_the_way_to_choose_tokens_if_it_was_given() -> None:
+def test_a_label_names_a_tree_that_is_not_drawn() -> None:
     heads = heads_of("markov")
-    labels = [MedusaDrafter(heads, PATHS, sampled=sampled).label for sampled in (None, True, False)]
-    assert labels == ["markov, tree of 10", "markov, sampled tree of 10", "markov, deterministic tree of 10"]
+    labels = [MedusaDrafter(heads, PATHS, sampled=sampled).label for sampled in (True, False)]
+    assert labels == ["markov, tree of 10", "markov, deterministic tree of 10"]
     assert MedusaDrafter(heads, dynamic_nodes=5).label == "markov, dynamic tree of 4"
 
 
-def test_a_dynamic_tree_cannot_be_drawn() -> None:
-    heads = heads_of("markov")
-    with pytest.raises(ValueError, match="sampled and dynamic_nodes are both given"):
-        MedusaDrafter(heads, dynamic_nodes=5, sampled=True)
+def test_a_dynamic_tree_is_never_drawn() -> None:
+    assert MedusaDrafter(heads_of("markov"), dynamic_nodes=5).kinds(AT_ONE) == {DETERMINISTIC}
 
 
 def test_a_tree_of_single_children_is_a_sampled_chain(tiny_llama: CausalLM) -> None:

@@ -1,6 +1,6 @@
 """Heads as a drafter: a tree of the heads' tokens, from the hidden state that the root was written from."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 
 import torch
@@ -23,9 +23,6 @@ from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
 
-SAMPLED_BY_DEFAULT: Mapping[str, bool] = {"medusa": True, "markov": True, "hydra": True}
-"""Choice between a drawn tree and one of the best tokens above temperature 0, by the heads' kind."""
-
 
 class MedusaDrafter(Drafter):
     """Drafter of the tree in the heads' config, or of ``tree``: paths of ranks among each head's best tokens.
@@ -37,7 +34,7 @@ class MedusaDrafter(Drafter):
     temperature.
 
     ``sampled``: above temperature 0 a tree of fixed shape is drawn from the heads' distributions after every sampling
-    control, the children of a node without replacement; None means the heads' kind decides (`SAMPLED_BY_DEFAULT`).
+    control, the children of a node without replacement. A dynamic tree is never drawn.
     """
 
     artefact = "heads"
@@ -47,14 +44,12 @@ class MedusaDrafter(Drafter):
         heads: MedusaHeads,
         tree: Sequence[Sequence[int]] | None = None,
         dynamic_nodes: int | None = None,
-        sampled: bool | None = None,
+        sampled: bool = True,
     ) -> None:
         if tree is not None and dynamic_nodes is not None:
             raise ValueError("tree and dynamic_nodes are both given: a tree of fixed shape, or one chosen at each step")
         if dynamic_nodes is not None and dynamic_nodes < 2:
             raise ValueError(f"dynamic_nodes is {dynamic_nodes}, the root included: give at least 2")
-        if dynamic_nodes is not None and sampled:
-            raise ValueError("sampled and dynamic_nodes are both given: only a tree of fixed shape is drawn")
         self.heads = heads
         self.name = "hydra" if heads.config.sequential else "medusa" if heads.markov is None else "markov"
         self.dynamic_nodes = dynamic_nodes
@@ -62,10 +57,7 @@ class MedusaDrafter(Drafter):
         if dynamic_nodes is None:
             self._static = _static_tree(heads.config, tree if tree is not None else heads.config.tree)
         self._best = StaticGrowth(self._static) if self._static is not None else DynamicGrowth(self.budgets[-1])
-        self._told = sampled
-        self._drawn = None
-        if self._static is not None and (SAMPLED_BY_DEFAULT[self.name] if sampled is None else sampled):
-            self._drawn = SampledGrowth(self._static)
+        self._drawn = SampledGrowth(self._static) if self._static is not None and sampled else None
         if not heads.config.sequential:
             self._stacked = StackedHeads(heads)
             self._bias = None if heads.markov is None else DecodingBias(heads.markov)
@@ -73,8 +65,7 @@ class MedusaDrafter(Drafter):
 
     @property
     def label(self) -> str:
-        told = {None: "", True: "sampled ", False: "deterministic "}[self._told]
-        kind = "dynamic " if self._static is None else told
+        kind = "dynamic " if self._static is None else "" if self._drawn is not None else "deterministic "
         return f"{self.name}, {kind}tree of {self.max_nodes - 1}"
 
     @property

@@ -1,6 +1,6 @@
 """A parallel draft as a drafter: one forward drafts all tokens of a step (PARD, 2504.18583; DSpark's Markov head)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float
@@ -22,9 +22,6 @@ from decoding.rules.sampling import SamplingConfig
 Grow = Callable[[Sequence[DraftRequest], Sequence[int], ConditionalLogits], list[Proposal]]
 """Function from requests, the depths of their trees and the logits at every node to proposals."""
 
-SAMPLED_BY_DEFAULT: Mapping[str, bool] = {"chain": True, "tree": True}
-"""Choice between drawn tokens and the likeliest ones above temperature 0, by the shape of the draft."""
-
 
 class ParallelDrafter(Drafter):
     """Drafter of a chain or a tree by a parallel draft with the target's tokenizer.
@@ -34,8 +31,8 @@ class ParallelDrafter(Drafter):
     draft's probabilities, at most ``tokens`` deep. A smaller budget takes fewer masks where it is less deep.
 
     ``sampled``: above temperature 0 the tokens of a chain or of a tree of fixed shape are drawn, each from q given the
-    token before it, the children of a node without replacement; False takes the likeliest, as at temperature 0, and
-    None decides by the shape (`SAMPLED_BY_DEFAULT`). A dynamic tree depends on the context alone at any temperature.
+    token before it, the children of a node without replacement; False takes the likeliest, as at temperature 0. A
+    dynamic tree depends on the context alone at any temperature.
     """
 
     name = "parallel draft"
@@ -47,7 +44,7 @@ class ParallelDrafter(Drafter):
         tokens: int | None = None,
         tree: Sequence[Sequence[int]] | None = None,
         dynamic_nodes: int | None = None,
-        sampled: bool | None = None,
+        sampled: bool = True,
     ) -> None:
         if draft.model.is_static:
             raise ValueError(
@@ -60,14 +57,12 @@ class ParallelDrafter(Drafter):
             raise ValueError(f"tree and {other} are both given: a tree of fixed shape has its own size")
         if dynamic_nodes is not None and dynamic_nodes < 2:
             raise ValueError(f"dynamic_nodes is {dynamic_nodes}, the root included: give at least 2")
-        if dynamic_nodes is not None and sampled:
-            raise ValueError("sampled and dynamic_nodes are both given: only a shape that is fixed is drawn")
         self.draft = draft
         self.bias = None if draft.parts.markov is None else DecodingBias(draft.parts.markov)
         self.tokens = draft.tokens if tokens is None else tokens
         self.dynamic_nodes = dynamic_nodes
         self._tree = None if tree is None else _static_tree(draft, tree)
-        self.sampled = dynamic_nodes is None and (SAMPLED_BY_DEFAULT[self._shape] if sampled is None else sampled)
+        self.sampled = dynamic_nodes is None and sampled
         self._drawn = None if self._tree is None or not self.sampled else SampledGrowth(self._tree)
         self._best: StaticGrowth | DynamicGrowth | None = None if self._tree is None else StaticGrowth(self._tree)
         if dynamic_nodes is not None:
@@ -77,7 +72,7 @@ class ParallelDrafter(Drafter):
     def label(self) -> str:
         if self._shape == "chain":
             return f"{self.name}, {self.tokens} tokens"
-        kind = "dynamic " if self._shape == "dynamic tree" else "sampled " if self.sampled else ""
+        kind = "dynamic " if self.dynamic_nodes is not None else "" if self.sampled else "deterministic "
         return f"{self.name}, {kind}tree of {self.max_nodes - 1}"
 
     @property
