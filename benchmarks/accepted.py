@@ -320,7 +320,8 @@ def summarise(options: argparse.Namespace) -> None:
         folders = {seed: folder_of(options.runs, name, seed) for seed in range(100)}
         runs = {seed: curve_of(folder) for seed, folder in folders.items() if (folder / "final").is_dir()}
         if runs or arm.recipe is None:
-            trained[name] = {"recipe": arm.recipe, "overrides": arm.overrides, "answers": arm.answers, "seeds": runs}
+            trained[name] = {**arm._asdict(), "seeds": runs}
+            trained[name].pop("draftings")
     report = {
         "hardware": hardware(),
         "versions": versions(),
