@@ -62,12 +62,13 @@ _ORDINARY = {
     "8 tokens, measured": Drafting("draft", {"tokens": 8}, "measured"),
 }
 _PARALLEL = {
-    "6 tokens": Drafting("parallel"),
+    "fitted tree of 16": Drafting("parallel"),
+    "6 tokens": Drafting("parallel", {"tokens": 6}),
     "4 tokens": Drafting("parallel", {"tokens": 4}),
     "dynamic tree of 16": Drafting("parallel", {"dynamic_nodes": 16}),
     "with lookup": Drafting("hybrid", {"of": "parallel", **_LOOKUP}),
     "with lookup, measured": Drafting("hybrid", {"of": "parallel", **_LOOKUP}, "measured"),
-    "6 tokens, measured": Drafting("parallel", policy="measured"),
+    "fitted tree of 16, measured": Drafting("parallel", policy="measured"),
 }
 
 

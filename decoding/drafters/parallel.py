@@ -26,7 +26,8 @@ Grow = Callable[[Sequence[DraftRequest], Sequence[int], ConditionalLogits], list
 class ParallelDrafter(Drafter):
     """Drafter of a chain or a tree by a parallel draft with the target's tokenizer.
 
-    A chain of ``tokens`` (None: all K) by default. ``tree``: paths of ranks among the best tokens after each node.
+    ``tree``: paths of ranks among the best tokens after each node. ``tokens``: the length of a chain. With neither it
+    drafts the tree in the draft's config, or a chain of all K tokens where that has none.
     ``dynamic_nodes``: at every step the tree of that many nodes, the root included, with the largest product of the
     draft's probabilities, at most ``tokens`` deep. A smaller budget takes fewer masks where it is less deep.
 
@@ -61,6 +62,8 @@ class ParallelDrafter(Drafter):
         self.bias = None if draft.parts.markov is None else DecodingBias(draft.parts.markov)
         self.tokens = draft.tokens if tokens is None else tokens
         self.dynamic_nodes = dynamic_nodes
+        if tree is None and tokens is None and dynamic_nodes is None:
+            tree = draft.parts.config.tree or None
         self._tree = None if tree is None else _static_tree(draft, tree)
         self.sampled = dynamic_nodes is None and sampled
         self._drawn = None if self._tree is None or not self.sampled else SampledGrowth(self._tree)

@@ -22,7 +22,7 @@ from decoding.model.embeddings import input_embeddings
 from decoding.model.finite import check_finite
 from decoding.model.header import check_tensors, check_whole, read_object
 from decoding.model.markov import MarkovBias
-from decoding.rules.tree import MOST_NODES
+from decoding.rules.tree import MOST_NODES, checked_paths
 
 CONFIG_NAME = "parallel.json"
 WEIGHTS_NAME = "parallel.safetensors"
@@ -36,7 +36,8 @@ class ParallelConfig:
 
     ``tokens``: K, the tokens drafted in one forward. ``mask_token``: its id in the draft's vocabulary. ``vocab_size``
     and ``outputs``: the tokens that the draft reads and writes. ``hidden_size``: the draft's. ``markov_rank`` 0: no
-    bias. ``target_hidden_size`` None: the draft does not read the target's states.
+    bias. ``target_hidden_size`` None: the draft does not read the target's states. ``tree``: the paths of ranks that it
+    drafts unless told otherwise, as those of heads (`decoding.model.heads.MedusaConfig`); empty for a chain of K.
     """
 
     tokens: int
@@ -46,6 +47,7 @@ class ParallelConfig:
     hidden_size: int
     markov_rank: int = 0
     target_hidden_size: int | None = None
+    tree: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         least = {"tokens": 1, "mask_token": 0, "vocab_size": 1, "outputs": 1, "hidden_size": 1, "markov_rank": 0}
@@ -57,6 +59,11 @@ class ParallelConfig:
             raise ValueError(f"mask_token is {self.mask_token}, but the draft reads {self.vocab_size} tokens")
         if self.tokens >= MOST_NODES:
             raise ValueError(f"tokens is {self.tokens}: give at most {MOST_NODES - 1}")
+        paths = checked_paths(self.tree, self.outputs)
+        deepest = max((len(path) for path in paths), default=0)
+        if deepest > self.tokens:
+            raise ValueError(f"the tree is {deepest} deep but a forward drafts {self.tokens} tokens: shorten its paths")
+        object.__setattr__(self, "tree", paths)
 
     def check_fits(self, target_hidden_size: int) -> None:
         """Raise ValueError if the draft reads hidden states, and of another size than the target's."""

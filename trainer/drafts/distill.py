@@ -21,6 +21,7 @@ from trainer.data.batch import Batch
 from trainer.drafts.blocks import Labels, text_labels
 from trainer.drafts.generations import AnyDraft, drafter_of
 from trainer.drafts.start import InitialDraft, write_draft
+from trainer.job import GreedyTexts
 from trainer.learning.fused import Bias, fused_loss
 from trainer.learning.lora import base_of, refuse_embeddings, with_adapters
 from trainer.learning.losses import LossMix
@@ -257,6 +258,9 @@ class DistillObjective:
 
     def drafter(self) -> Drafter:
         return drafter_of(self.writing_draft(), self._section.num_draft_tokens)
+
+    def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
+        """Do nothing: an ordinary draft has no tree of its own."""
 
     def save(self, folder: Path) -> None:
         write_draft(self.draft_for_decoding(), self._tokenizer, folder)

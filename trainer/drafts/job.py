@@ -162,7 +162,7 @@ class DraftJob:
         return self.target
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
-        """Do nothing: a draft has no tree of its own."""
+        self.objective.choose_tree(target, texts)
 
     def passing_bytes(self, largest: Largest) -> int:
         """See `trainer.job.Job.passing_bytes`: layers, chunks of logits, and the gradients of what these come from."""

@@ -88,13 +88,15 @@ def trained_parts(
     wanted = replace(
         found,
         tokens=section.tokens,
+        tree=(),  # fitted anew at the end
         vocab_size=draft.vocab_size,
         outputs=len(read_output_tokens(draft.model, name) or range(draft.vocab_size)),
         hidden_size=input_embeddings(draft.model).embedding_dim,
         markov_rank=section.markov_rank,
         target_hidden_size=target.hidden_size if section.reads_target else None,
     )
-    if differing := [key for key in vars(wanted) if key != "tokens" and getattr(wanted, key) != getattr(found, key)]:
+    free = ("tokens", "tree")
+    if differing := [key for key in vars(wanted) if key not in free and getattr(wanted, key) != getattr(found, key)]:
         raise ValueError(
             f"draft.init.from_model, {name}, has {getattr(found, differing[0])} as {differing[0]} of its parallel "
             f"parts, and not {getattr(wanted, differing[0])}: set draft.parallel to fit, or give another draft"

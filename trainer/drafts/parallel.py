@@ -6,6 +6,7 @@ text's true tokens. The draft knows them only up to t, and by the bias the last 
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from decoding.drafters import Drafter
+from decoding.drafters.registry import named_drafter
 from decoding.model.architecture import windows
 from decoding.model.causal_lm import CausalLM
 from decoding.model.parallel import ParallelDraft
+from decoding.rules.best_tree import best_tree
 from trainer.data.batch import Batch
 from trainer.drafts.blocks import (
     Blocks,
@@ -29,7 +33,9 @@ from trainer.drafts.blocks import (
 )
 from trainer.drafts.distill import DistillObjective, DraftInputs, OnlineTeacher, TaughtLabels, TeacherSource
 from trainer.drafts.mask_token import even_out_mask_row
+from trainer.drafts.rank_accuracies import rank_accuracies
 from trainer.drafts.start import InitialDraft, write_draft
+from trainer.job import GreedyTexts
 from trainer.learning.teachers import Teacher
 from trainer.recipe.draft import DraftSection, ParallelSection
 
@@ -89,6 +95,17 @@ class ParallelObjective(DistillObjective):
         draft, parts = self.draft_for_decoding(), copy.deepcopy(self._parts).to(self._dtype)
         even_out_mask_row(draft.model, parts.config.mask_token, self._vocab_size)
         return ParallelDraft(draft, parts.requires_grad_(False).eval())
+
+    def drafter(self) -> Drafter:
+        """Return a drafter of the tree, once there is one; until then of a chain."""
+        return named_drafter("parallel", self.writing_draft()) if self._parts.config.tree else super().drafter()
+
+    def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
+        """Fit the tree to the draft: the paths that are right most often on the target's own greedy texts."""
+        if self._parallel.tree_nodes:
+            accuracies = rank_accuracies(target, self.writing_draft(), texts())
+            tree = best_tree(accuracies, self._parallel.tree_nodes)
+            self._parts.config = replace(self._parts.config, tree=tree)
 
     def save(self, folder: Path) -> None:
         draft = self.writing_draft()

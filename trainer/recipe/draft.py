@@ -145,6 +145,9 @@ class ParallelSection(Section):
     """Positions in the answers of a sequence, drawn anew at every step, behind which masks are trained."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Weight of the mean loss at the masks; the mean loss at the text's own positions weighs 1."""
+    tree_nodes: Annotated[int, Field(ge=0)] = 16
+    """Drafted nodes of the tree that is fitted to the finished draft, on the target's own greedy texts; 0 keeps a chain
+    of ``tokens``. Evaluations on the way draft a chain."""
 
 
 class DraftSection(Section):
