@@ -197,6 +197,10 @@ class Bench:
             if drafting not in (self.options.draftings or [drafting]):
                 continue
             try:
+                if drafting.startswith("fitted") and not (
+                    isinstance(weights, ParallelDraft) and weights.parts.config.tree
+                ):
+                    raise ValueError("no tree was fitted to its weights: train it with draft.parallel.tree_nodes")
                 yield drafting, how, named_drafter(how.drafter, weights, **how.options)
             except ValueError as error:
                 if (name, drafting) not in self._refused:

@@ -3,17 +3,21 @@
 import importlib
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from tiny_models import tiny_model
+from tiny_parallel import tiny_parallel_draft
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.drafters.registry import parse_drafter
 from decoding.drafters.spec import DrafterSpec
+from decoding.model.causal_lm import CausalLM
 from decoding.policies import named_policy
 from trainer.recipe.reading import load_recipe
 
@@ -175,6 +179,20 @@ def test_a_second_run_decodes_the_new_prompts_alone(
         ("T=1", 3),
     ]
     assert all(row["speed"]["target"]["over_plain"]["value"] > 0 for row in report["rows"])
+
+
+@pytest.mark.parametrize("tree", [(), ((0,), (1,))])
+def test_a_draft_without_a_fitted_tree_has_no_figures_of_one(
+    scripts: dict[str, ModuleType], tree: tuple[tuple[int, ...], ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would draft its chain under the tree's name."""
+    draft = tiny_parallel_draft(CausalLM(tiny_model("llama")), 4, 0, False)
+    draft.parts.config = replace(draft.parts.config, tree=tree)
+    bench = object.__new__(scripts["accepted"].Bench)
+    bench.options, bench._refused = Namespace(draftings=["fitted tree of 16", "4 tokens"]), set()
+    found = [drafting for drafting, _, _ in bench.drafters("parallel", draft)]
+    assert found == (["fitted tree of 16", "4 tokens"] if tree else ["4 tokens"])
+    assert ("fitted tree of 16 is left out: no tree was fitted" in capsys.readouterr().out) == (not tree)
 
 
 def test_goals_are_held_against_the_arm_that_comes_nearest(scripts: dict[str, ModuleType]) -> None:
