@@ -203,6 +203,7 @@ PLACES: dict[str, dict[str, Blocks]] = {
     "policies": {"docs/measured.md": (("policies", policies_table),)},
     "accepted": {
         "docs/accepted.md": (
+            ("choosing", lambda _: "[choosing.md](choosing.md)."),
             ("accepted", accepted_table),
             ("compared", compared_table),
             ("gained", gained_tables),
