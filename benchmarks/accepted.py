@@ -197,6 +197,10 @@ class Bench:
             if drafting not in (self.options.draftings or [drafting]):
                 continue
             try:
+                if drafting.startswith("fitted") and not (
+                    isinstance(weights, ParallelDraft) and weights.parts.config.tree
+                ):
+                    raise ValueError("no tree was fitted to its weights: train it with draft.parallel.tree_nodes")
                 yield drafting, how, named_drafter(how.drafter, weights, **how.options)
             except ValueError as error:
                 if (name, drafting) not in self._refused:
@@ -320,7 +324,8 @@ def summarise(options: argparse.Namespace) -> None:
         folders = {seed: folder_of(options.runs, name, seed) for seed in range(100)}
         runs = {seed: curve_of(folder) for seed, folder in folders.items() if (folder / "final").is_dir()}
         if runs or arm.recipe is None:
-            trained[name] = {"recipe": arm.recipe, "overrides": arm.overrides, "answers": arm.answers, "seeds": runs}
+            trained[name] = {**arm._asdict(), "seeds": runs}
+            trained[name].pop("draftings")
     report = {
         "hardware": hardware(),
         "versions": versions(),

@@ -119,18 +119,20 @@ ARMS: dict[str, Arm] = {
     "draft, random start": _draft(*_random()),
     "draft, 2 × 256, random start": _draft(*_random(2, 256)),
     "draft, half the steps": _draft(*_random())._replace(share=0.5),
-    "draft, then the loop": _draft(*_loop("replayed"))._replace(after="draft, half the steps", share=0.5),
+    "draft, then the loop": _draft(*_loop("replayed"))._replace(
+        after="draft, half the steps", share=0.5, baseline="draft, random start"
+    ),
     "parallel, no bias": _parallel(0, False),
     "parallel": _parallel(256, False),
     "parallel, reads the target": _parallel(256, True),
     "parallel, reads the target, 2 × 256": _parallel(256, True, *_random(2, 256)),
     "parallel, half the steps": _parallel(256, True)._replace(share=0.5),
     "parallel, then the loop": _parallel(256, True, *_loop("all"))._replace(
-        after="parallel, half the steps", share=0.5
+        after="parallel, half the steps", share=0.5, baseline="parallel, reads the target"
     ),
     "lookup": Arm(None, {"10 tokens": Drafting("lookup")}),
 }
-"""Name -> arm. Heads are compared with Medusa-1, drafts with the ordinary draft."""
+"""Name -> arm. Heads are compared with Medusa-1, drafts with the ordinary draft, two stages with all steps in one."""
 
 
 def _losses(**weights: float) -> Arm:

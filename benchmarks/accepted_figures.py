@@ -1,7 +1,7 @@
 """Figures of `accepted.py` from its records: tokens per pass, paired ratios, speed-ups, each with a 95% interval.
 
 Intervals resample the prompts and, where there are several, the training seeds. Two arms are compared on the prompts
-and seeds that both have, each prompt against itself; an arm without training stands beside every seed of the other.
+and seeds that both have, each prompt and seed against itself.
 """
 
 import json
@@ -52,25 +52,23 @@ def counts_of(records: Iterable[Record], arm: str, drafting: str, prompt_set: st
 
 def tokens_per_pass(counts: Counts) -> Estimate:
     """Estimate all tokens over all passes."""
-    values = _table(counts, list(counts), _common(counts))
+    values = _table(counts, list(counts), _common(counts.values()))
     return _resampled((values,), lambda sums: sums[0][:, 0] / sums[0][:, 1])
 
 
 def ratio(ours: Counts, theirs: Counts) -> Estimate | None:
     """Estimate our tokens per pass over theirs, paired; None if no prompt or no seed is common to both."""
-    prompts = [prompt for prompt in _common(ours) if prompt in set(_common(theirs))]
     seeds = [seed for seed in ours if seed in theirs]
-    if len(theirs) == 1 and len(ours) > 1 and 0 in theirs:  # their one training beside each of ours
-        theirs, seeds = dict.fromkeys(ours, theirs[0]), list(ours)
+    prompts = _common([side[seed] for side in (ours, theirs) for seed in seeds])
     if not prompts or not seeds:
         return None
     tables = _table(ours, seeds, prompts), _table(theirs, seeds, prompts)
     return _resampled(tables, lambda s: s[0][:, 0] / s[0][:, 1] * s[1][:, 1] / s[1][:, 0])
 
 
-def _common(counts: Counts) -> list[int]:
-    """Return the prompts decoded with every seed."""
-    sets = [set(by_prompt) for by_prompt in counts.values()]
+def _common(decoded: Iterable[Mapping[int, Any]]) -> list[int]:
+    """Return the prompts that all of them have."""
+    sets = [set(by_prompt) for by_prompt in decoded]
     return sorted(set.intersection(*sets)) if sets else []
 
 

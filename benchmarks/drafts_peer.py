@@ -30,12 +30,11 @@ spin_briefly()  # before torch is imported
 
 import torch
 from arms import ROOT, SECONDS, run, slug, train, write
-from peer_acceptance import DRAFT_TOKENS, TEMPERATURES, measure
-from rich.table import Table
+from drafts_peer_table import OURS, goals, table
+from peer_acceptance import DRAFT_TOKENS, measure
 from transformers import PreTrainedTokenizerBase
 
 from decoding.generate import DecodingConfig
-from decoding.measure.figures import number
 from decoding.measure.machine import commit, hardware, versions
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids, load_model, load_tokenizer, parse_dtype
@@ -47,10 +46,9 @@ from trainer.recipe.draft import DraftRecipe
 from trainer.recipe.reading import load_recipe
 from trainer.terminal.console import standard_output
 
-OURS, PEER, START = "Headstart", "TRL GKD", "untrained"
+PEER, START = "TRL GKD", "untrained"
 PEER_SCRIPT = ROOT / "benchmarks" / "peer_gkd.py"
 PEER_RESULT = "training.json"  # as benchmarks/peer_gkd.py calls it, which only the peer's environment can import
-SPEED_WANTED = 1.5
 
 
 class Setting(NamedTuple):
@@ -359,53 +357,6 @@ def trained_drafts(results: dict[str, Any], options: argparse.Namespace) -> dict
             folders = [_run_of(name, side, size, index).folder(options.runs) for index in range(options.rounds)]
             found[f"{name}: {side}"] = [folder / "final" if side == OURS else folder for folder in folders]
     return found
-
-
-# --- what came out ------------------------------------------------------------------------------------------------
-
-
-def goals(results: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """Faster by half, and acceptance that no interval puts below the peer's."""
-    speed = results["settings"][name]["ratio"]
-    found = [{"goal": "tokens/s over TRL's", "wanted": SPEED_WANTED, "measured": speed, "met": speed >= SPEED_WANTED}]
-    for temperature, ratio in results["over_peer"][name].items():
-        goal = f"tokens per pass over TRL's, {temperature}"
-        found.append({"goal": goal, "wanted": 1.0, "measured": ratio["value"], "met": ratio["high"] >= 1.0})
-    return found
-
-
-def table(results: dict[str, Any]) -> Table:
-    """An arm a row; the untrained student first."""
-    shown = Table(title=f"{DRAFT_TOKENS} tokens drafted; medians and 95% intervals")
-    for column in (
-        "arm",
-        "trained tokens/s (micro batch)",
-        "ratio",
-        "peak GiB",
-        "tokens/pass greedy",
-        "T=1",
-        "over TRL's greedy",
-        "T=1",
-    ):
-        shown.add_column(column)
-    for arm, by_temperature in results["acceptance"].items():
-        name, _, side = arm.partition(": ")
-        figures = [_interval(by_temperature[each]["tokens_per_pass"]) for each in TEMPERATURES]
-        speed, ratio, peak, compared = "", "", "", ["", ""]
-        if side:
-            setting = results["settings"][name]
-            size = setting["micro_batch_size"][side]
-            speed = f"{setting['tokens_per_second'][side][str(size)]:,.0f} ({size})"
-            peak = number(setting["peak_gib"][side])
-            if side == OURS:
-                ratio = f"{setting['ratio']:.2f}×"
-                compared = [_interval(results["over_peer"][name][each], 3) for each in TEMPERATURES]
-        shown.add_row(arm, speed, ratio, peak, *figures, *compared)
-    return shown
-
-
-def _interval(estimate: dict[str, float], digits: int = 2) -> str:
-    return "{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]".format(**estimate, digits=digits)
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def measure() -> None:
             target=quickstart.NAME,
             drafter=[
                 f"parallel:{artefact('parallel')}",
-                f"heads:{artefact('medusa1')},sampled=true",
+                f"heads:{artefact('medusa1')}",
                 f"draft:{artefact('draft')}",
                 "lookup",
             ],

@@ -159,18 +159,19 @@ def gained_tables(report: Report) -> str:
 
 
 def trained_table(report: Report) -> str:
-    """Return what each arm learned: its overrides, seeds, trained tokens."""
+    """Return what each arm learned: its overrides, seeds, and its trained tokens without those of an arm before it."""
     lines = ["| arm | recipe | overrides | seeds | trained tokens |", "|---|---|---|---:|---:|"]
     for name, arm in report["arms"].items():
         tokens = sorted({run["tokens"] for run in arm["seeds"].values()})
         overrides = " ".join(f"`{each}`" for each in arm["overrides"])
         spread = " to ".join(f"{count:,}" for count in dict.fromkeys((*tokens[:1], *tokens[-1:])))
-        cells = (text(name), arm["recipe"] or NONE, overrides or NONE, str(len(arm["seeds"])), spread or NONE)
+        recipe = f"{arm['recipe'] or NONE}{', from ' + text(arm['after']) if arm['after'] else ''}"
+        cells = (text(name), recipe, overrides or NONE, str(len(arm["seeds"])), spread or NONE)
         lines.append(f"| {' | '.join(cells)} |")
     settings = report["settings"]
     return "\n".join(lines) + (
-        f"\n\n{settings['steps']} steps each, up to {settings['max_new_tokens']} new tokens, on {_machine(report)}; "
-        f"commits {text(', '.join(report['commits']))}."
+        f"\n\n{settings['steps']} steps each, of which two stages share half and half, up to "
+        f"{settings['max_new_tokens']} new tokens, on {_machine(report)}; commits {text(', '.join(report['commits']))}."
     )
 
 
@@ -202,6 +203,7 @@ PLACES: dict[str, dict[str, Blocks]] = {
     "policies": {"docs/measured.md": (("policies", policies_table),)},
     "accepted": {
         "docs/accepted.md": (
+            ("choosing", lambda _: "[choosing.md](choosing.md)."),
             ("accepted", accepted_table),
             ("compared", compared_table),
             ("gained", gained_tables),

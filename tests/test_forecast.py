@@ -138,3 +138,10 @@ def test_evaluations_are_read_from_the_lines_of_a_run(tmp_path: Path) -> None:
     found = read_evaluated(tmp_path / "metrics.jsonl")
     assert [(each.trained_tokens, each.nodes) for each in found] == [(100, 5), (200, 5), (200, 16)]
     assert found[0].texts == [(20, 10), (30, 10)]
+
+
+def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f"{line(100)}\n{line(200)[:-9]}")
+    assert [each.trained_tokens for each in read_evaluated(tmp_path / "metrics.jsonl")] == [100]
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert read_evaluated(tmp_path / "metrics.jsonl") == []

@@ -39,7 +39,7 @@ def _publisher() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(("name", "count"), [("quickstart", 3), ("drafters", 1), ("policies", 1), ("accepted", 4)])
+@pytest.mark.parametrize(("name", "count"), [("quickstart", 3), ("drafters", 1), ("policies", 1), ("accepted", 5)])
 def test_the_figures_of_the_pages_are_those_of_one_committed_report(name: str, count: int) -> None:
     publisher = _publisher()
     assert publisher.PLACES.keys() == {"quickstart", "drafters", "policies", "accepted"}
@@ -84,6 +84,8 @@ def test_the_tables_of_arms_have_a_column_for_each_prompt_set_and_setting() -> N
     row |= {"over_baseline": None, "speed": {"t": {"over_plain": figure, "over_assisted": None}}}
     timed = {**row, "setting": "greedy", "tokens_per_pass": None}
     arms = {"A": {"recipe": "draft", "overrides": ["a=1"], "seeds": {"0": {"tokens": 1000}, "1": {"tokens": 1200}}}}
+    arms["A"]["after"] = None
+    arms["B"] = {"recipe": "draft", "overrides": [], "seeds": {"0": {"tokens": 500}}, "after": "A"}
     report = {"rows": [row, timed], "arms": arms, "settings": {"steps": 5, "max_new_tokens": 8}, "commits": ["c"]}
     report["hardware"] = {"processor": "P", "cores": 2}
     assert publisher.accepted_table(report).splitlines()[0::2] == [
@@ -95,6 +97,7 @@ def test_the_tables_of_arms_have_a_column_for_each_prompt_set_and_setting() -> N
     assert gained[0] == "**t**" and gained[2] == "| arm | drafted | s, greedy | s, T=1 |"
     assert gained[4] == "| A | chain | 2.00× [1.50, 2.50] (–) | 2.00× [1.50, 2.50] (–) |"
     assert "| A | draft | `a=1` | 2 | 1,000 to 1,200 |" in publisher.trained_table(report)
+    assert "| B | draft, from A | – | 1 | 500 |" in publisher.trained_table(report), "its own tokens alone"
 
 
 def test_the_page_of_choices_names_the_fastest_and_those_that_may_be_as_fast() -> None:

@@ -96,7 +96,7 @@ def test_every_command_of_the_readme_runs_in_the_order_given(desk: Path, environ
 
 def test_every_command_of_the_page_on_training_runs_in_the_order_given(desk: Path, environment: dict[str, str]) -> None:
     found = commands(TRAINING)
-    assert len(found) == 9
+    assert len(found) == 11
     for command in found:
         run(command, desk, environment)
     assert (desk / "runs" / "stored" / "final" / "model.safetensors").is_file()
@@ -107,12 +107,14 @@ def test_every_command_of_the_page_on_training_runs_in_the_order_given(desk: Pat
 
 def test_every_command_of_the_page_on_drafts_runs_in_the_order_given(desk: Path, environment: dict[str, str]) -> None:
     found = commands(DRAFTS)
-    assert len(found) == 11
+    assert len(found) == 13
     for command in found:
-        unhurried = " draft.check_costs=false" * ("recipes/any/" in command)
+        trains_a_draft = re.search("recipes/any/(draft|parallel)", command) is not None
+        unhurried = " draft.check_costs=false" * trains_a_draft
         short = " draft.policy.max_new_tokens=8" * ("on-policy" in command)
         run(command + unhurried + short, desk, environment)
     assert (desk / "runs" / "realigned" / "realigned.json").is_file()
+    assert (desk / "exported" / "parallel" / "parallel.json").is_file()
 
 
 def run(command: str, desk: Path, environment: dict[str, str]) -> None:

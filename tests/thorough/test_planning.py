@@ -94,6 +94,21 @@ def test_a_bias_by_the_token_before_is_counted_with_what_passes_through_it(works
     assert biased.memory[passing] - plain.memory[passing] == 4 * 4 * (160 + 2 * (16 + 160))
 
 
+def test_the_keys_that_masks_see_are_counted_with_what_passes(workshop: Path) -> None:
+    """8 rows of 20 tokens and 2 masks for each anchor, a byte and an fp32 number for each pair of them.
+
+    All else grows in proportion to the anchors, so that the second difference is of these (20 + 2 a)² pairs alone.
+    """
+    one, two, three = (
+        plan_training(
+            recipe(workshop, "draft", draft={"check_costs": False, "parallel": {"tokens": 3, "anchors": anchors}}),
+            steps=0,
+        ).memory["activations and logits, roughly"]
+        for anchors in (1, 2, 3)
+    )
+    assert three - 2 * two + one == 8 * (1 + 4) * (26**2 - 2 * 24**2 + 22**2) == 8 * 5 * 8
+
+
 def test_muon_keeps_one_moment_of_the_matrices_inside(workshop: Path) -> None:
     memory = plan_training(recipe(workshop, training={"optimizer": "muon"}), steps=0).memory
     assert memory["optimizer's moments, fp32"] == 8 * HEADS - 4 * 2 * 16 * 16

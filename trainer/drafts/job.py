@@ -168,9 +168,13 @@ class DraftJob:
         """See `trainer.job.Job.passing_bytes`: layers, chunks of logits, and the gradients of what these come from."""
         section, itemsize = self.recipe.draft, trained_itemsize(self.recipe)
         teaching = 0 if section.teacher else frozen_forward_bytes(self.target.model, largest.positions)
+        seen = 0
         if section.parallel is not None:  # at most; the target reads none of the masks
-            masks = self.recipe.training.micro_batch_size * section.parallel.anchors * (section.parallel.tokens - 1)
+            rows = self.recipe.training.micro_batch_size
+            masks = rows * section.parallel.anchors * (section.parallel.tokens - 1)
             largest = Largest(largest.positions + masks, largest.trained + masks)
+            # Which keys each query sees, as booleans and as numbers that are added.
+            seen = largest.positions**2 // rows * (1 + self.objective.module.base.dtype.itemsize)
         draft = CausalLM(self.objective.module.base)
         lm_head = self.objective.module.base.get_output_embeddings().weight
         softmaxed = 0 if lm_head.device.type == "cpu" else 4 * _SOFTMAXED // itemsize
@@ -179,7 +183,7 @@ class DraftJob:
         gradients = largest.trained * draft.hidden_size * itemsize
         gradients += 8 * lm_head.numel() if lm_head.requires_grad else 0
         layers = largest.positions * draft.num_layers * layer_bytes(draft, itemsize, adapted=section.lora is not None)
-        return layers + logits + gradients + teaching
+        return layers + logits + gradients + teaching + seen
 
     def artefact_bytes(self) -> dict[str, int]:
         """See `trainer.job.Job.artefact_bytes`: the whole draft, its adapters merged, with a parallel draft's parts."""

@@ -50,7 +50,7 @@ def export(
     _check_source(source, format)
     _check_destination(source, destination, overwrite)
     provenance = read_provenance(source)
-    measured = _measured(Path(report), source, format) if report is not None else None
+    measured = _measured(Path(report), source) if report is not None else None
     compared: list[str] = []
 
     def write(folder: Path) -> None:
@@ -65,7 +65,7 @@ def export(
     return ExportSummary(format, destination, files, compared[0])
 
 
-def _measured(report: Path, source: Path, format: str) -> Measured:
+def _measured(report: Path, source: Path) -> Measured:
     """Read the report's figures for the card; `ValueError` where the report measured other weights than ``source``."""
     from trainer.export.match import check_measured, drafters_of
 

@@ -90,6 +90,7 @@ def _described(parts: ParallelParts) -> dict[str, Any]:
     config = parts.config
     return {
         "at_once": config.tokens,
+        "tree_nodes": len(config.tree),
         "markov_rank": config.markov_rank,
         "reads_target": config.target_hidden_size is not None,
         "has_mask_row": config.mask_token == config.vocab_size - 1,

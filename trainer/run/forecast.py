@@ -60,11 +60,12 @@ class Forecast(NamedTuple):
 def read_evaluated(path: Path) -> list[Evaluated]:
     """Read the evaluations of a run from its metrics.jsonl, by trained tokens; none where there is no such file.
 
-    The last line of a run that finished earlier weights is left out: it repeats their evaluation.
+    The last line of a run that finished earlier weights is left out: it repeats their evaluation. A line that a kill
+    cut short, or that is being written, is left out too.
     """
     if not path.exists():
         return []
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
     found = [
         Evaluated(row["tokens"], row["heldout/nodes"], [(tokens, passes) for tokens, passes in row["heldout/texts"]])
         for row in rows
