@@ -56,6 +56,7 @@ class HybridDrafter(Drafter):
         self.lookup = lookup
         self.name = f"{first.name} with {lookup.name}"
         self.artefact = first.artefact
+        self.rough_cost = first.rough_cost
 
     @property
     def label(self) -> str:

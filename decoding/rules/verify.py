@@ -198,32 +198,41 @@ def traversal_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], 
     """
     tree = proposal.tree
 
-    def visit(node: int, kept: float) -> Verdict | None:
-        """Return the verdict at or below ``node``, whose A is ``kept``; None if the node is rejected."""
+    def entered(node: int, kept: float) -> _Visit:
+        """Return the visit of ``node``, whose A is ``kept``, before any of its children is tried."""
         # The product A p: the formulas need no other use of p or A. A leaf only draws from p, so its scale is free.
         mass = p[node] * kept if tree.shape.children[node] else p[node]
-        for child, q_now in _children_with_q(proposal, node, mass):
+        return node, kept, mass, _children_with_q(proposal, node, mass)
+
+    node, kept, mass, children = entered(0, 1.0)
+    above: list[tuple[_Visit, Tensor]] = []  # the path to the node, each with the q of its child on the path
+    while True:
+        if (tried := next(children, None)) is not None:
+            child, q_now = tried
             token = tree.token_list[child]
             ratio = float(mass[token] / q_now[token])
             assert ratio < math.inf, _UNDRAWN
-            verdict = visit(child, min(1.0, ratio)) if ratio > 0 else None
-            if verdict is not None:
-                return verdict
-            residual = (mass - q_now).clamp_(min=0)
-            left = float(residual.sum())
-            if left == 0:
-                # Without a residual the node is rejected. At the root p equals q up to rounding, as in token rejection.
-                kept = 0.0
-                break
-            rest = left + (1 - kept)
-            mass, kept = residual.div_(rest), left / rest
-        if node == 0 or (kept > 0 and source.accept(kept)):
+            if ratio > 0:
+                above.append(((node, kept, mass, children), q_now))
+                node, kept, mass, children = entered(child, min(1.0, ratio))
+                continue
+        elif node == 0 or (kept > 0 and source.accept(kept)):
             return Verdict(tree.shape.path(node), source.draw(mass))
-        return None
+        else:
+            (node, kept, mass, children), q_now = above.pop()
+        residual = (mass - q_now).clamp_(min=0)  # the child that was tried is rejected
+        left = float(residual.sum())
+        if left == 0:
+            # Without a residual the node is rejected. At the root p equals q up to rounding, as in token rejection.
+            kept = 0.0
+            children = iter(())
+            continue
+        rest = left + (1 - kept)
+        mass, kept = residual.div_(rest), left / rest
 
-    verdict = visit(0, 1.0)
-    assert verdict is not None, "the root is never refused"
-    return verdict
+
+_Visit = tuple[int, float, Tensor, Iterator[tuple[int, Tensor]]]
+"""A node in traversal verification: its number, its A, the product A p, and the children that are still to be tried."""
 
 
 def _children_with_q(

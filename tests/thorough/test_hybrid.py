@@ -258,6 +258,11 @@ def test_a_first_drafter_that_is_right_where_the_lookup_is_not_is_always_asked(t
     assert first.drafts == len(steps) == 8
 
 
+def test_a_hybrid_of_a_hybrid_costs_what_its_drafting_part_costs() -> None:
+    inner = HybridDrafter(Wrong(), PromptLookupDrafter())
+    assert HybridDrafter(inner, LookaheadDrafter(3, 3, 3)).least_gain == inner.least_gain == Wrong.rough_cost
+
+
 def test_no_least_gain_below_0() -> None:
     with pytest.raises(ValueError, match="least_gain is -1: give a share of a step's tokens, 0 to always draft"):
         HybridDrafter(LookaheadDrafter(3, 3, 3), PromptLookupDrafter(), -1)

@@ -1,5 +1,6 @@
 """Losslessness of grafted trees: every outcome of drafting, choosing and verifying enumerated."""
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -32,7 +33,7 @@ from decoding.drafters.hybrid import graft
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import RandomSource, SamplingConfig
+from decoding.rules.sampling import GeneratorSource, RandomSource, SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
 from decoding.rules.verify import Verdict, lossless_rule, recursive_rejection
 
@@ -106,6 +107,15 @@ def test_grafted_children_must_not_be_verified_as_drawn_ones() -> None:
         assert distance_from_target(honest, by_its_rule, p, 3) < LOSSLESS
         lossy.append(distance_from_target(mutant, by_its_rule, p, 3) > LOSSY)
     assert any(lossy)
+
+
+def test_a_graft_deeper_than_python_recurses_is_verified_to_its_end() -> None:
+    depth = sys.getrecursionlimit() + 100
+    drawn = Proposal(TokenTree.chain([0, 1]), ProposalKind.SAMPLED, torch.tensor([[0.0, 0.5, 0.5]]))
+    grafted = graft(drawn, Proposal(TokenTree.chain([0] + [2] * depth), ProposalKind.DETERMINISTIC)).proposal
+    only_two = torch.zeros(len(grafted.tree), 3).index_fill(1, torch.tensor([2]), 1)
+    verdict = by_its_rule(grafted, only_two, GeneratorSource.from_seed(0))
+    assert (len(verdict.path), verdict.token) == (depth, 2)
 
 
 # --- two turns -------------------------------------------------------------------------------------------------------
