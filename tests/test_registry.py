@@ -56,7 +56,7 @@ SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
     "parallel:PATH/parallel,tokens=2,sampled=false": (
         ParallelDrafter,
         {"tokens": 2, "sampled": False},
-        "parallel draft, 2 tokens",
+        "parallel draft, 2 likeliest tokens",
     ),
     "parallel:PATH/parallel,tree=0/1/0.0": (ParallelDrafter, {"max_nodes": 4}, "parallel draft, tree of 3"),
     "parallel:PATH/parallel,tree=0/1/0.0,sampled=false": (
