@@ -108,6 +108,11 @@ class ContextModel:
     def __call__(self, context: Context) -> Tensor:
         return self._rows[context]
 
+    def after(self, begin: Context) -> "ContextModel":
+        """Return the model of the texts that begin with these tokens."""
+        known = len(begin)
+        return ContextModel({context[known:]: row for context, row in self._rows.items() if context[:known] == begin})
+
     def joint(self, length: int) -> dict[Context, float]:
         """Return the probability of each sequence of ``length`` tokens."""
         level: dict[Context, float] = {(): 1.0}

@@ -296,6 +296,7 @@ def test_budgets_are_chains_of_every_length(tiny_llama: CausalLM) -> None:
     drafter = ParallelDrafter(draft_of(), tokens=3)
     assert drafter.budgets == (Budget(1, 2), Budget(2, 3), Budget(3, 4))
     assert drafter.label == "parallel draft, 3 tokens" and drafter.chains_only
+    assert ParallelDrafter(draft_of(), sampled=False).label == "parallel draft, 4 likeliest tokens"
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -108,6 +108,14 @@ def _config(**changes: object) -> Callable[[Path], None]:
     return change
 
 
+def _without(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "parallel.json"
+        path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != name}))
+
+    return change
+
+
 def _tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         tensors = load_file(folder / "parallel.safetensors")
@@ -120,6 +128,11 @@ def _tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[P
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no JSON": (lambda folder: (folder / "parallel.json").write_text("{") and None, "cannot be read as JSON"),
     "another format": (_config(format="eagle"), "does not describe a parallel draft"),
+    "another format with fields of its own": (
+        _config(format="eagle", layers=2),
+        "draft .no format: 'headstart-parallel'",
+    ),
+    "a missing field": (_without("tokens"), "does not describe a parallel draft .tokens is missing"),
     "an unknown field": (_config(layers=2), "does not describe a parallel draft .layers is unknown"),
     "no tokens": (_config(tokens=0), "does not describe a parallel draft"),
     "tokens that are true": (_config(tokens=True), "does not describe a parallel draft"),

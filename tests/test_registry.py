@@ -176,7 +176,7 @@ MISTAKES = {
     "draft:x,branching=2-2": "the drafter draft is given branching=2-2: give whole numbers with x between them",
     "draft:x,tokens=2,branching=1x1": "the drafter draft is given tokens and branching, which say the same",
     "hybrid:x,of=lookup": "the drafter hybrid is given of=lookup: give one of heads, draft, draft-tree",
-    "hybrid:x,of=draft,depth=3": "the drafter hybrid has no option 'depth': choose among of, tokens, branching",
+    "hybrid:x,of=draft,depth=3": "the drafter hybrid has no option 'depth': choose among of, least_gain, tokens",
 }
 
 
@@ -203,8 +203,9 @@ def test_weights_in_memory_make_the_same_drafters(target: CausalLM) -> None:
     draft = CausalLM(tiny_model(vocab=130, seed=1))
     drafter: Drafter = named_drafter("draft", draft, tokens=3)
     assert isinstance(drafter, DraftModelDrafter) and drafter.draft is draft and drafter.branching == (1, 1, 1)
-    hybrid = named_drafter("hybrid", draft, of="draft-tree", depth=2, lookup_tokens=3)
+    hybrid = named_drafter("hybrid", draft, of="draft-tree", depth=2, lookup_tokens=3, least_gain=0.5)
     assert isinstance(hybrid, HybridDrafter) and hybrid.first.max_depth == 2 and hybrid.lookup.max_depth == 3
+    assert hybrid.least_gain == 0.5
     with pytest.raises(ValueError, match="no drafter is called 'drafts'"):
         named_drafter("drafts", draft)
     with pytest.raises(ValueError, match="give of=NAME, one of heads, draft, draft-tree"):

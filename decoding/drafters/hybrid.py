@@ -40,7 +40,7 @@ class HybridDrafter(Drafter):
     ``least_gain`` times the step's others (None: its rough cost; 0: it always drafts). Both are running means of the
     text, by the length of the lookup's match.
 
-    If both have drafted, the proposal is deterministic if both parts are; grafted if the first is drawn from q and the
+    If both have drafted, the proposal is deterministic if both parts are; grafted if the first carries a q and the
     lookup is deterministic; else mixed, without q. If only one has drafted, its proposal is used unchanged.
     """
 
@@ -221,7 +221,9 @@ def graft(first: Proposal, lookup: Proposal) -> Grafted:
     grafted = [0]
     for parent, token in _below_root(lookup.tree):
         grafted.append(trie.child(grafted[parent], token))
-    drawn = Drawn(len(first.tree), first.kind) if kind is ProposalKind.GRAFTED else None
+    drawn = None
+    if kind is ProposalKind.GRAFTED:  # the first may be a graft itself, of which a part was drawn
+        drawn = first.drawn or Drawn(len(first.tree), first.kind)
     q = first.q if drawn else None
     proposal = Proposal(trie.tree(first.tree.tokens.device), kind, q, drawn, lookup.matched)
     return Grafted(proposal, (first, lookup), (own, grafted))
@@ -231,9 +233,7 @@ def _kind(first: ProposalKind, lookup: ProposalKind) -> ProposalKind:
     """Return the kind of a tree that both have drafted."""
     if lookup is not ProposalKind.DETERMINISTIC:
         return ProposalKind.MIXED
-    if first in (ProposalKind.SAMPLED, ProposalKind.SAMPLED_WITHOUT_REPLACEMENT):
-        return ProposalKind.GRAFTED
-    return first
+    return ProposalKind.GRAFTED if first.has_q else first
 
 
 def _class_of(lookup: Proposal) -> int:

@@ -85,7 +85,7 @@ class MedusaDrafter(Drafter):
         propose: Callable[[Sequence[DraftRequest], PathLogits], list[Proposal]] = self._best.propose
         if (drawn := self._drawn_at(sampling)) is not None:
             propose = partial(drawn.propose, texts=texts)
-        elif self.name == "medusa":
+        elif not self.heads.config.sequential and self._bias is None:  # no head's logits depend on a drafted token
             return MedusaSession(texts, partial(self._draft, lm_head=self._lm_head(target)))
         logits_of = self._logits_of(target)
         return MedusaSession(texts, lambda requests: propose(requests, logits_of(requests)))

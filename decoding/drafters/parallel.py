@@ -73,14 +73,10 @@ class ParallelDrafter(Drafter):
 
     @property
     def label(self) -> str:
-        if self._shape == "chain":
-            return f"{self.name}, {self.tokens} tokens"
+        if self._best is None:
+            return f"{self.name}, {self.tokens} {'tokens' if self.sampled else 'likeliest tokens'}"
         kind = "dynamic " if self.dynamic_nodes is not None else "" if self.sampled else "deterministic "
         return f"{self.name}, {kind}tree of {self.max_nodes - 1}"
-
-    @property
-    def _shape(self) -> str:
-        return "tree" if self._tree is not None else "chain" if self.dynamic_nodes is None else "dynamic tree"
 
     @property
     def max_positions(self) -> int | None:

@@ -186,10 +186,13 @@ def _hybrid(first: Entry | None = None) -> Entry:
         if first is None:
             raise ValueError(f"a hybrid joins a lookup to another drafter: give of=NAME, one of {', '.join(_FIRSTS)}")
         own, lookup = _parted(values)
-        return HybridDrafter(first.make(weights, {name: own[name] for name in own if name != "of"}), lookup)
+        joined = {name: value for name, value in own.items() if name in join_options}
+        options = {name: value for name, value in own.items() if name in first.options}
+        return HybridDrafter(first.make(weights, options), lookup, **_parameters(joined, join_options))
 
     of = Option("of", None, *one_of(*_FIRSTS))
-    options = {"of": of, **(first.options if first else {}), **_LOOKUP_OPTIONS}
+    join_options = options_of(HybridDrafter, least_gain="least_gain")
+    options = {"of": of, **join_options, **(first.options if first else {}), **_LOOKUP_OPTIONS}
     summary = "heads, draft, draft-tree or parallel (of=NAME, with its options) and a lookup in one tree"
     return Entry(summary, first.weights if first else "heads or draft", options, make)
 

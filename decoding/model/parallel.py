@@ -8,8 +8,9 @@ was written is added to that token's embedding. Masks have no such state.
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -183,11 +184,19 @@ def is_parallel_folder(folder: Path) -> bool:
 def read_config(folder: Path) -> ParallelConfig:
     """Read the `CONFIG_NAME` in a draft's folder. ValueError unless it describes a parallel draft in `FORMAT`."""
     stored = read_object(folder / CONFIG_NAME, _REMEDY)
-    known = [field.name for field in fields(ParallelConfig)]
-    if stored.pop("format", None) != FORMAT or (unknown := [key for key in stored if key not in known]):
-        problem = f"{unknown[0]} is unknown" if stored.keys() - set(known) else f"no format: {FORMAT!r}"
-        raise ValueError(f"{folder / CONFIG_NAME} does not describe a parallel draft ({problem}): {_REMEDY}")
     try:
-        return ParallelConfig(**stored)
-    except (TypeError, ValueError) as error:
+        return _config_of(stored)
+    except ValueError as error:
         raise ValueError(f"{folder / CONFIG_NAME} does not describe a parallel draft ({error}): {_REMEDY}") from error
+
+
+def _config_of(stored: dict[str, Any]) -> ParallelConfig:
+    """Return the config with these fields; ValueError unless they are its own, in `FORMAT`."""
+    if stored.pop("format", None) != FORMAT:
+        raise ValueError(f"no format: {FORMAT!r}")
+    if unknown := [name for name in stored if name not in {field.name for field in fields(ParallelConfig)}]:
+        raise ValueError(f"{unknown[0]} is unknown")
+    required = [field.name for field in fields(ParallelConfig) if field.default is MISSING]
+    if missing := [name for name in required if name not in stored]:
+        raise ValueError(f"{missing[0]} is missing")
+    return ParallelConfig(**stored)

@@ -1,7 +1,7 @@
 """Two drafters in one tree: what is grafted, what kind it is, and that both sessions keep up."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -15,22 +15,6 @@ from drafter_checks import (
     opened,
     paths,
     request,
-)
-from enumeration import (
-    LOSSLESS,
-    LOSSY,
-    SHAPES,
-    Context,
-    ContextModel,
-    Draft,
-    distance_from_target,
-    enumerate_turn,
-    grafted_draft,
-    model_pair,
-    outcomes,
-    sampled_draft,
-    shapes_unchecked,
-    target_rows,
 )
 from examples import examples
 from hypothesis import given
@@ -47,9 +31,8 @@ from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import RandomSource, SamplingConfig
+from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
-from decoding.rules.verify import Verdict, lossless_rule
 
 SAMPLED = SamplingConfig(1.0)
 ROOT = 9
@@ -114,64 +97,6 @@ def test_the_graft_is_deterministic_only_if_both_are_and_mixed_where_both_drew(
     first: Proposal, lookup: Proposal, kind: ProposalKind
 ) -> None:
     assert graft(first, lookup).proposal.kind is kind
-
-
-# --- losslessness, exactly ------------------------------------------------------------------------------------------
-
-
-def by_its_rule(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
-    return lossless_rule(proposal)(proposal, p, source)
-
-
-@pytest.mark.parametrize("models", ["dense", "zeros", "mixed"])
-@pytest.mark.parametrize("shape", ["chain of 2", "two children", "one long branch"])
-@pytest.mark.parametrize("kind", [ProposalKind.SAMPLED, ProposalKind.SAMPLED_WITHOUT_REPLACEMENT])
-def test_a_looked_up_branch_beside_drawn_ones_is_lossless(models: str, shape: str, kind: ProposalKind) -> None:
-    for seed in range(3):
-        p, q = model_pair(models, 3, 3, seed)
-        draft = grafted_draft(sampled_draft(SHAPES[shape], q, kind), (1, 2))
-        assert distance_from_target(draft, by_its_rule, p, 4) < LOSSLESS
-
-
-@pytest.mark.parametrize("models", ["dense", "zeros", "mixed"])
-def test_a_grafted_branch_is_worth_at_least_the_better_of_its_parts(models: str) -> None:
-    """Each part alone by the rule of its own that keeps the most tokens."""
-    for seed in range(4):
-        p, q = model_pair(models, 3, 3, seed)
-        drawn = sampled_draft(SHAPES["chain of 2"], q, ProposalKind.SAMPLED)
-        lookup = Proposal(TokenTree.chain([0, 1, 2]), ProposalKind.DETERMINISTIC)
-        drafts: list[Draft] = [grafted_draft(drawn, (1, 2)), drawn, lambda source, x=lookup: x]
-        grafted, *parts = (enumerate_turn(draft, by_its_rule, p, 4).accepted_length for draft in drafts)
-        assert grafted >= max(parts) - LOSSLESS
-
-
-def test_q_must_not_be_kept_where_the_lookup_happens_to_add_nothing() -> None:
-    """And dropped where it adds a node: draws whose q is dropped must be all draws of a context."""
-    p, q = model_pair("dense", 3, 2, 0)
-    drawn = sampled_draft(SHAPES["chain of 2"], q, ProposalKind.SAMPLED)
-
-    def mutant(source: RandomSource) -> Proposal:
-        first = drawn(source)
-        grafted = graft(first, Proposal(TokenTree.chain([0, 1]), ProposalKind.DETERMINISTIC)).proposal
-        return first if len(grafted.tree) == len(first.tree) else Proposal(grafted.tree, ProposalKind.MIXED)
-
-    assert distance_from_target(mutant, by_its_rule, p, 3) > LOSSY
-
-
-def test_grafted_children_must_not_be_verified_as_drawn_ones() -> None:
-    """Where p - q has mass on the grafted token and on another, the grafted one would be kept too often."""
-    lossy = []
-    for seed in range(12):
-        p, q = model_pair("dense", 3, 2, seed)
-        honest = grafted_draft(sampled_draft(SHAPES["chain of 2"], q, ProposalKind.SAMPLED), (1,))
-
-        def mutant(source: RandomSource, honest: Draft = honest) -> Proposal:
-            proposal = honest(source)
-            return Proposal(proposal.tree, ProposalKind.SAMPLED, proposal.q)
-
-        assert distance_from_target(honest, by_its_rule, p, 3) < LOSSLESS
-        lossy.append(distance_from_target(mutant, by_its_rule, p, 3) > LOSSY)
-    assert any(lossy)
 
 
 # --- budgets --------------------------------------------------------------------------------------------------------
@@ -336,44 +261,6 @@ def test_a_first_drafter_that_is_right_where_the_lookup_is_not_is_always_asked(t
 def test_no_least_gain_below_0() -> None:
     with pytest.raises(ValueError, match="least_gain is -1: give a share of a step's tokens, 0 to always draft"):
         HybridDrafter(LookaheadDrafter(3, 3, 3), PromptLookupDrafter(), -1)
-
-
-def two_turns(chooses: Callable[[Context, int, int], bool], p: ContextModel, q: ContextModel) -> float:
-    """Enumerate two turns: a drawn chain of 2, then a drawn chain of 1 or a looked-up token 1, whichever is chosen.
-
-    ``chooses(context, accepted, drawn)`` is True for the drawn chain, from the text, the drafts accepted before and the
-    token that the second turn draws. Returns the distance from p's own texts of four tokens.
-    """
-
-    def program(source: RandomSource) -> Context:
-        first = sampled_draft(SHAPES["chain of 2"], q, ProposalKind.SAMPLED)(source)
-        verdict = by_its_rule(first, target_rows(first.tree, p), source)
-        text = (*(first.tree.token_list[node] for node in verdict.path), verdict.token)
-        token = source.draw(q(text))
-        drawn = Proposal(TokenTree.chain([0, token]), ProposalKind.SAMPLED, q(text)[None])
-        looked_up = Proposal(TokenTree.chain([0, 1]), ProposalKind.DETERMINISTIC)
-        second = drawn if chooses(text, len(verdict.path), token) else looked_up
-        rows = torch.stack([p(text), p((*text, second.tree.token_list[1]))])
-        verdict = by_its_rule(second, rows, source)
-        return (*text, *(second.tree.token_list[node] for node in verdict.path), verdict.token)
-
-    emitted: dict[Context, float] = {}
-    with shapes_unchecked():
-        for text, probability in outcomes(program):
-            emitted[text] = emitted.get(text, 0.0) + probability
-    completed, wanted = p.completed(emitted, 5), p.joint(5)
-    return max(abs(completed.get(text, 0.0) - probability) for text, probability in wanted.items())
-
-
-@pytest.mark.parametrize("models", ["dense", "zeros", "mixed"])
-def test_a_choice_by_the_text_and_by_earlier_steps_is_lossless(models: str) -> None:
-    p, q = model_pair(models, 3, 5, 0)
-    assert two_turns(lambda text, accepted, drawn: (sum(text) + accepted) % 2 == 0, p, q) < LOSSLESS
-
-
-def test_a_choice_by_the_tokens_drawn_in_the_same_step_is_lossy() -> None:
-    p, q = model_pair("dense", 3, 5, 0)
-    assert two_turns(lambda text, accepted, drawn: drawn == 1, p, q) > LOSSY
 
 
 # --- the loop -------------------------------------------------------------------------------------------------------
