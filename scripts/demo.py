@@ -122,9 +122,9 @@ def measure() -> None:
 
 
 def export_all() -> None:
-    """Export the heads for this project, and the draft for servers, each with its card."""
+    """Export the heads and the parallel draft for this project, and the draft for servers, each with its card."""
     report = OUTPUT / "report.json"
-    for recipe, form in (("medusa1", "headstart"), ("draft", "draft")):
+    for recipe, form in (("medusa1", "headstart"), ("parallel", "headstart"), ("draft", "draft")):
         summary = export(Path(artefact(recipe)), OUTPUT / "export" / f"{recipe}-{form}", form, report, overwrite=True)
         print(summary)
 

@@ -131,6 +131,20 @@ def test_a_correction_that_ends_the_text_is_learnt_and_a_draft_cut_off_by_an_acc
         assert text.answer == t[: end + 1] and text.rejected == ((3 + end,) if rejected else ())
 
 
+def test_what_a_draft_wrote_behind_an_end_of_its_own_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    t = plain(0)
+    end = next(token for token in range(16) if token not in t)
+    drafter = ScriptedDrafter(((0, 1, 2, 3), (t[1], end, t[3], t[4])))
+    monkeypatch.setattr("trainer.drafts.generations.named_drafter", lambda name, draft, tokens: drafter)
+    (text,) = writer_of(policy_of(loop=1, temperature=0), ends=(end,)).write(orders_of("loop", 1), draft())
+    assert text.answer == t and text.rejected == (3 + 2,) and text.refused == ((end,),)
+    wrong = (t[2] + 1) % 16 if (t[2] + 1) % 16 != end else (t[2] + 2) % 16
+    later = ScriptedDrafter(((0, 1, 2, 3), (t[1], wrong, end, t[4])))
+    monkeypatch.setattr("trainer.drafts.generations.named_drafter", lambda name, draft, tokens: later)
+    (text,) = writer_of(policy_of(loop=1, temperature=0), ends=(end,)).write(orders_of("loop", 1), draft())
+    assert text.refused == ((wrong, end),), "the end itself is trained"
+
+
 def test_a_replayed_text_goes_on_with_the_drafts_own_tokens_from_one_of_its_rejected_places() -> None:
     """Draft-OPD whole: tokens 12 and 14 of the text are corrections, where the draft had 20 21 and 22 23 24."""
     text = Written(0, 0, 0, "loop", 1, (10, 11, 12, 13, 14, 15), (2, 4), ((20, 21), (22, 23, 24)), False)

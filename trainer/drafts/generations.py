@@ -73,7 +73,7 @@ class Written(NamedTuple):
     """A text that was written.
 
     ``rejected``: places in ``tokens`` where the target replaced a drafted token. ``refused``: for each of them, the
-    replaced token and those that the draft had written behind it.
+    replaced token and those that the draft had written behind it, up to one that ends a text.
     """
 
     step: int
@@ -163,11 +163,16 @@ class TextWriter:
         for place, step in steps:
             tokens[place] += step.tokens
             if step.accepted < step.offered:
-                rejected[place][len(tokens[place]) - 1] = step.refused
+                rejected[place][len(tokens[place]) - 1] = self._up_to_end(step.refused)
         return [
             self._written(order, tuple(text), corrected)
             for order, text, corrected in zip(orders, tokens, rejected, strict=True)
         ]
+
+    def _up_to_end(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Return tokens up to the first that ends a text: behind it there is nothing to be drafted."""
+        ends = (place for place, token in enumerate(tokens) if token in self._config.eos_token_ids)
+        return tokens[: next(ends, len(tokens)) + 1]
 
     def _written(self, order: Order, tokens: tuple[int, ...], rejected: dict[int, tuple[int, ...]]) -> Written:
         length = len(order.prompt)
