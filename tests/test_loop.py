@@ -3,7 +3,7 @@
 import math
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -269,6 +269,15 @@ def test_the_signal_handlers_are_as_before_afterwards(tmp_path: Path, number: si
     assert signal.getsignal(number) is before and during[0] is not before
 
 
+@pytest.fixture
+def as_in_a_terminal() -> Iterator[None]:
+    """Let Ctrl-C interrupt, which a shell's background job ignores and hands down."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("as_in_a_terminal")
 def test_a_second_signal_acts_at_once(tmp_path: Path) -> None:
     """Ctrl-C twice: the first asks for a stop after the step, the second does not wait for it."""
 

@@ -15,15 +15,12 @@ from trainer.data.batch import Example
 from trainer.data.dataset import Dataset
 from trainer.data.source import BatchSource
 from trainer.files.shards import digest_of_each
-from trainer.learning.objective import Objective
+from trainer.learning.objective import GreedyTexts, Objective
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.recipe import AnyRecipe
 from trainer.target.loading import StoredTarget, Target
 from trainer.target.store import Store, Writer
 from trainer.terminal.place import Place
-
-GreedyTexts = Callable[[], Sequence[tuple[Sequence[int], int]]]
-"""Gives the target's own greedy answers to prompts of the training data, as (tokens, prompt length) pairs."""
 
 
 class Stored(NamedTuple):

@@ -20,7 +20,6 @@ from trainer.data.source import BatchSource, Offline
 from trainer.data.splits import load_splits
 from trainer.files.transformers4 import write_model
 from trainer.job import (
-    GreedyTexts,
     Largest,
     Phase,
     Stored,
@@ -28,7 +27,7 @@ from trainer.job import (
     trained_itemsize,
     trained_numbers,
 )
-from trainer.learning.objective import EVERYWHERE_THE_SAME, TermSums
+from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.pretrain import PretrainRecipe, PretrainSection
 from trainer.target.store import Writer

@@ -104,7 +104,7 @@ def test_what_is_rejected_is_where_the_target_corrected_the_draft(monkeypatch: p
         ((0, 1, 2), (t[4], t[5], t[6])),
         ((0, 1), (t[8], wrong[9])),
     )
-    monkeypatch.setattr("trainer.drafts.generations.named_drafter", lambda name, draft, tokens: drafter)
+    monkeypatch.setattr("trainer.drafts.drafter.named_drafter", lambda name, draft, tokens: drafter)
     (text,) = writer_of(policy_of(loop=1, temperature=0), ends=()).write(orders_of("loop", 1), draft())
     assert text.answer == t and text.prompt_length == 3
     assert text.rejected == (3 + 2, 3 + 3, 3 + 9)
@@ -125,7 +125,7 @@ def test_a_correction_that_ends_the_text_is_learnt_and_a_draft_cut_off_by_an_acc
         start = 1 + 2 * len(script)
         chain = (*t[start:end], *last)
         drafter = ScriptedDrafter(*script, (tuple(range(len(chain))), chain))
-        monkeypatch.setattr("trainer.drafts.generations.named_drafter", lambda name, draft, tokens, it=drafter: it)
+        monkeypatch.setattr("trainer.drafts.drafter.named_drafter", lambda name, draft, tokens, it=drafter: it)
         writer = writer_of(policy_of(loop=1, temperature=0), ends=(t[end],))
         (text,) = writer.write(orders_of("loop", 1), draft())
         assert text.answer == t[: end + 1] and text.rejected == ((3 + end,) if rejected else ())
@@ -135,12 +135,12 @@ def test_what_a_draft_wrote_behind_an_end_of_its_own_is_not_replayed(monkeypatch
     t = plain(0)
     end = next(token for token in range(16) if token not in t)
     drafter = ScriptedDrafter(((0, 1, 2, 3), (t[1], end, t[3], t[4])))
-    monkeypatch.setattr("trainer.drafts.generations.named_drafter", lambda name, draft, tokens: drafter)
+    monkeypatch.setattr("trainer.drafts.drafter.named_drafter", lambda name, draft, tokens: drafter)
     (text,) = writer_of(policy_of(loop=1, temperature=0), ends=(end,)).write(orders_of("loop", 1), draft())
     assert text.answer == t and text.rejected == (3 + 2,) and text.refused == ((end,),)
     wrong = (t[2] + 1) % 16 if (t[2] + 1) % 16 != end else (t[2] + 2) % 16
     later = ScriptedDrafter(((0, 1, 2, 3), (t[1], wrong, end, t[4])))
-    monkeypatch.setattr("trainer.drafts.generations.named_drafter", lambda name, draft, tokens: later)
+    monkeypatch.setattr("trainer.drafts.drafter.named_drafter", lambda name, draft, tokens: later)
     (text,) = writer_of(policy_of(loop=1, temperature=0), ends=(end,)).write(orders_of("loop", 1), draft())
     assert text.refused == ((wrong, end),), "the end itself is trained"
 

@@ -19,13 +19,12 @@ from decoding.model.lm_head import lm_head_input, run_in_lm_head
 from decoding.model.parallel import ParallelParts
 from trainer.data.batch import Batch
 from trainer.drafts.blocks import Labels, text_labels
-from trainer.drafts.generations import AnyDraft, drafter_of
+from trainer.drafts.drafter import AnyDraft, drafter_of
 from trainer.drafts.start import InitialDraft, write_draft
-from trainer.job import GreedyTexts
 from trainer.learning.fused import Bias, fused_loss
 from trainer.learning.lora import base_of, refuse_embeddings, with_adapters
 from trainer.learning.losses import LossMix
-from trainer.learning.objective import EVERYWHERE_THE_SAME, TermSums
+from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums
 from trainer.learning.teachers import HiddenTeacher, Teacher
 from trainer.recipe.draft import DraftSection
 from trainer.recipe.loss import LossSection

@@ -9,20 +9,17 @@ from typing import Any, Literal, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
-from decoding.drafters.registry import named_drafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
-from decoding.model.parallel import ParallelDraft
 from decoding.model.vocabulary import with_whole_vocabulary
 from decoding.rules.sampling import SamplingConfig
 from trainer.data.batch import Example
+from trainer.drafts.drafter import AnyDraft, drafter_of
 from trainer.files.shards import write_text
 from trainer.recipe.draft import LoopTrains, PolicySection
 from trainer.terminal.place import ALONE, Place
 
-AnyDraft = CausalLM | ParallelDraft
-"""A draft to decode with: an ordinary one, or a parallel one with its parts."""
 Origin = Literal["offline", "target", "draft", "loop"]
 """Where a sequence comes from: see `PolicySection`."""
 LONGEST_PERIOD = 16
@@ -105,13 +102,6 @@ class Written(NamedTuple):
             tokens = (*tokens[:begin], *self.refused[chosen])
             places = {*self.rejected[:chosen], *range(begin, len(tokens))}
         return Example(tokens, tuple(place in places for place in range(len(tokens))), self.prompt_length)
-
-
-def drafter_of(draft: AnyDraft, tokens: int) -> Drafter:
-    """Make the drafter of a draft's chain of ``tokens``; a parallel draft has at most the tokens of one forward."""
-    if isinstance(draft, ParallelDraft):
-        return named_drafter("parallel", draft, tokens=min(tokens, draft.tokens))
-    return named_drafter("draft", draft, tokens=tokens)
 
 
 class TextWriter:

@@ -24,7 +24,6 @@ from trainer.drafts.on_policy import draft_source
 from trainer.drafts.parallel import ParallelObjective
 from trainer.drafts.start import InitialDraft, coverage, initial_draft
 from trainer.job import (
-    GreedyTexts,
     Largest,
     Phase,
     Stored,
@@ -34,6 +33,7 @@ from trainer.job import (
 )
 from trainer.learning.fused import CHUNK_BYTES
 from trainer.learning.memory import frozen_forward_bytes, layer_bytes
+from trainer.learning.objective import GreedyTexts
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.draft import DraftRecipe, TeacherSection
 from trainer.target.loading import Target, load_target

@@ -14,7 +14,8 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids
 from trainer.data.batch import Example
 from trainer.data.source import BatchSource, Offline, PlacedExample
-from trainer.drafts.generations import AnyDraft, Order, Origin, TextWriter, WindowFiles, Written
+from trainer.drafts.drafter import AnyDraft
+from trainer.drafts.generations import Order, Origin, TextWriter, WindowFiles, Written
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.draft import DraftRecipe, PolicySection
 from trainer.terminal.place import ALONE, Place

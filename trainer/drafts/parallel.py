@@ -35,7 +35,7 @@ from trainer.drafts.distill import DistillObjective, DraftInputs, OnlineTeacher,
 from trainer.drafts.mask_token import even_out_mask_row
 from trainer.drafts.rank_accuracies import rank_accuracies
 from trainer.drafts.start import InitialDraft, write_draft
-from trainer.job import GreedyTexts
+from trainer.learning.objective import GreedyTexts
 from trainer.learning.teachers import Teacher
 from trainer.recipe.draft import DraftSection, ParallelSection
 

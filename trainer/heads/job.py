@@ -17,7 +17,6 @@ from trainer.data.splits import load_splits, load_training_data
 from trainer.heads.medusa import MedusaObjective
 from trainer.heads.medusa2 import Medusa2Objective
 from trainer.job import (
-    GreedyTexts,
     Largest,
     Phase,
     Stored,
@@ -28,6 +27,7 @@ from trainer.job import (
 )
 from trainer.learning.fused import CHUNK_BYTES
 from trainer.learning.memory import frozen_bytes, frozen_forward_bytes, layer_bytes
+from trainer.learning.objective import GreedyTexts
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.heads import FeaturesSection, MedusaRecipe
 from trainer.target.features import FeatureStore, FeatureWriter, StoredFeatures, ensure_features, feature_writer

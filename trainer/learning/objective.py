@@ -1,6 +1,6 @@
 """The objective protocol of the training loop: sums of losses from a batch, a drafter to evaluate, weights to save."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from decoding.drafters import Drafter
 from trainer.data.batch import Batch
+
+GreedyTexts = Callable[[], Sequence[tuple[Sequence[int], int]]]
+"""Gives the target's own greedy answers to prompts of the training data, as (tokens, prompt length) pairs."""
 
 
 class TermSums(NamedTuple):
