@@ -317,6 +317,25 @@ def elapsed() -> float:
     return time.perf_counter() - _BEGAN
 
 
+def empty_report(at: str, models: Models, short: bool) -> dict[str, Any]:
+    """Return the report of a run at commit ``at`` before its first part."""
+    return {
+        "schema": SCHEMA,
+        "hardware": hardware(),
+        "versions": versions(),
+        "commit": at,
+        "short": short,
+        "dtype": str(models.target.dtype).removeprefix("torch."),
+        "source": models.source,
+        "not_installed": MISSING,
+        "seconds": {},
+        "parts": {},
+        "skipped": [],
+        "failed": [],
+        "goals": [],
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the suite; 1 if something in it failed, which what there was no time for did not."""
     options = parse(arguments)
@@ -328,21 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     inputs = [options.target, options.draft, options.heads, options.prompts, options.train]
     models = read_models(*inputs, device, torch.float32 if short else dtype, short)
     suite = Suite(models, Stages(models, short), device, short)
-    report: dict[str, Any] = {
-        "schema": SCHEMA,
-        "hardware": hardware(),
-        "versions": versions(),
-        "commit": options.commit or commit(),
-        "short": short,
-        "dtype": str(models.target.dtype).removeprefix("torch."),
-        "source": models.source,
-        "not_installed": MISSING,
-        "seconds": {},
-        "parts": {},
-        "skipped": [],
-        "failed": [],
-        "goals": [],
-    }
+    report = empty_report(options.commit or commit(), models, short)
 
     def write() -> None:
         report["seconds"]["total"] = elapsed()

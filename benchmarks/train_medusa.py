@@ -24,17 +24,16 @@ from typing import Any
 
 # This folder has a script of a package's name; and the repository need not be installed.
 _HERE = Path(__file__).resolve().parent
-sys.path = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE)]
+sys.path = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE), str(_HERE)]
 
 from decoding.threads import spin_briefly
 
 spin_briefly()  # before torch is imported
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
+from train_medusa_table import WAYS, show
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from decoding.measure.machine import commit, hardware, versions
@@ -51,7 +50,6 @@ from trainer.target.hidden import HiddenStates, OnlineTarget
 from trainer.target.store import write_store
 from trainer.terminal.console import standard_output
 
-WAYS = ("fused", "plain")
 VARIANTS = ("own lm_heads", "shared lm_head", "soft targets")
 HEADS = 4
 SPEED_WANTED, MEMORY_WANTED, FEATURES_WANTED = 1.5, 1 / 3, 3.0
@@ -309,54 +307,6 @@ def goals(report: dict[str, Any]) -> list[dict[str, Any]]:
     if "features" in report:
         add("tokens/s of features over online", FEATURES_WANTED, report["features"]["speedup"]["median"])
     return found
-
-
-def show(report: dict[str, Any], console: Console) -> None:
-    """The figures as tables."""
-    columns = (
-        "variant",
-        "vocabulary",
-        "fused, tokens/s",
-        "plain, tokens/s",
-        "ratio (quartiles)",
-        "w/o AdamW",
-        "CPU time",
-    )
-    table = Table(*columns, "fused, step MB", "plain, step MB", "ratio", title="one step of 4 heads")
-    for row in report["losses"]:
-        speed, memory_ratio = row["speedup"], row["step_memory"]
-        middle = {
-            (way, figure): statistics.median(run[figure] for run in runs)
-            for way, runs in row["runs"].items()
-            for figure in ("tokens_per_second", "step_bytes")
-        }
-        table.add_row(
-            row["variant"],
-            f"{row['vocabulary']:,}",
-            *(f"{middle[way, 'tokens_per_second']:,.0f}" for way in WAYS),
-            f"{speed['median']:.2f} ({speed['low']:.2f}–{speed['high']:.2f})",
-            f"{row['speedup_without_optimizer']['median']:.2f}",
-            f"{row['processor_time']['median']:.2f}",
-            *(f"{middle[way, 'step_bytes'] / 1e6:,.0f}" for way in WAYS),
-            f"{memory_ratio['median']:.2f}",
-        )
-    console.print(table)
-    if "features" in report:
-        part = report["features"]
-        table = Table("target", "features, tokens/s", "online, tokens/s", "ratio (quartiles)", "writing, tokens/s")
-        speed = part["speedup"]
-        table.add_row(
-            f"widened to {part['target']['parameters'] / 1e6:.0f}M",
-            *(f"{part['tokens_per_second'][name]:,.0f}" for name in ("features", "online")),
-            f"{speed['median']:.2f} ({speed['low']:.2f}–{speed['high']:.2f})",
-            f"{part['writing_tokens_per_second']:,.0f}",
-        )
-        console.print(table)
-    table = Table("goal", "wanted", "measured", "met")
-    for goal in report["goals"]:
-        bound = f"{'≤' if goal['at_most'] else '≥'} {goal['wanted']:.2f}"
-        table.add_row(goal["goal"], bound, f"{goal['measured']:.3f}", "yes" if goal["met"] else "no")
-    console.print(table)
 
 
 def arguments_parser() -> argparse.ArgumentParser:

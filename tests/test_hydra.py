@@ -1,6 +1,5 @@
 """Sequential heads (Hydra): what they read, how they are kept, and the trees that are grown of them."""
 
-import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,6 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from drafter_checks import paths, propose
+from grown_trees import (
+    BOTH_LAYOUTS,
+    BOTH_TREES,
+    PATHS,
+    check_dynamic_tree,
+    check_rows_alone,
+    check_static_tree,
+    with_random_weights,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -23,22 +31,13 @@ from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads
 from decoding.model.output_layer import OutputLayer
-from decoding.rules.proposal import ProposalKind
 from decoding.rules.sampling import SamplingConfig
 
 CONFIG = MedusaConfig(16, 16, num_heads=3, num_layers=2, tree=((0,), (1,), (0, 0)), sequential=True)
-PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (2, 3), (0, 1, 0), (2, 0, 0))
-BOTH_LAYOUTS = pytest.mark.parametrize("shared", [False, True], ids=["own lm_heads", "shared lm_head"])
-BOTH_TREES = pytest.mark.parametrize("dynamic", [None, 9], ids=["static", "dynamic"])
 
 
 def random_heads(shared: bool = False, config: MedusaConfig = CONFIG) -> MedusaHeads:
-    heads = MedusaHeads(replace(config, shared_lm_head=shared))
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
-    return heads
+    return with_random_weights(MedusaHeads(replace(config, shared_lm_head=shared)))
 
 
 def counting_heads(count: int = 3) -> MedusaHeads:
@@ -180,16 +179,7 @@ def test_a_config_with_an_unknown_key_is_refused(tmp_path: Path) -> None:
 
 @BOTH_LAYOUTS
 def test_a_static_tree_is_grown_from_each_nodes_own_distribution(tiny_llama: CausalLM, shared: bool) -> None:
-    heads, hidden = random_heads(shared), torch.randn(3, 16)
-    for row, proposal in enumerate(propose(MedusaDrafter(heads, PATHS), tiny_llama, hidden)):
-        tokens: dict[tuple[int, ...], list[int]] = {(): [row]}
-        for path in sorted(PATHS, key=len):
-            before = tokens[path[:-1]]
-            best = reference_logits(heads, tiny_llama, hidden[row], before).topk(path[-1] + 1).indices
-            tokens[path] = [*before, int(best[-1])]
-        assert paths(proposal.tree) == {tuple(text[1:]) for text in tokens.values() if len(text) > 1}
-        assert proposal.tree.token_list[0] == row and len(proposal.tree) == len(PATHS) + 1
-        assert proposal.kind is ProposalKind.DETERMINISTIC and proposal.q is None
+    check_static_tree(random_heads(shared), tiny_llama, reference_logits)
 
 
 def test_two_parents_have_children_of_their_own() -> None:
@@ -235,20 +225,7 @@ def test_a_depth_is_one_pass_of_one_head_over_the_parents_of_all_rows(
 def test_a_dynamic_tree_is_the_best_of_all_trees_at_this_position(
     tiny_llama: CausalLM, shared: bool, nodes: int
 ) -> None:
-    """The paths with the largest products of probabilities, of all 16 + 256 + 4,096; another tree in every row."""
-    heads, hidden = random_heads(shared), torch.randn(2, 16)
-    proposals = propose(MedusaDrafter(heads, dynamic_nodes=nodes), tiny_llama, hidden)
-    for row, proposal in enumerate(proposals):
-        products: dict[tuple[int, ...], float] = {(): 1.0}
-        for length in range(3):
-            for path in itertools.product(range(16), repeat=length):
-                shares = reference_logits(heads, tiny_llama, hidden[row], [row, *path]).softmax(-1).tolist()
-                products |= {(*path, token): products[path] * share for token, share in enumerate(shares)}
-        best = sorted(products, key=products.__getitem__, reverse=True)[:nodes]
-        assert paths(proposal.tree) == set(best[1:])
-        assert proposal.kind is ProposalKind.DETERMINISTIC and proposal.q is None
-        assert proposal.tree.token_list == proposal.tree.tokens.tolist() and proposal.tree.token_list[0] == row
-    assert nodes < 12 or proposals[0].tree.shape != proposals[1].tree.shape
+    check_dynamic_tree(random_heads(shared), tiny_llama, reference_logits, nodes)
 
 
 @given(depth=st.integers(0, 5), nodes=st.integers(1, 12), dynamic=st.sampled_from([None, 2, 7]))
@@ -261,14 +238,7 @@ def test_a_request_bounds_depth_and_nodes(tiny_llama: CausalLM, depth: int, node
 
 @BOTH_TREES
 def test_a_row_is_drafted_for_alike_whatever_stands_beside_it(tiny_llama: CausalLM, dynamic: int | None) -> None:
-    drafter = MedusaDrafter(random_heads(), None if dynamic else PATHS, dynamic)
-    hidden, bounds = torch.randn(5, 16), [(99, 99), (2, 4), (0, 9), (3, 6), (1, 2)]
-    session = drafter.open(tiny_llama, SamplingConfig(), 5, 40)
-    requests = [DraftRequest([row + 3], hidden[row], *bounds[row]) for row in range(5)]
-    together = session.propose(requests)
-    for request, proposal in zip(requests, together, strict=True):
-        (alone,) = session.propose([request])
-        assert alone.tree.shape == proposal.tree.shape and alone.tree.token_list == proposal.tree.token_list
+    check_rows_alone(random_heads(), tiny_llama, dynamic)
 
 
 def test_a_smaller_budget_drafts_a_part_of_the_whole_static_tree(tiny_llama: CausalLM) -> None:

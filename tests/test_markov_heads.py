@@ -8,34 +8,32 @@ from pathlib import Path
 
 import pytest
 import torch
-from drafter_checks import check_greedy, check_penalised_greedy, paths, propose
+from drafter_checks import check_greedy, check_penalised_greedy, propose
+from grown_trees import (
+    BOTH_LAYOUTS,
+    BOTH_TREES,
+    PATHS,
+    check_dynamic_tree,
+    check_rows_alone,
+    check_static_tree,
+    with_random_weights,
+)
 from safetensors.torch import load_file
 from torch import Tensor
 
 from decoding.drafters import MedusaDrafter
-from decoding.drafters.base import DraftRequest
 from decoding.drafters.growth import ConditionalLogits
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads
 from decoding.model.markov import DecodingBias, MarkovBias
-from decoding.rules.proposal import ProposalKind
-from decoding.rules.sampling import SamplingConfig
 
 CONFIG = MedusaConfig(16, 16, num_heads=3, num_layers=1, tree=((0,), (1,), (0, 0)), markov_rank=4)
-PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (2, 3), (0, 1, 0), (2, 0, 0))
-BOTH_LAYOUTS = pytest.mark.parametrize("shared", [False, True], ids=["own lm_heads", "shared lm_head"])
-BOTH_TREES = pytest.mark.parametrize("dynamic", [None, 9], ids=["static", "dynamic"])
 
 
 def random_markov_heads(shared: bool = False, config: MedusaConfig = CONFIG) -> MedusaHeads:
-    heads = MedusaHeads(replace(config, shared_lm_head=shared))
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
-    return heads
+    return with_random_weights(MedusaHeads(replace(config, shared_lm_head=shared)))
 
 
 def nudged_markov_heads(target: CausalLM, shared: bool = False, count: int = 3) -> MedusaHeads:
@@ -146,16 +144,7 @@ def test_weights_of_another_rank_are_refused(tmp_path: Path, rank: int) -> None:
 
 @BOTH_LAYOUTS
 def test_a_static_tree_is_grown_from_each_parents_own_distribution(tiny_llama: CausalLM, shared: bool) -> None:
-    heads, hidden = random_markov_heads(shared), torch.randn(3, 16)
-    for row, proposal in enumerate(propose(MedusaDrafter(heads, PATHS), tiny_llama, hidden)):
-        tokens: dict[tuple[int, ...], list[int]] = {(): [row]}
-        for path in sorted(PATHS, key=len):
-            before = tokens[path[:-1]]
-            best = reference_logits(heads, tiny_llama, hidden[row], before).topk(path[-1] + 1).indices
-            tokens[path] = [*before, int(best[-1])]
-        assert paths(proposal.tree) == {tuple(text[1:]) for text in tokens.values() if len(text) > 1}
-        assert proposal.tree.token_list[0] == row and len(proposal.tree) == len(PATHS) + 1
-        assert proposal.kind is ProposalKind.DETERMINISTIC and proposal.q is None
+    check_static_tree(random_markov_heads(shared), tiny_llama, reference_logits)
 
 
 @BOTH_LAYOUTS
@@ -163,19 +152,7 @@ def test_a_static_tree_is_grown_from_each_parents_own_distribution(tiny_llama: C
 def test_a_dynamic_tree_is_the_best_of_all_trees_at_this_position(
     tiny_llama: CausalLM, shared: bool, nodes: int
 ) -> None:
-    """The paths with the largest products of probabilities, of all 16 + 256 + 4,096; another tree in every row."""
-    heads, hidden = random_markov_heads(shared), torch.randn(2, 16)
-    proposals = propose(MedusaDrafter(heads, dynamic_nodes=nodes), tiny_llama, hidden)
-    for row, proposal in enumerate(proposals):
-        products: dict[tuple[int, ...], float] = {(): 1.0}
-        for length in range(3):
-            for path in itertools.product(range(16), repeat=length):
-                shares = reference_logits(heads, tiny_llama, hidden[row], [row, *path]).softmax(-1).tolist()
-                products |= {(*path, token): products[path] * share for token, share in enumerate(shares)}
-        best = sorted(products, key=products.__getitem__, reverse=True)[:nodes]
-        assert paths(proposal.tree) == set(best[1:])
-        assert proposal.kind is ProposalKind.DETERMINISTIC and proposal.q is None
-    assert nodes < 12 or proposals[0].tree.shape != proposals[1].tree.shape
+    check_dynamic_tree(random_markov_heads(shared), tiny_llama, reference_logits, nodes)
 
 
 @BOTH_LAYOUTS
@@ -209,14 +186,7 @@ def test_without_a_table_a_depth_is_one_product_over_the_parents_of_all_rows(
 
 @BOTH_TREES
 def test_a_row_is_drafted_for_alike_whatever_stands_beside_it(tiny_llama: CausalLM, dynamic: int | None) -> None:
-    drafter = MedusaDrafter(random_markov_heads(), None if dynamic else PATHS, dynamic)
-    hidden, bounds = torch.randn(5, 16), [(99, 99), (2, 4), (0, 9), (3, 6), (1, 2)]
-    session = drafter.open(tiny_llama, SamplingConfig(), 5, 40)
-    requests = [DraftRequest([row + 3], hidden[row], *bounds[row]) for row in range(5)]
-    together = session.propose(requests)
-    for request, proposal in zip(requests, together, strict=True):
-        (alone,) = session.propose([request])
-        assert alone.tree.shape == proposal.tree.shape and alone.tree.token_list == proposal.tree.token_list
+    check_rows_alone(random_markov_heads(), tiny_llama, dynamic)
 
 
 @pytest.mark.parametrize("largest", [0, 64])

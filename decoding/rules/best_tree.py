@@ -1,7 +1,10 @@
-"""The best Medusa tree for measured heads."""
+"""The best tree for the measured accuracies of heads, or of a parallel draft's positions."""
 
 import heapq
 from collections.abc import Sequence
+
+FITTED_RANKS = 10
+"""Number of each head's best tokens whose accuracies are measured, as in Medusa's published trees."""
 
 
 def best_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[tuple[int, ...], ...]:

@@ -11,9 +11,8 @@ from decoding.drafters.draft_state import DraftState
 from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import lm_head_input
 from decoding.model.parallel import ParallelDraft
+from decoding.rules.best_tree import FITTED_RANKS
 from decoding.rules.sampling import GeneratorSource, SamplingConfig
-
-_RANKS = 10  # of each position's best tokens, as in Medusa's published trees
 
 
 @torch.inference_mode()
@@ -26,7 +25,7 @@ def rank_accuracies(
     text's own token before each label.
     """
     config = draft.parts.config
-    ranks = min(_RANKS, config.outputs)
+    ranks = min(FITTED_RANKS, config.outputs)
     counts, totals = torch.zeros(config.tokens, ranks), torch.zeros(config.tokens, 1)
     for tokens, prompt_length in texts:
         for begin, logits in enumerate(_over_text(target, draft, tokens, prompt_length), start=prompt_length + 1):

@@ -22,7 +22,7 @@ from decoding.drafters.registry import named_drafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHead, MedusaHeads
 from decoding.model.lm_head import lm_head_input
-from decoding.rules.best_tree import best_tree
+from decoding.rules.best_tree import FITTED_RANKS, best_tree
 from trainer.data.batch import Batch
 from trainer.learning.fused import Bias, FusedLoss, fused_loss, label_probabilities
 from trainer.learning.losses import LossMix, prefix_survival
@@ -31,8 +31,6 @@ from trainer.learning.teachers import HiddenTeacher, Teacher, TopKTeacher
 from trainer.recipe.heads import HeadsSection
 from trainer.target.hidden import HiddenStates, TopLogits
 from trainer.target.logits import LogitTransform
-
-_RANKS = 10  # of each head's best tokens, as in Medusa's published trees
 
 
 @dataclass(frozen=True)
@@ -275,7 +273,7 @@ def rank_accuracies(
 
     A sequential head, and a head with a bias, is given the text's own tokens before that one.
     """
-    counts = torch.zeros(heads.config.num_heads, _RANKS)
+    counts = torch.zeros(heads.config.num_heads, FITTED_RANKS)
     totals = torch.zeros(heads.config.num_heads, 1)
     lm_head, embed = target.model.get_output_embeddings(), target.model.get_input_embeddings()
     device = next(heads.parameters()).device
@@ -293,7 +291,7 @@ def rank_accuracies(
                 between = embedded[first + 1 : -1].unfold(0, k + 1, 1).transpose(1, 2)
             before = None if heads.markov is None else text[first + k + 1 : -1]
             logits = heads.head_logits(k, hidden[first : first + len(labels)], lm_head, between, before)
-            best = logits.topk(min(_RANKS, heads.config.vocab_size)).indices.to(device)
+            best = logits.topk(min(FITTED_RANKS, heads.config.vocab_size)).indices.to(device)
             counts[k, : best.shape[1]] += (best == labels[:, None]).sum(0).cpu()
             totals[k] += len(labels)
     shares: list[list[float]] = (counts / totals.clamp(min=1)).tolist()
