@@ -76,23 +76,25 @@ def _medusa(*overrides: str) -> Arm:
     return Arm("medusa1", _heads(), tuple(f"heads.{each}" for each in overrides), MEDUSA)
 
 
-def _random(layers: int = 1, width: int = 192) -> tuple[str, ...]:
-    """Return the overrides of a draft that starts from random weights."""
+def _shape(layers: int, width: int) -> tuple[str, ...]:
+    """Return the overrides of a draft of other sizes, which starts from random weights as the recipe's does."""
     heads = width // 64
     shape = f"num_hidden_layers: {layers}, hidden_size: {width}, intermediate_size: {8 * (width * 65 // 192)}"
-    return (
-        "draft.init.from_target=null",
-        f"draft.init.from_config={{{shape}, num_attention_heads: {heads}, num_key_value_heads: {heads}}}",
-    )
+    return (f"draft.init.from_config={{{shape}, num_attention_heads: {heads}, num_key_value_heads: {heads}}}",)
+
+
+def _copied(layers: str) -> tuple[str, ...]:
+    """Return the overrides of a draft that starts as layers of the target."""
+    return ("draft.init.from_config=null", f"draft.init.from_target.layers={layers}")
 
 
 def _draft(*overrides: str) -> Arm:
     return Arm("draft", _ORDINARY, overrides, DRAFT)
 
 
-def _parallel(rank: int, reads_target: bool, *start: str) -> Arm:
+def _parallel(rank: int, reads_target: bool, *overrides: str) -> Arm:
     fields = f"{{tokens: 6, markov_rank: {rank}, reads_target: {str(reads_target).lower()}}}"
-    return Arm("draft", _PARALLEL, (f"draft.parallel={fields}", *(start or _random())), DRAFT)
+    return Arm("draft", _PARALLEL, (f"draft.parallel={fields}", *overrides), DRAFT)
 
 
 def _loop(trains: str) -> tuple[str, ...]:
@@ -116,16 +118,15 @@ ARMS: dict[str, Arm] = {
     "Medusa-1, shared lm_head": _medusa("shared_lm_head=true"),
     "Markov, KL, shared lm_head": _medusa(_MARKOV, "loss.forward_kl=1", "shared_lm_head=true"),
     DRAFT: _draft()._replace(baseline=None),
-    "draft, random start": _draft(*_random()),
-    "draft, 2 × 256, random start": _draft(*_random(2, 256)),
-    "draft, half the steps": _draft(*_random())._replace(share=0.5),
-    "draft, then the loop": _draft(*_loop("replayed"))._replace(
-        after="draft, half the steps", share=0.5, baseline="draft, random start"
-    ),
+    "draft, 2 × 256": _draft(*_shape(2, 256)),
+    "draft, one layer of the target": _draft(*_copied("[0]")),
+    "draft, full width": _draft(*_shape(1, 320)),
+    "draft, half the steps": _draft()._replace(share=0.5),
+    "draft, then the loop": _draft(*_loop("replayed"))._replace(after="draft, half the steps", share=0.5),
     "parallel, no bias": _parallel(0, False),
     "parallel": _parallel(256, False),
     "parallel, reads the target": _parallel(256, True),
-    "parallel, reads the target, 2 × 256": _parallel(256, True, *_random(2, 256)),
+    "parallel, reads the target, 2 × 256": _parallel(256, True, *_shape(2, 256)),
     "parallel, half the steps": _parallel(256, True)._replace(share=0.5),
     "parallel, then the loop": _parallel(256, True, *_loop("all"))._replace(
         after="parallel, half the steps", share=0.5, baseline="parallel, reads the target"
@@ -144,10 +145,6 @@ def _policy(*shares: str) -> Arm:
     return _draft(*(f"draft.policy.{each}" for each in given))
 
 
-def _shape(layers: str, width: int) -> Arm:
-    return _draft(f"draft.init.from_target.layers={layers}", f"draft.init.from_target.width={width}")
-
-
 CHOICES: dict[str, Arm] = {
     "draft, reverse KL": _losses(reverse_kl=1),
     "draft, JSD": _losses(jsd=1),
@@ -161,12 +158,11 @@ CHOICES: dict[str, Arm] = {
     "draft, the data's own answers": _draft()._replace(answers="own"),
     "draft, half from the draft (GKD)": _policy("offline=0.5", "draft=0.5"),
     "draft, half from the loop (Draft-OPD)": _policy("offline=0.5", "loop=0.5"),
-    "draft, two layers": _shape("2", 192),
-    "draft, full width": _shape("1", 320),
-    "draft, first and last layer, full width": _shape("[0,-1]", 320),
-    "draft, 4 × 320": _shape("4", 320),
-    "draft, 1 × 64": _shape("1", 64),
-    "draft, 1 × 128": _shape("1", 128),
+    "draft, two layers": _draft(*_shape(2, 192)),
+    "draft, first and last layer of the target": _draft(*_copied("[0,-1]")),
+    "draft, four layers of the target": _draft(*_copied("4")),
+    "draft, 1 × 64": _draft(*_shape(1, 64)),
+    "draft, 1 × 128": _draft(*_shape(1, 128)),
     "draft, 2,048 tokens": _draft("draft.vocabulary=2048"),
     "draft, 512 tokens": _draft("draft.vocabulary=512"),
 }
@@ -185,7 +181,7 @@ def overrides_of(
     shared = {**given, "data.train": answers[arm.answers], "training.seed": seed, "training.steps": steps}
     shared["evaluation.every"] = max(steps // 5, 1)
     if start is not None:
-        shared |= {"draft.init.from_target": "null", "draft.init.from_model": start}
+        shared |= {"draft.init.from_config": "null", "draft.init.from_model": start}
     if arm.recipe == "draft":
         shared["draft.check_costs"] = "false"
     return [*(f"{key}={value}" for key, value in shared.items()), *arm.overrides]

@@ -22,6 +22,9 @@ from decoding.policies import named_policy
 from trainer.recipe.reading import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
+RECIPES = ROOT / "recipes" / "storyteller-11m"
+MARKOV = "Markov, KL, D-PACE"
+"""The arm of recipes/storyteller-11m/markov.yaml."""
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +116,27 @@ def test_every_arm_is_a_recipe_that_can_be_read(scripts: dict[str, ModuleType]) 
     for arm in scripts["accepted_arms"].ALL.values():
         if arm.recipe is not None:
             overrides = scripts["accepted_arms"].overrides_of(arm, 1, 250, given, answers, arm.after)
-            recipe = load_recipe(ROOT / "recipes" / "storyteller-11m" / f"{arm.recipe}.yaml", overrides)
+            recipe = load_recipe(RECIPES / f"{arm.recipe}.yaml", overrides)
             assert recipe.training.seed == 1 and recipe.data.train == "A"
             assert recipe.training.steps == (250 if arm.share == 1 else 125)
+
+
+@pytest.mark.parametrize(
+    ("shipped", "name"),
+    [("medusa1", "Medusa-1"), ("markov", MARKOV), ("draft", "draft"), ("parallel", "parallel, reads the target")],
+)
+def test_a_shipped_recipe_trains_what_its_arm_was_measured_with(
+    scripts: dict[str, ModuleType], shipped: str, name: str
+) -> None:
+    arms, given = scripts["accepted_arms"], {"target": "T", "data.heldout": "H", "output": "O"}
+    arm = arms.ALL[name]
+    overrides = arms.overrides_of(arm, 0, 250, given, {"greedy": "A"})
+    measured = load_recipe(RECIPES / f"{arm.recipe}.yaml", overrides).model_dump()
+    offered = load_recipe(RECIPES / f"{shipped}.yaml", ["target=T", "data.train=A", "data.heldout=H"]).model_dump()
+    assert offered["training"] == measured["training"]
+    part = "heads" if arm.recipe == "medusa1" else "draft"
+    free = {"check_costs", "num_draft_tokens"}  # for the evaluations alone
+    assert {**offered[part], **dict.fromkeys(free)} == {**measured[part], **dict.fromkeys(free)}
 
 
 def test_two_stages_are_compared_with_the_same_training_in_one(scripts: dict[str, ModuleType]) -> None:

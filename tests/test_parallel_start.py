@@ -65,7 +65,6 @@ def test_a_free_id_that_pads_texts_is_left_alone_since_its_row_is_never_trained(
     ("init", "hidden", "layers"),
     [
         ({"from_target": {"layers": [1, 0]}}, 16, 2),
-        ({"from_target": {"layers": 1, "width": 8}}, 8, 1),
         ({"from_config": {"hidden_size": 8, "num_hidden_layers": 1}}, 8, 1),
     ],
 )

@@ -32,9 +32,8 @@ from decoding.model.vocabulary import (
 )
 from trainer.data.batch import Example
 from trainer.drafts.mask_token import add_mask_token, new_parts, trained_parts
-from trainer.drafts.prune import measured, narrow_sizes, pruned
 from trainer.files.transformers4 import write_model
-from trainer.recipe.draft import DraftSection, FromTargetSection
+from trainer.recipe.draft import DraftSection, InitSection
 
 
 class InitialDraft(NamedTuple):
@@ -61,7 +60,7 @@ def initial_draft(
     a context or a vocabulary that is too small, layers that the target does not have, a config that makes no model.
     """
     init = section.init
-    model = _started(target, tokenizer, section, examples, trust_remote_code)
+    model = _started(target, tokenizer, section.init, trust_remote_code)
     model.to(target.device, torch.float32)  # type: ignore[arg-type]  # transformers' stubs
     draft = CausalLM(model)
     given = "from_model" if init.from_model else "from_config" if init.from_config else "from_target"
@@ -88,11 +87,9 @@ def initial_draft(
 def _started(
     target: CausalLM,
     tokenizer: PreTrainedTokenizerBase,
-    section: DraftSection,
-    examples: Sequence[Example],
+    init: InitSection,
     trust_remote_code: bool,
 ) -> PreTrainedModel:
-    init = section.init
     if init.from_model is not None:
         _check_tokenizer(tokenizer, init.from_model, trust_remote_code)
         model = load_model(init.from_model, torch.float32, target.device, trust_remote_code)
@@ -105,7 +102,7 @@ def _started(
     if init.from_config is not None:
         return draft_from_config(target.model, init.from_config, trust_remote_code)
     assert init.from_target is not None, "the section sees to it"
-    return _from_target(target, init.from_target, examples, trust_remote_code)
+    return draft_from_target(target.model, init.from_target.layers, trust_remote_code)
 
 
 def write_draft(draft: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -136,20 +133,6 @@ def _trained_tokens(example: Example) -> Iterator[int]:
 
 
 # --- from the target ------------------------------------------------------------------------------------------------
-
-
-def _from_target(
-    target: CausalLM, section: FromTargetSection, examples: Sequence[Example], trust_remote_code: bool
-) -> PreTrainedModel:
-    if section.width is None and section.inner_width is None:
-        return draft_from_target(target.model, section.layers, trust_remote_code)
-    config = target.model.config.get_text_config(decoder=True)
-    sizes = narrow_sizes(config, section.width, section.inner_width)
-    draft = draft_from_target(target.model, section.layers, trust_remote_code).float()
-    count = min(section.importance_rows, len(examples))
-    spread = [examples[row * len(examples) // count] for row in range(count)]
-    layers = _chosen_layers(section.layers, config.num_hidden_layers)
-    return pruned(draft, layers, measured(target.model, spread), sizes)
 
 
 def draft_from_target(

@@ -14,16 +14,10 @@ Share = Weight | tuple[Weight, Weight]
 
 
 class FromTargetSection(Section):
-    """A draft made of the target: some of its layers, its embeddings, and on request fewer channels."""
+    """A draft made of the target: some of its layers and its embeddings."""
 
     layers: Annotated[int, Field(ge=1)] | tuple[int, ...] = 1
     """Number of layers, evenly spaced; or their indices from 0, negative ones counted from the last."""
-    width: Annotated[int, Field(ge=1)] | None = None
-    """Hidden size; the channels that are most active on the training data stay. None: the target's hidden size."""
-    inner_width: Annotated[int, Field(ge=1)] | None = None
-    """Inner size of the feed-forward layers; None: the target's, in proportion to ``width``."""
-    importance_rows: Annotated[int, Field(ge=1)] = 64
-    """Sequences of the training data on which activations are measured."""
 
 
 class InitSection(Section):
