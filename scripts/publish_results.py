@@ -133,6 +133,32 @@ def policies_table(report: Report) -> str:
     )
 
 
+def gained_sentence(report: Report) -> str:
+    """Return for each timed target the fastest greedy method on the first prompt set, and what it gains at T=1."""
+    sentences = []
+    for target in dict.fromkeys(target for row in report["rows"] for target in row["speed"]):
+        timed = [row for row in report["rows"] if target in row["speed"]]
+        prompts = timed[0]["set"]
+        at = {
+            setting: [row for row in timed if (row["set"], row["setting"]) == (prompts, setting)]
+            for setting in ("greedy", "T=1")
+        }
+        best = max(at["greedy"], key=lambda row: float(row["speed"][target]["over_plain"]["value"]))
+        same = [row for row in at["T=1"] if (row["arm"], row["drafting"]) == (best["arm"], best["drafting"])]
+        gains = "; ".join(f"{row['setting']} {_gains(row['speed'][target])}" for row in (best, *same))
+        sentences.append(f"{text(target)}: {text(best['arm'])}, {text(best['drafting'])}, {gains}")
+    count = timed[0]["speed"][target]["over_plain"]["observations"]
+    return (
+        f"On {count} prompts of {text(prompts)} that no training saw, over plain decoding and in brackets over assisted "
+        f"generation of `transformers` with the best ordinary draft of the same data and steps. {'. '.join(sentences)}. "
+        "[Every method](docs/accepted.md); [which to choose](docs/choosing.md)."
+    )
+
+
+def _gains(speed: Report) -> str:
+    return f"**{estimate(speed['over_plain'], '×')}** ({estimate(speed['over_assisted'], '×')})"
+
+
 def accepted_table(report: Report) -> str:
     """Return tokens per pass of every arm and way to draft on every prompt set, as `benchmarks/accepted.py` counts."""
     return _by_place(report, lambda row: estimate(row["tokens_per_pass"]), "tokens_per_pass")
@@ -202,6 +228,7 @@ PLACES: dict[str, dict[str, Blocks]] = {
     "drafters": {"docs/measured.md": (("drafters", drafters_table),)},
     "policies": {"docs/measured.md": (("policies", policies_table),)},
     "accepted": {
+        "README.md": (("gained", gained_sentence),),
         "docs/accepted.md": (
             ("choosing", lambda _: "[choosing.md](choosing.md)."),
             ("accepted", accepted_table),

@@ -39,7 +39,7 @@ def _publisher() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(("name", "count"), [("quickstart", 3), ("drafters", 1), ("policies", 1), ("accepted", 5)])
+@pytest.mark.parametrize(("name", "count"), [("quickstart", 3), ("drafters", 1), ("policies", 1), ("accepted", 6)])
 def test_the_figures_of_the_pages_are_those_of_one_committed_report(name: str, count: int) -> None:
     publisher = _publisher()
     assert publisher.PLACES.keys() == {"quickstart", "drafters", "policies", "accepted"}
@@ -96,6 +96,8 @@ def test_the_tables_of_arms_have_a_column_for_each_prompt_set_and_setting() -> N
     gained = publisher.gained_tables(report).splitlines()
     assert gained[0] == "**t**" and gained[2] == "| arm | drafted | s, greedy | s, T=1 |"
     assert gained[4] == "| A | chain | 2.00× [1.50, 2.50] (–) | 2.00× [1.50, 2.50] (–) |"
+    assert publisher.gained_sentence(report).startswith("On 3 prompts of s that no training saw")
+    assert " t: A, chain, greedy **2.00× [1.50, 2.50]** (–); T=1 **2.00× " in publisher.gained_sentence(report)
     assert "| A | draft | `a=1` | 2 | 1,000 to 1,200 |" in publisher.trained_table(report)
     assert "| B | draft, from A | – | 1 | 500 |" in publisher.trained_table(report), "its own tokens alone"
 
