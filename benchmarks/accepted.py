@@ -224,12 +224,14 @@ def measure_acceptance(bench: Bench) -> None:
                 for prompt_set, prompts in bench.prompts.items():
                     for setting in (each for each in how.settings if each in bench.options.settings):
                         place = {"arm": name, "drafting": drafting, "seed": seed, "set": prompt_set, "setting": setting}
-                        _decode_rest(bench, place, drafter, prompts)
+                        _decode_rest(bench, place, how.how, drafter, prompts)
 
 
-def _decode_rest(bench: Bench, place: Mapping[str, Any], drafter: Drafter, prompts: Sequence[Sequence[int]]) -> None:
+def _decode_rest(
+    bench: Bench, place: Mapping[str, Any], how: str, drafter: Drafter, prompts: Sequence[Sequence[int]]
+) -> None:
     """Decode the prompts behind those that are recorded."""
-    wanted = {"part": "acceptance", **place}
+    wanted = {"part": "acceptance", **place, "how": how}
     done = [each for each in bench.records if all(each.get(key) == value for key, value in wanted.items())]
     first = sum(len(each["counts"]) for each in done)
     if first >= len(prompts):
@@ -323,7 +325,7 @@ def summarise(options: argparse.Namespace) -> None:
     for name, arm in ALL.items():
         folders = {seed: folder_of(options.runs, name, seed) for seed in range(100)}
         runs = {seed: curve_of(folder) for seed, folder in folders.items() if (folder / "final").is_dir()}
-        if runs or arm.recipe is None:
+        if runs or arm.recipe is None or any(row["arm"] == name for row in rows):
             trained[name] = {**arm._asdict(), "seeds": runs}
             trained[name].pop("draftings")
     report = {

@@ -1,5 +1,6 @@
 """Arms of `accepted.py`: recipes with overrides, and the ways to draft with what each of them trains."""
 
+import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -15,6 +16,11 @@ class Drafting(NamedTuple):
     options: Mapping[str, Any] = {}
     policy: str = "fixed"
     settings: tuple[str, ...] = tuple(SETTINGS)
+
+    @property
+    def how(self) -> str:
+        """Drafter and options as text: records of another way under the same name are not taken for this one's."""
+        return json.dumps([self.drafter, dict(self.options)])
 
 
 class Arm(NamedTuple):
@@ -119,8 +125,8 @@ ARMS: dict[str, Arm] = {
     "Markov, KL, shared lm_head": _medusa(_MARKOV, "loss.forward_kl=1", "shared_lm_head=true"),
     DRAFT: _draft()._replace(baseline=None),
     "draft, 2 × 256": _draft(*_shape(2, 256)),
-    "draft, one layer of the target": _draft(*_copied("[0]")),
-    "draft, full width": _draft(*_shape(1, 320)),
+    "draft, 1 × 320, one layer of the target": _draft(*_copied("[0]"))._replace(baseline="draft, 1 × 320"),
+    "draft, 1 × 320": _draft(*_shape(1, 320)),
     "draft, half the steps": _draft()._replace(share=0.5),
     "draft, then the loop": _draft(*_loop("replayed"))._replace(after="draft, half the steps", share=0.5),
     "parallel, no bias": _parallel(0, False),
@@ -158,7 +164,7 @@ CHOICES: dict[str, Arm] = {
     "draft, the data's own answers": _draft()._replace(answers="own"),
     "draft, half from the draft (GKD)": _policy("offline=0.5", "draft=0.5"),
     "draft, half from the loop (Draft-OPD)": _policy("offline=0.5", "loop=0.5"),
-    "draft, two layers": _draft(*_shape(2, 192)),
+    "draft, 2 × 192": _draft(*_shape(2, 192)),
     "draft, first and last layer of the target": _draft(*_copied("[0,-1]")),
     "draft, four layers of the target": _draft(*_copied("4")),
     "draft, 1 × 64": _draft(*_shape(1, 64)),

@@ -10,7 +10,7 @@ WAYS = ("fused", "plain")
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """The figures as tables."""
+    """Print the figures as tables."""
     columns = (
         "variant",
         "vocabulary",

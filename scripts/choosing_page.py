@@ -30,15 +30,19 @@ def family_of(report: Report, row: Report) -> str:
 
 
 def best_of(report: Report, target: str) -> dict[tuple[str, str], dict[str, Report]]:
-    """Return (prompt set, setting) -> family -> its row with the highest speed-up over plain decoding."""
+    """Return (prompt set, setting) -> family -> the fastest of its rows that were timed on the most prompts."""
     found: dict[tuple[str, str], dict[str, Report]] = {}
     for row in report["rows"]:
         if target in row["speed"]:
             families = found.setdefault((row["set"], row["setting"]), {})
             family = family_of(report, row)
-            if family not in families or _gain(row, target) > _gain(families[family], target):
+            if family not in families or _rank(row, target) > _rank(families[family], target):
                 families[family] = row
     return found
+
+
+def _rank(row: Report, target: str) -> tuple[int, float]:
+    return int(row["speed"][target]["over_plain"]["observations"]), _gain(row, target)
 
 
 def _gain(row: Report, target: str) -> float:
@@ -55,9 +59,9 @@ def _lines(report: Report) -> Iterator[str]:
     yield "# Choosing\n"
     yield (
         "Heads, a parallel draft, an ordinary draft or lookup: the largest speed-up over plain decoding that each "
-        "reached, one text at a time, by the best of its ways to draft. Figures, intervals and machine are those of "
-        "[accepted.md](accepted.md). Your target and texts are others: `headstart evaluate` with several `--drafter` "
-        "measures yours in the same way.\n"
+        "reached, one text at a time, by the best of its ways to draft; –: not timed there. Figures, intervals and "
+        "machine are those of [accepted.md](accepted.md). Your target and texts are others: `headstart evaluate` with "
+        "several `--drafter` measures yours in the same way.\n"
     )
     yield "| method | needs |\n|---|---|"
     yield from (f"| {family} | {needs} |" for family, needs in _NEEDS.items())
@@ -76,7 +80,8 @@ def _lines(report: Report) -> Iterator[str]:
 def _cell(row: Report | None, target: str) -> str:
     if row is None:
         return NONE
-    return f"{number(_gain(row, target))}× ({text(row['arm'])}, {text(row['drafting'])})"
+    count = row["speed"][target]["over_plain"]["observations"]
+    return f"{number(_gain(row, target))}× ({text(row['arm'])}, {text(row['drafting'])}; {count} prompts)"
 
 
 def _choice(families: Mapping[str, Report], target: str) -> str:

@@ -39,8 +39,8 @@ def _lines(results: dict[str, Any], comparisons: Mapping[str, Sequence[str]]) ->
         f"Measured on {machine['processor']}, {machine['cores']} cores, {machine['threads']} threads, by a script that "
         "`benchmarks/accepted.py` has replaced; "
         f"target storyteller-11m in bf16; every arm trained for {results['steps']} steps over the same prompts in the "
-        f"same order; commit {results['commit'][:12]}. {results['note']} Narrow drafts started as the target's most "
-        "active channels, a start that random weights beat and that has been removed since."
+        f"same order; commit {results['commit'][:12]}. {results['note']} Narrow drafts, but for the one of random "
+        "weights, started as the target's most active channels; that start has been removed since."
     )
     yield ""
     yield (

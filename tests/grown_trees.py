@@ -32,7 +32,7 @@ def with_random_weights(heads: MedusaHeads) -> MedusaHeads:
 
 
 def check_static_tree(heads: MedusaHeads, target: CausalLM, reference: Reference) -> None:
-    """A child of rank r holds the r-th best token after its own path."""
+    """Check that a child of rank r holds the r-th best token after its own path."""
     hidden = torch.randn(3, 16)
     for row, proposal in enumerate(propose(MedusaDrafter(heads, PATHS), target, hidden)):
         tokens: dict[tuple[int, ...], list[int]] = {(): [row]}
@@ -46,7 +46,7 @@ def check_static_tree(heads: MedusaHeads, target: CausalLM, reference: Reference
 
 
 def check_dynamic_tree(heads: MedusaHeads, target: CausalLM, reference: Reference, nodes: int) -> None:
-    """The paths have the largest products of probabilities, of all 16 + 256 + 4,096; another tree in every row."""
+    """Check that the paths have the largest products of probabilities, of all 16 + 256 + 4,096."""
     hidden = torch.randn(2, 16)
     proposals = propose(MedusaDrafter(heads, dynamic_nodes=nodes), target, hidden)
     for row, proposal in enumerate(proposals):
@@ -63,7 +63,7 @@ def check_dynamic_tree(heads: MedusaHeads, target: CausalLM, reference: Referenc
 
 
 def check_rows_alone(heads: MedusaHeads, target: CausalLM, dynamic: int | None) -> None:
-    """A row's tree is the same beside others and alone."""
+    """Check that a row's tree is the same beside others and alone."""
     drafter = MedusaDrafter(heads, None if dynamic else PATHS, dynamic)
     hidden, bounds = torch.randn(5, 16), [(99, 99), (2, 4), (0, 9), (3, 6), (1, 2)]
     session = drafter.open(target, SamplingConfig(), 5, 40)

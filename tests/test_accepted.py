@@ -23,8 +23,6 @@ from trainer.recipe.reading import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "recipes" / "storyteller-11m"
-MARKOV = "Markov, KL, D-PACE"
-"""The arm of recipes/storyteller-11m/markov.yaml."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +43,7 @@ def figures(scripts: dict[str, ModuleType]) -> ModuleType:
 
 
 def _counts(counts: list[list[int]], seed: int = 0, first: int = 0, **place: str) -> dict[str, Any]:
-    place = {"arm": "A", "drafting": "chain", "set": "s", "setting": "greedy", **place}
+    place = {"how": "h", "arm": "A", "drafting": "chain", "set": "s", "setting": "greedy", **place}
     return {"part": "acceptance", **place, "seed": seed, "first": first, "counts": counts}
 
 
@@ -55,8 +53,9 @@ def test_tokens_per_pass_are_all_tokens_over_all_passes_of_all_seeds(figures: Mo
         _counts([[4, 2]], first=1),
         _counts([[3, 3], [5, 3]], seed=1),
         _counts([[9, 1]], arm="B"),
+        _counts([[9, 1]], first=2, how="another way under the same name"),
     ]
-    counts = figures.counts_of(records, "A", "chain", "s", "greedy")
+    counts = figures.counts_of(records, "h", "A", "chain", "s", "greedy")
     assert counts == {0: {0: (6, 2), 1: (4, 2)}, 1: {0: (3, 3), 1: (5, 3)}}
     found = figures.tokens_per_pass(counts)
     assert found.value == pytest.approx(1.8) and found.observations == 2
@@ -123,7 +122,7 @@ def test_every_arm_is_a_recipe_that_can_be_read(scripts: dict[str, ModuleType]) 
 
 @pytest.mark.parametrize(
     ("shipped", "name"),
-    [("medusa1", "Medusa-1"), ("markov", MARKOV), ("draft", "draft"), ("parallel", "parallel, reads the target")],
+    [("medusa1", "Medusa-1"), ("markov", "Markov, KL"), ("draft", "draft"), ("parallel", "parallel, reads the target")],
 )
 def test_a_shipped_recipe_trains_what_its_arm_was_measured_with(
     scripts: dict[str, ModuleType], shipped: str, name: str
@@ -135,7 +134,8 @@ def test_a_shipped_recipe_trains_what_its_arm_was_measured_with(
     offered = load_recipe(RECIPES / f"{shipped}.yaml", ["target=T", "data.train=A", "data.heldout=H"]).model_dump()
     assert offered["training"] == measured["training"]
     part = "heads" if arm.recipe == "medusa1" else "draft"
-    free = {"check_costs", "num_draft_tokens"}  # for the evaluations alone
+    # Costs are not checked on a busy machine, and evaluations draft chains of another length.
+    free = {"check_costs", "num_draft_tokens"}
     assert {**offered[part], **dict.fromkeys(free)} == {**measured[part], **dict.fromkeys(free)}
 
 

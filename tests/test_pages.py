@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -96,10 +97,26 @@ def test_the_tables_of_arms_have_a_column_for_each_prompt_set_and_setting() -> N
     gained = publisher.gained_tables(report).splitlines()
     assert gained[0] == "**t**" and gained[2] == "| arm | drafted | s, greedy | s, T=1 |"
     assert gained[4] == "| A | chain | 2.00× [1.50, 2.50] (–) | 2.00× [1.50, 2.50] (–) |"
-    assert publisher.gained_sentence(report).startswith("On 3 prompts of s that no training saw")
-    assert " t: A, chain, greedy **2.00× [1.50, 2.50]** (–); T=1 **2.00× " in publisher.gained_sentence(report)
     assert "| A | draft | `a=1` | 2 | 1,000 to 1,200 |" in publisher.trained_table(report)
     assert "| B | draft, from A | – | 1 | 500 |" in publisher.trained_table(report), "its own tokens alone"
+
+
+def test_the_leading_table_lets_methods_of_the_most_prompts_compete_and_names_the_way_at_each_temperature() -> None:
+    publisher = _publisher()
+
+    def row(
+        drafting: str, setting: str, value: float, prompts: int, target: str = "t", arm: str = "A"
+    ) -> dict[str, Any]:
+        gain = {"value": value, "low": value, "high": value, "observations": prompts}
+        speed = {target: {"over_plain": gain, "over_assisted": None}}
+        return {"arm": arm, "drafting": drafting, "set": "s", "setting": setting, "speed": speed}
+
+    rows = [row("tree", "greedy", 2.0, 100), row("tree", "greedy", 3.0, 37, arm="B"), row("tree", "T=1", 1.1, 100)]
+    rows += [row("drawn tree", "T=1", 1.5, 100), row("tree", "T=1", 1.4, 40, "w")]
+    lines = publisher.lead_table({"rows": rows}).splitlines()
+    assert lines[2] == "| t | *A*, tree | **2.00× [2.00, 2.00]** (–) | **1.50× [1.50, 1.50]** (–), drawn tree | 100 |"
+    assert lines[3] == "", "a target without a greedy figure has no row"
+    assert publisher.lead_table({"rows": [{**row("tree", "greedy", 1.0, 9), "speed": {}}]}).startswith("| target |")
 
 
 def test_the_page_of_choices_names_the_fastest_and_those_that_may_be_as_fast() -> None:
@@ -119,9 +136,12 @@ def test_the_page_of_choices_names_the_fastest_and_those_that_may_be_as_fast() -
     rows += [row("D", "4 tokens", 1.9, 2.05), row("D", "with lookup", 1.2, 1.3), row("L", "10 tokens", 0.9, 1.0)]
     rows += [row("L", "10 tokens", 0.8, 0.9, "T=1")]
     page = publisher.choosing_page({"arms": arms, "rows": rows})
-    assert "| s | greedy | 1.80× (M, tree) | 2.00× (P, 6 tokens) | 1.90× (D, 4 tokens) " in page
-    assert "| 0.90× (L, 10 tokens) | 1.20× (D, with lookup) | parallel draft or draft |" in page
-    assert "| s | T=1 | – | – | – | 0.80× (L, 10 tokens) | – | plain decoding |" in page
+    assert (
+        "| s | greedy | 1.80× (M, tree; 9 prompts) | 2.00× (P, 6 tokens; 9 prompts) | 1.90× (D, 4 tokens; 9 prompts) "
+        in page
+    )
+    assert "| 0.90× (L, 10 tokens; 9 prompts) | 1.20× (D, with lookup; 9 prompts) | parallel draft or draft |" in page
+    assert "| s | T=1 | – | – | – | 0.80× (L, 10 tokens; 9 prompts) | – | plain decoding |" in page
     assert "- **Parallel draft**: the fastest on s (greedy).\n" in page
     assert "- **Heads**: the fastest on none.\n" in page
     assert "slower than plain decoding on s (greedy), s (T=1)." in page

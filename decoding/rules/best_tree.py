@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Sequence
 
 FITTED_RANKS = 10
-"""Number of each head's best tokens whose accuracies are measured, as in Medusa's published trees."""
+"""Number of best tokens of a head, or of a parallel draft's position, whose accuracies `best_tree` is given."""
 
 
 def best_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[tuple[int, ...], ...]:

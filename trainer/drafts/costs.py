@@ -69,8 +69,8 @@ def check_pays(costs: Costs) -> str:
         raise ValueError(
             f"this draft cannot pay: a {step} of it takes {costs.draft_step:.2f} of a target pass here, so that with "
             f"every token accepted decoding would run at {most:.2f} times the speed of plain decoding; give it fewer "
-            "layers or less width (draft.init), or set draft.check_costs=false (on a busy machine start again: three "
-            "measurements may all have been spoilt)"
+            "layers (draft.init), or less width (draft.init.from_config), or set draft.check_costs=false (on a busy "
+            "machine start again: three measurements may all have been spoilt)"
         )
     return (
         f"costs here: a draft {step} takes {costs.draft_step:.2f} of a target pass; "

@@ -60,7 +60,7 @@ def initial_draft(
     a context or a vocabulary that is too small, layers that the target does not have, a config that makes no model.
     """
     init = section.init
-    model = _started(target, tokenizer, section.init, trust_remote_code)
+    model = _started(target, tokenizer, init, trust_remote_code)
     model.to(target.device, torch.float32)  # type: ignore[arg-type]  # transformers' stubs
     draft = CausalLM(model)
     given = "from_model" if init.from_model else "from_config" if init.from_config else "from_target"
