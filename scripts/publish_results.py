@@ -171,8 +171,22 @@ def _gains(speed: Report) -> str:
 
 
 def accepted_table(report: Report) -> str:
-    """Return tokens per pass of every arm and way to draft on every prompt set, as `benchmarks/accepted.py` counts."""
-    return _by_place(report, lambda row: estimate(row["tokens_per_pass"]), "tokens_per_pass")
+    """Return tokens per pass of every arm and way to draft on every prompt set, as `benchmarks/accepted.py` counts.
+
+    A figure of fewer prompts than others of its set has their number behind it.
+    """
+    most: dict[str, int] = {}
+    for row in report["rows"]:
+        if row["tokens_per_pass"] is not None:
+            most[row["set"]] = max(most.get(row["set"], 0), row["tokens_per_pass"]["observations"])
+
+    def cell(row: Report) -> str:
+        count = row["tokens_per_pass"]["observations"]
+        return estimate(row["tokens_per_pass"]) + (f" of {count}" if count < most[row["set"]] else "")
+
+    prompts = ", ".join(f"{count} of {text(name)}" for name, count in most.items())
+    below = f"Prompts: {prompts}; fewer where a figure ends in their number."
+    return f"{_by_place(report, cell, 'tokens_per_pass')}\n\n{below}"
 
 
 def compared_table(report: Report) -> str:

@@ -89,9 +89,14 @@ def test_the_tables_of_arms_have_a_column_for_each_prompt_set_and_setting() -> N
     arms["B"] = {"recipe": "draft", "overrides": [], "seeds": {"0": {"tokens": 500}}, "after": "A"}
     report = {"rows": [row, timed], "arms": arms, "settings": {"steps": 5, "max_new_tokens": 8}, "commits": ["c"]}
     report["hardware"] = {"processor": "P", "cores": 2}
-    assert publisher.accepted_table(report).splitlines()[0::2] == [
+    fewer = {**row, "drafting": "tree", "tokens_per_pass": {**figure, "observations": 2}}
+    assert publisher.accepted_table({**report, "rows": [row, timed, fewer]}).splitlines() == [
         "| arm | drafted | s, T=1 |",
+        "|---|---|---:|",
         "| A | chain | 2.00 [1.50, 2.50] |",
+        "| A | tree | 2.00 [1.50, 2.50] of 2 |",
+        "",
+        "Prompts: 3 of s; fewer where a figure ends in their number.",
     ]
     assert len(publisher.compared_table(report).splitlines()) == 2, "an arm without a baseline has no row"
     gained = publisher.gained_tables(report).splitlines()
