@@ -224,14 +224,14 @@ def measure_acceptance(bench: Bench) -> None:
                 for prompt_set, prompts in bench.prompts.items():
                     for setting in (each for each in how.settings if each in bench.options.settings):
                         place = {"arm": name, "drafting": drafting, "seed": seed, "set": prompt_set, "setting": setting}
-                        _decode_rest(bench, place, how.how, drafter, prompts)
+                        _decode_rest(bench, place, how.spec, drafter, prompts)
 
 
 def _decode_rest(
-    bench: Bench, place: Mapping[str, Any], how: str, drafter: Drafter, prompts: Sequence[Sequence[int]]
+    bench: Bench, place: Mapping[str, Any], spec: str, drafter: Drafter, prompts: Sequence[Sequence[int]]
 ) -> None:
     """Decode the prompts behind those that are recorded."""
-    wanted = {"part": "acceptance", **place, "how": how}
+    wanted = {"part": "acceptance", **place, "spec": spec}
     done = [each for each in bench.records if all(each.get(key) == value for key, value in wanted.items())]
     first = sum(len(each["counts"]) for each in done)
     if first >= len(prompts):

@@ -1,8 +1,9 @@
 """Arms of `accepted.py`: recipes with overrides, and the ways to draft with what each of them trains."""
 
-import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+from decoding.drafters.spec import DrafterSpec
 
 GREEDY, SAMPLED = "greedy", "T=1"
 SETTINGS = {GREEDY: 0.0, SAMPLED: 1.0}
@@ -18,9 +19,9 @@ class Drafting(NamedTuple):
     settings: tuple[str, ...] = tuple(SETTINGS)
 
     @property
-    def how(self) -> str:
+    def spec(self) -> str:
         """Drafter and options as text: records of another way under the same name are not taken for this one's."""
-        return json.dumps([self.drafter, dict(self.options)])
+        return str(DrafterSpec(self.drafter, None, self.options))
 
 
 class Arm(NamedTuple):

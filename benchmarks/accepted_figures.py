@@ -39,10 +39,10 @@ def append_record(path: Path, record: Record) -> None:
         file.write(json.dumps(record) + "\n")
 
 
-def counts_of(records: Iterable[Record], how: str, arm: str, drafting: str, prompt_set: str, setting: str) -> Counts:
+def counts_of(records: Iterable[Record], spec: str, arm: str, drafting: str, prompt_set: str, setting: str) -> Counts:
     """Collect an arm's counts of decoding in batches; a prompt decoded twice counts once."""
     place = {"arm": arm, "drafting": drafting, "set": prompt_set, "setting": setting}
-    wanted = {"part": "acceptance", "how": how, **place}
+    wanted = {"part": "acceptance", "spec": spec, **place}
     found: dict[int, dict[int, tuple[float, float]]] = {}
     for record in records:
         if all(record.get(key) == value for key, value in wanted.items()):
@@ -149,7 +149,7 @@ def _row(
     records: Sequence[Record], arms: Mapping[str, Arm], place: tuple[str, str, str, str], targets: Sequence[str]
 ) -> Record | None:
     name, drafting, prompt_set, setting = place
-    counts = counts_of(records, arms[name].draftings[drafting].how, *place)
+    counts = counts_of(records, arms[name].draftings[drafting].spec, *place)
     key = key_of(name, drafting)
     speed = {target: speed_of(records, key, target, prompt_set, setting) for target in targets}
     if not counts and not any(speed.values()):
@@ -158,8 +158,8 @@ def _row(
     compared = None
     if baseline is not None and counts:
         same = drafting if drafting in arms[baseline].draftings else next(iter(arms[baseline].draftings))
-        how = arms[baseline].draftings[same].how
-        compared = ratio(counts, counts_of(records, how, baseline, same, prompt_set, setting))
+        spec = arms[baseline].draftings[same].spec
+        compared = ratio(counts, counts_of(records, spec, baseline, same, prompt_set, setting))
     return {
         **dict(zip(("arm", "drafting", "set", "setting"), place, strict=True)),
         "seeds": len(counts),

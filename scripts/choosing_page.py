@@ -59,9 +59,9 @@ def _lines(report: Report) -> Iterator[str]:
     yield "# Choosing\n"
     yield (
         "Heads, a parallel draft, an ordinary draft or lookup: the largest speed-up over plain decoding that each "
-        "reached, one text at a time, by the best of its ways to draft; –: not timed there. Figures, intervals and "
-        "machine are those of [accepted.md](accepted.md). Your target and texts are others: `headstart evaluate` with "
-        "several `--drafter` measures yours in the same way.\n"
+        "reached, one text at a time, by the best of those of its ways to draft that were timed on the most prompts; "
+        "–: not timed there. Figures, intervals and machine are those of [accepted.md](accepted.md). Your target and "
+        "texts are others: `headstart evaluate` with several `--drafter` measures yours in the same way.\n"
     )
     yield "| method | needs |\n|---|---|"
     yield from (f"| {family} | {needs} |" for family, needs in _NEEDS.items())

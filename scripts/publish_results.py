@@ -150,7 +150,8 @@ def lead_table(report: Report) -> str:
         beside = max(drawn, key=lambda row: float(row["speed"][target]["over_plain"]["value"]), default=None)
         at_one = NONE if beside is None else f"{_gains(beside['speed'][target])}, {text(beside['drafting'])}"
         method = f"*{text(best['arm'])}*, {text(best['drafting'])}"
-        count = best["speed"][target]["over_plain"]["observations"]
+        counts = [row["speed"][target]["over_plain"]["observations"] for row in (best, beside) if row is not None]
+        count = " and ".join(str(each) for each in dict.fromkeys(counts))
         lines.append(f"| {text(target)} | {method} | {_gains(best['speed'][target])} | {at_one} | {count} |")
     return "\n".join(lines) + (
         "\n\nOver plain decoding, and in brackets over assisted generation of `transformers` with its defaults and the "

@@ -43,7 +43,7 @@ def figures(scripts: dict[str, ModuleType]) -> ModuleType:
 
 
 def _counts(counts: list[list[int]], seed: int = 0, first: int = 0, **place: str) -> dict[str, Any]:
-    place = {"how": "h", "arm": "A", "drafting": "chain", "set": "s", "setting": "greedy", **place}
+    place = {"spec": "lookup", "arm": "A", "drafting": "chain", "set": "s", "setting": "greedy", **place}
     return {"part": "acceptance", **place, "seed": seed, "first": first, "counts": counts}
 
 
@@ -53,9 +53,9 @@ def test_tokens_per_pass_are_all_tokens_over_all_passes_of_all_seeds(figures: Mo
         _counts([[4, 2]], first=1),
         _counts([[3, 3], [5, 3]], seed=1),
         _counts([[9, 1]], arm="B"),
-        _counts([[9, 1]], first=2, how="another way under the same name"),
+        _counts([[9, 1]], first=2, spec="another way under the same name"),
     ]
-    counts = figures.counts_of(records, "h", "A", "chain", "s", "greedy")
+    counts = figures.counts_of(records, "lookup", "A", "chain", "s", "greedy")
     assert counts == {0: {0: (6, 2), 1: (4, 2)}, 1: {0: (3, 3), 1: (5, 3)}}
     found = figures.tokens_per_pass(counts)
     assert found.value == pytest.approx(1.8) and found.observations == 2

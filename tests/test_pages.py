@@ -118,9 +118,11 @@ def test_the_leading_table_lets_methods_of_the_most_prompts_compete_and_names_th
 
     rows = [row("tree", "greedy", 2.0, 100), row("tree", "greedy", 3.0, 37, arm="B"), row("tree", "T=1", 1.1, 100)]
     rows += [row("drawn tree", "T=1", 1.5, 100), row("tree", "T=1", 1.4, 40, "w")]
+    rows += [row("tree", "greedy", 2.0, 40, "v"), row("tree", "T=1", 1.0, 30, "v")]
     lines = publisher.lead_table({"rows": rows}).splitlines()
     assert lines[2] == "| t | *A*, tree | **2.00× [2.00, 2.00]** (–) | **1.50× [1.50, 1.50]** (–), drawn tree | 100 |"
-    assert lines[3] == "", "a target without a greedy figure has no row"
+    assert lines[3].endswith("| 40 and 30 |"), "prompts of the greedy figure, then of the other where it has fewer"
+    assert lines[4] == "", "a target without a greedy figure has no row"
     assert publisher.lead_table({"rows": [{**row("tree", "greedy", 1.0, 9), "speed": {}}]}).startswith("| target |")
 
 
