@@ -19,7 +19,7 @@ from decoding.threads import spin_briefly
 spin_briefly()  # before torch is imported
 
 from decoding.drafters.registry import REGISTRY
-from trainer.commands.decode import run_evaluate
+from trainer.commands.evaluate import run_evaluate
 from trainer.commands.options import EvaluateOptions
 from trainer.terminal.console import standard_output
 

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from decoding.measure.throughput import measure_throughput
 from tiny_models import tiny_model
 
 from decoding.drafters import PromptLookupDrafter
 from decoding.generate import DecodingConfig
 from decoding.measure.baselines import transformers_generate, transformers_generate_batch
 from decoding.measure.evaluate import PLAIN, TRANSFORMERS
-from decoding.measure.throughput import measure_throughput
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import typical_acceptance
