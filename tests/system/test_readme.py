@@ -19,6 +19,7 @@ README = (ROOT / "README.md").read_text()
 PYTHON = (ROOT / "docs" / "python.md").read_text()
 TRAINING = (ROOT / "docs" / "training.md").read_text()
 DRAFTS = (ROOT / "docs" / "drafts.md").read_text()
+EVALUATE = (ROOT / "docs" / "evaluate.md").read_text()
 _TINY_RECIPE = (
     "training.steps=2 training.batch_size=2 training.micro_batch_size=2 data.max_length=64 evaluation.prompts=1 "
     "evaluation.max_new_tokens=4 tracking=none"
@@ -114,9 +115,22 @@ def test_every_command_of_the_page_on_drafts_runs_in_the_order_given(desk: Path,
     assert (desk / "exported" / "parallel" / "parallel.json").is_file()
 
 
+def test_every_command_of_the_page_on_evaluating_runs_in_the_order_given(
+    desk: Path, environment: dict[str, str]
+) -> None:
+    found = commands(EVALUATE)
+    assert len(found) == 5
+    for command in found:
+        run(command, desk, environment)
+    report = json.loads((desk / "runs" / "grid" / "report.json").read_text())
+    cells = {(row["batch_size"], row["context"]) for row in (*report["rows"], *report["grid"])}
+    assert cells == {(1, 128), (1, 256), (8, 128), (8, 256)}
+
+
 def run(command: str, desk: Path, environment: dict[str, str]) -> None:
     words = shlex.split(command.replace("ORG/HEADS", REPOSITORY))
-    words += TINY.get(" ".join(words[:2]), "").split()
+    kind = "headstart evaluate" if "trainer.cli" in words else " ".join(words[:2])
+    words += TINY.get(kind, "").split()
     if re.search("recipes/any/(draft|parallel)", command):
         words.append("draft.check_costs=false")  # no draft pays for so small a target
     done = subprocess.run(words, cwd=desk, env=environment, capture_output=True, text=True, timeout=240)
