@@ -47,7 +47,7 @@ def rows_of(report: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {"spec": report["drafters"][row["drafter"]], **{key: row[key] for key in kept if key in row}}
         for row in report["rows"]
-        if row["drafter"] is not None and not row["method"].startswith("transformers")
+        if row["drafter"] is not None and row["timed"] and not row["method"].startswith("transformers")
     ]
 
 

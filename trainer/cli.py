@@ -261,5 +261,6 @@ def main() -> None:
     app()
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # accelerate launch -m trainer.cli
+    sys.argv[0] = "headstart"
     main()

@@ -41,9 +41,10 @@ class Evaluation:
         told = {(each["setting"], each["name"]): each for each in self.provenances[0]["methods"]}
         return {key: each for key, each in told.items() if key in measured}
 
-    def about(self) -> set[tuple[str, str]]:
-        """Return the machines and commits that its records were made by."""
-        return {(str(each.get("hardware")), str(each.get("commit"))) for each in self.provenances}
+    def about(self) -> dict[str, set[str]]:
+        """Return what its records' times depend on: machines, commits and numbers of processes."""
+        names = {"machines": "hardware", "commits": "commit", "numbers of processes": "processes"}
+        return {name: {str(each.get(key)) for each in self.provenances} for name, key in names.items()}
 
 
 def read_evaluation(folder: Path) -> Evaluation:
@@ -124,9 +125,9 @@ def _check_alike(a: Evaluation, b: Evaluation) -> None:
 
 
 def _times_compare(a: Evaluation, b: Evaluation) -> tuple[bool, list[str]]:
-    """Return True if both were timed on one machine by one commit; else the reason, as a warning."""
-    machines, commits = ({each[place] for each in a.about() | b.about()} for place in (0, 1))
-    changed = [name for name, found in (("machines", machines), ("commits", commits)) if len(found) > 1]
+    """Return True if both were timed on one machine, in the same way, by one commit; else the reason, as a warning."""
+    ours, theirs = a.about(), b.about()
+    changed = [name for name in ours if len(ours[name] | theirs[name]) > 1]
     if not changed:
         return True, []
     return False, [f"times of different {' and '.join(changed)} do not compare: only acceptance is compared"]
@@ -170,6 +171,8 @@ def _row(
     questions = len({record.prompts[0] for record, _ in pairs.both})
     passes = ratio_of_rates(_by_question(pairs, _tokens_and_passes))
     speed = ratio_of_rates(_by_question(pairs, _tokens_and_seconds)) if has_times else None
+    if not passes.observations and speed is None:  # a peer tells nothing of its passes
+        return None
     found: dict[str, Any] = {
         "setting": mine[0],
         "method": mine[1],

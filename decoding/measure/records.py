@@ -18,7 +18,7 @@ Margin = float | Literal["ended"] | None
 """Difference of the two tokens' logits where a greedy text parts from plain decoding's; "ended" where one of them ended
 and the other went on; None for equal texts."""
 
-_ABOUT = ("hardware", "versions", "commit")
+_ABOUT = ("hardware", "versions", "commit", "processes")
 """Facts that may differ among the files of a folder; their times then do not compare."""
 
 

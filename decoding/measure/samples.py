@@ -9,6 +9,7 @@ from decoding.generate import Step
 from decoding.measure.evaluate import Measurement, cells_of
 from decoding.measure.methods import Method, Run
 from decoding.measure.records import Cell, Record
+from decoding.measure.redact import without_secrets
 from decoding.stream import stream_pieces
 
 _PROMPT_CHARACTERS = 400
@@ -61,7 +62,7 @@ def _texts(
             "setting": method.setting,
             "method": method.name,
             "task": source.tasks[place],
-            "prompt": prompt[-_PROMPT_CHARACTERS:],
+            "prompt": without_secrets(prompt[-_PROMPT_CHARACTERS:]),
             "pieces": pieces_of(record.runs[row], tokenizer, measurement.config.eos_token_ids),
         }
 

@@ -74,7 +74,7 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
     made_by = _made_by(options, config, models.specs, asked.asker, models.tokenizer)
     with _alone_in(options.output, accelerator):
         _prepare(options, made_by, accelerator)
-        records = open_records(options.output, rank, _provenance(made_by, methods))
+        records = open_records(options.output, rank, _provenance(made_by, methods, world))
         _wait(accelerator)
         measurement = Measurement(models.target, methods, asked.asker, config, records, rank, world)
         total = measurement.total()
@@ -84,6 +84,7 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
         if accelerator is not None:
             for line in gather_object(list(records.lines())):
                 records.take(line)
+            accelerator.end_training()
         if rank:
             return {}
         report = _report(options, made_by, asked, measurement, models.tokenizer)
@@ -216,12 +217,12 @@ def _made_by(
     }
 
 
-def _provenance(made_by: Mapping[str, Any], methods: Sequence[Method]) -> dict[str, Any]:
+def _provenance(made_by: Mapping[str, Any], methods: Sequence[Method], world: int) -> dict[str, Any]:
     """Return the first line of a file of runs."""
     names = ("setting", "name", "label", "drafter", "artefact", "temperature", "timed")
     told = [{name: getattr(method, name) for name in names} for method in methods]
     about = {"command": made_by["command"], "hardware": hardware(), "versions": versions(), "commit": commit()}
-    return {"identity": _identity(made_by), "methods": told, **about}
+    return {"identity": _identity(made_by), "methods": told, "processes": world, **about}
 
 
 def _identity(made_by: Mapping[str, Any]) -> dict[str, Any]:
