@@ -64,7 +64,7 @@ def css() -> str:
 
 
 def series(index: int) -> dict[str, Any]:
-    """Return what tells series ``index`` (from 0) apart for `Axes.plot`: a colour, and a marker that differs as well."""
+    """Return colour, marker and dashes of series ``index`` (from 0) for `Axes.plot`; neighbours differ in both."""
     dashes = ("-", "--", "-.", ":")
     return {
         "color": COLOURS[index % len(COLOURS)],
