@@ -4,10 +4,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from decoding.measure.figures import estimate
 from decoding.measure.markdown import one_line
 from decoding.measure.report.rows import PLAIN, cells, measured, methods, named, settings, speed_of
-from decoding.measure.report.style import COLOURS, GRID, INK, panel, series, shade_below_one, styled, svg, swatch
+from decoding.measure.report.style import GRID, INK, panel, series, shade_below_one, styled, svg, swatch
 from decoding.measure.report.words import agreement, crossing, curve, times, within
 
 Row = dict[str, Any]
@@ -45,10 +44,11 @@ _AXES = {"batch_size": ("batch size", "batch"), "context": ("tokens of context",
 def curves(report: Row, axis: str) -> list[Picture]:
     """Draw the speed-up over ``axis`` ("batch_size" or "context"): a picture for each setting and place on the other.
 
-    Only where it was measured at two places or more; the first picture of a setting is that of the report's rows.
+    Only where it was measured at two places or more, and all to one scale.
     """
     other = "context" if axis == "batch_size" else "batch_size"
     pictures = []
+    top = 1.08 * max((speed_of(row) or 0.0 for row in cells(report) if row["method"] != PLAIN), default=1.0)
     for setting in settings(report):
         rows = named(cells(report), setting)
         for place in dict.fromkeys(row.get(other) for row in rows):
@@ -60,13 +60,15 @@ def curves(report: Row, axis: str) -> list[Picture]:
             ]
             if lines:
                 told = f", {_AXES[other][1]} {place:,}" if place is not None else ""
-                picture = _curve_picture(report, axis, one_line(f"{setting}{told}"), lines)
+                picture = _curve_picture(report, axis, one_line(f"{setting}{told}"), lines, max(top, 1.3))
                 pictures.append(picture._replace(main=place == report["rows"][0].get(other)))
     return pictures
 
 
 @styled
-def _curve_picture(report: Row, axis: str, heading: str, lines: list[tuple[Row, list[tuple[int, float]]]]) -> Picture:
+def _curve_picture(
+    report: Row, axis: str, heading: str, lines: list[tuple[Row, list[tuple[int, float]]]], top: float
+) -> Picture:
     figure, axes = panel(3.5, 2.7)
     every, entries = methods(report), []
     label, unit = _AXES[axis]
@@ -80,7 +82,7 @@ def _curve_picture(report: Row, axis: str, heading: str, lines: list[tuple[Row, 
     axes.minorticks_off()
     axes.set_xlabel(label)
     axes.set_ylabel("speed-up over plain decoding")
-    axes.set_ylim(0, 1.08 * max(1.2, *(speed for _, points in lines for _, speed in points)))
+    axes.set_ylim(0, top)
     axes.grid(axis="y")
     shade_below_one(axes)
     title = f"Speed-up over {label}, {heading}: {'; '.join(f'{entry.name} {entry.words}' for entry in entries)}"
@@ -147,20 +149,8 @@ def cost(report: Row) -> Picture | None:
     return Picture(heading, svg(figure, heading), [])
 
 
-class Prediction(NamedTuple):
-    """A numbered point of the picture: its method, both speed-ups as text, how far off it is, and if within 10%."""
-
-    index: int
-    setting: str
-    method: str
-    predicted: str
-    measured: str
-    off: str
-    within: bool
-
-
 @styled
-def predictions(report: Row) -> tuple[Picture, list[Prediction]] | None:
+def predictions(report: Row) -> Picture | None:
     """Draw predicted against measured speed-up with the band of ±10%, a number per method; None without predictions."""
     rows = [row for row in measured(report) if row.get("predicted_speedup") is not None and speed_of(row)]
     rows = [row for row in rows if row["method"] != PLAIN]
@@ -168,50 +158,43 @@ def predictions(report: Row) -> tuple[Picture, list[Prediction]] | None:
         return None
     figure, axes = panel(3.5, 3.1)
     points = [(speed_of(row) or 0.0, row["predicted_speedup"]) for row in rows]
-    top = 1.12 * max(max(point) for point in points)
-    axes.fill_between([0, top], [0, 0.9 * top], [0, 1.1 * top], color=GRID, alpha=0.2, linewidth=0)
-    axes.plot([0, top], [0, top], color=GRID, linewidth=1)
-    axes.text(0.97 * top, 0.88 * top, "±10%", ha="right", va="top", fontsize=7.5)
-    places = _apart(points, top)
-    order = settings(report)
-    for index, (row, (x, y), (left, up)) in enumerate(zip(rows, points, places, strict=True), 1):
-        colour = COLOURS[order.index(row["setting"]) % len(COLOURS)]
-        axes.plot([x, left], [y, up], color=colour, linewidth=0.6)
-        axes.plot(x, y, "o", color=colour, markersize=4)
-        axes.text(left, up, str(index), ha="center", va="center", fontsize=8, color=INK)
-    axes.set_xlim(0, top)
-    axes.set_ylim(0, top)
+    low, high = min(map(min, points)), max(map(max, points))
+    ends = [max(0.0, low - 0.15 * (high - low) - 0.1), high + 0.15 * (high - low) + 0.1]
+    axes.fill_between(
+        ends, [0.9 * end for end in ends], [1.1 * end for end in ends], color=GRID, alpha=0.2, linewidth=0
+    )
+    axes.plot(ends, ends, color=GRID, linewidth=1)
+    order, entries = settings(report), []
+    for index, (row, (x, y), (left, up)) in enumerate(zip(rows, points, _apart(points, *ends), strict=True), 1):
+        place = order.index(row["setting"])
+        style = series(place)
+        axes.plot([x, (x + left) / 2], [y, (y + up) / 2], color=style["color"], linewidth=0.6)
+        axes.plot(x, y, linestyle="", marker=style["marker"], color=style["color"], markersize=4)
+        axes.text(left, up, str(index), ha="center", va="center", fontsize=8.5, color=INK)
+        words = f"predicted {times(y)}, measured {times(x)} ({agreement(row)}{' ✓' if within(row) else ''})"
+        colour, glyph = swatch(place)
+        entries.append(Legend(one_line(f"{index} {row['method']}, {row['setting']}"), colour, glyph, words))
+    axes.set_xlim(*ends)
+    axes.set_ylim(*ends)
     axes.set_xlabel("measured speed-up")
     axes.set_ylabel("predicted speed-up")
     axes.grid()
-    heading = f"{sum(within(row) for row in rows)} of {len(rows)} predictions within 10%"
-    told = [
-        Prediction(
-            index,
-            one_line(row["setting"]),
-            one_line(row["method"]),
-            times(row["predicted_speedup"]),
-            estimate(row.get("speedup_of_totals"), "×") if row.get("speedup_of_totals") else times(speed_of(row)),
-            agreement(row),
-            within(row),
-        )
-        for index, row in enumerate(rows, 1)
-    ]
-    shown = [Legend(one_line(setting), swatch(place)[0], "●") for place, setting in enumerate(order)]
-    return Picture(heading, svg(figure, heading), shown), told
+    heading = f"{sum(within(row) for row in rows)} of {len(rows)} predictions are within 10% (the band)"
+    return Picture(heading, svg(figure, heading), entries)
 
 
-def _apart(points: Sequence[tuple[float, float]], top: float) -> list[tuple[float, float]]:
-    """Return a place for each point's number: near the point, and away from other numbers and points."""
-    width, height = 0.06 * top, 0.065 * top
+def _apart(points: Sequence[tuple[float, float]], low: float, high: float) -> list[tuple[float, float]]:
+    """Return a place for each point's number: near the point, inside the axes, away from other numbers and points."""
+    width, height = 0.07 * (high - low), 0.08 * (high - low)
     taken: list[tuple[float, float]] = []
     for x, y in points:
-        rings = [(radius, turn) for radius in range(1, 12) for turn in range(12)]
-        tried = [
-            (x + 0.8 * width * r * math.sin(turn * math.pi / 6), y + 0.8 * height * r * math.cos(turn * math.pi / 6))
-            for r, turn in rings
+        turns = [(ring, turn * math.pi / 6) for ring in range(1, 12) for turn in range(12)]
+        tried = [(x + 0.8 * width * r * math.sin(turn), y + 0.8 * height * r * math.cos(turn)) for r, turn in turns]
+        inside = [
+            (a, b)
+            for a, b in tried
+            if low + width / 2 < a < high - width / 2 and low + height / 2 < b < high - height / 2
         ]
-        inside = [(a, b) for a, b in tried if width / 2 < a < top - width / 2 and height / 2 < b < top - height / 2]
         free = [
             (a, b)
             for a, b in inside

@@ -77,7 +77,7 @@ def notes(report: Report) -> str:
 
 
 def answers(report: Report) -> list[str]:
-    """Write the fastest method of each setting in a sentence, with the batch sizes at which it no longer pays."""
+    """Write the fastest method of each setting in a sentence, and from where on it no longer pays."""
     return [_answer(report, setting) for setting in settings(report)]
 
 
@@ -88,10 +88,10 @@ def _answer(report: Report, setting: str) -> str:
     best = max(timed, key=lambda row: speed_of(row) or 0.0)
     figure = best.get("speedup_of_totals") or {"value": speed_of(best), "low": None, "high": None}
     said = f"{estimate(figure, '×')} plain decoding, {setting}, batch {best.get('batch_size') or 1}"
-    if figure["value"] < 1:
+    if figure["value"] <= 1:
         return one_line(f"Nothing is faster than plain decoding: at best {best['method']}, {said}.")
     if figure["low"] is not None and figure["low"] <= 1:
-        said += "; its interval holds 1×, so more prompts are needed"
+        said += "; its interval holds 1×, so these prompts do not show a gain"
     falls = below_from(curve(report, best, "batch_size"))
     falls_with_context = below_from(curve(report, best, "context"))
     said += f"; below 1× from batch {falls:,} on" if falls else ""
