@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from matplotlib.ticker import MaxNLocator
+
 from decoding.measure.markdown import one_line
 from decoding.measure.report.rows import PLAIN, cells, measured, methods, named, settings, speed_of
 from decoding.measure.report.style import GRID, INK, panel, series, shade_below_one, styled, svg, swatch
@@ -114,7 +116,7 @@ def _acceptance_picture(report: Row, setting: str, rows: Sequence[Row]) -> Pictu
     axes.set_xlabel("position in the draft")
     axes.set_ylabel("share of drafts accepted so far")
     axes.set_ylim(0, 1.02)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.grid(axis="y")
     picture = svg(figure, f"Acceptance by position, {one_line(setting)}")
     return Picture(one_line(setting), picture, legend(report, [row["method"] for row in rows]))

@@ -23,36 +23,38 @@ GLYPHS = ("●", "■", "▲", "◆", "▼", "✚", "✖")
 INK = "#1b1c1e"
 GRID = "#8a8d91"
 
-STYLE: dict[str, Any] = {
-    "text.parse_math": False,  # a dollar sign in a name is printed, and starts no formula
-    "svg.fonttype": "none",  # text stays text: it takes the page's font, and readers can select it
-    "font.size": 9,
-    "axes.labelsize": 9,
-    "xtick.labelsize": 9,
-    "ytick.labelsize": 9,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": GRID,
-    "axes.labelcolor": INK,
-    "axes.titlecolor": INK,
-    "text.color": INK,
-    "xtick.color": GRID,
-    "ytick.color": GRID,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "grid.color": GRID,
-    "grid.alpha": 0.3,
-    "grid.linewidth": 0.6,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 4.5,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "savefig.facecolor": "none",
-}
-styled = matplotlib.rc_context(STYLE)
+styled = matplotlib.rc_context(
+    {
+        "text.parse_math": False,  # a dollar sign in a name is printed, and starts no formula
+        "svg.hashsalt": "headstart",  # the same figures, the same page
+        "svg.fonttype": "none",  # text stays text: it takes the page's font, and readers can select it
+        "font.size": 9,
+        "axes.labelsize": 9,
+        "xtick.labelsize": 9,
+        "ytick.labelsize": 9,
+        "axes.titlesize": 10,
+        "axes.titlelocation": "left",
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.edgecolor": GRID,
+        "axes.labelcolor": INK,
+        "axes.titlecolor": INK,
+        "text.color": INK,
+        "xtick.color": GRID,
+        "ytick.color": GRID,
+        "xtick.labelcolor": INK,
+        "ytick.labelcolor": INK,
+        "grid.color": GRID,
+        "grid.alpha": 0.3,
+        "grid.linewidth": 0.6,
+        "lines.linewidth": 1.6,
+        "lines.markersize": 4.5,
+        "figure.facecolor": "none",
+        "axes.facecolor": "none",
+        "savefig.facecolor": "none",
+    }
+)
 """Decorator of a function that draws a picture."""
 
 

@@ -1,5 +1,6 @@
 """Tables of a report, as text: the main one for Markdown and the page, and those that only the page folds away."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from decoding.measure.figures import NONE, counted, estimate, number, shares, speedup
@@ -27,7 +28,7 @@ class Table(NamedTuple):
     heading: str
     columns: tuple[str, ...]
     names: int
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
 
 
 def markdown_table(report: Report) -> str:

@@ -57,7 +57,8 @@ DEFINITIONS = (
 
 def caption(report: Report) -> str:
     """Describe the target, the machine, the prompts and the commit."""
-    machine, first = report["hardware"], next(iter(report["rows"]), {})
+    machine = report["hardware"]
+    first: Report = next(iter(report["rows"]), {})
     prompts = f"{report['prompts']} prompts"
     if first.get("context"):
         prompts += f" of {first['context']:,} tokens"
