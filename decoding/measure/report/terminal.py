@@ -1,4 +1,4 @@
-"""The report in a terminal of any width: a table per setting, the tasks under it, a text with its drafted tokens."""
+"""The report in a terminal of any width: the methods by setting, the tasks under them, and sentences."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from decoding.measure.figures import NONE, estimate, number
-from decoding.measure.markdown import one_line, visible
+from decoding.measure.markdown import one_line
 from decoding.measure.report.bars import tasks
 from decoding.measure.report.rows import PLAIN, measured, settings, speed_of, twins
 from decoding.measure.report.tables import COLUMNS, table_rows
@@ -19,9 +19,7 @@ from decoding.measure.report.words import answers, asked, caption, enough, notes
 Report = dict[str, Any]
 WIDE = 150
 """Columns from which the table has every column of `COLUMNS`."""
-_TASK_WIDTH, _METHOD_WIDTH = 24, 11
-_SHOWN_PIECES = 400
-"""Characters of a sample that a terminal shows."""
+_TASK_WIDTH, _METHOD_WIDTH = 21, 12
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,6 @@ class TerminalReport:
         yield Text(one_line(report.get("title") or ""), style="bold")
         yield wide_table(report) if width >= WIDE else narrow_table(report)
         yield from _task_tables(report, width)
-        yield from _sample(report)
         argmax = [_argmax(sampled, twin) for sampled, twin in twins(report)]
         lines = (*answers(report), f"{caption(report)}.", asked(report), *argmax, *enough(report), notes(report))
         yield Text("\n".join(filter(None, lines)), style="table.caption")
@@ -65,7 +62,7 @@ def narrow_table(report: Report) -> Table:
     """Make the table for 80 columns: a heading for each setting, and the figures that decide."""
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("method", overflow="fold")
-    for column in ("same", "tokens/pass", "tokens/s", "speed-up [95%]", "median"):
+    for column in ("same", "tokens\n/pass", "tokens\n/s", "speed-up [95%]", "median"):
         table.add_column(column, justify="right", no_wrap=True)
     rows = measured(report)
     for setting in settings(report):
@@ -92,7 +89,7 @@ def _narrow(row: Report) -> tuple[str, ...]:
 def _task_tables(report: Report, width: int) -> Iterator[RenderableType]:
     """Yield a table of tasks and methods for each setting, with as many methods as fit, the fastest first."""
     for matrix in tasks(report):
-        fit = max(1, (width - _TASK_WIDTH) // _METHOD_WIDTH)
+        fit = max(1, (width - _TASK_WIDTH - 2) // (_METHOD_WIDTH + 1))
         speeds = {
             one_line(row["method"]): speed_of(row) or 0.0
             for row in measured(report)
@@ -101,8 +98,10 @@ def _task_tables(report: Report, width: int) -> Iterator[RenderableType]:
         ranked = sorted(range(len(matrix.methods)), key=lambda place: -speeds.get(matrix.methods[place], 0.0))[:fit]
         left_out = len(matrix.methods) - len(ranked)
         heading = f"Speed-up by task, {matrix.setting}" + (f" ({left_out} slower methods left out)" if left_out else "")
-        table = Table(title=Text(heading, style="bold"), title_justify="left", box=box.SIMPLE, pad_edge=False)
-        table.add_column("task (prompts)", overflow="fold", max_width=_TASK_WIDTH)
+        table = Table(
+            title=Text(heading, style="bold"), title_justify="left", box=box.SIMPLE, padding=0, pad_edge=False
+        )
+        table.add_column("task (prompts)", overflow="fold", max_width=_TASK_WIDTH, min_width=_TASK_WIDTH)
         for place in ranked:
             table.add_column(Text(matrix.methods[place]), justify="right", overflow="fold", max_width=_METHOD_WIDTH)
         for task, prompts, cells in matrix.rows:
@@ -110,17 +109,6 @@ def _task_tables(report: Report, width: int) -> Iterator[RenderableType]:
             shown = [Text(cell.shown, style={"gain": "green", "loss": "red"}.get(cell.kind, "")) for cell in styles]
             table.add_row(Text(task + (f" ({prompts})" if prompts != NONE else "")), *shown)
         yield table
-
-
-def _sample(report: Report) -> Iterator[RenderableType]:
-    """Yield the first sample, its drafted tokens green and underlined."""
-    for sample in (report.get("samples") or [])[:1]:
-        told = ", ".join(one_line(sample[key]) for key in ("setting", "method", "task") if sample.get(key))
-        yield Text(f"A text, {told} (drafted tokens underlined):", style="bold")
-        pieces = [(visible(piece), "green underline" if drafted else "") for piece, drafted in sample["pieces"]]
-        text = Text.assemble(*pieces)
-        yield text[:_SHOWN_PIECES] + Text("…" if len(text) > _SHOWN_PIECES else "")
-        yield Text("")
 
 
 def _argmax(sampled: Report, twin: Report) -> str:
