@@ -1,5 +1,6 @@
 """The report as one HTML page without external resources: answer and pictures first, tables and settings folded."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def write_html(report: Report, path: Path) -> None:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["line"] = one_line
+    environment.filters["whole"] = _whole
     page = environment.get_template("report.html.j2").render(
         title=one_line(report.get("title") or "Headstart report"),
         colours=css(),
@@ -42,6 +43,11 @@ def write_html(report: Report, path: Path) -> None:
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
+
+
+def _whole(cell: str) -> str:
+    """Return the text with no-break spaces that keep a figure together with its interval or its count."""
+    return re.sub(r" (?=[\[(])|(?<=,) (?=\d+\.\d+\])|(?<=median) ", "\N{NO-BREAK SPACE}", cell)
 
 
 def _sentences(report: Report) -> Report:
