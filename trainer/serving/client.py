@@ -41,7 +41,8 @@ class Completed(NamedTuple):
     """A served model's answer. Fields of tokens are None where the server does not tell them.
 
     ``token_ids`` may hold the end of the text as their last entry or leave it out: servers differ. ``prompt_ids``: the
-    prompt as the server read it. ``logprobs``: of the written tokens, under whatever distribution the server reports.
+    prompt as the server read it; ``prompt_tokens``: their number. ``logprobs``: of the written tokens, under whatever
+    distribution the server reports. ``timings``: llama.cpp's, with its counts of speculation.
     """
 
     text: str
@@ -50,6 +51,8 @@ class Completed(NamedTuple):
     token_texts: tuple[str, ...] | None
     logprobs: tuple[float, ...] | None
     finish_reason: str | None
+    prompt_tokens: int | None = None
+    timings: Mapping[str, Any] | None = None
 
 
 class ServedModel:
@@ -257,7 +260,15 @@ def _read(sent: str) -> Completed:
         token_texts=tuple(map(str, texts)) or None,
         logprobs=tuple(float(value) for value in values if isinstance(value, int | float)) or None,
         finish_reason=choice.get("finish_reason"),
+        prompt_tokens=_count(found.get("usage")),
+        timings=timings if isinstance(timings := found.get("timings"), dict) else None,
     )
+
+
+def _count(usage: Any) -> int | None:
+    """Return the number of prompt tokens in an answer's usage."""
+    tokens = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    return tokens if type(tokens) is int else None
 
 
 def _integers(values: Any) -> tuple[int, ...] | None:
