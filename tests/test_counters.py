@@ -3,6 +3,7 @@
 import math
 
 import pytest
+
 from trainer.serving.counters import Counts, parse_counts
 
 VLLM_PAGE = """
@@ -18,11 +19,13 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",pos
 vllm:num_requests_running{engine="0",model_name="m"} 0.0
 """
 VLLM_LINE = (
-    "INFO 11-22 20:00:01 [metrics.py:101] SpecDecoding metrics: Mean acceptance length: 2.20, Accepted throughput: 12.00 "
-    "tokens/s, Drafted throughput: 30.00 tokens/s, Accepted: 120 tokens, Drafted: 300 tokens, Per-position acceptance "
+    "INFO 11-22 20:00:01 [metrics.py:101] SpecDecoding metrics: Mean acceptance length: 2.20, Accepted throughput: "
+    "12.00 tokens/s, Drafted throughput: 30.00 tokens/s, Accepted: 120 tokens, Drafted: 300 tokens, Per-position acceptance "
     "rate: 0.700, 0.350, 0.150, Avg Draft acceptance rate: 40.0%"
 )
-LLAMA_LINE = "slot print_timing: id  0 | task 0 | draft acceptance = 0.40000 (  120 accepted /   300 generated), mean len =  2.20"
+LLAMA_LINE = (
+    "slot print_timing: id  0 | draft acceptance = 0.40000 (  120 accepted /   300 generated), mean len =  2.20"
+)
 
 
 def test_a_metrics_page_of_vllm_gives_every_count() -> None:
@@ -67,8 +70,8 @@ def test_a_line_whose_drafts_are_not_all_whole_takes_its_passes_from_the_length(
 
 def test_an_older_log_line_of_vllm_is_read_as_well() -> None:
     older = (
-        "SpecDecoding metrics: Draft acceptance rate: 40.0%, Mean acceptance length: 2.20, Accepted: 120 tokens, Drafted: "
-        "300 tokens, Per-position acceptance rate: 0.700, 0.350, 0.150"
+        "SpecDecoding metrics: Draft acceptance rate: 40.0%, Mean acceptance length: 2.20, Accepted: 120 tokens, "
+        "Drafted: 300 tokens, Per-position acceptance rate: 0.700, 0.350, 0.150"
     )
     assert parse_counts(older).drafts == 100
 
@@ -97,7 +100,7 @@ def test_answers_of_llama_cpp_are_added_up() -> None:
 def test_sglang_gives_a_length_alone() -> None:
     page = 'sglang:spec_accept_length{model_name="m",tp_rank="0"} 2.2\nsglang:spec_accept_rate{tp_rank="0"} 0.55\n'
     assert parse_counts(page) == Counts("SGLang", length=2.2)
-    log = "Decode batch, #running-req: 1, #token: 90, token usage: 0.01, accept len: 2.20, accept rate: 0.40, cuda graph: True"
+    log = "Decode batch, #running-req: 1, #token: 90, accept len: 2.20, accept rate: 0.40, cuda graph: True"
     assert parse_counts(log).acceptance_length == 2.2 and parse_counts(page).since(parse_counts(page)).length == 2.2
 
 

@@ -15,7 +15,14 @@ import typer
 from decoding.measure.markdown import one_line
 from decoding.measure.redact import without_secrets
 from decoding.threads import spin_briefly
-from trainer.commands.options import EvaluateOptions, GenerateOptions, InspectOptions, RealignOptions, RegenerateOptions
+from trainer.commands.options import (
+    DiagnoseOptions,
+    EvaluateOptions,
+    GenerateOptions,
+    InspectOptions,
+    RealignOptions,
+    RegenerateOptions,
+)
 from trainer.commands.usage import BAD_INPUT, Command
 from trainer.terminal.console import say, say_error, standard_error
 from trainer.terminal.quiet import quiet_libraries
@@ -171,6 +178,16 @@ def drafters() -> None:
         run_drafters()
 
     raise typer.Exit(guarded(work, _debug()))
+
+
+@app.command(cls=Command)
+@takes(DiagnoseOptions)
+def diagnose(options: DiagnoseOptions) -> None:
+    """Find why a speculator does well here and badly in a server; exit code 1 names the first difference."""
+    from trainer.commands.diagnose import run_diagnose
+
+    if not run_diagnose(options):
+        raise typer.Exit(1)
 
 
 @app.command(cls=Command)

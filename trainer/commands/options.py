@@ -182,3 +182,54 @@ class InspectOptions:
     packing: Annotated[bool | None, Option(help="Put several short examples into one sequence.")] = None
     bad_rows: Annotated[str | None, Option(help="stop at a row that cannot be used, or skip it.")] = None
     trust_remote_code: Annotated[bool, Option(help="Run code that comes with a hub tokenizer.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagnoseOptions(ModelOptions):
+    """Options of `headstart diagnose`."""
+
+    speculator: Annotated[
+        str,
+        Argument(help="heads:PATH, draft:PATH,tokens=4, parallel:PATH, or a folder: of a run, or as it was exported."),
+    ]
+    prompts: Annotated[str, Option(help=".jsonl file of held-out prompts, one a line.")]
+    exported: Annotated[
+        Path | None, Option(help="Folder that the server reads, if it is another than SPECULATOR's.")
+    ] = None
+    endpoint: Annotated[
+        str | None, Option(help="Address of an OpenAI-compatible server, such as http://localhost:8000/v1.")
+    ] = None
+    model: Annotated[str | None, Option(help="The endpoint's name for the target.")] = None
+    metrics: Annotated[
+        str | None, Option(help="Address or file of the server's metrics page, if it is not beside --endpoint.")
+    ] = None
+    counters: Annotated[
+        str | None,
+        Option(help="Counters of vLLM, SGLang or llama.cpp: a pasted text, a file, or '-' for standard input."),
+    ] = None
+    report: Annotated[
+        Path | None, Option(help="report.json of an evaluation of SPECULATOR, named beside the server's figures.")
+    ] = None
+    stale: Annotated[
+        bool, Option("--stale", help="Instead: tell if SPECULATOR still fits a target that was tuned since.")
+    ] = False
+    base: Annotated[str | None, Option(help="With --stale: the target before it was tuned.")] = None
+    prompt_field: Annotated[str | None, Option(help="Field of the prompt; found by name if not given.")] = None
+    limit: Annotated[int, Option(min=1, help="Number of prompts.")] = 32
+    max_new_tokens: Annotated[int, Option(min=2, help="Longest answer, in tokens.")] = 128
+    temperature: Annotated[
+        float | None,
+        Option(min=0, help="Temperature of the sampled replay, 1 if not given; of pasted counters, 0 if not given."),
+    ] = None
+    draft_tokens: Annotated[
+        int | None, Option(min=1, help="Tokens drafted at a time; by default as many as the server counts.")
+    ] = None
+    batch_size: Annotated[int, Option(min=1, help="Prompts decoded at a time in this process.")] = 8
+    json_file: Annotated[
+        str | None, Option("--json", help="File for all findings as JSON; '-' prints them instead of the text.")
+    ] = None
+    concurrency: Annotated[int, Option(min=1, help="Requests to the endpoint at a time.")] = 8
+    timeout: Annotated[float, Option(min=0.001, help="Seconds to wait for one answer of the endpoint.")] = 120.0
+    api_key_variable: Annotated[
+        str, Option(help="Environment variable with the endpoint's key; 'none' is sent if it is not set.")
+    ] = "OPENAI_API_KEY"

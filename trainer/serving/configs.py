@@ -71,7 +71,9 @@ def _misread(whose: str, stored: Mapping[str, Any]) -> list[Difference]:
     try:
         wanted = rope_keys(config)
     except ValueError as error:
-        return [(f"{whose} config.json cannot be read by programs with transformers 4: {error}", "serve it with another")]
+        return [
+            (f"{whose} config.json cannot be read by programs with transformers 4: {error}", "serve it with another")
+        ]
     found = []
     for key, value in wanted.items():
         taken = config.get(key, defaults.get(key))
@@ -127,7 +129,7 @@ def _too_few_positions(stored: Mapping[str, Any], longest: int) -> list[Differen
         return []
     return [
         (
-            f"the draft holds {positions} positions, and texts here have up to {longest}: behind them nothing is drafted",
+            f"the draft holds {positions} positions, and texts here have up to {longest}: nothing is drafted behind",
             "train a draft with as many positions as the texts need, or serve shorter texts",
         )
     ]
@@ -139,7 +141,7 @@ def _taken_over(served: Path) -> list[Difference]:
         return []
     return [
         (
-            f"the path of the served folder has {part!r} in it, by which vLLM chooses another method than the given one",
+            f"the path of the served folder has {part!r} in it, by which vLLM chooses another method",
             "rename the folder",
         )
     ]
@@ -214,8 +216,8 @@ def _trimmed(stored: Mapping[str, Any]) -> Sequence[Difference]:
         return ()
     return (
         (
-            f"the draft's lm_head is trimmed by {name}, which no server reads: it writes with the whole lm_head, at the "
-            "cost of the whole",
+            f"the draft's lm_head is trimmed by {name}, which no server reads: it writes with the whole lm_head, "
+            "at the cost of the whole",
             "compare with the figures of a draft that is not trimmed, or train one (draft.vocabulary=null)",
         ),
     )

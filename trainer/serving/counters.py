@@ -1,17 +1,18 @@
 """A server's own counts of its speculation, read from its metrics page, its log, or its answers.
 
 Formats, as their sources write them:
-- vLLM 0.32 (``v1/spec_decode/metrics.py``): the counters ``vllm:spec_decode_num_drafts_total``, ``…_draft_tokens_total``,
-  ``…_accepted_tokens_total`` and ``…_accepted_tokens_per_pos_total{position="0"}``; the log line ``SpecDecoding metrics``;
-- llama.cpp (server of 2026-10): the same counters with the prefix ``llamacpp:``; the log lines ``draft acceptance = R (A
-  accepted / G generated), mean len = L`` and ``acc per pos = (…)``, before 2026 ``draft acceptance rate = R (…)``;
+- vLLM 0.32 (``v1/spec_decode/metrics.py``): the counters ``vllm:spec_decode_num_drafts_total``,
+  ``…_draft_tokens_total``, ``…_accepted_tokens_total`` and ``…_accepted_tokens_per_pos_total{position="0"}``; the log
+  line ``SpecDecoding metrics``;
+- llama.cpp (server of 2026-10): the same counters with the prefix ``llamacpp:``; the log lines ``draft acceptance = R
+  (A accepted / G generated), mean len = L`` and ``acc per pos = (…)``, before 2026 ``draft acceptance rate = R (…)``;
   ``draft_n`` and ``draft_n_accepted`` in the ``timings`` of an answer;
 - SGLang 0.5 (``observability/scheduler_metrics_mixin.py``): the gauges ``sglang:spec_accept_length`` and
-  ``sglang:spec_accept_rate``, and the same two figures in the log line ``Decode batch``. They tell of the last interval.
+  ``sglang:spec_accept_rate``, and the same figures in the log line ``Decode batch``, both of the last interval.
 
 Definitions differ. "Mean acceptance length" (vLLM), "mean len" (llama.cpp) and "accept len" (SGLang) are all
-1 + accepted / passes with a draft: this project's acceptance length. SGLang's accept rate counted the target's token too
-before 2026, so it is not read.
+1 + accepted / passes with a draft: this project's acceptance length. SGLang's accept rate counted the target's token
+too before 2026, so it is not read.
 """
 
 import json
@@ -34,8 +35,8 @@ _LLAMA_POSITIONS = re.compile(r"acc per pos = \(([0-9., ]*)\)")
 _LLAMA_TIMINGS = re.compile(r'"draft_n"\s*:\s*(\d+)')
 _SGLANG_LINE = re.compile(rf"accept len: {_NUMBER}")
 _KNOWN = (
-    "vLLM (vllm:spec_decode_… or 'SpecDecoding metrics: …'), llama.cpp (llamacpp:spec_decode_…, 'draft acceptance = …' or "
-    "an answer with timings.draft_n), SGLang (sglang:spec_accept_length or 'accept len: …')"
+    "vLLM (vllm:spec_decode_… or 'SpecDecoding metrics: …'), llama.cpp (llamacpp:spec_decode_…, 'draft acceptance = …' "
+    "or an answer with timings.draft_n), SGLang (sglang:spec_accept_length or 'accept len: …')"
 )
 
 
@@ -83,8 +84,8 @@ class Counts:
             return self
         if (self.drafts or 0) < (before.drafts or 0):
             raise ValueError(
-                f"the server has counted {self.drafts:g} drafts, fewer than the {before.drafts:g} before the replay: it "
-                "was started again; start the same command again"
+                f"the server has counted {self.drafts:g} drafts, fewer than the {before.drafts:g} before the replay: "
+                "it was started again; start the same command again"
             )
         earlier = (*before.reached, *[0.0] * len(self.reached))
         return Counts(

@@ -103,9 +103,7 @@ def _render(question: Question, tokenizer: PreTrainedTokenizerBase, **options: A
     return tuple(rendered["input_ids"])
 
 
-def _explained(
-    question: Question, server: tuple[int, ...], tokenizer: PreTrainedTokenizerBase
-) -> tuple[str, str]:
+def _explained(question: Question, server: tuple[int, ...], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     """Return the first differing token in its context, with the cause where it is known, and the remedy."""
     where = _first_difference(question.ids, server, tokenizer)
     for variant in _variants(question, tokenizer):
@@ -160,7 +158,9 @@ def _shared(ours: Sequence[int], server: Sequence[int]) -> int:
 def _first_difference(ours: Sequence[int], server: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
     place = _shared(ours, server)
     before = str(tokenizer.decode(list(ours[max(0, place - _CONTEXT) : place])))
-    return f"behind {before!r}, token {place} is {_shown(server, place, tokenizer)}, here {_shown(ours, place, tokenizer)}"
+    return (
+        f"behind {before!r}, token {place} is {_shown(server, place, tokenizer)}, here {_shown(ours, place, tokenizer)}"
+    )
 
 
 def _shown(tokens: Sequence[int], place: int, tokenizer: PreTrainedTokenizerBase) -> str:

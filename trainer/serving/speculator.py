@@ -57,14 +57,16 @@ class Speculator(NamedTuple):
         return model.max_positions
 
     def chain(self, tokens: int, sampled: bool = True) -> Drafter:
-        """Make a drafter of chains of ``tokens``; above temperature 0 drawn from q, or its argmax unless ``sampled``."""
+        """Make a drafter of chains; above temperature 0 they are drawn from q, or its argmax unless ``sampled``."""
         if isinstance(self.weights, MedusaHeads):
             return MedusaDrafter(self.weights, [(0,) * depth for depth in range(1, tokens + 1)], sampled=sampled)
         if isinstance(self.weights, ParallelDraft):
             return ParallelDrafter(self.weights, tokens=tokens, sampled=sampled)
         if sampled:
             return DraftModelDrafter(self.weights, (1,) * tokens)
-        return DraftTreeDrafter(self.weights, depth=tokens, width=1, nodes=tokens + 1)  # a beam of one: the argmax chain
+        return DraftTreeDrafter(
+            self.weights, depth=tokens, width=1, nodes=tokens + 1
+        )  # a beam of one: the argmax chain
 
 
 def named_speculator(text: str) -> Named:

@@ -6,12 +6,10 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from decoding.measure.figures import NEAR
 from decoding.model.causal_lm import CausalLM
 from trainer.serving.client import Completed
 from trainer.serving.finding import TEXT, Finding, equal
-
-_NEAR = {torch.bfloat16: 0.5, torch.float16: 0.1, torch.float32: 0.01}
-"""Largest gap between two logits, by dtype, that rounding can reverse (for logits of some tens)."""
 
 
 class Parting(NamedTuple):
@@ -42,7 +40,7 @@ def compare_texts(
         for place, (prompt, text, answer) in enumerate(zip(prompts, ours, answers, strict=True))
         if (parting := _parting(target, place, prompt, text, answer, tokenizer, eos)) is not None
     ]
-    near = _NEAR.get(target.dtype, 0.5)
+    near = NEAR[str(target.dtype).removeprefix("torch.")]
     real = [found for found in partings if found.ended or found.margin is None or found.margin > near]
     counts = {
         "texts": len(prompts),
@@ -116,7 +114,7 @@ def _explained(worst: Parting, dtype: torch.dtype) -> tuple[str, str]:
     if worst.margin is None:
         return f"{where}: {worst.ours} here, {worst.theirs} on the server", _OTHER_MODEL
     apart = f"{where}: {worst.ours} here, {worst.theirs} on the server, {worst.margin:.3g} below it by the logits here"
-    if dtype == torch.float32 and worst.margin <= _NEAR[torch.bfloat16]:
+    if dtype == torch.float32 and worst.margin <= NEAR["bfloat16"]:
         return (
             f"{apart}, as a dtype of fewer bits rounds",
             "load the target in the server's dtype (--dtype), or serve it in fp32 to compare",
@@ -125,6 +123,6 @@ def _explained(worst: Parting, dtype: torch.dtype) -> tuple[str, str]:
 
 
 _OTHER_MODEL = (
-    "serve the very target that the speculator was trained for: the same revision, no other adapter or quantisation, no "
-    "penalties in the server's generation config"
+    "serve the very target that the speculator was trained for: the same revision, no other adapter or quantisation, "
+    "no penalties in the server's generation config"
 )

@@ -16,6 +16,7 @@ from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.lm_head import lm_head_input
 from decoding.model.loading import load_model
 from decoding.model.parallel import ParallelDraft
+from trainer.files.vllm_heads import vllm_name
 from trainer.serving.finding import TOP_1, Finding, equal, unknown
 
 _LEAST = 0.98
@@ -36,7 +37,7 @@ def read_vllm_heads(folder: Path, target: CausalLM, whole: bool = False) -> Read
     """Read heads as vLLM 0.32 does (``models/medusa.py``): unknown names are ignored, missing ones keep what they had.
 
     Without ``medusa_fc_bias`` the biases are dropped. ``whole``: read them nevertheless, as they were trained. Weights
-    that vLLM finds no tensor for, and leaves to chance, are zero here. ValueError for heads that do not fit the target.
+    that vLLM finds no tensor for, and leaves random, are zero here. ValueError for heads that do not fit the target.
     """
     stored = _vllm_config(read_object(folder / "config.json", _REMEDY))
     config = MedusaConfig(
@@ -52,8 +53,9 @@ def read_vllm_heads(folder: Path, target: CausalLM, whole: bool = False) -> Read
     heads = MedusaHeads(config)
     state, faults, known = heads.state_dict(), [], set()
     for name, tensor in state.items():
-        wanted = _name_in_vllm(name, bool(shared))
-        wanted = "lm_heads.0.weight" if shared and wanted == "lm_head.weight" and wanted not in tensors else wanted
+        wanted = vllm_name(name)
+        if shared and wanted.startswith("lm_heads."):  # one for all heads, which has two names
+            wanted = "lm_head.weight" if "lm_head.weight" in tensors else "lm_heads.0.weight"
         known.add(wanted)
         if name.endswith(".bias") and not biased:
             if wanted in tensors and not whole:
@@ -83,17 +85,9 @@ def _vllm_name(name: str) -> str:
     name = name.replace("medusa_heads.", "")
     if (old := _OLD_NAME.fullmatch(name)) is None:
         return name
-    return f"blocks.{old['head']}.layers.{old['layer']}.{old['part']}" if old["part"] else f"lm_heads.{old['head']}.weight"
-
-
-def _name_in_vllm(name: str, shared: bool) -> str:
-    """Translate our name of a tensor into vLLM's."""
-    match name.split("."):
-        case ["heads", head, "blocks", layer, "linear", part]:
-            return f"blocks.{head}.layers.{layer}.{part}"
-        case ["heads", head, "lm_head", "weight"]:
-            return "lm_head.weight" if shared else f"lm_heads.{head}.weight"
-    raise AssertionError(f"{name} is of heads that vLLM has no place for")
+    return (
+        f"blocks.{old['head']}.layers.{old['layer']}.{old['part']}" if old["part"] else f"lm_heads.{old['head']}.weight"
+    )
 
 
 class ReadDraft(NamedTuple):
@@ -158,7 +152,7 @@ def compare_top_1(
         return Finding(
             TOP_1,
             True,
-            "the trained parallel draft has a bias by the token before or a reader of the target, which no server reads",
+            "the trained parallel draft has a bias by the token before or a reader of the target, read by no server",
             "train a parallel draft with draft.parallel.markov_rank=0 and draft.parallel.reads_target=false",
         )
     own = trained.model if isinstance(trained, ParallelDraft) else trained
