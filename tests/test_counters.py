@@ -20,8 +20,8 @@ vllm:num_requests_running{engine="0",model_name="m"} 0.0
 """
 VLLM_LINE = (
     "INFO 11-22 20:00:01 [metrics.py:101] SpecDecoding metrics: Mean acceptance length: 2.20, Accepted throughput: "
-    "12.00 tokens/s, Drafted throughput: 30.00 tokens/s, Accepted: 120 tokens, Drafted: 300 tokens, Per-position acceptance "
-    "rate: 0.700, 0.350, 0.150, Avg Draft acceptance rate: 40.0%"
+    "12.00 tokens/s, Drafted throughput: 30.00 tokens/s, Accepted: 120 tokens, Drafted: 300 tokens, Per-position "
+    "acceptance rate: 0.700, 0.350, 0.150, Avg Draft acceptance rate: 40.0%"
 )
 LLAMA_LINE = (
     "slot print_timing: id  0 | draft acceptance = 0.40000 (  120 accepted /   300 generated), mean len =  2.20"

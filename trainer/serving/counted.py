@@ -187,8 +187,8 @@ def compare_sampling(
     else:
         gain = sampled.acceptance_length / argmax.acceptance_length
         remedy = (
-            f'set "draft_sample_method": "probabilistic" in vLLM\'s speculative config, for {gain:.2f} times the tokens '
-            "per pass; SGLang and llama.cpp have no such setting, so expect the figure of argmax drafts there"
+            f'set "draft_sample_method": "probabilistic" in vLLM\'s speculative config, for {gain:.2f} times the '
+            "tokens per pass; SGLang and llama.cpp have no such setting, so expect the figure of argmax drafts there"
         )
     return Finding(SAMPLING, True, f"{told}: the server drafts by argmax", remedy, figures)
 

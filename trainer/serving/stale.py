@@ -64,7 +64,7 @@ class Fit:
 
     @property
     def gain(self) -> tuple[float, float, float] | None:
-        """Base over tuned tokens per pass, the most that realigning could win, with its 95% interval; None without base.
+        """Base over tuned tokens per pass, all that realigning could win, with its 95% interval; None without base.
 
         Both intervals come from texts of their own, so their relative errors add in squares.
         """
