@@ -3,7 +3,7 @@
 import io
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -182,13 +182,13 @@ def test_the_first_difference_of_a_server_is_named_with_its_remedy(name: str, de
 
 
 @pytest.fixture
-def broken(desk: Desk, tmp_path: Path) -> Iterator[Path]:
+def broken(desk: Desk, tmp_path: Path) -> Path:
     """A copy of the exported folder, for a test to break."""
     copy = tmp_path / "served"
     copy.mkdir()
     for path in (desk.folder / "exported").iterdir():
         (copy / path.name).write_bytes(path.read_bytes())
-    yield copy
+    return copy
 
 
 def rewrite(folder: Path, **changes: Any) -> None:

@@ -221,7 +221,10 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
     """Print the first difference with its remedy, then the others, then what is equal and what was not compared."""
     first = diagnosis.first
     if first is None:
-        say(console, "nothing differs", style="bold green")
+        made = [finding for finding in diagnosis.findings if finding.differs is not None]
+        whole = len(made) == len(diagnosis.findings)
+        scope = "" if whole else f" in the {len(made)} of {len(diagnosis.findings)} comparisons that could be made"
+        say(console, f"nothing differs{scope}", style="bold green")
     else:
         say(console, f"first difference: {first.step}", style="bold red")
         say(console, f"  {one_line(first.found)}")

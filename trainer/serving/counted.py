@@ -28,10 +28,23 @@ class Replayed:
         return 1 + sum(estimate.value for estimate in self.acceptance.unconditional)
 
     @property
+    def binomial(self) -> float:
+        """Standard error of the acceptance length if all passes were independent; 0 where all lengths are equal."""
+        histogram = self.acceptance.length_histogram
+        passes = max(sum(histogram.values()), 1)
+        mean = sum(length * count for length, count in histogram.items()) / passes
+        return math.sqrt(sum(count * (length - mean) ** 2 for length, count in histogram.items())) / passes
+
+    @property
     def deviation(self) -> float:
-        """Standard error of the acceptance length, by the bootstrap over texts of tokens per pass."""
+        """Standard error of the acceptance length, by the bootstrap over texts of tokens per pass where it is wider."""
         estimate = self.acceptance.tokens_per_pass
-        return max((estimate.high - estimate.low) / (2 * 1.96), 1e-9)
+        return max((estimate.high - estimate.low) / (2 * 1.96), self.binomial)
+
+    @property
+    def widened(self) -> float:
+        """Factor by which passes of one text, which are alike, widen the binomial errors; at least 1."""
+        return self.deviation / self.binomial if self.binomial else 1.0
 
 
 class Position(NamedTuple):
@@ -52,29 +65,16 @@ def compare_positions(ours: Replayed, server: Counts) -> list[Position]:
     drafts = server.drafts or 0
     if not drafts:
         return []
-    widened = _widened(ours)
     found = []
     for place, reached in enumerate(server.reached):
         estimates = ours.acceptance.unconditional
         mine, trials = (estimates[place].value, estimates[place].observations) if place < len(estimates) else (0.0, 1)
         theirs = reached / drafts
         pooled = (mine * trials + reached) / (trials + drafts)
-        error = widened * math.sqrt(max(pooled * (1 - pooled), 0.0) * (1 / trials + 1 / drafts))
+        error = ours.widened * math.sqrt(max(pooled * (1 - pooled), 0.0) * (1 / trials + 1 / drafts))
         real = abs(theirs - mine) - ours.texts / drafts > _Z * error
         found.append(Position(place + 1, mine, theirs, real))
     return found
-
-
-def _widened(ours: Replayed) -> float:
-    """Return the factor by which steps of one text, which are alike, widen the binomial errors; at least 1."""
-    histogram = ours.acceptance.length_histogram
-    passes = sum(histogram.values())
-    if passes < 2:
-        return 1.0
-    mean = sum(length * count for length, count in histogram.items()) / passes
-    spread = sum(count * (length - mean) ** 2 for length, count in histogram.items()) / passes
-    binomial = math.sqrt(spread / passes)
-    return max(1.0, ours.deviation / binomial) if binomial else 1.0
 
 
 def is_other_length(ours: Replayed, server: Counts) -> bool | None:
@@ -94,7 +94,7 @@ def is_other_length(ours: Replayed, server: Counts) -> bool | None:
         theirs = proportion(int(server.accepted), int(server.drafted))
         pooled = (mine.value * mine.observations + server.accepted) / (mine.observations + server.drafted)
         error = math.sqrt(max(pooled * (1 - pooled), 0.0) * (1 / max(mine.observations, 1) + 1 / server.drafted))
-        return abs(theirs.value - mine.value) > _Z * _widened(ours) * error
+        return abs(theirs.value - mine.value) > _Z * ours.widened * error
     return None
 
 

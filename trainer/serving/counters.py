@@ -19,7 +19,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,9 @@ _KNOWN = (
     "vLLM (vllm:spec_decode_… or 'SpecDecoding metrics: …'), llama.cpp (llamacpp:spec_decode_…, 'draft acceptance = …' "
     "or an answer with timings.draft_n), SGLang (sglang:spec_accept_length or 'accept len: …')"
 )
+
+_Line = tuple[float | None, float, float, Sequence[float]]
+"""Drafts, drafted and accepted tokens, and drafts accepted to each position, of one line."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,7 @@ def _vllm_log(text: str) -> Counts | None:
 
     A line gives accepted and drafted tokens as counts, and passes only by ratios of two or three digits.
     """
-    lines = []
+    lines: list[_Line] = []
     for line in (found[0] for found in _VLLM_LINE.finditer(text)):
         numbers = {
             name: _after(label, line)
@@ -174,7 +177,7 @@ def _llama_log(text: str) -> Counts | None:
     """Add up llama.cpp's log lines, each of which tells of one answer."""
     shares = [[float(share) for share in found.split(",") if share.strip()] for found in _LLAMA_POSITIONS.findall(text)]
     found = _LLAMA_LINE.findall(text)
-    lines = []
+    lines: list[_Line] = []
     for place, (_, accepted, drafted, length) in enumerate(found):
         drafts = float(accepted) / (float(length) - 1) if length and float(length) > 1 else None
         rates = shares[place] if len(shares) == len(found) and drafts is not None else []
@@ -186,7 +189,7 @@ def _llama_answers(text: str) -> Counts | None:
     """Add up the ``timings`` of llama.cpp's answers: one JSON object, a list, or one a line."""
     if not _LLAMA_TIMINGS.search(text):
         return None
-    lines = []
+    lines: list[_Line] = []
     for answer in _objects(text):
         timings = answer.get("timings", answer)
         if isinstance(timings, dict) and "draft_n" in timings:
@@ -214,7 +217,7 @@ def _sglang_log(text: str) -> Counts | None:
     return Counts("SGLang", length=sum(lengths) / len(lengths)) if lengths else None
 
 
-def _added(server: str, lines: list[tuple[float | None, float, float, list[float]]]) -> Counts | None:
+def _added(server: str, lines: Sequence[_Line]) -> Counts | None:
     """Add up (drafts, drafted, accepted, reached) of several lines; drafts are None where a line lacks them."""
     if not lines:
         return None

@@ -31,8 +31,8 @@ _TEXTS = 16
 """Texts along which top-1 tokens are compared."""
 _DEFAULT_TOKENS = 4
 _NO_COUNTS = (
-    "the server shows no counts of its speculation: start it with them (SGLang --enable-metrics, llama.cpp --metrics), "
-    "name its page with --metrics, or paste its counters with --counters"
+    "the server shows no counts of speculation: start it with speculation and metrics (SGLang --enable-metrics, "
+    "llama.cpp --metrics), name its page with --metrics, or paste its counters with --counters"
 )
 
 Page = Callable[[], str | None]

@@ -29,7 +29,7 @@ class Rendered(NamedTuple):
     """A prompt as the server read it: its token ids, or where it does not tell them their number, or neither."""
 
     ids: tuple[int, ...] | None
-    count: int | None
+    length: int | None
 
 
 def ask_rendered(served: ServedModel, questions: Sequence[Question]) -> list[Rendered]:
@@ -54,10 +54,10 @@ def compare_rendered(
         if server.ids is not None and server.ids != question.ids:
             found, remedy = _explained(question, server.ids, tokenizer)
             return Finding(TEMPLATE, True, found, remedy, {"ours": list(question.ids), "server": list(server.ids)})
-        if server.count is not None and server.count != len(question.ids):
-            found, remedy = _explained_by_count(question, server.count, tokenizer)
-            return Finding(TEMPLATE, True, found, remedy, {"ours": len(question.ids), "server": server.count})
-        compared += server.count is not None
+        if server.length is not None and server.length != len(question.ids):
+            found, remedy = _explained_by_count(question, server.length, tokenizer)
+            return Finding(TEMPLATE, True, found, remedy, {"ours": len(question.ids), "server": server.length})
+        compared += server.length is not None
     if not compared:
         return unknown(TEMPLATE, "the server tells neither the token ids of a prompt nor their number")
     by_ids = all(server.ids is not None for server in rendered)

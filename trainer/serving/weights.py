@@ -201,7 +201,8 @@ def _heads_top_1(target: CausalLM, heads: MedusaHeads, text: Sequence[int]) -> I
     tokens = torch.tensor([list(text)], device=target.device)
     hidden: Float[Tensor, "1 positions hidden"] = lm_head_input(target.model, {"input_ids": tokens})
     lm_head: Any = target.model.get_output_embeddings()
-    return heads(hidden[0], lm_head).argmax(-1)
+    best: Tensor = heads(hidden[0], lm_head).argmax(-1)
+    return best
 
 
 @torch.inference_mode()
