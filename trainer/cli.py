@@ -15,12 +15,20 @@ import typer
 from decoding.measure.markdown import one_line
 from decoding.measure.redact import without_secrets
 from decoding.threads import spin_briefly
-from trainer.commands.options import EvaluateOptions, GenerateOptions, InspectOptions, RealignOptions, RegenerateOptions
+from trainer.commands.options import (
+    EvaluateOptions,
+    GenerateOptions,
+    InspectOptions,
+    RealignOptions,
+    RegenerateOptions,
+    VerifyOptions,
+)
 from trainer.commands.usage import BAD_INPUT, Command
 from trainer.terminal.console import say, say_error, standard_error
 from trainer.terminal.quiet import quiet_libraries
 
 _ERRORS = standard_error()
+FAILED = 1  # a proof that fails; bad input has another code
 INTERRUPTED = 143  # 128 + SIGTERM, as shells report it
 
 app = typer.Typer(
@@ -171,6 +179,16 @@ def drafters() -> None:
         run_drafters()
 
     raise typer.Exit(guarded(work, _debug()))
+
+
+@app.command(cls=Command)
+@takes(VerifyOptions)
+def verify(options: VerifyOptions) -> None:
+    """Prove that decoding is lossless, in this process or on a server. Exit code 0: PASS, 1: FAIL, 2: bad input."""
+    from trainer.commands.verify import run_verify
+
+    if not run_verify(options):
+        raise typer.Exit(FAILED)
 
 
 @app.command(cls=Command)
