@@ -15,14 +15,14 @@ class ServedWriter:
     """A served model that continues prompts of token ids.
 
     Asked once when it is made: which way its token ids come, and whether it takes prompts of token ids. ValueError for
-    a server that reads another prompt than it was sent.
+    a server that reads another prompt than it was sent. ``tokenizer`` None: the server must take and tell token ids.
     """
 
     def __init__(
         self,
         served: ServedModel,
         reference: Reference,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase | None,
         prompt: tuple[int, ...],
         on_answer: Callable[[], None] = lambda: None,
     ) -> None:
@@ -66,7 +66,13 @@ class ServedWriter:
         return self._served.many([Asked(self._asked(prompt), 2, logprobs=logprobs)])[0]
 
     def _asked(self, prompt: tuple[int, ...]) -> str | tuple[int, ...]:
-        return prompt if self.takes_ids else self._tokenizer.decode(list(prompt))
+        return prompt if self.takes_ids else str(self._text_tokenizer.decode(list(prompt)))
+
+    @property
+    def _text_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self._tokenizer is None:
+            raise ValueError("the server neither takes nor tells token ids, and there is no tokenizer for its texts")
+        return self._tokenizer
 
     def _read(self, prompt: tuple[int, ...], answer: Completed) -> tuple[int, ...]:
         """Return the prompt, which the server must have read as it was sent."""
@@ -81,9 +87,9 @@ class ServedWriter:
         """Return the answer's tokens, with the EOS that ended it, which some servers leave out."""
         tokens = _ids_of(answer)
         if tokens is None:
-            tokens = tuple(self._tokenizer(answer.text, add_special_tokens=False)["input_ids"])
+            tokens = tuple(self._text_tokenizer(answer.text, add_special_tokens=False)["input_ids"])
             self.retold += bool(answer.text)
-            self.unlike += self._tokenizer.decode(list(tokens)) != answer.text
+            self.unlike += self._text_tokenizer.decode(list(tokens)) != answer.text
         vocabulary, ends = self._reference.target.vocab_size, self._reference.eos_token_ids
         if unknown := [token for token in tokens if not 0 <= token < vocabulary]:
             raise ValueError(
