@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from decoding.drafters import Drafter
 from decoding.drafters.registry import DrafterLoader, parse_drafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.engine import Engine
@@ -150,7 +151,8 @@ def _in_process(
     reference = given.reference
     target = reference.target
     loader = DrafterLoader(target, given.tokenizer, options.trust_remote_code)
-    drafters = [loader.load(spec) for spec in specs] or [None]
+    drafters: list[Drafter | None] = [loader.load(spec) for spec in specs]
+    drafters = drafters or [None]
     config = DecodingConfig(
         max_new_tokens=options.max_new_tokens,
         sampling=reference.sampling,
@@ -160,9 +162,9 @@ def _in_process(
     )
     few = given.prompts[:_CACHE_PROMPTS]
     yield "the loop", accepts_itself(target, given.prompts, _without_rule(config), options.batch_size)
-    for place, drafter in enumerate(drafters):
-        name = "plain decoding" if drafter is None else drafter.label
-        name += f" ({place + 1})" * ([each and each.label for each in drafters].count(drafter and drafter.label) > 1)
+    labels = ["plain decoding" if drafter is None else drafter.label for drafter in drafters]
+    for number, (label, drafter) in enumerate(zip(labels, drafters, strict=True), start=1):
+        name = f"{label} ({number})" if labels.count(label) > 1 else label
         engine = Engine(target, drafter)
         with _progress(watched, name) as on_texts:
             for finding in prove(

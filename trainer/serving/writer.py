@@ -33,7 +33,7 @@ class ServedWriter:
         self.retold = 0
         """Texts whose tokens had to be made from their text."""
         self.unlike = 0
-        """Those of them whose tokens do not give the text back."""
+        """Retold texts whose tokens do not give the text back."""
         self._logprobs: int | None = None
         if self._answer(prompt, None).token_ids is None:
             self._logprobs = 1

@@ -65,7 +65,7 @@ class Continuations:
     def of(reference: Reference, prompt: Sequence[int], draws: int, depth: int = DEPTH) -> "Continuations":
         """Compute p after each beginning of fewer than ``depth`` tokens expected ``_CONTEXT`` times."""
         p_after: dict[tuple[int, ...], Tensor] = {}
-        level = {(): float(draws)}
+        level: dict[tuple[int, ...], float] = {(): float(draws)}
         for length in range(depth):
             rows = reference.after([(*prompt, *path) for path in level], len(prompt))
             p_after |= dict(zip(level, rows, strict=True))
@@ -93,7 +93,7 @@ class Continuations:
     def whole(self, texts: Sequence[tuple[int, ...]]) -> Cells:
         """Return the counts of whole continuations; those that are expected too seldom are counted together."""
         cells: dict[tuple[int, ...], float] = {}
-        reached = {(): 1.0}
+        reached: dict[tuple[int, ...], float] = {(): 1.0}
         for path, p in self.p_after.items():  # parents before children
             for token in (p * reached[path] * self.draws >= _CELL).nonzero().flatten().tolist():
                 longer = (*path, token)

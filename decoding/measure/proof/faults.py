@@ -48,25 +48,26 @@ def planted(target: CausalLM, sampling: SamplingConfig, eos: tuple[int, ...], ba
     reference = Reference(target, sampling, eos)
     cut = replace(sampling, top_p=_TOP_P)
 
-    def engine(name: str, drafter: Drafter | None, is_right: bool = False) -> Planted:
+    def engine(
+        name: str,
+        drafter: Drafter | None,
+        is_right: bool = False,
+        config: DecodingConfig = config,
+        target: CausalLM = target,
+        reference: Reference = reference,
+    ) -> Planted:
         return Planted(name, reference, EngineWriter(Engine(target, drafter), config, batch_size), is_right)
-
-    def changed(name: str, **changes: object) -> Planted:
-        right = engine(name, Disturbed(target))
-        return replace(right, writer=replace(right.writer, **changes))
 
     return [
         engine("none: plain decoding", None, is_right=True),
         engine("none: a draft that is half right", Disturbed(target), is_right=True),
         engine("q altered after sampling", Disturbed(target, altered=_flatter)),
-        Planted(
-            "top-p on the draft's side only",
-            Reference(target, cut, eos),
-            EngineWriter(Engine(target, Disturbed(target, top_p=_TOP_P)), config, batch_size),
+        engine(
+            "top-p on the draft's side only", Disturbed(target, top_p=_TOP_P), reference=Reference(target, cut, eos)
         ),
-        changed("no residual after a refusal", config=replace(config, rule=_NO_RESIDUAL)),
-        changed("a stale cache entry", engine=Engine(_StaleTarget(target.model), Disturbed(target))),
-        changed("the EOS is overrun", config=replace(config, eos_token_ids=())),
+        engine("no residual after a refusal", Disturbed(target), config=replace(config, rule=_NO_RESIDUAL)),
+        engine("a stale cache entry", Disturbed(target), target=_StaleTarget(target.model)),
+        engine("the EOS is overrun", Disturbed(target), config=replace(config, eos_token_ids=())),
     ]
 
 
@@ -169,9 +170,8 @@ class _StaleCache(PreallocatedCache):
         refused = self.lengths[slot] - start - len(kept)
         super().commit(slot, start, kept)
         last = start + len(kept) - 1
-        for layer in self.layers if refused > 0 else ():
-            assert layer.keys is not None
-            layer.keys[slot, :, last] = layer.keys[slot, :, last + 1]
+        for keys, _ in self.contents(slot, last + 2) if refused > 0 else ():
+            keys[:, last] = keys[:, last + 1]
 
 
 # --- a target that costs nothing --------------------------------------------------------------------------------------

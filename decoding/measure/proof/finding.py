@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Finding:
-    """The verdict of one test. ``p_value`` is None for a test without chance: it fails at the first fault."""
+    """The verdict of one test. ``p_value`` is None for a test that draws nothing: it fails at the first fault."""
 
     test: str
     passed: bool

@@ -103,10 +103,9 @@ def cache_consistency(engine: Engine, prompts: Sequence[tuple[int, ...]], config
 def _differences(held: PreallocatedCache, fresh: PreallocatedCache, length: int) -> torch.Tensor:
     """Return each position's largest difference in any layer, over the size of the layer's rows: (length,)."""
     found = torch.zeros(length)
-    for mine, theirs in zip(held.layers, fresh.layers, strict=True):
-        for one, other in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
-            assert one is not None and other is not None
-            a, b = one[0, :, :length].float(), other[0, :, :length].float()  # (heads, length, dim)
+    for mine, theirs in zip(held.contents(0, length), fresh.contents(0, length), strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            a, b = one.float(), other.float()
             size = b.norm(dim=-1).mean(1, keepdim=True).clamp(min=1e-12)
             found = torch.maximum(found, ((a - b).norm(dim=-1) / size).amax(0).cpu())
     return found

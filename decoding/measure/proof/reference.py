@@ -1,6 +1,6 @@
 """The target's own distribution at every token of a text, by plain forwards of `transformers`.
 
-No cache, no tree, no batch of this project is used: what is proved must not be what it is compared with.
+No cache, no tree, no batch of this project is used: a proof must not lean on the code that it tests.
 """
 
 import inspect

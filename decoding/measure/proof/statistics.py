@@ -59,7 +59,13 @@ class LogProbability(NamedTuple):
         )
 
     def plus(self, other: "LogProbability") -> "LogProbability":
-        return LogProbability(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+        return LogProbability(
+            self.tokens + other.tokens,
+            self.excess + other.excess,
+            self.variance + other.variance,
+            self.log_evidence + other.log_evidence,
+            self.impossible + other.impossible,
+        )
 
     @property
     def z(self) -> float:
@@ -181,7 +187,7 @@ def _surprise(alpha: float) -> float:
 
 
 def found_shift(tokens: int, variance: float, alpha: float) -> float:
-    """Return the shift of the mean log-probability, in nats, that so many tokens find with 80% probability."""
+    """Return the shift of the mean log-probability, in nats, that ``tokens`` tokens find with 80% probability."""
     return _surprise(alpha) * math.sqrt(variance / tokens)
 
 
@@ -201,7 +207,7 @@ def _needed_distance(degrees: int, alpha: float) -> float:
 
 
 def found_change(draws: int, degrees: int, alpha: float) -> float:
-    """Return the total variation from p, a share of probability, that so many draws find with 80% probability.
+    """Return the total variation from p, a share of probability, that ``draws`` draws find with 80% probability.
 
     The worst case: a change spread evenly over the cells; one that gathers in few cells is found sooner.
     """
