@@ -229,6 +229,52 @@ class DiagnoseOptions(ModelOptions):
         str | None, Option("--json", help="File for all findings as JSON; '-' prints them instead of the text.")
     ] = None
     concurrency: Annotated[int, Option(min=1, help="Requests to the endpoint at a time.")] = 8
+
+
+class VerifyOptions:
+    """Options of `headstart verify`."""
+
+    target: Annotated[
+        str | None, Option(help="Hub id or folder of the target, which is loaded here and scores every token.")
+    ] = None
+    prompts: Annotated[str | None, Option(help=".jsonl file, one prompt per line.")] = None
+    drafter: Annotated[
+        list[str] | None,
+        Option(help=f"Drafter to prove in this process, any number; none for plain decoding: {DRAFTERS}"),
+    ] = None
+    endpoint: Annotated[
+        str | None,
+        Option(help="Instead: address of an OpenAI-compatible server to prove, such as http://localhost:8000/v1."),
+    ] = None
+    model: Annotated[str | None, Option(help="The endpoint's name for the target.")] = None
+    self_test: Annotated[
+        bool, Option("--self-test", help="Plant faults, in a tiny model or in --target, and see that each is caught.")
+    ] = False
+    prompt_field: Annotated[str | None, Option(help="Field of the prompt; found by name if not given.")] = None
+    limit: Annotated[int, Option(min=1, help="Number of prompts.")] = 20
+    chat: Annotated[bool, Option(help="Use the tokenizer's chat template, if it has one.")] = True
+    max_new_tokens: Annotated[int, Option(min=1, help="Longest continuation, in tokens.")] = 64
+    temperature: Annotated[float, Option(min=0, help="Temperature of the tests of sampling; 0 leaves them out.")] = 1.0
+    top_k: Annotated[int, Option(min=0, help="Top-k of the tests of sampling; 0 switches it off.")] = 0
+    top_p: Annotated[float, Option(help="Nucleus of the tests of sampling; 1 switches it off.")] = 1.0
+    min_p: Annotated[float, Option(help="Min-p of the tests of sampling; 0 switches it off.")] = 0.0
+    rule: Annotated[str | None, Option(help="Acceptance rule to prove; by default the lossless one that fits.")] = None
+    draws: Annotated[int, Option(min=1, help="Short texts drawn after each of --draw-prompts.")] = 500
+    draw_prompts: Annotated[int, Option(min=1, help="Prompts after which short texts are drawn.")] = 2
+    rounds: Annotated[int, Option(min=1, help="Sampled texts after each prompt.")] = 1
+    alpha: Annotated[float, Option(help="Greatest probability that a right engine fails, over all tests together.")] = (
+        1e-6
+    )
+    seed: Annotated[int, Option(help="Seed of the sampling.")] = 0
+    batch_size: Annotated[int, Option(min=1, help="Prompts decoded at a time in this process.")] = 8
+    dtype: Annotated[
+        str, Option(help="bf16, fp16 or fp32: the server's own; only in fp32 is every difference a fault.")
+    ] = "fp32"
+    device_map: DeviceMap = None
+    trust_remote_code: Annotated[bool, Option(help="Run code that comes with a hub model.")] = False
+    json: Annotated[Path | None, Option(help="File for the verdicts with their figures.")] = None
+    concurrency: Annotated[int, Option(min=1, help="Requests to the endpoint at a time.")] = 16
+    retries: Annotated[int, Option(min=0, help="Times that a failed request is tried again.")] = 5
     timeout: Annotated[float, Option(min=0.001, help="Seconds to wait for one answer of the endpoint.")] = 120.0
     api_key_variable: Annotated[
         str, Option(help="Environment variable with the endpoint's key; 'none' is sent if it is not set.")

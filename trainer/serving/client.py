@@ -7,7 +7,7 @@ Token ids of an answer come under several names, or not at all. `/tokenize` and 
 import asyncio
 import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
@@ -35,6 +35,8 @@ class Asked:
     seed: int = 0
     logprobs: int | None = None
     """Number of best tokens to tell at each position beside the written one; None for no log-probabilities."""
+    controls: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the request, such as ``top_k``, under the server's names."""
 
 
 class Completed(NamedTuple):
@@ -150,6 +152,7 @@ class ServedModel:
             "temperature": request.temperature,
             "top_p": request.top_p,
             "seed": request.seed % 2**31,
+            **request.controls,
             **extra,
         }
         if _is_chat(request.prompt):

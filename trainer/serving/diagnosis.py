@@ -35,6 +35,12 @@ _NO_COUNTS = (
     "llama.cpp --metrics), name its page with --metrics, or paste its counters with --counters"
 )
 
+_CONTROLS = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Controls that a server may have by default from the model's generation config, switched off above temperature 0.
+
+Greedy requests keep them: penalties show in the greedy text.
+"""
+
 Page = Callable[[], str | None]
 """Function that reads the server's metrics page; None without one."""
 
@@ -136,6 +142,7 @@ def _replay(case: Case, served: ServedModel, page: Page, temperature: float) -> 
             case.config.max_new_tokens,
             temperature,
             seed=case.config.seed + place,
+            controls=_CONTROLS if temperature > 0 else {},
         )
         for place, question in enumerate(case.questions)
     ]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from decoding.measure.figures import NEAR
+from decoding.measure.proof.reference import near_tie
 from decoding.model.causal_lm import CausalLM
 from trainer.serving.client import Completed
 from trainer.serving.finding import TEXT, Finding, equal
@@ -40,7 +40,7 @@ def compare_texts(
         for place, (prompt, text, answer) in enumerate(zip(prompts, ours, answers, strict=True))
         if (parting := _parting(target, place, prompt, text, answer, tokenizer, eos)) is not None
     ]
-    near = NEAR[str(target.dtype).removeprefix("torch.")]
+    near = near_tie(target.dtype)
     real = [found for found in partings if found.ended or found.margin is None or found.margin > near]
     counts = {
         "texts": len(prompts),
@@ -114,7 +114,7 @@ def _explained(worst: Parting, dtype: torch.dtype) -> tuple[str, str]:
     if worst.margin is None:
         return f"{where}: {worst.ours} here, {worst.theirs} on the server", _OTHER_MODEL
     apart = f"{where}: {worst.ours} here, {worst.theirs} on the server, {worst.margin:.3g} below it by the logits here"
-    if dtype == torch.float32 and worst.margin <= NEAR["bfloat16"]:
+    if dtype == torch.float32 and worst.margin <= near_tie(torch.bfloat16):
         return (
             f"{apart}, as a dtype of fewer bits rounds",
             "load the target in the server's dtype (--dtype), or serve it in fp32 to compare",
