@@ -229,6 +229,10 @@ class DiagnoseOptions(ModelOptions):
         str | None, Option("--json", help="File for all findings as JSON; '-' prints them instead of the text.")
     ] = None
     concurrency: Annotated[int, Option(min=1, help="Requests to the endpoint at a time.")] = 8
+    timeout: Annotated[float, Option(min=0.001, help="Seconds to wait for one answer of the endpoint.")] = 120.0
+    api_key_variable: Annotated[
+        str, Option(help="Environment variable with the endpoint's key; 'none' is sent if it is not set.")
+    ] = "OPENAI_API_KEY"
 
 
 class VerifyOptions:
