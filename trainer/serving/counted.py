@@ -101,7 +101,7 @@ def is_other_length(ours: Replayed, server: Counts) -> bool | None:
 def compare_acceptance(ours: Replayed, server: Counts, note: str = "") -> Finding:
     """Compare the acceptance by position, or the figures that the server gives instead."""
     figures = figures_of(ours, server)
-    if _cut_short(server):
+    if _cut_short(ours, server):
         found = (
             f"the server drafted {server.drafted / server.drafts:.2f} tokens at a time, at most {server.tokens}"  # type: ignore[operator]
             f"{note}; {_told(ours, server)}"
@@ -128,10 +128,11 @@ _OTHER = (
 )
 
 
-def _cut_short(server: Counts) -> bool:
+def _cut_short(ours: Replayed, server: Counts) -> bool:
+    """Return True if drafts are shorter than whole ones, but for one of each text: at its end there is less room."""
     if not (server.drafts and server.drafted and server.tokens):
         return False
-    return server.drafted / server.drafts < _SHORT * server.tokens
+    return server.drafted + server.tokens * ours.texts < _SHORT * server.tokens * server.drafts
 
 
 def figures_of(ours: Replayed, server: Counts) -> dict[str, Any]:
