@@ -19,6 +19,7 @@ PAGES = {  # page: the least number of links and paths in it
     "docs/accepted.md": 4,
     "docs/artefacts.md": 0,
     "docs/choosing.md": 1,
+    "docs/diagnose.md": 1,
     "docs/drafts.md": 3,
     "docs/drafts-measured.md": 1,
     "docs/measured.md": 3,
