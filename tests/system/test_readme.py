@@ -19,6 +19,7 @@ README = (ROOT / "README.md").read_text()
 PYTHON = (ROOT / "docs" / "python.md").read_text()
 TRAINING = (ROOT / "docs" / "training.md").read_text()
 DRAFTS = (ROOT / "docs" / "drafts.md").read_text()
+VERIFY = (ROOT / "docs" / "verify.md").read_text()
 _TINY_RECIPE = (
     "training.steps=2 training.batch_size=2 training.micro_batch_size=2 data.max_length=64 evaluation.prompts=1 "
     "evaluation.max_new_tokens=4 tracking=none"
@@ -33,6 +34,7 @@ TINY = {  # what makes a command quick, behind its own words
     "evaluation.max_new_tokens=4",
     "headstart evaluate": "--limit 1 --max-new-tokens 6",
     "headstart generate": "--max-new-tokens 8",
+    "headstart verify": "--limit 2 --max-new-tokens 8 --draws 40",
     "pip install": "--dry-run --no-deps --no-build-isolation",
 }
 
@@ -112,6 +114,16 @@ def test_every_command_of_the_page_on_drafts_runs_in_the_order_given(desk: Path,
         run(command + " draft.policy.max_new_tokens=8" * ("on-policy" in command), desk, environment)
     assert (desk / "runs" / "realigned" / "realigned.json").is_file()
     assert (desk / "exported" / "parallel" / "parallel.json").is_file()
+
+
+def test_every_command_of_the_page_on_verifying_runs_in_the_order_given(
+    desk: Path, environment: dict[str, str]
+) -> None:
+    found = commands(VERIFY)
+    assert len(found) == 3 and "--self-test" in found[0]
+    for command in found:
+        run(command, desk, environment)
+    assert json.loads((desk / "runs" / "verified.json").read_text())["verdict"] == "PASS"
 
 
 def run(command: str, desk: Path, environment: dict[str, str]) -> None:
