@@ -28,6 +28,7 @@ TRAINING = (ROOT / "docs" / "training.md").read_text()
 DRAFTS = (ROOT / "docs" / "drafts.md").read_text()
 EVALUATE = (ROOT / "docs" / "evaluate.md").read_text()
 DIAGNOSE = (ROOT / "docs" / "diagnose.md").read_text()
+VERIFY = (ROOT / "docs" / "verify.md").read_text()
 _TINY_RECIPE = (
     "training.steps=2 training.batch_size=2 training.micro_batch_size=2 data.max_length=64 evaluation.prompts=1 "
     "evaluation.max_new_tokens=4 tracking=none"
@@ -43,6 +44,7 @@ TINY = {  # what makes a command quick, behind its own words
     "headstart evaluate": "--limit 1 --max-new-tokens 6",
     "headstart generate": "--max-new-tokens 8",
     "headstart diagnose": "--limit 4 --max-new-tokens 24",
+    "headstart verify": "--limit 2 --max-new-tokens 8 --draws 40",
     "pip install": "--dry-run --no-deps --no-build-isolation",
 }
 
@@ -148,6 +150,16 @@ def test_every_command_of_the_page_on_diagnoses_runs_beside_a_server(desk: Path,
         for command in diagnoses:
             run(command.replace("http://localhost:8000", endpoint.address.removesuffix("/v1")), desk, environment)
     assert len(endpoint.requests) > 10
+
+
+def test_every_command_of_the_page_on_verifying_runs_in_the_order_given(
+    desk: Path, environment: dict[str, str]
+) -> None:
+    found = commands(VERIFY)
+    assert len(found) == 3 and "--self-test" in found[0]
+    for command in found:
+        run(command, desk, environment)
+    assert json.loads((desk / "runs" / "verified.json").read_text())["verdict"] == "PASS"
 
 
 def run(command: str, desk: Path, environment: dict[str, str]) -> None:

@@ -227,6 +227,7 @@ class CompareOptions:
     json: Annotated[bool, Option("--json", help="Print JSON.")] = False
 
 
+@dataclass(frozen=True, kw_only=True)
 class DiagnoseOptions(ModelOptions):
     """Options of `headstart diagnose`."""
 
@@ -277,6 +278,7 @@ class DiagnoseOptions(ModelOptions):
     ] = "OPENAI_API_KEY"
 
 
+@dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
     """Options of `headstart verify`."""
 
