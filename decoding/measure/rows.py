@@ -90,6 +90,10 @@ class _Taken:
             found[record.key.wave] = tokens + more[0], seconds + more[1]
         return found
 
+    def log_speeds(self) -> list[float]:
+        """Return the logarithm of the tokens per second of each wave that has any."""
+        return [math.log(tokens / seconds) for tokens, seconds in self.by_wave(False).values() if tokens and seconds]
+
 
 def _tokens_and_seconds(record: Record, with_prefill: bool) -> tuple[float, float]:
     tokens = sum(len(run.tokens) if with_prefill else run.decode_tokens for run in record.runs)
@@ -202,12 +206,14 @@ class _Cell:
         """Tell for each setting the two fastest methods apart, or say how many prompts would."""
         found = []
         for setting in dict.fromkeys(method.setting for method in self.methods):
-            speeds: dict[str, float] = {}
-            for method in self.methods:
-                if method.setting == setting and method.timed:
-                    mine = self.taken(setting, method.name)
-                    if mine.records and math.isfinite(speed := ratio_of_sums(list(mine.by_wave(False).values())).value):
-                        speeds[method.name] = speed
+            taken = {
+                method.name: self.taken(setting, method.name)
+                for method in self.methods
+                if method.setting == setting and method.timed
+            }
+            # The mean of logarithms ranks methods as their paired differences do; totals may rank them otherwise.
+            speeds = {name: mean_ratio(mine.log_speeds()).value for name, mine in taken.items()}
+            speeds = {name: speed for name, speed in speeds.items() if math.isfinite(speed)}
             if len(speeds) > 1:
                 first, second = sorted(speeds, key=lambda name: -speeds[name])[:2]
                 found.append(
