@@ -66,8 +66,13 @@ def serve(script: Callable[[Request], Reply]) -> Iterator[Endpoint]:
         disable_nagle_algorithm = True
 
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            request = Request(self.path, self.headers["Authorization"].removeprefix("Bearer "), body)
+            self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def do_GET(self) -> None:
+            self._answer({})
+
+        def _answer(self, body: dict[str, Any]) -> None:
+            request = Request(self.path, self.headers.get("Authorization", "").removeprefix("Bearer "), body)
             endpoint.requests.append(request)
             status, content = script(request)
             encoded = (content if isinstance(content, str) else json.dumps(content)).encode()

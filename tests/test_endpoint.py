@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import AsyncOpenAI
 from rich.console import Console
 from scripted_endpoint import Reply, Request, chat, completion, in_turn, last_words, serve
 from tiny_training import write_rows
@@ -312,7 +313,7 @@ def test_what_was_answered_is_handed_over_before_a_refusal_ends_the_run(
         ended.append("connections")
 
     monkeypatch.setattr(EndpointBackend, "_converse", converse)
-    monkeypatch.setattr(endpoint_module.AsyncOpenAI, "close", close)
+    monkeypatch.setattr(AsyncOpenAI, "close", close)
     prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": p} for p in ("refused", "good", "slow", "late")])
     conversations = read_conversations(prompts, None, None, 1, chat=True)
     asked = Endpoint(

@@ -19,6 +19,7 @@ PAGES = {  # page: the least number of links and paths in it
     "docs/accepted.md": 4,
     "docs/artefacts.md": 0,
     "docs/choosing.md": 1,
+    "docs/diagnose.md": 1,
     "docs/drafts.md": 3,
     "docs/drafts-measured.md": 1,
     "docs/evaluate.md": 0,
@@ -26,6 +27,7 @@ PAGES = {  # page: the least number of links and paths in it
     "docs/multi-node.md": 1,
     "docs/python.md": 6,
     "docs/training.md": 5,
+    "docs/verify.md": 0,
 }
 CHOOSING = "docs/choosing.md"
 """Page that stands on one report alone, and is not there before it."""

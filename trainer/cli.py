@@ -17,17 +17,20 @@ from decoding.measure.redact import without_secrets
 from decoding.threads import spin_briefly
 from trainer.commands.options import (
     CompareOptions,
+    DiagnoseOptions,
     EvaluateOptions,
     GenerateOptions,
     InspectOptions,
     RealignOptions,
     RegenerateOptions,
+    VerifyOptions,
 )
 from trainer.commands.usage import BAD_INPUT, Command
 from trainer.terminal.console import say, say_error, standard_error
 from trainer.terminal.quiet import quiet_libraries
 
 _ERRORS = standard_error()
+FAILED = 1  # a proof that fails, or a difference; bad input has another code
 INTERRUPTED = 143  # 128 + SIGTERM, as shells report it
 
 app = typer.Typer(
@@ -190,6 +193,26 @@ def compare(options: CompareOptions) -> None:
     from trainer.commands.compare import run_compare
 
     run_compare(options)
+
+
+@app.command(cls=Command)
+@takes(VerifyOptions)
+def verify(options: VerifyOptions) -> None:
+    """Prove that decoding is lossless, in this process or on a server. Exit code 0: PASS, 1: FAIL, 2: bad input."""
+    from trainer.commands.verify import run_verify
+
+    if not run_verify(options):
+        raise typer.Exit(FAILED)
+
+
+@app.command(cls=Command)
+@takes(DiagnoseOptions)
+def diagnose(options: DiagnoseOptions) -> None:
+    """Find why a speculator does well here and badly in a server; exit code 1 names the first difference."""
+    from trainer.commands.diagnose import run_diagnose
+
+    if not run_diagnose(options):
+        raise typer.Exit(FAILED)
 
 
 @app.command(cls=Command)

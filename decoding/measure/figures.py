@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 NONE = "–"
-_NEAR = {"bfloat16": 0.5, "float16": 0.1, "float32": 0.01}
+NEAR = {"bfloat16": 0.5, "float16": 0.1, "float32": 0.01}
 """Largest gap between two logits, by dtype, that rounding can reverse (for logits of some tens)."""
 
 Figure = dict[str, Any] | None
@@ -106,6 +106,6 @@ def greedy_sentence(report: dict[str, Any]) -> str:
 def _judged(largest: float | None, dtype: str) -> str:
     if largest is None:
         return "by a margin that was not measured"
-    if largest <= _NEAR.get(dtype, 0.0):
+    if largest <= NEAR.get(dtype, 0.0):
         return f"near-ties, which a pass over several tokens may round the other way in {dtype}"
     return f"more than rounding in {dtype} explains: look at these texts, and report a fault"

@@ -6,7 +6,7 @@ prefix, attention reads views of the buffers, and `commit` moves the accepted no
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -261,6 +261,12 @@ class PreallocatedCache(Cache):
         """Drop every position of a row from ``length`` on."""
         assert length <= self.lengths[slot], f"cannot truncate {self.lengths[slot]} positions to {length}"
         self.lengths[slot] = length
+
+    def contents(self, slot: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each layer's keys and values of a row's first ``length`` positions: views, (heads, length, dim)."""
+        for layer in self._own_layers:
+            assert layer.keys is not None and layer.values is not None, "nothing is cached yet"
+            yield layer.keys[slot, :, :length], layer.values[slot, :, :length]
 
     def rewind(self, prompt: Sequence[int]) -> int:
         """Cut row 0 to the longest prefix that it shares with ``prompt[:-1]``; return that prefix's length."""

@@ -10,9 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import scripted_endpoint
+import torch
 from fake_hub import REPOSITORY, TOKEN, serve
+from speculating_server import SpeculatingServer
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
+
+from decoding.drafters import DraftModelDrafter
+from decoding.model.causal_lm import CausalLM
+from decoding.model.loading import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -20,6 +27,8 @@ PYTHON = (ROOT / "docs" / "python.md").read_text()
 TRAINING = (ROOT / "docs" / "training.md").read_text()
 DRAFTS = (ROOT / "docs" / "drafts.md").read_text()
 EVALUATE = (ROOT / "docs" / "evaluate.md").read_text()
+DIAGNOSE = (ROOT / "docs" / "diagnose.md").read_text()
+VERIFY = (ROOT / "docs" / "verify.md").read_text()
 _TINY_RECIPE = (
     "training.steps=2 training.batch_size=2 training.micro_batch_size=2 data.max_length=64 evaluation.prompts=1 "
     "evaluation.max_new_tokens=4 tracking=none"
@@ -34,6 +43,8 @@ TINY = {  # what makes a command quick, behind its own words
     "evaluation.max_new_tokens=4",
     "headstart evaluate": "--limit 1 --max-new-tokens 6",
     "headstart generate": "--max-new-tokens 8",
+    "headstart diagnose": "--limit 4 --max-new-tokens 24",
+    "headstart verify": "--limit 2 --max-new-tokens 8 --draws 40",
     "pip install": "--dry-run --no-deps --no-build-isolation",
 }
 
@@ -125,6 +136,30 @@ def test_every_command_of_the_page_on_evaluating_runs_in_the_order_given(
     report = json.loads((desk / "runs" / "grid" / "report.json").read_text())
     cells = {(row["batch_size"], row["context"]) for row in (*report["rows"], *report["grid"])}
     assert cells == {(1, 128), (1, 256), (8, 128), (8, 256)}
+
+
+def test_every_command_of_the_page_on_diagnoses_runs_beside_a_server(desk: Path, environment: dict[str, str]) -> None:
+    train, export, *diagnoses = commands(DIAGNOSE)
+    assert len(diagnoses) == 2
+    for command in (train, export):
+        run(command, desk, environment)
+    target, draft = (CausalLM(load_model(str(desk / name), torch.float32)) for name in ("ORG/NAME", "exported/draft"))
+    tokenizer = byte_tokenizer()
+    server = SpeculatingServer(target, tokenizer, DraftModelDrafter(draft, (1, 1, 1)), lambda messages: ())
+    with scripted_endpoint.serve(server) as endpoint:
+        for command in diagnoses:
+            run(command.replace("http://localhost:8000", endpoint.address.removesuffix("/v1")), desk, environment)
+    assert len(endpoint.requests) > 10
+
+
+def test_every_command_of_the_page_on_verifying_runs_in_the_order_given(
+    desk: Path, environment: dict[str, str]
+) -> None:
+    found = commands(VERIFY)
+    assert len(found) == 3 and "--self-test" in found[0]
+    for command in found:
+        run(command, desk, environment)
+    assert json.loads((desk / "runs" / "verified.json").read_text())["verdict"] == "PASS"
 
 
 def run(command: str, desk: Path, environment: dict[str, str]) -> None:

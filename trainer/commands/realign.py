@@ -24,18 +24,16 @@ from decoding.model.loading import (
     load_draft,
     load_tokenizer,
 )
-from decoding.prompts import encode_prompt
 from trainer.commands.options import RealignOptions, RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
 from trainer.commands.target import read_target
-from trainer.data.conversations import read_conversations
 from trainer.files.folders import check_can_be_folder, sha256_of
 from trainer.files.lock import hold
 from trainer.files.shards import write_text
 from trainer.quickstart import resolve
 from trainer.recipe.reading import parse_recipe
 from trainer.recipe.recipe import AnyRecipe
-from trainer.run.acceptance import Figures, compared, measure_figures, tokens_per_pass
+from trainer.run.acceptance import Figures, compared, measure_figures, read_heldout, tokens_per_pass
 from trainer.run.train import FINAL, ensure_built, run_recipe
 from trainer.terminal.console import say, standard_error, standard_output
 
@@ -233,14 +231,10 @@ def _measure(options: RealignOptions, name: str, console: Console) -> Fit:
             f"max_new_tokens is {options.max_new_tokens}, which with {_PROMPT_TOKENS} of a prompt is more than the "
             f"{positions} tokens that target and draft can hold: lower it"
         )
-    chat = tokenizer.chat_template is not None
-    heldout = read_conversations(options.output / _HELDOUT, options.prompt_field, None, 1, chat)
-    prompts = [encode_prompt(conversation.open_after(()), tokenizer, chat) for conversation in heldout]
-    prompts = [prompt for prompt in prompts if 0 < len(prompt) <= positions - options.max_new_tokens]
-    if not prompts:
-        raise ValueError(
-            f"no held-out prompt leaves room for {options.max_new_tokens} new tokens: lower max_new_tokens"
-        )
+    heldout = read_heldout(
+        options.output / _HELDOUT, options.prompt_field, None, tokenizer, positions, options.max_new_tokens
+    )
+    prompts = [prompt for _, prompt in heldout]
     drafter = named_drafter("draft", draft, tokens=options.draft_tokens)
     config = DecodingConfig(options.max_new_tokens, eos_token_ids=eos_token_ids(target.model, tokenizer))
     figures = measure_figures(target, drafter, prompts, config, options.batch_size, console)

@@ -17,6 +17,7 @@ from decoding.rules.tree import MOST_NODES
 from trainer.export.card import Artefact
 from trainer.export.headstart import describe_heads
 from trainer.export.readback import check_bit_equal
+from trainer.files.vllm_heads import vllm_name
 
 _REMEDY = "export the heads again"
 
@@ -34,16 +35,6 @@ def vllm_config(config: MedusaConfig) -> dict[str, Any]:
         "medusa_fc_bias": True,
         "original_lm_head": False,
     }
-
-
-def vllm_name(name: str) -> str:
-    """Translate our name of a tensor into vLLM's; vLLM ignores every other name in silence."""
-    match name.split("."):
-        case ["heads", head, "blocks", layer, "linear", part]:
-            return f"blocks.{head}.layers.{layer}.{part}"
-        case ["heads", head, "lm_head", "weight"]:
-            return f"lm_heads.{head}.weight"
-    raise AssertionError(f"{name} is of heads that vLLM has no place for")
 
 
 def write(source: Path, folder: Path) -> tuple[Artefact, str]:

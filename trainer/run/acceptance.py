@@ -2,17 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
 from decoding.generate import DecodingConfig
 from decoding.measure.evaluate import measure_acceptance
 from decoding.metrics import Estimate
 from decoding.model.causal_lm import CausalLM
+from decoding.prompts import encode_prompt
 from decoding.rules.sampling import SamplingConfig
+from trainer.data.conversations import Conversation, read_conversations
 from trainer.terminal.progress import ProgressBar
 
 _NAMES = {"tokens_per_pass": "tokens per pass", "accepted_per_drafted": "accepted/drafted"}
@@ -20,6 +24,27 @@ _TEMPERATURES = {"greedy": 0.0, "T=1": 1.0}
 
 Figures = dict[str, dict[str, Any]]
 """By setting: tokens per target pass, and the share of drafted tokens that were accepted, as `Estimate` values."""
+
+
+def read_heldout(
+    path: str | Path,
+    field: str | None,
+    limit: int | None,
+    tokenizer: PreTrainedTokenizerBase,
+    holds: int,
+    max_new_tokens: int,
+) -> list[tuple[Conversation, tuple[int, ...]]]:
+    """Return the first ``limit`` prompts of a file with their token ids, without those that are too long.
+
+    ``holds``: the longest text, in tokens, that target and speculator can hold. ValueError if no prompt is left.
+    """
+    chat = tokenizer.chat_template is not None
+    conversations = read_conversations(path, field, limit, 1, chat)
+    encoded = [(each, encode_prompt(each.open_after(()), tokenizer, chat)) for each in conversations]
+    fitting = [(each, prompt) for each, prompt in encoded if 0 < len(prompt) <= holds - max_new_tokens]
+    if not fitting:
+        raise ValueError(f"no held-out prompt leaves room for {max_new_tokens} new tokens: lower max_new_tokens")
+    return fitting
 
 
 def measure_figures(

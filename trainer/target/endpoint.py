@@ -6,29 +6,19 @@ model's distribution unseen, for example by a top-k in its generation config.
 
 import asyncio
 import json
-import os
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-from openai import (
-    APIConnectionError,
-    APIError,
-    APIStatusError,
-    APITimeoutError,
-    AsyncOpenAI,
-    AuthenticationError,
-    NotFoundError,
-    PermissionDeniedError,
-)
+from openai import APIError
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
-from pydantic import HttpUrl, ValidationError
 
 from decoding.model.loading import first_line
 from trainer.data.answers import Answered, Outcome, Problem, SetAside
 from trainer.data.chat import whole_characters
 from trainer.data.conversations import Conversation, Key
+from trainer.target.connection import Connection, Served
 
 HOPELESS = 50
 """Failures in a row that end the run: the endpoint is down, or every request is wrong."""
@@ -36,25 +26,13 @@ _SEEDS_APART = 1_000_003  # of turns and of tries; servers take seeds of 31 bits
 
 
 @dataclass(frozen=True, kw_only=True)
-class Endpoint:
+class Endpoint(Served):
     """A served model with the settings of its requests."""
 
-    address: str
-    """The server's base address, which mostly ends in /v1."""
-    model: str
-    """The server's name for the model."""
     temperature: float
     top_p: float
     max_new_tokens: int
     seed: int
-    concurrency: int
-    """Requests under way at a time."""
-    retries: int
-    """Tries after the first."""
-    timeout: float
-    """Seconds to wait for one answer."""
-    api_key_variable: str
-    """The environment variable with the key."""
 
 
 class _Reply(NamedTuple):
@@ -82,22 +60,9 @@ class EndpointBackend:
     """
 
     def __init__(self, asked: Endpoint) -> None:
-        for name, least in (("concurrency", 1), ("retries", 0), ("timeout", 0.001)):
-            if getattr(asked, name) < least:
-                raise ValueError(f"{name} is {getattr(asked, name)}: give at least {least}")
         self._asked = asked
-        self._key = os.environ.get(asked.api_key_variable)
-        if self._key and not all("!" <= character <= "~" for character in self._key):
-            raise ValueError(
-                f"the key in the environment variable {asked.api_key_variable} has a blank, a line break or a "
-                "character that is not ASCII in it: copy the key into it once more"
-            )
-        self._client = AsyncOpenAI(
-            base_url=_checked(asked.address),
-            api_key=self._key or "none",
-            timeout=asked.timeout,
-            max_retries=asked.retries,
-        )
+        self._connection = Connection(asked)
+        self._client = self._connection.client
 
     def outcomes(
         self, conversations: Sequence[Conversation], done: Container[Key], on_tokens: Callable[[int], None]
@@ -152,7 +117,7 @@ class EndpointBackend:
         except _NoAnswer as error:
             return SetAside(conversation, error.problem, str(error), again=True)
         except APIError as error:
-            return SetAside(conversation, "failed", self._explained(error), again=True)
+            return SetAside(conversation, "failed", self._connection.explained(error), again=True)
         texts, tokens = tuple(reply.text for reply in replies), sum(reply.tokens for reply in replies)
         return Answered(conversation, texts, tokens, replies[-1].truncated)
 
@@ -172,16 +137,10 @@ class EndpointBackend:
             return _read(await self._request(conversation, answers, seed))
         except json.JSONDecodeError as error:
             raise _NoAnswer("failed", f"the endpoint sent what is no JSON: {first_line(error)}") from error
-        except (AuthenticationError, PermissionDeniedError) as error:
-            raise ValueError(
-                f"the endpoint refuses the key (HTTP {error.status_code}): put the right one into the environment "
-                f"variable {self._asked.api_key_variable}"
-            ) from None  # the server may repeat the key, which a traceback would show
-        except NotFoundError:
-            raise ValueError(
-                f"the endpoint knows no model {self._asked.model!r}, or has nothing at this address (HTTP 404): "
-                "check --model, and that --endpoint is the server's base address, which mostly ends in /v1"
-            ) from None
+        except APIError as error:
+            if fatal := self._connection.fatal(error):
+                raise fatal from None
+            raise
 
     async def _request(
         self, conversation: Conversation, answers: Sequence[str], seed: int
@@ -204,26 +163,6 @@ class EndpointBackend:
             max_tokens=asked.max_new_tokens,
             seed=seed,
         )
-
-    def _explained(self, error: APIError) -> str:
-        """Return the error in one short line, without the key in case the server repeats it."""
-        if isinstance(error, APITimeoutError):
-            return f"no answer within {self._asked.timeout:g} s"
-        if isinstance(error, APIConnectionError):
-            return f"no connection: {first_line(error.__cause__ or error)}"
-        status = f"HTTP {error.status_code}: " if isinstance(error, APIStatusError) else ""
-        reason = first_line(error).replace(self._key, "[the key]") if self._key else first_line(error)
-        return f"{status}{reason[:300]}"  # cut after the replacement, which would not find half a key
-
-
-def _checked(address: str) -> str:
-    """Return the endpoint's address; ValueError for a wrong one, without repeating it: it may hold a password."""
-    try:
-        return str(HttpUrl(address))
-    except ValidationError:
-        raise ValueError(
-            "--endpoint is not the address of a server: give one such as http://localhost:8000/v1"
-        ) from None
 
 
 def _read(completion: ChatCompletion | Completion) -> _Reply:

@@ -1,0 +1,1 @@
+"""Proof that an engine, in this process or on a server, writes what its target would: `headstart verify`."""

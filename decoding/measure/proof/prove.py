@@ -1,0 +1,122 @@
+"""The proof: what its samples can find, told first; then every test of an engine's texts, with its verdict."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from decoding.measure.proof.distribution import DEPTH, TESTS, log_probability, next_tokens, undecided
+from decoding.measure.proof.finding import Finding
+from decoding.measure.proof.greedy import cut_at_ends, ends, greedy_identity
+from decoding.measure.proof.reference import Reference, Written
+from decoding.measure.proof.statistics import (
+    LogProbability,
+    draws_for,
+    found_change,
+    found_shift,
+    tokens_for,
+)
+
+_DRAWN = 8
+"""Tokens of a text whose first `DEPTH` are counted: room for a draft of usual depth."""
+_DEGREES = 10
+"""Cells that the draws after a text usually fill, for what they can find."""
+_MEASURED = 4
+"""Prompts whose tokens give the variance of a log-probability, for what the sampled tokens can find."""
+
+
+class Writer(Protocol):
+    """An engine in this process or on a server, which writes texts to be tested."""
+
+    def write(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int) -> list[Written]:
+        """Return each prompt's text, the seeds being ``seed``, ``seed + 1``, …; ``prompt`` as the engine read it."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Samples of a proof, and ``alpha``, the greatest probability that any of its tests fails a right engine."""
+
+    max_new_tokens: int = 64
+    draws: int = 500
+    draw_prompts: int = 2
+    alpha: float = 1e-6
+    seed: int = 0
+    rounds: int = 1
+    """Number of sampled texts after each prompt."""
+    engines: int = 1
+    """Number of engines that are tested, which share ``alpha``."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "draws", "draw_prompts", "rounds", "engines"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give at least 1")
+        if self.max_new_tokens < DEPTH:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}: give at least {DEPTH}, which are counted")
+        if not 0 < self.alpha < 1:
+            raise ValueError(f"alpha is {self.alpha}: give a probability between 0 and 1, such as 1e-6")
+
+    @property
+    def alpha_of_a_test(self) -> float:
+        """Bonferroni's share of each test with a p-value."""
+        return self.alpha / (TESTS * self.engines)
+
+
+def prove(
+    reference: Reference,
+    writer: Writer,
+    prompts: Sequence[tuple[int, ...]],
+    effort: Effort,
+    on_texts: Callable[[str, int], None] = lambda what, texts: None,
+) -> Iterator[Finding]:
+    """Let the engine write and yield each test's finding. ``on_texts`` is told before each batch of texts."""
+    on_texts("greedy", len(prompts))
+    greedy = writer.write(prompts, effort.max_new_tokens, True, effort.seed)
+    yield ends(reference, greedy, effort.max_new_tokens)
+    yield greedy_identity(reference, cut_at_ends(reference, greedy, effort.max_new_tokens))
+    if reference.sampling.greedy:
+        return
+    repeated = [prompt for _ in range(effort.rounds) for prompt in prompts]
+    on_texts("sampled", len(repeated))
+    sampled = writer.write(repeated, effort.max_new_tokens, False, effort.seed)
+    yield _renamed(ends(reference, sampled, effort.max_new_tokens), "ends of sampled texts")
+    alpha = effort.alpha_of_a_test
+    yield log_probability(reference, cut_at_ends(reference, sampled, effort.max_new_tokens), alpha)
+    contexts = undecided(reference, cut_at_ends(reference, greedy, effort.max_new_tokens), effort.draw_prompts)
+    asked = [context for context in contexts for _ in range(effort.draws)]
+    on_texts("drawn", len(asked))
+    length = min(_DRAWN, effort.max_new_tokens)
+    drawn: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    written = writer.write(asked, length, False, effort.seed + len(repeated))
+    for text in cut_at_ends(reference, written, length):
+        drawn.setdefault(text.prompt, []).append(text.tokens)
+    yield from next_tokens(reference, drawn, alpha)
+
+
+def _renamed(finding: Finding, test: str) -> Finding:
+    return Finding(test, finding.passed, finding.seen, finding.p_value, finding.figures)
+
+
+def power(reference: Reference, prompts: Sequence[tuple[int, ...]], effort: Effort) -> tuple[list[str], dict[str, Any]]:
+    """Return what the samples can find, as sentences and as figures, from the target's distributions in the prompts."""
+    first = [Written(prompt[:1], prompt[1:]) for prompt in prompts[:_MEASURED] if len(prompt) > 1]
+    moments = LogProbability.none()
+    for p, _ in reference.probabilities(first):
+        moments = moments.plus(LogProbability.of(p, p.argmax(1)))
+    degrees = _DEGREES * effort.draw_prompts
+    variance = moments.variance / max(1, moments.tokens)
+    alpha, tokens = effort.alpha_of_a_test, len(prompts) * effort.rounds * effort.max_new_tokens
+    shift, draws = found_shift(tokens, variance, alpha), effort.draws * effort.draw_prompts
+    change = found_change(draws, degrees, alpha)
+    small_shift, small_change = shift / 3, change / 3
+    sentences = [
+        f"up to {tokens:,} sampled tokens find a shift of the mean log-probability of {shift:.2f} nats in 4 of 5 "
+        f"cases; for {small_shift:.2f} give {tokens_for(small_shift, variance, alpha):,} tokens",
+        f"{draws:,} draws after {effort.draw_prompts} texts find {change:.2f} of the probability moved at a token in "
+        f"4 of 5 cases; for {small_change:.2f} give {draws_for(small_change, degrees, alpha):,} draws",
+        f"a right engine fails with a probability of at most {effort.alpha:g}: {TESTS * effort.engines} tests have a "
+        f"p-value, and each fails below {alpha:.1e}",
+    ]
+    figures = {
+        "tokens": tokens, "variance": variance, "shift": shift, "draws": draws, "degrees": degrees, "change": change,
+        "alpha": effort.alpha, "alpha_of_a_test": alpha,
+    }  # fmt: skip
+    return sentences, figures

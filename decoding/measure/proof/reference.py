@@ -1,0 +1,136 @@
+"""The target's own distribution at every token of a text, by plain forwards of `transformers`.
+
+No cache, no tree, no batch of this project is used: a proof must not lean on the code that it tests.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from decoding.measure.figures import NEAR
+from decoding.model.causal_lm import CausalLM
+from decoding.rules.history import History
+from decoding.rules.sampling import HistoryRows, SamplingConfig, adjusted_logits, probabilities
+from decoding.rules.tree import TokenTree
+
+_TOKENS = 4096
+"""Tokens of a forward, padding included."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A text that an engine wrote: the prompt it read, and its new tokens with the EOS that ended it, if any."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+def near_tie(dtype: torch.dtype) -> float:
+    """Return the largest gap between two logits that rounding can reverse."""
+    return NEAR[str(dtype).removeprefix("torch.")]
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """A target with the controls and the ends that its texts should have. ``sampling`` is that of T > 0.
+
+    Several EOS ids count as one token, the first: servers do not tell which of them ended a text.
+    """
+
+    target: CausalLM
+    sampling: SamplingConfig
+    eos_token_ids: tuple[int, ...] = ()
+
+    def probabilities(self, texts: Sequence[Written]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each text's distributions, (tokens, vocab) in fp64 after all controls, and its tokens."""
+        for text, logits in zip(texts, self._logits(texts), strict=True):
+            p = probabilities(logits.double(), self.sampling, self._history(text, self.sampling))
+            yield self._folded(p), self._tokens(text)
+
+    def possible(self, texts: Sequence[Written]) -> Iterator[Tensor]:
+        """Yield, for each text, True at tokens that controls a little looser allow: rounding moves their border."""
+        loose = 1e-4 if self.target.dtype == torch.float32 else 1e-2
+        sampling = replace(
+            self.sampling,
+            top_k=self.sampling.top_k + bool(self.sampling.top_k),
+            top_p=min(1.0, self.sampling.top_p + loose),
+            min_p=self.sampling.min_p * (1 - loose),
+            typical_p=min(1.0, self.sampling.typical_p + loose),
+        )
+        for p, tokens in replace(self, sampling=sampling).probabilities(texts):
+            yield p.gather(1, tokens[:, None]).squeeze(1) > 0
+
+    def margins(self, texts: Sequence[Written]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield, for each token of a text, how far its logit is below the best, and the best token: (tokens,) each."""
+        greedy = replace(self.sampling, temperature=0.0)
+        for text, logits in zip(texts, self._logits(texts), strict=True):
+            scores = adjusted_logits(logits, greedy, self._history(text, greedy)).float()
+            if len(self.eos_token_ids) > 1:
+                ends = torch.tensor(self.eos_token_ids, device=scores.device)
+                best_end = scores[:, ends].amax(1)
+                scores[:, ends] = -torch.inf
+                scores[:, ends[0]] = best_end
+            own = scores.gather(1, self._tokens(text)[:, None]).squeeze(1)
+            yield scores.amax(1) - own, scores.argmax(1)
+
+    def after(self, texts: Sequence[tuple[int, ...]], prompt_length: int) -> Float[Tensor, "texts vocab"]:
+        """Return the distribution of the token after each text, of which ``prompt_length`` tokens are the prompt."""
+        one = [Written(text[:prompt_length], (*text[prompt_length:], 0)) for text in texts]
+        return torch.stack([p[-1] for p, _ in self.probabilities(one)])
+
+    def _tokens(self, text: Written) -> Int[Tensor, " tokens"]:
+        ends = self.eos_token_ids
+        folded = [ends[0] if token in ends else token for token in text.tokens]
+        return torch.tensor(folded, device=self.target.device)
+
+    def _folded(self, p: Float[Tensor, "tokens vocab"]) -> Float[Tensor, "tokens vocab"]:
+        if len(self.eos_token_ids) > 1:
+            ends = torch.tensor(self.eos_token_ids, device=p.device)
+            together = p[:, ends].sum(1)
+            p[:, ends] = 0
+            p[:, ends[0]] = together
+        return p
+
+    def _history(self, text: Written, sampling: SamplingConfig) -> HistoryRows | None:
+        if not sampling.needs_history:
+            return None
+        target = self.target
+        history = History(sampling, len(text.prompt), target.vocab_size, target.device)
+        return history.at(text.prompt, TokenTree.chain([text.prompt[-1], *text.tokens[:-1]]))
+
+    @torch.inference_mode()
+    def _logits(self, texts: Sequence[Written]) -> Iterator[Tensor]:
+        """Yield the logits from which each token of each text should have been chosen, (tokens, vocab)."""
+        model: Any = self.target.model
+        can_cut = "logits_to_keep" in inspect.signature(type(model).forward).parameters
+        for group in _groups(texts):
+            rows = [[*text.prompt, *text.tokens[:-1]] for text in group]
+            longest = max(map(len, rows))
+            first = min(len(text.prompt) for text in group) - 1
+            # Padding on the right: under causal attention no token of a text sees it.
+            ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=self.target.device)
+            cut = {"logits_to_keep": longest - first} if can_cut else {}
+            logits = model(input_ids=ids, use_cache=False, **cut).logits[:, -(longest - first) :]
+            for text, row in zip(group, logits, strict=True):
+                start = len(text.prompt) - 1 - first
+                yield row[start : start + len(text.tokens)]
+
+
+def _groups(texts: Sequence[Written]) -> Iterator[list[Written]]:
+    """Yield consecutive texts that fit into one forward together."""
+    group: list[Written] = []
+    longest = 0
+    for text in texts:
+        longer = max(longest, len(text.prompt) + len(text.tokens))
+        if group and longer * (len(group) + 1) > _TOKENS:
+            yield group
+            group, longer = [], len(text.prompt) + len(text.tokens)
+        group.append(text)
+        longest = longer
+    if group:
+        yield group

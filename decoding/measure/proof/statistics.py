@@ -1,0 +1,219 @@
+"""Tests of sampled tokens against a known distribution, with false-alarm rates that hold exactly, at any sample size.
+
+Each test computes evidence e >= 0 whose mean is at most 1 if the tokens come from the distribution. By Markov's
+inequality e reaches 1/alpha with probability at most alpha, so that 1/e is a p-value. No normal or chi-square
+approximation is made, whose error at 1e-7 is a matter of luck: the familiar figures stand beside the p-values.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+_TILTS = tuple(sign * size for size in (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8) for sign in (1, -1))
+_CONCENTRATIONS = (0.1, 0.3, 1.0, 3.0, 10.0)
+_POWER = 0.8416  # the 80% point of the normal distribution
+_LEAST_EXPECTED = 5.0
+
+
+# --- mean log-probability ---------------------------------------------------------------------------------------------
+
+
+class LogProbability(NamedTuple):
+    """Sums over tokens, each conditional on the text before it; add those of several texts with `plus`.
+
+    ``excess``: log p(x) minus its mean under p. ``variance``: of log p under p. ``log_evidence``: one sum for each
+    tilt t, of t (log p(x) - mean) - log E exp(t (log p - mean)), whose exponential has mean 1.
+    """
+
+    tokens: int
+    excess: float
+    variance: float
+    log_evidence: Float[Tensor, " tilts"]
+    impossible: int
+    """Tokens of probability 0; they are in no other sum."""
+
+    @staticmethod
+    def none() -> "LogProbability":
+        return LogProbability(0, 0.0, 0.0, torch.zeros(len(_TILTS), dtype=torch.float64), 0)
+
+    @staticmethod
+    def of(p: Float[Tensor, "positions vocab"], tokens: Int[Tensor, " positions"]) -> "LogProbability":
+        """Compare the token written at each position with the distribution there."""
+        log_p = p.double().log()
+        written = log_p.gather(1, tokens[:, None]).squeeze(1)
+        possible = written > -math.inf
+        log_p, written, p = log_p[possible], written[possible], p[possible].double()
+        mean = torch.special.xlogy(p, p).sum(1)
+        deviation = torch.where(p > 0, log_p - mean[:, None], 0.0)
+        evidence = [
+            (tilt * (written - mean) - (((1 + tilt) * log_p).logsumexp(1) - tilt * mean)).sum() for tilt in _TILTS
+        ]
+        variance = (p * deviation.square()).sum()
+        impossible = int((~possible).sum())
+        return LogProbability(
+            len(written), float((written - mean).sum()), float(variance), torch.stack(evidence).cpu(), impossible
+        )
+
+    def plus(self, other: "LogProbability") -> "LogProbability":
+        return LogProbability(
+            self.tokens + other.tokens,
+            self.excess + other.excess,
+            self.variance + other.variance,
+            self.log_evidence + other.log_evidence,
+            self.impossible + other.impossible,
+        )
+
+    @property
+    def z(self) -> float:
+        """The mean excess in standard errors."""
+        return self.excess / math.sqrt(self.variance) if self.variance > 0 else 0.0
+
+    @property
+    def shift(self) -> float:
+        """The mean log-probability of the tokens minus its expectation, in nats."""
+        return self.excess / self.tokens if self.tokens else 0.0
+
+    @property
+    def standard_error(self) -> float:
+        """Standard error of the shift, in nats."""
+        return math.sqrt(self.variance) / self.tokens if self.tokens else math.inf
+
+    @property
+    def p_value(self) -> float:
+        return 0.0 if self.impossible else _p_value(self.log_evidence)
+
+
+def _p_value(log_evidence: Float[Tensor, " alternatives"]) -> float:
+    """Return 1 over the mean evidence, at most 1."""
+    mean = float(log_evidence.logsumexp(0)) - math.log(len(log_evidence))
+    return math.exp(-max(0.0, mean))
+
+
+# --- counts -----------------------------------------------------------------------------------------------------------
+
+
+class Cells(NamedTuple):
+    """Counts of draws from one distribution over a few cells, in a context of their own."""
+
+    counts: Float[Tensor, " cells"]
+    p: Float[Tensor, " cells"]
+
+    @staticmethod
+    def pooled(counts: Float[Tensor, " outcomes"], p: Float[Tensor, " outcomes"]) -> "Cells":
+        """Keep the outcomes expected at least five times, and count all others together.
+
+        The number of draws and p decide what is kept, never the counts.
+        """
+        counts, p = counts.double(), p.double()
+        kept = p * counts.sum() >= _LEAST_EXPECTED
+        rest = (p[~kept].sum() if bool((~kept).any()) else p.new_zeros(())).clamp(min=0)
+        if float(rest) == 0 and float(counts[~kept].sum()) == 0:
+            return Cells(counts[kept], p[kept])
+        return Cells(torch.cat([counts[kept], counts[~kept].sum()[None]]), torch.cat([p[kept], rest[None]]))
+
+    @property
+    def log_evidence(self) -> Float[Tensor, " concentrations"]:
+        """Log of the Bayes factor of Dirichlet-distributed probabilities around p against p, for each concentration."""
+        counts, p = self.counts, self.p / self.p.sum()
+        if bool(((p <= 0) & (counts > 0)).any()):
+            return torch.full((len(_CONCENTRATIONS),), math.inf, dtype=torch.float64)
+        counts, p = counts[p > 0], p[p > 0]
+        draws = counts.sum()
+        if float(draws) == 0:
+            return torch.zeros(len(_CONCENTRATIONS), dtype=torch.float64)
+        found = []
+        for concentration in _CONCENTRATIONS:
+            prior = concentration * draws * p
+            each = torch.lgamma(prior + counts) - torch.lgamma(prior) - torch.special.xlogy(counts, p)
+            found.append(each.sum() + torch.lgamma(prior.sum()) - torch.lgamma(prior.sum() + draws))
+        return torch.stack(found)
+
+    @property
+    def chi_square(self) -> tuple[float, int]:
+        """Pearson's statistic and its degrees of freedom."""
+        expected = self.p * self.counts.sum()
+        known = expected > 0
+        if int(known.sum()) < 2:
+            return 0.0, 0
+        terms = (self.counts[known] - expected[known]).square() / expected[known]
+        return float(terms.sum()), int(known.sum()) - 1
+
+
+class Counted(NamedTuple):
+    """The comparison of several contexts' cells together."""
+
+    draws: int
+    chi_square: float
+    degrees: int
+    p_value: float
+    impossible: bool
+    """True if an outcome of probability 0 was drawn."""
+
+    @staticmethod
+    def of(contexts: Iterable[Cells]) -> "Counted":
+        """Compare; the contexts must have been fixed before their own draws, as the beginnings of texts are."""
+        every = [cells for cells in contexts if float(cells.counts.sum()) > 0]
+        if not every:
+            return Counted(0, 0.0, 0, 1.0, False)
+        evidence = torch.stack([cells.log_evidence for cells in every]).sum(0)
+        statistics = [cells.chi_square for cells in every]
+        impossible = bool(evidence.isinf().any())
+        return Counted(
+            int(sum(float(cells.counts.sum()) for cells in every)),
+            sum(statistic for statistic, _ in statistics),
+            sum(degrees for _, degrees in statistics),
+            0.0 if impossible else _p_value(evidence),
+            impossible,
+        )
+
+    @property
+    def chi_square_p(self) -> float:
+        """The usual p-value of the chi-square, an approximation far out in the tail."""
+        if not self.degrees:
+            return 1.0
+        half = torch.tensor([self.degrees / 2, self.chi_square / 2], dtype=torch.float64)
+        return float(torch.special.gammaincc(half[0], half[1]))
+
+
+# --- power ------------------------------------------------------------------------------------------------------------
+
+
+def _surprise(alpha: float) -> float:
+    return math.sqrt(2 * math.log(len(_TILTS) / alpha)) + _POWER
+
+
+def found_shift(tokens: int, variance: float, alpha: float) -> float:
+    """Return the shift of the mean log-probability, in nats, that ``tokens`` tokens find with 80% probability."""
+    return _surprise(alpha) * math.sqrt(variance / tokens)
+
+
+def tokens_for(shift: float, variance: float, alpha: float) -> int:
+    """Return the number of tokens that find this shift with 80% probability."""
+    return math.ceil(variance * (_surprise(alpha) / shift) ** 2)
+
+
+def _needed_distance(degrees: int, alpha: float) -> float:
+    """Return the noncentrality of a chi-square that its evidence finds with 80% probability, roughly.
+
+    With a concentration of 0.3 draws the log evidence is about chi-square / 2.6 - degrees / 2 log(1 + 1 / 0.3).
+    """
+    least = 2.6 * (math.log(len(_CONCENTRATIONS) / alpha) + 0.5 * degrees * math.log(1 + 1 / 0.3))
+    distance = least - degrees
+    return distance + _POWER * math.sqrt(2 * degrees + 4 * distance)
+
+
+def found_change(draws: int, degrees: int, alpha: float) -> float:
+    """Return the total variation from p, a share of probability, that ``draws`` draws find with 80% probability.
+
+    The worst case: a change spread evenly over the cells; one that gathers in few cells is found sooner.
+    """
+    return min(1.0, 0.5 * math.sqrt(_needed_distance(degrees, alpha) / draws))
+
+
+def draws_for(change: float, degrees: int, alpha: float) -> int:
+    """Return the number of draws that find a change of this total variation with 80% probability."""
+    return math.ceil(_needed_distance(degrees, alpha) / (2 * change) ** 2)

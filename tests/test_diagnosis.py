@@ -1,0 +1,308 @@
+"""Each comparison of `headstart diagnose` alone, on values a person can check."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import counting_model, tiny_model
+from tiny_tokenizer import byte_tokenizer
+
+from decoding.metrics import Estimate, StepCount, acceptance
+from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from trainer.export import vllm
+from trainer.serving.client import Completed
+from trainer.serving.configs import compare_settings, compare_vocabularies
+from trainer.serving.counted import Replayed, compare_acceptance, compare_positions, compare_sampling
+from trainer.serving.counters import Counts
+from trainer.serving.finding import STEPS, TEXT, Diagnosis, Finding, equal
+from trainer.serving.rendered import Question, Rendered, compare_rendered
+from trainer.serving.speculator import load_speculator, named_speculator
+from trainer.serving.stale import Fit, StepCosts
+from trainer.serving.texts import compare_texts
+from trainer.serving.weights import compare_top_1, read_vllm_heads
+
+# --- the order --------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_difference_is_the_one_that_the_others_may_follow_from() -> None:
+    found = [equal(STEPS[0], ""), *(Finding(step, True, f"at {step}", "mend it") for step in STEPS[1:4])]
+    diagnosis = Diagnosis(tuple(found))
+    assert diagnosis.first is found[1] and diagnosis.others == (found[2], found[3])
+    assert diagnosis.as_json()["first"] == STEPS[1] and len(STEPS) == 7
+    assert Diagnosis((equal(STEPS[0], ""),)).first is None
+
+
+# --- token ids of the prompt ------------------------------------------------------------------------------------------
+
+ASK = Question("hi", [{"role": "user", "content": "hi"}], tuple(b"[user]hi[a]"))
+
+
+def rendered(server: bytes) -> Finding:
+    tokenizer = byte_tokenizer(
+        "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '[a]' }}{% endif %}"
+    )
+    tokenizer.bos_token = "^"
+    return compare_rendered([ASK], [Rendered(tuple(server), len(server))], tokenizer)
+
+
+def test_equal_prompts_are_no_difference_and_untold_ones_are_not_compared() -> None:
+    assert rendered(b"[user]hi[a]").differs is False
+    assert compare_rendered([ASK], [Rendered(None, None)], byte_tokenizer()).differs is None
+
+
+@pytest.mark.parametrize(
+    ("server", "found"),
+    [
+        (b"^[user]hi[a]", "begins with BOS (94)"),
+        (b"[user]hi", "lacks the generation prompt"),
+        (b"hi", "has no chat template around it"),
+        (b"[system]be kind[user]hi[a]", "puts 15 tokens into the prompt that are not here, 'system]be kind['"),
+        (b"[user]ho[a]", "behind 'er]h', token 7 is 111 ('o[a]'…), here 105 ('i[a]'…)"),
+    ],
+)
+def test_a_prompt_that_differs_shows_its_first_token_and_its_cause(server: bytes, found: str) -> None:
+    finding = rendered(server)
+    assert finding.differs and found in finding.found and finding.remedy
+
+
+# --- greedy texts -----------------------------------------------------------------------------------------------------
+
+
+def compared(text: str, ids: tuple[int, ...] | None, finish: str = "length") -> Finding:
+    """Compare a server's answer with the text of a model that counts on: after 3 come 4, 5, 6, 7."""
+    tokenizer, target = byte_tokenizer(size=16), CausalLM(counting_model())
+    answer = Completed(text, ids, None, None, None, finish)
+    return compare_texts(target, [[3]], [(4, 5, 6, 7)], [answer], tokenizer, eos=(0,))
+
+
+def test_equal_texts_are_equal_by_their_ids_and_by_their_text() -> None:
+    assert compared("", (4, 5, 6, 7)).differs is False
+    assert compared("\x04\x05\x06\x07", None).differs is False
+    assert compared("\x04\x05", None).differs is False  # cut off before
+
+
+def test_a_text_that_parts_beyond_a_near_tie_is_of_another_model() -> None:
+    finding = compared("", (4, 5, 9, 10))
+    assert finding.differs and "prompt 1, token 3: '\\x06' here, '\\t' on the server, 4 below it" in finding.found
+    assert "the same revision" in finding.remedy
+
+
+def test_a_text_that_ends_where_the_other_goes_on_has_another_end() -> None:
+    finding = compared("", (4, 5), finish="stop")
+    assert finding.step == TEXT and "the text here goes on with '\\x06\\x07', the server's ends" in finding.found
+    assert "eos_token_id" in finding.remedy
+
+
+# --- heads as vLLM reads them -----------------------------------------------------------------------------------------
+
+
+def biased_heads(target: CausalLM) -> MedusaHeads:
+    """Heads whose tokens depend on their biases."""
+    tree = ((0,), (0, 0))
+    heads = MedusaHeads.for_target(target.model, MedusaConfig(target.hidden_size, target.vocab_size, 2, 1, tree))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for head in heads.heads:
+            linear: Any = head.blocks[0].linear  # type: ignore[union-attr,index]
+            linear.weight.copy_(0.3 * torch.randn(linear.weight.shape, generator=generator))
+            linear.bias.copy_(3 * torch.randn(linear.bias.shape, generator=generator))
+    return heads
+
+
+@pytest.fixture
+def served_heads(tiny_llama: CausalLM, tmp_path: Path) -> Path:
+    """Biased heads as the export writes them for vLLM."""
+    biased_heads(tiny_llama).save_pretrained(tmp_path / "final")
+    (tmp_path / "served").mkdir()
+    vllm.write(tmp_path / "final", tmp_path / "served")
+    return tmp_path / "served"
+
+
+TEXTS = [[place * step % 16 for place in range(40)] for step in (1, 3, 5)]
+
+
+def top_1(target: CausalLM, served: Path) -> Finding:
+    return compare_top_1(target, biased_heads(target), served, served.with_name("final"), TEXTS, False)
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_exported_heads_have_the_trained_tokens(tiny_llama: CausalLM, served_heads: Path) -> None:
+    finding = top_1(tiny_llama, served_heads)
+    assert finding.differs is False and finding.figures == {"share": 1.0, "positions": 240, "faults": []}
+
+
+def test_biases_that_vllm_drops_are_named_with_the_key_that_keeps_them(
+    tiny_llama: CausalLM, served_heads: Path
+) -> None:
+    rewrite(served_heads, medusa_fc_bias=False)
+    finding = top_1(tiny_llama, served_heads)
+    assert finding.differs and "its 2 biases (blocks.0.layers.0.bias, …) are dropped" in finding.found
+    assert finding.remedy.startswith("set medusa_fc_bias true")
+    # Loaded to decode with here, such a folder has its biases: they are what was trained.
+    read = load_speculator(named_speculator(str(served_heads)), tiny_llama, byte_tokenizer()).weights
+    assert isinstance(read, MedusaHeads)
+    assert torch.equal(read.state_dict()["heads.0.blocks.0.linear.bias"], biased(tiny_llama))
+
+
+def biased(target: CausalLM) -> torch.Tensor:
+    return biased_heads(target).state_dict()["heads.0.blocks.0.linear.bias"]
+
+
+def test_misnamed_tensors_are_named_on_both_sides(tiny_llama: CausalLM, served_heads: Path) -> None:
+    path = served_heads / "model.safetensors"
+    stored = load_file(path)
+    stored["heads.0.weight"] = stored.pop("lm_heads.0.weight")
+    save_file(stored, path)
+    finding = top_1(tiny_llama, served_heads)
+    assert finding.differs and "lm_heads.0.weight is missing" in finding.found
+    assert "heads.0.weight has a name that the server ignores" in finding.found
+    assert "headstart export" in finding.remedy
+
+
+def test_names_of_the_first_medusa_files_are_read_as_vllm_reads_them(tiny_llama: CausalLM, served_heads: Path) -> None:
+    path = served_heads / "model.safetensors"
+    old = {}
+    for name, tensor in load_file(path).items():
+        words = name.split(".")
+        old[f"{words[1]}.0.linear.{words[-1]}" if words[0] == "blocks" else f"{words[1]}.1.weight"] = tensor
+    save_file(old, path)
+    assert top_1(tiny_llama, served_heads).differs is False
+
+
+def test_one_lm_head_serves_all_heads(tiny_llama: CausalLM, served_heads: Path) -> None:
+    rewrite(served_heads, original_lm_head=True)
+    path = served_heads / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(path).items() if name != "lm_heads.1.weight"}, path)
+    read = read_vllm_heads(served_heads, tiny_llama)
+    assert read.faults == () and top_1(tiny_llama, served_heads).differs is False
+
+
+def test_heads_of_another_target_and_truncated_ones_are_named(tiny_llama: CausalLM, served_heads: Path) -> None:
+    tokenizer = byte_tokenizer(size=16)
+    assert compare_vocabularies(tiny_llama, tokenizer, served_heads).differs is False
+    rewrite(served_heads, truncated_vocab_size=8)
+    assert "write 8 of the 16 tokens" in compare_vocabularies(tiny_llama, tokenizer, served_heads).found
+    rewrite(served_heads, vocab_size=32, truncated_vocab_size=32)
+    finding = compare_vocabularies(tiny_llama, tokenizer, served_heads)
+    assert finding.differs and "predict 32 tokens and the target knows 16" in finding.found
+    assert top_1(tiny_llama, served_heads).differs
+
+
+def test_a_path_by_which_vllm_takes_another_method_is_named(tiny_llama: CausalLM, served_heads: Path) -> None:
+    assert compare_settings(tiny_llama, None, served_heads, None, 64).differs is None
+    renamed = served_heads.rename(served_heads.with_name("my-eagle3-heads"))
+    finding = compare_settings(tiny_llama, None, renamed, None, 64)
+    assert finding.differs and "'eagle3'" in finding.found and finding.remedy == "rename the folder"
+
+
+def test_the_targets_own_config_is_read_as_others_read_it(tiny_llama: CausalLM, tmp_path: Path) -> None:
+    model = tiny_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
+    model.save_pretrained(tmp_path)  # by transformers 5, without the keys of version 4
+    finding = compare_settings(tiny_llama, tmp_path, None, None, 64)
+    assert finding.differs and "the target's config.json lacks rope_theta" in finding.found
+
+
+def test_a_lookup_has_nothing_that_a_server_could_read_otherwise() -> None:
+    with pytest.raises(ValueError, match="no trained weights that a server could read"):
+        named_speculator("lookup")
+
+
+# --- acceptance -------------------------------------------------------------------------------------------------------
+
+
+def replayed(rates: tuple[float, ...], passes: int = 1000, texts: int = 10) -> Replayed:
+    """A replay of which exactly these shares of passes were accepted at least to each position."""
+    depth = len(rates)
+    lengths = [sum(place < rate * passes for rate in rates) for place in range(passes)]
+    steps = [StepCount(length + 1, length, depth, depth) for length in lengths]
+    return Replayed(acceptance([steps[text::texts] for text in range(texts)]), depth, texts)
+
+
+def counted(rates: tuple[float, ...], drafts: int = 1000) -> Counts:
+    reached = tuple(rate * drafts for rate in rates)
+    return Counts("vLLM", drafts, drafts * len(rates), sum(reached), reached, cumulative=True)
+
+
+def test_equal_shares_are_no_difference_and_their_lengths_are_one_plus_their_sum() -> None:
+    ours = replayed((0.7, 0.4))
+    assert ours.acceptance_length == pytest.approx(2.1)
+    finding = compare_acceptance(ours, counted((0.7, 0.4)))
+    assert finding.differs is False
+    assert finding.figures["acceptance_length"] == {"ours": pytest.approx(2.1), "server": pytest.approx(2.1)}
+
+
+def test_a_difference_within_the_binomial_error_and_the_texts_ends_is_not_real() -> None:
+    # The error of two shares near .7 of 1,000 is 0.0205; 3.29 of it and one draft of 10 texts make 0.0775.
+    near, far = (compare_positions(replayed((0.7,)), counted((share,)))[0] for share in (0.63, 0.61))
+    assert not near.real and far.real
+
+
+def test_a_later_position_alone_is_named() -> None:
+    finding = compare_acceptance(replayed((0.7, 0.5)), counted((0.7, 0.1)))
+    assert finding.differs and "a real difference from position 2 on" in finding.found
+
+
+def test_drafts_that_the_server_cuts_are_named_before_their_acceptance() -> None:
+    cut = Counts("llama.cpp", 1000, 1200, 700, (700.0, 0.0, 0.0))
+    finding = compare_acceptance(replayed((0.7, 0.4, 0.2)), cut)
+    assert finding.differs and "drafted 1.20 tokens at a time, at most 3" in finding.found
+    assert "--spec-draft-p-min 0" in finding.remedy
+
+
+def test_servers_without_positions_are_compared_by_what_they_count() -> None:
+    ours = replayed((0.7, 0.4))  # accepts .55 of its tokens
+    length = Counts("SGLang", length=2.12)
+    assert compare_acceptance(ours, length).differs is False
+    assert compare_acceptance(ours, Counts("SGLang", length=1.5)).differs
+    assert compare_acceptance(ours, Counts("llama.cpp", None, 1000, 550)).differs is False
+    finding = compare_acceptance(ours, Counts("llama.cpp", None, 1000, 300))
+    assert finding.differs and "0.30 of the drafted tokens accepted on the server, 0.55 here" in finding.found
+    assert compare_acceptance(ours, Counts("llama.cpp")).differs is None
+
+
+def test_sampled_drafts_are_told_from_argmax_drafts() -> None:
+    sampled, argmax = replayed((0.8, 0.6)), replayed((0.5, 0.2))
+    assert compare_sampling(sampled, argmax, counted((0.8, 0.6)), 1.0).differs is False
+    finding = compare_sampling(sampled, argmax, counted((0.5, 0.2)), 1.0)
+    assert (
+        finding.differs
+        and "2.40 with sampled drafts and 1.70 with argmax drafts: the server drafts by" in finding.found
+    )
+    assert "for 1.41 times the tokens per pass" in finding.remedy
+    assert "accepted more often here" in compare_sampling(argmax, sampled, counted((0.8, 0.6)), 1.0).remedy
+    neither = compare_sampling(sampled, argmax, counted((0.1, 0.0)), 1.0)
+    assert neither.differs and "that of neither" in neither.found and "headstart verify" in neither.remedy
+
+
+# --- a stale speculator -----------------------------------------------------------------------------------------------
+
+
+def fit(tuned: float, base: float | None, width: float = 0.05) -> Fit:
+    """A draft that takes 0.2 of a plain step, verifies in 1.2 and has 0.1 of overhead: 1.5 steps a pass."""
+    around = (Estimate(value, value - width, value + width, 50) if value else None for value in (tuned, base))
+    now, before = around
+    assert now is not None
+    return Fit(now, before, StepCosts(0.2, 1.2, 0.1), "headstart realign …")
+
+
+def test_a_real_gap_is_stale_and_told_in_tokens_and_in_speed() -> None:
+    found = fit(1.5, 2.25)
+    assert found.stale is True and found.gain == pytest.approx((1.5, 1.44, 1.56), abs=0.01)
+    assert found.verdict.startswith("stale: 2.25 → 1.50 tokens per pass; predicted 1.00× now, 1.50× at most after")
+    assert "worth up to 1.50× (1.4" in found.verdict and found.verdict.endswith("headstart realign …")
+
+
+def test_no_gap_still_fits_and_a_wide_interval_is_not_clear() -> None:
+    assert fit(2.25, 2.28).stale is False and fit(2.25, 2.28).verdict.startswith("still fits: ")
+    assert fit(2.0, 2.2, width=0.5).stale is None and "not clear" in fit(2.0, 2.2, width=0.5).verdict
+    assert fit(2.25, None).stale is None and "give --base" in fit(2.25, None).verdict
+    assert "without speculation it is faster now" in fit(1.2, 2.25).verdict

@@ -1,0 +1,266 @@
+"""`headstart diagnose` names every planted difference first, with its remedy, and nothing where nothing differs."""
+
+import io
+import json
+import re
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from scripted_endpoint import serve
+from speculating_server import SpeculatingServer
+from tiny_models import tiny_model
+from tiny_tokenizer import byte_tokenizer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from decoding.drafters import DraftModelDrafter
+from decoding.drafters.draft_tree import DraftTreeDrafter
+from decoding.model.causal_lm import CausalLM
+from trainer.commands.diagnose import run_diagnose
+from trainer.commands.options import DiagnoseOptions
+from trainer.drafts.start import write_draft
+from trainer.export import export
+from trainer.serving.finding import ACCEPTANCE, ROPE, SAMPLING, TEMPLATE, TEXT, TOP_1, VOCABULARY
+
+TEMPLATE_TEXT = (
+    "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[a]' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '~' }}{% endif %}{% endif %}"
+)
+SIZES: dict[str, Any] = {"vocab": 128, "max_position_embeddings": 256}
+
+
+def noisy(model: PreTrainedModel, share: float, seed: int = 0) -> PreTrainedModel:
+    """The same model with noise on its weights, relative to each tensor's own spread."""
+    other = tiny_model(**SIZES)
+    other.load_state_dict(model.state_dict())
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(share * (parameter.std() if parameter.std() > 0 else 1.0) * noise)
+    return other
+
+
+@dataclass
+class Desk:
+    """A target, a draft that was trained for it and exported, and a server of both in good health."""
+
+    folder: Path
+    tokenizer: PreTrainedTokenizerBase
+    target: PreTrainedModel
+    draft: PreTrainedModel
+
+    def server(self, **changes: Any) -> SpeculatingServer:
+        chain = DraftModelDrafter(CausalLM(self.draft), (1, 1, 1))
+        given = {"target": CausalLM(self.target), "drafter": chain, "render": self.render, **changes}
+        return SpeculatingServer(tokenizer=self.tokenizer, **given)
+
+    def render(self, messages: list[dict[str, str]], **options: Any) -> Sequence[int]:
+        asked = {"add_generation_prompt": True, **options}
+        rendered: Any = self.tokenizer.apply_chat_template(messages, return_dict=True, **asked)
+        ids: list[int] = rendered["input_ids"]
+        return ids
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
+    folder = tmp_path_factory.mktemp("desk")
+    tokenizer = byte_tokenizer(TEMPLATE_TEXT)
+    target = tiny_model(**SIZES)
+    target.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    draft = noisy(target, 0.02)
+    write_draft(CausalLM(draft), tokenizer, folder / "final")
+    export(folder / "final", folder / "exported", "draft")
+    rows = [{"prompt": f"{place} and {place * 7 % 10}?"} for place in range(8)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Desk(folder, tokenizer, target, draft)
+
+
+def options_for(desk: Desk, **changes: Any) -> DiagnoseOptions:
+    return DiagnoseOptions(
+        **{
+            "speculator": f"draft:{desk.folder / 'final'}",
+            "target": str(desk.folder / "target"),
+            "prompts": str(desk.folder / "prompts.jsonl"),
+            "exported": desk.folder / "exported",
+            "dtype": "fp32",
+            "max_new_tokens": 32,
+            "limit": 8,
+            **changes,
+        }
+    )
+
+
+def diagnosed(desk: Desk, server: SpeculatingServer | None = None, **changes: Any) -> tuple[bool, str]:
+    """Run the command; return whether nothing differs, and what it printed."""
+    printed = io.StringIO()
+    with ExitStack() as stack:
+        if server is not None:
+            endpoint = stack.enter_context(serve(server))
+            changes = {"endpoint": endpoint.address, "model": "tiny", **changes}
+        fine = run_diagnose(options_for(desk, **changes), Console(file=printed, width=10_000))
+    return fine, printed.getvalue()
+
+
+def test_nothing_differs_between_a_healthy_server_and_the_loop(desk: Desk, tmp_path: Path) -> None:
+    fine, printed = diagnosed(desk, desk.server(), json_file=str(tmp_path / "found.json"))
+    assert fine and printed.startswith("nothing differs\n") and "not compared" not in printed
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["first"] is None and [each["differs"] for each in found["findings"]] == [False] * 7
+    assert found["findings"][-2]["figures"]["tokens"] == 3  # as many as the server counts positions for
+    # What the server had counted before, 7 of 300, is not among it.
+    assert found["findings"][-2]["figures"]["acceptance_length"]["server"] > 2
+
+
+Plant = Callable[[Desk], SpeculatingServer]
+
+
+def other_target(desk: Desk) -> SpeculatingServer:
+    return desk.server(target=CausalLM(noisy(desk.target, 0.1, seed=1)))
+
+
+def runs_over(desk: Desk) -> SpeculatingServer:
+    return desk.server(eos=())
+
+
+def bad_draft(desk: Desk) -> SpeculatingServer:
+    return desk.server(drafter=DraftModelDrafter(CausalLM(tiny_model(seed=9, **SIZES)), (1, 1, 1)))
+
+
+def by_argmax(desk: Desk) -> SpeculatingServer:
+    return desk.server(sampling=DraftTreeDrafter(CausalLM(desk.draft), depth=3, width=1, nodes=4))
+
+
+def system_prompt(desk: Desk) -> SpeculatingServer:
+    return desk.server(render=lambda asked: desk.render([{"role": "system", "content": "Be kind."}, *asked]))
+
+
+def no_generation_prompt(desk: Desk) -> SpeculatingServer:
+    return desk.server(render=lambda asked: desk.render(asked, add_generation_prompt=False))
+
+
+def not_thinking(desk: Desk) -> SpeculatingServer:
+    return desk.server(render=lambda asked: desk.render(asked, enable_thinking=False))
+
+
+def twice_begun(desk: Desk) -> SpeculatingServer:
+    return desk.server(render=lambda asked: [1, *desk.render(asked)])
+
+
+SERVERS: dict[str, tuple[Plant, str, str, str]] = {
+    "a system prompt": (system_prompt, TEMPLATE, r"puts 16 tokens .*'system\]Be kind.\['", "system prompt"),
+    "no generation prompt": (
+        no_generation_prompt,
+        TEMPLATE,
+        "lacks the generation prompt",
+        "add_generation_prompt true",
+    ),
+    "thinking switched off": (not_thinking, TEMPLATE, "has the thinking mode off", "'enable_thinking': true"),
+    "a token before the prompt": (twice_begun, TEMPLATE, r"token 0 is 1 \(", "chat template|system prompt"),
+    "another target": (other_target, TEXT, r"below it by the logits here", "the same revision"),
+    "a worse draft": (bad_draft, ACCEPTANCE, r"a real difference from position 1 on", "number of drafted tokens"),
+    "argmax drafts": (by_argmax, SAMPLING, "the server drafts by argmax", '"draft_sample_method": "probabilistic"'),
+}
+"""Name -> the faulty server, the step that must be named first, and patterns of what is found and of the remedy."""
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_the_first_difference_of_a_server_is_named_with_its_remedy(name: str, desk: Desk) -> None:
+    plant, step, found, remedy = SERVERS[name]
+    server = replace(plant(desk), has_page=step in (ACCEPTANCE, SAMPLING))  # without counts there is less to replay
+    fine, printed = diagnosed(desk, server, temperature=1.0 if step == SAMPLING else 0.0)
+    first, sentence, cure = printed.splitlines()[:3]
+    assert not fine and first == f"first difference: {step}"
+    assert re.search(found, sentence) and re.search(remedy, cure)
+
+
+@pytest.fixture
+def broken(desk: Desk, tmp_path: Path) -> Path:
+    """A copy of the exported folder, for a test to break."""
+    copy = tmp_path / "served"
+    copy.mkdir()
+    for path in (desk.folder / "exported").iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    return copy
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config |= changes
+    kept = {key: value for key, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
+
+
+def test_a_rope_theta_that_only_transformers_5_finds_is_named_first(desk: Desk, tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 123.0}
+    model = tiny_model(**SIZES, rope_parameters=rope)
+    write_draft(CausalLM(model), desk.tokenizer, tmp_path / "final")
+    export(tmp_path / "final", tmp_path / "served", "draft")
+    given = {"speculator": f"draft:{tmp_path / 'final'}", "exported": tmp_path / "served"}
+    assert diagnosed(desk, **given)[0]
+    rewrite(tmp_path / "served", rope_theta=None)
+    fine, printed = diagnosed(desk, **given)
+    assert not fine and printed.startswith(f"first difference: {ROPE}\n")
+    assert "lacks rope_theta, so a reader of transformers 4's keys takes 10000.0, where transformers 5" in printed
+    assert "remedy: write rope_theta beside rope_parameters" in printed
+
+
+@pytest.mark.parametrize(
+    ("changes", "step", "found"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}, "rope_theta": 7.0}, ROPE, "served draft has"),
+        ({"max_position_embeddings": 40}, ROPE, "holds 40 positions"),
+        ({"headstart_output_tokens": "output_tokens.json"}, VOCABULARY, "trimmed by output_tokens.json"),
+        ({"tie_word_embeddings": True}, TOP_1, "lm_head.weight is not read, as tie_word_embeddings is true"),
+    ],
+)
+def test_a_config_that_the_server_reads_otherwise_is_named(
+    changes: dict[str, Any], step: str, found: str, desk: Desk, broken: Path
+) -> None:
+    rewrite(broken, **changes)
+    fine, printed = diagnosed(desk, exported=broken)
+    assert not fine and printed.startswith(f"first difference: {step}\n") and found in printed
+
+
+def test_a_draft_of_another_vocabulary_size_is_named(desk: Desk, tmp_path: Path) -> None:
+    wide = tiny_model(**{**SIZES, "vocab": 192})
+    write_draft(CausalLM(wide), desk.tokenizer, tmp_path / "served")
+    fine, printed = diagnosed(desk, exported=tmp_path / "served")
+    assert not fine and printed.startswith(f"first difference: {VOCABULARY}\n")
+    assert "knows 192 tokens and the target 128" in printed and "use_heterogeneous_vocab" in printed
+
+
+def test_other_weights_are_named_by_their_top_1(desk: Desk, tmp_path: Path) -> None:
+    write_draft(CausalLM(tiny_model(seed=5, **SIZES)), desk.tokenizer, tmp_path / "served")
+    fine, printed = diagnosed(desk, exported=tmp_path / "served")
+    assert not fine and printed.startswith(f"first difference: {TOP_1}\n") and "other weights" in printed
+
+
+def test_counters_alone_are_compared_too(desk: Desk) -> None:
+    server = desk.server()
+    with serve(server) as endpoint:
+        before = (server.drafts, server.reached)
+        diagnosed(desk, None, endpoint=endpoint.address, model="tiny", temperature=0.0)
+    server = replace(server, drafts=server.drafts - before[0], drafted=server.drafted - 300)
+    server.accepted, server.reached = server.accepted - 7, [server.reached[0] - 7, *server.reached[1:]]
+    fine, printed = diagnosed(desk, counters=server.page())
+    assert fine and "no real difference; the counters were pasted" in printed
+    fine, printed = diagnosed(desk, counters="Decode batch, accept len: 1.02, accept rate: 0.01")
+    assert not fine and printed.startswith(f"first difference: {ACCEPTANCE}\n")
+    assert "acceptance length 1.02 on the server" in printed
+
+
+def test_a_server_that_tells_only_the_number_of_tokens_is_compared_by_it(desk: Desk) -> None:
+    silent = {"tells_ids": False, "has_page": False}
+    fine, printed = diagnosed(desk, desk.server(**silent))
+    assert fine and "have the same number of tokens" in printed and "--counters" in printed
+    server = replace(no_generation_prompt(desk), **silent)
+    fine, printed = diagnosed(desk, server)
+    assert not fine and "the number of one that lacks the generation prompt" in printed

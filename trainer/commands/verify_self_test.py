@@ -1,0 +1,178 @@
+"""`headstart verify --self-test`: faults planted into engines and servers, and the test that catches each."""
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig, check_prompt
+from decoding.measure.proof.faults import Disturbed, planted, tiny_prompts, tiny_target, usual_end
+from decoding.measure.proof.finding import Finding
+from decoding.measure.proof.loop import EngineWriter, cache_consistency
+from decoding.measure.proof.prove import Effort, Writer, prove
+from decoding.measure.proof.reference import Reference
+from decoding.model.causal_lm import CausalLM
+from decoding.model.loading import load_tokenizer
+from decoding.prompts import read_prompts
+from decoding.rules.sampling import SamplingConfig
+from trainer.commands.options import VerifyOptions
+from trainer.commands.target import read_target
+from trainer.quickstart import resolve
+from trainer.terminal.console import say, title, wide
+
+_CACHE_PROMPTS = 2
+_SERVED_DRAWS = 100
+"""Draws from a server of the tiny target, which decodes one text at a time."""
+
+
+class _Caught(NamedTuple):
+    """A planted fault, or a right engine, and the findings that fail it, as far as the tests went."""
+
+    name: str
+    is_right: bool
+    failures: list[Finding]
+    tests: int
+
+    @property
+    def as_it_should(self) -> bool:
+        return self.is_right == (not self.failures)
+
+
+@dataclass(frozen=True, eq=False)
+class _Desk:
+    """A target with prompts, on which faults are planted."""
+
+    target: CausalLM
+    sampling: SamplingConfig
+    eos: tuple[int, ...]
+    prompts: list[tuple[int, ...]]
+    effort: Effort
+
+    @property
+    def reference(self) -> Reference:
+        return Reference(self.target, self.sampling, self.eos)
+
+
+def run_self_test(options: VerifyOptions, console: Console) -> bool:
+    """Print each fault with the tests that caught it; return True if all were, and no right engine failed."""
+    desk = _desk(options)
+    batch_size = 64 if options.target is None else options.batch_size
+    found: list[_Caught] = []
+    for each in planted(desk.target, desk.sampling, desk.eos, batch_size):
+        found.append(_tried(each.name, each.is_right, each.reference, each.writer, desk, each.writer))
+    if importlib.util.find_spec("openai") is None:
+        say(console, "faults of servers are not tried without openai: pip install 'headstart[endpoint]'")
+    else:
+        found += _on_the_loopback(desk)
+    wide(console).print(_table(found))
+    slipped = [each.name for each in found if not each.as_it_should]
+    if slipped:
+        say(console, Text.assemble(("FAIL", "bold red"), f": {', '.join(slipped)}; give more --draws and --rounds"))
+    else:
+        faults = sum(not each.is_right for each in found)
+        say(
+            console,
+            Text.assemble(
+                ("PASS", "bold green"), f": all {faults} planted faults are caught, and no right engine fails"
+            ),
+        )
+    return not slipped
+
+
+def _desk(options: VerifyOptions) -> _Desk:
+    sampling = SamplingConfig(temperature=options.temperature)
+    if sampling.greedy:
+        raise ValueError("--self-test plants faults of sampling: give a --temperature above 0")
+    if options.endpoint is not None or options.drafter or options.rule:
+        raise ValueError("--self-test brings engines of its own: leave out --endpoint, --drafter and --rule")
+    if options.target is None:
+        target, prompts = tiny_target(), tiny_prompts()
+        effort = Effort(max_new_tokens=24, draws=300, rounds=3, alpha=options.alpha, seed=options.seed)
+    else:
+        if options.prompts is None:
+            raise ValueError(f"--self-test on the target {options.target} needs --prompts: give a .jsonl file")
+        effort = Effort(
+            max_new_tokens=options.max_new_tokens,
+            draws=options.draws,
+            draw_prompts=options.draw_prompts,
+            alpha=options.alpha,
+            seed=options.seed,
+            rounds=options.rounds,
+        )
+        tokenizer = load_tokenizer(resolve(options.target), options.trust_remote_code)
+        prompts = read_prompts(
+            resolve(options.prompts), tokenizer, options.limit, options.prompt_field, chat=options.chat
+        )
+        target = read_target(options.target, options)
+        for prompt in prompts:
+            check_prompt(target, prompt, DecodingConfig(options.max_new_tokens))
+    end = usual_end(target, sampling, prompts, effort.max_new_tokens)
+    return _Desk(target, sampling, (end,), prompts, effort)
+
+
+def _tried(
+    name: str, is_right: bool, reference: Reference, writer: Writer, desk: _Desk, engine: EngineWriter | None = None
+) -> _Caught:
+    """Run the tests, of a faulty engine up to the first that fails."""
+    failures, tests = [], 0
+    for finding in _findings(reference, writer, desk, engine):
+        tests += 1
+        if not finding.passed:
+            failures.append(finding)
+            if not is_right:
+                break
+    return _Caught(name, is_right, failures, tests)
+
+
+def _findings(reference: Reference, writer: Writer, desk: _Desk, engine: EngineWriter | None) -> Iterator[Finding]:
+    if engine is not None:
+        config = DecodingConfig(
+            desk.effort.max_new_tokens, engine.config.sampling, engine.config.rule, engine.config.eos_token_ids
+        )
+        yield cache_consistency(engine.engine, desk.prompts[:_CACHE_PROMPTS], config)
+    yield from prove(reference, writer, desk.prompts, desk.effort)
+
+
+def _on_the_loopback(desk: _Desk) -> list[_Caught]:
+    """Try a right server and two faulty ones."""
+    right, argmax = Engine(desk.target), Engine(desk.target, Disturbed(desk.target, argmax=True))
+    fewer = replace(desk, effort=replace(desk.effort, draws=min(_SERVED_DRAWS, desk.effort.draws)))
+    found = []
+    for name, engine, heat in (
+        ("none: a right server", right, 1.0),
+        ("a server samples at 1.3 times the temperature", right, 1.3),
+        ("a server accepts argmax drafts by a softmax q", argmax, 1.0),
+    ):
+        with _served_writer(engine, desk, heat) as writer:
+            found.append(_tried(name, name.startswith("none"), desk.reference, writer, fewer))
+    return found
+
+
+@contextmanager
+def _served_writer(engine: Engine, desk: _Desk, heat: float) -> Iterator[Writer]:
+    from trainer.serving.client import ServedModel
+    from trainer.serving.loopback import NAME, served
+    from trainer.serving.writer import ServedWriter
+    from trainer.target.connection import Served
+
+    with served(engine, desk.eos, heat) as address, ServedModel(Served(address=address, model=NAME)) as model:
+        yield ServedWriter(model, desk.reference, None, desk.prompts[0])
+
+
+def _table(found: list[_Caught]) -> Table:
+    table = Table(title=title("planted faults"))
+    for name in ("fault", "", "caught by", "p"):
+        table.add_column(name)
+    for each in found:
+        first = each.failures[0] if each.failures else None
+        by = f"{first.test}: {first.seen}" if first else f"nothing, by {each.tests} tests"
+        p = "" if first is None or first.p_value is None else f"{first.p_value:.1e}"
+        verdict = "as it should" if each.as_it_should else "WRONG"
+        table.add_row(each.name, Text(verdict, style="green" if each.as_it_should else "bold red"), by, p)
+    return table

@@ -1,0 +1,281 @@
+"""Completions of a served model, with their token ids where the server tells them: vLLM, llama.cpp, any other.
+
+Servers differ in three ways that this module hides. Prompts of token ids are taken by vLLM and llama.cpp, not by all.
+Token ids of an answer come under several names, or not at all. `/tokenize` and `/metrics` stand beside `/v1`.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
+
+from openai import APIError, BadRequestError, UnprocessableEntityError
+
+from decoding.model.loading import first_line
+from trainer.target.connection import Connection, Served
+
+Result = TypeVar("Result")
+Messages = Sequence[Mapping[str, str]]
+
+_IDS = {"return_token_ids": True, "return_tokens": True}
+"""Requests for token ids: vLLM's name and llama.cpp's."""
+_REFUSED = (BadRequestError, UnprocessableEntityError)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request. ``prompt`` is a text or token ids to continue, or the messages of a chat."""
+
+    prompt: str | tuple[int, ...] | tuple[Mapping[str, str], ...]
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    logprobs: int | None = None
+    """Number of best tokens to tell at each position beside the written one; None for no log-probabilities."""
+    controls: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the request, such as ``top_k``, under the server's names."""
+
+
+class Completed(NamedTuple):
+    """A served model's answer. Fields of tokens are None where the server does not tell them.
+
+    ``token_ids`` may hold the end of the text as their last entry or leave it out: servers differ. ``prompt_ids``: the
+    prompt as the server read it; ``prompt_tokens``: their number. ``logprobs``: of the written tokens, under whatever
+    distribution the server reports. ``timings``: llama.cpp's, with its counts of speculation.
+    """
+
+    text: str
+    token_ids: tuple[int, ...] | None
+    prompt_ids: tuple[int, ...] | None
+    token_texts: tuple[str, ...] | None
+    logprobs: tuple[float, ...] | None
+    finish_reason: str | None
+    prompt_tokens: int | None = None
+    timings: Mapping[str, Any] | None = None
+
+
+class ServedModel:
+    """A served model, asked from synchronous code, many requests at a time. Use it as a context manager.
+
+    Errors are ValueError in one sentence: a refused key, an unknown model, a server that is down or sends no answer.
+    """
+
+    def __init__(self, served: Served) -> None:
+        """Check the address and the key, and send nothing; ValueError for those that cannot work."""
+        self.served = served
+        self._connection = Connection(served)
+        self._client = self._connection.client
+        self._runner = asyncio.Runner()
+        self._extra: dict[str, Any] = dict(_IDS)
+        self.takes_ids = True
+        """False once the server has refused a prompt of token ids."""
+
+    def __enter__(self) -> "ServedModel":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._runner.run(self._client.close())
+        self._runner.close()
+
+    # --- answers --------------------------------------------------------------------------------------------------
+
+    def complete(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        logprobs: int | None = None,
+    ) -> Completed:
+        """Return the continuation of a text or of token ids."""
+        given = prompt if isinstance(prompt, str) else tuple(prompt)
+        return self.many([Asked(given, max_tokens, temperature, top_p, seed, logprobs)])[0]
+
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        max_tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        logprobs: int | None = None,
+    ) -> Completed:
+        """Return the answer to messages, which the server templates."""
+        return self.many([Asked(tuple(messages), max_tokens, temperature, top_p, seed, logprobs)])[0]
+
+    def many(self, requests: Sequence[Asked], on_answer: Callable[[], None] = lambda: None) -> list[Completed]:
+        """Return the answers in the order of the requests, up to ``concurrency`` under way at a time."""
+
+        async def all_of_them() -> list[Completed]:
+            places = asyncio.Semaphore(self.served.concurrency)
+
+            async def one(request: Asked) -> Completed:
+                async with places:
+                    answer = await self._answer(request)
+                on_answer()
+                return answer
+
+            tasks = [asyncio.create_task(one(request)) for request in requests]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:  # after an error the others end, too
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+        return self._run(all_of_them())
+
+    async def _answer(self, request: Asked) -> Completed:
+        """Return the answer; a server that refuses the wish for token ids is asked without it from then on."""
+        asked_for = self._extra
+        try:
+            return _read(await self._send(request, asked_for))
+        except _REFUSED:
+            if not asked_for:
+                raise
+            found = _read(await self._send(request, {}))
+            self._extra = {}
+            return found
+
+    async def _send(self, request: Asked, extra: Mapping[str, Any]) -> str:
+        body: dict[str, Any] = {
+            "model": self.served.model,
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "seed": request.seed % 2**31,
+            **request.controls,
+            **extra,
+        }
+        if _is_chat(request.prompt):
+            if request.logprobs is not None:
+                body |= {"logprobs": True, "top_logprobs": request.logprobs}
+            return await self._post("chat/completions", {**body, "messages": list(request.prompt)})
+        if request.logprobs is not None:
+            body["logprobs"] = request.logprobs
+        prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
+        return await self._post("completions", {**body, "prompt": prompt})
+
+    # --- what stands beside the answers ---------------------------------------------------------------------------
+
+    def check_ids(self, prompt: Sequence[int]) -> bool:
+        """Ask for one token after a prompt of token ids; return False, and remember it, if the server refuses."""
+        if self.takes_ids:
+            try:
+                self._run(self._answer(Asked(tuple(prompt), 1)), raw=_REFUSED)
+            except _REFUSED:
+                self.takes_ids = False
+        return self.takes_ids
+
+    def models(self) -> list[str]:
+        """Return the names of the models that the server lists."""
+        listed = _object_in(self._run(self._client.get("models", cast_to=str)))
+        return [str(entry["id"]) for entry in listed.get("data", []) if isinstance(entry, dict) and "id" in entry]
+
+    def tokenize(self, given: str | Messages, add_special: bool = True) -> tuple[int, ...] | None:
+        """Return the token ids the server makes of a text, or of messages in its template; None without a route.
+
+        A server that templates in one route and tokenizes in another (llama.cpp) is asked by both.
+        """
+        if not isinstance(given, str):
+            messages = {"model": self.served.model, "messages": list(given), "add_generation_prompt": True}
+            templated = self._optional("apply-template", messages)
+            if templated is not None and isinstance(text := _object_in(templated).get("prompt"), str):
+                return self.tokenize(text)
+            return self._ids(self._optional("tokenize", messages))
+        body = {"model": self.served.model, "prompt": given, "add_special_tokens": add_special}
+        body |= {"content": given, "add_special": add_special, "parse_special": True}  # llama.cpp's names
+        return self._ids(self._optional("tokenize", body))
+
+    def metrics(self) -> str | None:
+        """Return the text of the server's metrics page; None without one."""
+        return self._optional("metrics", None)
+
+    def _ids(self, sent: str | None) -> tuple[int, ...] | None:
+        tokens = None if sent is None else _object_in(sent).get("tokens")
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+            return None
+        return tuple(tokens)
+
+    def _optional(self, route: str, body: Mapping[str, Any] | None) -> str | None:
+        """Return what a route beside /v1 sends, by GET without a body; None if the server refuses or has none."""
+        url = f"{self._connection.address.rstrip('/').removesuffix('/v1')}/{route}"
+        sent = self._client.get(url, cast_to=str) if body is None else self._post(url, body)
+        try:
+            return self._run(sent, raw=(APIError,))
+        except APIError:
+            return None
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> Coroutine[Any, Any, str]:
+        return self._client.post(path, cast_to=str, body=body)
+
+    def _run(self, work: Coroutine[Any, Any, Result], raw: tuple[type[APIError], ...] = ()) -> Result:
+        """Run a coroutine; an error of the server becomes one sentence, unless it is one of ``raw``."""
+        try:
+            return self._runner.run(work)
+        except raw:
+            raise
+        except APIError as error:
+            explained = ValueError(f"the endpoint gave no answer: {self._connection.explained(error)}")
+            raise self._connection.fatal(error) or explained from None
+
+
+def _is_chat(prompt: str | tuple[Any, ...]) -> bool:
+    return not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+def _object_in(sent: str) -> dict[str, Any]:
+    try:
+        found = json.loads(sent)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the endpoint sent what is no JSON: {first_line(error)}") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _read(sent: str) -> Completed:
+    """Return the answer in what a server sent; ValueError for what is no completion."""
+    found = _object_in(sent)
+    choices = found.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    if not isinstance(choice, dict):
+        raise ValueError("what the endpoint sent is no completion: check --endpoint and --model")
+    message = choice.get("message")
+    text = message.get("content") if isinstance(message, dict) else choice.get("text")
+    told = choice.get("logprobs")
+    logprobs = told if isinstance(told, dict) else {}
+    content = [entry for entry in logprobs.get("content") or () if isinstance(entry, dict)]
+    ids = _integers(choice.get("token_ids")) or _integers(choice.get("tokens"))
+    ids = ids or _integers([entry.get("id") for entry in content])  # llama.cpp's place for them
+    texts = [entry.get("token") for entry in content] or logprobs.get("tokens") or []
+    values = [entry.get("logprob") for entry in content] or logprobs.get("token_logprobs") or []
+    return Completed(
+        text=text if isinstance(text, str) else "",
+        token_ids=ids,
+        prompt_ids=_integers(choice.get("prompt_token_ids")) or _integers(found.get("prompt_token_ids")),
+        token_texts=tuple(map(str, texts)) or None,
+        logprobs=tuple(float(value) for value in values if isinstance(value, int | float)) or None,
+        finish_reason=choice.get("finish_reason"),
+        prompt_tokens=_count(found.get("usage")),
+        timings=timings if isinstance(timings := found.get("timings"), dict) else None,
+    )
+
+
+def _count(usage: Any) -> int | None:
+    """Return the number of prompt tokens in an answer's usage."""
+    tokens = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    return tokens if type(tokens) is int else None
+
+
+def _integers(values: Any) -> tuple[int, ...] | None:
+    """Return a list of token ids as a tuple; None for anything else, an empty list included."""
+    if not isinstance(values, list) or not values or not all(type(value) is int for value in values):
+        return None
+    return tuple(values)

@@ -1,0 +1,212 @@
+"""Acceptance as a server counts it, compared with that of the real loop on the same prompts."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from decoding.metrics import Acceptance, proportion
+from trainer.serving.counters import Counts
+from trainer.serving.finding import ACCEPTANCE, SAMPLING, Finding, equal, unknown
+
+_Z = 3.29
+"""Standard errors beyond which a difference is real: a healthy server exceeds them at one of 1,000 positions."""
+_SHORT = 0.9
+"""Share of full drafts below which the server cuts its drafts."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Acceptance of the real loop, with a chain of ``tokens``, over ``texts`` texts."""
+
+    acceptance: Acceptance
+    tokens: int
+    texts: int
+
+    @property
+    def acceptance_length(self) -> float:
+        """1 + the unconditional acceptance of all positions: the acceptance length of whole drafts."""
+        return 1 + sum(estimate.value for estimate in self.acceptance.unconditional)
+
+    @property
+    def binomial(self) -> float:
+        """Standard error of the acceptance length if all passes were independent; 0 where all lengths are equal."""
+        histogram = self.acceptance.length_histogram
+        passes = max(sum(histogram.values()), 1)
+        mean = sum(length * count for length, count in histogram.items()) / passes
+        return math.sqrt(sum(count * (length - mean) ** 2 for length, count in histogram.items())) / passes
+
+    @property
+    def deviation(self) -> float:
+        """Standard error of the acceptance length, by the bootstrap over texts of tokens per pass where it is wider."""
+        estimate = self.acceptance.tokens_per_pass
+        return max((estimate.high - estimate.low) / (2 * 1.96), self.binomial)
+
+    @property
+    def widened(self) -> float:
+        """Factor by which passes of one text, which are alike, widen the binomial errors; at least 1."""
+        return self.deviation / self.binomial if self.binomial else 1.0
+
+
+class Position(NamedTuple):
+    """Acceptance up to a position (from 1), here and on the server; ``real``: beyond random error."""
+
+    position: int
+    ours: float
+    server: float
+    real: bool
+
+
+def compare_positions(ours: Replayed, server: Counts) -> list[Position]:
+    """Compare the shares of drafts accepted at least to each position, by the binomial errors of both.
+
+    The errors are widened as much as texts differ (their bootstrap over binomial), and by one draft of each text: at a
+    text's end servers count tokens behind it, the loop here does not.
+    """
+    drafts = server.drafts or 0
+    if not drafts:
+        return []
+    found = []
+    for place, reached in enumerate(server.reached):
+        estimates = ours.acceptance.unconditional
+        mine, trials = (estimates[place].value, estimates[place].observations) if place < len(estimates) else (0.0, 1)
+        theirs = reached / drafts
+        pooled = (mine * trials + reached) / (trials + drafts)
+        error = ours.widened * math.sqrt(max(pooled * (1 - pooled), 0.0) * (1 / trials + 1 / drafts))
+        real = abs(theirs - mine) - ours.texts / drafts > _Z * error
+        found.append(Position(place + 1, mine, theirs, real))
+    return found
+
+
+def is_other_length(ours: Replayed, server: Counts) -> bool | None:
+    """Return True if the server's acceptance is really another; None where its counts do not tell.
+
+    Without counts of passes accepted tokens over drafted ones are compared; without any counts (SGLang) the server's
+    figure is taken to be as uncertain as ours.
+    """
+    length = server.acceptance_length
+    if not math.isnan(length):
+        drafts = server.drafts or ours.acceptance.passes
+        error = ours.deviation * math.sqrt(1 + max(ours.acceptance.passes, 1) / drafts)
+        at_ends = ours.tokens * ours.texts / (drafts * 2)
+        return abs(length - ours.acceptance_length) - at_ends > _Z * error
+    if server.drafted and server.accepted is not None:
+        mine = ours.acceptance.accepted_per_drafted
+        theirs = proportion(int(server.accepted), int(server.drafted))
+        pooled = (mine.value * mine.observations + server.accepted) / (mine.observations + server.drafted)
+        error = math.sqrt(max(pooled * (1 - pooled), 0.0) * (1 / max(mine.observations, 1) + 1 / server.drafted))
+        return abs(theirs.value - mine.value) > _Z * ours.widened * error
+    return None
+
+
+def compare_acceptance(ours: Replayed, server: Counts, note: str = "") -> Finding:
+    """Compare the acceptance by position, or the figures that the server gives instead."""
+    figures = figures_of(ours, server)
+    if _cut_short(ours, server):
+        found = (
+            f"the server drafted {server.drafted / server.drafts:.2f} tokens at a time, at most {server.tokens}"  # type: ignore[operator]
+            f"{note}; {_told(ours, server)}"
+        )
+        return Finding(ACCEPTANCE, True, found, _CUT, figures)
+    positions = compare_positions(ours, server)
+    real = [position for position in positions if position.real]
+    other = is_other_length(ours, server)
+    if other is None:
+        return unknown(ACCEPTANCE, f"{server.server}'s counts hold no acceptance to compare{note}")
+    if not other and not real:
+        return equal(ACCEPTANCE, f"{_told(ours, server)}: no real difference{note}", **figures)
+    where = f" from position {real[0].position} on" if real else ""
+    return Finding(ACCEPTANCE, True, f"{_told(ours, server)}: a real difference{where}{note}", _OTHER, figures)
+
+
+_CUT = (
+    "let it draft all of them to compare: in llama.cpp --spec-draft-p-min 0, in vLLM without "
+    "num_speculative_tokens_per_batch_size; and leave room in the context"
+)
+_OTHER = (
+    "see to the differences above first; without any compare the served speculator's files and revision, the number of "
+    "drafted tokens, and the prompts that were counted (a metrics page counts all since the server's start)"
+)
+
+
+def _cut_short(ours: Replayed, server: Counts) -> bool:
+    """Return True if drafts are shorter than whole ones, but for one of each text: at its end there is less room."""
+    if not (server.drafts and server.drafted and server.tokens):
+        return False
+    return server.drafted + server.tokens * ours.texts < _SHORT * server.tokens * server.drafts
+
+
+def figures_of(ours: Replayed, server: Counts) -> dict[str, Any]:
+    """Return the acceptance of both sides as JSON values."""
+    return {
+        "server": server.server,
+        "tokens": ours.tokens,
+        "acceptance_length": {"ours": ours.acceptance_length, "server": _or_none(server.acceptance_length)},
+        "accepted_per_drafted": {
+            "ours": ours.acceptance.accepted_per_drafted.value,
+            "server": _or_none(server.per_drafted),
+        },
+        "positions": [position._asdict() for position in compare_positions(ours, server)],
+        "passes": {"ours": ours.acceptance.passes, "server": server.drafts},
+    }
+
+
+def _told(ours: Replayed, server: Counts) -> str:
+    """Return both sides' acceptance in words, in the definitions that the server gives figures for."""
+    positions = compare_positions(ours, server)
+    if positions:
+        shares = ", ".join(f"{place.server:.2f} ({place.ours:.2f} here)" for place in positions)
+        length = f"acceptance length {server.acceptance_length:.2f}, {ours.acceptance_length:.2f} here"
+        return f"accepted to each position {shares}; {length}, over {server.drafts:,.0f} drafts"
+    if not math.isnan(server.acceptance_length):
+        return f"acceptance length {server.acceptance_length:.2f} on the server, {ours.acceptance_length:.2f} here"
+    mine = ours.acceptance.accepted_per_drafted.value
+    return f"{server.per_drafted:.2f} of the drafted tokens accepted on the server, {mine:.2f} here"
+
+
+def compare_sampling(
+    sampled: Replayed, argmax: Replayed, server: Counts, temperature: float, note: str = ""
+) -> Finding:
+    """Tell from a server's acceptance at this temperature if it draws its drafts from q or takes the likeliest tokens.
+
+    Drawn drafts are accepted with Σ min(p, q), the likeliest with p of that token.
+    """
+    drawn, best = is_other_length(sampled, server), is_other_length(argmax, server)
+    if drawn is None or best is None:
+        return unknown(SAMPLING, f"{server.server}'s counts hold no acceptance to compare{note}")
+    figures = {"temperature": temperature, "sampled": figures_of(sampled, server), "argmax": figures_of(argmax, server)}
+    told = (
+        f"at temperature {temperature:g} the server's acceptance is {_figure(server)}; here it is "
+        f"{_figure(server, sampled)} with sampled drafts and {_figure(server, argmax)} with argmax drafts{note}"
+    )
+    if not drawn:
+        also = ", and with argmax drafts no other" if not best else ""
+        return equal(SAMPLING, f"{told}: that of sampled drafts{also}", **figures)
+    if best:
+        return Finding(SAMPLING, True, f"{told}: that of neither", _NEITHER, figures)
+    if argmax.acceptance_length >= sampled.acceptance_length:
+        remedy = "leave it: argmax drafts are accepted more often here"
+    else:
+        gain = sampled.acceptance_length / argmax.acceptance_length
+        remedy = (
+            f'set "draft_sample_method": "probabilistic" in vLLM\'s speculative config, for {gain:.2f} times the '
+            "tokens per pass; SGLang and llama.cpp have no such setting, so expect the figure of argmax drafts there"
+        )
+    return Finding(SAMPLING, True, f"{told}: the server drafts by argmax", remedy, figures)
+
+
+_NEITHER = (
+    "see to the differences above first; then compare temperature, top-p and top-k of the requests and of the server's "
+    "generation config, and run 'headstart verify' against it: its sampling may not be the target's"
+)
+
+
+def _figure(server: Counts, ours: Replayed | None = None) -> str:
+    """Return an acceptance in the server's own definition: a length, else the accepted share."""
+    if not math.isnan(server.acceptance_length):
+        return f"{(server if ours is None else ours).acceptance_length:.2f}"
+    share = server.per_drafted if ours is None else ours.acceptance.accepted_per_drafted.value
+    return f"{share:.2f} of the drafted tokens"
+
+
+def _or_none(value: float) -> float | None:
+    return None if math.isnan(value) else value

@@ -1,0 +1,112 @@
+"""A served model that writes texts to be proved: its answers as the target's token ids."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from decoding.measure.proof.reference import Reference, Written
+from trainer.serving.client import Asked, Completed, ServedModel
+
+Source = Literal["token ids", "token ids beside the log-probabilities", "its texts, tokenized again"]
+
+
+class ServedWriter:
+    """A served model that continues prompts of token ids.
+
+    Asked once when it is made: which way its token ids come, and whether it takes prompts of token ids. ValueError for
+    a server that reads another prompt than it was sent. ``tokenizer`` None: the server must take and tell token ids.
+    """
+
+    def __init__(
+        self,
+        served: ServedModel,
+        reference: Reference,
+        tokenizer: PreTrainedTokenizerBase | None,
+        prompt: tuple[int, ...],
+        on_answer: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._served, self._reference, self._tokenizer = served, reference, tokenizer
+        self.on_answer = on_answer
+        self.takes_ids = served.check_ids(prompt)
+        self.source: Source = "token ids"
+        self.retold = 0
+        """Texts whose tokens had to be made from their text."""
+        self.unlike = 0
+        """Retold texts whose tokens do not give the text back."""
+        self._logprobs: int | None = None
+        if self._answer(prompt, None).token_ids is None:
+            self._logprobs = 1
+            told = self._answer(prompt, 1)
+            self.source = "token ids beside the log-probabilities"
+            if _ids_of(told) is None:
+                self._logprobs, self.source = None, "its texts, tokenized again"
+
+    def write(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int) -> list[Written]:
+        """Ask for each prompt's continuation, with a seed of its own."""
+        sampling = self._reference.sampling
+        temperature, top_p = (0.0, 1.0) if greedy else (sampling.temperature, sampling.top_p)
+        # Servers may have controls of their own by default, from the model's generation config or from nowhere.
+        controls = {
+            "top_k": 0 if greedy else sampling.top_k,
+            "min_p": 0.0 if greedy else sampling.min_p,
+            "repetition_penalty": 1.0,
+        }
+        requests = [
+            Asked(self._asked(prompt), max_new_tokens, temperature, top_p, seed + place, self._logprobs, controls)
+            for place, prompt in enumerate(prompts)
+        ]
+        answers = self._served.many(requests, self.on_answer)
+        return [
+            Written(self._read(prompt, answer), self._tokens(answer))
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+
+    def _answer(self, prompt: tuple[int, ...], logprobs: int | None) -> Completed:
+        return self._served.many([Asked(self._asked(prompt), 2, logprobs=logprobs)])[0]
+
+    def _asked(self, prompt: tuple[int, ...]) -> str | tuple[int, ...]:
+        return prompt if self.takes_ids else str(self._text_tokenizer.decode(list(prompt)))
+
+    @property
+    def _text_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self._tokenizer is None:
+            raise ValueError("the server neither takes nor tells token ids, and there is no tokenizer for its texts")
+        return self._tokenizer
+
+    def _read(self, prompt: tuple[int, ...], answer: Completed) -> tuple[int, ...]:
+        """Return the prompt, which the server must have read as it was sent."""
+        if answer.prompt_ids not in (None, prompt):
+            raise ValueError(
+                f"the server read a prompt of {len(answer.prompt_ids or ())} tokens where {len(prompt)} were meant: "
+                "its tokenizer is not the target's, or it adds tokens of its own; see headstart diagnose"
+            )
+        return prompt
+
+    def _tokens(self, answer: Completed) -> tuple[int, ...]:
+        """Return the answer's tokens, with the EOS that ended it, which some servers leave out."""
+        tokens = _ids_of(answer)
+        if tokens is None:
+            tokens = tuple(self._text_tokenizer(answer.text, add_special_tokens=False)["input_ids"])
+            self.retold += bool(answer.text)
+            self.unlike += self._text_tokenizer.decode(list(tokens)) != answer.text
+        vocabulary, ends = self._reference.target.vocab_size, self._reference.eos_token_ids
+        if unknown := [token for token in tokens if not 0 <= token < vocabulary]:
+            raise ValueError(
+                f"the server wrote token {unknown[0]}, but the target has tokens up to {vocabulary - 1}: "
+                "it serves another model"
+            )
+        if answer.finish_reason == "stop" and ends and not set(tokens) & set(ends):
+            tokens += (ends[0],)
+        return tokens
+
+
+def _ids_of(answer: Completed) -> tuple[int, ...] | None:
+    """Return the token ids that a server tells, an empty answer's among them; None if it tells none."""
+    if answer.token_ids is not None:
+        return answer.token_ids
+    texts = answer.token_texts or ()
+    prefix = "token_id:"
+    if texts and all(text.startswith(prefix) and text.removeprefix(prefix).isdigit() for text in texts):
+        return tuple(int(text.removeprefix(prefix)) for text in texts)
+    return () if not answer.text and answer.finish_reason == "stop" else None

@@ -1,0 +1,100 @@
+"""A connection to a served model: its address and key checked, its errors in one line without the key."""
+
+import os
+from dataclasses import dataclass
+
+from openai import (
+    APIConnectionError,
+    APIError,
+    APIStatusError,
+    APITimeoutError,
+    AsyncOpenAI,
+    AuthenticationError,
+    NotFoundError,
+    PermissionDeniedError,
+)
+from pydantic import HttpUrl, ValidationError
+
+from decoding.model.loading import first_line
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """A served model and how it is reached."""
+
+    address: str
+    """The server's base address, which mostly ends in /v1."""
+    model: str
+    """The server's name for the model."""
+    concurrency: int = 16
+    """Requests under way at a time."""
+    retries: int = 5
+    """Tries after the first."""
+    timeout: float = 120.0
+    """Seconds to wait for one answer."""
+    api_key_variable: str = "OPENAI_API_KEY"
+    """The environment variable with the key."""
+
+
+class Connection:
+    """`openai`'s client of a served model.
+
+    The client repeats requests that may succeed later (429, 500 and above, timeouts), with growing delays.
+    """
+
+    def __init__(self, served: Served) -> None:
+        """Check the address, the key and the numbers; ValueError for those that cannot work. Sends nothing."""
+        for name, least in (("concurrency", 1), ("retries", 0), ("timeout", 0.001)):
+            if getattr(served, name) < least:
+                raise ValueError(f"{name} is {getattr(served, name)}: give at least {least}")
+        self.served = served
+        self._key = os.environ.get(served.api_key_variable)
+        if self._key and not all("!" <= character <= "~" for character in self._key):
+            raise ValueError(
+                f"the key in the environment variable {served.api_key_variable} has a blank, a line break or a "
+                "character that is not ASCII in it: copy the key into it once more"
+            )
+        self.address = _checked(served.address)
+        self.client = AsyncOpenAI(
+            base_url=self.address,
+            api_key=self._key or "none",
+            timeout=served.timeout,
+            max_retries=served.retries,
+        )
+
+    def fatal(self, error: APIError) -> ValueError | None:
+        """Return the sentence for an error that no other request can escape: a wrong key, model or address; else None.
+
+        Raise it ``from None``: the server may repeat the key, which a traceback would show.
+        """
+        if isinstance(error, AuthenticationError | PermissionDeniedError):
+            return ValueError(
+                f"the endpoint refuses the key (HTTP {error.status_code}): put the right one into the environment "
+                f"variable {self.served.api_key_variable}"
+            )
+        if isinstance(error, NotFoundError):
+            return ValueError(
+                f"the endpoint knows no model {self.served.model!r}, or has nothing at this address (HTTP 404): "
+                "check --model, and that --endpoint is the server's base address, which mostly ends in /v1"
+            )
+        return None
+
+    def explained(self, error: APIError) -> str:
+        """Return the error in one short line, without the key in case the server repeats it."""
+        if isinstance(error, APITimeoutError):
+            return f"no answer within {self.served.timeout:g} s"
+        if isinstance(error, APIConnectionError):
+            return f"no connection: {first_line(error.__cause__ or error)}"
+        status = f"HTTP {error.status_code}: " if isinstance(error, APIStatusError) else ""
+        reason = first_line(error).replace(self._key, "[the key]") if self._key else first_line(error)
+        return f"{status}{reason[:300]}"  # cut after the replacement, which would not find half a key
+
+
+def _checked(address: str) -> str:
+    """Return the endpoint's address; ValueError for a wrong one, without repeating it: it may hold a password."""
+    try:
+        return str(HttpUrl(address))
+    except ValidationError:
+        raise ValueError(
+            "--endpoint is not the address of a server: give one such as http://localhost:8000/v1"
+        ) from None
