@@ -28,7 +28,8 @@ def figures_of(
     ``cells``: the first one's rows are the report's own. ``tasks``: the task of each question by its id.
     """
     costs = Costs(records.cost_curve) if records.cost_curve else None
-    by_cell = {cell: _Cell(records, methods, cell, costs if cell.batch_size == 1 else None) for cell in cells}
+    # The cost curve is that of one text at a time, behind a prompt of no length in particular.
+    by_cell = {cell: _Cell(records, methods, cell, costs if cell == (1, None) else None) for cell in cells}
     first = by_cell[cells[0]]
     named = [task for task in dict.fromkeys(tasks.values()) if task is not None]
     figures = {
