@@ -197,6 +197,7 @@ def test_a_target_that_drafts_for_itself_is_always_accepted() -> None:
 def test_at_temperature_zero_only_greedy_texts_are_tested() -> None:
     greedy = reference(sampling=SamplingConfig())
     writer = EngineWriter(Engine(target()), DecodingConfig(sampling=SamplingConfig()))
+    assert power(greedy, PROMPTS, EFFORT) == ([], {})
     assert [finding.test for finding in prove(greedy, writer, PROMPTS, EFFORT)] == ["ends of texts", "greedy identity"]
 
 

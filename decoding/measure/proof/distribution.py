@@ -142,11 +142,13 @@ def next_tokens(
 
 def _counted(test: str, found: Counted, contexts: int, alpha: float) -> Finding:
     seen = (
-        f"{found.draws:,} draws in {contexts} contexts, chi-square {found.chi_square:.1f} "
+        f"{found.draws:,} draws in {contexts} context{'s' * (contexts != 1)}, chi-square {found.chi_square:.1f} "
         f"at {found.degrees} degrees of freedom"
     )
     if found.impossible:
         seen += "; tokens of probability 0 were drawn"
+    elif not found.degrees:
+        seen = f"{found.draws:,} draws after beginnings that are likely enough to count: more draws are needed to tell"
     figures = {
         "draws": found.draws,
         "contexts": contexts,

@@ -96,7 +96,12 @@ def _renamed(finding: Finding, test: str) -> Finding:
 
 
 def power(reference: Reference, prompts: Sequence[tuple[int, ...]], effort: Effort) -> tuple[list[str], dict[str, Any]]:
-    """Return what the samples can find, as sentences and as figures, from the target's distributions in the prompts."""
+    """Return what the samples can find, as sentences and as figures, from the target's distributions in the prompts.
+
+    Nothing at temperature 0, where nothing is drawn.
+    """
+    if reference.sampling.greedy:
+        return [], {}
     first = [Written(prompt[:1], prompt[1:]) for prompt in prompts[:_MEASURED] if len(prompt) > 1]
     moments = LogProbability.none()
     for p, _ in reference.probabilities(first):
