@@ -113,6 +113,7 @@ def undecided(reference: Reference, texts: Sequence[Written], count: int) -> lis
     There a few continuations share most of the draws: where all were likely, or one alone, counts would show little.
     """
     found = []
+    texts = [text for text in texts if text.tokens]
     for text, (p, _) in zip(texts, reference.probabilities(texts), strict=True):
         entropy = -torch.special.xlogy(p, p).sum(1)
         unlike = (entropy - 1).abs()
