@@ -197,6 +197,7 @@ def test_a_target_that_drafts_for_itself_is_always_accepted() -> None:
 def test_at_temperature_zero_only_greedy_texts_are_tested() -> None:
     greedy = reference(sampling=SamplingConfig())
     writer = EngineWriter(Engine(target()), DecodingConfig(sampling=SamplingConfig()))
+    assert power(greedy, PROMPTS, EFFORT) == ([], {})
     assert [finding.test for finding in prove(greedy, writer, PROMPTS, EFFORT)] == ["ends of texts", "greedy identity"]
 
 
@@ -221,3 +222,32 @@ def test_the_power_is_told_for_the_samples_that_were_asked_for() -> None:
 def test_samples_that_prove_nothing_are_refused_with_their_value(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name} is {value}: give"):
         replace(EFFORT, **{name: value})
+
+
+def test_no_draw_reaches_further_than_the_texts_before_it() -> None:
+    """Else a prompt that just fits the target's context would fit no longer, an hour into the proof."""
+    right = faults()["none: plain decoding"].writer
+    reached = []
+
+    class Spy:
+        def write(
+            self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int
+        ) -> list[Written]:
+            reached.append(max(map(len, prompts)) + max_new_tokens)
+            return right.write(prompts, max_new_tokens, greedy, seed)
+
+    prompts = [(1, 2, 3)] * 4
+    for tokens in (3, 5, 16):
+        list(prove(reference(), Spy(), prompts, Effort(max_new_tokens=tokens, draws=20)))
+    assert len(reached) == 9 and reached[2] <= 3 + 3 and reached[5] <= 3 + 5 and reached[8] <= 3 + 16
+
+
+def test_an_engine_that_writes_nothing_ends_early_and_breaks_no_test() -> None:
+    class Silent:
+        def write(
+            self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int
+        ) -> list[Written]:
+            return [Written(prompt, ()) for prompt in prompts]
+
+    findings = list(prove(reference(END), Silent(), PROMPTS, EFFORT))
+    assert [finding.test for finding in findings if not finding.passed] == ["ends of texts", "ends of sampled texts"]

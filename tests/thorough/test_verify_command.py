@@ -105,9 +105,9 @@ def test_a_right_server_passes_and_one_of_another_temperature_fails_with_code_on
     with a_server(models, drafter=True) as words:
         code, output = verify(models, *words)
     assert code == 0 and "PASS: all 9 tests" in output and "the server's token ids were read" in output
-    with a_server(models, drafter=False, heat=8.0) as words:
+    with a_server(models, drafter=False, heat=4.0) as words:
         code, output = verify(models, *words, "--rounds", "8", "--temperature", "0.2")
-    assert code == 1 and "FAIL mean log-probability, p < " in output and "PASS greedy identity" in output
+    assert code == 1 and "FAIL mean log-probability, p < " in output and "PASS greedy identity" in output, output
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,7 @@ def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
     specs = _check(options)
     given = _read(options, max(1, len(specs)))
     sentences, figures = power(given.reference, given.prompts, given.effort)
-    if not given.reference.sampling.greedy:
-        say(console, *(f"power: {sentence}" for sentence in sentences))
+    say(console, *(f"power: {sentence}" for sentence in sentences))
     engines: dict[str, list[Finding]] = {}
     proofs = (
         _served(options, given, watched)

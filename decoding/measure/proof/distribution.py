@@ -113,6 +113,7 @@ def undecided(reference: Reference, texts: Sequence[Written], count: int) -> lis
     There a few continuations share most of the draws: where all were likely, or one alone, counts would show little.
     """
     found = []
+    texts = [text for text in texts if text.tokens]
     for text, (p, _) in zip(texts, reference.probabilities(texts), strict=True):
         entropy = -torch.special.xlogy(p, p).sum(1)
         unlike = (entropy - 1).abs()
@@ -142,11 +143,13 @@ def next_tokens(
 
 def _counted(test: str, found: Counted, contexts: int, alpha: float) -> Finding:
     seen = (
-        f"{found.draws:,} draws in {contexts} contexts, chi-square {found.chi_square:.1f} "
+        f"{found.draws:,} draws in {contexts} context{'s' * (contexts != 1)}, chi-square {found.chi_square:.1f} "
         f"at {found.degrees} degrees of freedom"
     )
     if found.impossible:
         seen += "; tokens of probability 0 were drawn"
+    elif not found.degrees:
+        seen = f"{found.draws:,} draws after beginnings that are likely enough to count: more draws are needed to tell"
     figures = {
         "draws": found.draws,
         "contexts": contexts,

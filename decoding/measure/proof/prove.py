@@ -80,10 +80,12 @@ def prove(
     yield _renamed(ends(reference, sampled, effort.max_new_tokens), "ends of sampled texts")
     alpha = effort.alpha_of_a_test
     yield log_probability(reference, cut_at_ends(reference, sampled, effort.max_new_tokens), alpha)
-    contexts = undecided(reference, cut_at_ends(reference, greedy, effort.max_new_tokens), effort.draw_prompts)
+    length = min(_DRAWN, effort.max_new_tokens)
+    # A draw may not be longer than the texts before it, which the target's context is known to hold.
+    latest = effort.max_new_tokens - length + DEPTH
+    contexts = undecided(reference, cut_at_ends(reference, greedy, latest), effort.draw_prompts)
     asked = [context for context in contexts for _ in range(effort.draws)]
     on_texts("drawn", len(asked))
-    length = min(_DRAWN, effort.max_new_tokens)
     drawn: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     written = writer.write(asked, length, False, effort.seed + len(repeated))
     for text in cut_at_ends(reference, written, length):
@@ -96,7 +98,12 @@ def _renamed(finding: Finding, test: str) -> Finding:
 
 
 def power(reference: Reference, prompts: Sequence[tuple[int, ...]], effort: Effort) -> tuple[list[str], dict[str, Any]]:
-    """Return what the samples can find, as sentences and as figures, from the target's distributions in the prompts."""
+    """Return what the samples can find, as sentences and as figures, from the target's distributions in the prompts.
+
+    Nothing at temperature 0, where nothing is drawn.
+    """
+    if reference.sampling.greedy:
+        return [], {}
     first = [Written(prompt[:1], prompt[1:]) for prompt in prompts[:_MEASURED] if len(prompt) > 1]
     moments = LogProbability.none()
     for p, _ in reference.probabilities(first):

@@ -17,6 +17,7 @@ _TILTS = tuple(sign * size for size in (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8) fo
 _CONCENTRATIONS = (0.1, 0.3, 1.0, 3.0, 10.0)
 _POWER = 0.8416  # the 80% point of the normal distribution
 _LEAST_EXPECTED = 5.0
+_MOST = 690.0  # a p-value of 1e-300: 0 is kept for what cannot be
 
 
 # --- mean log-probability ---------------------------------------------------------------------------------------------
@@ -90,7 +91,7 @@ class LogProbability(NamedTuple):
 def _p_value(log_evidence: Float[Tensor, " alternatives"]) -> float:
     """Return 1 over the mean evidence, at most 1."""
     mean = float(log_evidence.logsumexp(0)) - math.log(len(log_evidence))
-    return math.exp(-max(0.0, mean))
+    return math.exp(-min(max(0.0, mean), _MOST))
 
 
 # --- counts -----------------------------------------------------------------------------------------------------------
@@ -193,7 +194,7 @@ def found_shift(tokens: int, variance: float, alpha: float) -> float:
 
 def tokens_for(shift: float, variance: float, alpha: float) -> int:
     """Return the number of tokens that find this shift with 80% probability."""
-    return math.ceil(variance * (_surprise(alpha) / shift) ** 2)
+    return math.ceil(variance * (_surprise(alpha) / shift) ** 2) if shift else 0  # where every next token is certain
 
 
 def _needed_distance(degrees: int, alpha: float) -> float:
