@@ -26,6 +26,7 @@ PAGES = {  # page: the least number of links and paths in it
     "docs/multi-node.md": 1,
     "docs/python.md": 6,
     "docs/training.md": 5,
+    "docs/verify.md": 0,
 }
 CHOOSING = "docs/choosing.md"
 """Page that stands on one report alone, and is not there before it."""

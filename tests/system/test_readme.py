@@ -26,7 +26,9 @@ README = (ROOT / "README.md").read_text()
 PYTHON = (ROOT / "docs" / "python.md").read_text()
 TRAINING = (ROOT / "docs" / "training.md").read_text()
 DRAFTS = (ROOT / "docs" / "drafts.md").read_text()
+EVALUATE = (ROOT / "docs" / "evaluate.md").read_text()
 DIAGNOSE = (ROOT / "docs" / "diagnose.md").read_text()
+VERIFY = (ROOT / "docs" / "verify.md").read_text()
 _TINY_RECIPE = (
     "training.steps=2 training.batch_size=2 training.micro_batch_size=2 data.max_length=64 evaluation.prompts=1 "
     "evaluation.max_new_tokens=4 tracking=none"
@@ -42,6 +44,7 @@ TINY = {  # what makes a command quick, behind its own words
     "headstart evaluate": "--limit 1 --max-new-tokens 6",
     "headstart generate": "--max-new-tokens 8",
     "headstart diagnose": "--limit 4 --max-new-tokens 24",
+    "headstart verify": "--limit 2 --max-new-tokens 8 --draws 40",
     "pip install": "--dry-run --no-deps --no-build-isolation",
 }
 
@@ -123,6 +126,18 @@ def test_every_command_of_the_page_on_drafts_runs_in_the_order_given(desk: Path,
     assert (desk / "exported" / "parallel" / "parallel.json").is_file()
 
 
+def test_every_command_of_the_page_on_evaluating_runs_in_the_order_given(
+    desk: Path, environment: dict[str, str]
+) -> None:
+    found = commands(EVALUATE)
+    assert len(found) == 3
+    for command in found:
+        run(command, desk, environment)
+    report = json.loads((desk / "runs" / "grid" / "report.json").read_text())
+    cells = {(row["batch_size"], row["context"]) for row in (*report["rows"], *report["grid"])}
+    assert cells == {(1, 128), (1, 256), (8, 128), (8, 256)}
+
+
 def test_every_command_of_the_page_on_diagnoses_runs_beside_a_server(desk: Path, environment: dict[str, str]) -> None:
     train, export, *diagnoses = commands(DIAGNOSE)
     assert len(diagnoses) == 2
@@ -135,6 +150,16 @@ def test_every_command_of_the_page_on_diagnoses_runs_beside_a_server(desk: Path,
         for command in diagnoses:
             run(command.replace("http://localhost:8000", endpoint.address.removesuffix("/v1")), desk, environment)
     assert len(endpoint.requests) > 10
+
+
+def test_every_command_of_the_page_on_verifying_runs_in_the_order_given(
+    desk: Path, environment: dict[str, str]
+) -> None:
+    found = commands(VERIFY)
+    assert len(found) == 3 and "--self-test" in found[0]
+    for command in found:
+        run(command, desk, environment)
+    assert json.loads((desk / "runs" / "verified.json").read_text())["verdict"] == "PASS"
 
 
 def run(command: str, desk: Path, environment: dict[str, str]) -> None:

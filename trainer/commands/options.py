@@ -36,17 +36,44 @@ class ModelOptions:
 class EvaluateOptions(ModelOptions):
     """Options of `headstart evaluate`."""
 
-    prompts: Annotated[str, Option(help=".jsonl file, one prompt per line.")]
-    output: Annotated[Path, Option(help="Folder for report.json and report.html.")]
+    prompts: Annotated[str, Option(help=".jsonl or .parquet file, one question per line; or a folder of one set.")]
+    output: Annotated[
+        Path, Option(help="Folder for report.json, report.html and the runs; a killed evaluation goes on there.")
+    ]
     drafter: Annotated[list[str] | None, Option(help=f"Drafter to measure, any number: {DRAFTERS}")] = None
     prompt_field: Annotated[str | None, Option(help="Field of the prompt; found by name if not given.")] = None
     prompt_tokens: Annotated[int | None, Option(min=1, help="Take only the first tokens of each text.")] = None
-    limit: Annotated[int, Option(min=1, help="Number of prompts.")] = 20
+    limit: Annotated[
+        int, Option(min=1, help="Number of questions, as many of each task as there can be, if the file has tasks.")
+    ] = 20
+    task: Annotated[
+        list[str] | None, Option(help="Ask only questions of this task; several by commas or repeated.")
+    ] = None
+    turns: Annotated[
+        str, Option(help="all asks later turns behind plain decoding's own answers; first asks no later turn.")
+    ] = "all"
+    thinking: Annotated[
+        bool | None, Option("--thinking/--no-thinking", help="Value of enable_thinking for the chat template.")
+    ] = None
     skip_long: Annotated[
         bool, Option("--skip-long", help="Leave out prompts that do not fit with --max-new-tokens, and count them.")
     ] = False
     max_new_tokens: Annotated[int, Option(min=1, help="Longest continuation, in tokens.")] = 96
-    temperature: Annotated[float, Option(min=0, help="Temperature of the sampling settings.")] = 1.0
+    temperature: Annotated[
+        list[str] | None,
+        Option(help="Temperatures of the sampling settings, by commas or repeated; 1 if not given."),
+    ] = None
+    batch_size: Annotated[
+        list[str] | None,
+        Option(help="Texts decoded at a time, several sizes by commas or repeated; 1 if not given."),
+    ] = None
+    context: Annotated[
+        list[str] | None,
+        Option(
+            help="Lengths of the prompts, in tokens, by commas or repeated: earlier rows of the file go before each "
+            "question. By default prompts keep their own lengths."
+        ),
+    ] = None
     settings: Annotated[
         list[str] | None,
         Option(help="Any of greedy, sampling, typical, by commas or repeated; all if not given."),
@@ -58,6 +85,8 @@ class EvaluateOptions(ModelOptions):
         ),
     ] = None
     rounds: Annotated[int, Option(min=1, help="Times that each method decodes each prompt.")] = 1
+    seed: Annotated[int, Option(help="Seed of the sampled texts.")] = 0
+    restart: Annotated[bool, Option("--restart", help="Drop the runs in --output, and begin anew.")] = False
     title: Annotated[str | None, Option(help="Title of the report; by default the target's and prompts' names.")] = None
 
 
@@ -185,6 +214,20 @@ class InspectOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """Options of `headstart compare`."""
+
+    a: Annotated[Path, Argument(help="Output folder of an evaluation.")]
+    b: Annotated[Path | None, Argument(help="Another one, compared with the first; the first itself if not given.")] = (
+        None
+    )
+    method: Annotated[str | None, Option(help="Method of A; by default every method that both have.")] = None
+    other: Annotated[str | None, Option(help="Method of B, if it is another than A's.")] = None
+    setting: Annotated[str | None, Option(help="Setting, such as greedy or T=1; by default all.")] = None
+    json: Annotated[bool, Option("--json", help="Print JSON.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class DiagnoseOptions(ModelOptions):
     """Options of `headstart diagnose`."""
 
@@ -235,6 +278,7 @@ class DiagnoseOptions(ModelOptions):
     ] = "OPENAI_API_KEY"
 
 
+@dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
     """Options of `headstart verify`."""
 

@@ -41,8 +41,11 @@ def served(engine: Engine, eos_token_ids: tuple[int, ...] = (), heat: float = 1.
         def log_message(self, format: str, *args: object) -> None:
             """Keep silent."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        request_queue_size = 128  # connections that come at once; five by default, and more are reset
+
+    server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:

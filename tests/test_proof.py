@@ -1,0 +1,223 @@
+"""Proofs of engines: what is compared with the target, what is a fault, and which test catches it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from tiny_models import full_forward, naive_greedy
+
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
+from decoding.measure.proof.distribution import Continuations, undecided
+from decoding.measure.proof.faults import Planted, planted, tiny_prompts, tiny_target
+from decoding.measure.proof.finding import Finding
+from decoding.measure.proof.greedy import cut_at_ends, ends, greedy_identity
+from decoding.measure.proof.loop import EngineWriter, accepts_itself, cache_consistency
+from decoding.measure.proof.prove import Effort, power, prove
+from decoding.measure.proof.reference import Reference, Written
+from decoding.model.causal_lm import CausalLM
+from decoding.rules.sampling import SamplingConfig
+
+SAMPLED = SamplingConfig(1.0)
+PROMPTS = tiny_prompts(8)
+END = 2
+EFFORT = Effort(max_new_tokens=16, draws=150, rounds=3)
+
+
+@cache
+def target() -> CausalLM:
+    return tiny_target()
+
+
+@cache
+def faults() -> dict[str, Planted]:
+    return {each.name: each for each in planted(target(), SAMPLED, (END,), batch_size=64)}
+
+
+def reference(*eos: int, sampling: SamplingConfig = SAMPLED) -> Reference:
+    return Reference(target(), sampling, eos)
+
+
+def greedy_texts(count: int = 12) -> list[Written]:
+    return [Written(prompt, naive_greedy(target().model, prompt, count)) for prompt in PROMPTS[:4]]
+
+
+# --- the reference ----------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_is_the_softmax_of_plain_forwards_whatever_texts_run_together() -> None:
+    texts = [*greedy_texts(), Written((1,), (2, 3))]
+    for text, (p, tokens) in zip(texts, reference().probabilities(texts), strict=True):
+        whole = [*text.prompt, *text.tokens]
+        alone = full_forward(target().model, whole)[len(text.prompt) - 1 : -1].double().softmax(-1)
+        assert torch.allclose(p, alone, atol=1e-5) and tokens.tolist() == list(text.tokens)
+
+
+def test_a_penalty_sees_the_text_before_each_token() -> None:
+    sampling = SamplingConfig(1.0, repetition_penalty=2.0)
+    ((p, _),) = reference(sampling=sampling).probabilities([Written((1, 2), (3, 4))])
+    logits = full_forward(target().model, [1, 2, 3])
+    for row, seen in enumerate(({1, 2}, {1, 2, 3})):
+        expected = logits[1 + row].double()
+        for token in seen:
+            expected[token] = expected[token] / 2 if expected[token] > 0 else expected[token] * 2
+        assert torch.allclose(p[row], expected.softmax(-1), atol=1e-5)
+
+
+def test_several_ends_count_as_one() -> None:
+    text = [Written((1, 2), (3, 7))]
+    ((p, tokens),) = reference(5, 7).probabilities(text)
+    ((alone, _),) = reference().probabilities(text)
+    assert tokens.tolist() == [3, 5]
+    assert torch.allclose(p[:, 5], alone[:, 5] + alone[:, 7]) and float(p[:, 7].sum()) == 0
+
+
+# --- greedy texts -----------------------------------------------------------------------------------------------------
+
+
+def test_the_targets_own_greedy_texts_are_identical() -> None:
+    finding = greedy_identity(reference(), greedy_texts())
+    assert finding.passed and finding.figures["identical"] == 4 and finding.figures["first_divergence"] is None
+
+
+def test_another_token_is_a_fault_with_its_place_and_its_margin() -> None:
+    texts = greedy_texts()
+    tokens = list(texts[1].tokens)
+    logits = full_forward(target().model, [*texts[1].prompt, *tokens])[len(texts[1].prompt) + 4]
+    wrong = int(logits.argmin())
+    texts[1] = Written(texts[1].prompt, (*tokens[:5], wrong))
+    finding = greedy_identity(reference(), texts)
+    assert not finding.passed and finding.figures["identical"] == 3 and finding.figures["faults"] == 1
+    fault = finding.figures["first_fault"]
+    assert (fault["text"], fault["position"], fault["token"], fault["best"]) == (2, 6, wrong, tokens[5])
+    assert fault["margin"] == pytest.approx(float(logits.max() - logits.min()), abs=1e-4)
+
+
+def test_a_token_that_is_as_good_up_to_rounding_is_a_near_tie_and_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    (text,) = greedy_texts()[:1]
+    second = int(full_forward(target().model, text.prompt)[-1].topk(2).indices[1])
+    other = [Written(text.prompt, (second, *naive_greedy(target().model, (*text.prompt, second), 5)))]
+    assert not greedy_identity(reference(), other).passed
+    monkeypatch.setattr("decoding.measure.proof.greedy.near_tie", lambda dtype: 100.0)
+    finding = greedy_identity(reference(), other)
+    assert finding.passed and finding.figures["near_ties"] == 1 and finding.figures["identical"] == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "behind", "early"),
+    [
+        ((1, 2, 3, 4), 0, 0),
+        ((1, 9), 0, 0),
+        ((1, 2, 3, 9), 0, 0),
+        ((1, 9, 2), 1, 0),
+        ((1, 2, 3, 4, 5), 1, 0),
+        ((1, 2), 0, 1),
+        ((), 0, 1),
+    ],
+)
+def test_a_text_stops_at_its_first_end_or_at_its_greatest_length(
+    tokens: tuple[int, ...], behind: int, early: int
+) -> None:
+    finding = ends(reference(9), [Written((1,), tokens)], max_new_tokens=4)
+    assert (finding.figures["behind_their_end"], finding.figures["early"]) == (behind, early)
+    assert finding.passed == (not behind and not early)
+
+
+def test_tokens_behind_the_end_are_left_out_of_the_other_tests() -> None:
+    texts = [Written((1,), (2, 9, 3)), Written((1,), (2, 3, 4, 5, 6))]
+    assert [text.tokens for text in cut_at_ends(reference(9), texts, 4)] == [(2, 9), (2, 3, 4, 5)]
+
+
+# --- counts -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_cells_of_continuations_hold_all_probability_and_all_draws() -> None:
+    texts = [text.tokens for text in faults()["none: plain decoding"].writer.write([PROMPTS[0]] * 200, 3, False, 0)]
+    known = Continuations.of(reference(END), PROMPTS[0], 200)
+    cells = known.whole(texts)
+    assert float(cells.counts.sum()) == 200 and float(cells.p.sum()) == pytest.approx(1)
+    assert len(cells.p) > 6 and bool((cells.p[:-1] * 200 >= 5).all())
+    seconds = known.next_tokens(texts, 2)
+    assert len(seconds) == sum(len(path) == 1 for path in known.p_after) > 1
+    assert all(float(each.p.sum()) == pytest.approx(1) for each in seconds)
+
+
+def test_draws_begin_where_the_next_tokens_are_neither_certain_nor_even() -> None:
+    texts = greedy_texts()
+    for beginning in undecided(reference(), texts, 2):
+        (text,) = [text for text in texts if (*text.prompt, *text.tokens)[: len(beginning)] == beginning]
+        place = len(beginning) - len(text.prompt)
+        ((p, _),) = reference().probabilities([text])
+        entropies = -torch.special.xlogy(p, p).sum(1)
+        unlike = [float((entropies[at : at + 3] - 1).abs().sum()) for at in range(len(entropies) - 2)]
+        assert unlike[place] == pytest.approx(min(unlike))
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+
+def first_failure(fault: Planted, effort: Effort = EFFORT) -> Finding:
+    return next(finding for finding in prove(fault.reference, fault.writer, PROMPTS, effort) if not finding.passed)
+
+
+def test_a_right_engine_passes_every_test() -> None:
+    right = faults()["none: a draft that is half right"]
+    findings = list(prove(right.reference, right.writer, PROMPTS, EFFORT))
+    assert len(findings) == 8 and all(finding.passed for finding in findings)
+    accepted = [step.accepted for step in right.writer.engine.steps(PROMPTS[0], DecodingConfig(32, SAMPLED))]
+    assert sum(accepted) > 0 and 0 in accepted[1:], "a draft that is never refused, or never kept, proves little"
+
+
+def test_no_residual_after_a_refusal_is_caught_by_the_log_probability() -> None:
+    caught = first_failure(faults()["no residual after a refusal"], replace(EFFORT, rounds=8))
+    assert caught.test == "mean log-probability" and caught.p_value is not None and caught.p_value < 1e-9
+
+
+def test_tokens_behind_the_end_are_caught() -> None:
+    assert first_failure(faults()["the EOS is overrun"]).test == "ends of texts"
+
+
+def test_a_stale_cache_entry_is_caught_in_the_cache_and_in_the_greedy_texts() -> None:
+    stale = faults()["a stale cache entry"]
+    assert first_failure(stale).test == "greedy identity"
+    config = DecodingConfig(16, SAMPLED)
+    finding = cache_consistency(stale.writer.engine, PROMPTS[:3], config)
+    assert not finding.passed and finding.figures["largest_difference"] > 0.5
+    right = cache_consistency(replace(stale.writer.engine, target=target()), PROMPTS[:3], config)
+    assert right.passed and right.figures["largest_difference"] < 1e-4 and right.figures["logit_gap"] < 1e-4
+
+
+def test_a_target_that_drafts_for_itself_is_always_accepted() -> None:
+    finding = accepts_itself(target(), PROMPTS, DecodingConfig(12, SAMPLED), batch_size=8)
+    assert finding.passed and finding.figures["acceptance"] == {"greedy": 1.0, "sampled": 1.0}
+
+
+def test_at_temperature_zero_only_greedy_texts_are_tested() -> None:
+    greedy = reference(sampling=SamplingConfig())
+    writer = EngineWriter(Engine(target()), DecodingConfig(sampling=SamplingConfig()))
+    assert [finding.test for finding in prove(greedy, writer, PROMPTS, EFFORT)] == ["ends of texts", "greedy identity"]
+
+
+def test_each_text_has_a_seed_of_its_own_and_the_same_in_every_run() -> None:
+    writer = faults()["none: plain decoding"].writer
+    asked: Sequence[tuple[int, ...]] = [PROMPTS[0]] * 6
+    texts = writer.write(asked, 8, False, 3)
+    assert texts == writer.write(asked, 8, False, 3) and len(set(texts)) > 3
+
+
+def test_the_power_is_told_for_the_samples_that_were_asked_for() -> None:
+    sentences, figures = power(reference(), PROMPTS, EFFORT)
+    assert figures["tokens"] == 8 * 3 * 16 and figures["draws"] == 300
+    assert figures["alpha_of_a_test"] == pytest.approx(1e-6 / 5)
+    assert "384 sampled tokens" in sentences[0] and "300 draws" in sentences[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("draws", 0), ("max_new_tokens", 2), ("alpha", 0.0), ("alpha", 1.0), ("rounds", 0), ("draw_prompts", 0)],
+)
+def test_samples_that_prove_nothing_are_refused_with_their_value(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} is {value}: give"):
+        replace(EFFORT, **{name: value})

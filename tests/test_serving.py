@@ -1,0 +1,193 @@
+"""A served model as proofs ask it: prompts of token ids, token ids of answers, and servers that know neither."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from scripted_endpoint import Endpoint, Reply, Request, serve
+from tiny_tokenizer import byte_tokenizer
+
+from decoding.measure.proof.faults import tiny_target
+from decoding.measure.proof.reference import Reference
+from decoding.model.causal_lm import CausalLM
+from decoding.rules.sampling import SamplingConfig
+from trainer.serving.client import Asked, ServedModel
+from trainer.serving.writer import ServedWriter
+from trainer.target.connection import Served
+
+KEY = "sk-ThisIsNoRealKeyOnlyATest"
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+
+
+@pytest.fixture(scope="module")
+def target() -> CausalLM:
+    return tiny_target()
+
+
+def choice(text: str = "ab", reason: str = "length", **more: Any) -> Reply:
+    return 200, {"choices": [{"index": 0, "text": text, "finish_reason": reason, **more}]}
+
+
+@contextmanager
+def asked(script: Callable[[Request], Reply]) -> Iterator[tuple[ServedModel, Endpoint]]:
+    with serve(script) as endpoint:
+        served = Served(address=endpoint.address, model="tiny", retries=0, concurrency=4)
+        with ServedModel(served) as model:
+            yield model, endpoint
+
+
+def refused_with(field: str, then: Reply) -> Callable[[Request], Reply]:
+    """Answer requests, but for those that have the field, or a prompt of ids for the field ``ids``."""
+
+    def script(request: Request) -> Reply:
+        has = isinstance(request.body.get("prompt"), list) if field == "ids" else field in request.body
+        return (400, {"error": {"message": f"unknown field {field}"}}) if has else then
+
+    return script
+
+
+# --- the client -------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_has_the_prompts_ids_the_controls_and_its_seed() -> None:
+    with asked(lambda request: choice(token_ids=[3, 4])) as (model, endpoint):
+        model.many([Asked((1, 2), 7, 0.5, 0.9, seed=2**31 + 3, controls={"top_k": 0})])
+    (request,) = endpoint.requests
+    assert request.path == "/v1/completions" and request.key == KEY
+    expected = {"model": "tiny", "prompt": [1, 2], "max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "seed": 3}
+    assert request.body == {**expected, "top_k": 0, "return_token_ids": True, "return_tokens": True}
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"token_ids": [3, 4]},
+        {"tokens": [3, 4]},
+        {"logprobs": {"content": [{"id": 3, "token": "a", "logprob": -1}, {"id": 4, "token": "b", "logprob": -2}]}},
+    ],
+    ids=["vLLM", "llama.cpp", "llama.cpp, beside log-probabilities"],
+)
+def test_token_ids_are_read_under_every_name_that_servers_give_them(told: dict[str, Any]) -> None:
+    with asked(lambda request: choice(**told)) as (model, _):
+        answer = model.complete([1], max_tokens=2)
+    assert answer.token_ids == (3, 4)
+    assert answer.logprobs == ((-1, -2) if "logprobs" in told else None)
+
+
+def test_the_prompt_that_the_server_read_is_told_beside_the_choice_or_above_it() -> None:
+    for reply in (choice(prompt_token_ids=[1, 2]), (200, {**choice()[1], "prompt_token_ids": [1, 2]})):
+        with asked(lambda request, reply=reply: reply) as (model, _):
+            assert model.complete("x", max_tokens=1).prompt_ids == (1, 2)
+
+
+def test_answers_come_in_the_order_of_the_requests() -> None:
+    with asked(lambda request: choice(text=str(request.body["seed"]))) as (model, _):
+        answers = model.many([Asked("x", 1, seed=seed) for seed in range(20)])
+    assert [answer.text for answer in answers] == [str(seed) for seed in range(20)]
+
+
+def test_a_server_that_refuses_the_wish_for_ids_is_asked_without_it_from_then_on() -> None:
+    with asked(refused_with("return_token_ids", choice())) as (model, endpoint):
+        assert [model.complete("x", max_tokens=1).text for _ in range(2)] == ["ab", "ab"]
+    assert ["return_token_ids" in request.body for request in endpoint.requests] == [True, False, False]
+
+
+def test_a_chat_is_sent_as_messages() -> None:
+    message = {"role": "assistant", "content": "hello"}
+    reply = (200, {"choices": [{"message": message, "finish_reason": "stop", "token_ids": [5]}]})
+    with asked(lambda request: reply) as (model, endpoint):
+        answer = model.chat([{"role": "user", "content": "hi"}], max_tokens=3, logprobs=2)
+    assert (answer.text, answer.token_ids, answer.finish_reason) == ("hello", (5,), "stop")
+    assert endpoint.requests[0].path == "/v1/chat/completions"
+    assert endpoint.requests[0].body["messages"] == [{"role": "user", "content": "hi"}]
+    assert endpoint.requests[0].body["top_logprobs"] == 2
+
+
+def test_tokenize_and_metrics_stand_beside_v1_and_are_none_where_they_are_missing() -> None:
+    def script(request: Request) -> Reply:
+        pages: dict[str, Reply] = {"/tokenize": (200, {"tokens": [7, 8]}), "/metrics": (200, "passes 12")}
+        return pages.get(request.path, (404, "nothing"))
+
+    with asked(script) as (model, endpoint):
+        assert model.tokenize("ab") == (7, 8) and model.metrics() == "passes 12"
+        assert endpoint.requests[0].body["prompt"] == endpoint.requests[0].body["content"] == "ab"
+    with asked(lambda request: (404, "nothing")) as (model, _):
+        assert model.tokenize("ab") is None and model.metrics() is None
+
+
+@pytest.mark.parametrize(
+    ("reply", "sentence"),
+    [
+        ((401, {"error": {"message": f"bad key {KEY}"}}), "refuses the key"),
+        ((404, {"error": {"message": "no model"}}), "knows no model 'tiny'"),
+        ((500, {"error": {"message": f"out of memory, {KEY}"}}), "gave no answer: HTTP 500"),
+        ((200, "{half"), "no JSON"),
+        ((200, {"choices": []}), "no completion"),
+    ],
+)
+def test_an_error_is_one_sentence_without_the_key(reply: Reply, sentence: str) -> None:
+    with asked(lambda request: reply) as (model, _), pytest.raises(ValueError, match=sentence) as caught:
+        model.complete("x", max_tokens=1)
+    assert KEY not in str(caught.value)
+
+
+# --- the writer -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def writing(script: Callable[[Request], Reply], target: CausalLM, *eos: int) -> Iterator[ServedWriter]:
+    with asked(script) as (model, _):
+        yield ServedWriter(model, Reference(target, SamplingConfig(1.0), eos), byte_tokenizer(), (1, 2))
+
+
+def test_the_end_that_a_server_leaves_out_is_put_back(target: CausalLM) -> None:
+    with writing(lambda request: choice(reason="stop", token_ids=[3, 4]), target, 9) as writer:
+        assert writer.write([(1, 2)], 5, True, 0)[0].tokens == (3, 4, 9)
+    with writing(lambda request: choice(reason="stop", token_ids=[3, 9]), target, 9) as writer:
+        assert writer.write([(1, 2)], 5, True, 0)[0].tokens == (3, 9)
+    with writing(lambda request: choice(reason="length", token_ids=[3, 4]), target, 9) as writer:
+        assert writer.write([(1, 2)], 5, True, 0)[0].tokens == (3, 4)
+
+
+def test_ids_written_as_texts_are_read(target: CausalLM) -> None:
+    told = {"logprobs": {"tokens": ["token_id:3", "token_id:4"], "token_logprobs": [-1.0, -2.0]}}
+    with writing(lambda request: choice(**(told if "logprobs" in request.body else {})), target) as writer:
+        assert writer.source == "token ids beside the log-probabilities"
+        assert writer.write([(1, 2)], 2, False, 0)[0].tokens == (3, 4) and writer.retold == 0
+
+
+def test_a_text_is_tokenized_again_where_ids_are_not_told_and_flagged_if_it_does_not_read_back(
+    target: CausalLM,
+) -> None:
+    with writing(refused_with("ids", choice(text="\x03\x04")), target) as writer:
+        assert not writer.takes_ids and writer.source == "its texts, tokenized again"
+        (text,) = writer.write([(1, 2)], 2, False, 0)
+        assert text.tokens == (3, 4) and (writer.retold, writer.unlike) == (1, 0)
+    with writing(lambda request: choice(text="é"), target) as writer:
+        writer.write([(1, 2)], 2, False, 0)
+        assert (writer.retold, writer.unlike) == (1, 1)
+
+
+def test_another_prompt_and_an_unknown_token_are_refused(target: CausalLM) -> None:
+    reading = choice(token_ids=[3], prompt_token_ids=[0, 1, 2])
+    with writing(lambda request: reading, target) as writer, pytest.raises(ValueError, match="prompt of 3 tokens"):
+        writer.write([(1, 2)], 1, True, 0)
+    unknown = choice(token_ids=[16])
+    with writing(lambda request: unknown, target) as writer, pytest.raises(ValueError, match="wrote token 16"):
+        writer.write([(1, 2)], 1, True, 0)
+
+
+def test_controls_that_servers_have_of_their_own_are_switched_off(target: CausalLM) -> None:
+    with serve(lambda request: choice(token_ids=[3])) as endpoint:
+        with ServedModel(Served(address=endpoint.address, model="tiny", retries=0)) as model:
+            writer = ServedWriter(model, Reference(target, SamplingConfig(0.7, top_k=5)), None, (1,))
+            for greedy in (True, False):
+                writer.write([(1,)], 1, greedy, 0)
+        bodies = [request.body for request in endpoint.requests[-2:]]
+    assert [(body["temperature"], body["top_k"], body["min_p"]) for body in bodies] == [(0.0, 0, 0.0), (0.7, 5, 0.0)]

@@ -1,0 +1,137 @@
+"""`headstart verify` as a command: PASS and FAIL with their exit codes, in this process and on a server."""
+
+# ruff: noqa: F811  # a fixture comes by the name that it is imported under
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cli import (
+    models,  # noqa: F401  # fixtures
+    run,
+)
+from test_cli import test_defaults_and_help_of_the_options_stand_in_one_place as check_options
+from test_registry import (
+    SPECS,
+    target,  # noqa: F401
+)
+from test_registry import models as drafts  # noqa: F401
+from tiny_models import tiny_model
+from tiny_tokenizer import byte_tokenizer
+
+from decoding.drafters.registry import REGISTRY, DrafterLoader, parse_drafter
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
+from decoding.measure.proof.faults import Disturbed, planted, tiny_prompts, tiny_target, usual_end
+from decoding.measure.proof.loop import EngineWriter, cache_consistency
+from decoding.measure.proof.prove import Effort, prove
+from decoding.measure.proof.reference import Reference
+from decoding.model.causal_lm import CausalLM
+from decoding.rules.sampling import SamplingConfig
+from trainer.commands.options import VerifyOptions
+from trainer.serving.loopback import NAME, served
+
+QUICK = ["--limit", "2", "--max-new-tokens", "6", "--draws", "30"]
+SAMPLED = SamplingConfig(1.0)
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+def verify(models: Path, *words: str) -> tuple[int, str]:
+    given = ["--target", str(models / "target"), "--prompts", str(models / "prompts.jsonl"), *QUICK, *words]
+    return run("verify", *given)
+
+
+ONE_OF_EACH = {name: next(text for text in SPECS if text.partition(":")[0] == name) for name in REGISTRY}
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_every_drafter_of_the_registry_passes_at_temperature_one(drafts: Path, target: CausalLM, name: str) -> None:
+    spec = parse_drafter(ONE_OF_EACH[name].replace("PATH", str(drafts)))
+    engine = Engine(target, DrafterLoader(target, byte_tokenizer()).load(spec))
+    config = DecodingConfig(10, SAMPLED)
+    prompts = [tuple(b"ab ab ab a"), tuple(b"abc")]
+    effort = Effort(max_new_tokens=10, draws=25, draw_prompts=1)
+    findings = list(prove(Reference(target, SAMPLED), EngineWriter(engine, config, 8), prompts, effort))
+    findings.append(cache_consistency(engine, prompts[:1], config))
+    assert len(findings) == 9
+    assert all(finding.passed for finding in findings), [finding for finding in findings if not finding.passed]
+
+
+@pytest.mark.parametrize(
+    ("fault", "test"),
+    [("q altered after sampling", "mean log-probability"), ("top-p on the draft's side only", "mean log-probability")],
+)
+def test_each_other_fault_is_caught_by_its_test(fault: str, test: str) -> None:
+    model, prompts = tiny_target(), tiny_prompts(8)
+    end = usual_end(model, SAMPLED, prompts, 16)
+    (chosen,) = [each for each in planted(model, SAMPLED, (end,), 64) if each.name == fault]
+    effort = Effort(max_new_tokens=16, draws=50, rounds=6)
+    failures = [found.test for found in prove(chosen.reference, chosen.writer, prompts, effort) if not found.passed]
+    assert failures[0] == test
+
+
+def test_engines_of_this_process_pass_and_the_file_has_every_figure(models: Path, tmp_path: Path) -> None:
+    file = tmp_path / "new" / "verified.json"
+    code, output = verify(
+        models, "--drafter", f"draft:{models}/draft", "--drafter", "lookup", "--rule", "sampled-verify", "--json",
+        str(file),
+    )  # fmt: skip
+    assert code == 0 and "PASS: all 19 tests" in output and output.index("power:") < output.index("the loop:")
+    report = json.loads(file.read_text())
+    assert report["verdict"] == "PASS" and report["power"]["tokens"] == 12
+    assert report["engines"].keys() == {"the loop", "draft model, 4 tokens", "prompt lookup"}
+    by_test = {found["test"]: found for found in report["engines"]["prompt lookup"]}
+    assert by_test["greedy identity"]["identical"] == 2 and "p_value" not in by_test["greedy identity"]
+    assert by_test["mean log-probability"]["p_value"] > 1e-6
+    assert str(models) not in file.read_text()
+
+
+@contextmanager
+def a_server(models: Path, drafter: bool, heat: float = 1.0) -> Iterator[list[str]]:
+    model = CausalLM(tiny_model(vocab=128, max_position_embeddings=256))
+    engine = Engine(model, Disturbed(model) if drafter else None)
+    with served(engine, (0,), heat) as address:
+        yield ["--endpoint", address, "--model", NAME, "--api-key-variable", "NO_KEY"]
+
+
+def test_a_right_server_passes_and_one_of_another_temperature_fails_with_code_one(models: Path) -> None:
+    with a_server(models, drafter=True) as words:
+        code, output = verify(models, *words)
+    assert code == 0 and "PASS: all 9 tests" in output and "the server's token ids were read" in output
+    with a_server(models, drafter=False, heat=8.0) as words:
+        code, output = verify(models, *words, "--rounds", "8", "--temperature", "0.2")
+    assert code == 1 and "FAIL mean log-probability, p < " in output and "PASS greedy identity" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["verify"], "give --target and --prompts, or --self-test"),
+        (["verify", "--target", "t", "--prompts", "p", "--model", "m"], "--model m names a model of an --endpoint"),
+        (["verify", "--target", "t", "--prompts", "p", "--endpoint", "http://x/v1"], "say which with --model"),
+        (
+            ["verify", "--target", "t", "--prompts", "p", "--endpoint", "http://x", "--model", "m", "--rule", "token"],
+            "--drafter and --rule are of this process",
+        ),
+        (["verify", "--target", "t", "--prompts", "p", "--temperature", "0", "--rule", "token"], "is of sampling"),
+        (["verify", "--target", "t", "--prompts", "p", "--alpha", "2"], "alpha is 2.0: give a probability"),
+        (["verify", "--self-test", "--temperature", "0"], "give a --temperature above 0"),
+        (["verify", "--self-test", "--drafter", "lookup"], "brings engines of its own"),
+        (["verify", "--self-test", "--target", "t"], "needs --prompts"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_code_two(words: list[str], sentence: str) -> None:
+    code, output = run(*words)
+    assert code == 2 and sentence in output
+
+
+def test_the_options_have_their_defaults_and_help_in_one_place() -> None:
+    check: Any = check_options
+    check(VerifyOptions)
