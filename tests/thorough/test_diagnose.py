@@ -19,10 +19,9 @@ from tiny_tokenizer import byte_tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafters import DraftModelDrafter
-from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.model.causal_lm import CausalLM
-from trainer.commands.decode import run_evaluate
 from trainer.commands.diagnose import run_diagnose
+from trainer.commands.evaluate import run_evaluate
 from trainer.commands.options import DiagnoseOptions, EvaluateOptions
 from trainer.drafts.start import write_draft
 from trainer.export import export
@@ -136,7 +135,7 @@ def bad_draft(desk: Desk) -> SpeculatingServer:
 
 
 def by_argmax(desk: Desk) -> SpeculatingServer:
-    return desk.server(sampling=DraftTreeDrafter(CausalLM(desk.draft), depth=3, width=1, nodes=4))
+    return desk.server(sampling=DraftModelDrafter(CausalLM(desk.draft), (1, 1, 1), sampled=False))
 
 
 def system_prompt(desk: Desk) -> SpeculatingServer:
