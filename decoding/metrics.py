@@ -144,7 +144,7 @@ class Acceptance:
 
         Tokens per target pass fall short of it by ``ended_in_draft`` / passes.
         """
-        return 1 + sum(share.value for share in self.reached) if self.passes else math.nan
+        return 1.0 + sum(share.value for share in self.reached) if self.passes else math.nan
 
 
 def acceptance(texts: Sequence[Sequence[StepCount]]) -> Acceptance:

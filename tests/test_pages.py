@@ -22,6 +22,7 @@ PAGES = {  # page: the least number of links and paths in it
     "docs/diagnose.md": 1,
     "docs/drafts.md": 3,
     "docs/drafts-measured.md": 1,
+    "docs/evaluate.md": 0,
     "docs/measured.md": 3,
     "docs/multi-node.md": 1,
     "docs/python.md": 6,

@@ -21,7 +21,7 @@ REALIGN = ["realign", "--target", "t", "--draft", "d", "--prompts", "p", "--outp
 GENERATE = ["generate", "--target", "t", "--prompt", "p"]
 OUT_OF_RANGE = [
     *((EVALUATE, name, "0") for name in ("prompt-tokens", "limit", "max-new-tokens", "rounds")),
-    *((EVALUATE, name, "-1") for name in ("limit", "temperature")),
+    (EVALUATE, "limit", "-1"),
     *((GENERATE, name, "0") for name in ("max-new-tokens",)),
     *((REGENERATE, name, "0") for name in ("limit", "n", "max-new-tokens", "batch-size")),
     *((REGENERATE, name, "0") for name in ("concurrency", "timeout")),

@@ -109,7 +109,7 @@ class Measurement:
 
     def _is_done(self, unit: Unit) -> bool:
         if all(key in self.records.by_key for key, _ in self._keys(unit)):
-            return all(key in self.records.margins for key in self._parted(unit))
+            return next(self._parted(unit), None) is None
         left_out = self.records.left_out.get((unit.cell, unit.wave.index, unit.turn, unit.setting), ())
         return len(left_out) == sum(self.source.turns(place) > unit.turn for place in unit.wave.places)
 

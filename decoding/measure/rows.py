@@ -28,7 +28,8 @@ def figures_of(
     ``cells``: the first one's rows are the report's own. ``tasks``: the task of each question by its id.
     """
     costs = Costs(records.cost_curve) if records.cost_curve else None
-    by_cell = {cell: _Cell(records, methods, cell, costs if cell.batch_size == 1 else None) for cell in cells}
+    # The cost curve is that of one text at a time, behind a prompt of no length in particular.
+    by_cell = {cell: _Cell(records, methods, cell, costs if cell == (1, None) else None) for cell in cells}
     first = by_cell[cells[0]]
     named = [task for task in dict.fromkeys(tasks.values()) if task is not None]
     figures = {
@@ -89,6 +90,10 @@ class _Taken:
             more = _tokens_and_seconds(record, with_prefill)
             found[record.key.wave] = tokens + more[0], seconds + more[1]
         return found
+
+    def log_speeds(self) -> list[float]:
+        """Return the logarithm of the tokens per second of each wave that has any."""
+        return [math.log(tokens / seconds) for tokens, seconds in self.by_wave(False).values() if tokens and seconds]
 
 
 def _tokens_and_seconds(record: Record, with_prefill: bool) -> tuple[float, float]:
@@ -202,12 +207,14 @@ class _Cell:
         """Tell for each setting the two fastest methods apart, or say how many prompts would."""
         found = []
         for setting in dict.fromkeys(method.setting for method in self.methods):
-            speeds: dict[str, float] = {}
-            for method in self.methods:
-                if method.setting == setting and method.timed:
-                    mine = self.taken(setting, method.name)
-                    if mine.records and math.isfinite(speed := ratio_of_sums(list(mine.by_wave(False).values())).value):
-                        speeds[method.name] = speed
+            taken = {
+                method.name: self.taken(setting, method.name)
+                for method in self.methods
+                if method.setting == setting and method.timed
+            }
+            # The mean of logarithms ranks methods as their paired differences do; totals may rank them otherwise.
+            speeds = {name: mean_ratio(mine.log_speeds()).value for name, mine in taken.items()}
+            speeds = {name: speed for name, speed in speeds.items() if math.isfinite(speed)}
             if len(speeds) > 1:
                 first, second = sorted(speeds, key=lambda name: -speeds[name])[:2]
                 found.append(

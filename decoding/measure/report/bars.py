@@ -93,12 +93,13 @@ class Matrix(NamedTuple):
 
 
 def tasks(report: Row) -> list[Matrix]:
-    """Return a matrix of tasks and methods for each setting; none if the prompts have no tasks."""
+    """Return a matrix of tasks and methods, peers last, for each setting; none if the prompts have no tasks."""
     found = report.get("tasks") or []
     matrices = []
     for setting in dict.fromkeys(row["setting"] for row in found):
         rows = [row for row in named(found, setting) if speed_of(row) is not None and row["method"] != PLAIN]
-        names = [name for name in methods(report) if any(row["method"] == name for row in rows)]
+        timed = {row["method"]: is_peer(row) for row in rows}
+        names = sorted((name for name in methods(report) if name in timed), key=lambda name: timed[name])
         lines = []
         for task in dict.fromkeys(row["task"] for row in rows):
             mine = {row["method"]: row for row in rows if row["task"] == task}

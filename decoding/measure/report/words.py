@@ -50,7 +50,11 @@ DEFINITIONS = (
         "from the cost curve v(n).",
     ),
     ("same", "Greedy texts identical to plain decoding's, of all texts."),
-    ("lossless, lossy", "A lossless method writes what the target alone would write; a lossy one (hatched) does not."),
+    (
+        "lossless, lossy",
+        "A lossless method writes the target's own greedy text, or samples from its own distribution; a lossy one "
+        "(hatched) does not.",
+    ),
 )
 """Terms of the page with their meanings."""
 
