@@ -19,10 +19,10 @@ from tiny_tokenizer import byte_tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafters import DraftModelDrafter
-from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.model.causal_lm import CausalLM
 from trainer.commands.diagnose import run_diagnose
-from trainer.commands.options import DiagnoseOptions
+from trainer.commands.evaluate import run_evaluate
+from trainer.commands.options import DiagnoseOptions, EvaluateOptions
 from trainer.drafts.start import write_draft
 from trainer.export import export
 from trainer.serving.finding import ACCEPTANCE, ROPE, SAMPLING, TEMPLATE, TEXT, TOP_1, VOCABULARY
@@ -135,7 +135,7 @@ def bad_draft(desk: Desk) -> SpeculatingServer:
 
 
 def by_argmax(desk: Desk) -> SpeculatingServer:
-    return desk.server(sampling=DraftTreeDrafter(CausalLM(desk.draft), depth=3, width=1, nodes=4))
+    return desk.server(sampling=DraftModelDrafter(CausalLM(desk.draft), (1, 1, 1), sampled=False))
 
 
 def system_prompt(desk: Desk) -> SpeculatingServer:
@@ -264,3 +264,76 @@ def test_a_server_that_tells_only_the_number_of_tokens_is_compared_by_it(desk: D
     server = replace(no_generation_prompt(desk), **silent)
     fine, printed = diagnosed(desk, server)
     assert not fine and "the number of one that lacks the generation prompt" in printed
+
+
+def test_the_figures_of_a_report_stand_beside_the_servers(desk: Desk, tmp_path: Path) -> None:
+    run_evaluate(
+        EvaluateOptions(
+            target=str(desk.folder / "target"),
+            prompts=str(desk.folder / "prompts.jsonl"),
+            output=tmp_path,
+            drafter=[f"draft:{desk.folder / 'final'},tokens=2"],
+            limit=1,
+            max_new_tokens=8,
+            settings=["greedy"],
+            dtype="fp32",
+        ),
+        Console(file=io.StringIO()),
+    )
+    counters = "draft acceptance = 0.90000 (  900 accepted /  1000 generated), mean len =  2.80"
+    _, printed = diagnosed(desk, counters=counters, report=tmp_path / "report.json")
+    assert re.search(r"the report's tokens per pass, .*draft model, 2 tokens \(greedy\): \d\.\d\d", printed)
+    with pytest.raises(ValueError, match="no row of the weights"):
+        diagnosed(desk, speculator=str(desk.folder / "target"), report=tmp_path / "report.json")
+
+
+# --- a tuned target ---------------------------------------------------------------------------------------------------
+
+
+def stale(desk: Desk, tuned: Path, tmp_path: Path) -> tuple[bool, str, dict[str, Any]]:
+    fine, printed = diagnosed(
+        desk,
+        exported=None,
+        stale=True,
+        target=str(tuned),
+        base=str(desk.folder / "target"),
+        json_file=str(tmp_path / "stale.json"),
+    )
+    return fine, printed, json.loads((tmp_path / "stale.json").read_text())
+
+
+def test_a_draft_of_the_target_before_it_was_tuned_is_stale(desk: Desk, tmp_path: Path) -> None:
+    noisy(desk.target, 0.5, seed=3).save_pretrained(tmp_path / "tuned")
+    desk.tokenizer.save_pretrained(tmp_path / "tuned")
+    fine, printed, found = stale(desk, tmp_path / "tuned", tmp_path)
+    assert not fine and found["stale"] is True
+    assert re.match(r"stale: \d\.\d\d → \d\.\d\d tokens per pass; predicted .*× now, .* worth up to \d\.\d\d×", printed)
+    assert "headstart realign --target" in printed and f"--draft {desk.folder / 'final'}" in printed
+    assert found["worth_up_to"]["value"] == pytest.approx(found["base"]["value"] / found["tuned"]["value"])
+
+
+def test_a_draft_of_an_unchanged_target_still_fits(desk: Desk, tmp_path: Path) -> None:
+    fine, printed, found = stale(desk, desk.folder / "target", tmp_path)
+    assert fine and found["worth_up_to"]["value"] == 1 and found["stale"] is not True
+    assert printed.startswith(("still fits: ", "not clear: "))
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"endpoint": "http://127.0.0.1:1/v1"}, "--endpoint and --model belong together"),
+        ({"base": "ORG/BASE"}, "only --stale compares with"),
+        ({"stale": True, "counters": "accept len: 2.0"}, "not a server: leave out --endpoint"),
+        ({"exported": Path("nowhere")}, "no folder that a server reads"),
+        ({"speculator": "lookup"}, "no trained weights"),
+        ({"counters": "hello"}, "no counts of a known server are in 'hello'"),
+        ({"metrics": "nowhere.txt"}, "no file and no address"),
+        ({"prompts": "nowhere.jsonl"}, "nowhere.jsonl"),
+    ],
+)
+def test_bad_input_is_refused_before_the_target_is_read(changes: dict[str, Any], sentence: str, desk: Desk) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        diagnosed(desk, target="/nowhere/at/all", **changes)

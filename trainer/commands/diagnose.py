@@ -19,6 +19,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from trainer.commands.options import DiagnoseOptions
 from trainer.commands.target import read_target
+from trainer.data.conversations import read_conversations
 from trainer.export.card import read_report
 from trainer.export.match import drafters_of
 from trainer.files.shards import write_text
@@ -59,9 +60,10 @@ def _check(options: DiagnoseOptions) -> Named:
         raise ValueError(f"--base is {options.base}, which only --stale compares with: add --stale, or leave it out")
     if options.stale and (options.endpoint or options.metrics or options.counters):
         raise ValueError("--stale compares two targets, not a server: leave out --endpoint, --metrics and --counters")
-    for folder in (options.exported,):
-        if folder is not None and not (folder / "config.json").is_file():
-            raise ValueError(f"{folder} is no folder that a server reads (no config.json): name an exported folder")
+    folder = options.exported
+    if folder is not None and not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is no folder that a server reads (no config.json): name an exported folder")
+    read_conversations(resolve(options.prompts), options.prompt_field, options.limit, 1, chat=True)
     return named_speculator(options.speculator)
 
 
@@ -120,7 +122,7 @@ def _questions(
 ) -> list[Question]:
     limits = [limit for limit in (target.max_positions, speculator.max_positions) if limit is not None]
     heldout = read_heldout(
-        options.prompts,
+        resolve(options.prompts),
         options.prompt_field,
         options.limit,
         tokenizer,

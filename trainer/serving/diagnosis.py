@@ -35,10 +35,11 @@ _NO_COUNTS = (
     "llama.cpp --metrics), name its page with --metrics, or paste its counters with --counters"
 )
 
-_CONTROLS = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+_CONTROLS = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """Controls that a server may have by default from the model's generation config, switched off above temperature 0.
 
-Greedy requests keep them: penalties show in the greedy text.
+vLLM, SGLang and llama.cpp all take -1 for no top-k; SGLang refuses 0. Greedy requests keep the server's own: its
+penalties show in the greedy text.
 """
 
 Page = Callable[[], str | None]

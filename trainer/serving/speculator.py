@@ -7,7 +7,6 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
 from decoding.drafters.draft_model import DraftModelDrafter
-from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.drafters.medusa import MedusaDrafter
 from decoding.drafters.parallel import ParallelDrafter
 from decoding.drafters.registry import parse_drafter
@@ -62,11 +61,7 @@ class Speculator(NamedTuple):
             return MedusaDrafter(self.weights, [(0,) * depth for depth in range(1, tokens + 1)], sampled=sampled)
         if isinstance(self.weights, ParallelDraft):
             return ParallelDrafter(self.weights, tokens=tokens, sampled=sampled)
-        if sampled:
-            return DraftModelDrafter(self.weights, (1,) * tokens)
-        return DraftTreeDrafter(
-            self.weights, depth=tokens, width=1, nodes=tokens + 1
-        )  # a beam of one: the argmax chain
+        return DraftModelDrafter(self.weights, (1,) * tokens, sampled=sampled)
 
 
 def named_speculator(text: str) -> Named:
