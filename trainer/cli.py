@@ -120,7 +120,7 @@ def plan_training(
     """Print the cost of a training run before it starts: parameters, memory, disk, tokens, hours."""
 
     def work() -> None:
-        from trainer.commands.planning import print_plan
+        from trainer.commands.plan_training import print_plan
         from trainer.recipe.reading import load_recipe
         from trainer.run.planning import Launch
 

@@ -25,8 +25,6 @@ BLOCK = 4
 """Steps of one budget in a row. The first is not counted: it pays for the change."""
 _SIZES = 7
 """Most budgets of a drafter that are measured; the others are computed."""
-_HICCUP = 3.0
-"""Times the median of a budget's steps beyond which a step is left out."""
 _MOST_TEXTS = 400
 
 
@@ -49,9 +47,11 @@ class StepSurvey:
 
     def __init__(self, budgets: Sequence[Budget], rows: int, samples: int) -> None:
         """Until every budget has ``samples`` steps of all ``rows``."""
-        self._turns: Iterator[Budget] = cycle([budget for budget in (PLAIN, *budgets) for _ in range(BLOCK)])
+        # Plain steps before each pair of budgets: their seconds stand in every speed-up.
+        order = [turn for place in range(0, len(budgets), 2) for turn in (PLAIN, *budgets[place : place + 2])]
+        self._turns: Iterator[Budget] = cycle([budget for budget in order for _ in range(BLOCK)])
         self._rows, self._samples = rows, samples
-        self._found: defaultdict[Budget, list[StepSeconds]] = defaultdict(list)
+        self._found: defaultdict[Budget, list[tuple[int, StepSeconds]]] = defaultdict(list)
         self._wanted = (PLAIN, *budgets)
         self._last: Budget | None = None
 
@@ -77,21 +77,29 @@ class StepSurvey:
         if first or rows < self._rows or any(step.room < budget.depth for step in steps):
             return
         draft, verify, total = seconds
-        self._found[budget].append(StepSeconds(draft, verify, total - draft - verify))
+        drafted = max(step.drafted for step in steps)
+        self._found[budget].append((drafted, StepSeconds(draft, verify, total - draft - verify)))
 
     def seconds(self) -> dict[Budget, StepSeconds]:
-        """Return the mean seconds of each budget's steps, without hiccups."""
+        """Return the usual seconds of each budget's steps."""
         return {budget: _typical(found) for budget, found in self._found.items() if found}
 
 
-def _typical(samples: Sequence[StepSeconds]) -> StepSeconds:
-    """Return the mean of the steps within `_HICCUP` times their median.
+def _typical(samples: Sequence[tuple[int, StepSeconds]]) -> StepSeconds:
+    """Return the seconds of steps, given with the tokens that they drafted, without hiccups, which only add.
 
-    A mean, not a median: a lookup's steps are of two kinds, with and without a draft, and the mean weighs both.
+    Of the steps that drafted equally much the faster half counts; a lookup drafts much or nothing, and its steps of
+    either kind count as often as they occur.
     """
-    most = _HICCUP * statistics.median(sample.total for sample in samples)
-    kept = [sample for sample in samples if sample.total <= most]
-    return StepSeconds(*(statistics.fmean(part) for part in zip(*kept, strict=True)))
+    by_drafted: defaultdict[int, list[StepSeconds]] = defaultdict(list)
+    for drafted, seconds in samples:
+        by_drafted[drafted].append(seconds)
+    parts = []
+    for alike in by_drafted.values():
+        fastest = sorted(alike, key=lambda step: step.total)[: (len(alike) + 1) // 2]
+        usual = [statistics.fmean(part) for part in zip(*fastest, strict=True)]
+        parts.append([len(alike) / len(samples) * part for part in usual])
+    return StepSeconds(*map(sum, zip(*parts, strict=True)))
 
 
 def surveyed_budgets(budgets: Sequence[Budget]) -> list[Budget]:
