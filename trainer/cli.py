@@ -15,7 +15,14 @@ import typer
 from decoding.measure.markdown import one_line
 from decoding.measure.redact import without_secrets
 from decoding.threads import spin_briefly
-from trainer.commands.options import EvaluateOptions, GenerateOptions, InspectOptions, RealignOptions, RegenerateOptions
+from trainer.commands.options import (
+    EvaluateOptions,
+    GenerateOptions,
+    InspectOptions,
+    PlanOptions,
+    RealignOptions,
+    RegenerateOptions,
+)
 from trainer.commands.usage import BAD_INPUT, Command
 from trainer.terminal.console import say, say_error, standard_error
 from trainer.terminal.quiet import quiet_libraries
@@ -174,6 +181,15 @@ def drafters() -> None:
 
 
 @app.command(cls=Command)
+@takes(PlanOptions)
+def plan(options: PlanOptions) -> None:
+    """Measure costs and acceptance here, and choose drafter, depth and tree for every batch size and context."""
+    from trainer.commands.plan import run_plan
+
+    run_plan(options)
+
+
+@app.command(cls=Command)
 @takes(RegenerateOptions)
 def regenerate(options: RegenerateOptions) -> None:
     """Let the target write the training answers, in this process or on a server; a killed run resumes."""
@@ -208,6 +224,9 @@ def export(
     report: Annotated[
         Path | None, typer.Option(help="report.json of an evaluation of these weights, for the model card.")
     ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="plan.json of these weights: its tree goes with them, its depths on the card.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace an earlier export in the folder.")] = False,
 ) -> None:
     """Write heads or a draft in a format that servers load, with a model card; read it back and compare."""
@@ -215,7 +234,7 @@ def export(
     def work() -> None:
         from trainer.export import export as run_export
 
-        summary = run_export(source, destination, format, report, overwrite=overwrite)
+        summary = run_export(source, destination, format, report, overwrite=overwrite, plan=plan)
         print(summary)
 
     raise typer.Exit(guarded(work, _debug()))

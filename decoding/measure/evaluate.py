@@ -212,7 +212,7 @@ def evaluate(
         "cost_curve_ms": {str(size): 1000 * seconds for size, seconds in costs.target_pass.items()},
         "rows": [_row(method, runs, costs, target, prompts) for method in methods],
     }
-    plain_values: dict[str, Any] = _without_nan(report)
+    plain_values: dict[str, Any] = without_nan(report)
     return plain_values
 
 
@@ -377,10 +377,10 @@ def write_report(report: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
     """Replace NaN and infinity, which JSON lacks, by null: the figure could not be measured."""
     if isinstance(value, dict):
-        return {key: _without_nan(held) for key, held in value.items()}
+        return {key: without_nan(held) for key, held in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nan(held) for held in value]
+        return [without_nan(held) for held in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

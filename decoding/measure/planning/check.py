@@ -13,6 +13,7 @@ from decoding.metrics import ratio_of_rates
 from decoding.model.causal_lm import CausalLM
 
 _PLAIN = "plain"
+_BATCHES = 4
 Group = tuple[float, float, int]
 """Tokens, seconds and passes of one group of prompts, without its prefills."""
 
@@ -29,8 +30,12 @@ def check_plan(
     """Measure the best form of every drafter at every batch size; return predicted and measured speed-ups.
 
     ``plan`` holds the figures of `decoding.measure.planning.make.Planner.run`. ``advance`` is called after each batch
-    size. The prompts are decoded in groups of the batch size, each by all methods in turn, in rotating order.
+    size. The prompts are decoded in groups of four batches, in which a waiting prompt takes the row of a finished one, by
+    all methods in turn and in rotating order. ValueError with fewer prompts than rows, where batches would never be full.
     """
+    largest = max(cell["batch_size"] for cell in plan["cells"])
+    if len(prompts) < largest:
+        raise ValueError(f"{len(prompts)} prompts to check with do not fill a batch of {largest}: give more of them")
     rows: list[dict[str, Any]] = []
     for cell in plan["cells"]:
         if cell["context"] is not None:
@@ -53,26 +58,32 @@ def _measure(
     rounds: int,
 ) -> dict[str, list[Group]]:
     """Return each method's groups; a group's rounds are summed."""
-    groups = [prompts[first : first + batch_size] for first in range(0, len(prompts), batch_size)]
+    # Few of a group's steps are those of its last texts, beside which rows are empty.
+    count = max(1, len(prompts) // (_BATCHES * batch_size))
+    groups = [prompts[first::count] for first in range(count)]
     names = list(drafters)
     for name in names:
-        _decode(target, drafters[name], groups[0], config)  # warm-up
+        _decode(target, drafters[name], groups[0][:batch_size], config, batch_size)  # warm-up
     found: dict[str, list[Group]] = {name: [(0.0, 0.0, 0)] * len(groups) for name in names}
     for turn in range(rounds * len(groups)):
         place = turn % len(groups)
         shift = turn % len(names)
-        seeded = replace(config, seed=config.seed + turn * batch_size)
+        seeded = replace(config, seed=config.seed + turn * len(prompts))
         for name in (*names[shift:], *names[:shift]):
-            before, now = found[name][place], _decode(target, drafters[name], groups[place], seeded)
+            before, now = found[name][place], _decode(target, drafters[name], groups[place], seeded, batch_size)
             found[name][place] = (before[0] + now[0], before[1] + now[1], before[2] + now[2])
     return found
 
 
 def _decode(
-    target: CausalLM, drafter: Drafter | None, group: Sequence[Sequence[int]], config: DecodingConfig
+    target: CausalLM,
+    drafter: Drafter | None,
+    group: Sequence[Sequence[int]],
+    config: DecodingConfig,
+    batch_size: int,
 ) -> Group:
     engine = Engine(target, drafter)
-    steps = [step for _, step in engine.steps(group, config, batch_size=len(group)) if not step.is_prefill]
+    steps = [step for _, step in engine.steps(group, config, batch_size=batch_size) if not step.is_prefill]
     return float(sum(len(step.tokens) for step in steps)), sum(step.total_seconds for step in steps), len(steps)
 
 

@@ -83,24 +83,6 @@ def break_even(costs: StepCosts, depths: Sequence[int]) -> float | None:
     return high
 
 
-def verdict(found: Prediction, batch_size: int) -> str:
-    """Say in a sentence what a step costs and brings, and whether that pays."""
-    step, plain, candidate = found.step, found.plain, found.candidate
-    told = (
-        f"a step at batch {batch_size} costs {found.cost:.2f} plain steps (drafting {step.draft / plain:.2f}, "
-        f"verifying {candidate.budget.nodes} tokens {step.verify / plain:.2f}, the rest {step.overhead / plain:.2f}) "
-        f"and brings {candidate.tokens:.2f} tokens"
-    )
-    if pays(found):
-        return told
-    return f"speculation does not pay: {told}"
-
-
-def pays(found: Prediction) -> bool:
-    """Return True if the speed-up is worth turning speculation on."""
-    return found.speedup >= LEAST_GAIN
-
-
 def depth_by_batch_size(
     chains: Mapping[int, float], costs: Mapping[int, StepCosts], longest: int
 ) -> list[tuple[int, int, int]]:
@@ -115,7 +97,9 @@ def depth_by_batch_size(
         low = max((size for size in sizes if size <= rows), default=sizes[0])
         high = min(size for size in sizes if size >= rows)
         share = (rows - low) / (high - low) if high > low else 0.0
-        depth = _best_depth({depth: held for depth, held in chains.items() if depth <= longest}, costs, low, high, share)
+        depth = _best_depth(
+            {depth: held for depth, held in chains.items() if depth <= longest}, costs, low, high, share
+        )
         if ranges and ranges[-1][2] == depth:
             ranges[-1] = (ranges[-1][0], rows, depth)
         else:
@@ -123,9 +107,7 @@ def depth_by_batch_size(
     return ranges
 
 
-def _best_depth(
-    chains: Mapping[int, float], costs: Mapping[int, StepCosts], low: int, high: int, share: float
-) -> int:
+def _best_depth(chains: Mapping[int, float], costs: Mapping[int, StepCosts], low: int, high: int, share: float) -> int:
     """Return the depth with the greatest speed-up between two measured batch sizes; 0 where none pays."""
 
     def mixed(of_low: float, of_high: float) -> float:

@@ -71,9 +71,7 @@ def family_of(spec: DrafterSpec, load: Load, most_nodes: int) -> Family:
 
 def first_tree(depth: int, ranks: int, nodes: int) -> Paths:
     """Return the tree by which acceptance is measured before anything is known of it: that of typical heads."""
-    shares = [
-        [_TOP_SHARE * _DEPTH_FALL**place * _SHARE_FALL**rank for rank in range(ranks)] for place in range(depth)
-    ]
+    shares = [[_TOP_SHARE * _DEPTH_FALL**place * _SHARE_FALL**rank for rank in range(ranks)] for place in range(depth)]
     return best_tree(shares, nodes)
 
 

@@ -25,7 +25,9 @@ def plan_fingerprints(target: str, specs: Sequence[DrafterSpec], trusted: bool =
     """Return the fingerprints of a target and of each drafter's weights, by spec; null for one without weights."""
     return {
         "target": stored_fingerprint(target, trusted),
-        "drafters": {str(spec): None if spec.path is None else stored_fingerprint(spec.path, trusted) for spec in specs},
+        "drafters": {
+            str(spec): None if spec.path is None else stored_fingerprint(spec.path, trusted) for spec in specs
+        },
     }
 
 

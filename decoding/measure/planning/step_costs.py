@@ -195,9 +195,12 @@ def _fitted(points: Sequence[tuple[Sequence[float], float]], at: Sequence[float]
         rows = [[1.0, *(place[axis] for axis in used)] for place, _ in points]
         design = torch.tensor(rows, dtype=torch.float64)
         scale = design.abs().amax(0)  # seconds beside node counts
-        solved = torch.linalg.lstsq(design / scale * weights[:, None], values * weights, driver="gelsd").solution / scale
+        solved = (
+            torch.linalg.lstsq(design / scale * weights[:, None], values * weights, driver="gelsd").solution / scale
+        )
         if all(slope >= 0 for slope in solved[1:]):
             break
         used.pop(int(solved[1:].argmin()))
-    return max(0.0, float(solved[0]) + sum(float(slope) * at[axis] for slope, axis in zip(solved[1:], used, strict=True)))
-
+    return max(
+        0.0, float(solved[0]) + sum(float(slope) * at[axis] for slope, axis in zip(solved[1:], used, strict=True))
+    )

@@ -1,0 +1,151 @@
+"""`headstart plan`: what to draft on this machine, at every batch size and context; and plans for other commands."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from decoding.drafters import Drafter
+from decoding.drafters.registry import DrafterLoader, parse_drafter
+from decoding.measure.evaluate import without_nan
+from decoding.measure.machine import commit, hardware, versions
+from decoding.measure.planning.check import check_plan
+from decoding.measure.planning.choose import LEAST_GAIN
+from decoding.measure.planning.make import PlanConfig, Planner
+from decoding.measure.planning.picture import check_table, plan_table, write_picture
+from decoding.measure.planning.plan_file import Plan, plan_fingerprints, read_plan, write_plan
+from decoding.measure.planning.sentences import verdict
+from decoding.measure.redact import published_command
+from decoding.model.fingerprint import prompts_fingerprint, tokenizer_fingerprint
+from decoding.model.loading import eos_token_ids, load_tokenizer, parse_dtype
+from decoding.policies import MeasuredPolicy, Policy, named_policy
+from decoding.prompts import read_prompts
+from trainer.commands.options import ModelOptions, PlanOptions
+from trainer.commands.target import read_target
+from trainer.commands.usage import listed
+from trainer.quickstart import resolve
+from trainer.terminal.console import say, standard_error, standard_output, wide
+from trainer.terminal.progress import ProgressBar
+
+
+def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, Any]:
+    """Measure, choose, print the tables, write plan.json and plan.svg; returns the plan."""
+    watched, console = console or standard_error(), console or standard_output()
+    specs = [parse_drafter(text) for text in options.drafter]
+    if again := next((spec for place, spec in enumerate(specs) if spec in specs[:place]), None):
+        raise ValueError(f"--drafter {again} is given twice: give it once")
+    batch_sizes = _wholes(options.batch_sizes, "--batch-sizes") or PlanConfig.batch_sizes
+    contexts = _wholes(options.contexts, "--contexts", least=0)
+    target = read_target(options.target, options)
+    tokenizer = load_tokenizer(resolve(options.target), options.trust_remote_code)
+    config = PlanConfig(
+        batch_sizes=batch_sizes,
+        contexts=PlanConfig.contexts if contexts is None else tuple(context for context in contexts if context),
+        temperature=options.temperature,
+        max_new_tokens=options.max_new_tokens,
+        most_nodes=options.max_nodes,
+        eos_token_ids=eos_token_ids(target.model, tokenizer),
+        seed=options.seed,
+        seconds=options.seconds,
+    )
+    limit = options.limit * (2 if options.check else 1)
+    read = read_prompts(resolve(options.prompts), tokenizer, limit, options.prompt_field, options.prompt_tokens)
+    prompts, others = read[: options.limit], read[options.limit :]
+    loader = DrafterLoader(target, tokenizer, options.trust_remote_code)
+    planner = Planner(target, loader.load, specs, prompts, config)
+    with ProgressBar(watched, "planning", planner.steps) as bar:
+        planner.advance = bar.advance
+        figures = planner.run()
+    plan: dict[str, Any] = {
+        "command": published_command(sys.argv),
+        "hardware": hardware(),
+        "versions": versions(),
+        "commit": commit(),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "fingerprints": {
+            **plan_fingerprints(resolve(options.target), specs, options.trust_remote_code),
+            "tokenizer": tokenizer_fingerprint(tokenizer),
+            "prompts": prompts_fingerprint(prompts),
+        },
+        **figures,
+    }
+    if options.check:
+        if not others:
+            say(console, f"note: {options.prompts} has no prompts behind those of the plan: it is checked on the same")
+        with ProgressBar(watched, "checking", len(batch_sizes)) as bar:
+            plan["check"] = check_plan(
+                target, loader.load, plan, others or prompts, config.decoding, options.rounds, bar.advance
+            )
+    plan = without_nan(plan)
+    write_plan(plan, options.output / "plan.json")
+    write_picture(plan, options.output / "plan.svg")
+    _print(plan, wide(console))
+    say(console, f"written: {options.output / 'plan.json'}, {options.output / 'plan.svg'}")
+    return plan
+
+
+def _wholes(values: Sequence[str] | None, option: str, least: int = 1) -> tuple[int, ...] | None:
+    """Read whole numbers of an option; ValueError for anything else."""
+    found = listed(values)
+    if found is None:
+        return None
+    for value in found:
+        if not value.isdigit() or int(value) < least:
+            raise ValueError(f"{option} holds {value!r}: give whole numbers of at least {least}, such as 1,4,16")
+    return tuple(map(int, found))
+
+
+def _print(plan: dict[str, Any], console: Console) -> None:
+    """Print the tables, and for each batch size what to expect of the prompts as they are."""
+    console.print(plan_table(plan))
+    for cell in plan["cells"]:
+        if cell["context"] is None:
+            say(console, verdict(cell))
+    if left_out := plan["contexts_left_out"]:
+        say(console, f"left out, as target and draft cannot hold them: contexts of {', '.join(map(str, left_out))}")
+    if "check" in plan:
+        console.print(check_table(plan["check"]))
+
+
+# --- a plan for another command ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan that was read for a target, its choice, and what to tell the user of it."""
+
+    plan: Plan
+    drafter: str | None
+    """Spec of the planned form; None where the plan says that plain decoding is as fast."""
+    notes: tuple[str, ...] = ()
+
+    def policy(self, name: str, drafter: Drafter | None) -> Policy:
+        """Make a policy by its name; the measured one starts from the plan's costs instead of a survey."""
+        if name != "measured" or drafter is None or self.drafter is None:
+            return named_policy(name)
+        return MeasuredPolicy(self.plan.policy_costs(self.drafter, drafter.budgets))
+
+
+def planned(
+    path: Path,
+    options: ModelOptions,
+    batch_size: int = 1,
+    context: int | None = None,
+    temperature: float | None = None,
+) -> Planned:
+    """Read a plan and its choice for this batch size and context (None: the plan's own prompts).
+
+    ValueError for a plan of another target, drafter or dtype.
+    """
+    plan = read_plan(path)
+    dtype = str(parse_dtype(options.dtype)).removeprefix("torch.")
+    notes = plan.check(resolve(options.target), dtype, options.trust_remote_code)
+    if temperature is not None and temperature != plan.content["temperature"]:
+        notes.append(f"{path} was made at temperature {plan.content['temperature']:g}, not {temperature:g}")
+    choice = plan.choice(batch_size, context)
+    if choice is None:
+        notes.append(f"{path} finds no drafter that gains {LEAST_GAIN - 1:.0%} over plain decoding at this batch size")
+    return Planned(plan, None if choice is None else choice["spec"], tuple(f"note: {note}" for note in notes))
