@@ -121,7 +121,7 @@ def _made_by(
     ``drafters`` has the spec of each drafter by its name in the rows; weights' fingerprints stand under these specs.
     """
     trusted = options.trust_remote_code
-    kept_apart = {"target", "drafter", "prompts", "output", "title"}
+    kept_apart = {"target", "drafter", "prompts", "output", "title", "plan"}
     settings = {name: value for name, value in vars(options).items() if name not in kept_apart}
     told = published_specs(list(specs.values()))
     weights = {

@@ -210,7 +210,7 @@ class PlanOptions(ModelOptions):
     contexts: Annotated[
         list[str] | None,
         Option(
-            help="Tokens before the new ones, given like --batch-sizes, measured beside the prompts as they are; "
+            help="Tokens before the new ones, given like --batch-sizes, measured beside the prompts' own lengths; "
             "128,512,2048 if not given. Those that do not fit are left out; 0 is none."
         ),
     ] = None

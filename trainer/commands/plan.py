@@ -1,5 +1,6 @@
 """`headstart plan`: what to draft on this machine, at every batch size and context; and plans for other commands."""
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from decoding.measure.planning.check import check_plan
 from decoding.measure.planning.choose import LEAST_GAIN
 from decoding.measure.planning.make import PlanConfig, Planner
 from decoding.measure.planning.picture import check_table, plan_table, write_picture
-from decoding.measure.planning.plan_file import Plan, plan_fingerprints, read_plan, write_plan
+from decoding.measure.planning.plan_file import Plan, plan_fingerprints, read_plan, vllm_config, write_plan
 from decoding.measure.planning.sentences import verdict
 from decoding.measure.redact import published_command
 from decoding.model.fingerprint import prompts_fingerprint, tokenizer_fingerprint
@@ -99,11 +100,14 @@ def _wholes(values: Sequence[str] | None, option: str, least: int = 1) -> tuple[
 
 
 def _print(plan: dict[str, Any], console: Console) -> None:
-    """Print the tables, and for each batch size what to expect of the prompts as they are."""
+    """Print the tables, and for each batch size what to expect at the prompts' own lengths."""
     console.print(plan_table(plan))
     for cell in plan["cells"]:
         if cell["context"] is None:
             say(console, verdict(cell))
+    for drafter in plan["drafters"]:
+        if (config := vllm_config(drafter)) is not None:
+            say(console, f"vLLM: --speculative-config '{json.dumps(config, separators=(',', ':'))}'")
     if left_out := plan["contexts_left_out"]:
         say(console, f"left out, as target and draft cannot hold them: contexts of {', '.join(map(str, left_out))}")
     if "check" in plan:

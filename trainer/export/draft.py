@@ -27,7 +27,10 @@ def write(source: Path, folder: Path, format: str, tree: Paths = ()) -> tuple[Ar
     """Write the draft in ``source`` to ``folder``, read it back, compare weights, logits and tokenizer.
 
     In the format ``draft`` a parallel draft is for any program that drafts in parallel by mask tokens: ValueError for
-    one with a bias or a reader of the target. ``tree`` replaces that of a parallel draft unless it is empty. Returns the card's description, and a sentence on the comparison.
+    one with a bias or a reader of the target.
+
+    ``tree`` replaces that of a parallel draft unless it is empty. Returns the card's description, and a sentence on the
+    comparison.
     """
     if is_parallel_folder(source) and format == "draft":
         _check_plain(source)

@@ -28,7 +28,7 @@ def describe_heads(heads: MedusaHeads, format: str) -> Artefact:
 
 
 def write(source: Path, folder: Path, tree: Paths = ()) -> tuple[Artefact, str]:
-    """Write the heads in ``source`` to ``folder``, read them back, compare. ``tree`` replaces theirs unless it is empty.
+    """Write the heads in ``source`` to ``folder``, read them back, compare; ``tree`` replaces theirs unless empty.
 
     Returns the card's description of them, and a sentence on the comparison.
     """

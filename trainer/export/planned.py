@@ -1,4 +1,4 @@
-"""What a plan says of the weights to export: their tree, and the depths by batch size that servers take."""
+"""A plan's part for the weights to export: their tree, and the depths by batch size that servers take."""
 
 import json
 from dataclasses import dataclass
@@ -27,15 +27,17 @@ class Planned:
         return max((depth for _, _, depth in self.schedule), default=0)
 
     @property
-    def vllm(self) -> str:
-        """The schedule as a member of vLLM's speculative config, a comma before it; empty where no chain pays.
+    def listed(self) -> str:
+        """The schedule as JSON: ``[[1,4,3],[5,16,0]]``."""
+        return json.dumps(self.schedule, separators=(",", ":"))
 
-        vLLM 0.32 wants ranges that start at 1 and do not overlap, bounds included; the last depth also holds for larger
-        batches, and a depth of 0 drafts nothing.
+    @property
+    def vllm(self) -> str:
+        """The schedule as a member of vLLM's speculative config of a draft model, a comma before it; empty without one.
+
+        For other methods see `decoding.measure.planning.plan_file.vllm_config`.
         """
-        if not self.deepest:
-            return ""
-        return f',"num_speculative_tokens_per_batch_size":{json.dumps(self.schedule, separators=(",", ":"))}'
+        return f',"num_speculative_tokens_per_batch_size":{self.listed}' if self.deepest else ""
 
 
 def read_planned(path: Path, source: Path) -> Planned:

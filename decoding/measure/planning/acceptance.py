@@ -36,7 +36,7 @@ class PathRecord:
     trials: Counter[tuple[int, int]] = field(default_factory=Counter)
     """Reached nodes by their depth (the root's is 0) and by the place of a child that they have."""
     hits: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """Those whose child at this place was accepted."""
+    """Reached nodes whose child at this place was accepted, by the same keys."""
     drafted: set[Path] = field(default_factory=set)
     """Paths of all nodes that were drafted."""
 

@@ -30,8 +30,8 @@ def check_plan(
     """Measure the best form of every drafter at every batch size; return predicted and measured speed-ups.
 
     ``plan`` holds the figures of `decoding.measure.planning.make.Planner.run`. ``advance`` is called after each batch
-    size. The prompts are decoded in groups of four batches, in which a waiting prompt takes the row of a finished one, by
-    all methods in turn and in rotating order. ValueError with fewer prompts than rows, where batches would never be full.
+    size. The prompts are decoded in groups of four batches, in which a waiting prompt takes the row of a finished one,
+    by all methods in turn and in rotating order. ValueError with fewer prompts than rows, which would stay empty.
     """
     largest = max(cell["batch_size"] for cell in plan["cells"])
     if len(prompts) < largest:

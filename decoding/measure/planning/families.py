@@ -1,4 +1,4 @@
-"""What may be chosen of each drafter: its chains to a depth, any tree, or only what it is."""
+"""Families: the forms of a drafter that a plan may choose from: chains to a depth, any tree, or its own size alone."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -48,8 +48,10 @@ class Family:
         return replace(self.spec, options={**self.spec.options, "tree": paths})
 
 
-def family_of(spec: DrafterSpec, load: Load, most_nodes: int) -> Family:
+def family_of(spec: DrafterSpec, load: Load, most_nodes: int, most_depth: int) -> Family:
     """Return the family of a spec. Its trees have up to ``most_nodes`` nodes, the root included.
+
+    ``most_depth`` bounds the chains of a draft model whose length is not given.
 
     Heads and parallel drafts are free in their trees unless the spec gives a tree or tokens; draft models, lookups and
     the other drafters of one chain are free in its length, up to the tokens that are given. A hybrid, a dynamic tree,
@@ -65,7 +67,7 @@ def family_of(spec: DrafterSpec, load: Load, most_nodes: int) -> Family:
         measured = replace(spec, options={**spec.options, "tree": paths})
         return Family(spec, "tree", load(measured), paths)
     if isinstance(drafter, DraftModelDrafter) and not given & {"branching", "tokens", "stop_below"}:
-        return Family(spec, "chain", load(replace(spec, options={**spec.options, "tokens": DEEPEST_CHAIN})))
+        return Family(spec, "chain", load(replace(spec, options={**spec.options, "tokens": most_depth})))
     return Family(spec, "chain" if _is_one_chain(drafter, spec) else "fixed", drafter)
 
 

@@ -9,7 +9,7 @@ from decoding.drafters.spec import DrafterSpec
 from decoding.generate import DecodingConfig, check_prompt
 from decoding.measure.planning.acceptance import Passes, PathRecord, WatchedDrafter, decode_passes
 from decoding.measure.planning.choose import Candidate, Prediction, best, break_even, depth_by_batch_size, with_tokens
-from decoding.measure.planning.families import Family, Load, family_of
+from decoding.measure.planning.families import DEEPEST_CHAIN, Family, Load, family_of
 from decoding.measure.planning.step_costs import StepCosts, survey_steps
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import measure_cost_curve
@@ -25,12 +25,12 @@ _LEAST_ROOM = 48
 """New tokens that a context must leave room for."""
 
 Context = int | None
-"""Tokens before a step; None: the prompts as they are."""
+"""Tokens before a step; None: prompts at their own lengths."""
 
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Settings of a plan. ``contexts`` are measured beside the prompts as they are, where target and drafts hold them.
+    """Settings of a plan. ``contexts`` are measured beside the prompts' own lengths, where target and drafts hold them.
 
     ``seconds`` bounds each measurement of costs: one for every drafter, batch size and context.
     """
@@ -56,6 +56,11 @@ class PlanConfig:
             raise ValueError(f"trees of at most {self.most_nodes} nodes, the root included: give at least 2")
         if self.max_new_tokens < 2:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}: give at least 2, so that something is drafted")
+
+    @property
+    def deepest(self) -> int:
+        """Depth of the longest chain that is tried of a draft model: a text has room for two of them."""
+        return max(1, min(DEEPEST_CHAIN, self.max_new_tokens // 2))
 
     @property
     def decoding(self) -> DecodingConfig:
@@ -109,7 +114,7 @@ class Planner:
         for prompt in prompts:
             check_prompt(target, prompt, config.decoding)
         self.target, self.load, self.prompts, self.config, self.advance = target, load, prompts, config, advance
-        self.families = [family_of(spec, load, config.most_nodes) for spec in specs]
+        self.families = [family_of(spec, load, config.most_nodes, config.deepest) for spec in specs]
         self.contexts: list[Context] = [None, *(held for held in config.contexts if self._fits(held))]
         self._rows = min(max(config.batch_sizes), 8)
         self._tokens: dict[str, float] = {}
@@ -216,7 +221,7 @@ class Planner:
     # --- costs --------------------------------------------------------------------------------------------------------
 
     def _text_tokens(self) -> int:
-        """Return the mean tokens before a step where the prompts are as they are."""
+        """Return the mean tokens before a step, of prompts at their own lengths."""
         return round(fmean(map(len, self.prompts)) + self.config.max_new_tokens / 2)
 
     def _curve(self, place: Place) -> dict[int, float]:

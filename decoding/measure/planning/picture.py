@@ -45,7 +45,7 @@ def plan_table(plan: Mapping[str, Any]) -> Table:
 
 def _row(plan: Mapping[str, Any], cell: Mapping[str, Any], choice: Mapping[str, Any]) -> list[str]:
     best, even = choice["best"], choice["break_even"]
-    context = f"as prompts, {plan['text_tokens']}" if cell["context"] is None else f"{cell['context']:,}"
+    context = f"own, {plan['text_tokens']}" if cell["context"] is None else f"{cell['context']:,}"
     return [
         str(cell["batch_size"]),
         context,
@@ -116,7 +116,7 @@ def plan_figure(plan: Mapping[str, Any]) -> Figure:
         _over_sizes(axes, sizes, "batch size")
         axes.set_ylim(0, top)
         shade_below_one(axes)
-        axes.set_title("prompts as they are" if context is None else f"context of {context:,} tokens")
+        axes.set_title("prompts at their own lengths" if context is None else f"context of {context:,} tokens")
     all_axes[0].set_ylabel("predicted speed-up over plain decoding")
     _draw_curves(all_axes[-1], [curve for curve in plan["curves"] if curve["context"] is None])
     figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)

@@ -85,7 +85,7 @@ class Plan:
     def choice(self, batch_size: int, context: int | None = None) -> dict[str, Any] | None:
         """Return the choice with the greatest speed-up in the nearest cell; None where plain decoding is as fast.
 
-        ``context``: the tokens of the prompt; None takes the prompts of the plan as they were.
+        ``context``: the tokens of the prompt; None takes the prompts of the plan at their own lengths.
         """
         choices = self._cell(batch_size, context)["choices"]
         found: dict[str, Any] = max((choice["best"] for choice in choices), key=lambda best: best["speedup"])
@@ -137,10 +137,30 @@ class Plan:
         raise ValueError(f"{self.name} was made with other weights than those to export ({fingerprint}): {_REMEDY}")
 
     def best_of(self, spec: str, batch_size: int = 1) -> dict[str, Any]:
-        """Return the choice of one drafter, by its spec in the plan, for the prompts as they were."""
+        """Return the choice of one drafter, by its spec in the plan, for prompts at their own lengths."""
         choices = self._cell(batch_size, None)["choices"]
         found: dict[str, Any] = next(choice for choice in choices if choice["drafter"] == spec)
         return found
+
+
+def vllm_config(drafter: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return vLLM's speculative config of one of a plan's drafters, its depths by batch size among it; None without.
+
+    vLLM 0.32 wants ranges that start at 1 and do not overlap, bounds included; the last depth also holds for larger
+    batches, and a depth of 0 drafts nothing. Only draft models and n-gram lookup take them: with Medusa heads and
+    parallel drafts its code asserts, or relies on, one depth.
+    """
+    spec, ranges = parse_drafter(drafter["drafter"]), drafter["depth_by_batch_size"] or ()
+    deepest = max((depth for _, _, depth in ranges), default=0)
+    if not deepest or spec.name not in ("draft", "lookup"):
+        return None
+    lookup = {"method": "ngram", "prompt_lookup_max": spec.options.get("ngram", 3)}
+    method = lookup if spec.name == "lookup" else {"method": "draft_model", "model": spec.path}
+    return {
+        **method,
+        "num_speculative_tokens": deepest,
+        "num_speculative_tokens_per_batch_size": [list(found) for found in ranges],
+    }
 
 
 def _same(asked: str, form: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a plan says in words."""
+"""A plan in words."""
 
 from collections.abc import Mapping
 from typing import Any

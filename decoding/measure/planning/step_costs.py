@@ -26,6 +26,8 @@ BLOCK = 4
 _SIZES = 7
 """Most budgets of a drafter that are measured; the others are computed."""
 _MOST_TEXTS = 400
+_PATIENCE = 3
+"""Times the allowed seconds after which a survey ends without a sample of each budget."""
 
 
 class StepSeconds(NamedTuple):
@@ -74,7 +76,7 @@ class StepSurvey:
     def observe(self, budget: Budget, rows: int, steps: Sequence[StepCount], *seconds: float) -> None:
         """Keep a step's seconds unless it is the first of its budget, lacks rows, or a text had no room for it."""
         first, self._last = budget != self._last, budget
-        if first or rows < self._rows or any(step.room < budget.depth for step in steps):
+        if first or rows < self._rows or budget not in self._wanted or any(step.room < budget.depth for step in steps):
             return
         draft, verify, total = seconds
         drafted = max(step.drafted for step in steps)
@@ -102,8 +104,12 @@ def _typical(samples: Sequence[tuple[int, StepSeconds]]) -> StepSeconds:
     return StepSeconds(*map(sum, zip(*parts, strict=True)))
 
 
-def surveyed_budgets(budgets: Sequence[Budget]) -> list[Budget]:
-    """Return up to seven of a drafter's budgets, evenly spaced, both ends among them."""
+def surveyed_budgets(budgets: Sequence[Budget], room: int) -> list[Budget]:
+    """Return up to seven of a drafter's budgets of at most ``room`` tokens' depth, evenly spaced, both ends among them.
+
+    The smallest one is returned in any case.
+    """
+    budgets = [budget for budget in budgets if budget.depth <= room] or budgets[:1]
     last = len(budgets) - 1
     return list(dict.fromkeys(budgets[round(place * last / (_SIZES - 1))] for place in range(_SIZES)))
 
@@ -119,15 +125,15 @@ def survey_steps(
 ) -> dict[Budget, StepSeconds]:
     """Decode the prompts, again and again, in batches of ``rows``, and return the seconds of steps by budget.
 
-    ``seconds`` bounds the time of the steps, prefills apart; every budget gets a sample at least. ValueError where the
-    texts are too short for that.
+    ``seconds`` bounds the time of the steps, prefills apart; it may take three times that until every budget has a
+    sample. ValueError where the texts are too short for any.
     """
-    survey = StepSurvey(surveyed_budgets(drafter.budgets), rows, samples)
+    survey = StepSurvey(surveyed_budgets(drafter.budgets, config.max_new_tokens // 2), rows, samples)
     texts = list(islice(cycle(prompts), max(_MOST_TEXTS, 8 * rows)))
     spent = 0.0
     for _, step in Engine(target, drafter, survey).steps(texts, config, batch_size=rows):
         spent += 0.0 if step.is_prefill else step.total_seconds
-        if survey.done or (survey.measured and spent > seconds):
+        if survey.done or (survey.measured and spent > seconds) or spent > _PATIENCE * seconds:
             break
     found = survey.seconds()
     if PLAIN not in found or len(found) == 1:
