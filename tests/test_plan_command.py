@@ -30,7 +30,8 @@ def plan_path(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     code, output = run(
         "plan", "--target", str(models / "target"), "--prompts", str(folder / "prompts.jsonl"), *QUICK,
         "--drafter", f"heads:{models / 'heads'}", "--drafter", f"draft:{models / 'draft'}",
-        "--drafter", "lookup:tokens=3", "--batch-sizes", "1,2", "--contexts", "40,4000", "--check", "--output", str(folder),
+        "--drafter", "lookup:tokens=3", "--batch-sizes", "1,2", "--contexts", "40,4000", "--check",
+        "--output", str(folder),
     )  # fmt: skip
     assert code == 0, output
     assert "What to draft here" in output and "The plan against its measurement" in output
@@ -58,12 +59,7 @@ def test_a_plan_has_a_choice_of_every_drafter_in_every_cell(plan_path: Path) -> 
     heads, draft, lookup = plan["drafters"]
     assert (heads["kind"], draft["kind"], lookup["kind"]) == ("tree", "chain", "chain")
     assert len(heads["shares"]) >= 1 and set(lookup["tokens_per_pass_of_chains"]) == {"1", "2", "3"}
-    assert {(curve["batch_size"], curve["context"]) for curve in plan["curves"]} == {
-        (1, None),
-        (2, None),
-        (1, 40),
-        (2, 40),
-    }
+    assert len(plan["curves"]) == 4 and all(set(curve["seconds"]) >= {"1", "64", "128"} for curve in plan["curves"])
     assert (plan_path.parent / "plan.svg").read_text().lstrip().startswith("<?xml")
 
 

@@ -61,7 +61,8 @@ class PathRecord:
         """
         shares: list[list[float]] = []
         while (len(shares), 0) in self.trials:
-            depth, found = len(shares), []
+            depth = len(shares)
+            found: list[float] = []
             prior = shares[-1][0] if shares else 0.5
             while (depth, len(found)) in self.trials:
                 key = depth, len(found)
@@ -80,7 +81,7 @@ class PathRecord:
         for path, count in self.paths.items():
             for length in range(1, len(path) + 1):
                 reached[path[:length]] += count
-        shares, values = self.shares(), {(): 1.0}
+        shares, values = self.shares(), dict[Path, float]({(): 1.0})
         for path in sorted(map(tuple, tree), key=len):
             if path in self.drafted:
                 values[path] = reached[path] / max(self.passes, 1)

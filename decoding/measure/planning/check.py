@@ -43,13 +43,13 @@ def check_plan(
         chosen = {choice["best"]["spec"]: choice for choice in cell["choices"]}
         drafters: dict[str, Drafter | None] = {_PLAIN: None}
         drafters |= {spec: load(parse_drafter(spec)) for spec in chosen}
-        groups = _measure(target, drafters, prompts, config, cell["batch_size"], rounds)
+        groups = measure_in_turns(target, drafters, prompts, config, cell["batch_size"], rounds)
         rows += [_row(cell["batch_size"], choice, groups[spec], groups[_PLAIN]) for spec, choice in chosen.items()]
         advance()
     return rows
 
 
-def _measure(
+def measure_in_turns(
     target: CausalLM,
     drafters: Mapping[str, Drafter | None],
     prompts: Sequence[Sequence[int]],
@@ -57,7 +57,7 @@ def _measure(
     batch_size: int,
     rounds: int,
 ) -> dict[str, list[Group]]:
-    """Return each method's groups; a group's rounds are summed."""
+    """Decode the prompts by every drafter (None: plainly) in turns; return the groups of each, their rounds summed."""
     # Few of a group's steps are those of its last texts, beside which rows are empty.
     count = max(1, len(prompts) // (_BATCHES * batch_size))
     groups = [prompts[first::count] for first in range(count)]

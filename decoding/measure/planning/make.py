@@ -137,14 +137,14 @@ class Planner:
         """Measure and choose; return the plan's figures as JSON values (see `decoding.measure.planning.plan_file`)."""
         measured = []
         for family in self.families:
-            measured.append(self._measure(family))
+            measured.append(self.measure(family))
             self.advance()
         curves = {}
         for place in self.places:
-            curves[place] = self._curve(place)
+            curves[place] = self.curve(place)
             self.advance()
             for held in measured:
-                held.costs[place] = self._costs(held.family, place, curves[place])
+                held.costs[place] = self.costs(held.family, place, curves[place])
                 self.advance()
         return {
             "temperature": self.config.temperature,
@@ -175,7 +175,8 @@ class Planner:
             return self.prompts, self.prompts
         return self.prompts[::2], self.prompts[1::2]
 
-    def _measure(self, family: Family) -> Measured:
+    def measure(self, family: Family) -> Measured:
+        """Return the family with its acceptance and candidates, its costs still empty."""
         config = self.config.decoding
         if family.kind == "tree":
             watched = WatchedDrafter(family.drafter)
@@ -224,11 +225,13 @@ class Planner:
         """Return the mean tokens before a step, of prompts at their own lengths."""
         return round(fmean(map(len, self.prompts)) + self.config.max_new_tokens / 2)
 
-    def _curve(self, place: Place) -> dict[int, float]:
+    def curve(self, place: Place) -> dict[int, float]:
+        """Measure the seconds of a target pass by its tokens."""
         prefix = self._text_tokens() if place.context is None else place.context
         return measure_cost_curve(self.target, self.config.sizes, prefix, 9, place.batch_size, self.config.seconds)
 
-    def _costs(self, family: Family, place: Place, curve: dict[int, float]) -> StepCosts:
+    def costs(self, family: Family, place: Place, curve: dict[int, float]) -> StepCosts:
+        """Measure the seconds of the family's steps, beside the place's ``curve``."""
         config, prompts = self.config.decoding, self.prompts
         if place.context is not None:
             prompts = lengthened(self.prompts, place.context)
