@@ -130,8 +130,8 @@ class Planner:
 
     @property
     def steps(self) -> int:
-        """Pieces of work: a family's acceptance, a cell's curve, a cell's steps with a family."""
-        return len(self.families) + len(self.places) * (1 + len(self.families))
+        """Pieces of work: a family's acceptance, a cell's curve, a cell's steps with a family, a cell's choices."""
+        return len(self.families) + len(self.places) * (2 + len(self.families))
 
     def run(self) -> dict[str, Any]:
         """Measure and choose; return the plan's figures as JSON values (see `decoding.measure.planning.plan_file`)."""
@@ -157,10 +157,7 @@ class Planner:
                 for place, curve in curves.items()
             ],
             "drafters": [self._described(held) for held in measured],
-            "cells": [
-                {**place._asdict(), "choices": [self._choice(held, place) for held in measured]}
-                for place in self.places
-            ],
+            "cells": [self._cell(place, measured) for place in self.places],
         }
 
     def _fits(self, context: int) -> bool:
@@ -245,6 +242,11 @@ class Planner:
         return StepCosts(found, curve)
 
     # --- choice -------------------------------------------------------------------------------------------------------
+
+    def _cell(self, place: Place, measured: Sequence[Measured]) -> dict[str, Any]:
+        cell = {**place._asdict(), "choices": [self._choice(held, place) for held in measured]}
+        self.advance()
+        return cell
 
     def _choice(self, held: Measured, place: Place) -> dict[str, Any]:
         costs = held.costs[place]

@@ -26,8 +26,8 @@ BLOCK = 4
 _SIZES = 7
 """Most budgets of a drafter that are measured; the others are computed."""
 _MOST_TEXTS = 400
-_PATIENCE = 3
-"""Times the allowed seconds after which a survey ends without a sample of each budget."""
+_ROUNDS = 4
+"""Rounds of all budgets after which a survey ends without a sample of each: texts have no room for the deepest."""
 
 
 class StepSeconds(NamedTuple):
@@ -52,6 +52,7 @@ class StepSurvey:
         # Plain steps before each pair of budgets: their seconds stand in every speed-up.
         order = [turn for place in range(0, len(budgets), 2) for turn in (PLAIN, *budgets[place : place + 2])]
         self._turns: Iterator[Budget] = cycle([budget for budget in order for _ in range(BLOCK)])
+        self._left = _ROUNDS * len(order) * BLOCK
         self._rows, self._samples = rows, samples
         self._found: defaultdict[Budget, list[tuple[int, StepSeconds]]] = defaultdict(list)
         self._wanted = (PLAIN, *budgets)
@@ -64,13 +65,14 @@ class StepSurvey:
 
     @property
     def measured(self) -> bool:
-        """True once every budget has a sample."""
-        return all(self._found[budget] for budget in self._wanted)
+        """True once every budget has a sample, or has been tried for four rounds."""
+        return self._left <= 0 or all(self._found[budget] for budget in self._wanted)
 
     def begin(self, *_: object) -> None:
         """Do nothing: the survey is the measurement."""
 
     def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
+        self._left -= 1
         return next(self._turns)
 
     def observe(self, budget: Budget, rows: int, steps: Sequence[StepCount], *seconds: float) -> None:
@@ -125,15 +127,15 @@ def survey_steps(
 ) -> dict[Budget, StepSeconds]:
     """Decode the prompts, again and again, in batches of ``rows``, and return the seconds of steps by budget.
 
-    ``seconds`` bounds the time of the steps, prefills apart; it may take three times that until every budget has a
-    sample. ValueError where the texts are too short for any.
+    ``seconds`` bounds the time of the steps, prefills apart; every budget that the texts have room for gets a sample
+    anyway. ValueError where they have room for none.
     """
     survey = StepSurvey(surveyed_budgets(drafter.budgets, config.max_new_tokens // 2), rows, samples)
     texts = list(islice(cycle(prompts), max(_MOST_TEXTS, 8 * rows)))
     spent = 0.0
     for _, step in Engine(target, drafter, survey).steps(texts, config, batch_size=rows):
         spent += 0.0 if step.is_prefill else step.total_seconds
-        if survey.done or (survey.measured and spent > seconds) or spent > _PATIENCE * seconds:
+        if survey.done or (survey.measured and spent > seconds):
             break
     found = survey.seconds()
     if PLAIN not in found or len(found) == 1:
