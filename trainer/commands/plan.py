@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from rich.console import Console
 
 from decoding.drafters import Drafter
 from decoding.drafters.registry import DrafterLoader, parse_drafter
+from decoding.drafters.spec import DrafterSpec
 from decoding.measure.evaluate import without_nan
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.planning.check import check_plan
@@ -35,57 +36,69 @@ from trainer.terminal.progress import ProgressBar
 def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, Any]:
     """Measure, choose, print the tables, write plan.json and plan.svg; returns the plan."""
     watched, console = console or standard_error(), console or standard_output()
-    specs = [parse_drafter(text) for text in options.drafter]
-    if again := next((spec for place, spec in enumerate(specs) if spec in specs[:place]), None):
-        raise ValueError(f"--drafter {again} is given twice: give it once")
-    batch_sizes = _wholes(options.batch_sizes, "--batch-sizes") or PlanConfig.batch_sizes
-    contexts = _wholes(options.contexts, "--contexts", least=0)
+    specs = _specs(options.drafter)
+    config = _config(options)
     target = read_target(options.target, options)
     tokenizer = load_tokenizer(resolve(options.target), options.trust_remote_code)
-    config = PlanConfig(
-        batch_sizes=batch_sizes,
-        contexts=PlanConfig.contexts if contexts is None else tuple(context for context in contexts if context),
-        temperature=options.temperature,
-        max_new_tokens=options.max_new_tokens,
-        most_nodes=options.max_nodes,
-        eos_token_ids=eos_token_ids(target.model, tokenizer),
-        seed=options.seed,
-        seconds=options.seconds,
-    )
+    config = replace(config, eos_token_ids=eos_token_ids(target.model, tokenizer))
     limit = options.limit * (2 if options.check else 1)
     read = read_prompts(resolve(options.prompts), tokenizer, limit, options.prompt_field, options.prompt_tokens)
     prompts, others = read[: options.limit], read[options.limit :]
+    made_by = {**_made_by(options, specs), "dtype": str(target.dtype).removeprefix("torch.")}
+    made_by["fingerprints"] |= {
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "prompts": prompts_fingerprint(prompts),
+    }
     loader = DrafterLoader(target, tokenizer, options.trust_remote_code)
     planner = Planner(target, loader.load, specs, prompts, config)
     with ProgressBar(watched, "planning", planner.steps) as bar:
         planner.advance = bar.advance
-        figures = planner.run()
-    plan: dict[str, Any] = {
-        "command": published_command(sys.argv),
-        "hardware": hardware(),
-        "versions": versions(),
-        "commit": commit(),
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "fingerprints": {
-            **plan_fingerprints(resolve(options.target), specs, options.trust_remote_code),
-            "tokenizer": tokenizer_fingerprint(tokenizer),
-            "prompts": prompts_fingerprint(prompts),
-        },
-        **figures,
-    }
+        plan = {**made_by, **planner.run()}
     if options.check:
         if not others:
             say(console, f"note: {options.prompts} has no prompts behind those of the plan: it is checked on the same")
-        with ProgressBar(watched, "checking", len(batch_sizes)) as bar:
-            plan["check"] = check_plan(
-                target, loader.load, plan, others or prompts, config.decoding, options.rounds, bar.advance
-            )
+        with ProgressBar(watched, "checking", len(config.batch_sizes)) as bar:
+            checked = others or prompts
+            plan["check"] = check_plan(target, loader.load, plan, checked, config.decoding, options.rounds, bar.advance)
     plan = without_nan(plan)
     write_plan(plan, options.output / "plan.json")
     write_picture(plan, options.output / "plan.svg")
     _print(plan, wide(console))
     say(console, f"written: {options.output / 'plan.json'}, {options.output / 'plan.svg'}")
     return plan
+
+
+def _specs(asked: Sequence[str]) -> list[DrafterSpec]:
+    """Read the drafters asked for; ValueError for one that is given twice."""
+    specs = [parse_drafter(text) for text in asked]
+    if again := next((spec for place, spec in enumerate(specs) if spec in specs[:place]), None):
+        raise ValueError(f"--drafter {again} is given twice: give it once")
+    return specs
+
+
+def _config(options: PlanOptions) -> PlanConfig:
+    """Return the settings that the options give, without the tokens that end a text."""
+    contexts = _wholes(options.contexts, "--contexts", least=0)
+    return PlanConfig(
+        batch_sizes=_wholes(options.batch_sizes, "--batch-sizes") or PlanConfig.batch_sizes,
+        contexts=PlanConfig.contexts if contexts is None else tuple(context for context in contexts if context),
+        temperature=options.temperature,
+        max_new_tokens=options.max_new_tokens,
+        most_nodes=options.max_nodes,
+        seed=options.seed,
+        seconds=options.seconds,
+    )
+
+
+def _made_by(options: PlanOptions, specs: Sequence[DrafterSpec]) -> dict[str, Any]:
+    """Return the plan's account of itself: command, machine, and fingerprints of target and drafters."""
+    return {
+        "command": published_command(sys.argv),
+        "hardware": hardware(),
+        "versions": versions(),
+        "commit": commit(),
+        "fingerprints": plan_fingerprints(resolve(options.target), specs, options.trust_remote_code),
+    }
 
 
 def _wholes(values: Sequence[str] | None, option: str, least: int = 1) -> tuple[int, ...] | None:

@@ -57,8 +57,7 @@ class Plan:
     def check(self, target: str, dtype: str, trusted: bool = False) -> list[str]:
         """Return warnings; ValueError if the plan was made for another target, other drafters' weights or dtype.
 
-        ``target``: folder or Hub id. ``dtype``: as torch writes it, such as ``bfloat16``. Only the drafters are read
-        that are still where the plan's specs say.
+        ``target``: folder or Hub id. ``dtype``: as torch writes it, such as ``bfloat16``.
         """
         known = self.content["fingerprints"]
         if (found := stored_fingerprint(target, trusted)) != known["target"]:
