@@ -271,7 +271,7 @@ class Planner:
         longest = max(chains, default=0)
         return {
             "drafter": str(held.family.spec),
-            "label": held.family.drafter.label,
+            "label": held.family.label,
             "kind": held.family.kind,
             "artefact": held.family.drafter.artefact,
             "reached": held.passes.reached(),

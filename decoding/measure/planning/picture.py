@@ -101,6 +101,11 @@ def plan_figure(plan: Mapping[str, Any]) -> Figure:
     """Draw the predicted speed-up of each drafter over the batch size, one picture per context, and v(n) beside it."""
     contexts = list(dict.fromkeys(cell["context"] for cell in plan["cells"]))
     drafters = [held["drafter"] for held in plan["drafters"]]
+    labels = [held["label"] for held in plan["drafters"]]
+    labels = [
+        f"{label} {labels[:place].count(label) + 1}" * (labels.count(label) > 1) or label
+        for place, label in enumerate(labels)
+    ]
     figure = Figure(figsize=(3.4 * (len(contexts) + 1), 3.2), layout="constrained")
     all_axes = figure.subplots(1, len(contexts) + 1)
     top = 1.1 * max(1.2, *(choice["best"]["speedup"] for cell in plan["cells"] for choice in cell["choices"]))
@@ -112,7 +117,7 @@ def plan_figure(plan: Mapping[str, Any]) -> Figure:
                 next(choice["best"]["speedup"] for choice in cell["choices"] if choice["drafter"] == drafter)
                 for cell in cells
             ]
-            axes.plot(sizes, speeds, label=plan["drafters"][place]["label"], **series(place))
+            axes.plot(sizes, speeds, label=labels[place], **series(place))
         _over_sizes(axes, sizes, "batch size")
         axes.set_ylim(0, top)
         shade_below_one(axes)

@@ -122,7 +122,7 @@ def survey_steps(
     prompts: Sequence[Sequence[int]],
     config: DecodingConfig,
     rows: int,
-    samples: int = 12,
+    samples: int = 24,
     seconds: float = 10.0,
 ) -> dict[Budget, StepSeconds]:
     """Decode the prompts, again and again, in batches of ``rows``, and return the seconds of steps by budget.
