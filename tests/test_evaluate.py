@@ -19,7 +19,9 @@ from decoding.measure.evaluate import (
     standard_methods,
     write_report,
 )
-from decoding.measure.report import COLUMNS, markdown_table, table_rows, terminal_table
+from decoding.measure.report import COLUMNS, markdown_table, table_rows
+from decoding.measure.report.rows import measured
+from decoding.measure.report.terminal import narrow_table, wide_table
 from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import measure_cost_curve
@@ -105,8 +107,9 @@ def _with_other_last(run: Any) -> Any:
 
 
 def test_the_tables_have_a_row_per_method(report: dict[str, Any]) -> None:
-    assert terminal_table(report).row_count == len(report["rows"])
-    assert len(markdown_table(report).splitlines()) == len(report["rows"]) + 2
+    rows, settings = measured(report), {row["setting"] for row in report["rows"]}
+    assert wide_table(report).row_count == len(rows) and narrow_table(report).row_count == len(rows) + len(settings)
+    assert len(markdown_table(report).splitlines()) == len(rows) + 2
     assert all(len(cells) == len(COLUMNS) for cells in table_rows(report))
 
 

@@ -13,8 +13,12 @@ _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn")
 
 def one_line(value: Any) -> str:
     """Return the text on one line, without invisible characters, some of which colour or rewrite a terminal."""
-    words = str(value).split()
-    return " ".join("".join(c for c in word if unicodedata.category(c) not in _HIDDEN) for word in words)
+    return " ".join(visible(word) for word in str(value).split())
+
+
+def visible(value: Any) -> str:
+    """Return the text without invisible characters, but with its line feeds and tabs."""
+    return "".join(c for c in str(value) if c in "\n\t" or unicodedata.category(c) not in _HIDDEN)
 
 
 def text(value: Any) -> str:
