@@ -34,9 +34,9 @@ from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, check_prompt
-from decoding.measure.evaluate import Method, our_method, transformers_method
 from decoding.measure.figures import number
 from decoding.measure.machine import commit, hardware, versions
+from decoding.measure.methods import Method, our_method, transformers_method
 from decoding.measure.widen import widened_heads, widened_parallel, widened_to
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads

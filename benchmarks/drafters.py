@@ -19,7 +19,7 @@ from decoding.threads import spin_briefly
 spin_briefly()  # before torch is imported
 
 from decoding.drafters.registry import REGISTRY
-from trainer.commands.decode import run_evaluate
+from trainer.commands.evaluate import run_evaluate
 from trainer.commands.options import EvaluateOptions
 from trainer.terminal.console import standard_output
 
@@ -47,7 +47,7 @@ def rows_of(report: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {"spec": report["drafters"][row["drafter"]], **{key: row[key] for key in kept if key in row}}
         for row in report["rows"]
-        if row["drafter"] is not None and not row["method"].startswith("transformers")
+        if row["drafter"] is not None and row["timed"] and not row["method"].startswith("transformers")
     ]
 
 

@@ -12,6 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,11 @@ from decoding.drafters import Drafter
 from decoding.drafters.base import DraftRequest, TextDrafter, TextSession, TextStart, chain_budgets
 from decoding.drafters.registry import named_drafter
 from decoding.generate import DecodingConfig
-from decoding.measure.evaluate import (
-    EvaluationConfig,
-    Method,
-    evaluate,
-    our_method,
-    standard_methods,
-)
+from decoding.measure.evaluate import evaluate
+from decoding.measure.figures import number
 from decoding.measure.machine import commit, hardware, versions
+from decoding.measure.methods import EvaluationConfig, Method, our_method, standard_methods
 from decoding.measure.report import markdown_table
-from decoding.measure.throughput import measure_throughput
 from decoding.measure.widen import widened_heads, widened_to
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import measure_cost_curve
@@ -92,7 +88,7 @@ def methods_for(
 ) -> list[Method]:
     """Make plain decoding, the peers and every drafter; larger drafts under the measured policy; a useless drafter."""
     methods = standard_methods(target, drafters_for(draft, heads), config)
-    for setting, temperature in (("greedy", 0.0), (f"T={config.temperature:g}", config.temperature)):
+    for setting, temperature in (("greedy", 0.0), *((f"T={each:g}", each) for each in config.temperatures)):
         decoding = DecodingConfig(
             config.max_new_tokens, SamplingConfig(temperature), eos_token_ids=config.eos_token_ids
         )
@@ -209,12 +205,19 @@ def measure(
         rounds=1 if short else options.rounds,
         eos_token_ids=eos,
         settings=("greedy", "sampling"),
+        argmax_twins=False,
     )
     methods = methods_for(target, draft, heads, config)
     speed = evaluate(target, methods, prompts, config)
-    decoding = DecodingConfig(config.max_new_tokens, eos_token_ids=eos)
     batched = {name: drafter for name, drafter in drafters_for(draft, heads).items() if "tree" not in name}
-    batches = measure_throughput(target, batched, prompts, decoding, (2,) if short else (8,), rounds=1 if short else 2)
+    in_batches = replace(
+        config,
+        settings=("greedy",),
+        policies=("fixed", "measured"),
+        batch_sizes=(2,) if short else (8,),
+        rounds=1 if short else 2,
+    )
+    batches = evaluate(target, standard_methods(target, batched, in_batches), prompts, in_batches)["rows"]
     lengths = (128, 256) if short else (128, 256, 512, 1024, 2048, 4096, 8192)
     return {
         "widened": widened,
@@ -234,9 +237,9 @@ def show(report: dict[str, Any], console: Console) -> None:
             table.add_row(
                 str(row["batch_size"]),
                 row["method"],
-                f"{row['tokens_per_second']['median']:.0f}",
-                f"{row['speedup']['median']:.2f}×",
-                f"{row['speedup_over_transformers']['median']:.2f}×",
+                number(row["tokens_per_second"]["value"], 0),
+                f"{number(row['speedup']['median'])}×",
+                f"{number(row['speedup_over_transformers']['median'])}×",
                 f"{same['identical']}/{same['of']}",
             )
         console.print(table)

@@ -78,7 +78,7 @@ def _theirs(target: CausalLM, config: DecodingConfig) -> Callable[[Prompts], Tim
         transformers_generate_batch(target, prompts, first)
         synchronize()
         prefilled = time.perf_counter()
-        texts = tuple(transformers_generate_batch(target, prompts, config))
+        texts = tuple(text.tokens for text in transformers_generate_batch(target, prompts, config))
         synchronize()
         seconds, prefill = time.perf_counter() - prefilled, prefilled - begin
         return Timed(texts, seconds, sum(map(len, texts)) - len(texts), max(seconds - prefill, 1e-9))

@@ -1,9 +1,10 @@
 """Acceptance figures from the counts of decoding steps, each with its number of observations and a 95% interval.
 
-Acceptance means four things in the literature; each has its own name here:
+Acceptance means five things in the literature; each has its own name here:
 - tokens per target pass: tokens emitted / target passes, without the prefill, with the target's own token;
 - conditional acceptance at position i (from 1): drafts accepted to depth i / those accepted to i-1 and at least i deep;
 - unconditional acceptance at position i: drafts accepted to depth i / drafts at least i deep;
+- reached at position i: passes that accepted at least i drafted tokens / all passes;
 - accepted per drafted: accepted tokens / drafted tree nodes.
 """
 
@@ -86,6 +87,20 @@ def _resampled(values: Tensor, ratio: Callable[[Tensor], Tensor], resamples: int
     return Estimate(float(total), low, high, texts)
 
 
+_POWER80 = 0.841621
+
+
+def required_pairs(differences: Sequence[float]) -> int | None:
+    """Return the number of pairs that tell their mean difference from 0 at 95% with 80% power; None if unknown.
+
+    The normal approximation: ((z of 97.5% + z of 80%) x standard deviation / mean) squared.
+    """
+    values = torch.tensor(differences, dtype=torch.float64)
+    if len(values) < 2 or (mean := abs(float(values.mean()))) == 0:
+        return None
+    return max(2, math.ceil(((_Z95 + _POWER80) * float(values.std()) / mean) ** 2))
+
+
 class Spread(NamedTuple):
     """Median and quartiles of paired observations."""
 
@@ -114,9 +129,22 @@ class Acceptance:
     conditional: tuple[Estimate, ...]
     unconditional: tuple[Estimate, ...]
     accepted_per_drafted: Estimate
+    accepted_per_pass: Estimate
+    """Accepted drafted tokens per target pass, without the target's own token."""
+    reached: tuple[Estimate, ...]
+    ended_in_draft: int
+    """Passes whose text ended inside the draft: they emit no token of the target's own."""
     length_histogram: dict[int, int]
     texts: tuple[tuple[int, int], ...]
     """Tokens and passes of each text."""
+
+    @property
+    def acceptance_length(self) -> float:
+        """Acceptance length: 1 + the sum of ``reached``; NaN without passes.
+
+        Tokens per target pass fall short of it by ``ended_in_draft`` / passes.
+        """
+        return 1 + sum(share.value for share in self.reached) if self.passes else math.nan
 
 
 def acceptance(texts: Sequence[Sequence[StepCount]]) -> Acceptance:
@@ -133,15 +161,27 @@ def acceptance(texts: Sequence[Sequence[StepCount]]) -> Acceptance:
             break
         conditional.append(proportion(accepted, reached))
         unconditional.append(proportion(accepted, len(offered)))
-    return Acceptance(
+    accepted_tokens = sum(step.accepted for step in steps)
+    lengths = Counter(step.accepted for step in steps)
+    shares = [
+        proportion(sum(count for length, count in lengths.items() if length >= position), len(steps))
+        for position in range(1, max(lengths, default=0) + 1)
+    ]
+    found = Acceptance(
         passes=len(steps),
         tokens_per_pass=ratio_of_sums([(tokens, passes) for tokens, passes in counts if passes]),
         conditional=tuple(conditional),
         unconditional=tuple(unconditional),
-        accepted_per_drafted=proportion(sum(step.accepted for step in steps), sum(step.drafted for step in steps)),
-        length_histogram=dict(sorted(Counter(step.accepted for step in steps).items())),
+        accepted_per_drafted=proportion(accepted_tokens, sum(step.drafted for step in steps)),
+        accepted_per_pass=ratio_of_sums([(sum(step.accepted for step in text), len(text)) for text in texts if text]),
+        reached=tuple(shares),
+        ended_in_draft=sum(step.emitted == step.accepted for step in steps),
+        length_histogram=dict(sorted(lengths.items())),
         texts=counts,
     )
+    if steps:
+        assert math.isclose(found.acceptance_length, 1 + accepted_tokens / len(steps), rel_tol=1e-9), found
+    return found
 
 
 def expected_tokens(acceptance_rate: float, depth: int) -> float:

@@ -11,19 +11,23 @@ from decoding.jsonl import read_rows
 
 
 def encode_prompt(
-    prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, chat: bool
+    prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, chat: bool, thinking: bool | None = None
 ) -> tuple[int, ...]:
     """Return the token ids that ask for an answer to a user's message or to messages.
 
-    Without ``chat`` or a chat template they are the tokens of the plain text, which a model continues. ValueError for
-    text that is not UTF-8 and for messages that the template refuses.
+    Without ``chat`` or a chat template they are the tokens of the plain text, which a model continues. ``thinking`` is
+    handed to the template as ``enable_thinking``; None leaves it to the template. ValueError for text that is not UTF-8
+    and for messages that the template refuses.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
         for message in messages:
             message["content"].encode()
         if chat and tokenizer.chat_template is not None:
-            encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            options: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
+            encoded: Any = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=True, **options
+            )
         else:
             encoded = tokenizer("\n".join(message["content"] for message in messages))
     except UnicodeEncodeError as error:
@@ -58,14 +62,14 @@ def read_prompts(
         where = f"{path}, line {number}"
         name, value = prompt_of(row, field, where)
         plain = field is None and name == "text" and find_answer(row) is None
-        tokens = encode_prompt(_before_the_answer(value, where), tokenizer, chat and not plain)
+        tokens = encode_prompt(before_the_answer(value, where), tokenizer, chat and not plain)
         prompts.append(tokens[:prompt_tokens] if prompt_tokens else tokens)
     if not prompts:
         raise ValueError(f"{path} holds no prompts: give a .jsonl file with one a line")
     return prompts
 
 
-def _before_the_answer(value: Any, where: str) -> str | list[dict[str, str]]:
+def before_the_answer(value: Any, where: str) -> str | list[dict[str, str]]:
     """Return a text, the first of several turns, or the messages before the first answer."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         messages = check_messages(value, where)

@@ -25,7 +25,8 @@ spin_briefly()  # before torch is imported
 from decoding.model.fingerprint import stored_fingerprint
 from trainer import quickstart
 from trainer.cli import guarded
-from trainer.commands.decode import EvaluateOptions, run_evaluate
+from trainer.commands.evaluate import run_evaluate
+from trainer.commands.options import EvaluateOptions
 from trainer.export import export
 from trainer.recipe.reading import load_recipe
 from trainer.run.embedded import ensure_answered
@@ -116,6 +117,7 @@ def measure() -> None:
             limit=3 if SHORT else 10,
             max_new_tokens=24 if SHORT else 64,
             output=OUTPUT,
+            restart=True,
             title="Quickstart: a 7M-parameter Llama trained on the standard library, on held-out files of it",
         )
     )

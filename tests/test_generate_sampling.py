@@ -50,6 +50,8 @@ def drafter_called(name: str) -> Drafter:
         "chain": DraftModelDrafter(draft, (1, 1)),
         "tree without replacement": DraftModelDrafter(draft, (2, 2)),
         "tree with replacement": DraftModelDrafter(draft, (2, 2), with_replacement=True),
+        "chain of likeliest tokens": DraftModelDrafter(draft, (1, 1), sampled=False),
+        "tree of likeliest tokens": DraftModelDrafter(draft, (2, 2), sampled=False),
         "medusa": medusa(small_llama(TARGET_SEED)),
         "prompt lookup": PromptLookupDrafter(2, max_ngram=2),
     }[name]
@@ -107,7 +109,10 @@ def decode_many(
     return p_value(counts, exact_probabilities(target, sampling)), accepted
 
 
-DRAFTERS = ["chain", "tree without replacement", "tree with replacement", "medusa", "prompt lookup"]
+DRAFTERS = [
+    *("chain", "tree without replacement", "tree with replacement"),
+    *("chain of likeliest tokens", "tree of likeliest tokens", "medusa", "prompt lookup"),
+]
 FEW_DRAFTERS = ["chain"]
 """It stands for all in `make check`, where every rule is enumerated exactly."""
 

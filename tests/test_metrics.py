@@ -12,6 +12,7 @@ from decoding.metrics import (
     proportion,
     ratio_of_rates,
     ratio_of_sums,
+    required_pairs,
     spread,
 )
 
@@ -36,6 +37,25 @@ def test_accepted_per_drafted_and_the_histogram_of_lengths() -> None:
     figures = acceptance([TEXT])
     assert figures.accepted_per_drafted.value == pytest.approx(6 / 11)
     assert figures.length_histogram == {0: 1, 1: 1, 2: 1, 3: 1}
+
+
+def test_the_acceptance_length_is_one_and_the_shares_of_all_passes_that_reached_each_position() -> None:
+    figures = acceptance([TEXT])
+    assert [(share.value, share.observations) for share in figures.reached] == [(3 / 4, 4), (2 / 4, 4), (1 / 4, 4)]
+    assert figures.acceptance_length == pytest.approx(1 + 6 / 4) == figures.tokens_per_pass.value
+    assert figures.accepted_per_pass.value == pytest.approx(6 / 4) and figures.ended_in_draft == 0
+
+
+def test_a_pass_whose_text_ended_in_the_draft_is_counted_and_emits_no_token_of_the_targets() -> None:
+    figures = acceptance([[StepCount(3, 2, 4, 4), StepCount(2, 2, 2, 4)]])
+    assert figures.ended_in_draft == 1 and figures.acceptance_length == 3.0
+    assert figures.tokens_per_pass.value == 3.0 - 1 / 2
+
+
+def test_the_number_of_pairs_that_tell_a_difference_from_none() -> None:
+    # A mean of 1 with a standard deviation of 2: (2.8016 x 2 / 1) squared = 31.4.
+    assert required_pairs([1 - math.sqrt(2), 1 + math.sqrt(2)]) == 32
+    assert required_pairs([1.0]) is None and required_pairs([-1.0, 1.0]) is None
 
 
 def test_no_steps_give_no_figure_rather_than_an_error() -> None:

@@ -14,7 +14,7 @@ from test_sampled_heads import TREES, Enumerated, by_traversal
 from tiny_models import tiny_model
 from tiny_parallel import states_before, tiny_parallel_draft
 
-from decoding.drafters import ParallelDrafter
+from decoding.drafters import Drafter, ParallelDrafter
 from decoding.drafters.base import DraftRequest, TextStart
 from decoding.drafters.draft_state import DraftState
 from decoding.drafters.growth import ConditionalLogits
@@ -89,9 +89,7 @@ class EveryDraw(Enumerated):
         return super().__call__(source)
 
 
-def every_draw(
-    drafter: ParallelDrafter, target: CausalLM, sampling: SamplingConfig, monkeypatch: pytest.MonkeyPatch
-) -> Draft:
+def every_draw(drafter: Drafter, target: CausalLM, sampling: SamplingConfig, monkeypatch: pytest.MonkeyPatch) -> Draft:
     """Make a draft by the drafter's own session, whose draws the random source makes one after the other."""
     request = DraftRequest(TEXT, torch.empty(0), 99, 99, states_before(target, TEXT))
     draft = EveryDraw(drafter.open(target, sampling, 1, 40), request)

@@ -30,7 +30,7 @@ def plan_path(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     code, output = run(
         "plan", "--target", str(models / "target"), "--prompts", str(folder / "prompts.jsonl"), *QUICK,
         "--drafter", f"heads:{models / 'heads'}", "--drafter", f"draft:{models / 'draft'}",
-        "--drafter", "lookup:tokens=3", "--batch-sizes", "1,2", "--contexts", "40,4000", "--check",
+        "--drafter", "lookup:tokens=3", "--batch-size", "1,2", "--context", "40,4000", "--check",
         "--output", str(folder),
     )  # fmt: skip
     assert code == 0, output
@@ -180,8 +180,8 @@ def test_a_plan_with_other_weights_is_refused_and_one_of_another_machine_is_told
     ("given", "message"),
     [
         (("--drafter", "lookup", "--drafter", "lookup"), "--drafter lookup is given twice"),
-        (("--drafter", "lookup", "--batch-sizes", "0"), "--batch-sizes holds '0'"),
-        (("--drafter", "lookup", "--contexts", "much"), "--contexts holds 'much'"),
+        (("--drafter", "lookup", "--batch-size", "0"), "--batch-size is 0"),
+        (("--drafter", "lookup", "--context", "much"), "--context is much"),
         (("--drafter", "nothing"), "no drafter is called 'nothing'"),
     ],
 )

@@ -47,6 +47,11 @@ SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
         {"branching": (2, 1), "with_replacement": True},
         "draft model, 2x1 tree",
     ),
+    "draft:PATH/draft,tokens=3,sampled=false": (
+        DraftModelDrafter,
+        {"branching": (1, 1, 1), "sampled": False},
+        "draft model, 3 likeliest tokens",
+    ),
     "draft-tree:PATH/draft,depth=3,width=2,nodes=7": (
         DraftTreeDrafter,
         {"depth": 3, "width": 2, "nodes": 7},

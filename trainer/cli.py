@@ -16,6 +16,7 @@ from decoding.measure.markdown import one_line
 from decoding.measure.redact import without_secrets
 from decoding.threads import spin_briefly
 from trainer.commands.options import (
+    CompareOptions,
     EvaluateOptions,
     GenerateOptions,
     InspectOptions,
@@ -153,8 +154,11 @@ def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Calla
 @app.command(cls=Command)
 @takes(EvaluateOptions)
 def evaluate(options: EvaluateOptions) -> None:
-    """Measure any number of drafters beside plain decoding and transformers, in one run."""
-    from trainer.commands.decode import run_evaluate
+    """Measure any number of drafters beside plain decoding and transformers, in one run; a killed one goes on.
+
+    On several processes: accelerate launch -m trainer.cli evaluate ...
+    """
+    from trainer.commands.evaluate import run_evaluate
 
     run_evaluate(options)
 
@@ -187,6 +191,15 @@ def plan(options: PlanOptions) -> None:
     from trainer.commands.plan import run_plan
 
     run_plan(options)
+
+
+@app.command(cls=Command)
+@takes(CompareOptions)
+def compare(options: CompareOptions) -> None:
+    """Pair the runs of two evaluations, or of two methods, and say whether their difference is real."""
+    from trainer.commands.compare import run_compare
+
+    run_compare(options)
 
 
 @app.command(cls=Command)
@@ -259,3 +272,8 @@ def push(
 def main() -> None:
     """Run the installed command."""
     app()
+
+
+if __name__ == "__main__":  # accelerate launch -m trainer.cli
+    sys.argv[0] = "headstart"
+    main()

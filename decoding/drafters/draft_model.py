@@ -28,8 +28,9 @@ class DraftModelDrafter(Drafter):
 
     ``branching[d]`` is the number of children of each node at depth d: ``(1, 1, 1, 1)`` is a chain of four tokens. At
     temperature 0 the children are the draft's best tokens; above it they are drawn from the draft's distribution,
-    without replacement unless ``with_replacement`` (for the single children of a chain this makes no difference). A
-    draft ends where processors forbid every token that the model knows.
+    without replacement unless ``with_replacement`` (for the single children of a chain this makes no difference).
+    Without ``sampled`` they are the best tokens at any temperature, a deterministic proposal. A draft ends where
+    processors forbid every token that the model knows.
 
     ``stop_below`` ends a chain after a token to which the draft gave a probability below it. The token stays in the
     chain: dropping a sampled token for its value would not be lossless, stopping after it is.
@@ -44,7 +45,10 @@ class DraftModelDrafter(Drafter):
         branching: Sequence[int] = (1, 1, 1, 1),
         with_replacement: bool = False,
         stop_below: float = 0.0,
+        sampled: bool = True,
     ) -> None:
+        if with_replacement and not sampled:
+            raise ValueError("with_replacement is a way to draw, and sampled is false: give one or the other")
         if not branching or min(branching) < 1:
             raise ValueError(f"branching is {list(branching)}: give at least one level, each with at least one child")
         if not 0 <= stop_below < 1:
@@ -57,13 +61,14 @@ class DraftModelDrafter(Drafter):
         self.branching = tuple(branching)
         self.with_replacement = with_replacement
         self.stop_below = stop_below
+        self.sampled = sampled
         self.rough_cost = 0.05 * len(branching)
 
     @property
     def label(self) -> str:
         if self.is_chain:
-            return f"{self.name}, {len(self.branching)} tokens"
-        return f"{self.name}, {'x'.join(map(str, self.branching))} tree"
+            return f"{self.name}, {len(self.branching)} {'tokens' if self.sampled else 'likeliest tokens'}"
+        return f"{self.name}, {'' if self.sampled else 'deterministic '}{'x'.join(map(str, self.branching))} tree"
 
     @property
     def max_positions(self) -> int | None:
@@ -90,11 +95,17 @@ class DraftModelDrafter(Drafter):
 
     def kind(self, sampling: SamplingConfig) -> ProposalKind:
         """Return the kind of all its proposals under these controls."""
-        if sampling.greedy:
+        if sampling.greedy or not self.sampled:
             return ProposalKind.DETERMINISTIC
         if self.is_chain or self.with_replacement:
             return ProposalKind.SAMPLED
         return ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
+
+    @property
+    def argmax_twin(self) -> "DraftModelDrafter | None":
+        if not self.sampled:
+            return None
+        return DraftModelDrafter(self.draft, self.branching, stop_below=self.stop_below, sampled=False)
 
     def depth_within(self, request: DraftRequest) -> int:
         """Return the depth of its deepest tree that fits a request."""
@@ -109,7 +120,7 @@ class DraftModelSession:
         self._drafter = drafter
         self._state = state
         self._sampling = sampling
-        self._chains = ChainGrowth(state.rows, stop_below=drafter.stop_below)
+        self._chains = ChainGrowth(state.rows, drafter.sampled, drafter.stop_below)
 
     def admit(self, slot: int, start: TextStart) -> None:
         self._state.admit(slot, start)
@@ -162,9 +173,9 @@ class DraftModelSession:
                 tree.add_level(children, q)
         trees = [tree.tree(self._state.draft.device) for tree in growing]
         self._state.remember(trees, run)
-        if self._sampling.greedy:
-            return [Proposal(tree, ProposalKind.DETERMINISTIC) for tree in trees]
         kind = self._drafter.kind(self._sampling)
+        if kind is ProposalKind.DETERMINISTIC:
+            return [Proposal(tree, kind) for tree in trees]
         return [
             Proposal(tree, kind, torch.cat(rows)) if (rows := growing[row].q) else Proposal.root_only(texts[row][-1])
             for row, tree in enumerate(trees)
@@ -174,7 +185,7 @@ class DraftModelSession:
         self, row: int, logits: Tensor, history: HistoryRows | None, count: int
     ) -> tuple[list[list[int]], Tensor]:
         """Choose the children of each node of a level, in draw order, none where q has no mass; return them and q."""
-        if self._sampling.greedy:
+        if self._sampling.greedy or not self._drafter.sampled:
             return adjusted_logits(logits, self._sampling, history).topk(count).indices.tolist(), logits
         q = probabilities(logits, self._sampling, history)
         source = self._state.rows.sources[row]

@@ -84,7 +84,11 @@ def _parameters(values: Mapping[str, Any], options: Mapping[str, Option]) -> dic
 
 def _draft() -> Entry:
     options = options_of(
-        DraftModelDrafter, branching="branching", with_replacement="with_replacement", stop_below="stop_below"
+        DraftModelDrafter,
+        branching="branching",
+        with_replacement="with_replacement",
+        stop_below="stop_below",
+        sampled="sampled",
     )
     # ``tokens`` is a shorter way to give the branching of a chain: its length.
     tokens = Option("branching", len(options["branching"].default), WHOLE, whole)

@@ -75,8 +75,11 @@ def transformers_generate(
 
 def transformers_generate_batch(
     target: CausalLM, prompts: Sequence[Sequence[int]], config: DecodingConfig
-) -> list[tuple[int, ...]]:
-    """Decode prompts padded on the left by `model.generate`; return each one's new tokens, up to and with its EOS."""
+) -> list[TimedText]:
+    """Decode prompts padded on the left by `model.generate`; return each one's new tokens, up to and with its EOS.
+
+    Its seconds are the batch's, divided by its rows.
+    """
     longest = max(len(prompt) for prompt in prompts)
     padding = [longest - len(prompt) for prompt in prompts]
     generation_config = _generation_config(config)
@@ -87,18 +90,23 @@ def transformers_generate_batch(
     attention_mask = torch.ones_like(input_ids)
     for row, missing in enumerate(padding):
         attention_mask[row, :missing] = 0
+    clock = _Clock()
     with _seeded(target, config), _bare_generation_configs([target.model], None):
+        begin = time.perf_counter()
         output = _generate_of(target)(
             input_ids,
             attention_mask=attention_mask,
             generation_config=generation_config,
             logits_processor=_processors(config.sampling),
+            streamer=clock,
         )
+        end = time.perf_counter()
+    first, rest = (seconds / len(prompts) for seconds in (clock.first_at - begin, end - clock.first_at))
     ends = set(config.eos_token_ids)
-    texts: list[tuple[int, ...]] = []
+    texts: list[TimedText] = []
     for row in output[:, longest:].tolist():
-        end = next((index + 1 for index, token in enumerate(row) if token in ends), len(row))
-        texts.append(tuple(row[:end]))
+        stop = next((index + 1 for index, token in enumerate(row) if token in ends), len(row))
+        texts.append(TimedText(tuple(row[:stop]), 1, first, rest))
     return texts
 
 

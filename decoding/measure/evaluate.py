@@ -1,172 +1,240 @@
-"""Evaluation: prompts x methods -> figures relative to plain decoding, measured in turns in one process.
+"""Evaluation: prompts x methods -> records -> figures relative to plain decoding, measured in turns in one process.
 
-For every prompt each method decodes once per round, in rotating order, so that a machine that slows down slows all
-methods alike; speed-ups are ratios of paired runs. `transformers`' own `generate` is one of the methods.
+Every method decodes each wave of prompts once per round, in rotating order, so that a machine that slows down slows all
+methods alike; speed-ups are ratios of paired runs. `transformers`' own `generate` is one of the methods. The records
+are kept as they come (see `decoding.measure.records`), and the figures follow from the records alone
+(`decoding.measure.rows`).
 """
 
 import json
-import math
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from decoding.drafters.base import Drafter
-from decoding.drafters.draft_model import DraftModelDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, check_prompt
-from decoding.measure.baselines import transformers_generate
 from decoding.measure.machine import commit, hardware, versions
-from decoding.metrics import (
-    Acceptance,
-    StepCount,
-    acceptance,
-    predicted_speedup,
-    ratio_of_rates,
-    ratio_of_sums,
-    spread,
-)
+from decoding.measure.methods import PLAIN, EvaluationConfig, Method, Run, standard_methods
+from decoding.measure.records import Cell, Key, Margin, Records, line_of
+from decoding.measure.rows import figures_of
+from decoding.measure.waves import PromptSource, TokenPrompts, Wave, waves_of
+from decoding.metrics import Acceptance, StepCount, acceptance
 from decoding.model.causal_lm import CausalLM
-from decoding.model.cost_curve import Costs, measure_cost_curve
-from decoding.policies import FixedPolicy, Policy, named_policy
-from decoding.rules.sampling import SamplingConfig
-from decoding.rules.verify import typical_acceptance
+from decoding.model.cost_curve import measure_cost_curve
 
-PLAIN = "plain"
-TRANSFORMERS = "transformers generate"
-_ASSISTED = "transformers assisted"
+__all__ = ["EvaluationConfig", "Method", "Run", "evaluate", "measure", "measure_acceptance", "standard_methods"]
 
 
-class Run(NamedTuple):
-    """One decoded text: ``first_seconds`` to its first tokens, then ``decode_tokens`` in ``decode_seconds``."""
-
-    tokens: tuple[int, ...]
-    decode_tokens: int
-    first_seconds: float
-    decode_seconds: float
-    counts: tuple[StepCount, ...] = ()
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
+def cells_of(config: EvaluationConfig) -> list[Cell]:
+    """Return the cells of the grid; the first one holds the report's rows."""
+    return [Cell(*pair) for pair in product(config.batch_sizes, config.contexts)]
 
 
-@dataclass(frozen=True)
-class Method:
-    """A way to decode under a setting (greedy, T=1, ...), with its label, lossless or lossy."""
+class Unit(NamedTuple):
+    """Work of one setting on one turn of a wave, by all methods and in all rounds."""
 
+    cell: Cell
+    wave: Wave
+    turn: int
     setting: str
-    name: str
-    label: str
-    decode: Callable[[Sequence[int], int], Run]
-    """Function (prompt, seed) -> Run."""
-    max_nodes: int = 1
-    artefact: str | None = None
-    """Kind of the trained artefact that drafts: "heads", "draft", or None."""
-    drafter: str | None = None
-    """Name of the drafter among those measured (a peer's is the one whose draft it uses); None for plain decoding."""
 
 
 @dataclass(frozen=True)
-class EvaluationConfig:
-    """Settings of an evaluation. ``temperature`` is that of sampling and of typical acceptance."""
+class Measurement:
+    """An evaluation at work: what it decodes, by which methods, and the records that it adds to.
 
-    max_new_tokens: int = 96
-    rounds: int = 1
-    temperature: float = 1.0
-    eos_token_ids: tuple[int, ...] = ()
-    settings: tuple[str, ...] = ("greedy", "sampling", "typical")
-    policies: tuple[str, ...] = ("fixed",)
-    """Names of `decoding.policies`; every drafter gets a row with each."""
-    seed: int = 0
+    ``rank`` and ``world``: of all waves it takes those of its own process. ``on_run`` is called after each run.
+    """
 
+    target: CausalLM
+    methods: Sequence[Method]
+    source: PromptSource
+    config: EvaluationConfig
+    records: Records = field(default_factory=Records)
+    rank: int = 0
+    world: int = 1
+    on_run: Callable[[], None] = lambda: None
 
-def our_method(
-    target: CausalLM,
-    setting: str,
-    name: str,
-    drafter: Drafter | None,
-    config: DecodingConfig,
-    policy: Policy | None = None,
-) -> Method:
-    """Make the method of a drafter (None: plain decoding) in this project's loop; a policy adapts over all texts."""
-    engine = Engine(target, drafter, policy or FixedPolicy())
+    def run(self) -> None:
+        """Decode everything of this process's share that the records lack."""
+        for cell in cells_of(self.config):
+            mine = waves_of(self.source.tasks, cell.batch_size)[self.rank :: self.world]
+            warm = False
+            for wave in mine:
+                for unit in self._units(cell, wave):
+                    if self._is_done(unit):
+                        continue
+                    if not warm:
+                        self._warm_up(cell, mine)
+                        warm = True
+                    self._decode(unit)
 
-    def run(prompt: Sequence[int], seed: int) -> Run:
-        generation = engine.decode(prompt, replace(config, seed=seed))
-        prefill, *steps = generation.steps
-        return Run(
-            tokens=generation.tokens,
-            decode_tokens=len(generation.tokens) - 1,
-            first_seconds=prefill.total_seconds,
-            decode_seconds=sum(step.total_seconds for step in steps),
-            counts=tuple(step.counts for step in steps),
-            draft_seconds=sum(step.draft_seconds for step in steps),
-            verify_seconds=sum(step.verify_seconds for step in steps),
+    def methods_of(self, cell: Cell, setting: str | None = None) -> list[Method]:
+        """Return the methods of a setting (None: all) that decode as many texts at a time as the cell asks for."""
+        fitting = [each for each in self.methods if cell.batch_size == 1 or each.decode_batch is not None]
+        return [each for each in fitting if setting in (None, each.setting)]
+
+    def total(self) -> int:
+        """Count the runs of this process's share that are left, later turns that may prove too long included."""
+        return sum(
+            len(self.methods_of(unit.cell, unit.setting)) * self.config.rounds
+            for cell in cells_of(self.config)
+            for wave in waves_of(self.source.tasks, cell.batch_size)[self.rank :: self.world]
+            for unit in self._units(cell, wave)
+            if not self._is_done(unit)
         )
 
-    label = "lossy" if config.rule is not None and not config.rule.lossless else "lossless"
-    if drafter is None:
-        return Method(setting, name, label, run)
-    return Method(setting, name, label, run, drafter.max_nodes, drafter.artefact)
+    def _units(self, cell: Cell, wave: Wave) -> Iterator[Unit]:
+        """Yield the wave's units, each setting's turns in their order."""
+        turns = max(self.source.turns(place) for place in wave.places)
+        for setting in dict.fromkeys(method.setting for method in self.methods):
+            for turn in range(turns):
+                yield Unit(cell, wave, turn, setting)
+
+    def _keys(self, unit: Unit) -> list[tuple[Key, Method]]:
+        """Return the unit's runs in the order that they take turns in."""
+        methods = self.methods_of(unit.cell, unit.setting)
+        found = []
+        for turn in range(self.config.rounds):
+            first = (turn + unit.turn + unit.wave.index) % len(methods)
+            for method in (*methods[first:], *methods[:first]):
+                key = Key(unit.cell, unit.wave.index, unit.turn, unit.setting, method.name, turn)
+                found.append((key, method))
+        return found
+
+    def _is_done(self, unit: Unit) -> bool:
+        if all(key in self.records.by_key for key, _ in self._keys(unit)):
+            return all(key in self.records.margins for key in self._parted(unit))
+        left_out = self.records.left_out.get((unit.cell, unit.wave.index, unit.turn, unit.setting), ())
+        return len(left_out) == sum(self.source.turns(place) > unit.turn for place in unit.wave.places)
+
+    # --- one unit -----------------------------------------------------------------------------------------------------
+
+    def _decode(self, unit: Unit) -> None:
+        """Decode a unit's runs that the records lack, then measure where greedy texts part from plain decoding's."""
+        prompts = self._prompts(unit)
+        if not prompts:
+            return
+        places = sorted(prompts, key=lambda place: -len(prompts[place]))  # transformers' padding is smallest so
+        ordered = [prompts[place] for place in places]
+        ids = [self.source.ids[place] for place in places]
+        for key, method in self._keys(unit):
+            if key not in self.records.by_key:
+                seeds = [self._seed(place, key) for place in places]
+                runs = self._run(method, ordered, seeds, unit.cell.batch_size)
+                self.records.add(line_of(key, prompts=ids, digests=[digest_of(each) for each in ordered], runs=runs))
+            self.on_run()
+        for key in self._parted(unit):
+            self.records.add(line_of(key, margins=self._margins(key, ordered)))
+
+    def _run(
+        self, method: Method, prompts: Sequence[Sequence[int]], seeds: Sequence[int], batch_size: int
+    ) -> list[Run]:
+        if batch_size == 1:
+            return [method.decode(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+        assert method.decode_batch is not None, f"{method.name} decodes one text at a time"
+        return method.decode_batch(prompts, seeds, batch_size)
+
+    def _seed(self, place: int, key: Key) -> int:
+        """Return the seed of a text: its own, and the same for every method and every number of processes."""
+        return self.config.seed + (key.round * self._turns + key.turn) * len(self.source.ids) + place
+
+    @cached_property
+    def _turns(self) -> int:
+        return max(self.source.turns(place) for place in range(len(self.source.ids)))
+
+    def _prompts(self, unit: Unit) -> dict[int, tuple[int, ...]]:
+        """Return the unit's prompts by place; of a later turn those that fit behind plain decoding's own answers."""
+        found: dict[int, tuple[int, ...]] = {}
+        too_long: list[str] = []
+        for place in unit.wave.places:
+            answers = self._answers(unit, place)
+            if self.source.turns(place) <= unit.turn:
+                continue
+            prompt = () if answers is None else self.source.prompt(place, unit.cell.context, answers)
+            if answers is None or (unit.turn and not self.fits(prompt)):
+                too_long.append(self.source.ids[place])
+            else:
+                found[place] = prompt
+        where = unit.cell, unit.wave.index, unit.turn, unit.setting
+        if too_long and where not in self.records.left_out:
+            names = dict(zip(("cell", "wave", "turn", "setting"), where, strict=True))
+            self.records.add({**names, "left_out": too_long})
+        return found
+
+    def _answers(self, unit: Unit, place: int) -> list[tuple[int, ...]] | None:
+        """Return plain decoding's answers to the turns before; None if one of these was left out."""
+        found = []
+        for turn in range(unit.turn):
+            record = self.records.by_key.get(Key(unit.cell, unit.wave.index, turn, unit.setting, PLAIN, 0))
+            if record is None or self.source.ids[place] not in record.prompts:
+                return None
+            found.append(record.runs[record.prompts.index(self.source.ids[place])].tokens)
+        return found
+
+    def fits(self, prompt: Sequence[int]) -> bool:
+        """Return True if the target, and every drafter, holds the prompt with its new tokens."""
+        holds = [each.max_positions for each in self.methods if each.max_positions is not None]
+        holds += [] if self.target.max_positions is None else [self.target.max_positions]
+        return all(len(prompt) + self.config.max_new_tokens <= limit for limit in holds)
+
+    def _warm_up(self, cell: Cell, waves: Sequence[Wave]) -> None:
+        """Decode by every method, first turns only, the prompts that need the most memory."""
+        prompts = [self.source.prompt(place, cell.context) for wave in waves for place in wave.places]
+        longest = sorted(prompts, key=len, reverse=True)[: cell.batch_size]
+        for method in self.methods_of(cell):
+            self._run(method, longest, [self.config.seed] * len(longest), cell.batch_size)
+
+    # --- greedy texts -------------------------------------------------------------------------------------------------
+
+    def _parted(self, unit: Unit) -> Iterator[Key]:
+        """Yield the greedy runs that hold a text other than plain decoding's, and have no margins yet."""
+        for key, method in self._keys(unit):
+            if method.temperature == 0 and key in self.records.by_key and key not in self.records.margins:
+                mine, plain = (self.records.by_key.get(each) for each in (key, key._replace(method=PLAIN)))
+                if mine and plain and any(a.tokens != b.tokens for a, b in zip(mine.runs, plain.runs, strict=True)):
+                    yield key
+
+    def _margins(self, key: Key, prompts: Sequence[Sequence[int]]) -> list[Margin]:
+        mine, plain = self.records.by_key[key], self.records.by_key[key._replace(method=PLAIN)]
+        return [
+            margin_of(self.target, prompt, a.tokens, b.tokens)
+            for prompt, a, b in zip(prompts, mine.runs, plain.runs, strict=True)
+        ]
 
 
-def transformers_method(
-    target: CausalLM,
-    setting: str,
-    name: str,
-    config: DecodingConfig,
-    assistant: CausalLM | None = None,
-    num_assistant_tokens: int | None = None,
-) -> Method:
-    """Make the method of `transformers`' generate, or of assisted generation, under the same controls."""
+def margin_of(target: CausalLM, prompt: Sequence[int], mine: Sequence[int], plain: Sequence[int]) -> Margin:
+    """Measure how far apart the target's logits of the two tokens are at which two greedy texts first differ.
 
-    def run(prompt: Sequence[int], seed: int) -> Run:
-        text = transformers_generate(target, prompt, replace(config, seed=seed), assistant, num_assistant_tokens)
-        return Run(text.tokens, len(text.tokens) - text.first_tokens, text.first_seconds, text.decode_seconds)
-
-    return Method(setting, name, "lossless", run, artefact="draft" if assistant is not None else None)
-
-
-def standard_methods(target: CausalLM, drafters: dict[str, Drafter], config: EvaluationConfig) -> list[Method]:
-    """Make a method for plain decoding, for transformers' peers and for every drafter, under each setting."""
-    methods: list[Method] = []
-    for setting in config.settings:
-        if setting not in ("greedy", "sampling", "typical"):
-            raise ValueError(f"setting is {setting!r}: give greedy, sampling or typical")
-        sampling = SamplingConfig() if setting == "greedy" else SamplingConfig(temperature=config.temperature)
-        decoding = DecodingConfig(
-            max_new_tokens=config.max_new_tokens,
-            sampling=sampling,
-            rule=typical_acceptance() if setting == "typical" else None,
-            eos_token_ids=config.eos_token_ids,
-        )
-        label = "greedy" if setting == "greedy" else f"T={config.temperature:g}"
-        if setting == "typical":
-            label += ", typical"
-        methods.append(our_method(target, label, PLAIN, None, replace(decoding, rule=None)))
-        if setting != "typical":
-            methods += _peers(target, label, drafters, decoding)
-        for name, drafter in drafters.items():
-            for policy in config.policies:
-                full_name = name if policy == "fixed" else f"{name}, {policy}"
-                method = our_method(target, label, full_name, drafter, decoding, named_policy(policy))
-                methods.append(replace(method, drafter=name))
-    return methods
+    In fp32 on a CPU all texts must be equal. In bf16 a pass over n tokens rounds differently from n passes over one, so
+    near-ties may fall either way: a small margin shows one. "ended": one text ended where the other went on, which no
+    near-tie explains. None: the texts are equal.
+    """
+    if tuple(mine) == tuple(plain):
+        return None
+    at = next((i for i, (a, b) in enumerate(zip(mine, plain, strict=False)) if a != b), None)
+    if at is None:
+        return "ended"
+    text = [*prompt, *plain[:at]]
+    logits = target.prefill([text], target.new_cache(len(text))).logits[0].float()
+    return abs(float(logits[mine[at]] - logits[plain[at]]))
 
 
-def _peers(target: CausalLM, setting: str, drafters: dict[str, Drafter], decoding: DecodingConfig) -> list[Method]:
-    """Make transformers' generate, and assisted generation with the first draft, at its depth and by default."""
-    peers = [transformers_method(target, setting, TRANSFORMERS, decoding)]
-    for name, drafter in drafters.items():
-        # transformers takes a vocabulary of another size for another tokenizer, so a padded draft has no peer.
-        if isinstance(drafter, DraftModelDrafter) and drafter.draft.vocab_size == target.vocab_size:
-            depth = drafter.max_depth
-            assisted = [
-                transformers_method(target, setting, f"{_ASSISTED}, {depth} tokens", decoding, drafter.draft, depth),
-                transformers_method(target, setting, f"{_ASSISTED}, its defaults", decoding, drafter.draft),
-            ]
-            return [*peers, *(replace(peer, drafter=name) for peer in assisted)]
-    return peers
+def digest_of(prompt: Sequence[int]) -> str:
+    """Return a short digest of a prompt's token ids, by which runs of two evaluations are paired."""
+    return sha256(json.dumps(list(prompt)).encode()).hexdigest()[:12]
+
+
+def measure(measurement: Measurement) -> None:
+    """Run a measurement's share; on the first process also measure the cost of a target pass, once."""
+    measurement.run()
+    if measurement.rank == 0 and measurement.records.cost_curve is None:
+        measurement.records.add({"cost_curve": measure_cost_curve(measurement.target)})
 
 
 def evaluate(
@@ -182,169 +250,27 @@ def evaluate(
     """
     if not prompts:
         raise ValueError("there are no prompts to evaluate on: give at least one")
-    if config.rounds < 1:
-        raise ValueError(f"rounds is {config.rounds}: give at least 1")
     for prompt in prompts:  # before the first run, not after an hour
         check_prompt(target, prompt, DecodingConfig(config.max_new_tokens))
-    runs: dict[tuple[str, str], list[Run]] = {(method.setting, method.name): [] for method in methods}
-    began = time.perf_counter()
-    for method in methods:
-        method.decode(max(prompts, key=len), config.seed)  # warm-up, with the prompt that needs the most memory
-        on_run()
-    for round_index in range(config.rounds):
-        for index, prompt in enumerate(prompts):
-            turn = (round_index + index) % len(methods)
-            for method in (*methods[turn:], *methods[:turn]):
-                seed = config.seed + round_index * len(prompts) + index
-                runs[method.setting, method.name].append(method.decode(prompt, seed))
-                on_run()
-    costs = Costs(measure_cost_curve(target))
-    report = {
+    measurement = Measurement(target, methods, TokenPrompts(prompts), config, on_run=on_run)
+    measure(measurement)
+    return report_of(measurement)
+
+
+def report_of(measurement: Measurement) -> dict[str, Any]:
+    """Return the report of a finished measurement, its machine and versions those of this process."""
+    target, config, records = measurement.target, measurement.config, measurement.records
+    tasks = dict(zip(measurement.source.ids, measurement.source.tasks, strict=True))
+    return {
         "hardware": hardware(),
         "versions": versions(),
         "commit": commit(),
         "dtype": str(target.dtype).removeprefix("torch."),
         "parameters": sum(parameter.numel() for parameter in target.model.parameters()),
-        "prompts": len(prompts),
+        "questions": len(tasks),
         "rounds": config.rounds,
         "max_new_tokens": config.max_new_tokens,
-        "seconds": time.perf_counter() - began,
-        "cost_curve_ms": {str(size): 1000 * seconds for size, seconds in costs.target_pass.items()},
-        "rows": [_row(method, runs, costs, target, prompts) for method in methods],
-    }
-    plain_values: dict[str, Any] = without_nan(report)
-    return plain_values
-
-
-def _row(
-    method: Method,
-    runs: dict[tuple[str, str], list[Run]],
-    costs: Costs,
-    target: CausalLM,
-    prompts: Sequence[Sequence[int]],
-) -> dict[str, Any]:
-    """Compute one method's figures, as JSON values."""
-    mine = runs[method.setting, method.name]
-    plain = runs[method.setting, PLAIN]
-    peer = runs.get((method.setting, TRANSFORMERS))
-    row: dict[str, Any] = {
-        "setting": method.setting,
-        "method": method.name,
-        "label": method.label,
-        "artefact": method.artefact,
-        "drafter": method.drafter,
-        "tokens_per_second": _tokens_per_second(mine, len(prompts), with_prefill=False),
-        "tokens_per_second_with_prefill": _tokens_per_second(mine, len(prompts), with_prefill=True),
-        **_speedups("speedup", mine, plain, len(prompts)),
-        **_speedups("speedup_with_prefill", mine, plain, len(prompts), with_prefill=True),
-        **_speedups("speedup_over_transformers", mine, peer, len(prompts)),
-    }
-    if method.setting == "greedy":
-        row["identical_to_plain"] = _compare(mine, plain, target, prompts)
-    if any(run.counts for run in mine):
-        # Greedy rounds repeat one text: they add observations of time, but none of acceptance.
-        texts = mine[: len(prompts)] if method.setting == "greedy" else mine
-        row |= _acceptance_figures(method, texts, costs)
-    return row
-
-
-def _tokens_and_seconds(mine: Sequence[Run], prompts: int, with_prefill: bool) -> list[tuple[float, float]]:
-    """Return (tokens, seconds) for each prompt, summed over its rounds, which are not independent texts."""
-    tokens = [len(run.tokens) if with_prefill else run.decode_tokens for run in mine]
-    seconds = [run.decode_seconds + (run.first_seconds if with_prefill else 0) for run in mine]
-    return [(float(sum(tokens[prompt::prompts])), sum(seconds[prompt::prompts])) for prompt in range(prompts)]
-
-
-def _tokens_per_second(mine: Sequence[Run], prompts: int, with_prefill: bool) -> dict[str, float]:
-    """Return tokens per second over all runs, with an interval over prompts."""
-    return ratio_of_sums(_tokens_and_seconds(mine, prompts, with_prefill))._asdict()
-
-
-def _speedups(
-    name: str, mine: Sequence[Run], other: Sequence[Run] | None, prompts: int, with_prefill: bool = False
-) -> dict[str, Any]:
-    """Return two ratios of tokens per second to the other's: the spread of paired runs, and the ratio of totals.
-
-    Their keys are ``name`` and ``name``_of_totals. Totals weigh a prompt by its tokens, the spread weighs runs alike.
-    """
-    if other is None:
-        return {f"{name}_of_totals": None, name: None}
-    both = [
-        (*ours, *theirs)
-        for ours, theirs in zip(
-            *(_tokens_and_seconds(runs, prompts, with_prefill) for runs in (mine, other)), strict=True
-        )
-    ]
-    return {f"{name}_of_totals": ratio_of_rates(both)._asdict(), name: _paired(mine, other, with_prefill)}
-
-
-def _speed(run: Run, with_prefill: bool) -> float:
-    if with_prefill:
-        return len(run.tokens) / (run.first_seconds + run.decode_seconds)
-    return run.decode_tokens / run.decode_seconds if run.decode_tokens and run.decode_seconds else 0.0
-
-
-def _paired(mine: Sequence[Run], other: Sequence[Run], with_prefill: bool) -> dict[str, float]:
-    """Return the spread of ratios of tokens per second, each on the same prompt in the same round."""
-    pairs = [(_speed(a, with_prefill), _speed(b, with_prefill)) for a, b in zip(mine, other, strict=True)]
-    return spread([a / b for a, b in pairs if a and b])._asdict()
-
-
-def _acceptance_figures(method: Method, mine: Sequence[Run], costs: Costs) -> dict[str, Any]:
-    figures = acceptance([run.counts for run in mine])
-    total = sum(run.decode_seconds for run in mine)
-    draft = sum(run.draft_seconds for run in mine)
-    verify = sum(run.verify_seconds for run in mine)
-    plain_step = costs.pass_over(1)
-    passes = max(figures.passes, 1)
-    predicted = predicted_speedup(
-        figures.tokens_per_pass.value,
-        draft_cost=draft / passes / plain_step,
-        verify_cost=costs.pass_over(method.max_nodes) / plain_step,
-        overhead=(total - draft - verify) / passes / plain_step,
-    )
-    return {
-        "passes": figures.passes,
-        "tokens_per_pass": figures.tokens_per_pass._asdict(),
-        "conditional_acceptance": [estimate._asdict() for estimate in figures.conditional],
-        "unconditional_acceptance": [estimate._asdict() for estimate in figures.unconditional],
-        "accepted_per_drafted": figures.accepted_per_drafted._asdict(),
-        "accepted_length_histogram": {str(length): n for length, n in figures.length_histogram.items()},
-        "time_split": {"draft": draft / total, "verify": verify / total, "overhead": (total - draft - verify) / total}
-        if total
-        else None,
-        "predicted_speedup": predicted,
-    }
-
-
-def _compare(
-    mine: Sequence[Run], plain: Sequence[Run], target: CausalLM, prompts: Sequence[Sequence[int]]
-) -> dict[str, Any]:
-    """Count the greedy texts equal to plain decoding's, and measure how close the logits are where texts differ.
-
-    In fp32 on a CPU all must be equal. In bf16 a pass over n tokens rounds differently from n passes over one, so
-    near-ties may fall either way. ``largest_margin`` is the largest difference between the logits of the two tokens at
-    which texts first differ: a small one shows a near-tie. ``ended_early`` counts the pairs in which one text ended
-    where the other went on, which no near-tie explains; if there are only such pairs, the margin is null.
-    """
-    margins: list[float] = []
-    ended_early = 0
-    for index, (ours, theirs) in enumerate(zip(mine, plain, strict=True)):
-        if ours.tokens == theirs.tokens:
-            continue
-        prompt = prompts[index % len(prompts)]
-        at = next((i for i, (a, b) in enumerate(zip(ours.tokens, theirs.tokens, strict=False)) if a != b), None)
-        if at is None:
-            ended_early += 1
-            continue
-        text = [*prompt, *theirs.tokens[:at]]
-        logits = target.prefill([text], target.new_cache(len(text))).logits[0].float()
-        margins.append(abs(float(logits[ours.tokens[at]] - logits[theirs.tokens[at]])))
-    return {
-        "identical": len(mine) - len(margins) - ended_early,
-        "of": len(mine),
-        "largest_margin": max(margins, default=None if ended_early else 0.0),
-        "ended_early": ended_early,
+        **figures_of(records, measurement.methods, cells_of(config), tasks),
     }
 
 
@@ -375,12 +301,3 @@ def write_report(report: dict[str, Any], path: Path) -> None:
     """Write the report as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
-
-
-def without_nan(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by null: the figure could not be measured."""
-    if isinstance(value, dict):
-        return {key: without_nan(held) for key, held in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(held) for held in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -318,14 +318,19 @@ RULES: dict[str, Rule] = {
 
 
 def lossless_rule(proposal: Proposal) -> Rule:
-    """Return the default lossless sampling rule for this proposal.
+    """Return the default lossless sampling rule for this proposal."""
+    return lossless_rule_for(proposal.kind, proposal.tree.shape.is_chain)
+
+
+def lossless_rule_for(kind: ProposalKind, is_chain: bool) -> Rule:
+    """Return the default lossless sampling rule for proposals of this kind.
 
     For a proposal with q: block verification (sampled chains) or traversal verification, which keep the most tokens.
     For any other: `sampled_verify`, as all rules keep equally many deterministic tokens in expectation, and this one
     writes the text of plain decoding with the same seed.
     """
-    if not proposal.kind.has_q:
+    if not kind.has_q:
         return SAMPLED_VERIFY
-    if proposal.kind is ProposalKind.SAMPLED and proposal.tree.shape.is_chain:
+    if kind is ProposalKind.SAMPLED and is_chain:
         return BLOCK_VERIFICATION
     return TRAVERSAL_VERIFICATION

@@ -17,8 +17,9 @@ from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, Paralle
 from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
-from decoding.measure.evaluate import EvaluationConfig, evaluate, standard_methods
+from decoding.measure.evaluate import evaluate
 from decoding.measure.machine import attention_backends
+from decoding.measure.methods import EvaluationConfig, standard_methods
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.parallel import ParallelDraft

@@ -20,6 +20,7 @@ PYTHON = (ROOT / "docs" / "python.md").read_text()
 TRAINING = (ROOT / "docs" / "training.md").read_text()
 DRAFTS = (ROOT / "docs" / "drafts.md").read_text()
 PLAN = (ROOT / "docs" / "plan.md").read_text()
+EVALUATE = (ROOT / "docs" / "evaluate.md").read_text()
 _TINY_RECIPE = (
     "training.steps=2 training.batch_size=2 training.micro_batch_size=2 data.max_length=64 evaluation.prompts=1 "
     "evaluation.max_new_tokens=4 tracking=none"
@@ -28,7 +29,7 @@ TINY = {  # what makes a command quick, behind its own words
     "headstart train": _TINY_RECIPE,
     "headstart features": _TINY_RECIPE,
     "headstart plan-training": _TINY_RECIPE,
-    "headstart plan": "--limit 2 --max-new-tokens 12 --batch-sizes 1 --contexts 0 --max-nodes 6 --seconds 0.05",
+    "headstart plan": "--limit 2 --max-new-tokens 12 --batch-size 1 --context own --max-nodes 6 --seconds 0.05",
     "headstart realign": "--steps 2 --batch-size 2 --max-new-tokens 12",
     "headstart regenerate": "--limit 2 --max-new-tokens 12 --batch-size 2",
     "accelerate launch": "training.steps=1 training.batch_size=2 training.micro_batch_size=2 evaluation.prompts=1 "
@@ -123,6 +124,18 @@ def test_every_command_of_the_page_on_plans_runs_in_the_order_given(desk: Path, 
         run(command, desk, environment)
     assert (desk / "runs" / "plan" / "plan.svg").is_file()
     assert "check" in json.loads((desk / "runs" / "checked" / "plan.json").read_text())
+
+
+def test_every_command_of_the_page_on_evaluating_runs_in_the_order_given(
+    desk: Path, environment: dict[str, str]
+) -> None:
+    found = commands(EVALUATE)
+    assert len(found) == 3
+    for command in found:
+        run(command, desk, environment)
+    report = json.loads((desk / "runs" / "grid" / "report.json").read_text())
+    cells = {(row["batch_size"], row["context"]) for row in (*report["rows"], *report["grid"])}
+    assert cells == {(1, 128), (1, 256), (8, 128), (8, 256)}
 
 
 def run(command: str, desk: Path, environment: dict[str, str]) -> None:

@@ -42,17 +42,44 @@ class ModelOptions:
 class EvaluateOptions(ModelOptions):
     """Options of `headstart evaluate`."""
 
-    prompts: Annotated[str, Option(help=".jsonl file, one prompt per line.")]
-    output: Annotated[Path, Option(help="Folder for report.json and report.html.")]
+    prompts: Annotated[str, Option(help=".jsonl or .parquet file, one question per line; or a folder of one set.")]
+    output: Annotated[
+        Path, Option(help="Folder for report.json, report.html and the runs; a killed evaluation goes on there.")
+    ]
     drafter: Annotated[list[str] | None, Option(help=f"Drafter to measure, any number: {DRAFTERS}")] = None
     prompt_field: Annotated[str | None, Option(help="Field of the prompt; found by name if not given.")] = None
     prompt_tokens: Annotated[int | None, Option(min=1, help="Take only the first tokens of each text.")] = None
-    limit: Annotated[int, Option(min=1, help="Number of prompts.")] = 20
+    limit: Annotated[
+        int, Option(min=1, help="Number of questions, as many of each task as there can be, if the file has tasks.")
+    ] = 20
+    task: Annotated[
+        list[str] | None, Option(help="Ask only questions of this task; several by commas or repeated.")
+    ] = None
+    turns: Annotated[
+        str, Option(help="all asks later turns behind plain decoding's own answers; first asks no later turn.")
+    ] = "all"
+    thinking: Annotated[
+        bool | None, Option("--thinking/--no-thinking", help="Value of enable_thinking for the chat template.")
+    ] = None
     skip_long: Annotated[
         bool, Option("--skip-long", help="Leave out prompts that do not fit with --max-new-tokens, and count them.")
     ] = False
     max_new_tokens: Annotated[int, Option(min=1, help="Longest continuation, in tokens.")] = 96
-    temperature: Annotated[float, Option(min=0, help="Temperature of the sampling settings.")] = 1.0
+    temperature: Annotated[
+        list[str] | None,
+        Option(help="Temperatures of the sampling settings, by commas or repeated; 1 if not given."),
+    ] = None
+    batch_size: Annotated[
+        list[str] | None,
+        Option(help="Texts decoded at a time, several sizes by commas or repeated; 1 if not given."),
+    ] = None
+    context: Annotated[
+        list[str] | None,
+        Option(
+            help="Lengths of the prompts, in tokens, by commas or repeated: earlier rows of the file go before each "
+            "question. By default prompts keep their own lengths."
+        ),
+    ] = None
     settings: Annotated[
         list[str] | None,
         Option(help="Any of greedy, sampling, typical, by commas or repeated; all if not given."),
@@ -64,6 +91,8 @@ class EvaluateOptions(ModelOptions):
         ),
     ] = None
     rounds: Annotated[int, Option(min=1, help="Times that each method decodes each prompt.")] = 1
+    seed: Annotated[int, Option(help="Seed of the sampled texts.")] = 0
+    restart: Annotated[bool, Option("--restart", help="Drop the runs in --output, and begin anew.")] = False
     title: Annotated[str | None, Option(help="Title of the report; by default the target's and prompts' names.")] = None
     plan: PlanFile = None
 
@@ -204,14 +233,15 @@ class PlanOptions(ModelOptions):
     limit: Annotated[int, Option(min=1, help="Number of prompts; --check takes as many more.")] = 32
     max_new_tokens: Annotated[int, Option(min=2, help="Longest continuation, in tokens.")] = 96
     temperature: Annotated[float, Option(min=0, help="Temperature of later use; 0 is greedy.")] = 0.0
-    batch_sizes: Annotated[
-        list[str] | None, Option(help="Texts decoded at a time, by commas or repeated; 1,2,4,8,16 if not given.")
+    batch_size: Annotated[
+        list[str] | None,
+        Option(help="Texts decoded at a time, several sizes by commas or repeated; 1,2,4,8,16 if not given."),
     ] = None
-    contexts: Annotated[
+    context: Annotated[
         list[str] | None,
         Option(
-            help="Tokens before the new ones, given like --batch-sizes, measured beside the prompts' own lengths; "
-            "128,512,2048 if not given. Those that do not fit are left out; 0 is none."
+            help="Tokens before the new ones, given like --batch-size, measured beside the prompts' own lengths; "
+            "128,512,2048 if not given. Those that do not fit are left out; 'own' is the prompts' own alone."
         ),
     ] = None
     max_nodes: Annotated[int, Option(min=2, help="Nodes of the largest tree that is tried, the root included.")] = 64
@@ -223,3 +253,17 @@ class PlanOptions(ModelOptions):
     ] = False
     rounds: Annotated[int, Option(min=1, help="Times that --check decodes each prompt.")] = 1
     seed: Annotated[int, Option(help="Seed of the sampling at a temperature above 0.")] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """Options of `headstart compare`."""
+
+    a: Annotated[Path, Argument(help="Output folder of an evaluation.")]
+    b: Annotated[Path | None, Argument(help="Another one, compared with the first; the first itself if not given.")] = (
+        None
+    )
+    method: Annotated[str | None, Option(help="Method of A; by default every method that both have.")] = None
+    other: Annotated[str | None, Option(help="Method of B, if it is another than A's.")] = None
+    setting: Annotated[str | None, Option(help="Setting, such as greedy or T=1; by default all.")] = None
+    json: Annotated[bool, Option("--json", help="Print JSON.")] = False

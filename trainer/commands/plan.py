@@ -12,7 +12,6 @@ from rich.console import Console
 from decoding.drafters import Drafter
 from decoding.drafters.registry import DrafterLoader, parse_drafter
 from decoding.drafters.spec import DrafterSpec
-from decoding.measure.evaluate import without_nan
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.planning.check import check_plan
 from decoding.measure.planning.choose import LEAST_GAIN
@@ -21,13 +20,14 @@ from decoding.measure.planning.picture import check_table, plan_table, write_pic
 from decoding.measure.planning.plan_file import Plan, plan_fingerprints, read_plan, vllm_config, write_plan
 from decoding.measure.planning.sentences import verdict
 from decoding.measure.redact import published_command
+from decoding.measure.rows import without_nan
 from decoding.model.fingerprint import prompts_fingerprint, tokenizer_fingerprint
 from decoding.model.loading import eos_token_ids, load_tokenizer, parse_dtype
 from decoding.policies import MeasuredPolicy, Policy, named_policy
 from decoding.prompts import read_prompts
 from trainer.commands.options import ModelOptions, PlanOptions
 from trainer.commands.target import read_target
-from trainer.commands.usage import listed
+from trainer.commands.usage import listed, numbers
 from trainer.quickstart import resolve
 from trainer.terminal.console import say, standard_error, standard_output, wide
 from trainer.terminal.progress import ProgressBar
@@ -78,10 +78,11 @@ def _specs(asked: Sequence[str]) -> list[DrafterSpec]:
 
 def _config(options: PlanOptions) -> PlanConfig:
     """Return the settings that the options give, without the tokens that end a text."""
-    contexts = _wholes(options.contexts, "--contexts", least=0)
+    own_alone = listed(options.context) == ("own",)
+    contexts = () if own_alone else numbers("--context", options.context, int) or PlanConfig.contexts
     return PlanConfig(
-        batch_sizes=_wholes(options.batch_sizes, "--batch-sizes") or PlanConfig.batch_sizes,
-        contexts=PlanConfig.contexts if contexts is None else tuple(context for context in contexts if context),
+        batch_sizes=numbers("--batch-size", options.batch_size, int) or PlanConfig.batch_sizes,
+        contexts=contexts,
         temperature=options.temperature,
         max_new_tokens=options.max_new_tokens,
         most_nodes=options.max_nodes,
@@ -99,17 +100,6 @@ def _made_by(options: PlanOptions, specs: Sequence[DrafterSpec]) -> dict[str, An
         "commit": commit(),
         "fingerprints": plan_fingerprints(resolve(options.target), specs, options.trust_remote_code),
     }
-
-
-def _wholes(values: Sequence[str] | None, option: str, least: int = 1) -> tuple[int, ...] | None:
-    """Read whole numbers of an option; ValueError for anything else."""
-    found = listed(values)
-    if found is None:
-        return None
-    for value in found:
-        if not value.isdigit() or int(value) < least:
-            raise ValueError(f"{option} holds {value!r}: give whole numbers of at least {least}, such as 1,4,16")
-    return tuple(map(int, found))
 
 
 def _print(plan: dict[str, Any], console: Console) -> None:
@@ -166,3 +156,10 @@ def planned(
     if choice is None:
         notes.append(f"{path} finds no drafter that gains {LEAST_GAIN - 1:.0%} over plain decoding at this batch size")
     return Planned(plan, None if choice is None else choice["spec"], tuple(f"note: {note}" for note in notes))
+
+
+def planned_drafters(path: Path, options: ModelOptions, batch_sizes: Sequence[int], console: Console) -> list[str]:
+    """Return the specs that a plan chooses at these batch sizes, each once; notes on it are printed."""
+    found = [planned(path, options, batch_size) for batch_size in batch_sizes]
+    say(console, *dict.fromkeys(note for each in found for note in each.notes))
+    return list(dict.fromkeys(each.drafter for each in found if each.drafter is not None))

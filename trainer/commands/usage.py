@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
@@ -71,3 +71,24 @@ def listed(values: Iterable[str] | None) -> tuple[str, ...] | None:
     if again := next((name for place, name in enumerate(found) if name in found[:place]), None):
         raise ValueError(f"{again!r} is listed twice in {','.join(found)}: give each once")
     return found
+
+
+Number = TypeVar("Number", int, float)
+
+
+def numbers(option: str, values: Iterable[str] | None, kind: type[Number]) -> tuple[Number, ...] | None:
+    """Return the numbers of a list-like option; None if it was not given. ValueError names the option."""
+    found: list[Number] = []
+    for text in listed(values) or ():
+        try:
+            number = kind(text)
+        except ValueError:
+            number = kind(0)
+        if not math.isfinite(number) or number <= 0:
+            wanted = "whole numbers of at least 1" if kind is int else "numbers above 0"
+            hint = ""
+            if kind is float:
+                hint = " (0 is the setting greedy)"
+            raise ValueError(f"{option} is {text}: give {wanted}{hint}")
+        found.append(number)
+    return tuple(found) or None

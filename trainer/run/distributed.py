@@ -48,6 +48,18 @@ def build_accelerator(section: TrainingSection, **options: Any) -> Accelerator:
     return accelerator
 
 
+def join_processes() -> Accelerator | None:
+    """Return the accelerator of several launched processes that share work without training; None for one alone.
+
+    Raises ValueError if accelerate runs something else than the launcher asked for.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return None
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=6))])
+    _check_type(accelerator, deepspeed=False, fsdp=False)
+    return accelerator
+
+
 def sharded_precision(section: TrainingSection) -> MixedPrecisionPolicy:
     """Return FSDP2's rounding: products in bf16 if the recipe asks for it, sums of gradients and losses in fp32.
 

@@ -1,0 +1,83 @@
+"""`headstart evaluate`: what it refuses before it decodes, what it keeps between runs, what it says was asked."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import tiny_model
+from tiny_tokenizer import byte_tokenizer
+from typer.testing import CliRunner
+
+from decoding.measure.evaluate import Measurement
+from trainer.cli import app
+
+CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}:"
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target with a chat template, and four questions of two tasks, one of two turns."""
+    folder = tmp_path_factory.mktemp("desk")
+    tiny_model(vocab=128, max_position_embeddings=256).save_pretrained(folder / "target")
+    byte_tokenizer(CHAT).save_pretrained(folder / "target")
+    rows = [
+        {"question_id": f"q{n}", "category": "ab"[n % 2], "turns": ["x" * n, "y"][: 1 + n % 2]} for n in range(1, 5)
+    ]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def evaluate(desk: Path, output: Path, *more: str) -> tuple[int, str]:
+    words = ["--target", str(desk / "target"), "--prompts", str(desk / "questions.jsonl"), "--output", str(output)]
+    words += ["--max-new-tokens", "4", "--dtype", "fp32", "--settings", "greedy", "--drafter", "lookup", *more]
+    done = CliRunner().invoke(app, ["evaluate", *words])
+    return done.exit_code, " ".join(done.output.split())
+
+
+REFUSED = {
+    "--temperature 1,0": "--temperature is 0: give numbers above 0 (0 is the setting greedy)",
+    "--temperature warm": "--temperature is warm: give numbers above 0",
+    "--batch-size 8,0": "--batch-size is 0: give whole numbers of at least 1",
+    "--batch-size 8,8": "'8' is listed twice in 8,8: give each once",
+    "--turns second": "--turns is 'second': give all or first",
+    "--context 64,253": "--context 253 does not fit with 4 new tokens into the 256 that the target can hold",
+    "--context 64 --prompt-tokens 8": "--context and --prompt-tokens are both given",
+    "--task a,c": "--task is 'c', but",
+    "--no-thinking": "--no-thinking has no effect: the target's chat template reads no enable_thinking",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_measured_is_refused_before_anything_runs(
+    desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    monkeypatch.setattr(Measurement, "run", lambda measurement: pytest.fail("it decodes"))
+    code, said = evaluate(desk, tmp_path / "out", *words.split())
+    assert code == 2 and f"error: {REFUSED[words]}" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_finished_evaluation_decodes_nothing_again_and_another_one_needs_restart(
+    desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, said = evaluate(desk, tmp_path, "--limit", "3")
+    assert code == 0 and "3 of 4 questions, evenly over 2 tasks (--limit)" in said and "green: from the draft" in said
+    report: dict[str, Any] = json.loads((tmp_path / "report.json").read_text())
+    assert report["prompts"] == 5 and report["questions"] == 3 and report["asked"]["turns"] == "all"
+    assert [row["task"] for row in report["tasks"]] == ["b"] * 3 + ["a"] * 3
+    assert report["samples"][0]["task"] in "ab" and report["enough"][0]["setting"] == "greedy"
+    with monkeypatch.context() as patched:
+        patched.setattr(Measurement, "_decode", lambda measurement, unit: pytest.fail("it decodes"))
+        assert evaluate(desk, tmp_path, "--limit", "3")[0] == 0
+        assert json.loads((tmp_path / "report.json").read_text())["rows"] == report["rows"]
+        code, said = evaluate(desk, tmp_path, "--limit", "4")
+    assert code == 2 and "holds runs with limit 3, not limit 4: give another output, or --restart to drop" in said
+    assert evaluate(desk, tmp_path, "--limit", "4", "--restart")[0] == 0
+    assert json.loads((tmp_path / "report.json").read_text())["questions"] == 4
+
+
+def test_runs_and_report_name_no_local_path(desk: Path, tmp_path: Path) -> None:
+    evaluate(desk, tmp_path, "--limit", "1", "--turns", "first")
+    for file in ("runs-0.jsonl", "report.json"):
+        assert str(desk) not in (tmp_path / file).read_text()

@@ -1,0 +1,163 @@
+"""Questions: what the files of benchmarks become, which are chosen, and the prompts that ask them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_tokenizer import byte_tokenizer
+
+from decoding.measure.questions import MT_BENCH, Asker, Question, evenly, read_questions
+
+CHAT = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+THINKING = CHAT + "{% if enable_thinking %}!{% endif %}"
+
+
+def written(folder: Path, *rows: Any, name: str = "rows.jsonl") -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def text(tokens: tuple[int, ...]) -> str:
+    return bytes(tokens).decode()
+
+
+def spec_bench(*categories: str) -> list[dict[str, Any]]:
+    return [{"question_id": 81 + i, "category": name, "turns": ["a", "b"]} for i, name in enumerate(categories)]
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def test_spec_benchs_thirteen_categories_are_six_tasks(tmp_path: Path) -> None:
+    others = ["translation", "summarization", "qa", "math_reasoning", "rag"]
+    found = read_questions(written(tmp_path, *spec_bench(*sorted(MT_BENCH), *others)))
+    assert list(dict.fromkeys(question.task for question in found)) == ["mt_bench", *others]
+    assert found[0].id == "81" and found[0].later == ("b",)
+
+
+def test_mt_bench_alone_keeps_its_eight_categories(tmp_path: Path) -> None:
+    found = read_questions(written(tmp_path, *spec_bench(*sorted(MT_BENCH))))
+    assert [question.task for question in found] == sorted(MT_BENCH)
+
+
+def user(content: str) -> tuple[dict[str, str], ...]:
+    return ({"role": "user", "content": content},)
+
+
+@pytest.mark.parametrize(
+    ("row", "question"),
+    [
+        ({"question": "q", "answer": "a"}, Question("1", None, user("q"))),
+        ({"task_id": "HumanEval/0", "prompt": "def f"}, Question("HumanEval/0", None, user("def f"))),
+        ({"text": "t", "code": "c", "task_id": 7}, Question("7", None, user("t"))),
+        ({"text": "once"}, Question("1", None, user("once"), plain=True)),
+        ({"messages": [*user("u"), {"role": "assistant", "content": "a"}]}, Question("1", None, user("u"))),
+    ],
+)
+def test_the_rows_of_known_files_are_read_by_their_fields(tmp_path: Path, row: Any, question: Question) -> None:
+    assert read_questions(written(tmp_path, row)) == [question]
+
+
+def test_ids_that_come_twice_give_way_to_the_lines(tmp_path: Path) -> None:
+    found = read_questions(written(tmp_path, {"id": "x", "prompt": "a"}, {"id": "x", "prompt": "b"}))
+    assert [question.id for question in found] == ["1", "2"]
+
+
+def test_a_folder_of_one_set_is_read_shard_after_shard_and_one_of_several_is_refused(tmp_path: Path) -> None:
+    for shard in (1, 0):
+        written(tmp_path, {"turns": [f"shard {shard}"]}, name=f"qualitative/test-0000{shard}-of-00002.jsonl")
+    found = read_questions(tmp_path / "qualitative")
+    assert [question.opening[0]["content"] for question in found] == ["shard 0", "shard 1"]
+    assert read_questions(tmp_path) == found
+    written(tmp_path, {"turns": ["x"]}, name="throughput_1k/test.jsonl")
+    with pytest.raises(
+        ValueError, match=r"holds several sets \(qualitative/test, throughput_1k/test\): give the folder"
+    ):
+        read_questions(tmp_path)
+
+
+def test_parquet_is_read_by_the_datasets_package_whose_absence_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = {"question_id": ["q1"], "category": ["coding"], "turns": [["a", "b"]]}
+    datasets.Dataset.from_dict(rows).to_parquet(str(tmp_path / "test.parquet"))
+    (question,) = read_questions(tmp_path)
+    assert (question.id, question.later) == ("q1", ("b",))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ValueError, match=r"is Parquet, which the datasets package reads: pip install 'headstart\[data\]'"
+    ):
+        read_questions(tmp_path)
+
+
+def test_an_empty_file_and_an_empty_folder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no prompts: give a \.jsonl file"):
+        read_questions(written(tmp_path / "empty"))
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match=r"holds no \.jsonl and no \.parquet file"):
+        read_questions(tmp_path / "folder")
+
+
+def test_a_limit_takes_as_many_of_each_task_as_there_can_be() -> None:
+    tasks = ["a"] * 5 + ["b"] * 5 + ["c"]
+    questions = [Question(str(place), task, ()) for place, task in enumerate(tasks)]
+    assert [question.id for question in evenly(questions, 5)] == ["0", "1", "5", "6", "10"]
+    assert evenly(questions, 99) == questions
+    alone = [Question(str(place), None, ()) for place in range(4)]
+    assert [question.id for question in evenly(alone, 2)] == ["0", "1"]
+
+
+# --- asking -----------------------------------------------------------------------------------------------------------
+
+
+def asker(*turns: tuple[str, ...], template: str | None = CHAT, **options: Any) -> Asker:
+    questions = [
+        Question(str(place), None, ({"role": "user", "content": own[0]},), own[1:]) for place, own in enumerate(turns)
+    ]
+    return Asker(questions, byte_tokenizer(template), **options)
+
+
+def test_a_later_turn_is_asked_behind_the_answer_without_its_end() -> None:
+    asked = asker(("one", "two"))
+    assert asked.turns(0) == 2
+    assert text(asked.prompt(0)) == "<u>one<a>"
+    assert text(asked.prompt(0, answers=[(*b"yes", 0)])) == "<u>one<a>yes<u>two<a>"
+    assert asker(("one", "two"), all_turns=False).turns(0) == 1
+
+
+def test_the_thinking_mode_reaches_the_template_or_is_refused() -> None:
+    assert text(asker(("one",), template=THINKING, thinking=True).prompt(0)) == "<u>one<a>!"
+    assert text(asker(("one",), template=THINKING, thinking=False).prompt(0)) == "<u>one<a>"
+    with pytest.raises(ValueError, match="--no-thinking has no effect: the target's chat template reads no enable_th"):
+        asker(("one",), thinking=False)
+
+
+def test_a_context_is_filled_with_the_rows_before_and_never_exceeded() -> None:
+    asked = asker(("aaaa",), ("bbbb",), ("cccc",))
+    assert text(asked.prompt(2, context=10)) == "<u>cccc<a>"
+    assert text(asked.prompt(2, context=13)) == "<u>b\n\ncccc<a>"
+    assert text(asked.prompt(0, context=99)) == "<u>bbbb\n\ncccc\n\naaaa<a>"
+    assert text(asked.prompt(1, context=8)) == "<u>bb<a>"
+    with pytest.raises(ValueError, match="a context of 6 tokens has no room for question 1 in its chat template"):
+        asked.prompt(1, context=6)
+
+
+def test_a_plain_text_longer_than_the_context_is_cut_at_its_end() -> None:
+    questions = [Question("0", None, ({"role": "user", "content": "abcdef"},), plain=True)]
+    assert text(Asker(questions, byte_tokenizer(CHAT)).prompt(0, context=4)) == "abcd"
+
+
+def test_an_account_is_given_of_the_template_and_the_turns() -> None:
+    account = asker(("one", "two"), template=THINKING, thinking=False).asked()
+    assert account["template"] == "chat" and len(account["template_sha256"]) == 64
+    assert account["thinking"] is False and account["turns"] == "all"
+    assert asker(("one",), template=None).asked() == {
+        "template": "none",
+        "template_sha256": None,
+        "thinking": None,
+        "turns": "first",
+    }

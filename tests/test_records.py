@@ -1,0 +1,274 @@
+"""Runs of an evaluation as records: dealt, written as they come, gone on with after a kill, and asked turn by turn."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_tokenizer import byte_tokenizer
+
+from decoding.drafters import DraftModelDrafter, PromptLookupDrafter
+from decoding.measure.evaluate import Measurement, cells_of, measure, report_of
+from decoding.measure.methods import EvaluationConfig, Method, Run, settings_of, standard_methods
+from decoding.measure.questions import Asker, Question
+from decoding.measure.records import Cell, Records, check_identity, open_records, read_lines, record_files
+from decoding.measure.rows import figures_of
+from decoding.measure.samples import pieces_of
+from decoding.measure.waves import TokenPrompts, waves_of
+from decoding.metrics import StepCount
+from decoding.model.causal_lm import CausalLM
+
+PROMPTS = [(1, 2, 3), (4, 5), (6, 7, 8, 9)]
+PROVENANCE = {"identity": {"max_new_tokens": 6}, "commit": "c", "hardware": "h", "versions": "v"}
+CONFIG = EvaluationConfig(max_new_tokens=6, settings=("greedy", "sampling"), batch_sizes=(1, 2))
+
+
+class Killed(Exception):
+    """The end of a process, wherever it was."""
+
+
+@pytest.fixture(scope="module")
+def methods(tiny_llama: CausalLM, tiny_draft: CausalLM) -> list[Method]:
+    drafters = {"draft": DraftModelDrafter(tiny_draft, (1, 1)), "lookup": PromptLookupDrafter(2)}
+    return standard_methods(tiny_llama, drafters, CONFIG)
+
+
+def texts(records: Records) -> dict[Any, Any]:
+    """Everything of the records but the seconds."""
+    return {
+        key: (record.prompts, record.digests, [(run.tokens, run.counts) for run in record.runs])
+        for key, record in records.by_key.items()
+    }
+
+
+def decoded(target: CausalLM, methods: list[Method], folder: Path, rank: int = 0, world: int = 1) -> Records:
+    """Decode a process's share by our own methods, the quick ones."""
+    records = open_records(folder, rank, PROVENANCE)
+    Measurement(target, ours(methods), TokenPrompts(PROMPTS), CONFIG, records, rank, world).run()
+    records.close()
+    return records
+
+
+def ours(methods: list[Method]) -> list[Method]:
+    return [method for method in methods if not method.name.startswith("transformers")]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_llama: CausalLM, methods: list[Method], tmp_path_factory: pytest.TempPathFactory) -> Records:
+    """Everything, decoded at once by one process."""
+    return decoded(tiny_llama, methods, tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture(scope="module")
+def report(tiny_llama: CausalLM, methods: list[Method]) -> dict[str, Any]:
+    """The report of all methods, peers too."""
+    measurement = Measurement(tiny_llama, methods, TokenPrompts(PROMPTS), replace(CONFIG, max_new_tokens=4))
+    measure(measurement)
+    return report_of(measurement)
+
+
+# --- waves and cells --------------------------------------------------------------------------------------------------
+
+
+def test_a_wave_is_one_question_alone_and_in_batches_about_twice_the_batch_of_one_task() -> None:
+    tasks = ["a"] * 9 + ["b"] * 3
+    assert [wave.places for wave in waves_of(tasks, 1)] == [(place,) for place in range(12)]
+    assert [len(wave.places) for wave in waves_of(tasks, 2)] == [4, 5, 3]
+    assert [wave.places for wave in waves_of(["a", "b", "a"], 4)] == [(0, 2), (1,)]
+
+
+def test_the_grid_has_every_pair_and_a_setting_at_every_temperature_but_greedy_once() -> None:
+    config = EvaluationConfig(temperatures=(0.5, 1.0), batch_sizes=(1, 8), contexts=(512, 2048))
+    assert cells_of(config) == [Cell(1, 512), Cell(1, 2048), Cell(8, 512), Cell(8, 2048)]
+    assert [setting.name for setting in settings_of(config)] == [
+        *("greedy", "T=0.5", "T=1", "T=0.5, typical", "T=1, typical")
+    ]
+
+
+def test_temperatures_and_batch_sizes_that_are_none_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"temperatures are 0: give numbers above 0 \(0 is the setting greedy\)"):
+        EvaluationConfig(temperatures=(0.0,))
+    with pytest.raises(ValueError, match=r"batch_sizes is \[4, 0\]: give at least one, each of at least 1"):
+        EvaluationConfig(batch_sizes=(4, 0))
+
+
+def test_every_cell_has_the_same_texts_and_assisted_generation_only_where_one_text_is_decoded_at_a_time(
+    report: dict[str, Any],
+) -> None:
+    assert {(row["batch_size"], row["context"]) for row in report["rows"]} == {(1, None)}
+    assert {(row["batch_size"], row["context"]) for row in report["grid"]} == {(2, None)} and report["tasks"] == []
+    alone, batched = ({row["method"] for row in report[part]} for part in ("rows", "grid"))
+    assert alone - batched == {"transformers assisted, 2 tokens", "transformers assisted, its defaults"}
+    for row in (*report["rows"], *report["grid"]):
+        assert row["prompts"] == 3
+        if row["setting"] == "greedy":
+            assert row["identical_to_plain"]["identical"] == 3
+        if row["timed"]:
+            assert row["speedup"]["observations"] > 0
+    assert sum(row["predicted_speedup"] is not None for row in report["rows"] if "passes" in row) == 6
+    json.dumps(report, allow_nan=False)
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_says_the_rule_the_shape_and_how_its_drafts_are_chosen(report: dict[str, Any]) -> None:
+    found = {
+        (row["setting"], row["method"]): (row["rule"], row["shape"], row["drafts"], row["temperature"])
+        for row in report["rows"]
+        if not row["method"].startswith("transformers")
+    }
+    assert found == {
+        ("greedy", "plain"): (None, None, None, 0.0),
+        ("greedy", "draft"): ("greedy", "chain", "greedy", 0.0),
+        ("greedy", "lookup"): ("greedy", "chain", "deterministic", 0.0),
+        ("T=1", "plain"): (None, None, None, 1.0),
+        ("T=1", "draft"): ("block verification", "chain", "sampled", 1.0),
+        ("T=1", "draft, argmax drafts"): ("sampled verify", "chain", "greedy", 1.0),
+        ("T=1", "lookup"): ("sampled verify", "chain", "deterministic", 1.0),
+    }
+    (twin,) = [row for row in report["rows"] if row["method"] == "draft, argmax drafts"]
+    assert twin["tokens_per_pass"]["value"] > 0 and twin["acceptance_length"] >= 1
+    assert twin["tokens_per_second"]["value"] is twin["speedup"] is twin["time_split"] is None
+    for row in report["rows"]:
+        if "passes" in row:
+            assert row["acceptance_length"] == pytest.approx(1 + row["accepted_per_pass"]["value"])
+            short = row["ended_in_draft"] / row["passes"]
+            assert row["tokens_per_pass"]["value"] == pytest.approx(row["acceptance_length"] - short)
+
+
+def scripted(name: str, seconds: Sequence[float], counts: tuple[StepCount, ...] = ()) -> Method:
+    """Writes eleven tokens, ten of them after the prefill, in the seconds of the prompt's place."""
+
+    def run(prompt: Sequence[int], seed: int) -> Run:
+        return Run((3,) * 11, 10, 1.0, seconds[seed], counts)
+
+    return Method("greedy", name, "lossless", run)
+
+
+def test_the_prompts_that_tell_the_two_fastest_apart_are_counted(tiny_llama: CausalLM) -> None:
+    slow, fast = (1.0, 1.0, 1.0, 1.0), (0.5, 0.25, 0.5, 0.25)
+    chosen = [scripted("plain", slow), scripted("a", fast), scripted("b", (0.5, 0.5, 0.5, 0.5))]
+    config = EvaluationConfig(max_new_tokens=4, settings=("greedy",))
+    measurement = Measurement(tiny_llama, chosen, TokenPrompts([(1,)] * 4), config)
+    measurement.run()
+    (enough,) = figures_of(measurement.records, chosen, [Cell(1, None)], dict.fromkeys("0123"))["enough"]
+    assert (enough["setting"], enough["first"], enough["second"]) == ("greedy", "a", "b")
+    # Logs of the ratios 1, 2, 1, 2: mean 0.3466, standard deviation 0.4002; (2.8016 x 0.4002 / 0.3466) squared = 10.5.
+    assert enough["difference"]["value"] == pytest.approx(2**0.5) and enough["needed_prompts"] == 11
+
+
+def test_the_rows_of_a_task_are_those_of_its_questions_alone(tiny_llama: CausalLM) -> None:
+    counts = {0: (StepCount(2, 1, 1, 1),), 1: (StepCount(1, 0, 1, 1),)}
+
+    def run(prompt: Sequence[int], seed: int) -> Run:
+        return Run((3, 3, 3), 2, 1.0, 1.0, counts[seed])
+
+    chosen = [Method("greedy", "plain", "lossless", run)]
+    source = Asker(
+        [Question(name, task, ({"role": "user", "content": "a"},)) for name, task in (("x", "qa"), ("y", "rag"))],
+        byte_tokenizer(),
+    )
+    measurement = Measurement(tiny_llama, chosen, source, EvaluationConfig(settings=("greedy",)))
+    measurement.run()
+    tasks = figures_of(measurement.records, chosen, [Cell(1, None)], {"x": "qa", "y": "rag"})["tasks"]
+    assert [(row["task"], row["prompts"], row["tokens_per_pass"]["value"]) for row in tasks] == [
+        ("qa", 1, 2.0),
+        ("rag", 1, 1.0),
+    ]
+
+
+# --- later turns ------------------------------------------------------------------------------------------------------
+
+
+def recording(prompts: list[tuple[str, tuple[int, ...]]], name: str, answer: bytes) -> Method:
+    def run(prompt: Sequence[int], seed: int) -> Run:
+        prompts.append((name, tuple(prompt)))
+        return Run(tuple(answer), len(answer) - 1, 1.0, 1.0)
+
+    return Method("T=1", name, "lossless", run, temperature=1.0)
+
+
+def test_all_methods_are_asked_the_second_turn_behind_plain_decodings_answer(tiny_llama: CausalLM) -> None:
+    asked: list[tuple[str, tuple[int, ...]]] = []
+    chosen = [recording(asked, "plain", b"yes"), recording(asked, "other", b"no!")]
+    question = Question("q", None, ({"role": "user", "content": "one"},), ("two",))
+    source = Asker([question], byte_tokenizer())
+    measurement = Measurement(tiny_llama, chosen, source, EvaluationConfig(max_new_tokens=4))
+    measurement.run()
+    second = tuple(b"one\nyes\ntwo")
+    assert {(name, prompt) for name, prompt in asked if prompt == second} == {("plain", second), ("other", second)}
+
+
+def test_a_later_turn_that_grew_too_long_is_left_out_and_counted(tiny_llama: CausalLM) -> None:
+    chosen = [recording([], "plain", b"y" * 60)]
+    question = Question("q", None, ({"role": "user", "content": "o" * 30},), ("two",))
+    source = Asker([question], byte_tokenizer())  # 30 + 60 + ... tokens, and the target holds 96
+    measurement = Measurement(tiny_llama, chosen, source, EvaluationConfig(max_new_tokens=10))
+    measurement.run()
+    figures = figures_of(measurement.records, chosen, [Cell(1, None)], {"q": None})
+    assert figures["later_turns_left_out"] == 1 and figures["prompts"] == 1
+    assert measurement.total() == 0, "nothing is left to do"
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_killed_anywhere_goes_on_where_it_stood_with_the_same_texts(
+    tiny_llama: CausalLM, methods: list[Method], whole: Records, tmp_path: Path
+) -> None:
+    left = iter(range(7))
+
+    def counted() -> None:
+        if next(left, None) is None:
+            raise Killed
+
+    records = open_records(tmp_path / "killed", 0, PROVENANCE)
+    source = TokenPrompts(PROMPTS)
+    with pytest.raises(Killed):
+        Measurement(tiny_llama, ours(methods), source, CONFIG, records, on_run=counted).run()
+    (file,) = record_files(tmp_path / "killed")
+    with file.open("a") as half:
+        half.write('{"cell": [1, null], "wave')
+    before = texts(Records(known=read_lines(file)))
+    again = decoded(tiny_llama, methods, tmp_path / "killed")
+    assert len(before) == 8 and before.items() <= texts(again).items()
+    assert texts(again) == texts(whole)
+
+
+def test_any_number_of_processes_writes_the_same_texts_and_goes_on_with_those_of_another_number(
+    tiny_llama: CausalLM, methods: list[Method], whole: Records, tmp_path: Path
+) -> None:
+    for rank in (0, 2):  # of three processes; the second one was killed before it began
+        decoded(tiny_llama, methods, tmp_path / "dealt", rank, 3)
+    first = [path.name for path in record_files(tmp_path / "dealt")]
+    calls = []
+    source = TokenPrompts(PROMPTS)
+    records = open_records(tmp_path / "dealt", 0, PROVENANCE)
+    Measurement(tiny_llama, ours(methods), source, CONFIG, records, on_run=lambda: calls.append(1)).run()
+    assert first == ["runs-0.jsonl", "runs-2.jsonl"] and texts(records) == texts(whole)
+    assert 0 < len(calls) < len(whole.by_key)
+
+
+def test_records_of_other_settings_are_refused_by_the_first_difference(tmp_path: Path) -> None:
+    open_records(tmp_path, 0, PROVENANCE).close()
+    check_identity(tmp_path, {"max_new_tokens": 6})
+    with pytest.raises(ValueError, match="holds runs with max_new_tokens 6, not max_new_tokens 8: give another output"):
+        check_identity(tmp_path, {"max_new_tokens": 8})
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / "runs-0.jsonl").write_text('{"provenance": {}}\n{"cell": \n')
+    with pytest.raises(ValueError, match=r"runs-0\.jsonl, line 2 is damaged .*: delete that line, and its wave is"):
+        open_records(tmp_path, 0, PROVENANCE)
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_pieces_of_a_text_tell_the_drafts_tokens_from_the_targets() -> None:
+    run = Run((*b"abcdef", 0), 6, 1.0, 1.0, (StepCount(3, 2, 4, 4), StepCount(1, 0, 4, 4), StepCount(2, 2, 2, 2)))
+    pieces = pieces_of(run, byte_tokenizer(), hidden=(0,))
+    assert pieces == [["a", False], ["bc", True], ["de", False], ["f", True]]

@@ -1,0 +1,47 @@
+"""The command `headstart compare`."""
+
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from decoding.measure.compare import compare, read_evaluation
+from decoding.measure.figures import NONE, estimate
+from decoding.measure.markdown import one_line
+from decoding.measure.rows import without_nan
+from trainer.commands.options import CompareOptions
+from trainer.terminal.console import say, standard_error, standard_output, title, wide
+
+_COLOURS = {"real": "green", "none": None, "open": "yellow", "unmeasured": "dim"}
+
+
+def run_compare(options: CompareOptions, console: Console | None = None) -> dict[str, Any]:
+    """Print the paired differences, as a table or as JSON, and return them."""
+    console = console or standard_output()
+    a = read_evaluation(options.a)
+    b = a if options.b is None else read_evaluation(options.b)
+    found: dict[str, Any] = without_nan(compare(a, b, options.method, options.other, options.setting))
+    if options.json:
+        say(console, json.dumps(found, indent=2))
+        return found
+    for warning in found["warnings"]:
+        say(standard_error(), Text.assemble(("warning:", "bold yellow"), f" {warning}"))
+    table = Table(title=title(one_line(f"B ({found['b']}) over A ({found['a']}), paired by prompt, 95% intervals")))
+    for column in ("setting", "batch", "context", "method", "pairs", "tokens per pass, ratio", "", "speed, ratio", ""):
+        table.add_column(column, overflow="fold")
+    for row in found["rows"]:
+        table.add_row(*_cells(row))
+    wide(console).print(table)
+    return found
+
+
+def _cells(row: dict[str, Any]) -> list[Text | str]:
+    names = row["method"] if row["method"] == row["other"] else f"A: {row['method']}\nB: {row['other']}"
+    context = NONE if row["context"] is None else str(row["context"])
+    cells: list[Text | str] = [row["setting"], str(row["batch_size"]), context, names, str(row["pairs"])]
+    for figure in ("tokens_per_pass", "speed"):
+        judged = row[f"{figure}_verdict"] or {"kind": "unmeasured", "text": "not compared"}
+        cells += [estimate(row[figure], "×"), Text(judged["text"], style=_COLOURS[judged["kind"]] or "")]
+    return cells

@@ -1,0 +1,310 @@
+"""The command `headstart evaluate`: one process, or several that `accelerate launch` starts."""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from rich.console import Console
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from decoding.drafters.spec import DrafterSpec
+from decoding.measure.evaluate import (
+    EvaluationConfig,
+    Measurement,
+    cells_of,
+    measure,
+    report_of,
+    standard_methods,
+    write_report,
+)
+from decoding.measure.machine import commit, hardware, versions
+from decoding.measure.markdown import one_line
+from decoding.measure.methods import Method
+from decoding.measure.questions import Asker, Question, evenly, read_questions
+from decoding.measure.records import check_identity, open_records, provenances, record_files
+from decoding.measure.redact import published_command, without_local_paths
+from decoding.measure.report import terminal_table, write_html
+from decoding.measure.samples import samples_of
+from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
+from decoding.model.loading import eos_token_ids
+from trainer.commands.decode import Models, load_models, published_specs
+from trainer.commands.options import EvaluateOptions
+from trainer.commands.plan import planned_drafters
+from trainer.commands.usage import listed, numbers
+from trainer.files.lock import hold
+from trainer.quickstart import resolve
+from trainer.run.distributed import join_processes
+from trainer.run.loop import on_main
+from trainer.terminal.console import say, standard_error, standard_output, wide
+from trainer.terminal.place import Place
+from trainer.terminal.progress import ProgressBar
+
+_SAMPLE_CHARACTERS = 400
+
+
+class _Asked(NamedTuple):
+    """The questions to ask: ``left_out`` did not fit; the file has ``of``."""
+
+    asker: Asker
+    left_out: int
+    of: int
+
+
+def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> dict[str, Any]:
+    """Measure, print the table and two texts, write report.json and report.html; return the report.
+
+    Of several processes each decodes its share, and the first one writes and returns the report; the others return {}.
+    """
+    watched, console = console or standard_error(), console or standard_output()
+    accelerator = join_processes()
+    rank, world = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
+    place = Place(rank, world, watched)
+    logging.set_verbosity_error()  # `generate` warns about the draft length that assisted generation is given
+    config = _config(options)
+    asked_for = options.drafter or ()
+    if options.plan is not None and not asked_for:
+        asked_for = planned_drafters(options.plan, options, config.batch_sizes, watched)
+    models = load_models(options, asked_for)
+    config = replace(config, eos_token_ids=eos_token_ids(models.target.model, models.tokenizer))
+    asked = _questions(options, config, models, place)
+    methods = standard_methods(models.target, models.drafters, config)
+    made_by = _made_by(options, config, models.specs, asked.asker, models.tokenizer)
+    with _alone_in(options.output, accelerator):
+        _prepare(options, made_by, accelerator)
+        records = open_records(options.output, rank, _provenance(made_by, methods, world))
+        _wait(accelerator)
+        measurement = Measurement(models.target, methods, asked.asker, config, records, rank, world)
+        total = measurement.total()
+        with ProgressBar(watched, "evaluating", total, active=rank == 0) as bar:
+            measure(replace(measurement, on_run=bar.advance))
+        records.close()
+        if accelerator is not None:
+            for line in gather_object(list(records.lines())):
+                records.take(line)
+            accelerator.end_training()
+        if rank:
+            return {}
+        report = _report(options, made_by, asked, measurement, models.tokenizer)
+        write_report(report, options.output / "report.json")
+        write_html(report, options.output / "report.html")
+    wide(console).print(terminal_table(report))
+    _show_samples(console, report["samples"])
+    say(console, f"written: {options.output / 'report.json'}, {options.output / 'report.html'}")
+    return report
+
+
+def _config(options: EvaluateOptions) -> EvaluationConfig:
+    """Return the settings, before anything is read; ValueError for those that cannot be."""
+    default = EvaluationConfig()
+    sizes = numbers("--batch-size", options.batch_size, int) or default.batch_sizes
+    contexts = numbers("--context", options.context, int)
+    if contexts and min(contexts) < 1:
+        raise ValueError(f"--context is {min(contexts)}: give lengths of at least 1 token")
+    if options.turns not in ("all", "first"):
+        raise ValueError(f"--turns is {options.turns!r}: give all or first")
+    if contexts and options.prompt_tokens:
+        raise ValueError("--context and --prompt-tokens are both given: each sets the length of the prompts")
+    return EvaluationConfig(
+        max_new_tokens=options.max_new_tokens,
+        rounds=options.rounds,
+        temperatures=numbers("--temperature", options.temperature, float) or default.temperatures,
+        settings=listed(options.settings) or default.settings,
+        policies=listed(options.policies) or default.policies,
+        seed=options.seed,
+        batch_sizes=sizes,
+        contexts=contexts or default.contexts,
+    )
+
+
+# --- questions --------------------------------------------------------------------------------------------------------
+
+
+def _questions(options: EvaluateOptions, config: EvaluationConfig, models: Models, place: Place) -> _Asked:
+    """Read and choose the questions; ValueError if target and drafters cannot hold them or the contexts."""
+    every = read_questions(resolve(options.prompts), options.prompt_field)
+    wanted = listed(options.task)
+    of_tasks = every
+    if wanted is not None:
+        known = sorted({question.task for question in every if question.task is not None})
+        if unknown := next((task for task in wanted if task not in known), None):
+            raise ValueError(f"--task is {unknown!r}, but {options.prompts} has {', '.join(known) or 'no tasks'}")
+        of_tasks = [question for question in every if question.task in wanted]
+    chosen = evenly(of_tasks, options.limit)
+    if len(chosen) < len(of_tasks) and (tasks := {question.task for question in chosen} - {None}):
+        place.say(f"{len(chosen)} of {len(of_tasks)} questions, evenly over {len(tasks)} tasks (--limit)")
+    # A prompt of a given length has no room that is known beforehand for the answers before a later turn.
+    all_turns = options.turns == "all" and config.contexts == (None,) and options.prompt_tokens is None
+    asker = Asker(chosen, models.tokenizer, options.thinking, all_turns, options.prompt_tokens, every)
+    fitting, left_out = _fitting(asker, config, models, options)
+    return _Asked(replace(asker, questions=fitting), left_out, len(every))
+
+
+def _fitting(
+    asker: Asker, config: EvaluationConfig, models: Models, options: EvaluateOptions
+) -> tuple[Sequence[Question], int]:
+    """Return the questions that target and drafters can hold with their new tokens, and the number of the others."""
+    limits = [drafter.max_positions for drafter in models.drafters.values() if drafter.max_positions is not None]
+    holder = "target and draft" if limits else "the target"
+    limits += [] if models.target.max_positions is None else [models.target.max_positions]
+    if not limits:
+        return asker.questions, 0
+    holds = min(limits)
+    if too_far := [each for each in config.contexts if each is not None and each + config.max_new_tokens > holds]:
+        raise ValueError(
+            f"--context {min(too_far)} does not fit with {config.max_new_tokens} new tokens into the {holds} that "
+            f"{holder} can hold: give {holds - config.max_new_tokens} at most"
+        )
+    if None not in config.contexts:
+        return asker.questions, 0
+    lengths = [len(asker.prompt(place)) for place in range(len(asker.questions))]
+    fits = [length + config.max_new_tokens <= holds for length in lengths]
+    too_long = fits.count(False)
+    if too_long and not (options.skip_long and any(fits)):
+        remedy = "leave them out with --skip-long, or lower --max-new-tokens" if any(fits) else "lower --max-new-tokens"
+        raise ValueError(
+            f"{too_long} of {len(lengths)} prompts, the longest of {max(lengths)} tokens, do not fit with "
+            f"{config.max_new_tokens} new tokens into the {holds} that {holder} can hold: {remedy}, or cut "
+            "them with --prompt-tokens"
+        )
+    return [question for question, fit in zip(asker.questions, fits, strict=True) if fit], too_long
+
+
+# --- the run's account of itself --------------------------------------------------------------------------------------
+
+
+def _made_by(
+    options: EvaluateOptions,
+    config: EvaluationConfig,
+    specs: Mapping[str, DrafterSpec],
+    asker: Asker,
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[str, Any]:
+    """Return the report's account of itself: the command, its settings, and fingerprints of all that is measured.
+
+    ``drafters`` has the spec of each drafter by its name in the rows; weights' fingerprints stand under these specs.
+    """
+    trusted = options.trust_remote_code
+    in_words = {
+        "settings": list(config.settings),
+        "policies": list(config.policies),
+        "temperature": list(config.temperatures),
+        "batch_size": list(config.batch_sizes),
+        "context": list(config.contexts),
+    }
+    kept_apart = {"target", "drafter", "prompts", "output", "title", "restart", "plan"}
+    settings = {name: value for name, value in {**vars(options), **in_words}.items() if name not in kept_apart}
+    told = published_specs(list(specs.values()))
+    weights = {
+        name: stored_fingerprint(spec.path, trusted)
+        for name, spec in zip(told, specs.values(), strict=True)
+        if spec.path is not None
+    }
+    prompts = [asker.prompt(place, context) for context in config.contexts for place in range(len(asker.questions))]
+    return {
+        "command": published_command(sys.argv),
+        "settings": without_local_paths(settings),
+        "asked": {**asker.asked(), "contexts": list(config.contexts)},
+        "drafters": dict(zip(specs, told, strict=True)),
+        "fingerprints": {
+            "target": stored_fingerprint(resolve(options.target), trusted),
+            **weights,
+            "tokenizer": tokenizer_fingerprint(tokenizer),
+            "prompts": prompts_fingerprint(prompts),
+        },
+    }
+
+
+def _provenance(made_by: Mapping[str, Any], methods: Sequence[Method], world: int) -> dict[str, Any]:
+    """Return the first line of a file of runs."""
+    names = ("setting", "name", "label", "drafter", "artefact", "temperature", "timed")
+    told = [{name: getattr(method, name) for name in names} for method in methods]
+    about = {"command": made_by["command"], "hardware": hardware(), "versions": versions(), "commit": commit()}
+    return {"identity": _identity(made_by), "methods": told, "processes": world, **about}
+
+
+def _identity(made_by: Mapping[str, Any]) -> dict[str, Any]:
+    """Return everything that makes the runs, flat, so that a difference can be named."""
+    return {**made_by["settings"], **made_by["asked"], "drafters": made_by["drafters"], **made_by["fingerprints"]}
+
+
+def _prepare(options: EvaluateOptions, made_by: Mapping[str, Any], accelerator: Accelerator | None) -> None:
+    """Drop earlier runs if asked to; ValueError on every process for a folder of other runs."""
+
+    def work() -> None:
+        if options.restart:
+            for file in record_files(options.output):
+                file.unlink()
+        check_identity(options.output, _identity(made_by))
+
+    if accelerator is None:
+        work()
+    else:
+        on_main(accelerator, work)
+
+
+def _wait(accelerator: Accelerator | None) -> None:
+    if accelerator is not None:
+        accelerator.wait_for_everyone()
+
+
+@contextmanager
+def _alone_in(output: Path, accelerator: Accelerator | None) -> Iterator[None]:
+    """Hold the folder on the first process; where another run does, ValueError on every process."""
+    if accelerator is None:
+        with hold(output):
+            yield
+        return
+    held = hold(output)
+    on_main(accelerator, held.__enter__)
+    try:
+        yield
+    finally:
+        if accelerator.is_main_process:
+            held.__exit__(None, None, None)
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def _report(
+    options: EvaluateOptions,
+    made_by: Mapping[str, Any],
+    asked: _Asked,
+    measurement: Measurement,
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[str, Any]:
+    title = options.title or f"{Path(options.target).name} on {Path(options.prompts).name}"
+    figures = report_of(measurement)
+    known = provenances(options.output)
+    return {
+        "title": one_line(without_local_paths(title)),
+        **made_by,
+        **figures,
+        "commits": sorted({each["commit"] for each in known}),
+        "processors": sorted({each["hardware"]["processor"] for each in known}),
+        "processes": measurement.world,
+        "questions_in_file": asked.of,
+        "prompts_left_out": asked.left_out,
+        "grid_cells": [cell._asdict() for cell in cells_of(measurement.config)],
+        "samples": samples_of(measurement, figures["rows"], tokenizer),
+    }
+
+
+def _show_samples(console: Console, samples: Sequence[Mapping[str, Any]]) -> None:
+    """Print two short texts, accepted draft tokens in green."""
+    shown = [*samples[:1], *[sample for sample in samples if sample["setting"] != samples[0]["setting"]][:1]]
+    for sample in shown:
+        about = ", ".join(filter(None, (sample["setting"], sample["method"], sample["task"])))
+        text, left = Text(), _SAMPLE_CHARACTERS
+        for piece, drafted in sample["pieces"]:
+            text.append(piece[:left], style="green" if drafted else None)
+            left = max(0, left - len(piece))
+        text.append("" if left else " …")
+        say(console, Text(f"{about} (green: from the draft)", style="dim"), text)
