@@ -115,8 +115,8 @@ def test_steps_of_a_lookup_that_found_nothing_count_as_often_as_they_occur() -> 
     survey = StepSurvey([Budget(4, 5)], rows=1, samples=1)
     for drafted, seconds in [(4, 2.0), (4, 2.0), (0, 1.0), (0, 1.0), (0, 1.0), (4, 40.0)]:  # the last is a hiccup
         survey.observe(Budget(4, 5), 1, [StepCount(1, 0, drafted, drafted)], 0.0, seconds, seconds)
-    # the first is not counted: 2 of 5 that drafted, the faster of which took 2, and 3 that took 1
-    assert survey.seconds()[Budget(4, 5)].verify == pytest.approx(2 / 5 * 2.0 + 3 / 5 * 1.0)
+    # The first is not counted: one that drafted took 2, three without a draft 1 each, and 40 is left out.
+    assert survey.seconds()[Budget(4, 5)].verify == pytest.approx((2.0 + 3 * 1.0) / 4)
 
 
 # --- acceptance ------------------------------------------------------------------------------------------------------

@@ -25,6 +25,8 @@ BLOCK = 4
 """Steps of one budget in a row. The first is not counted: it pays for the change."""
 _SIZES = 7
 """Most budgets of a drafter that are measured; the others are computed."""
+_HICCUP = 3.0
+"""Times the median of a budget's steps beyond which a step is left out."""
 _MOST_TEXTS = 400
 _ROUNDS = 4
 """Rounds of all budgets after which a survey ends without a sample of each: texts have no room for the deepest."""
@@ -54,7 +56,7 @@ class StepSurvey:
         self._turns: Iterator[Budget] = cycle([budget for budget in order for _ in range(BLOCK)])
         self._left = _ROUNDS * len(order) * BLOCK
         self._rows, self._samples = rows, samples
-        self._found: defaultdict[Budget, list[tuple[int, StepSeconds]]] = defaultdict(list)
+        self._found: defaultdict[Budget, list[StepSeconds]] = defaultdict(list)
         self._wanted = (PLAIN, *budgets)
         self._last: Budget | None = None
 
@@ -81,29 +83,22 @@ class StepSurvey:
         if first or rows < self._rows or budget not in self._wanted or any(step.room < budget.depth for step in steps):
             return
         draft, verify, total = seconds
-        drafted = max(step.drafted for step in steps)
-        self._found[budget].append((drafted, StepSeconds(draft, verify, total - draft - verify)))
+        self._found[budget].append(StepSeconds(draft, verify, total - draft - verify))
 
     def seconds(self) -> dict[Budget, StepSeconds]:
         """Return the usual seconds of each budget's steps."""
         return {budget: _typical(found) for budget, found in self._found.items() if found}
 
 
-def _typical(samples: Sequence[tuple[int, StepSeconds]]) -> StepSeconds:
-    """Return the seconds of steps, given with the tokens that they drafted, without hiccups, which only add.
+def _typical(samples: Sequence[StepSeconds]) -> StepSeconds:
+    """Return the mean of the steps within `_HICCUP` times their median.
 
-    Of the steps that drafted equally much the faster half counts; a lookup drafts much or nothing, and its steps of
-    either kind count as often as they occur.
+    A mean, as speed-ups are ratios of sums: a lookup's steps are of two kinds, with and without a draft, and on a busy
+    machine plain steps, which wait for memory, are slowed down more than wide ones.
     """
-    by_drafted: defaultdict[int, list[StepSeconds]] = defaultdict(list)
-    for drafted, seconds in samples:
-        by_drafted[drafted].append(seconds)
-    parts = []
-    for alike in by_drafted.values():
-        fastest = sorted(alike, key=lambda step: step.total)[: (len(alike) + 1) // 2]
-        usual = [statistics.fmean(part) for part in zip(*fastest, strict=True)]
-        parts.append([len(alike) / len(samples) * part for part in usual])
-    return StepSeconds(*map(sum, zip(*parts, strict=True)))
+    most = _HICCUP * statistics.median(sample.total for sample in samples)
+    kept = [sample for sample in samples if sample.total <= most]
+    return StepSeconds(*(statistics.fmean(part) for part in zip(*kept, strict=True)))
 
 
 def surveyed_budgets(budgets: Sequence[Budget], room: int) -> list[Budget]:
