@@ -53,14 +53,14 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, 
     planner = Planner(target, loader.load, specs, prompts, config)
     with ProgressBar(watched, "planning", planner.steps) as bar:
         planner.advance = bar.advance
-        plan = {**made_by, **planner.run()}
+        figures = {**made_by, **planner.run()}
     if options.check:
         if not others:
             say(console, f"note: {options.prompts} has no prompts behind those of the plan: it is checked on the same")
         with ProgressBar(watched, "checking", len(config.batch_sizes)) as bar:
             checked = others or prompts
             plan["check"] = check_plan(target, loader.load, plan, checked, config.decoding, options.rounds, bar.advance)
-    plan = without_nan(plan)
+    plan: dict[str, Any] = without_nan(figures)
     write_plan(plan, options.output / "plan.json")
     write_picture(plan, options.output / "plan.svg")
     _print(plan, wide(console))
