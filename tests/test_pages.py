@@ -25,6 +25,7 @@ PAGES = {  # page: the least number of links and paths in it
     "docs/evaluate.md": 0,
     "docs/measured.md": 3,
     "docs/multi-node.md": 1,
+    "docs/plan.md": 0,
     "docs/python.md": 6,
     "docs/training.md": 5,
     "docs/verify.md": 0,

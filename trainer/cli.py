@@ -21,6 +21,7 @@ from trainer.commands.options import (
     EvaluateOptions,
     GenerateOptions,
     InspectOptions,
+    PlanOptions,
     RealignOptions,
     RegenerateOptions,
     VerifyOptions,
@@ -130,7 +131,7 @@ def plan_training(
     """Print the cost of a training run before it starts: parameters, memory, disk, tokens, hours."""
 
     def work() -> None:
-        from trainer.commands.planning import print_plan
+        from trainer.commands.plan_training import print_plan
         from trainer.recipe.reading import load_recipe
         from trainer.run.planning import Launch
 
@@ -184,6 +185,15 @@ def drafters() -> None:
         run_drafters()
 
     raise typer.Exit(guarded(work, _debug()))
+
+
+@app.command(cls=Command)
+@takes(PlanOptions)
+def plan(options: PlanOptions) -> None:
+    """Measure costs and acceptance here, and choose drafter, depth and tree for every batch size and context."""
+    from trainer.commands.plan import run_plan
+
+    run_plan(options)
 
 
 @app.command(cls=Command)
@@ -250,6 +260,9 @@ def export(
     report: Annotated[
         Path | None, typer.Option(help="report.json of an evaluation of these weights, for the model card.")
     ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="plan.json of these weights: its tree goes with them, its depths on the card.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace an earlier export in the folder.")] = False,
 ) -> None:
     """Write heads or a draft in a format that servers load, with a model card; read it back and compare."""
@@ -257,7 +270,7 @@ def export(
     def work() -> None:
         from trainer.export import export as run_export
 
-        summary = run_export(source, destination, format, report, overwrite=overwrite)
+        summary = run_export(source, destination, format, report, overwrite=overwrite, plan=plan)
         print(summary)
 
     raise typer.Exit(guarded(work, _debug()))

@@ -292,10 +292,11 @@ class DrafterLoader:
         assert spec.path is not None
         key = entry.weights, spec.path
         if key not in self._loaded:
-            self._loaded[key] = self._read(*key)
+            self._loaded[key] = self.read_weights(*key)
         return entry.make(self._loaded[key], spec.options)
 
-    def _read(self, weights: Weights, path: str) -> LoadedWeights:
+    def read_weights(self, weights: Weights, path: str) -> LoadedWeights:
+        """Read weights of this kind; ValueError if they cannot be read or do not fit the target."""
         if weights == "heads":
             return load_heads(_heads_folder(path), self._target)
         tokenizer = self._target_tokenizer()

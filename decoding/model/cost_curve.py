@@ -57,26 +57,39 @@ def _interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
 
 
 def measure_cost_curve(
-    model: CausalLM, sizes: Sequence[int] = (1, 2, 4, 8, 16, 32), prefix: int = 128, repeats: int = 15
+    model: CausalLM,
+    sizes: Sequence[int] = (1, 2, 4, 8, 16, 32),
+    prefix: int = 128,
+    repeats: int = 15,
+    rows: int = 1,
+    seconds: float = math.inf,
 ) -> dict[int, float]:
-    """Measure the median seconds of a pass over n new tokens after ``prefix`` cached ones, for each n in ``sizes``."""
+    """Measure the median seconds of a pass over n new tokens after ``prefix`` cached ones, for each n in ``sizes``.
+
+    Each of ``rows`` texts has n new tokens. After ``seconds`` no further round begins; at least three are measured.
+    """
     longest = prefix + max(sizes)
     if model.max_positions is not None and longest > model.max_positions:
         prefix = max(1, model.max_positions - max(sizes))
-    cache = model.new_cache(longest)
-    token = min(10, model.vocab_size - 1)
-    model.prefill([[token] * prefix], cache)
+    cache = model.new_cache(prefix + max(sizes), rows)
+    # Different tokens: a mixture of experts reads the experts of each.
+    tokens = [(10 + 7919 * place) % model.vocab_size for place in range(prefix + max(sizes))]
+    model.prefill([tokens[:prefix]] * rows, cache)
+    trees = {size: [TokenTree.chain(tokens[-size:], model.device)] * rows for size in sizes}
     samples: dict[int, list[float]] = {size: [] for size in sizes}
-    for repeat in range(repeats + 2):  # two rounds of warm-up; sizes take turns, so that drift hits all alike
+    warm_up, began = 2, time.perf_counter()
+    for repeat in range(warm_up + repeats):  # sizes take turns, so that drift hits all alike
+        if repeat >= warm_up + 3 and time.perf_counter() - began > seconds:
+            break
         for size in sizes:
-            tree = TokenTree.chain([token] * size, model.device)
             begin = time.perf_counter()
-            model.verify([tree], cache)
+            model.verify(trees[size], cache)
             if model.device.type == "cuda":
                 torch.cuda.synchronize(model.device)
-            if repeat >= 2:
+            if repeat >= warm_up:
                 samples[size].append(time.perf_counter() - begin)
-            cache.truncate(0, prefix)
+            for row in range(rows):
+                cache.truncate(row, prefix)
     return {size: statistics.median(times) for size, times in samples.items()}
 
 

@@ -26,6 +26,7 @@ README = (ROOT / "README.md").read_text()
 PYTHON = (ROOT / "docs" / "python.md").read_text()
 TRAINING = (ROOT / "docs" / "training.md").read_text()
 DRAFTS = (ROOT / "docs" / "drafts.md").read_text()
+PLAN = (ROOT / "docs" / "plan.md").read_text()
 EVALUATE = (ROOT / "docs" / "evaluate.md").read_text()
 DIAGNOSE = (ROOT / "docs" / "diagnose.md").read_text()
 VERIFY = (ROOT / "docs" / "verify.md").read_text()
@@ -37,6 +38,7 @@ TINY = {  # what makes a command quick, behind its own words
     "headstart train": _TINY_RECIPE,
     "headstart features": _TINY_RECIPE,
     "headstart plan-training": _TINY_RECIPE,
+    "headstart plan": "--limit 2 --max-new-tokens 12 --batch-size 1 --context own --max-nodes 6 --seconds 0.05",
     "headstart realign": "--steps 2 --batch-size 2 --max-new-tokens 12",
     "headstart regenerate": "--limit 2 --max-new-tokens 12 --batch-size 2",
     "accelerate launch": "training.steps=1 training.batch_size=2 training.micro_batch_size=2 evaluation.prompts=1 "
@@ -124,6 +126,15 @@ def test_every_command_of_the_page_on_drafts_runs_in_the_order_given(desk: Path,
         run(command + " draft.policy.max_new_tokens=8" * ("on-policy" in command), desk, environment)
     assert (desk / "runs" / "realigned" / "realigned.json").is_file()
     assert (desk / "exported" / "parallel" / "parallel.json").is_file()
+
+
+def test_every_command_of_the_page_on_plans_runs_in_the_order_given(desk: Path, environment: dict[str, str]) -> None:
+    found = commands(PLAN)
+    assert len(found) == 6
+    for command in found:  # with the heads that the README trains
+        run(command, desk, environment)
+    assert (desk / "runs" / "plan" / "plan.svg").is_file()
+    assert "check" in json.loads((desk / "runs" / "checked" / "plan.json").read_text())
 
 
 def test_every_command_of_the_page_on_evaluating_runs_in_the_order_given(

@@ -24,9 +24,10 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.speculation import named_rule
 from decoding.stream import stream_pieces
 from trainer.commands.options import GenerateOptions, ModelOptions
+from trainer.commands.plan import Planned, planned
 from trainer.commands.target import read_target
 from trainer.quickstart import resolve
-from trainer.terminal.console import say, standard_output
+from trainer.terminal.console import say, standard_error, standard_output
 
 
 class Models(NamedTuple):
@@ -68,11 +69,15 @@ def published_specs(specs: Sequence[DrafterSpec]) -> list[str]:
 def run_generate(options: GenerateOptions, console: Console | None = None) -> None:
     """Stream the text in two colours and say what speculation gained."""
     console = console or standard_output()
-    target, tokenizer, drafters, _ = load_models(options, [options.drafter] if options.drafter is not None else ())
+    plan = _planned(options)
+    asked = options.drafter or (plan.drafter if plan else None)
+    say(standard_error(), *(plan.notes if plan else ()))
+    target, tokenizer, drafters, _ = load_models(options, [asked] if asked is not None else ())
     name, drafter = next(iter(drafters.items()), ("plain decoding", None))
     prompt = encode_prompt(options.prompt, tokenizer, options.chat)
     config = _decoding_config(options, eos_token_ids(target.model, tokenizer))
-    engine = Engine(target, drafter, named_policy(options.policy), tokenizer)
+    policy = plan.policy(options.policy, drafter) if plan else named_policy(options.policy)
+    engine = Engine(target, drafter, policy, tokenizer)
     if drafter is not None and options.compare:
         warm_up = replace(config, max_new_tokens=min(8, config.max_new_tokens))
         replace(engine, policy=FixedPolicy()).decode(prompt, warm_up)  # too short for another policy to learn from
@@ -92,6 +97,15 @@ def run_generate(options: GenerateOptions, console: Console | None = None) -> No
     if drafter is not None and options.compare:
         plain = replace(engine, drafter=None).decode(prompt, replace(config, rule=None)).steps
     say(console, _summary(steps, plain, f"{name} ({config.label})"), style="dim")
+
+
+def _planned(options: GenerateOptions) -> Planned | None:
+    """Return the plan's choice for this prompt; None without a plan, or where a drafter is given as well."""
+    if options.plan is None or options.drafter is not None:
+        return None
+    tokenizer = load_tokenizer(resolve(options.target), options.trust_remote_code)
+    length = len(encode_prompt(options.prompt, tokenizer, options.chat))
+    return planned(options.plan, options, context=length, temperature=options.temperature)
 
 
 def _decoding_config(options: GenerateOptions, eos: tuple[int, ...]) -> DecodingConfig:

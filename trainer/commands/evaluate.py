@@ -36,6 +36,7 @@ from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint, 
 from decoding.model.loading import eos_token_ids
 from trainer.commands.decode import Models, load_models, published_specs
 from trainer.commands.options import EvaluateOptions
+from trainer.commands.plan import planned_drafters
 from trainer.commands.usage import listed, numbers
 from trainer.files.lock import hold
 from trainer.quickstart import resolve
@@ -67,7 +68,10 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
     place = Place(rank, world, watched)
     logging.set_verbosity_error()  # `generate` warns about the draft length that assisted generation is given
     config = _config(options)
-    models = load_models(options, options.drafter or ())
+    asked_for = options.drafter or ()
+    if options.plan is not None and not asked_for:
+        asked_for = planned_drafters(options.plan, options, config.batch_sizes, watched)
+    models = load_models(options, asked_for)
     config = replace(config, eos_token_ids=eos_token_ids(models.target.model, models.tokenizer))
     asked = _questions(options, config, models, place)
     methods = standard_methods(models.target, models.drafters, config)
@@ -194,7 +198,7 @@ def _made_by(
         "batch_size": list(config.batch_sizes),
         "context": list(config.contexts),
     }
-    kept_apart = {"target", "drafter", "prompts", "output", "title", "restart"}
+    kept_apart = {"target", "drafter", "prompts", "output", "title", "restart", "plan"}
     settings = {name: value for name, value in {**vars(options), **in_words}.items() if name not in kept_apart}
     told = published_specs(list(specs.values()))
     weights = {

@@ -20,6 +20,12 @@ DRAFTERS = (
 )
 
 
+PlanFile = Annotated[
+    Path | None,
+    Option(help="plan.json of 'headstart plan': its choice drafts, where no --drafter is given."),
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """Options of the target."""
@@ -88,6 +94,7 @@ class EvaluateOptions(ModelOptions):
     seed: Annotated[int, Option(help="Seed of the sampled texts.")] = 0
     restart: Annotated[bool, Option("--restart", help="Drop the runs in --output, and begin anew.")] = False
     title: Annotated[str | None, Option(help="Title of the report; by default the target's and prompts' names.")] = None
+    plan: PlanFile = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +103,7 @@ class GenerateOptions(ModelOptions):
 
     prompt: Annotated[str, Option(help="Text to answer or to continue; '-' reads it from standard input.")]
     drafter: Annotated[str | None, Option(help=f"Drafter; plain decoding if not given: {DRAFTERS}")] = None
+    plan: PlanFile = None
     policy: Annotated[str, Option(help="Policy for the amount to draft: fixed, heuristic or measured.")] = "fixed"
     rule: Annotated[
         str | None,
@@ -211,6 +219,40 @@ class InspectOptions:
     packing: Annotated[bool | None, Option(help="Put several short examples into one sequence.")] = None
     bad_rows: Annotated[str | None, Option(help="stop at a row that cannot be used, or skip it.")] = None
     trust_remote_code: Annotated[bool, Option(help="Run code that comes with a hub tokenizer.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(ModelOptions):
+    """Options of `headstart plan`."""
+
+    prompts: Annotated[str, Option(help=".jsonl file of held-out prompts, like those that the target gets in use.")]
+    output: Annotated[Path, Option(help="Folder for plan.json and plan.svg.")]
+    drafter: Annotated[list[str], Option(help=f"Drafter to plan with, any number: {DRAFTERS}")]
+    prompt_field: Annotated[str | None, Option(help="Field of the prompt; found by name if not given.")] = None
+    prompt_tokens: Annotated[int | None, Option(min=1, help="Take only the first tokens of each text.")] = None
+    limit: Annotated[int, Option(min=1, help="Number of prompts; --check takes as many more.")] = 32
+    max_new_tokens: Annotated[int, Option(min=2, help="Longest continuation, in tokens.")] = 96
+    temperature: Annotated[float, Option(min=0, help="Temperature of later use; 0 is greedy.")] = 0.0
+    batch_size: Annotated[
+        list[str] | None,
+        Option(help="Texts decoded at a time, several sizes by commas or repeated; 1,2,4,8,16 if not given."),
+    ] = None
+    context: Annotated[
+        list[str] | None,
+        Option(
+            help="Tokens before the new ones, given like --batch-size, measured beside the prompts' own lengths; "
+            "128,512,2048 if not given. Those that do not fit are left out; 'own' is the prompts' own alone."
+        ),
+    ] = None
+    max_nodes: Annotated[int, Option(min=2, help="Nodes of the largest tree that is tried, the root included.")] = 64
+    seconds: Annotated[
+        float, Option(min=0.05, help="Longest time of one measurement: each drafter at each batch size and context.")
+    ] = 4.0
+    check: Annotated[
+        bool, Option("--check", help="Measure the choices beside plain decoding; print predicted against measured.")
+    ] = False
+    rounds: Annotated[int, Option(min=1, help="Times that --check decodes each prompt.")] = 1
+    seed: Annotated[int, Option(help="Seed of the sampling at a temperature above 0.")] = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,12 +2,17 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from decoding.measure.redact import without_local_paths
 from trainer.export.card import CARD_NAME, Artefact, is_own_card, read_provenance, read_report, render_card
 from trainer.export.hub import push
 from trainer.export.measured import Measured, read_measured
 from trainer.files.folders import write_folder
+
+if TYPE_CHECKING:
+    from decoding.rules.best_tree import Paths
+    from trainer.export.planned import Planned
 
 __all__ = ["FORMATS", "ExportSummary", "export", "push"]
 
@@ -35,27 +40,34 @@ class ExportSummary:
 
 
 def export(
-    source: Path, destination: Path, format: str, report: Path | None = None, overwrite: bool = False
+    source: Path,
+    destination: Path,
+    format: str,
+    report: Path | None = None,
+    overwrite: bool = False,
+    plan: Path | None = None,
 ) -> ExportSummary:
     """Write the artefact in ``source`` to ``destination`` in one of `FORMATS`, with a model card.
 
     The destination appears whole or not at all, and only after the written files were read back and found equal to the
     bit. ``report`` is a ``report.json`` by `decoding.measure.evaluate` whose figures go on the card.
-    ``overwrite`` replaces an earlier export, never a folder that holds anything else.
+    ``overwrite`` replaces an earlier export, never a folder that holds anything else. ``plan`` is a ``plan.json`` by
+    `decoding.measure.planning` whose tree the format headstart stores, and whose depths by batch size go on the card.
 
     `ValueError` for an unknown format or one that does not fit the artefact, a source without weights, a destination
-    that is not empty, a report that is malformed or of other weights, and files that read back differently.
+    that is not empty, a report or a plan that is malformed or of other weights, and files that read back differently.
     """
     source, destination = Path(source), Path(destination)
     _check_source(source, format)
     _check_destination(source, destination, overwrite)
     provenance = read_provenance(source)
     measured = _measured(Path(report), source) if report is not None else None
+    planned = _planned(Path(plan), source) if plan is not None else None
     compared: list[str] = []
 
     def write(folder: Path) -> None:
-        artefact, sentence = _write(source, folder, format)
-        (folder / CARD_NAME).write_text(render_card(artefact, provenance, measured), encoding="utf-8")
+        artefact, sentence = _write(source, folder, format, planned.tree if planned else ())
+        (folder / CARD_NAME).write_text(render_card(artefact, provenance, measured, planned), encoding="utf-8")
         _give_all_files_one_mode(folder)
         _check_is_export(destination, {path.name for path in folder.iterdir()})
         compared.append(sentence)
@@ -76,12 +88,24 @@ def _measured(report: Path, source: Path) -> Measured:
     return measured
 
 
-def _write(source: Path, folder: Path, format: str) -> tuple[Artefact, str]:
-    """Write one format. Its module is imported here: `push` need not wait for torch."""
+def _planned(plan: Path, source: Path) -> "Planned":
+    """Read the plan's part for these weights; its module is imported here: `push` need not wait for torch."""
+    from trainer.export.planned import read_planned
+
+    return read_planned(plan, source)
+
+
+def _write(source: Path, folder: Path, format: str, tree: "Paths") -> tuple[Artefact, str]:
+    """Write one format. Its module is imported here: `push` need not wait for torch.
+
+    ``tree`` replaces that of the artefact in the format headstart; empty for the artefact's own.
+    """
     if format == "headstart":
         from trainer.export import draft, headstart
 
-        return headstart.write(source, folder) if _held_in(source) == "heads" else draft.write(source, folder, format)
+        if _held_in(source) == "heads":
+            return headstart.write(source, folder, tree)
+        return draft.write(source, folder, format, tree)
     if format == "vllm":
         from trainer.export import vllm
 

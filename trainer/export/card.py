@@ -8,7 +8,7 @@ import shlex
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment, StrictUndefined
@@ -18,6 +18,9 @@ from decoding.measure.markdown import code, fenced, one_line, text
 from decoding.measure.redact import basename, is_hub_id, without_local_paths
 from decoding.model.header import read_object
 from trainer.export.measured import Measured
+
+if TYPE_CHECKING:
+    from trainer.export.planned import Planned
 
 CARD_NAME = "README.md"
 PROVENANCE_NAME = "provenance.json"
@@ -136,7 +139,12 @@ def read_report(path: Path) -> dict[str, Any]:
     return read_object(path, remedy)
 
 
-def render_card(artefact: Artefact, provenance: Provenance | None, measured: Measured | None) -> str:
+def render_card(
+    artefact: Artefact,
+    provenance: Provenance | None,
+    measured: Measured | None,
+    planned: "Planned | None" = None,
+) -> str:
     """Return the card: YAML front matter for the Hub, then Markdown. Missing facts are named as missing.
 
     Every text from a recipe, a report or a name passes one of the filters `text`, `code`, `fenced` or `quoted`, so that
@@ -162,6 +170,7 @@ def render_card(artefact: Artefact, provenance: Provenance | None, measured: Mea
         target_argument=_ADAPTED_TARGET if provenance and provenance.adapted else shlex.quote(target),
         provenance=provenance,
         measured=measured,
+        planned=planned,
     )
 
 

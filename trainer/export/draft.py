@@ -1,6 +1,7 @@
 """A draft as a plain transformers folder: safetensors, config, tokenizer; a parallel one with its parts beside it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from decoding.model.header import read_object
 from decoding.model.loading import TOKENIZER_PROBE, load_model, load_tokenizer
 from decoding.model.parallel import ParallelParts, is_parallel_folder, read_config
 from decoding.model.vocabulary import read_output_tokens, write_output_tokens
+from decoding.rules.best_tree import Paths
 from trainer.export.card import Artefact
 from trainer.export.readback import check_bit_equal
 from trainer.files.transformers4 import write_model
@@ -21,11 +23,14 @@ PARD_TOKEN = "pard_token"
 """Key of config.json for the id of a parallel draft's mask token (PARD's published code, vLLM)."""
 
 
-def write(source: Path, folder: Path, format: str) -> tuple[Artefact, str]:
+def write(source: Path, folder: Path, format: str, tree: Paths = ()) -> tuple[Artefact, str]:
     """Write the draft in ``source`` to ``folder``, read it back, compare weights, logits and tokenizer.
 
     In the format ``draft`` a parallel draft is for any program that drafts in parallel by mask tokens: ValueError for
-    one with a bias or a reader of the target. Returns the card's description, and a sentence on the comparison.
+    one with a bias or a reader of the target.
+
+    ``tree`` replaces that of a parallel draft unless it is empty. Returns the card's description, and a sentence on the
+    comparison.
     """
     if is_parallel_folder(source) and format == "draft":
         _check_plain(source)
@@ -40,7 +45,7 @@ def write(source: Path, folder: Path, format: str) -> tuple[Artefact, str]:
     check_bit_equal(model.state_dict(), read_model.state_dict(), folder)
     check_bit_equal({"logits": _probe_logits(model)}, {"logits": _probe_logits(read_model)}, folder)
     _check_same_tokenizer(tokenizer, read_tokenizer, folder)
-    parts = _write_parts(source, folder, model.dtype)
+    parts = _write_parts(source, folder, model.dtype, tree)
     modules = [model] if parts is None else [model, parts]
     artefact = Artefact(
         format=format,
@@ -67,7 +72,7 @@ def _check_plain(source: Path) -> None:
         )
 
 
-def _write_parts(source: Path, folder: Path, dtype: torch.dtype) -> ParallelParts | None:
+def _write_parts(source: Path, folder: Path, dtype: torch.dtype, tree: Paths) -> ParallelParts | None:
     """Write a parallel draft's parts, read them back and compare; None for an ordinary draft.
 
     The mask token also stands in config.json, under the name by which vLLM looks for it.
@@ -75,6 +80,8 @@ def _write_parts(source: Path, folder: Path, dtype: torch.dtype) -> ParallelPart
     if not is_parallel_folder(source):
         return None
     parts = ParallelParts.from_pretrained(source, dtype)
+    if tree:
+        parts.config = replace(parts.config, tree=tree)
     parts.save_pretrained(folder)
     config = read_object(folder / "config.json", "export again") | {PARD_TOKEN: parts.config.mask_token}
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

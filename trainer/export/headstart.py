@@ -1,8 +1,10 @@
 """Heads in this project's own format, which `MedusaHeads` reads: config.json, model.safetensors."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from decoding.model.heads import MedusaHeads
+from decoding.rules.best_tree import Paths
 from trainer.export.card import Artefact
 from trainer.export.readback import check_bit_equal
 
@@ -25,12 +27,14 @@ def describe_heads(heads: MedusaHeads, format: str) -> Artefact:
     )
 
 
-def write(source: Path, folder: Path) -> tuple[Artefact, str]:
-    """Write the heads in ``source`` to ``folder``, read them back, compare.
+def write(source: Path, folder: Path, tree: Paths = ()) -> tuple[Artefact, str]:
+    """Write the heads in ``source`` to ``folder``, read them back, compare; ``tree`` replaces theirs unless empty.
 
     Returns the card's description of them, and a sentence on the comparison.
     """
     heads = MedusaHeads.from_pretrained(source)
+    if tree:
+        heads.config = replace(heads.config, tree=tree)
     heads.save_pretrained(folder)
     read = MedusaHeads.from_pretrained(folder)
     if read.config != heads.config:

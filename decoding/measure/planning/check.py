@@ -1,0 +1,105 @@
+"""The check of a plan: the planned forms measured beside plain decoding, in turns, on prompts it was not made from."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from decoding.drafters.base import Drafter
+from decoding.drafters.registry import parse_drafter
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
+from decoding.measure.planning.families import Load
+from decoding.metrics import ratio_of_rates
+from decoding.model.causal_lm import CausalLM
+
+_PLAIN = "plain"
+_BATCHES = 4
+Group = tuple[float, float, int]
+"""Tokens, seconds and passes of one group of prompts, without its prefills."""
+
+
+def check_plan(
+    target: CausalLM,
+    load: Load,
+    plan: Mapping[str, Any],
+    prompts: Sequence[Sequence[int]],
+    config: DecodingConfig,
+    rounds: int = 1,
+    advance: Callable[[], Any] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Measure the best form of every drafter at every batch size; return predicted and measured speed-ups.
+
+    ``plan`` holds the figures of `decoding.measure.planning.make.Planner.run`. ``advance`` is called after each batch
+    size. The prompts are decoded in groups of four batches, in which a waiting prompt takes the row of a finished one,
+    by all methods in turn and in rotating order. ValueError with fewer prompts than rows, which would stay empty.
+    """
+    largest = max(cell["batch_size"] for cell in plan["cells"])
+    if len(prompts) < largest:
+        raise ValueError(f"{len(prompts)} prompts to check with do not fill a batch of {largest}: give more of them")
+    rows: list[dict[str, Any]] = []
+    for cell in plan["cells"]:
+        if cell["context"] is not None:
+            continue
+        chosen = {choice["best"]["spec"]: choice for choice in cell["choices"]}
+        drafters: dict[str, Drafter | None] = {_PLAIN: None}
+        drafters |= {spec: load(parse_drafter(spec)) for spec in chosen}
+        groups = measure_in_turns(target, drafters, prompts, config, cell["batch_size"], rounds)
+        rows += [_row(cell["batch_size"], choice, groups[spec], groups[_PLAIN]) for spec, choice in chosen.items()]
+        advance()
+    return rows
+
+
+def measure_in_turns(
+    target: CausalLM,
+    drafters: Mapping[str, Drafter | None],
+    prompts: Sequence[Sequence[int]],
+    config: DecodingConfig,
+    batch_size: int,
+    rounds: int,
+) -> dict[str, list[Group]]:
+    """Decode the prompts by every drafter (None: plainly) in turns; return the groups of each, their rounds summed."""
+    # Few of a group's steps are those of its last texts, beside which rows are empty.
+    count = max(1, len(prompts) // (_BATCHES * batch_size))
+    groups = [prompts[first::count] for first in range(count)]
+    names = list(drafters)
+    for name in names:
+        _decode(target, drafters[name], groups[0][:batch_size], config, batch_size)  # warm-up
+    found: dict[str, list[Group]] = {name: [(0.0, 0.0, 0)] * len(groups) for name in names}
+    for turn in range(rounds * len(groups)):
+        place = turn % len(groups)
+        shift = turn % len(names)
+        seeded = replace(config, seed=config.seed + turn * len(prompts))
+        for name in (*names[shift:], *names[:shift]):
+            before, now = found[name][place], _decode(target, drafters[name], groups[place], seeded, batch_size)
+            found[name][place] = (before[0] + now[0], before[1] + now[1], before[2] + now[2])
+    return found
+
+
+def _decode(
+    target: CausalLM,
+    drafter: Drafter | None,
+    group: Sequence[Sequence[int]],
+    config: DecodingConfig,
+    batch_size: int,
+) -> Group:
+    engine = Engine(target, drafter)
+    steps = [step for _, step in engine.steps(group, config, batch_size=batch_size) if not step.is_prefill]
+    return float(sum(len(step.tokens) for step in steps)), sum(step.total_seconds for step in steps), len(steps)
+
+
+def _row(batch_size: int, choice: Mapping[str, Any], mine: Sequence[Group], plain: Sequence[Group]) -> dict[str, Any]:
+    """Compare one prediction with its measurement. Their ratio is above 1 where the plan promised too much."""
+    pairs = [(*ours[:2], *theirs[:2]) for ours, theirs in zip(mine, plain, strict=True)]
+    measured = ratio_of_rates(pairs)
+    best = choice["best"]
+    tokens = sum(group[0] for group in mine) / max(1, sum(group[2] for group in mine))
+    return {
+        "batch_size": batch_size,
+        "drafter": choice["drafter"],
+        "spec": best["spec"],
+        "predicted": best["speedup"],
+        "measured": measured._asdict(),
+        "ratio": best["speedup"] / measured.value,
+        "tokens_per_pass": {"predicted": best["tokens_per_pass"], "measured": tokens},
+        "cost": {"predicted": best["cost"], "measured": tokens / measured.value},
+    }

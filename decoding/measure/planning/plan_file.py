@@ -1,0 +1,173 @@
+"""plan.json: written with fingerprints of all that was measured, and read by those that decode, measure or export."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from decoding.drafters.registry import parse_drafter
+from decoding.drafters.spec import DrafterSpec
+from decoding.measure.machine import hardware
+from decoding.measure.planning.choose import LEAST_GAIN
+from decoding.measure.planning.step_costs import StepCosts, StepSeconds
+from decoding.model.cost_curve import Costs
+from decoding.model.fingerprint import stored_fingerprint
+from decoding.model.header import read_object
+from decoding.policies import PLAIN, Budget
+
+FORMAT = "headstart plan 1"
+_REMEDY = "make one with `headstart plan`"
+
+
+def plan_fingerprints(target: str, specs: Sequence[DrafterSpec], trusted: bool = False) -> dict[str, Any]:
+    """Return the fingerprints of a target and of each drafter's weights, by spec; null for one without weights."""
+    return {
+        "target": stored_fingerprint(target, trusted),
+        "drafters": {
+            str(spec): None if spec.path is None else stored_fingerprint(spec.path, trusted) for spec in specs
+        },
+    }
+
+
+def write_plan(content: Mapping[str, Any], path: Path) -> None:
+    """Write a plan as JSON. ``content`` holds the figures of `Planner.run`, ``dtype``, ``fingerprints`` and more."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"format": FORMAT, **content}, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def read_plan(path: Path) -> "Plan":
+    """Read a plan. ValueError if the file is missing or is none."""
+    if not path.is_file():
+        raise ValueError(f"there is no plan {path}: {_REMEDY}")
+    content = read_object(path, _REMEDY)
+    if content.get("format") != FORMAT:
+        raise ValueError(f"{path} is no plan of this version (its format is {content.get('format')!r}): {_REMEDY}")
+    return Plan(str(path), content)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan that was read. ``name`` is its file's, for errors."""
+
+    name: str
+    content: Mapping[str, Any]
+
+    def check(self, target: str, dtype: str, trusted: bool = False) -> list[str]:
+        """Return warnings; ValueError if the plan was made for another target, other drafters' weights or dtype.
+
+        ``target``: folder or Hub id. ``dtype``: as torch writes it, such as ``bfloat16``.
+        """
+        known = self.content["fingerprints"]
+        if (found := stored_fingerprint(target, trusted)) != known["target"]:
+            raise ValueError(
+                f"{self.name} was made for the target {known['target']}, but {Path(target).name} is {found}: {_REMEDY} "
+                "for this target"
+            )
+        if dtype != self.content["dtype"]:
+            raise ValueError(
+                f"{self.name} was made in {self.content['dtype']}, where other costs hold than in {dtype}: {_REMEDY} "
+                "in this dtype, or give --dtype"
+            )
+        for spec, fingerprint in known["drafters"].items():
+            path = parse_drafter(spec).path
+            if path is not None and (found := stored_fingerprint(path, trusted)) != fingerprint:
+                raise ValueError(
+                    f"{self.name} was made with the drafter {fingerprint}, but {Path(path).name} is {found}: {_REMEDY} "
+                    "with these weights"
+                )
+        if hardware() != self.content["hardware"]:
+            return [f"{self.name} was made on another machine: its costs, and so its choices, may not hold here"]
+        return []
+
+    def choice(self, batch_size: int, context: int | None = None) -> dict[str, Any] | None:
+        """Return the choice with the greatest speed-up in the nearest cell; None where plain decoding is as fast.
+
+        ``context``: the tokens of the prompt; None takes the prompts of the plan at their own lengths.
+        """
+        choices = self._cell(batch_size, context)["choices"]
+        found: dict[str, Any] = max((choice["best"] for choice in choices), key=lambda best: best["speedup"])
+        return found if found["speedup"] >= LEAST_GAIN else None
+
+    def _cell(self, batch_size: int, context: int | None) -> dict[str, Any]:
+        def far(cell: Mapping[str, Any]) -> tuple[float, float]:
+            if context is None:
+                away = 0.0 if cell["context"] is None else math.inf
+            else:
+                away = abs(math.log((cell["context"] or self.content["text_tokens"]) / max(context, 1)))
+            return abs(math.log(cell["batch_size"] / batch_size)), away
+
+        found: dict[str, Any] = min(self.content["cells"], key=far)
+        return found
+
+    def policy_costs(self, spec: str, budgets: Sequence[Budget]) -> dict[int, Costs]:
+        """Return the costs, by batch size, from which the measured policy may start in place of a survey.
+
+        ``spec`` is a planned form of one of the plan's drafters, ``budgets`` its sizes; the contexts are the prompts'.
+        ValueError for a drafter that the plan does not have.
+        """
+        drafter = next((held for held in self.content["drafters"] if _same(held["drafter"], spec)), None)
+        if drafter is None:
+            raise ValueError(f"{self.name} has no costs of {spec}: {_REMEDY} with this drafter")
+        return {
+            held["batch_size"]: self._step_costs(held).policy_costs(budgets)
+            for held in drafter["costs"]
+            if held["context"] is None
+        }
+
+    def _step_costs(self, held: Mapping[str, Any]) -> StepCosts:
+        place = held["batch_size"], held["context"]
+        curve = next(each for each in self.content["curves"] if (each["batch_size"], each["context"]) == place)
+        steps = {
+            Budget(step["depth"], step["nodes"]): StepSeconds(step["draft"], step["verify"], step["overhead"])
+            for step in held["steps"]
+        }
+        assert PLAIN in steps
+        return StepCosts(steps, {int(size): seconds for size, seconds in curve["seconds"].items()})
+
+    def drafter_of(self, fingerprint: str) -> dict[str, Any]:
+        """Return the plan's drafter with these weights; ValueError if there is none."""
+        weights = self.content["fingerprints"]["drafters"]
+        for held in self.content["drafters"]:
+            if weights[held["drafter"]] == fingerprint:
+                found: dict[str, Any] = held
+                return found
+        raise ValueError(f"{self.name} was made with other weights than those to export ({fingerprint}): {_REMEDY}")
+
+    def best_of(self, spec: str, batch_size: int = 1) -> dict[str, Any]:
+        """Return the choice of one drafter, by its spec in the plan, for prompts at their own lengths."""
+        choices = self._cell(batch_size, None)["choices"]
+        found: dict[str, Any] = next(choice for choice in choices if choice["drafter"] == spec)
+        return found
+
+
+def vllm_config(drafter: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return vLLM's speculative config of one of a plan's drafters, its depths by batch size among it; None without.
+
+    vLLM 0.32 wants ranges that start at 1 and do not overlap, bounds included; the last depth also holds for larger
+    batches, and a depth of 0 drafts nothing. Only draft models and n-gram lookup take them: with Medusa heads and
+    parallel drafts its code asserts, or relies on, one depth.
+    """
+    spec, ranges = parse_drafter(drafter["drafter"]), drafter["depth_by_batch_size"] or ()
+    deepest = max((depth for _, _, depth in ranges), default=0)
+    if not deepest or spec.name not in ("draft", "lookup"):
+        return None
+    lookup = {"method": "ngram", "prompt_lookup_max": spec.options.get("ngram", 3)}
+    method = lookup if spec.name == "lookup" else {"method": "draft_model", "model": spec.path}
+    return {
+        **method,
+        "num_speculative_tokens": deepest,
+        "num_speculative_tokens_per_batch_size": [list(found) for found in ranges],
+    }
+
+
+def _same(asked: str, form: str) -> bool:
+    """Return True if ``form`` is a form of the drafter that was asked for: it may differ in its tokens or tree."""
+    first, second = parse_drafter(asked), parse_drafter(form)
+    free = ("tokens", "tree")
+
+    def fixed(spec: DrafterSpec) -> dict[str, Any]:
+        return {name: value for name, value in spec.options.items() if name not in free}
+
+    return (first.name, first.path, fixed(first)) == (second.name, second.path, fixed(second))

@@ -1,0 +1,249 @@
+"""`headstart plan` on tiny models, and all that reads its file: generate, evaluate, the measured policy, exports."""
+
+# ruff: noqa: F811  # a fixture of another module is a parameter here
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cli import models, run  # noqa: F401  # a fixture
+from tiny_models import tiny_model
+from tiny_tokenizer import byte_tokenizer
+
+from decoding.drafters.registry import parse_drafter
+from decoding.measure.planning.plan_file import read_plan, vllm_config
+from decoding.model.heads import MedusaHeads
+from decoding.policies import Budget, MeasuredPolicy
+from trainer.commands.options import GenerateOptions
+from trainer.commands.plan import planned
+from trainer.export import export
+
+QUICK = ("--max-new-tokens", "8", "--seconds", "0.05", "--limit", "2", "--dtype", "fp32", "--max-nodes", "6")
+
+
+@pytest.fixture(scope="module")
+def plan_path(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan with heads, a draft and a lookup at two batch sizes and one context, checked."""
+    folder = tmp_path_factory.mktemp("plan")
+    rows = [{"prompt": text} for text in ("def f(x):", "import os", "for i in", "a = b + c")]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, output = run(
+        "plan", "--target", str(models / "target"), "--prompts", str(folder / "prompts.jsonl"), *QUICK,
+        "--drafter", f"heads:{models / 'heads'}", "--drafter", f"draft:{models / 'draft'}",
+        "--drafter", "lookup:tokens=3", "--batch-size", "1,2", "--context", "40,4000", "--check",
+        "--output", str(folder),
+    )  # fmt: skip
+    assert code == 0, output
+    assert "What to draft here" in output and "The plan against its measurement" in output
+    assert "batch 1:" in output and "batch 2:" in output
+    assert "left out, as target and draft cannot hold them: contexts of 4000" in output
+    return folder / "plan.json"
+
+
+def content_of(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def test_a_plan_has_a_choice_of_every_drafter_in_every_cell(plan_path: Path) -> None:
+    plan = content_of(plan_path)
+    assert [(cell["batch_size"], cell["context"]) for cell in plan["cells"]] == [(1, None), (2, None), (1, 40), (2, 40)]
+    for cell in plan["cells"]:
+        assert [choice["drafter"].split(":")[0] for choice in cell["choices"]] == ["heads", "draft", "lookup"]
+        for choice in cell["choices"]:
+            form = choice["best"]
+            parse_drafter(form["spec"])  # what generate and evaluate are given
+            assert form["speedup"] == pytest.approx(form["tokens_per_pass"] / form["cost"])
+            assert form["cost"] == pytest.approx(sum(form["seconds"].values()) / choice["plain_seconds"])
+            assert form["speedup"] >= choice["best_chain"]["speedup"] - 1e-12
+    heads, draft, lookup = plan["drafters"]
+    assert (heads["kind"], draft["kind"], lookup["kind"]) == ("tree", "chain", "chain")
+    assert len(heads["shares"]) >= 1 and set(lookup["tokens_per_pass_of_chains"]) == {"1", "2", "3"}
+    assert len(plan["curves"]) == 4 and all(set(curve["seconds"]) >= {"1", "64", "128"} for curve in plan["curves"])
+    assert (plan_path.parent / "plan.svg").read_text().lstrip().startswith("<?xml")
+
+
+def test_the_check_sets_each_prediction_beside_its_measurement(plan_path: Path) -> None:
+    rows = content_of(plan_path)["check"]
+    assert [(row["batch_size"], row["drafter"].split(":")[0]) for row in rows] == [
+        (rows_at_once, name) for rows_at_once in (1, 2) for name in ("heads", "draft", "lookup")
+    ]
+    for row in rows:
+        assert row["ratio"] == pytest.approx(row["predicted"] / row["measured"]["value"])
+        assert row["tokens_per_pass"]["measured"] >= 1
+
+
+def planned_as(plan_path: Path, folder: Path, form: str, speedup: float) -> Path:
+    """The plan, with this form and speed-up as the best of the first drafter in every cell."""
+    plan = content_of(plan_path)
+    for cell in plan["cells"]:
+        for place, choice in enumerate(cell["choices"]):
+            choice["best"]["speedup"] = speedup if place == 0 else 0.5
+        cell["choices"][0]["best"]["spec"] = form
+    path = folder / "planned.json"
+    path.write_text(json.dumps(plan))
+    return path
+
+
+def test_generate_and_evaluate_draft_as_planned(models: Path, plan_path: Path, tmp_path: Path) -> None:
+    form = f"heads:{models / 'heads'},tree=0/0.0"
+    path = planned_as(plan_path, tmp_path, form, 1.5)
+    shared = ("--target", str(models / "target"), "--dtype", "fp32", "--max-new-tokens", "8", "--plan", str(path))
+    code, output = run("generate", "--prompt", "def f", *shared)
+    assert code == 0 and "medusa, tree of 2 (lossless)" in output
+    code, output = run(
+        "evaluate", "--prompts", str(models / "prompts.jsonl"), *shared, "--output", str(tmp_path / "report"),
+        "--settings", "greedy",
+    )  # fmt: skip
+    assert code == 0, output
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert "medusa, tree of 2" in {row["method"] for row in report["rows"]}
+
+
+def test_where_the_plan_finds_no_gain_generate_decodes_plainly_and_says_so(
+    models: Path,
+    plan_path: Path,
+    tmp_path: Path,
+) -> None:
+    path = planned_as(plan_path, tmp_path, f"heads:{models / 'heads'}", 0.9)
+    code, output = run(
+        "generate", "--target", str(models / "target"), "--dtype", "fp32", "--prompt", "def f", "--max-new-tokens", "6",
+        "--plan", str(path), "--temperature", "0.5",
+    )  # fmt: skip
+    assert code == 0 and "plain decoding (lossless)" in output
+    assert "finds no drafter that gains 2% over plain decoding" in output
+    assert "was made at temperature 0, not 0.5" in output
+
+
+def test_the_measured_policy_starts_from_the_plan_s_costs_without_a_survey(
+    models: Path,
+    plan_path: Path,
+    tmp_path: Path,
+) -> None:
+    path = planned_as(plan_path, tmp_path, f"draft:{models / 'draft'},tokens=2", 1.5)
+    options = GenerateOptions(target=str(models / "target"), prompt="", dtype="fp32")
+    found = planned(path, options)
+    assert found.drafter is not None
+    costs = found.plan.policy_costs(found.drafter, [Budget(1, 2), Budget(2, 3)])
+    assert sorted(costs) == [1, 2] and all(held.pass_over(1) > 0 and held.draft_to(2) > 0 for held in costs.values())
+    policy = MeasuredPolicy(costs)
+
+    def never(*_: object) -> Any:
+        raise AssertionError("nothing is to be rehearsed")
+
+    policy.begin([Budget(1, 2)], 2, never)
+    with pytest.raises(ValueError, match="has no costs of lookup"):
+        found.plan.policy_costs("lookup:ngram=4", [Budget(1, 2)])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "other"}, "is no plan of this version"),
+        ({"dtype": "bfloat16"}, "was made in bfloat16, where other costs hold than in float32"),
+        ({"fingerprints": {"target": "feed", "drafters": {}}}, "was made for the target feed, but target is"),
+    ],
+)
+def test_a_plan_of_something_else_is_refused_in_a_sentence(
+    models: Path,
+    plan_path: Path,
+    tmp_path: Path,
+    change: dict[str, Any],
+    message: str,
+) -> None:
+    path = tmp_path / "changed.json"
+    path.write_text(json.dumps(content_of(plan_path) | change))
+    with pytest.raises(ValueError, match=message):
+        planned(path, GenerateOptions(target=str(models / "target"), prompt="", dtype="fp32"))
+
+
+def test_a_plan_with_other_weights_is_refused_and_one_of_another_machine_is_told(
+    models: Path,
+    plan_path: Path,
+    tmp_path: Path,
+) -> None:
+    content = content_of(plan_path)
+    options = GenerateOptions(target=str(models / "target"), prompt="", dtype="fp32")
+    elsewhere = tmp_path / "elsewhere.json"
+    elsewhere.write_text(json.dumps(content | {"hardware": {"processor": "another"}}))
+    assert "was made on another machine" in planned(elsewhere, options).notes[0]
+    content["fingerprints"]["drafters"][f"draft:{models / 'draft'}"] = "feed"
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="was made with the drafter feed, but draft is"):
+        planned(other, options)
+    with pytest.raises(ValueError, match="there is no plan"):
+        planned(tmp_path / "missing.json", options)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--drafter", "lookup", "--drafter", "lookup"), "--drafter lookup is given twice"),
+        (("--drafter", "lookup", "--batch-size", "0"), "--batch-size is 0"),
+        (("--drafter", "lookup", "--context", "much"), "--context is much"),
+        (("--drafter", "nothing"), "no drafter is called 'nothing'"),
+    ],
+)
+def test_a_mistake_is_found_before_the_target_is_read(given: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    code, output = run("plan", "--target", "nowhere", "--prompts", "none.jsonl", "--output", str(tmp_path), *given)
+    assert code == 2 and message in output
+
+
+def test_an_export_takes_the_planned_tree_and_tells_the_depths(
+    models: Path,
+    plan_path: Path,
+    tmp_path: Path,
+) -> None:
+    content = content_of(plan_path)
+    for cell in content["cells"]:
+        cell["choices"][0]["best"]["tree"] = [[0], [1], [0, 0]]
+    content["drafters"][0]["depth_by_batch_size"] = [[1, 1, 2], [2, 2, 0]]
+    content["drafters"][1]["depth_by_batch_size"] = [[1, 1, 3], [2, 2, 0]]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(content))
+    export(models / "heads", tmp_path / "heads", "headstart", plan=path)
+    assert MedusaHeads.from_pretrained(tmp_path / "heads").config.tree == ((0,), (1,), (0, 0))
+    export(models / "heads", tmp_path / "vllm", "vllm", plan=path)
+    card = (tmp_path / "vllm" / "README.md").read_text()
+    assert "`[[1,2],[2,2,0]]`" not in card and "`[[1,1,2],[2,2,0]]`" in card
+    assert '"num_speculative_tokens":4}' in card  # vLLM would not start with a schedule for heads
+    export(models / "draft", tmp_path / "draft", "draft", plan=path)
+    card = (tmp_path / "draft" / "README.md").read_text()
+    command = next(line for line in card.splitlines() if line.startswith("vllm serve"))
+    config = json.loads(command.split("--speculative-config ")[1].strip("'"))
+    assert config == {
+        "method": "draft_model", "model": "DIR", "num_speculative_tokens": 3,
+        "num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 2, 0]],
+    }  # fmt: skip
+    content["drafters"][1]["depth_by_batch_size"] = [[1, 2, 0]]
+    path.write_text(json.dumps(content))
+    export(models / "draft", tmp_path / "useless", "draft", plan=path)
+    card = (tmp_path / "useless" / "README.md").read_text()
+    assert "found no batch size at which a chain of these drafts pays" in card and "_per_batch_size" not in card
+
+
+def test_weights_that_the_plan_does_not_have_are_not_exported_with_it(plan_path: Path, tmp_path: Path) -> None:
+    tiny_model(vocab=128, seed=5).save_pretrained(tmp_path / "other")
+    byte_tokenizer().save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="was made with other weights than those to export"):
+        export(tmp_path / "other", tmp_path / "out", "draft", plan=plan_path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_vllm_s_config_is_literal_for_draft_models_and_lookups_and_none_for_the_others() -> None:
+    """The rules of vLLM 0.32: ranges from 1 on, without overlaps, a depth of 0 where nothing is drafted."""
+    ranges = [[1, 2, 4], [3, 8, 0]]
+    assert vllm_config({"drafter": "draft:DIR", "depth_by_batch_size": ranges}) == {
+        "method": "draft_model", "model": "DIR", "num_speculative_tokens": 4,
+        "num_speculative_tokens_per_batch_size": ranges,
+    }  # fmt: skip
+    found = vllm_config({"drafter": "lookup:ngram=2", "depth_by_batch_size": ranges})
+    assert found is not None and (found["method"], found["prompt_lookup_max"]) == ("ngram", 2)
+    assert vllm_config({"drafter": "draft:DIR", "depth_by_batch_size": [[1, 8, 0]]}) is None
+    assert vllm_config({"drafter": "heads:DIR", "depth_by_batch_size": ranges}) is None
+
+
+def test_a_plan_reads_back(plan_path: Path) -> None:
+    plan = read_plan(plan_path)
+    assert plan.choice(1) is None or plan.choice(1)["spec"] in plan_path.read_text()

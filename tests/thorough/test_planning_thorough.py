@@ -1,0 +1,122 @@
+"""Plans of every family of drafters on tiny models: acceptance that is the loop's own, greedy and sampled."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from tiny_models import tiny_model
+from tiny_parallel import tiny_parallel_draft
+
+from decoding.drafters import Drafter
+from decoding.drafters.registry import LoadedWeights, named_drafter
+from decoding.drafters.spec import DrafterSpec
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
+from decoding.measure.planning.acceptance import WatchedDrafter, decode_passes
+from decoding.measure.planning.families import family_of, first_tree
+from decoding.measure.planning.make import Place, PlanConfig, Planner
+from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.rules.sampling import SamplingConfig
+
+PROMPTS = [(4, 5, 6), (7, 8), (9, 10, 11), (12, 4, 5, 6)]
+QUICK = PlanConfig(batch_sizes=(1, 2), contexts=(), max_new_tokens=16, most_nodes=8, seconds=0.05, sizes=(1, 2, 4, 8))
+
+
+@pytest.fixture
+def load(tiny_llama: CausalLM, tiny_draft: CausalLM) -> Callable[[DrafterSpec], Drafter]:
+    """Drafters by the name of their weights; the draft "same" is the target itself."""
+    weights: dict[str, LoadedWeights] = {
+        "heads": MedusaHeads.for_target(tiny_llama.model, MedusaConfig(16, 16, num_heads=3, tree=((0,),))),
+        "same": CausalLM(tiny_model("llama")),
+        "other": tiny_draft,
+        "parallel": tiny_parallel_draft(tiny_llama),
+    }
+    return lambda spec: named_drafter(spec.name, None if spec.path is None else weights[spec.path], **spec.options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", ["heads", "parallel"])
+def test_a_watched_drafter_writes_the_same_texts_and_records_what_was_accepted(
+    tiny_llama: CausalLM, load: Callable[[DrafterSpec], Drafter], name: str, temperature: float
+) -> None:
+    spec = DrafterSpec(name, name, {"tree": first_tree(3, 4, 9)})
+    config, watched = DecodingConfig(24, SamplingConfig(temperature)), WatchedDrafter(load(spec))
+    plain = Engine(tiny_llama, load(spec)).decode(PROMPTS, config, batch_size=2)
+    seen = Engine(tiny_llama, watched).decode(PROMPTS, config, batch_size=2)
+    assert [one.tokens for one in seen] == [one.tokens for one in plain]
+    # A pass is recorded when the next one begins: all but each text's last, if it had room for the whole tree.
+    counted = [step for one in seen for step in one.steps[1:-1] if step.room >= 3]
+    last = [one.steps[-1] for one in seen if one.steps[-1].room >= 3]
+    record = watched.record
+    assert len(counted) <= record.passes <= len(counted) + len(last)
+    accepted = sum(len(path) * count for path, count in record.paths.items())
+    assert accepted == sum(step.accepted for step in counted)
+    tree = [path for path in record.drafted if path in record.drafted]
+    assert record.expected_accepted(tree) == pytest.approx(accepted / record.passes)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_equal_to_the_target_is_accepted_whole_at_every_depth(
+    tiny_llama: CausalLM, load: Callable[[DrafterSpec], Drafter], temperature: float
+) -> None:
+    config = DecodingConfig(31, SamplingConfig(temperature))  # the prefill's token, and ten passes of three
+    passes = decode_passes(tiny_llama, load(DrafterSpec("draft", "same", {"tokens": 2})), PROMPTS, config, 2)
+    assert passes.tokens_per_pass() == 3.0 and passes.tokens_per_pass(1) == 2.0
+    assert passes.reached() == [1.0, 1.0]
+
+
+def test_families_are_as_free_as_their_spec_leaves_them(load: Callable[[DrafterSpec], Drafter]) -> None:
+    def kind(name: str, path: str | None = None, **options: object) -> tuple[str, int]:
+        family = family_of(DrafterSpec(name, path, options), load, most_nodes=8, most_depth=5)
+        return family.kind, family.depth
+
+    assert kind("heads", "heads") == ("tree", 3)
+    assert kind("heads", "heads", tree=((0,), (1,))) == ("fixed", 1)
+    assert kind("heads", "heads", dynamic_nodes=6) == ("fixed", 3)
+    assert kind("parallel", "parallel") == ("tree", 3)  # a first tree of 7 nodes is no deeper
+    assert kind("parallel", "parallel", tokens=2) == ("chain", 2)
+    assert kind("draft", "other") == ("chain", 5)
+    assert kind("draft", "other", tokens=3) == ("chain", 3)
+    assert kind("draft", "other", branching=(2, 1)) == ("fixed", 2)
+    assert kind("lookup") == ("chain", 10)
+    assert kind("lookup", branches=2) == ("fixed", 10)
+    assert kind("draft-tree", "other")[0] == "fixed"
+    assert kind("hybrid", "heads", of="heads")[0] == "fixed"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_plan_of_every_family_expects_of_its_choice_what_the_loop_decodes(
+    tiny_llama: CausalLM, load: Callable[[DrafterSpec], Drafter], temperature: float
+) -> None:
+    specs = [
+        DrafterSpec("heads", "heads", {}),
+        DrafterSpec("parallel", "parallel", {}),
+        DrafterSpec("draft", "same", {}),
+        DrafterSpec("lookup", None, {"tokens": 3}),
+        DrafterSpec("hybrid", "heads", {"of": "heads"}),
+        DrafterSpec("draft-tree", "other", {"depth": 2, "nodes": 6}),
+    ]
+    specs = specs if temperature == 0 else specs[:2]  # those that draw trees
+    config = replace(QUICK, temperature=temperature, batch_sizes=(2,))
+    planner = Planner(tiny_llama, load, specs, PROMPTS, config)
+    plan = planner.run()
+    assert [len(cell["choices"]) for cell in plan["cells"]] == [len(specs)]
+    for cell in plan["cells"]:
+        for spec, choice in zip(specs, cell["choices"], strict=True):
+            form, family = choice["best"], family_of(spec, load, 8, config.deepest)
+            drafted = load(family.of_tree(tuple(map(tuple, form["tree"])))) if form["tree"] else family.drafter
+            passes = decode_passes(tiny_llama, drafted, PROMPTS, config.decoding, 2)
+            cut = form["depth"] if family.kind == "chain" else None
+            assert form["tokens_per_pass"] == pytest.approx(passes.tokens_per_pass(cut))
+            assert choice["best_tree"] is None or choice["best_tree"]["nodes"] > choice["best_tree"]["depth"] + 1
+
+
+def test_costs_of_a_cell_hold_plain_steps_and_every_size_that_fits(
+    tiny_llama: CausalLM, load: Callable[[DrafterSpec], Drafter]
+) -> None:
+    planner = Planner(tiny_llama, load, [DrafterSpec("draft", "other", {"tokens": 4})], PROMPTS, QUICK)
+    place = Place(2, None)
+    costs = planner.costs(planner.families[0], place, planner.curve(place))
+    assert {budget.depth for budget in costs.found} == {0, 1, 2, 3, 4}
+    assert all(part >= 0 for step in costs.found.values() for part in step)

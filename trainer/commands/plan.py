@@ -1,0 +1,165 @@
+"""`headstart plan`: what to draft on this machine, at every batch size and context; and plans for other commands."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from decoding.drafters import Drafter
+from decoding.drafters.registry import DrafterLoader, parse_drafter
+from decoding.drafters.spec import DrafterSpec
+from decoding.measure.machine import commit, hardware, versions
+from decoding.measure.planning.check import check_plan
+from decoding.measure.planning.choose import LEAST_GAIN
+from decoding.measure.planning.make import PlanConfig, Planner
+from decoding.measure.planning.picture import check_table, plan_table, write_picture
+from decoding.measure.planning.plan_file import Plan, plan_fingerprints, read_plan, vllm_config, write_plan
+from decoding.measure.planning.sentences import verdict
+from decoding.measure.redact import published_command
+from decoding.measure.rows import without_nan
+from decoding.model.fingerprint import prompts_fingerprint, tokenizer_fingerprint
+from decoding.model.loading import eos_token_ids, load_tokenizer, parse_dtype
+from decoding.policies import MeasuredPolicy, Policy, named_policy
+from decoding.prompts import read_prompts
+from trainer.commands.options import ModelOptions, PlanOptions
+from trainer.commands.target import read_target
+from trainer.commands.usage import listed, numbers
+from trainer.quickstart import resolve
+from trainer.terminal.console import say, standard_error, standard_output, wide
+from trainer.terminal.progress import ProgressBar
+
+
+def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, Any]:
+    """Measure, choose, print the tables, write plan.json and plan.svg; returns the plan."""
+    watched, console = console or standard_error(), console or standard_output()
+    specs = _specs(options.drafter)
+    config = _config(options)
+    target = read_target(options.target, options)
+    tokenizer = load_tokenizer(resolve(options.target), options.trust_remote_code)
+    config = replace(config, eos_token_ids=eos_token_ids(target.model, tokenizer))
+    limit = options.limit * (2 if options.check else 1)
+    read = read_prompts(resolve(options.prompts), tokenizer, limit, options.prompt_field, options.prompt_tokens)
+    prompts, others = read[: options.limit], read[options.limit :]
+    made_by = {**_made_by(options, specs), "dtype": str(target.dtype).removeprefix("torch.")}
+    made_by["fingerprints"] |= {
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "prompts": prompts_fingerprint(prompts),
+    }
+    loader = DrafterLoader(target, tokenizer, options.trust_remote_code)
+    planner = Planner(target, loader.load, specs, prompts, config)
+    with ProgressBar(watched, "planning", planner.steps) as bar:
+        planner.advance = bar.advance
+        figures = {**made_by, **planner.run()}
+    if options.check:
+        if not others:
+            say(console, f"note: {options.prompts} has no prompts behind those of the plan: it is checked on the same")
+        with ProgressBar(watched, "checking", len(config.batch_sizes)) as bar:
+            checked = others or prompts
+            plan["check"] = check_plan(target, loader.load, plan, checked, config.decoding, options.rounds, bar.advance)
+    plan: dict[str, Any] = without_nan(figures)
+    write_plan(plan, options.output / "plan.json")
+    write_picture(plan, options.output / "plan.svg")
+    _print(plan, wide(console))
+    say(console, f"written: {options.output / 'plan.json'}, {options.output / 'plan.svg'}")
+    return plan
+
+
+def _specs(asked: Sequence[str]) -> list[DrafterSpec]:
+    """Read the drafters asked for; ValueError for one that is given twice."""
+    specs = [parse_drafter(text) for text in asked]
+    if again := next((spec for place, spec in enumerate(specs) if spec in specs[:place]), None):
+        raise ValueError(f"--drafter {again} is given twice: give it once")
+    return specs
+
+
+def _config(options: PlanOptions) -> PlanConfig:
+    """Return the settings that the options give, without the tokens that end a text."""
+    own_alone = listed(options.context) == ("own",)
+    contexts = () if own_alone else numbers("--context", options.context, int) or PlanConfig.contexts
+    return PlanConfig(
+        batch_sizes=numbers("--batch-size", options.batch_size, int) or PlanConfig.batch_sizes,
+        contexts=contexts,
+        temperature=options.temperature,
+        max_new_tokens=options.max_new_tokens,
+        most_nodes=options.max_nodes,
+        seed=options.seed,
+        seconds=options.seconds,
+    )
+
+
+def _made_by(options: PlanOptions, specs: Sequence[DrafterSpec]) -> dict[str, Any]:
+    """Return the plan's account of itself: command, machine, and fingerprints of target and drafters."""
+    return {
+        "command": published_command(sys.argv),
+        "hardware": hardware(),
+        "versions": versions(),
+        "commit": commit(),
+        "fingerprints": plan_fingerprints(resolve(options.target), specs, options.trust_remote_code),
+    }
+
+
+def _print(plan: dict[str, Any], console: Console) -> None:
+    """Print the tables, and for each batch size what to expect at the prompts' own lengths."""
+    console.print(plan_table(plan))
+    for cell in plan["cells"]:
+        if cell["context"] is None:
+            say(console, verdict(cell))
+    for drafter in plan["drafters"]:
+        if (config := vllm_config(drafter)) is not None:
+            say(console, f"vLLM: --speculative-config '{json.dumps(config, separators=(',', ':'))}'")
+    if left_out := plan["contexts_left_out"]:
+        say(console, f"left out, as target and draft cannot hold them: contexts of {', '.join(map(str, left_out))}")
+    if "check" in plan:
+        console.print(check_table(plan["check"]))
+
+
+# --- a plan for another command ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan that was read for a target, its choice, and what to tell the user of it."""
+
+    plan: Plan
+    drafter: str | None
+    """Spec of the planned form; None where the plan says that plain decoding is as fast."""
+    notes: tuple[str, ...] = ()
+
+    def policy(self, name: str, drafter: Drafter | None) -> Policy:
+        """Make a policy by its name; the measured one starts from the plan's costs instead of a survey."""
+        if name != "measured" or drafter is None or self.drafter is None:
+            return named_policy(name)
+        return MeasuredPolicy(self.plan.policy_costs(self.drafter, drafter.budgets))
+
+
+def planned(
+    path: Path,
+    options: ModelOptions,
+    batch_size: int = 1,
+    context: int | None = None,
+    temperature: float | None = None,
+) -> Planned:
+    """Read a plan and its choice for this batch size and context (None: the plan's own prompts).
+
+    ValueError for a plan of another target, drafter or dtype.
+    """
+    plan = read_plan(path)
+    dtype = str(parse_dtype(options.dtype)).removeprefix("torch.")
+    notes = plan.check(resolve(options.target), dtype, options.trust_remote_code)
+    if temperature is not None and temperature != plan.content["temperature"]:
+        notes.append(f"{path} was made at temperature {plan.content['temperature']:g}, not {temperature:g}")
+    choice = plan.choice(batch_size, context)
+    if choice is None:
+        notes.append(f"{path} finds no drafter that gains {LEAST_GAIN - 1:.0%} over plain decoding at this batch size")
+    return Planned(plan, None if choice is None else choice["spec"], tuple(f"note: {note}" for note in notes))
+
+
+def planned_drafters(path: Path, options: ModelOptions, batch_sizes: Sequence[int], console: Console) -> list[str]:
+    """Return the specs that a plan chooses at these batch sizes, each once; notes on it are printed."""
+    found = [planned(path, options, batch_size) for batch_size in batch_sizes]
+    say(console, *dict.fromkeys(note for each in found for note in each.notes))
+    return list(dict.fromkeys(each.drafter for each in found if each.drafter is not None))

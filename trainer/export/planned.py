@@ -1,0 +1,54 @@
+"""A plan's part for the weights to export: their tree, and the depths by batch size that servers take."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from decoding.measure.planning.plan_file import read_plan
+from decoding.measure.redact import without_local_paths
+from decoding.model.fingerprint import stored_fingerprint
+from decoding.rules.best_tree import Paths
+from decoding.rules.tree import checked_paths
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan's part for one artefact. ``machine``: the hardware of its costs, for the card."""
+
+    machine: str
+    tree: Paths
+    """Best tree at the smallest batch size; empty for a drafter that has none."""
+    schedule: tuple[tuple[int, int, int], ...]
+    """(first, last, depth) of the best chain, for all batch sizes from 1 on; a depth of 0 is plain decoding."""
+
+    @property
+    def deepest(self) -> int:
+        """Depth of the deepest chain of the schedule; 0 where none pays."""
+        return max((depth for _, _, depth in self.schedule), default=0)
+
+    @property
+    def listed(self) -> str:
+        """The schedule as JSON: ``[[1,4,3],[5,16,0]]``."""
+        return json.dumps(self.schedule, separators=(",", ":"))
+
+    @property
+    def vllm(self) -> str:
+        """The schedule as a member of vLLM's speculative config of a draft model, a comma before it; empty without one.
+
+        For other methods see `decoding.measure.planning.plan_file.vllm_config`.
+        """
+        return f',"num_speculative_tokens_per_batch_size":{self.listed}' if self.deepest else ""
+
+
+def read_planned(path: Path, source: Path) -> Planned:
+    """Read a plan's part for the weights in ``source``; ValueError if it was made with other weights."""
+    plan = read_plan(path)
+    drafter = plan.drafter_of(stored_fingerprint(source))
+    tree = plan.best_of(drafter["drafter"])["best"]["tree"]
+    hardware = plan.content["hardware"]
+    machine = str(hardware.get("gpu") or f"{hardware['processor']}, {hardware['threads']} threads")
+    return Planned(
+        machine=str(without_local_paths(machine)),
+        tree=checked_paths(tree, 1 << 30) if tree else (),
+        schedule=tuple((first, last, depth) for first, last, depth in drafter["depth_by_batch_size"] or ()),
+    )
