@@ -52,7 +52,7 @@ def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
     if options.self_test:
         from trainer.commands.verify_self_test import run_self_test
 
-        return run_self_test(options, console)
+        return run_self_test(options, console, watched)
     specs = _check(options)
     given = _read(options, max(1, len(specs)))
     sentences, figures = power(given.reference, given.prompts, given.effort)

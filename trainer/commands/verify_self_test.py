@@ -25,10 +25,19 @@ from trainer.commands.options import VerifyOptions
 from trainer.commands.target import read_target
 from trainer.quickstart import resolve
 from trainer.terminal.console import say, title, wide
+from trainer.terminal.progress import ProgressBar
 
 _CACHE_PROMPTS = 2
 _SERVED_DRAWS = 100
 """Draws from a server of the tiny target, which decodes one text at a time."""
+
+
+_SERVERS = {
+    "none: a right server": (False, 1.0),
+    "a server samples at 1.3 times the temperature": (False, 1.3),
+    "a server accepts argmax drafts by a softmax q": (True, 1.0),
+}
+"""Servers to try: True for one that drafts by argmax, and its temperature over the one asked for."""
 
 
 class _Caught(NamedTuple):
@@ -59,17 +68,22 @@ class _Desk:
         return Reference(self.target, self.sampling, self.eos)
 
 
-def run_self_test(options: VerifyOptions, console: Console) -> bool:
+def run_self_test(options: VerifyOptions, console: Console, watched: Console) -> bool:
     """Print each fault with the tests that caught it; return True if all were, and no right engine failed."""
     desk = _desk(options)
     batch_size = 64 if options.target is None else options.batch_size
-    found: list[_Caught] = []
-    for each in planted(desk.target, desk.sampling, desk.eos, batch_size):
-        found.append(_tried(each.name, each.is_right, each.reference, each.writer, desk, each.writer))
-    if importlib.util.find_spec("openai") is None:
+    served = importlib.util.find_spec("openai") is not None
+    if not served:
         say(console, "faults of servers are not tried without openai: pip install 'headstart[endpoint]'")
-    else:
-        found += _on_the_loopback(desk)
+    engines = planted(desk.target, desk.sampling, desk.eos, batch_size)
+    found: list[_Caught] = []
+    with ProgressBar(watched, "planting faults", len(engines) + len(_SERVERS) * served) as bar:
+        for each in engines:
+            found.append(_tried(each.name, each.is_right, each.reference, each.writer, desk, each.writer))
+            bar.advance()
+        for caught in _on_the_loopback(desk) if served else ():
+            found.append(caught)
+            bar.advance()
     wide(console).print(_table(found))
     slipped = [each.name for each in found if not each.as_it_should]
     if slipped:
@@ -139,19 +153,13 @@ def _findings(reference: Reference, writer: Writer, desk: _Desk, engine: EngineW
     yield from prove(reference, writer, desk.prompts, desk.effort)
 
 
-def _on_the_loopback(desk: _Desk) -> list[_Caught]:
+def _on_the_loopback(desk: _Desk) -> Iterator[_Caught]:
     """Try a right server and two faulty ones."""
-    right, argmax = Engine(desk.target), Engine(desk.target, Disturbed(desk.target, argmax=True))
     fewer = replace(desk, effort=replace(desk.effort, draws=min(_SERVED_DRAWS, desk.effort.draws)))
-    found = []
-    for name, engine, heat in (
-        ("none: a right server", right, 1.0),
-        ("a server samples at 1.3 times the temperature", right, 1.3),
-        ("a server accepts argmax drafts by a softmax q", argmax, 1.0),
-    ):
+    for name, (argmax, heat) in _SERVERS.items():
+        engine = Engine(desk.target, Disturbed(desk.target, argmax=True) if argmax else None)
         with _served_writer(engine, desk, heat) as writer:
-            found.append(_tried(name, name.startswith("none"), desk.reference, writer, fewer))
-    return found
+            yield _tried(name, name.startswith("none"), desk.reference, writer, fewer)
 
 
 @contextmanager
