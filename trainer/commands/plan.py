@@ -59,7 +59,9 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, 
             say(console, f"note: {options.prompts} has no prompts behind those of the plan: it is checked on the same")
         with ProgressBar(watched, "checking", len(config.batch_sizes)) as bar:
             checked = others or prompts
-            plan["check"] = check_plan(target, loader.load, plan, checked, config.decoding, options.rounds, bar.advance)
+            figures["check"] = check_plan(
+                target, loader.load, figures, checked, config.decoding, options.rounds, bar.advance
+            )
     plan: dict[str, Any] = without_nan(figures)
     write_plan(plan, options.output / "plan.json")
     write_picture(plan, options.output / "plan.svg")
