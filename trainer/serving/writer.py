@@ -48,7 +48,7 @@ class ServedWriter:
         temperature, top_p = (0.0, 1.0) if greedy else (sampling.temperature, sampling.top_p)
         # Servers may have controls of their own by default, from the model's generation config or from nowhere.
         controls = {
-            "top_k": 0 if greedy else sampling.top_k,
+            "top_k": sampling.top_k if sampling.top_k and not greedy else -1,
             "min_p": 0.0 if greedy else sampling.min_p,
             "repetition_penalty": 1.0,
         }
