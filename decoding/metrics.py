@@ -181,6 +181,9 @@ def acceptance(texts: Sequence[Sequence[StepCount]]) -> Acceptance:
     )
     if steps:
         assert math.isclose(found.acceptance_length, 1 + accepted_tokens / len(steps), rel_tol=1e-9), found
+        # The same from the other side: every pass emits its accepted tokens, and one more unless the text ended.
+        emitted = sum(step.emitted for step in steps)
+        assert emitted == len(steps) + accepted_tokens - found.ended_in_draft, found
     return found
 
 

@@ -9,6 +9,7 @@ from tiny_models import tiny_model
 from tiny_parallel import states_before, tiny_parallel_draft
 
 from decoding.drafters import (
+    CascadeDrafter,
     Drafter,
     DraftModelDrafter,
     DraftTreeDrafter,
@@ -39,10 +40,11 @@ def drafters(target: CausalLM, draft: CausalLM) -> dict[str, Drafter]:
         "parallel tree": ParallelDrafter(parallel, tree=[[0], [1], [0, 0]]),
         "heads": MedusaDrafter(heads),
         "hybrid": HybridDrafter(chain, PromptLookupDrafter(2)),
+        "cascade": CascadeDrafter(draft, PromptLookupDrafter(2), 3),
     }
 
 
-@pytest.mark.parametrize("name", ["chain", "tree", "parallel", "parallel tree"])
+@pytest.mark.parametrize("name", ["chain", "tree", "parallel", "parallel tree", "cascade"])
 def test_the_twin_drafts_at_any_temperature_what_its_drafter_drafts_at_temperature_0(
     name: str, tiny_llama: CausalLM, tiny_draft: CausalLM
 ) -> None:

@@ -1,7 +1,7 @@
 """Rows of a report: the figures of each method, as a function of the records alone."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,6 +10,7 @@ from decoding.measure.methods import PLAIN, TRANSFORMERS, Method, Run
 from decoding.measure.records import Cell, Key, Record, Records
 from decoding.metrics import (
     Estimate,
+    StepCount,
     acceptance,
     predicted_speedup,
     ratio_of_rates,
@@ -81,6 +82,14 @@ class _Taken:
     @property
     def runs(self) -> list[Run]:
         return [run for record in self.records for run in record.runs]
+
+    def steps_by_question(self) -> list[list[StepCount]]:
+        """Return the steps of each question's texts together: its turns and rounds are not independent."""
+        found: dict[str, list[StepCount]] = {}
+        for record in self.records:
+            for prompt, run in zip(record.prompts, record.runs, strict=True):
+                found.setdefault(prompt, []).extend(run.counts)
+        return list(found.values())
 
     def by_wave(self, with_prefill: bool) -> dict[int, tuple[float, float]]:
         """Return (tokens, seconds) of each wave, summed over its turns and rounds, which are not independent."""
@@ -164,7 +173,7 @@ class _Cell:
         if any(run.counts for run in mine.runs):
             # Greedy rounds repeat one text: they add observations of time, but none of acceptance.
             first = [record for record in mine.records if method.temperature > 0 or record.key.round == 0]
-            row |= acceptance_figures(method, _Taken(first).runs, self.costs)
+            row |= acceptance_figures(method, _Taken(first), self.costs)
         return row
 
     def _speeds(self, method: Method, mine: _Taken, ids: frozenset[str] | None) -> dict[str, Any]:
@@ -270,10 +279,10 @@ def _speed(record: Record, with_prefill: bool) -> float:
     return tokens / seconds if tokens and seconds else 0.0
 
 
-def acceptance_figures(method: Method, runs: Iterable[Run], costs: Costs | None) -> dict[str, Any]:
+def acceptance_figures(method: Method, taken: _Taken, costs: Costs | None) -> dict[str, Any]:
     """Return the acceptance figures of a method's runs, its split of the time, and the speed-up that costs predict."""
-    runs = list(runs)
-    figures = acceptance([run.counts for run in runs])
+    runs = taken.runs
+    figures = acceptance(taken.steps_by_question())
     found = {
         "passes": figures.passes,
         "tokens_per_pass": figures.tokens_per_pass._asdict(),
