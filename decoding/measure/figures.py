@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from decoding.measure.names import PLAIN
+
 NONE = "–"
 NEAR = {"bfloat16": 0.5, "float16": 0.1, "float32": 0.01}
 """Largest gap between two logits, by dtype, that rounding can reverse (for logits of some tens)."""
@@ -77,7 +79,7 @@ def greedy_sentence(report: dict[str, Any]) -> str:
     compared = [
         row["identical_to_plain"]
         for row in report["rows"]
-        if row.get("identical_to_plain") and row["method"] != "plain"
+        if row.get("identical_to_plain") and row["method"] != PLAIN
     ]
     texts = sum(each["of"] for each in compared)
     differing = texts - sum(each["identical"] for each in compared)

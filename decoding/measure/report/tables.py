@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from decoding.measure.figures import NONE, counted, estimate, number, shares, speedup
 from decoding.measure.markdown import one_line, text
+from decoding.measure.names import PLAIN
 from decoding.measure.report.rows import measured, twins
 from decoding.measure.report.words import times
 
@@ -59,7 +60,7 @@ def _main(row: Report) -> tuple[str, ...]:
 def promise(row: Report) -> str:
     """Return the row's label, lossless or lossy; for greedy texts with the count identical to plain decoding's."""
     same = row.get("identical_to_plain")
-    if not same or row["method"] == "plain":
+    if not same or row["method"] == PLAIN:
         return str(row["label"])
     return f"{row['label']}, {same['identical']}/{same['of']} same"
 
