@@ -33,6 +33,8 @@ class Measured:
     hardware: str
     dtype: str
     prompts: str
+    cell: str
+    """Length of the prompts and texts decoded at a time; empty for prompts of their own lengths, one at a time."""
     rounds: str
     max_new_tokens: str
     commit: str
@@ -68,6 +70,7 @@ def read_measured(report: dict[str, Any], name: str, kind: str, drafters: Contai
             hardware=_hardware(report.get("hardware") or {}),
             dtype=_said(report.get("dtype")),
             prompts=_count(report.get("prompts")),
+            cell=_cell(rows[0]),
             rounds=_count(report.get("rounds")),
             max_new_tokens=_count(report.get("max_new_tokens")),
             commit=_said(report.get("commit")),
@@ -76,6 +79,12 @@ def read_measured(report: dict[str, Any], name: str, kind: str, drafters: Contai
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{name} holds something else than a figure ({error!r}): evaluate again") from error
+
+
+def _cell(row: dict[str, Any]) -> str:
+    batch_size, context = row.get("batch_size") or 1, row.get("context")
+    length = "" if context is None else f" of at most {_count(context)} tokens"
+    return length + ("" if batch_size == 1 else f", decoded {_count(batch_size)} at a time")
 
 
 def _rows_of(rows: list[dict[str, Any]], kind: str, drafters: Container[str] | None) -> Iterator[dict[str, Any]]:

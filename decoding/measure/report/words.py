@@ -7,7 +7,8 @@ from typing import Any
 
 from decoding.measure.figures import NONE, estimate, greedy_sentence, number
 from decoding.measure.markdown import one_line
-from decoding.measure.report.rows import PLAIN, cells, measured, named, settings, speed_of
+from decoding.measure.names import PLAIN
+from decoding.measure.report.rows import cells, measured, named, settings, speed_of
 
 Report = dict[str, Any]
 
@@ -66,13 +67,19 @@ def caption(report: Report) -> str:
     prompts = f"{report['prompts']} prompts"
     if first.get("context"):
         prompts += f" of {first['context']:,} tokens"
-    if left_out := report.get("prompts_left_out"):
+    if left_out := (report.get("prompts_left_out") or 0) + (report.get("later_turns_left_out") or 0):
         prompts += f" ({left_out} too long, left out)"
     place = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads"
+    others = [each for each in report.get("processors") or [] if each != machine["processor"]]
+    if others:  # a killed evaluation went on elsewhere
+        place += f", and before on {_and(others)}"
+    if (processes := report.get("processes") or 1) > 1:
+        place += f", {processes} processes side by side"
+    commits = report.get("commits") or [report["commit"]]
     return one_line(
         f"{report['parameters'] / 1e6:.1f}M-parameter target in {report['dtype']} on {place}; "
         f"{prompts}, up to {report['max_new_tokens']} new tokens, batch {first.get('batch_size') or 1}; "
-        f"commit {report['commit']}"
+        f"commit{'s' * (len(commits) > 1)} {_and(commits)}"
     )
 
 
