@@ -4,6 +4,7 @@ Spec-Bench (2401.07851), MT-Bench, gsm8k, HumanEval, mbpp and any other .jsonl f
 (2604.09557) that its user prepared, as .jsonl or Parquet.
 """
 
+import glob
 import importlib.util
 import json
 import re
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.fields import find_answer, prompt_of
 from decoding.jsonl import read_rows
+from decoding.model.loading import first_line
 from decoding.prompts import before_the_answer, encode_prompt
 
 MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
@@ -83,9 +85,11 @@ def _question(number: int, row: dict[str, Any], field: str | None, where: str) -
     later: tuple[str, ...] = ()
     if isinstance(value, list) and isinstance(value[0], str):
         later = tuple(value[1:])
-        if wrong := next((turn for turn in later if not isinstance(turn, str)), None):
-            raise ValueError(f"{where}: a later turn is {type(wrong).__name__}, not text")
+        if wrong := [turn for turn in later if not isinstance(turn, str)]:
+            raise ValueError(f"{where}: a later turn is {type(wrong[0]).__name__}, not text")
     messages = [{"role": "user", "content": opening}] if isinstance(opening, str) else opening
+    if not messages:
+        raise ValueError(f"{where}: nothing is asked before the first answer: begin with the user's message")
     named = next((row[key] for key in _ID_FIELDS if row.get(key) is not None), number)
     task = next((row[key] for key in _TASK_FIELDS if isinstance(row.get(key), str)), None)
     plain = field is None and name == "text" and find_answer(row) is None
@@ -118,10 +122,13 @@ def _files_of(folder: Path) -> list[Path]:
 def _parquet_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     if importlib.util.find_spec("datasets") is None:
         raise ValueError(f"{file} is Parquet, which the datasets package reads: pip install 'headstart[data]'")
-    from datasets import Dataset
+    import datasets
 
-    rows = Dataset.from_parquet(str(file), keep_in_memory=True)
-    yield from enumerate((dict(row) for row in rows), start=1)
+    try:  # streamed, so that no second copy of a set that may not be shared is written anywhere
+        rows = datasets.load_dataset("parquet", data_files=glob.escape(str(file)), split="train", streaming=True)
+        yield from enumerate((dict(row) for row in rows), start=1)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(f"{file} is not a readable Parquet file: {first_line(error)}") from error
 
 
 def evenly(questions: Sequence[Question], limit: int) -> list[Question]:
@@ -196,7 +203,7 @@ class Asker:
         question = self.questions[place]
         if question.plain and len(tokens := self._encode(messages, plain=True)) >= context:
             return tokens[:context]
-        first = next(index for index, message in enumerate(messages) if message["role"] == "user")
+        first = next((index for index, message in enumerate(messages) if message["role"] == "user"), 0)
 
         def encode(text: str) -> tuple[int, ...]:
             message = {**messages[first], "content": text}
@@ -230,14 +237,19 @@ class Asker:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def asked(self) -> dict[str, Any]:
-        """Tell what was asked of every method: the template and its digest, the thinking mode, the turns."""
+        """Tell what was asked of every method: the template and its digest, the thinking mode, the turns.
+
+        ``questions_sha256`` covers what the first turns' tokens do not: ids, tasks and the texts of later turns.
+        """
         chat = self.tokenizer.chat_template is not None and not all(question.plain for question in self.questions)
         template = self.tokenizer.chat_template if chat else None
         if template is not None and not isinstance(template, str):  # several, by name
             template = json.dumps(template, sort_keys=True)
+        told = [(each.id, each.task, each.later if self.all_turns else ()) for each in self.questions]
         return {
             "template": "chat" if chat else "none",
             "template_sha256": None if template is None else sha256(template.encode()).hexdigest(),
             "thinking": self.thinking,
             "turns": "all" if any(self.turns(place) > 1 for place in range(len(self.questions))) else "first",
+            "questions_sha256": sha256(json.dumps(told).encode()).hexdigest(),
         }

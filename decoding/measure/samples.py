@@ -1,6 +1,7 @@
 """Samples of decoded texts that tell which tokens came from the draft."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -24,10 +25,11 @@ def samples_of(
 
     Each has its setting, method, task, the end of its prompt, and ``pieces``: [text, True if it was drafted].
     """
-    cell, found = cells_of(measurement.config)[0], []
+    cell = cells_of(measurement.config)[0]
+    found: list[dict[str, Any]] = []
     for setting in dict.fromkeys(method.setting for method in measurement.methods):
         if (method := _fastest(measurement, rows, setting)) is not None:
-            found += list(_texts(measurement, cell, method, tokenizer))
+            found += islice(_texts(measurement, cell, method, tokenizer), _OF_A_SETTING)
     return found[:_MOST]
 
 
@@ -44,7 +46,7 @@ def _fastest(measurement: Measurement, rows: Sequence[Mapping[str, Any]], settin
 def _texts(
     measurement: Measurement, cell: Cell, method: Method, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[dict[str, Any]]:
-    """Yield a method's texts, the first of each task before the others."""
+    """Yield a method's texts, the first of each task before the others, without those that hold a secret."""
     source = measurement.source
     places = {name: place for place, name in enumerate(source.ids)}
     by_task: dict[str | None, list[tuple[Record, int]]] = {}
@@ -55,15 +57,19 @@ def _texts(
                 by_task.setdefault(source.tasks[places[prompt]], []).append((record, row))
     firsts = [texts[0] for texts in by_task.values()]
     others = [text for texts in by_task.values() for text in texts[1:]]
-    for record, row in (*firsts, *others)[:_OF_A_SETTING]:
+    for record, row in (*firsts, *others):
         place = places[record.prompts[row]]
-        prompt = str(tokenizer.decode(list(source.prompt(place, cell.context))))
+        pieces = pieces_of(record.runs[row], tokenizer, measurement.config.eos_token_ids)
+        written = "".join(text for text, _ in pieces)
+        if without_secrets(written) != written:  # spread over pieces, it cannot be withheld alone
+            continue
+        prompt = without_secrets(str(tokenizer.decode(list(source.prompt(place, cell.context)))))
         yield {
             "setting": method.setting,
             "method": method.name,
             "task": source.tasks[place],
-            "prompt": without_secrets(prompt[-_PROMPT_CHARACTERS:]),
-            "pieces": pieces_of(record.runs[row], tokenizer, measurement.config.eos_token_ids),
+            "prompt": prompt[-_PROMPT_CHARACTERS:],
+            "pieces": pieces,
         }
 
 

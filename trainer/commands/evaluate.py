@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
@@ -25,7 +26,7 @@ from decoding.measure.evaluate import (
     write_report,
 )
 from decoding.measure.machine import commit, hardware, versions
-from decoding.measure.markdown import one_line
+from decoding.measure.markdown import one_line, visible
 from decoding.measure.methods import Method
 from decoding.measure.questions import Asker, Question, evenly, read_questions
 from decoding.measure.records import check_identity, open_records, provenances, record_files
@@ -47,6 +48,8 @@ from trainer.terminal.place import Place
 from trainer.terminal.progress import ProgressBar
 
 _SAMPLE_CHARACTERS = 400
+_FILLED = 0.9
+"""Share of a context that its prompts fill at least; cuts between tokens take some off."""
 
 
 class _Asked(NamedTuple):
@@ -65,7 +68,6 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
     watched, console = console or standard_error(), console or standard_output()
     accelerator = join_processes()
     rank, world = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
-    place = Place(rank, world, watched)
     logging.set_verbosity_error()  # `generate` warns about the draft length that assisted generation is given
     config = _config(options)
     asked_for = options.drafter or ()
@@ -73,22 +75,13 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
         asked_for = planned_drafters(options.plan, options, config.batch_sizes, watched)
     models = load_models(options, asked_for)
     config = replace(config, eos_token_ids=eos_token_ids(models.target.model, models.tokenizer))
-    asked = _questions(options, config, models, place)
-    methods = standard_methods(models.target, models.drafters, config)
+    asked = _questions(options, config, models, Place(rank, world, watched))
     made_by = _made_by(options, config, models.specs, asked.asker, models.tokenizer)
+    methods = standard_methods(models.target, models.drafters, config)
+    measurement = Measurement(models.target, methods, asked.asker, config, rank=rank, world=world)
     with _alone_in(options.output, accelerator):
         _prepare(options, made_by, accelerator)
-        records = open_records(options.output, rank, _provenance(made_by, methods, world))
-        _wait(accelerator)
-        measurement = Measurement(models.target, methods, asked.asker, config, records, rank, world)
-        total = measurement.total()
-        with ProgressBar(watched, "evaluating", total, active=rank == 0) as bar:
-            measure(replace(measurement, on_run=bar.advance))
-        records.close()
-        if accelerator is not None:
-            for line in gather_object(list(records.lines())):
-                records.take(line)
-            accelerator.end_training()
+        measurement = _measured(options.output, measurement, made_by, accelerator, watched)
         if rank:
             return {}
         report = _report(options, made_by, asked, measurement, models.tokenizer)
@@ -98,6 +91,24 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
     _show_samples(console, report["samples"])
     say(console, f"written: {options.output / 'report.json'}, {options.output / 'report.html'}")
     return report
+
+
+def _measured(
+    output: Path, measurement: Measurement, made_by: Mapping[str, Any], accelerator: Accelerator | None, watched: Console
+) -> Measurement:
+    """Decode this process's share into its file of runs; return the measurement with the records of all processes."""
+    provenance = _provenance(made_by, measurement.methods, measurement.world)
+    records = open_records(output, measurement.rank, provenance)
+    _wait(accelerator)
+    measurement = replace(measurement, records=records)
+    with ProgressBar(watched, "evaluating", measurement.total(), active=measurement.rank == 0) as bar:
+        measure(replace(measurement, on_run=bar.advance))
+    records.close()
+    if accelerator is not None:
+        for line in gather_object(list(records.lines())):
+            records.take(line)
+        accelerator.end_training()
+    return measurement
 
 
 def _config(options: EvaluateOptions) -> EvaluationConfig:
@@ -143,7 +154,9 @@ def _questions(options: EvaluateOptions, config: EvaluationConfig, models: Model
     all_turns = options.turns == "all" and config.contexts == (None,) and options.prompt_tokens is None
     asker = Asker(chosen, models.tokenizer, options.thinking, all_turns, options.prompt_tokens, every)
     fitting, left_out = _fitting(asker, config, models, options)
-    return _Asked(replace(asker, questions=fitting), left_out, len(every))
+    asker = replace(asker, questions=fitting)
+    _check_filled(asker, config.contexts, options.prompts)
+    return _Asked(asker, left_out, len(every))
 
 
 def _fitting(
@@ -174,6 +187,17 @@ def _fitting(
             "them with --prompt-tokens"
         )
     return [question for question, fit in zip(asker.questions, fits, strict=True) if fit], too_long
+
+
+def _check_filled(asker: Asker, contexts: Sequence[int | None], prompts: str) -> None:
+    """Raise ValueError for a context that the file has too little text for: its figures would be a shorter one's."""
+    for context in (each for each in contexts if each is not None):
+        lengths = [len(asker.prompt(place, context)) for place in range(len(asker.questions))]
+        if (filled := int(median(lengths))) < _FILLED * context:
+            raise ValueError(
+                f"--context {context} is more than the texts of {prompts} fill: prompts would have {filled} tokens; give "
+                f"{filled} at most, or a file with more text"
+            )
 
 
 # --- the run's account of itself --------------------------------------------------------------------------------------
@@ -303,8 +327,9 @@ def _show_samples(console: Console, samples: Sequence[Mapping[str, Any]]) -> Non
     for sample in shown:
         about = ", ".join(filter(None, (sample["setting"], sample["method"], sample["task"])))
         text, left = Text(), _SAMPLE_CHARACTERS
-        for piece, drafted in sample["pieces"]:
-            text.append(piece[:left], style="green" if drafted else None)
-            left = max(0, left - len(piece))
+        for written, drafted in sample["pieces"]:
+            piece = visible(written)[:left]  # a model may write what colours or clears a terminal
+            text.append(piece, style="green" if drafted else None)
+            left -= len(piece)
         text.append("" if left else " …")
         say(console, Text(f"{about} (green: from the draft)", style="dim"), text)
