@@ -1,11 +1,13 @@
 """Two evaluations, or two methods of one, compared by pairs of runs on the same prompts: is their difference real?"""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from decoding.measure.names import PLAIN
 from decoding.measure.records import Cell, Record, Records, provenances, read_lines, record_files
 from decoding.metrics import Estimate, ratio_of_rates
 
@@ -18,6 +20,9 @@ _WIDTH80 = (1.959964 + 0.841621) / 1.959964
 
 _FEWEST = 8
 """Observations below which a bootstrap interval is too narrow to judge by."""
+
+_TOLD = ("dtype", "device_map", "max_new_tokens", "seed")
+"""Settings that two evaluations may differ in, and whose difference is then part of every ratio."""
 
 Kind = Literal["real", "none", "open", "unmeasured"]
 
@@ -104,15 +109,18 @@ def compare(
     """
     _check_alike(a, b)
     timed, warnings = _times_compare(a, b)
+    warnings += _told_apart(a, b)
     chosen = list(_chosen(a, b, method, other, setting))
+    cells = sorted({key.cell for key in a.records.by_key}, key=lambda each: (each.batch_size, each.context or 0))
     rows = []
     for at, mine, theirs in chosen:
-        cells = {record.key.cell for record in a.records.by_key.values()}
-        for cell in sorted(cells, key=lambda each: (each.batch_size, each.context or 0)):
+        for cell in cells:
             if row := _row(a, b, (at, mine), (at, theirs), cell, timed):
                 rows.append(row)
     if not rows:
         raise ValueError(f"{a.folder} and {b.folder} share no prompts: evaluate both on the same file")
+    if timed and a.folder != b.folder:
+        warnings += _drifted(a, b, dict.fromkeys(at for at, _, _ in chosen), cells)
     if dropped := sum(row["dropped"] for row in rows):
         warnings.append(f"{dropped} later turns are left out: plain decoding answered the turn before in other words")
     return {"a": str(a.folder), "b": str(b.folder), "warnings": warnings, "rows": rows}
@@ -131,6 +139,29 @@ def _times_compare(a: Evaluation, b: Evaluation) -> tuple[bool, list[str]]:
     if not changed:
         return True, []
     return False, [f"times of different {' and '.join(changed)} do not compare: only acceptance is compared"]
+
+
+def _told_apart(a: Evaluation, b: Evaluation) -> list[str]:
+    """Name the settings that differ and change what is measured."""
+    changed = [
+        f"{name} ({a.identity.get(name)} and {b.identity.get(name)})"
+        for name in _TOLD
+        if a.identity.get(name) != b.identity.get(name)
+    ]
+    return [f"A and B differ in {', '.join(changed)}: this is part of every ratio"] if changed else []
+
+
+def _drifted(a: Evaluation, b: Evaluation, settings: Iterable[str], cells: Sequence[Cell]) -> list[str]:
+    """Tell where plain decoding itself, which no method changes, was timed otherwise in one evaluation."""
+    found = []
+    for setting, cell in product(settings, cells):
+        row = _row(a, b, (setting, PLAIN), (setting, PLAIN), cell, True)
+        judged = row and row["speed_verdict"]
+        if judged and judged["kind"] == "real":
+            told = judged["text"].removeprefix("real: ")
+            where = f"{setting}, batch {cell.batch_size}" + (f", context {cell.context}" if cell.context else "")
+            found.append(f"plain decoding itself is not as fast in both, so speeds tell of more than the methods: {told} ({where})")
+    return found
 
 
 def _chosen(

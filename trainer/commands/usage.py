@@ -90,5 +90,7 @@ def numbers(option: str, values: Iterable[str] | None, kind: type[Number]) -> tu
             if kind is float:
                 hint = " (0 is the setting greedy)"
             raise ValueError(f"{option} is {text}: give {wanted}{hint}")
+        if number in found:
+            raise ValueError(f"{option} has {number:g} twice: give each once")
         found.append(number)
     return tuple(found) or None
