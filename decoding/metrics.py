@@ -70,7 +70,8 @@ def ratio_of_rates(texts: Sequence[tuple[float, float, float, float]], resamples
     both methods' entries, with a fixed seed.
     """
     values = torch.tensor(texts, dtype=torch.float64).reshape(-1, 4)
-    return _resampled(values, lambda sums: sums[0] / sums[1] * (sums[3] / sums[2]), resamples)
+    # Products first: two equal methods then have a ratio of exactly 1, and no interval on one side of it.
+    return _resampled(values, lambda sums: sums[0] * sums[3] / (sums[1] * sums[2]), resamples)
 
 
 def _resampled(values: Tensor, ratio: Callable[[Tensor], Tensor], resamples: int) -> Estimate:
@@ -84,7 +85,8 @@ def _resampled(values: Tensor, ratio: Callable[[Tensor], Tensor], resamples: int
     ratios = ratio(values[chosen].sum(1).T)
     finite = ratios[ratios.isfinite()]  # a draw of nothing but empty texts has no ratio
     low, high = finite.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return Estimate(float(total), low, high, texts)
+    value = float(total)  # equal texts: rounding must not put it outside of the interval
+    return Estimate(value, min(low, value), max(high, value), texts)
 
 
 _POWER80 = 0.841621

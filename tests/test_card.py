@@ -111,6 +111,14 @@ def test_the_card_holds_every_figure_with_its_label_and_what_it_was_measured_on(
     assert "medusa: 11 of 12, largest logit margin where they part 0.0312" in card
 
 
+def test_the_card_says_how_many_texts_were_decoded_at_a_time_and_how_long_the_prompts_were(tmp_path: Path) -> None:
+    measured = report()
+    measured["rows"] = [{**row, "batch_size": 8, "context": 2048} for row in measured["rows"]]
+    card = card_of(tmp_path, report=measured)
+    assert "12 prompts of at most 2048 tokens, decoded 8 at a time, " in card
+    assert "at a time" not in card_of(tmp_path, report=report())
+
+
 def test_figures_that_could_not_be_measured_are_dashes_on_the_card(tmp_path: Path) -> None:
     """As where a text ended with its first token, or one that ended early is all that differs."""
 

@@ -22,9 +22,10 @@ def evaluated(
     commit: str = "c",
     digest: str = "d",
     turn: int = 0,
+    plain: float = 1.0,
     **identity: Any,
 ) -> Path:
-    """Write runs: for each prompt plain decoding takes a second, and the draft the seconds given, for ten tokens."""
+    """Write runs: for each prompt plain decoding takes ``plain`` seconds, and the draft those given, for ten tokens."""
     folder.mkdir()
     lines: list[dict[str, Any]] = [
         {
@@ -37,7 +38,7 @@ def evaluated(
         }
     ]
     for wave, spent in enumerate(seconds):
-        for name, own in (("plain", 1.0), ("draft", spent)):
+        for name, own in (("plain", plain), ("draft", spent)):
             counts = [[1 + accepted, accepted, 1, 1, 9]] * 5 if name == "draft" else [[1, 0, 0, 0, 9]] * 10
             key = {"cell": [1, None], "wave": wave, "turn": turn, "setting": "greedy", "method": name, "round": 0}
             run = [[3] * 11, 10, 1.0, own, counts, 0.1, 0.1]
@@ -96,6 +97,16 @@ def test_times_of_other_commits_are_not_compared_and_acceptance_is(tmp_path: Pat
     found = compare(a, b)
     assert found["warnings"] == ["times of different commits do not compare: only acceptance is compared"]
     assert row(found)["speed"] is None and row(found)["tokens_per_pass"]["value"] == 1.0
+
+
+def test_plain_decoding_that_is_faster_itself_and_settings_that_differ_are_told(tmp_path: Path) -> None:
+    a = read_evaluation(evaluated(tmp_path / "a", [0.5] * 9, max_new_tokens=96))
+    b = read_evaluation(evaluated(tmp_path / "b", [0.4] * 9, plain=0.8, max_new_tokens=64))
+    assert compare(a, b, "draft")["warnings"] == [
+        "A and B differ in max_new_tokens (96 and 64): this is part of every ratio",
+        "plain decoding itself is not as fast in both, so speeds tell of more than the methods: "
+        "B is faster by 25.0% to 25.0% (greedy, batch 1)",
+    ]
 
 
 def test_later_turns_with_other_prompts_are_left_out(tmp_path: Path) -> None:

@@ -1,16 +1,19 @@
 """`headstart evaluate`: what it refuses before it decodes, what it keeps between runs, what it says was asked."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 from typer.testing import CliRunner
 
 from decoding.measure.evaluate import Measurement
 from trainer.cli import app
+from trainer.commands.evaluate import show_samples
 
 CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}:"
 
@@ -40,8 +43,11 @@ REFUSED = {
     "--temperature warm": "--temperature is warm: give numbers above 0",
     "--batch-size 8,0": "--batch-size is 0: give whole numbers of at least 1",
     "--batch-size 8,8": "'8' is listed twice in 8,8: give each once",
+    "--batch-size 8,08": "--batch-size has 8 twice: give each once",
+    "--temperature 1,1.0": "--temperature has 1 twice: give each once",
     "--turns second": "--turns is 'second': give all or first",
     "--context 64,253": "--context 253 does not fit with 4 new tokens into the 256 that the target can hold",
+    "--context 64": "--context 64 is more than the texts of",
     "--context 64 --prompt-tokens 8": "--context and --prompt-tokens are both given",
     "--task a,c": "--task is 'c', but",
     "--no-thinking": "--no-thinking has no effect: the target's chat template reads no enable_thinking",
@@ -81,3 +87,11 @@ def test_runs_and_report_name_no_local_path(desk: Path, tmp_path: Path) -> None:
     evaluate(desk, tmp_path, "--limit", "1", "--turns", "first")
     for file in ("runs-0.jsonl", "report.json"):
         assert str(desk) not in (tmp_path / file).read_text()
+
+
+def test_a_text_of_a_models_making_cannot_clear_the_terminal() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    pieces = [["a\x1b[2J", True], ["b\n", False]]
+    show_samples(console, [{"setting": "greedy", "method": "m", "task": None, "pieces": pieces}])
+    shown = console.file.getvalue()  # type: ignore[attr-defined]  # the StringIO above
+    assert "\x1b" not in shown and "a[2Jb" in shown

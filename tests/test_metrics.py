@@ -120,3 +120,21 @@ def test_texts_without_tokens_leave_the_others_their_ratio_and_alone_have_none()
     assert estimate == (2.0, 2.0, 2.0, 2)
     assert all(math.isnan(figure) for figure in ratio_of_rates([(0.0, 0.0, 0.0, 0.0)])[:3])
     assert math.isnan(ratio_of_rates([]).value)
+
+
+def test_counts_whose_two_sums_disagree_are_a_fault_of_ours() -> None:
+    with pytest.raises(AssertionError):
+        acceptance([[StepCount(3, 1, 4, 4)]])
+
+
+def test_equal_methods_have_a_ratio_of_exactly_one_whatever_their_figures_are() -> None:
+    """1/49 x 49 is 0.9999999999999999: the interval would then leave 1 out, and a verdict be a real difference."""
+    for tokens in range(1, 50, 3):
+        for passes in range(1, 50):
+            assert ratio_of_rates([(tokens, passes, tokens, passes)] * 2, resamples=2)[:3] == (1.0, 1.0, 1.0)
+
+
+def test_an_interval_holds_its_figure() -> None:
+    for count in range(2, 40):
+        found = ratio_of_sums([(0.1 * place, 0.3 * place) for place in range(1, count)])
+        assert found.low <= found.value <= found.high

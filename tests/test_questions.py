@@ -11,6 +11,7 @@ from decoding.measure.questions import MT_BENCH, Asker, Question, evenly, read_q
 
 CHAT = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 THINKING = CHAT + "{% if enable_thinking %}!{% endif %}"
+KEY = "questions_sha256"
 
 
 def written(folder: Path, *rows: Any, name: str = "rows.jsonl") -> Path:
@@ -94,6 +95,25 @@ def test_parquet_is_read_by_the_datasets_package_whose_absence_is_one_sentence(
         read_questions(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"turns": ["a", None]}, "line 1: a later turn is NoneType, not text"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "line 1: nothing is asked before the first answer"),
+    ],
+)
+def test_a_row_that_asks_nothing_or_no_text_is_refused_by_its_line(tmp_path: Path, row: Any, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        read_questions(written(tmp_path, row))
+
+
+def test_a_damaged_parquet_file_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "test.parquet").write_bytes(b"no Parquet")
+    with pytest.raises(ValueError, match=r"test\.parquet is not a readable Parquet file"):
+        read_questions(tmp_path)
+
+
 def test_an_empty_file_and_an_empty_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no prompts: give a \.jsonl file"):
         read_questions(written(tmp_path / "empty"))
@@ -155,9 +175,19 @@ def test_an_account_is_given_of_the_template_and_the_turns() -> None:
     account = asker(("one", "two"), template=THINKING, thinking=False).asked()
     assert account["template"] == "chat" and len(account["template_sha256"]) == 64
     assert account["thinking"] is False and account["turns"] == "all"
-    assert asker(("one",), template=None).asked() == {
+    told = asker(("one",), template=None).asked()
+    assert len(told.pop(KEY)) == 64
+    assert told == {
         "template": "none",
         "template_sha256": None,
         "thinking": None,
         "turns": "first",
     }
+
+
+def test_the_digest_of_the_questions_tells_ids_tasks_and_later_turns_apart() -> None:
+    def digest(name: str = "q", task: str | None = None, later: str = "two", all_turns: bool = True) -> str:
+        return str(Asker([Question(name, task, user("one"), (later,))], byte_tokenizer(), None, all_turns).asked()[KEY])
+
+    assert len({digest(), digest("r"), digest(task="qa"), digest(later="three")}) == 4
+    assert digest(all_turns=False) == digest(later="three", all_turns=False), "nobody asks it"

@@ -15,7 +15,7 @@ from decoding.measure.methods import EvaluationConfig, Method, Run, settings_of,
 from decoding.measure.questions import Asker, Question
 from decoding.measure.records import Cell, Records, check_identity, open_records, read_lines, record_files
 from decoding.measure.rows import figures_of
-from decoding.measure.samples import pieces_of
+from decoding.measure.samples import pieces_of, samples_of
 from decoding.measure.waves import TokenPrompts, waves_of
 from decoding.metrics import StepCount
 from decoding.model.causal_lm import CausalLM
@@ -180,6 +180,20 @@ def test_the_rows_of_a_task_are_those_of_its_questions_alone(tiny_llama: CausalL
     ]
 
 
+def test_turns_and_rounds_of_a_question_are_one_observation_of_acceptance(tiny_llama: CausalLM) -> None:
+    """They are not independent, so whole questions are resampled: three here, not six texts."""
+
+    def run(prompt: Sequence[int], seed: int) -> Run:
+        return Run((3, 3, 3), 2, 1.0, 1.0, (StepCount(2, 1, 1, 1),))
+
+    chosen = [Method("T=1", "plain", "lossless", run, temperature=1.0)]
+    measurement = Measurement(tiny_llama, chosen, TokenPrompts([(1,)] * 3), EvaluationConfig(rounds=2))
+    measurement.run()
+    (row,) = figures_of(measurement.records, chosen, [Cell(1, None)], dict.fromkeys("012"))["rows"]
+    assert row["passes"] == 6 and row["tokens_per_pass"]["observations"] == 3
+    assert row["accepted_per_pass"]["observations"] == row["tokens_per_second"]["observations"] == 3
+
+
 # --- later turns ------------------------------------------------------------------------------------------------------
 
 
@@ -272,3 +286,26 @@ def test_the_pieces_of_a_text_tell_the_drafts_tokens_from_the_targets() -> None:
     run = Run((*b"abcdef", 0), 6, 1.0, 1.0, (StepCount(3, 2, 4, 4), StepCount(1, 0, 4, 4), StepCount(2, 2, 2, 2)))
     pieces = pieces_of(run, byte_tokenizer(), hidden=(0,))
     assert pieces == [["a", False], ["bc", True], ["de", False], ["f", True]]
+
+
+def test_a_text_with_a_secret_is_no_sample_and_that_of_a_prompt_is_withheld_whole(tiny_llama: CausalLM) -> None:
+    secret = "hf_" + "a" * 20
+
+    def run(prompt: Sequence[int], seed: int) -> Run:
+        text = b"ok" if seed else secret.encode()
+        return Run(tuple(text), len(text) - 1, 1.0, 1.0, (StepCount(len(text) - 1, len(text) - 2, 30, 30),))
+
+    prompts = ("b", secret + " " * 390)  # the last 400 characters begin inside the secret
+    source = Asker(
+        [Question(name, None, ({"role": "user", "content": name},)) for name in prompts],
+        byte_tokenizer(),
+    )
+    chosen = [
+        Method("T=1", name, "lossless", run, temperature=1.0, shape=shape)
+        for name, shape in (("plain", None), ("draft", "chain"))
+    ]
+    measurement = Measurement(tiny_llama, chosen, source, EvaluationConfig())
+    measurement.run()
+    rows = figures_of(measurement.records, chosen, [Cell(1, None)], dict.fromkeys(prompts))["rows"]
+    (sample,) = samples_of(measurement, rows, byte_tokenizer())
+    assert sample["pieces"] == [["ok", False]] and sample["prompt"] == "(withheld)" + " " * 390

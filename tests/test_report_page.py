@@ -87,6 +87,14 @@ def test_one_line_says_what_was_asked() -> None:
     assert "batch 1;" in caption(REPORT) and "80 prompts of 512 tokens," in caption(REPORT)
 
 
+def test_the_caption_tells_of_machines_commits_processes_and_turns_that_were_left_out() -> None:
+    about = {"processors": ["Another", "Some processor"], "commits": ["a", "b"], "processes": 2}
+    told = caption(full_report(**about, prompts_left_out=1, later_turns_left_out=3))
+    assert "Some processor, 8 cores, 8 threads, and before on Another, 2 processes side by side;" in told
+    assert "(4 too long, left out)" in told and told.endswith("commits a and b")
+    assert caption(full_report(commits=["a"])).endswith("commit a")
+
+
 def test_the_two_fastest_methods_are_told_apart_by_so_many_prompts() -> None:
     assert enough(REPORT) == [
         "greedy: draft model, 4 tokens is 1.25× [1.12, 1.38] the speed of heads, tree of 12; 43 prompts tell them "

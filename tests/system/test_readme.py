@@ -70,8 +70,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model(vocab=128, max_position_embeddings=512).save_pretrained(folder / "ORG" / "NAME")
     byte_tokenizer().save_pretrained(folder / "ORG" / "NAME")
     row = json.dumps({"prompt": "What is 3 + 4?", "answer": "3 + 4 = 7, so the answer is 7."})
-    for name in ("train.jsonl", "test.jsonl", "prompts.jsonl"):
-        (folder / name).write_text(f"{row}\n" * 4)
+    for name, rows in (("train.jsonl", 4), ("test.jsonl", 20), ("prompts.jsonl", 4)):  # 20 fill a context of 256
+        (folder / name).write_text(f"{row}\n" * rows)
     return folder
 
 

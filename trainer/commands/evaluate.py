@@ -88,7 +88,7 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
         write_report(report, options.output / "report.json")
         write_html(report, options.output / "report.html")
     wide(console).print(terminal_table(report))
-    _show_samples(console, report["samples"])
+    show_samples(console, report["samples"])
     say(console, f"written: {options.output / 'report.json'}, {options.output / 'report.html'}")
     return report
 
@@ -321,7 +321,7 @@ def _report(
     }
 
 
-def _show_samples(console: Console, samples: Sequence[Mapping[str, Any]]) -> None:
+def show_samples(console: Console, samples: Sequence[Mapping[str, Any]]) -> None:
     """Print two short texts, accepted draft tokens in green."""
     shown = [*samples[:1], *[sample for sample in samples if sample["setting"] != samples[0]["setting"]][:1]]
     for sample in shown:
