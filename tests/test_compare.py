@@ -142,3 +142,12 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
     assert [row["method"] for row in json.loads(printed)["rows"]] == ["draft"]
     refused = CliRunner().invoke(app, ["compare", folders[0]])
     assert refused.exit_code == 2
+
+
+def test_a_file_of_other_origin_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "runs-0.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ValueError, match="does not begin with its provenance"):
+        read_evaluation(tmp_path)
+    (tmp_path / "runs-0.jsonl").write_text("3\n")
+    with pytest.raises(ValueError, match=r"line 1 is damaged \(int, not an object\)"):
+        read_evaluation(tmp_path)

@@ -64,6 +64,14 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("words", ["--prompts missing.jsonl", "--task c", "--policies calm", "--settings warm"])
+def test_bad_input_is_found_before_the_target_is_read(
+    desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    monkeypatch.setattr("trainer.commands.evaluate.load_models", lambda *_: pytest.fail("it reads the target"))
+    assert evaluate(desk, tmp_path / "out", *words.split())[0] == 2
+
+
 def test_a_finished_evaluation_decodes_nothing_again_and_another_one_needs_restart(
     desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

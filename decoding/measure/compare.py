@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from decoding.measure.names import PLAIN
-from decoding.measure.records import Cell, Record, Records, provenances, read_lines, record_files
+from decoding.measure.records import Cell, Record, Records, provenance_of, provenances, read_lines, record_files
 from decoding.metrics import Estimate, ratio_of_rates
 
 _SMALL = 0.05
@@ -54,7 +54,11 @@ class Evaluation:
 
 def read_evaluation(folder: Path) -> Evaluation:
     """Read an output folder of `headstart evaluate`; ValueError if it holds no runs."""
-    lines = [line for file in record_files(folder) for line in read_lines(file)]
+    lines: list[dict[str, Any]] = []
+    for file in record_files(folder):
+        if found := read_lines(file):
+            provenance_of(found, file)  # raises for a file of other origin
+            lines += found
     if not lines:
         raise ValueError(f"{folder} holds no runs-*.jsonl: give the --output of a `headstart evaluate`")
     return Evaluation(folder, Records(known=lines), provenances(folder))
@@ -160,7 +164,9 @@ def _drifted(a: Evaluation, b: Evaluation, settings: Iterable[str], cells: Seque
         if judged and judged["kind"] == "real":
             told = judged["text"].removeprefix("real: ")
             where = f"{setting}, batch {cell.batch_size}" + (f", context {cell.context}" if cell.context else "")
-            found.append(f"plain decoding itself is not as fast in both, so speeds tell of more than the methods: {told} ({where})")
+            found.append(
+                f"plain decoding itself is not as fast in both, so speeds tell of more than the methods: {told} ({where})"
+            )
     return found
 
 

@@ -94,6 +94,8 @@ class EvaluationConfig:
         for setting in self.settings:
             if setting not in SETTINGS:
                 raise ValueError(f"setting is {setting!r}: give greedy, sampling or typical")
+        for policy in self.policies:
+            named_policy(policy)  # raises for a name that is none, before any model is read
         if self.rounds < 1:
             raise ValueError(f"rounds is {self.rounds}: give at least 1")
         if not self.temperatures or min(self.temperatures) <= 0:

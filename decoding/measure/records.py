@@ -170,7 +170,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     lines = []
     for number, line in enumerate(content[: _whole(content)].split(b"\n")[:-1], start=1):
         try:
-            lines.append(json.loads(line))
+            value = json.loads(line)
+            if not isinstance(value, dict):
+                raise ValueError(f"{type(value).__name__}, not an object")
+            lines.append(value)
         except ValueError as error:
             raise ValueError(
                 f"{path}, line {number} is damaged ({error}): delete that line, and its wave is decoded again"

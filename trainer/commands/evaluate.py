@@ -73,9 +73,10 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
     asked_for = options.drafter or ()
     if options.plan is not None and not asked_for:
         asked_for = planned_drafters(options.plan, options, config.batch_sizes, watched)
+    every, chosen = _chosen(options, Place(rank, world, watched))
     models = load_models(options, asked_for)
     config = replace(config, eos_token_ids=eos_token_ids(models.target.model, models.tokenizer))
-    asked = _questions(options, config, models, Place(rank, world, watched))
+    asked = _questions(every, chosen, options, config, models)
     made_by = _made_by(options, config, models.specs, asked.asker, models.tokenizer)
     methods = standard_methods(models.target, models.drafters, config)
     measurement = Measurement(models.target, methods, asked.asker, config, rank=rank, world=world)
@@ -137,8 +138,8 @@ def _config(options: EvaluateOptions) -> EvaluationConfig:
 # --- questions --------------------------------------------------------------------------------------------------------
 
 
-def _questions(options: EvaluateOptions, config: EvaluationConfig, models: Models, place: Place) -> _Asked:
-    """Read and choose the questions; ValueError if target and drafters cannot hold them or the contexts."""
+def _chosen(options: EvaluateOptions, place: Place) -> tuple[list[Question], list[Question]]:
+    """Return all questions of the file, and those to ask; ValueError for tasks that it lacks."""
     every = read_questions(resolve(options.prompts), options.prompt_field)
     wanted = listed(options.task)
     of_tasks = every
@@ -150,6 +151,17 @@ def _questions(options: EvaluateOptions, config: EvaluationConfig, models: Model
     chosen = evenly(of_tasks, options.limit)
     if len(chosen) < len(of_tasks) and (tasks := {question.task for question in chosen} - {None}):
         place.say(f"{len(chosen)} of {len(of_tasks)} questions, evenly over {len(tasks)} tasks (--limit)")
+    return every, chosen
+
+
+def _questions(
+    every: Sequence[Question],
+    chosen: Sequence[Question],
+    options: EvaluateOptions,
+    config: EvaluationConfig,
+    models: Models,
+) -> _Asked:
+    """Return the chosen questions that target and drafters can hold; ValueError for contexts that do not fit."""
     # A prompt of a given length has no room that is known beforehand for the answers before a later turn.
     all_turns = options.turns == "all" and config.contexts == (None,) and options.prompt_tokens is None
     asker = Asker(chosen, models.tokenizer, options.thinking, all_turns, options.prompt_tokens, every)
