@@ -144,7 +144,7 @@ class Asker:
     """Writer of the questions' prompts as token ids: a `decoding.measure.waves.PromptSource`.
 
     ``thinking`` is handed to the chat template. ``all_turns`` False asks first turns only. ``prompt_tokens`` keeps that
-    many first tokens of each prompt. ``longest``: a first turn of more tokens loses the beginning of the user's message,
+    many first tokens of each prompt. ``longest``: a first turn of more tokens loses the beginning of its message,
     or if it is a plain text its end. ``filler`` are all questions of the file in its order: a prompt that is asked for
     with a context is preceded by the texts of the questions before it, the last before the first.
     """

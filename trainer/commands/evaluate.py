@@ -27,7 +27,7 @@ from decoding.measure.evaluate import (
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.markdown import one_line
 from decoding.measure.methods import Method
-from decoding.measure.questions import Asker, Question, evenly, read_questions
+from decoding.measure.questions import Asker, evenly, read_questions
 from decoding.measure.records import check_identity, open_records, provenances, record_files
 from decoding.measure.redact import published_command, without_local_paths
 from decoding.measure.report import terminal_table, write_html
