@@ -31,8 +31,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def evaluate(desk: Path, output: Path, *more: str) -> tuple[int, str]:
-    words = ["--target", str(desk / "target"), "--prompts", str(desk / "questions.jsonl"), "--output", str(output)]
+def evaluate(desk: Path, output: Path, *more: str, prompts: str = "questions.jsonl") -> tuple[int, str]:
+    words = ["--target", str(desk / "target"), "--prompts", str(desk / prompts), "--output", str(output)]
     words += ["--max-new-tokens", "4", "--dtype", "fp32", "--settings", "greedy", "--drafter", "lookup", *more]
     done = CliRunner().invoke(app, ["evaluate", *words])
     return done.exit_code, " ".join(done.output.split())
@@ -42,6 +42,7 @@ REFUSED = {
     "--temperature 1,0": "--temperature is 0: give numbers above 0 (0 is the setting greedy)",
     "--temperature warm": "--temperature is warm: give numbers above 0",
     "--batch-size 8,0": "--batch-size is 0: give whole numbers of at least 1",
+    "--batch-size 1,8": "--batch-size 8 needs as many questions of one task, and the largest task has 2: raise --limit,",
     "--batch-size 8,8": "'8' is listed twice in 8,8: give each once",
     "--batch-size 8,08": "--batch-size has 8 twice: give each once",
     "--temperature 1,1.0": "--temperature has 1 twice: give each once",
@@ -103,3 +104,11 @@ def test_a_text_of_a_models_making_cannot_clear_the_terminal() -> None:
     show_samples(console, [{"setting": "greedy", "method": "m", "task": None, "pieces": pieces}])
     shown = console.file.getvalue()  # type: ignore[attr-defined]  # the StringIO above
     assert "\x1b" not in shown and "a[2Jb" in shown
+
+
+def test_questions_that_do_not_fit_are_cut_and_counted(desk: Path, tmp_path: Path) -> None:
+    (desk / "long.jsonl").write_text(json.dumps({"prompt": "a" * 400}) + "\n" + json.dumps({"prompt": "b"}) + "\n")
+    code, said = evaluate(desk, tmp_path, "--cut-long", prompts="long.jsonl")
+    assert code == 0 and "2 prompts (1 too long, cut)" in said
+    report: dict[str, Any] = json.loads((tmp_path / "report.json").read_text())
+    assert report["prompts_cut"] == 1 and report["prompts_left_out"] == 0

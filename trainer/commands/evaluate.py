@@ -33,6 +33,7 @@ from decoding.measure.records import check_identity, open_records, provenances, 
 from decoding.measure.redact import published_command, without_local_paths
 from decoding.measure.report import terminal_table, write_html
 from decoding.measure.samples import samples_of
+from decoding.measure.waves import waves_of
 from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
 from decoding.model.loading import eos_token_ids
 from trainer.commands.decode import Models, load_models, published_specs
@@ -53,10 +54,11 @@ _FILLED = 0.9
 
 
 class _Asked(NamedTuple):
-    """The questions to ask: ``left_out`` did not fit; the file has ``of``."""
+    """The questions to ask: ``left_out`` did not fit, ``cut`` lost their beginning; the file has ``of``."""
 
     asker: Asker
     left_out: int
+    cut: int
     of: int
 
 
@@ -121,6 +123,8 @@ def _config(options: EvaluateOptions) -> EvaluationConfig:
         raise ValueError(f"--context is {min(contexts)}: give lengths of at least 1 token")
     if options.turns not in ("all", "first"):
         raise ValueError(f"--turns is {options.turns!r}: give all or first")
+    if options.skip_long and options.cut_long:
+        raise ValueError("--skip-long and --cut-long are both given: leave long prompts out, or cut them")
     if contexts and options.prompt_tokens:
         raise ValueError("--context and --prompt-tokens are both given: each sets the length of the prompts")
     return EvaluationConfig(
@@ -165,21 +169,19 @@ def _questions(
     # A prompt of a given length has no room that is known beforehand for the answers before a later turn.
     all_turns = options.turns == "all" and config.contexts == (None,) and options.prompt_tokens is None
     asker = Asker(chosen, models.tokenizer, options.thinking, all_turns, options.prompt_tokens, every)
-    fitting, left_out = _fitting(asker, config, models, options)
-    asker = replace(asker, questions=fitting)
-    _check_filled(asker, config.contexts, options.prompts)
-    return _Asked(asker, left_out, len(every))
+    asked = _fitting(_Asked(asker, 0, 0, len(every)), config, models, options)
+    _check_filled(asked.asker, config, options.prompts)
+    return asked
 
 
-def _fitting(
-    asker: Asker, config: EvaluationConfig, models: Models, options: EvaluateOptions
-) -> tuple[Sequence[Question], int]:
-    """Return the questions that target and drafters can hold with their new tokens, and the number of the others."""
+def _fitting(asked: _Asked, config: EvaluationConfig, models: Models, options: EvaluateOptions) -> _Asked:
+    """Return the questions that target and drafters can hold with their new tokens; others are left out or cut."""
+    asker = asked.asker
     limits = [drafter.max_positions for drafter in models.drafters.values() if drafter.max_positions is not None]
     holder = "target and draft" if limits else "the target"
     limits += [] if models.target.max_positions is None else [models.target.max_positions]
     if not limits:
-        return asker.questions, 0
+        return asked
     holds = min(limits)
     if too_far := [each for each in config.contexts if each is not None and each + config.max_new_tokens > holds]:
         raise ValueError(
@@ -187,23 +189,32 @@ def _fitting(
             f"{holder} can hold: give {holds - config.max_new_tokens} at most"
         )
     if None not in config.contexts:
-        return asker.questions, 0
+        return asked
     lengths = [len(asker.prompt(place)) for place in range(len(asker.questions))]
     fits = [length + config.max_new_tokens <= holds for length in lengths]
     too_long = fits.count(False)
+    if options.cut_long and too_long and holds > config.max_new_tokens:
+        return asked._replace(asker=replace(asker, longest=holds - config.max_new_tokens), cut=too_long)
     if too_long and not (options.skip_long and any(fits)):
         remedy = "leave them out with --skip-long, or lower --max-new-tokens" if any(fits) else "lower --max-new-tokens"
         raise ValueError(
             f"{too_long} of {len(lengths)} prompts, the longest of {max(lengths)} tokens, do not fit with "
             f"{config.max_new_tokens} new tokens into the {holds} that {holder} can hold: {remedy}, or cut "
-            "them with --prompt-tokens"
+            "them with --cut-long"
         )
-    return [question for question, fit in zip(asker.questions, fits, strict=True) if fit], too_long
+    kept = [question for question, fit in zip(asker.questions, fits, strict=True) if fit]
+    return asked._replace(asker=replace(asker, questions=kept), left_out=too_long)
 
 
-def _check_filled(asker: Asker, contexts: Sequence[int | None], prompts: str) -> None:
-    """Raise ValueError for a context that the file has too little text for: its figures would be a shorter one's."""
-    for context in (each for each in contexts if each is not None):
+def _check_filled(asker: Asker, config: EvaluationConfig, prompts: str) -> None:
+    """Raise ValueError for a context, or a batch size, that the questions do not reach: figures would bear its name."""
+    for size in config.batch_sizes:
+        if (largest := max(len(wave.places) for wave in waves_of(asker.tasks, size))) < size:
+            raise ValueError(
+                f"--batch-size {size} needs as many questions of one task, and the largest task has {largest}: raise --limit, or "
+                f"give {largest} at most"
+            )
+    for context in (each for each in config.contexts if each is not None):
         lengths = [len(asker.prompt(place, context)) for place in range(len(asker.questions))]
         if (filled := int(median(lengths))) < _FILLED * context:
             raise ValueError(
@@ -328,6 +339,7 @@ def _report(
         "processes": measurement.world,
         "questions_in_file": asked.of,
         "prompts_left_out": asked.left_out,
+        "prompts_cut": asked.cut,
         "grid_cells": [cell._asdict() for cell in cells_of(measurement.config)],
         "samples": samples_of(measurement, figures["rows"], tokenizer),
     }

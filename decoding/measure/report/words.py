@@ -69,6 +69,8 @@ def caption(report: Report) -> str:
         prompts += f" of {first['context']:,} tokens"
     if left_out := (report.get("prompts_left_out") or 0) + (report.get("later_turns_left_out") or 0):
         prompts += f" ({left_out} too long, left out)"
+    if cut := report.get("prompts_cut"):
+        prompts += f" ({cut} too long, cut)"
     place = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads"
     others = [each for each in report.get("processors") or [] if each != machine["processor"]]
     if others:  # a killed evaluation went on elsewhere
