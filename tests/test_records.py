@@ -160,6 +160,17 @@ def test_the_prompts_that_tell_the_two_fastest_apart_are_counted(tiny_llama: Cau
     assert enough["difference"]["value"] == pytest.approx(2**0.5) and enough["needed_prompts"] == 11
 
 
+def test_one_observation_has_no_interval(tiny_llama: CausalLM) -> None:
+    """Its resamples are all alike: an interval of no width would promise what nothing shows."""
+    chosen = [scripted("plain", (1.0,), (StepCount(2, 1, 1, 1),)), scripted("a", (0.5,), (StepCount(2, 1, 1, 1),))]
+    measurement = Measurement(tiny_llama, chosen, TokenPrompts([(1,)]), EvaluationConfig(settings=("greedy",)))
+    measurement.run()
+    found = figures_of(measurement.records, chosen, [Cell(1, None)], {"0": None})
+    figures = [found["rows"][1][key] for key in ("speedup_of_totals", "tokens_per_second", "tokens_per_pass")]
+    assert [each["value"] for each in figures] == [2.0, 20.0, 2.0]
+    assert all(each["low"] is each["high"] is None for each in (*figures, found["enough"][0]["difference"]))
+
+
 def test_the_rows_of_a_task_are_those_of_its_questions_alone(tiny_llama: CausalLM) -> None:
     counts = {0: (StepCount(2, 1, 1, 1),), 1: (StepCount(1, 0, 1, 1),)}
 

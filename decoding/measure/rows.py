@@ -185,8 +185,8 @@ class _Cell:
             self.taken(method.setting, name, ids) if method.timed else _Taken([]) for name in (PLAIN, TRANSFORMERS)
         )
         return {
-            "tokens_per_second": ratio_of_sums(list(mine.by_wave(False).values()))._asdict(),
-            "tokens_per_second_with_prefill": ratio_of_sums(list(mine.by_wave(True).values()))._asdict(),
+            "tokens_per_second": told(ratio_of_sums(list(mine.by_wave(False).values()))),
+            "tokens_per_second_with_prefill": told(ratio_of_sums(list(mine.by_wave(True).values()))),
             **_speedups("speedup", mine, plain),
             **_speedups("speedup_with_prefill", mine, plain, with_prefill=True),
             **_speedups("speedup_over_transformers", mine, peer),
@@ -244,7 +244,12 @@ class _Cell:
         needed = required_pairs(ratios)
         if needed is not None:
             needed = math.ceil(needed * prompts / len(ratios))
-        return {"difference": mean_ratio(ratios)._asdict(), "needed_prompts": needed}
+        return {"difference": told(mean_ratio(ratios)), "needed_prompts": needed}
+
+
+def told(found: Estimate) -> dict[str, Any]:
+    """Return an estimate as JSON; without an interval if it rests on one observation, whose resamples are all alike."""
+    return (found._replace(low=math.nan, high=math.nan) if found.observations < 2 else found)._asdict()
 
 
 def mean_ratio(logs: Sequence[float]) -> Estimate:
@@ -265,7 +270,7 @@ def _speedups(name: str, mine: _Taken, other: _Taken, with_prefill: bool = False
     speeds = {_pair(record.key): _speed(record, with_prefill) for record in other.records}
     pairs = [(_speed(record, with_prefill), speeds.get(_pair(record.key), 0.0)) for record in mine.records]
     return {
-        f"{name}_of_totals": ratio_of_rates(both)._asdict(),
+        f"{name}_of_totals": told(ratio_of_rates(both)),
         name: spread([a / b for a, b in pairs if a and b])._asdict(),
     }
 
@@ -286,8 +291,8 @@ def acceptance_figures(method: Method, taken: _Taken, costs: Costs | None) -> di
     figures = acceptance(taken.steps_by_question())
     found = {
         "passes": figures.passes,
-        "tokens_per_pass": figures.tokens_per_pass._asdict(),
-        "accepted_per_pass": figures.accepted_per_pass._asdict(),
+        "tokens_per_pass": told(figures.tokens_per_pass),
+        "accepted_per_pass": told(figures.accepted_per_pass),
         "acceptance_length": figures.acceptance_length,
         "reached": [share._asdict() for share in figures.reached],
         "ended_in_draft": figures.ended_in_draft,
