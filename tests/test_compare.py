@@ -104,7 +104,7 @@ def test_plain_decoding_that_is_faster_itself_and_settings_that_differ_are_told(
     b = read_evaluation(evaluated(tmp_path / "b", [0.4] * 9, plain=0.8, max_new_tokens=64))
     assert compare(a, b, "draft")["warnings"] == [
         "A and B differ in max_new_tokens (96 and 64): this is part of every ratio",
-        "plain decoding itself is not as fast in both, so speeds tell of more than the methods: "
+        "plain decoding itself is not equally fast, so speeds tell of more than the methods: "
         "B is faster by 25.0% to 25.0% (greedy, batch 1)",
     ]
 

@@ -42,7 +42,7 @@ REFUSED = {
     "--temperature 1,0": "--temperature is 0: give numbers above 0 (0 is the setting greedy)",
     "--temperature warm": "--temperature is warm: give numbers above 0",
     "--batch-size 8,0": "--batch-size is 0: give whole numbers of at least 1",
-    "--batch-size 1,8": "--batch-size 8 needs as many questions of one task, and the largest task has 2: raise --limit,",
+    "--batch-size 1,8": "--batch-size 8 needs as many questions of one task, and the largest task has 2: raise",
     "--batch-size 8,8": "'8' is listed twice in 8,8: give each once",
     "--batch-size 8,08": "--batch-size has 8 twice: give each once",
     "--temperature 1,1.0": "--temperature has 1 twice: give each once",

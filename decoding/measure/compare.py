@@ -165,7 +165,7 @@ def _drifted(a: Evaluation, b: Evaluation, settings: Iterable[str], cells: Seque
             told = judged["text"].removeprefix("real: ")
             where = f"{setting}, batch {cell.batch_size}" + (f", context {cell.context}" if cell.context else "")
             found.append(
-                f"plain decoding itself is not as fast in both, so speeds tell of more than the methods: {told} ({where})"
+                f"plain decoding itself is not equally fast, so speeds tell of more than the methods: {told} ({where})"
             )
     return found
 

@@ -97,7 +97,11 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
 
 
 def _measured(
-    output: Path, measurement: Measurement, made_by: Mapping[str, Any], accelerator: Accelerator | None, watched: Console
+    output: Path,
+    measurement: Measurement,
+    made_by: Mapping[str, Any],
+    accelerator: Accelerator | None,
+    watched: Console,
 ) -> Measurement:
     """Decode this process's share into its file of runs; return the measurement with the records of all processes."""
     provenance = _provenance(made_by, measurement.methods, measurement.world)
@@ -211,15 +215,15 @@ def _check_filled(asker: Asker, config: EvaluationConfig, prompts: str) -> None:
     for size in config.batch_sizes:
         if (largest := max(len(wave.places) for wave in waves_of(asker.tasks, size))) < size:
             raise ValueError(
-                f"--batch-size {size} needs as many questions of one task, and the largest task has {largest}: raise --limit, or "
-                f"give {largest} at most"
+                f"--batch-size {size} needs as many questions of one task, and the largest task has {largest}: raise "
+                f"--limit, or give {largest} at most"
             )
     for context in (each for each in config.contexts if each is not None):
         lengths = [len(asker.prompt(place, context)) for place in range(len(asker.questions))]
         if (filled := int(median(lengths))) < _FILLED * context:
             raise ValueError(
-                f"--context {context} is more than the texts of {prompts} fill: prompts would have {filled} tokens; give "
-                f"{filled} at most, or a file with more text"
+                f"--context {context} is more than the texts of {prompts} fill: prompts would have {filled} tokens; "
+                f"give {filled} at most, or a file with more text"
             )
 
 
