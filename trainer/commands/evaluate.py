@@ -74,7 +74,8 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
     config = _config(options)
     asked_for = options.drafter or ()
     if options.plan is not None and not asked_for:
-        asked_for = planned_drafters(options.plan, options, config.batch_sizes, watched)
+        notes = watched if rank == 0 else Console(quiet=True)
+        asked_for = planned_drafters(options.plan, options, config.batch_sizes, notes)
     every, chosen = _chosen(options, Place(rank, world, watched))
     models = load_models(options, asked_for)
     config = replace(config, eos_token_ids=eos_token_ids(models.target.model, models.tokenizer))
