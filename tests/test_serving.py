@@ -190,4 +190,4 @@ def test_controls_that_servers_have_of_their_own_are_switched_off(target: Causal
             for greedy in (True, False):
                 writer.write([(1,)], 1, greedy, 0)
         bodies = [request.body for request in endpoint.requests[-2:]]
-    assert [(body["temperature"], body["top_k"], body["min_p"]) for body in bodies] == [(0.0, 0, 0.0), (0.7, 5, 0.0)]
+    assert [(body["temperature"], body["top_k"], body["min_p"]) for body in bodies] == [(0.0, -1, 0.0), (0.7, 5, 0.0)]
