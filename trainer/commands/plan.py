@@ -111,7 +111,7 @@ def _print(plan: dict[str, Any], console: Console) -> None:
         if cell["context"] is None:
             say(console, verdict(cell))
     for drafter in plan["drafters"]:
-        if (config := vllm_config(drafter)) is not None:
+        if (config := vllm_config(drafter, plan["temperature"])) is not None:
             say(console, f"vLLM: --speculative-config '{json.dumps(config, separators=(',', ':'))}'")
     if left_out := plan["contexts_left_out"]:
         say(console, f"left out, as target and draft cannot hold them: contexts of {', '.join(map(str, left_out))}")
