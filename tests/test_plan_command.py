@@ -11,6 +11,7 @@ from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.drafters.registry import parse_drafter
+from decoding.measure.planning.make import Planner
 from decoding.measure.planning.plan_file import Plan, read_plan, vllm_config
 from decoding.model.heads import MedusaHeads
 from decoding.policies import Budget, MeasuredPolicy
@@ -268,3 +269,14 @@ def test_of_heads_alone_and_in_a_hybrid_an_export_takes_those_that_have_a_tree()
     for drafters in ([fixed, free], [free, fixed]):
         assert Plan("plan", {"fingerprints": weights, "drafters": drafters}).drafter_of("feed") == free
     assert Plan("plan", {"fingerprints": weights, "drafters": [fixed]}).drafter_of("feed") == fixed
+
+
+def test_a_check_that_its_prompts_cannot_fill_is_refused_before_anything_is_measured(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Planner, "run", lambda planner: pytest.fail("an hour of measuring would be lost"))
+    code, output = run(
+        "plan", "--target", str(models / "target"), "--prompts", str(models / "prompts.jsonl"), *QUICK,
+        "--drafter", "lookup", "--batch-size", "1,8", "--check", "--output", str(tmp_path / "plan"),
+    )  # fmt: skip
+    assert code == 2 and "do not fill a batch of 8" in output

@@ -30,6 +30,7 @@ def load(tiny_llama: CausalLM, tiny_draft: CausalLM) -> Callable[[DrafterSpec], 
         "heads": MedusaHeads.for_target(tiny_llama.model, MedusaConfig(16, 16, num_heads=3, tree=((0,),))),
         "same": CausalLM(tiny_model("llama")),
         "other": tiny_draft,
+        "short": CausalLM(tiny_model("llama", max_position_embeddings=19)),
         "parallel": tiny_parallel_draft(tiny_llama),
     }
     return lambda spec: named_drafter(spec.name, None if spec.path is None else weights[spec.path], **spec.options)
@@ -64,6 +65,13 @@ def test_a_draft_equal_to_the_target_is_accepted_whole_at_every_depth(
     passes = decode_passes(tiny_llama, load(DrafterSpec("draft", "same", {"tokens": 2})), PROMPTS, config, 2)
     assert passes.tokens_per_pass() == 3.0 and passes.tokens_per_pass(1) == 2.0
     assert passes.reached() == [1.0, 1.0]
+
+
+def test_prompts_that_a_draft_cannot_hold_are_refused_before_anything_is_measured(
+    tiny_llama: CausalLM, load: Callable[[DrafterSpec], Drafter]
+) -> None:
+    with pytest.raises(ValueError, match="a prompt of 4 tokens and 16 new ones do not fit into the 19 that draft:short"):
+        Planner(tiny_llama, load, [DrafterSpec("draft", "short", {})], PROMPTS, QUICK)
 
 
 def test_families_are_as_free_as_their_spec_leaves_them(load: Callable[[DrafterSpec], Drafter]) -> None:

@@ -36,7 +36,7 @@ class Planned:
 
     @property
     def vllm(self) -> str:
-        """The schedule as members of vLLM's speculative config of a draft model, a comma before each; empty without one.
+        """The schedule as members of vLLM's config of a draft model, a comma before each; empty without one.
 
         For other methods see `decoding.measure.planning.plan_file.vllm_config`.
         """

@@ -111,13 +111,25 @@ class Planner:
             raise ValueError("there is no drafter to plan with: give --drafter at least once")
         if not prompts:
             raise ValueError("there are no prompts to measure acceptance on: give at least one")
-        for prompt in prompts:
-            check_prompt(target, prompt, config.decoding)
         self.target, self.load, self.prompts, self.config, self.advance = target, load, prompts, config, advance
         self.families = [family_of(spec, load, config.most_nodes, config.deepest) for spec in specs]
+        self.check_prompts(prompts)
         self.contexts: list[Context] = [None, *(held for held in config.contexts if self._fits(held))]
         self._rows = min(max(config.batch_sizes), 8)
         self._tokens: dict[str, float] = {}
+
+    def check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Raise ValueError for a prompt that the target or a drafter cannot hold with its new tokens."""
+        new = self.config.max_new_tokens
+        for prompt in prompts:
+            check_prompt(self.target, prompt, self.config.decoding)
+            for family in self.families:
+                limit = family.drafter.max_positions
+                if limit is not None and len(prompt) + new > limit:
+                    raise ValueError(
+                        f"a prompt of {len(prompt)} tokens and {new} new ones do not fit into the {limit} that "
+                        f"{family.spec} can hold: cut it with --prompt-tokens, or lower --max-new-tokens"
+                    )
 
     @property
     def left_out(self) -> list[int]:

@@ -157,7 +157,7 @@ def vllm_config(drafter: Mapping[str, Any], temperature: float = 0.0) -> dict[st
 
     vLLM 0.32 wants ranges that start at 1 and do not overlap, bounds included; the last depth also holds for larger
     batches, and a depth of 0 drafts nothing. Only draft models and n-gram lookup take them: with Medusa heads and
-    parallel drafts its code asserts, or relies on, one depth. Alone `prompt_lookup_max` also sets its minimum there, and
+    parallel drafts its code asserts, or relies on, one depth. There `prompt_lookup_max` alone sets the minimum too, and
     a draft model drafts by argmax unless told to sample: both are given as they were planned with at ``temperature``.
     """
     spec, ranges = parse_drafter(drafter["drafter"]), drafter["depth_by_batch_size"] or ()
