@@ -8,7 +8,7 @@ from tiny_models import tiny_model
 from tiny_parallel import tiny_parallel_draft
 
 from decoding.drafters import Drafter
-from decoding.drafters.registry import LoadedWeights, named_drafter
+from decoding.drafters.registry import LoadedWeights, named_drafter, parse_drafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
@@ -70,7 +70,7 @@ def test_a_draft_equal_to_the_target_is_accepted_whole_at_every_depth(
 def test_prompts_that_a_draft_cannot_hold_are_refused_before_anything_is_measured(
     tiny_llama: CausalLM, load: Callable[[DrafterSpec], Drafter]
 ) -> None:
-    with pytest.raises(ValueError, match="a prompt of 4 tokens and 16 new ones do not fit into the 19 that draft:short"):
+    with pytest.raises(ValueError, match="4 tokens and 16 new ones do not fit into the 19 that draft:short can hold"):
         Planner(tiny_llama, load, [DrafterSpec("draft", "short", {})], PROMPTS, QUICK)
 
 
@@ -82,7 +82,7 @@ def test_families_are_as_free_as_their_spec_leaves_them(load: Callable[[DrafterS
     assert kind("heads", "heads") == ("tree", 3)
     assert kind("heads", "heads", tree=((0,), (1,))) == ("fixed", 1)
     assert kind("heads", "heads", dynamic_nodes=6) == ("fixed", 3)
-    assert kind("parallel", "parallel") == ("tree", 3)  # a first tree of 7 nodes is no deeper
+    assert kind("parallel", "parallel") == ("tree", 4)  # all its tokens, where a typical tree is 3 deep
     assert kind("parallel", "parallel", tokens=2) == ("chain", 2)
     assert kind("draft", "other") == ("chain", 5)
     assert kind("draft", "other", tokens=3) == ("chain", 3)
@@ -91,6 +91,20 @@ def test_families_are_as_free_as_their_spec_leaves_them(load: Callable[[DrafterS
     assert kind("lookup", branches=2) == ("fixed", 10)
     assert kind("draft-tree", "other")[0] == "fixed"
     assert kind("hybrid", "heads", of="heads")[0] == "fixed"
+
+
+def test_every_form_of_a_chain_is_a_spec_that_reads_back(load: Callable[[DrafterSpec], Drafter]) -> None:
+    for options in ({}, {"tokens": 3}, {"branching": (1, 1, 1)}):
+        family = family_of(DrafterSpec("draft", "other", options), load, most_nodes=8, most_depth=3)
+        forms = [family.chain(depth) for depth in range(1, family.depth + 1)]
+        assert [load(parse_drafter(str(form))).max_depth for form in forms] == [1, 2, 3]
+
+
+def test_the_first_tree_has_its_size_and_the_whole_chain() -> None:
+    for depth, nodes in ((8, 63), (4, 7), (3, 2), (1, 5)):
+        tree = first_tree(depth, ranks=10, nodes=nodes)
+        assert len(tree) == len(set(tree)) == nodes and all(path[:-1] in {(), *tree} for path in tree)
+        assert max(map(len, tree)) == min(depth, nodes)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

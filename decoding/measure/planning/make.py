@@ -211,7 +211,8 @@ class Planner:
         found: dict[Paths, Candidate] = {}
         for depth in range(1, len(shares) + 1):
             chain = tuple((0,) * length for length in range(1, depth + 1))
-            sizes = [size - 1 for size in self.config.sizes if depth < size <= self.config.most_nodes]
+            most = self.config.most_nodes
+            sizes = [size - 1 for size in sorted({*self.config.sizes, most}) if depth < size <= most]
             for paths in (chain, *(choose(shares[:depth], nodes) for nodes in sizes)):
                 if paths and max(map(len, paths)) == depth:
                     tokens = 1 + record.expected_accepted(paths)

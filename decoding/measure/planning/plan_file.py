@@ -185,9 +185,11 @@ def _vllm_draft(spec: DrafterSpec, temperature: float) -> dict[str, Any]:
 def _same(asked: str, form: str) -> bool:
     """Return True if ``form`` is a form of the drafter that was asked for: it may differ in its tokens or tree."""
     first, second = parse_drafter(asked), parse_drafter(form)
-    free = ("tokens", "tree")
+
+    def is_free(name: str, value: Any) -> bool:
+        return name in ("tokens", "tree") or (name == "branching" and max(value) == 1)  # a chain, whose form has tokens
 
     def fixed(spec: DrafterSpec) -> dict[str, Any]:
-        return {name: value for name, value in spec.options.items() if name not in free}
+        return {name: value for name, value in spec.options.items() if not is_free(name, value)}
 
     return (first.name, first.path, fixed(first)) == (second.name, second.path, fixed(second))
