@@ -21,7 +21,8 @@ from decoding.measure.proof.finding import Finding, all_pass
 from decoding.measure.proof.loop import EngineWriter, accepts_itself, cache_consistency
 from decoding.measure.proof.prove import Effort, power, prove
 from decoding.measure.proof.reference import Reference
-from decoding.measure.redact import published_command
+from decoding.measure.redact import published_command, published_name
+from decoding.measure.rows import without_nan
 from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.prompts import read_prompts
@@ -109,8 +110,10 @@ def _check(options: VerifyOptions) -> list[DrafterSpec]:
             raise ValueError("--drafter and --rule are of this process; an --endpoint decodes as it likes")
         if importlib.util.find_spec("openai") is None:
             raise ValueError("an --endpoint is asked by the openai package: pip install 'headstart[endpoint]'")
-    if options.rule is not None and options.temperature == 0:
-        raise ValueError(f"--rule {options.rule} is of sampling: give a --temperature above 0")
+    if options.rule is not None:
+        named_rule(options.rule)
+        if options.temperature == 0:
+            raise ValueError(f"--rule {options.rule} is of sampling: give a --temperature above 0")
     return [parse_drafter(text) for text in options.drafter or ()]
 
 
@@ -192,7 +195,7 @@ def _served(options: VerifyOptions, given: _Input, watched: Console) -> Iterator
         timeout=options.timeout,
         api_key_variable=options.api_key_variable,
     )
-    name = f"{options.model}, served"
+    name = f"{published_name(options.model)}, served"  # vLLM's own names are paths
     with ServedModel(served) as model:
         writer = ServedWriter(model, given.reference, given.tokenizer, given.prompts[0])
         with _progress(watched, name) as on_texts:
@@ -241,4 +244,4 @@ def _write(
         "engines": {name: [finding.as_json() for finding in findings] for name, findings in engines.items()},
     }
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    options.json.write_text(json.dumps(without_nan(report), indent=2, allow_nan=False) + "\n", encoding="utf-8")
