@@ -211,7 +211,10 @@ def _told(writer: Any) -> Finding:
         seen += "; it takes no prompts of token ids, so that texts were sent"
     if writer.retold:
         seen += f"; {writer.unlike} of {writer.retold} texts do not read back, and others may have had other tokens"
-    figures = {"source": writer.source, "takes_ids": writer.takes_ids, "retold": writer.retold, "unlike": writer.unlike}
+    if not writer.takes_controls:
+        seen += "; it takes no top_k, min_p and repetition_penalty, so that its own hold"
+    names = ("source", "takes_ids", "takes_controls", "retold", "unlike")
+    figures = {name: getattr(writer, name) for name in names}
     return Finding("tokens", writer.unlike == 0, seen, figures=figures)
 
 

@@ -21,8 +21,9 @@ _DRAWN = 8
 _DEGREES = 10
 """Cells that the draws after a text usually fill, for what they can find."""
 _MEASURED = 4
+"""Prompts whose tokens give the variance of a log-probability, for what the sampled tokens can find."""
 _MEASURED_TOKENS = 256
-"""Prompts, and last tokens of each, that give the variance of a log-probability, for what the sampled tokens can find."""
+"""Last tokens of each of these prompts that are taken."""
 
 
 class Writer(Protocol):
