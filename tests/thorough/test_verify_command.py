@@ -130,6 +130,7 @@ def test_a_right_server_passes_and_one_of_another_temperature_fails_with_code_on
         (["verify", "--self-test", "--temperature", "0"], "give a --temperature above 0"),
         (["verify", "--self-test", "--drafter", "lookup"], "brings engines of its own"),
         (["verify", "--self-test", "--target", "t"], "needs --prompts"),
+        (["verify", "--self-test", "--top-k", "5"], "samples by temperature alone"),
     ],
 )
 def test_bad_input_is_one_sentence_and_code_two(words: list[str], sentence: str) -> None:

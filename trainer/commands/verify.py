@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -233,11 +234,6 @@ def _write(
 ) -> None:
     assert options.json is not None and options.target is not None
     report = {
-        "verdict": "PASS" if passed else "FAIL",
-        "command": published_command(sys.argv),
-        "versions": versions(),
-        "hardware": hardware(),
-        "commit": commit(),
         "dtype": options.dtype,
         "fingerprints": {
             "target": stored_fingerprint(resolve(options.target), options.trust_remote_code),
@@ -246,5 +242,17 @@ def _write(
         "power": figures,
         "engines": {name: [finding.as_json() for finding in findings] for name, findings in engines.items()},
     }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(without_nan(report), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    write_verdict(options.json, passed, report)
+
+
+def write_verdict(path: Path, passed: bool, report: dict[str, Any]) -> None:
+    """Write a verdict as JSON, with the command and the machine that it comes from."""
+    about = {
+        "verdict": "PASS" if passed else "FAIL",
+        "command": published_command(sys.argv),
+        "versions": versions(),
+        "hardware": hardware(),
+        "commit": commit(),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(without_nan({**about, **report}), indent=2, allow_nan=False) + "\n", encoding="utf-8")
