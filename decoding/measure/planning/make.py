@@ -209,10 +209,11 @@ class Planner:
         drawn = any(kind.has_q for kind in family.drafter.kinds(self.config.decoding.sampling))
         choose = ordered_tree if drawn and grows(shares) else best_tree
         found: dict[Paths, Candidate] = {}
+        most = self.config.most_nodes
+        tried = [size for size in sorted({*self.config.sizes, most}) if size <= most]
         for depth in range(1, len(shares) + 1):
             chain = tuple((0,) * length for length in range(1, depth + 1))
-            most = self.config.most_nodes
-            sizes = [size - 1 for size in sorted({*self.config.sizes, most}) if depth < size <= most]
+            sizes = [size - 1 for size in tried if size > depth]
             for paths in (chain, *(choose(shares[:depth], nodes) for nodes in sizes)):
                 if paths and max(map(len, paths)) == depth:
                     tokens = 1 + record.expected_accepted(paths)
