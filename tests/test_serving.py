@@ -204,3 +204,11 @@ def test_controls_that_a_server_does_not_take_are_left_out_unless_they_are_to_be
         assert "top_k" not in endpoint.requests[-1].body
         with pytest.raises(ValueError, match="leave --top-k and --min-p out"):
             ServedWriter(model, Reference(target, SamplingConfig(0.7, top_k=5)), None, (1,))
+
+
+def test_a_server_on_this_machine_is_not_looked_for_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_PROXY")
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
+    with asked(lambda request: choice(token_ids=[3])) as (model, _):
+        assert model.complete([1], max_tokens=1).token_ids == (3,)

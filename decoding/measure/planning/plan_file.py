@@ -82,7 +82,8 @@ class Plan:
                     "with these weights"
                 )
         if hardware() != self.content["hardware"]:
-            return [f"{self.name} was made on another machine: its costs, and so its choices, may not hold here"]
+            told = f"{self.name} was made on another machine, or with other threads: its costs may not hold here"
+            return [told]
         return []
 
     def choice(self, batch_size: int, context: int | None = None) -> dict[str, Any] | None:
