@@ -213,7 +213,7 @@ def _told(writer: Any) -> Finding:
     if writer.retold:
         seen += f"; {writer.unlike} of {writer.retold} texts do not read back, and others may have had other tokens"
     if not writer.takes_controls:
-        seen += "; it takes no top_k, min_p and repetition_penalty, so that its own hold"
+        seen += "; it takes no top_k, min_p and repetition_penalty: the server's own are in force"
     names = ("source", "takes_ids", "takes_controls", "retold", "unlike")
     figures = {name: getattr(writer, name) for name in names}
     return Finding("tokens", writer.unlike == 0, seen, figures=figures)

@@ -188,7 +188,9 @@ def _same(asked: str, form: str) -> bool:
     first, second = parse_drafter(asked), parse_drafter(form)
 
     def is_free(name: str, value: Any) -> bool:
-        return name in ("tokens", "tree") or (name == "branching" and max(value) == 1)  # a chain, whose form has tokens
+        if name == "branching":  # of a chain, whose forms have tokens
+            return bool(max(value) == 1)
+        return name in ("tokens", "tree")
 
     def fixed(spec: DrafterSpec) -> dict[str, Any]:
         return {name: value for name, value in spec.options.items() if not is_free(name, value)}
