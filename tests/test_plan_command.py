@@ -11,7 +11,8 @@ from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.drafters.registry import parse_drafter
-from decoding.measure.planning.plan_file import read_plan, vllm_config
+from decoding.measure.planning.make import Planner
+from decoding.measure.planning.plan_file import Plan, read_plan, vllm_config
 from decoding.model.heads import MedusaHeads
 from decoding.policies import Budget, MeasuredPolicy
 from trainer.commands.options import GenerateOptions
@@ -140,6 +141,7 @@ def test_the_measured_policy_starts_from_the_plan_s_costs_without_a_survey(
     ("change", "message"),
     [
         ({"format": "other"}, "is no plan of this version"),
+        ({"cells": None}, "is a plan without cells"),
         ({"dtype": "bfloat16"}, "was made in bfloat16, where other costs hold than in float32"),
         ({"fingerprints": {"target": "feed", "drafters": {}}}, "was made for the target feed, but target is"),
     ],
@@ -152,7 +154,8 @@ def test_a_plan_of_something_else_is_refused_in_a_sentence(
     message: str,
 ) -> None:
     path = tmp_path / "changed.json"
-    path.write_text(json.dumps(content_of(plan_path) | change))
+    changed = {name: value for name, value in (content_of(plan_path) | change).items() if value is not None}
+    path.write_text(json.dumps(changed))
     with pytest.raises(ValueError, match=message):
         planned(path, GenerateOptions(target=str(models / "target"), prompt="", dtype="fp32"))
 
@@ -216,6 +219,9 @@ def test_an_export_takes_the_planned_tree_and_tells_the_depths(
         "method": "draft_model", "model": "DIR", "num_speculative_tokens": 3,
         "num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 2, 0]],
     }  # fmt: skip
+    path.write_text(json.dumps(content | {"temperature": 1.0}))
+    export(models / "draft", tmp_path / "drawn", "draft", plan=path)
+    assert '"draft_sample_method":"probabilistic"}' in (tmp_path / "drawn" / "README.md").read_text()
     content["drafters"][1]["depth_by_batch_size"] = [[1, 2, 0]]
     path.write_text(json.dumps(content))
     export(models / "draft", tmp_path / "useless", "draft", plan=path)
@@ -239,11 +245,38 @@ def test_vllm_s_config_is_literal_for_draft_models_and_lookups_and_none_for_the_
         "num_speculative_tokens_per_batch_size": ranges,
     }  # fmt: skip
     found = vllm_config({"drafter": "lookup:ngram=2", "depth_by_batch_size": ranges})
-    assert found is not None and (found["method"], found["prompt_lookup_max"]) == ("ngram", 2)
+    assert found is not None and found["method"] == "ngram"
+    assert (found["prompt_lookup_max"], found["prompt_lookup_min"]) == (2, 1), "else vLLM looks up nothing shorter"
+    sampled = vllm_config({"drafter": "draft:DIR", "depth_by_batch_size": ranges}, temperature=1.0)
+    assert sampled is not None and sampled["draft_sample_method"] == "probabilistic", "else vLLM drafts by argmax"
+    argmax = vllm_config({"drafter": "draft:DIR,sampled=false", "depth_by_batch_size": ranges}, temperature=1.0)
+    assert argmax is not None and "draft_sample_method" not in argmax
     assert vllm_config({"drafter": "draft:DIR", "depth_by_batch_size": [[1, 8, 0]]}) is None
     assert vllm_config({"drafter": "heads:DIR", "depth_by_batch_size": ranges}) is None
 
 
 def test_a_plan_reads_back(plan_path: Path) -> None:
-    plan = read_plan(plan_path)
-    assert plan.choice(1) is None or plan.choice(1)["spec"] in plan_path.read_text()
+    content, plan = content_of(plan_path), read_plan(plan_path)
+    for cell in content["cells"]:
+        fastest = max((choice["best"] for choice in cell["choices"]), key=lambda best: best["speedup"])
+        expected = fastest if fastest["speedup"] >= 1.02 else None
+        assert plan.choice(cell["batch_size"], cell["context"]) == expected
+
+
+def test_of_heads_alone_and_in_a_hybrid_an_export_takes_those_that_have_a_tree() -> None:
+    fixed, free = {"drafter": "hybrid:DIR,of=heads", "kind": "fixed"}, {"drafter": "heads:DIR", "kind": "tree"}
+    weights = {"drafters": {"hybrid:DIR,of=heads": "feed", "heads:DIR": "feed"}}
+    for drafters in ([fixed, free], [free, fixed]):
+        assert Plan("plan", {"fingerprints": weights, "drafters": drafters}).drafter_of("feed") == free
+    assert Plan("plan", {"fingerprints": weights, "drafters": [fixed]}).drafter_of("feed") == fixed
+
+
+def test_a_check_that_its_prompts_cannot_fill_is_refused_before_anything_is_measured(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Planner, "run", lambda planner: pytest.fail("an hour of measuring would be lost"))
+    code, output = run(
+        "plan", "--target", str(models / "target"), "--prompts", str(models / "prompts.jsonl"), *QUICK,
+        "--drafter", "lookup", "--batch-size", "1,8", "--check", "--output", str(tmp_path / "plan"),
+    )  # fmt: skip
+    assert code == 2 and "do not fill a batch of 8" in output

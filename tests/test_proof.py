@@ -11,7 +11,7 @@ from tiny_models import full_forward, naive_greedy
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.measure.proof.distribution import Continuations, undecided
-from decoding.measure.proof.faults import Planted, planted, tiny_prompts, tiny_target
+from decoding.measure.proof.faults import Disturbed, Planted, planted, tiny_prompts, tiny_target
 from decoding.measure.proof.finding import Finding
 from decoding.measure.proof.greedy import cut_at_ends, ends, greedy_identity
 from decoding.measure.proof.loop import EngineWriter, accepts_itself, cache_consistency
@@ -192,6 +192,14 @@ def test_a_stale_cache_entry_is_caught_in_the_cache_and_in_the_greedy_texts() ->
 def test_a_target_that_drafts_for_itself_is_always_accepted() -> None:
     finding = accepts_itself(target(), PROMPTS, DecodingConfig(12, SAMPLED), batch_size=8)
     assert finding.passed and finding.figures["acceptance"] == {"greedy": 1.0, "sampled": 1.0}
+    finding = accepts_itself(target(), PROMPTS, DecodingConfig(12), batch_size=8)
+    assert finding.figures["acceptance"] == {"greedy": 1.0}, "nothing is sampled at temperature 0"
+
+
+def test_a_loop_that_refuses_the_target_s_own_drafts_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decoding.measure.proof.loop.DraftModelDrafter", Disturbed)  # every other greedy token is wrong
+    finding = accepts_itself(target(), PROMPTS, DecodingConfig(12, SAMPLED), batch_size=8)
+    assert not finding.passed and finding.figures["acceptance"]["greedy"] < 0.7
 
 
 def test_at_temperature_zero_only_greedy_texts_are_tested() -> None:

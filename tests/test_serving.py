@@ -178,6 +178,9 @@ def test_another_prompt_and_an_unknown_token_are_refused(target: CausalLM) -> No
     reading = choice(token_ids=[3], prompt_token_ids=[0, 1, 2])
     with writing(lambda request: reading, target) as writer, pytest.raises(ValueError, match="prompt of 3 tokens"):
         writer.write([(1, 2)], 1, True, 0)
+    counting = (200, {**choice(token_ids=[3])[1], "usage": {"prompt_tokens": 4}})
+    with writing(lambda request: counting, target) as writer, pytest.raises(ValueError, match="prompt of 4 tokens"):
+        writer.write([(1, 2)], 1, True, 0)
     unknown = choice(token_ids=[16])
     with writing(lambda request: unknown, target) as writer, pytest.raises(ValueError, match="wrote token 16"):
         writer.write([(1, 2)], 1, True, 0)
@@ -190,4 +193,22 @@ def test_controls_that_servers_have_of_their_own_are_switched_off(target: Causal
             for greedy in (True, False):
                 writer.write([(1,)], 1, greedy, 0)
         bodies = [request.body for request in endpoint.requests[-2:]]
-    assert [(body["temperature"], body["top_k"], body["min_p"]) for body in bodies] == [(0.0, 0, 0.0), (0.7, 5, 0.0)]
+    assert [(body["temperature"], body["top_k"], body["min_p"]) for body in bodies] == [(0.0, -1, 0.0), (0.7, 5, 0.0)]
+
+
+def test_controls_that_a_server_does_not_take_are_left_out_unless_they_are_to_be_tested(target: CausalLM) -> None:
+    with asked(refused_with("top_k", choice(token_ids=[3]))) as (model, endpoint):
+        writer = ServedWriter(model, Reference(target, SamplingConfig(0.7)), None, (1,))
+        assert writer.takes_ids and not writer.takes_controls
+        assert writer.write([(1,)], 1, False, 0)[0].tokens == (3,)
+        assert "top_k" not in endpoint.requests[-1].body
+        with pytest.raises(ValueError, match="leave --top-k and --min-p out"):
+            ServedWriter(model, Reference(target, SamplingConfig(0.7, top_k=5)), None, (1,))
+
+
+def test_a_server_on_this_machine_is_not_looked_for_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_PROXY")
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
+    with asked(lambda request: choice(token_ids=[3])) as (model, _):
+        assert model.complete([1], max_tokens=1).token_ids == (3,)

@@ -171,6 +171,8 @@ def test_every_command_of_the_page_on_verifying_runs_in_the_order_given(
     for command in found:
         run(command, desk, environment)
     assert json.loads((desk / "runs" / "verified.json").read_text())["verdict"] == "PASS"
+    caught = json.loads((desk / "runs" / "self-test.json").read_text())
+    assert caught["verdict"] == "PASS" and sum(bool(each["failures"]) for each in caught["engines"]) == 7
 
 
 def run(command: str, desk: Path, environment: dict[str, str]) -> None:

@@ -1,14 +1,20 @@
 """Plans of every family of drafters on tiny models: acceptance that is the loop's own, greedy and sampled."""
 
-from collections.abc import Callable
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
 import pytest
+from test_cli import models  # noqa: F401  # a fixture
 from tiny_models import tiny_model
 from tiny_parallel import tiny_parallel_draft
 
 from decoding.drafters import Drafter
-from decoding.drafters.registry import LoadedWeights, named_drafter
+from decoding.drafters.registry import LoadedWeights, named_drafter, parse_drafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
@@ -30,6 +36,7 @@ def load(tiny_llama: CausalLM, tiny_draft: CausalLM) -> Callable[[DrafterSpec], 
         "heads": MedusaHeads.for_target(tiny_llama.model, MedusaConfig(16, 16, num_heads=3, tree=((0,),))),
         "same": CausalLM(tiny_model("llama")),
         "other": tiny_draft,
+        "short": CausalLM(tiny_model("llama", max_position_embeddings=19)),
         "parallel": tiny_parallel_draft(tiny_llama),
     }
     return lambda spec: named_drafter(spec.name, None if spec.path is None else weights[spec.path], **spec.options)
@@ -66,6 +73,13 @@ def test_a_draft_equal_to_the_target_is_accepted_whole_at_every_depth(
     assert passes.reached() == [1.0, 1.0]
 
 
+def test_prompts_that_a_draft_cannot_hold_are_refused_before_anything_is_measured(
+    tiny_llama: CausalLM, load: Callable[[DrafterSpec], Drafter]
+) -> None:
+    with pytest.raises(ValueError, match="4 tokens and 16 new ones do not fit into the 19 that draft:short can hold"):
+        Planner(tiny_llama, load, [DrafterSpec("draft", "short", {})], PROMPTS, QUICK)
+
+
 def test_families_are_as_free_as_their_spec_leaves_them(load: Callable[[DrafterSpec], Drafter]) -> None:
     def kind(name: str, path: str | None = None, **options: object) -> tuple[str, int]:
         family = family_of(DrafterSpec(name, path, options), load, most_nodes=8, most_depth=5)
@@ -74,7 +88,7 @@ def test_families_are_as_free_as_their_spec_leaves_them(load: Callable[[DrafterS
     assert kind("heads", "heads") == ("tree", 3)
     assert kind("heads", "heads", tree=((0,), (1,))) == ("fixed", 1)
     assert kind("heads", "heads", dynamic_nodes=6) == ("fixed", 3)
-    assert kind("parallel", "parallel") == ("tree", 3)  # a first tree of 7 nodes is no deeper
+    assert kind("parallel", "parallel") == ("tree", 4)  # all its tokens, where a typical tree is 3 deep
     assert kind("parallel", "parallel", tokens=2) == ("chain", 2)
     assert kind("draft", "other") == ("chain", 5)
     assert kind("draft", "other", tokens=3) == ("chain", 3)
@@ -83,6 +97,20 @@ def test_families_are_as_free_as_their_spec_leaves_them(load: Callable[[DrafterS
     assert kind("lookup", branches=2) == ("fixed", 10)
     assert kind("draft-tree", "other")[0] == "fixed"
     assert kind("hybrid", "heads", of="heads")[0] == "fixed"
+
+
+def test_every_form_of_a_chain_is_a_spec_that_reads_back(load: Callable[[DrafterSpec], Drafter]) -> None:
+    for options in ({}, {"tokens": 3}, {"branching": (1, 1, 1)}):
+        family = family_of(DrafterSpec("draft", "other", options), load, most_nodes=8, most_depth=3)
+        forms = [family.chain(depth) for depth in range(1, family.depth + 1)]
+        assert [load(parse_drafter(str(form))).max_depth for form in forms] == [1, 2, 3]
+
+
+def test_the_first_tree_has_its_size_and_the_whole_chain() -> None:
+    for depth, nodes in ((8, 63), (4, 7), (3, 2), (1, 5)):
+        tree = first_tree(depth, ranks=10, nodes=nodes)
+        assert len(tree) == len(set(tree)) == nodes and all(path[:-1] in {(), *tree} for path in tree)
+        assert max(map(len, tree)) == min(depth, nodes)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -120,3 +148,47 @@ def test_costs_of_a_cell_hold_plain_steps_and_every_size_that_fits(
     costs = planner.costs(planner.families[0], place, planner.curve(place))
     assert {budget.depth for budget in costs.found} == {0, 1, 2, 3, 4}
     assert all(part >= 0 for step in costs.found.values() for part in step)
+
+
+# --- the benchmark ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[ModuleType]:
+    """benchmarks/planned.py as a module, with its own folder in the path as where it is run."""
+    path = list(sys.path)
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    yield importlib.import_module("planned")
+    sys.path[:] = path
+
+
+def test_the_published_tree_has_63_nodes_with_their_prefixes_within_four_heads_of_ten_ranks(
+    script: ModuleType,
+) -> None:
+    tree = script.PUBLISHED
+    assert len(tree) == len(set(tree)) == 63 and all(path[:-1] in {(), *tree} for path in tree)
+    assert max(map(len, tree)) == 4 and max(map(max, tree)) == 9
+
+
+def test_the_benchmark_of_predictions_repeats_nothing_that_its_file_holds(
+    script: ModuleType,
+    models: Path,  # noqa: F811  # a fixture of another module
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = (
+        f"--target {models}/target --draft {models}/draft --prompts {models}/prompts.jsonl --limit 2 --widen 0 "
+        f"--max-new-tokens 12 --batch-sizes 1 --rounds 1 --seconds 0.05 --dtype fp32 --output {tmp_path}/planned.json"
+    ).split()
+    script.main([*words, "--only", "lookup"])
+    other = {"target": "again", "drafter": "draft:draft", "within": True}
+    monkeypatch.setattr(script, "measure_pair", lambda *_: [other])
+    monkeypatch.setattr(script, "tables", lambda report: [])
+    script.main([*words, "--only", "lookup", "draft"])
+    first, second = json.loads((tmp_path / "planned.json").read_text())["pairs"]
+    assert first["drafter"] == "lookup" and first["ratio"] == pytest.approx(
+        first["predicted"] / first["measured"]["value"]
+    )
+    assert first["within"] == (abs(first["ratio"] - 1) <= 0.1) and second["target"] == "again"
+    with pytest.raises(SystemExit, match="holds another run"):
+        script.main([*words, "--max-new-tokens", "13"])

@@ -98,13 +98,17 @@ def a_server(models: Path, drafter: bool, heat: float = 1.0) -> Iterator[list[st
     model = CausalLM(tiny_model(vocab=128, max_position_embeddings=256))
     engine = Engine(model, Disturbed(model) if drafter else None)
     with served(engine, (0,), heat) as address:
-        yield ["--endpoint", address, "--model", NAME, "--api-key-variable", "NO_KEY"]
+        yield ["--endpoint", address, "--model", f"/srv/models/{NAME}", "--api-key-variable", "NO_KEY"]
 
 
-def test_a_right_server_passes_and_one_of_another_temperature_fails_with_code_one(models: Path) -> None:
+def test_a_right_server_passes_and_one_of_another_temperature_fails_with_code_one(
+    models: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "verified.json"
     with a_server(models, drafter=True) as words:
-        code, output = verify(models, *words)
+        code, output = verify(models, *words, "--json", str(file))
     assert code == 0 and "PASS: all 9 tests" in output and "the server's token ids were read" in output
+    assert json.loads(file.read_text())["engines"].keys() == {f"{NAME}, served"} and "/srv" not in file.read_text()
     with a_server(models, drafter=False, heat=4.0) as words:
         code, output = verify(models, *words, "--rounds", "8", "--temperature", "0.2")
     assert code == 1 and "FAIL mean log-probability, p < " in output and "PASS greedy identity" in output, output
@@ -122,9 +126,11 @@ def test_a_right_server_passes_and_one_of_another_temperature_fails_with_code_on
         ),
         (["verify", "--target", "t", "--prompts", "p", "--temperature", "0", "--rule", "token"], "is of sampling"),
         (["verify", "--target", "t", "--prompts", "p", "--alpha", "2"], "alpha is 2.0: give a probability"),
+        (["verify", "--target", "t", "--prompts", "p", "--rule", "none-such"], "no rule is called 'none-such'"),
         (["verify", "--self-test", "--temperature", "0"], "give a --temperature above 0"),
         (["verify", "--self-test", "--drafter", "lookup"], "brings engines of its own"),
         (["verify", "--self-test", "--target", "t"], "needs --prompts"),
+        (["verify", "--self-test", "--top-k", "5"], "samples by temperature alone"),
     ],
 )
 def test_bad_input_is_one_sentence_and_code_two(words: list[str], sentence: str) -> None:

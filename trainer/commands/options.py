@@ -361,7 +361,7 @@ class VerifyOptions:
     seed: Annotated[int, Option(help="Seed of the sampling.")] = 0
     batch_size: Annotated[int, Option(min=1, help="Prompts decoded at a time in this process.")] = 8
     dtype: Annotated[
-        str, Option(help="bf16, fp16 or fp32: the server's own; only in fp32 is every difference a fault.")
+        str, Option(help="bf16, fp16 or fp32: the server's own; in fp32 rounding hides the least.")
     ] = "fp32"
     device_map: DeviceMap = None
     trust_remote_code: Annotated[bool, Option(help="Run code that comes with a hub model.")] = False

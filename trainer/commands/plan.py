@@ -13,7 +13,7 @@ from decoding.drafters import Drafter
 from decoding.drafters.registry import DrafterLoader, parse_drafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.measure.machine import commit, hardware, versions
-from decoding.measure.planning.check import check_plan
+from decoding.measure.planning.check import check_plan, check_rows
 from decoding.measure.planning.choose import LEAST_GAIN
 from decoding.measure.planning.make import PlanConfig, Planner
 from decoding.measure.planning.picture import check_table, plan_table, write_picture
@@ -44,6 +44,7 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, 
     limit = options.limit * (2 if options.check else 1)
     read = read_prompts(resolve(options.prompts), tokenizer, limit, options.prompt_field, options.prompt_tokens)
     prompts, others = read[: options.limit], read[options.limit :]
+    checked = others or prompts
     made_by = {**_made_by(options, specs), "dtype": str(target.dtype).removeprefix("torch.")}
     made_by["fingerprints"] |= {
         "tokenizer": tokenizer_fingerprint(tokenizer),
@@ -51,20 +52,21 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, 
     }
     loader = DrafterLoader(target, tokenizer, options.trust_remote_code)
     planner = Planner(target, loader.load, specs, prompts, config)
+    if options.check:
+        planner.check_prompts(checked)
+        check_rows(checked, config.batch_sizes)
     with ProgressBar(watched, "planning", planner.steps) as bar:
         planner.advance = bar.advance
-        figures = {**made_by, **planner.run()}
+        plan: dict[str, Any] = without_nan({**made_by, **planner.run()})
+    write_plan(plan, options.output / "plan.json")
+    write_picture(plan, options.output / "plan.svg")
     if options.check:
         if not others:
             say(console, f"note: {options.prompts} has no prompts behind those of the plan: it is checked on the same")
         with ProgressBar(watched, "checking", len(config.batch_sizes)) as bar:
-            checked = others or prompts
-            figures["check"] = check_plan(
-                target, loader.load, figures, checked, config.decoding, options.rounds, bar.advance
-            )
-    plan: dict[str, Any] = without_nan(figures)
-    write_plan(plan, options.output / "plan.json")
-    write_picture(plan, options.output / "plan.svg")
+            rows = check_plan(target, loader.load, plan, checked, config.decoding, options.rounds, bar.advance)
+        plan["check"] = without_nan(rows)
+        write_plan(plan, options.output / "plan.json")
     _print(plan, wide(console))
     say(console, f"written: {options.output / 'plan.json'}, {options.output / 'plan.svg'}")
     return plan
@@ -111,7 +113,7 @@ def _print(plan: dict[str, Any], console: Console) -> None:
         if cell["context"] is None:
             say(console, verdict(cell))
     for drafter in plan["drafters"]:
-        if (config := vllm_config(drafter)) is not None:
+        if (config := vllm_config(drafter, plan["temperature"])) is not None:
             say(console, f"vLLM: --speculative-config '{json.dumps(config, separators=(',', ':'))}'")
     if left_out := plan["contexts_left_out"]:
         say(console, f"left out, as target and draft cannot hold them: contexts of {', '.join(map(str, left_out))}")

@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -21,7 +22,8 @@ from decoding.measure.proof.finding import Finding, all_pass
 from decoding.measure.proof.loop import EngineWriter, accepts_itself, cache_consistency
 from decoding.measure.proof.prove import Effort, power, prove
 from decoding.measure.proof.reference import Reference
-from decoding.measure.redact import published_command
+from decoding.measure.redact import published_command, published_name
+from decoding.measure.rows import without_nan
 from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.prompts import read_prompts
@@ -109,8 +111,10 @@ def _check(options: VerifyOptions) -> list[DrafterSpec]:
             raise ValueError("--drafter and --rule are of this process; an --endpoint decodes as it likes")
         if importlib.util.find_spec("openai") is None:
             raise ValueError("an --endpoint is asked by the openai package: pip install 'headstart[endpoint]'")
-    if options.rule is not None and options.temperature == 0:
-        raise ValueError(f"--rule {options.rule} is of sampling: give a --temperature above 0")
+    if options.rule is not None:
+        named_rule(options.rule)
+        if options.temperature == 0:
+            raise ValueError(f"--rule {options.rule} is of sampling: give a --temperature above 0")
     return [parse_drafter(text) for text in options.drafter or ()]
 
 
@@ -192,7 +196,7 @@ def _served(options: VerifyOptions, given: _Input, watched: Console) -> Iterator
         timeout=options.timeout,
         api_key_variable=options.api_key_variable,
     )
-    name = f"{options.model}, served"
+    name = f"{published_name(options.model)}, served"  # vLLM's own names are paths
     with ServedModel(served) as model:
         writer = ServedWriter(model, given.reference, given.tokenizer, given.prompts[0])
         with _progress(watched, name) as on_texts:
@@ -208,7 +212,10 @@ def _told(writer: Any) -> Finding:
         seen += "; it takes no prompts of token ids, so that texts were sent"
     if writer.retold:
         seen += f"; {writer.unlike} of {writer.retold} texts do not read back, and others may have had other tokens"
-    figures = {"source": writer.source, "takes_ids": writer.takes_ids, "retold": writer.retold, "unlike": writer.unlike}
+    if not writer.takes_controls:
+        seen += "; it takes no top_k, min_p and repetition_penalty: the server's own are in force"
+    names = ("source", "takes_ids", "takes_controls", "retold", "unlike")
+    figures = {name: getattr(writer, name) for name in names}
     return Finding("tokens", writer.unlike == 0, seen, figures=figures)
 
 
@@ -227,11 +234,6 @@ def _write(
 ) -> None:
     assert options.json is not None and options.target is not None
     report = {
-        "verdict": "PASS" if passed else "FAIL",
-        "command": published_command(sys.argv),
-        "versions": versions(),
-        "hardware": hardware(),
-        "commit": commit(),
         "dtype": options.dtype,
         "fingerprints": {
             "target": stored_fingerprint(resolve(options.target), options.trust_remote_code),
@@ -240,5 +242,17 @@ def _write(
         "power": figures,
         "engines": {name: [finding.as_json() for finding in findings] for name, findings in engines.items()},
     }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_verdict(options.json, passed, report)
+
+
+def write_verdict(path: Path, passed: bool, report: dict[str, Any]) -> None:
+    """Write a verdict as JSON, with the command and the machine that it comes from."""
+    about = {
+        "verdict": "PASS" if passed else "FAIL",
+        "command": published_command(sys.argv),
+        "versions": versions(),
+        "hardware": hardware(),
+        "commit": commit(),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(without_nan({**about, **report}), indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -23,6 +23,7 @@ from decoding.prompts import read_prompts
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.options import VerifyOptions
 from trainer.commands.target import read_target
+from trainer.commands.verify import effort_of, write_verdict
 from trainer.quickstart import resolve
 from trainer.terminal.console import say, title, wide
 from trainer.terminal.progress import ProgressBar
@@ -51,6 +52,10 @@ class _Caught(NamedTuple):
     @property
     def as_it_should(self) -> bool:
         return self.is_right == (not self.failures)
+
+    def as_json(self) -> dict[str, Any]:
+        failures = [finding.as_json() for finding in self.failures]
+        return {"engine": self.name, "as_it_should": self.as_it_should, "tests": self.tests, "failures": failures}
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,40 +90,39 @@ def run_self_test(options: VerifyOptions, console: Console, watched: Console) ->
             found.append(caught)
             bar.advance()
     wide(console).print(_table(found))
+    passed = all(each.as_it_should for each in found)
+    say(console, _verdict(found, tiny=options.target is None))
+    if options.json is not None:
+        write_verdict(options.json, passed, {"engines": [each.as_json() for each in found]})
+        say(console, f"written: {options.json}")
+    return passed
+
+
+def _verdict(found: list[_Caught], tiny: bool) -> Text:
     slipped = [each.name for each in found if not each.as_it_should]
     if slipped:
-        say(console, Text.assemble(("FAIL", "bold red"), f": {', '.join(slipped)}; give more --draws and --rounds"))
-    else:
-        faults = sum(not each.is_right for each in found)
-        say(
-            console,
-            Text.assemble(
-                ("PASS", "bold green"), f": all {faults} planted faults are caught, and no right engine fails"
-            ),
-        )
-    return not slipped
+        remedy = "" if tiny else "; give more --draws and --rounds"
+        return Text.assemble(("FAIL", "bold red"), f": {', '.join(slipped)}{remedy}")
+    faults = sum(not each.is_right for each in found)
+    told = f": all {faults} planted faults are caught, and no right engine fails"
+    return Text.assemble(("PASS", "bold green"), told)
 
 
 def _desk(options: VerifyOptions) -> _Desk:
     sampling = SamplingConfig(temperature=options.temperature)
     if sampling.greedy:
         raise ValueError("--self-test plants faults of sampling: give a --temperature above 0")
-    if options.endpoint is not None or options.drafter or options.rule:
-        raise ValueError("--self-test brings engines of its own: leave out --endpoint, --drafter and --rule")
+    if options.endpoint is not None or options.model is not None or options.drafter or options.rule:
+        raise ValueError("--self-test brings engines of its own: leave out --endpoint, --model, --drafter and --rule")
+    if options.top_k or options.top_p != 1 or options.min_p:
+        raise ValueError("--self-test samples by temperature alone: leave out --top-k, --top-p and --min-p")
     if options.target is None:
         target, prompts = tiny_target(), tiny_prompts()
         effort = Effort(max_new_tokens=24, draws=300, rounds=3, alpha=options.alpha, seed=options.seed)
     else:
         if options.prompts is None:
             raise ValueError(f"--self-test on the target {options.target} needs --prompts: give a .jsonl file")
-        effort = Effort(
-            max_new_tokens=options.max_new_tokens,
-            draws=options.draws,
-            draw_prompts=options.draw_prompts,
-            alpha=options.alpha,
-            seed=options.seed,
-            rounds=options.rounds,
-        )
+        effort = effort_of(options)
         tokenizer = load_tokenizer(resolve(options.target), options.trust_remote_code)
         prompts = read_prompts(
             resolve(options.prompts), tokenizer, options.limit, options.prompt_field, chat=options.chat

@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from decoding.drafters.registry import parse_drafter
 from decoding.measure.planning.plan_file import read_plan
 from decoding.measure.redact import without_local_paths
 from decoding.model.fingerprint import stored_fingerprint
@@ -20,6 +21,8 @@ class Planned:
     """Best tree at the smallest batch size; empty for a drafter that has none."""
     schedule: tuple[tuple[int, int, int], ...]
     """(first, last, depth) of the best chain, for all batch sizes from 1 on; a depth of 0 is plain decoding."""
+    drawn: bool = False
+    """True if a draft model's tokens were drawn from its distribution when the plan was made."""
 
     @property
     def deepest(self) -> int:
@@ -33,11 +36,14 @@ class Planned:
 
     @property
     def vllm(self) -> str:
-        """The schedule as a member of vLLM's speculative config of a draft model, a comma before it; empty without one.
+        """The schedule as members of vLLM's config of a draft model, a comma before each; empty without one.
 
         For other methods see `decoding.measure.planning.plan_file.vllm_config`.
         """
-        return f',"num_speculative_tokens_per_batch_size":{self.listed}' if self.deepest else ""
+        if not self.deepest:
+            return ""
+        drawn = ',"draft_sample_method":"probabilistic"' if self.drawn else ""  # else vLLM drafts by argmax
+        return f',"num_speculative_tokens_per_batch_size":{self.listed}{drawn}'
 
 
 def read_planned(path: Path, source: Path) -> Planned:
@@ -51,4 +57,5 @@ def read_planned(path: Path, source: Path) -> Planned:
         machine=str(without_local_paths(machine)),
         tree=checked_paths(tree, 1 << 30) if tree else (),
         schedule=tuple((first, last, depth) for first, last, depth in drafter["depth_by_batch_size"] or ()),
+        drawn=plan.content["temperature"] > 0 and parse_drafter(drafter["drafter"]).options.get("sampled", True),
     )

@@ -175,6 +175,15 @@ class ServedModel:
                 self.takes_ids = False
         return self.takes_ids
 
+    def takes_controls(self, prompt: str | Sequence[int], controls: Mapping[str, Any]) -> bool:
+        """Ask for one token with further fields; return False if the server refuses them."""
+        given = prompt if isinstance(prompt, str) else tuple(prompt)
+        try:
+            self._run(self._answer(Asked(given, 1, controls=controls)), raw=_REFUSED)
+        except _REFUSED:
+            return False
+        return True
+
     def models(self) -> list[str]:
         """Return the names of the models that the server lists."""
         listed = _object_in(self._run(self._client.get("models", cast_to=str)))

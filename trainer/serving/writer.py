@@ -1,7 +1,7 @@
 """A served model that writes texts to be proved: its answers as the target's token ids."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,8 +14,9 @@ Source = Literal["token ids", "token ids beside the log-probabilities", "its tex
 class ServedWriter:
     """A served model that continues prompts of token ids.
 
-    Asked once when it is made: which way its token ids come, and whether it takes prompts of token ids. ValueError for
-    a server that reads another prompt than it was sent. ``tokenizer`` None: the server must take and tell token ids.
+    Asked once when it is made: which way its token ids come, if it takes prompts of token ids, and if it takes controls
+    beside temperature and top-p. ValueError for controls to be tested that it does not take, and for a server that
+    reads another prompt than it was sent. ``tokenizer`` None: the server must take and tell token ids.
     """
 
     def __init__(
@@ -29,6 +30,9 @@ class ServedWriter:
         self._served, self._reference, self._tokenizer = served, reference, tokenizer
         self.on_answer = on_answer
         self.takes_ids = served.check_ids(prompt)
+        self.takes_controls = served.takes_controls(self._asked(prompt), self._controls(greedy=True))
+        if not self.takes_controls and (reference.sampling.top_k or reference.sampling.min_p):
+            raise ValueError("the server takes no top_k and no min_p: leave --top-k and --min-p out")
         self.source: Source = "token ids"
         self.retold = 0
         """Texts whose tokens had to be made from their text."""
@@ -46,12 +50,7 @@ class ServedWriter:
         """Ask for each prompt's continuation, with a seed of its own."""
         sampling = self._reference.sampling
         temperature, top_p = (0.0, 1.0) if greedy else (sampling.temperature, sampling.top_p)
-        # Servers may have controls of their own by default, from the model's generation config or from nowhere.
-        controls = {
-            "top_k": sampling.top_k if sampling.top_k and not greedy else -1,
-            "min_p": 0.0 if greedy else sampling.min_p,
-            "repetition_penalty": 1.0,
-        }
+        controls = self._controls(greedy) if self.takes_controls else {}
         requests = [
             Asked(self._asked(prompt), max_new_tokens, temperature, top_p, seed + place, self._logprobs, controls)
             for place, prompt in enumerate(prompts)
@@ -61,6 +60,15 @@ class ServedWriter:
             Written(self._read(prompt, answer), self._tokens(answer))
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
+
+    def _controls(self, greedy: bool) -> dict[str, Any]:
+        """Return the controls of a request: servers may have others by default, from the model's generation config."""
+        sampling = self._reference.sampling
+        return {
+            "top_k": sampling.top_k if sampling.top_k and not greedy else -1,
+            "min_p": 0.0 if greedy else sampling.min_p,
+            "repetition_penalty": 1.0,
+        }
 
     def _answer(self, prompt: tuple[int, ...], logprobs: int | None) -> Completed:
         return self._served.many([Asked(self._asked(prompt), 2, logprobs=logprobs)])[0]
@@ -76,9 +84,14 @@ class ServedWriter:
 
     def _read(self, prompt: tuple[int, ...], answer: Completed) -> tuple[int, ...]:
         """Return the prompt, which the server must have read as it was sent."""
-        if answer.prompt_ids not in (None, prompt):
+        read = len(prompt)
+        if answer.prompt_ids is not None:
+            read = len(answer.prompt_ids)
+        elif answer.prompt_tokens:
+            read = answer.prompt_tokens
+        if answer.prompt_ids not in (None, prompt) or read != len(prompt):
             raise ValueError(
-                f"the server read a prompt of {len(answer.prompt_ids or ())} tokens where {len(prompt)} were meant: "
+                f"the server read a prompt of {read} tokens where {len(prompt)} were meant: "
                 "its tokenizer is not the target's, or it adds tokens of its own; see headstart diagnose"
             )
         return prompt

@@ -2,6 +2,8 @@
 
 import os
 from dataclasses import dataclass
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from openai import (
     APIConnectionError,
@@ -10,6 +12,7 @@ from openai import (
     APITimeoutError,
     AsyncOpenAI,
     AuthenticationError,
+    DefaultAsyncHttpxClient,
     NotFoundError,
     PermissionDeniedError,
 )
@@ -60,6 +63,8 @@ class Connection:
             api_key=self._key or "none",
             timeout=served.timeout,
             max_retries=served.retries,
+            # A proxy of the environment would look for a server of this machine on its own.
+            http_client=DefaultAsyncHttpxClient(trust_env=False) if _is_here(self.address) else None,
         )
 
     def fatal(self, error: APIError) -> ValueError | None:
@@ -98,3 +103,12 @@ def _checked(address: str) -> str:
         raise ValueError(
             "--endpoint is not the address of a server: give one such as http://localhost:8000/v1"
         ) from None
+
+
+def _is_here(address: str) -> bool:
+    """Return True for an address of this machine alone."""
+    host = urlsplit(address).hostname or ""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -31,11 +31,9 @@ def check_plan(
 
     ``plan`` holds the figures of `decoding.measure.planning.make.Planner.run`. ``advance`` is called after each batch
     size. The prompts are decoded in groups of four batches, in which a waiting prompt takes the row of a finished one,
-    by all methods in turn and in rotating order. ValueError with fewer prompts than rows, which would stay empty.
+    by all methods in turn and in rotating order. ValueError by `check_rows`.
     """
-    largest = max(cell["batch_size"] for cell in plan["cells"])
-    if len(prompts) < largest:
-        raise ValueError(f"{len(prompts)} prompts to check with do not fill a batch of {largest}: give more of them")
+    check_rows(prompts, [cell["batch_size"] for cell in plan["cells"]])
     rows: list[dict[str, Any]] = []
     for cell in plan["cells"]:
         if cell["context"] is not None:
@@ -47,6 +45,15 @@ def check_plan(
         rows += [_row(cell["batch_size"], choice, groups[spec], groups[_PLAIN]) for spec, choice in chosen.items()]
         advance()
     return rows
+
+
+def check_rows(prompts: Sequence[Sequence[int]], batch_sizes: Sequence[int]) -> None:
+    """Raise ValueError for fewer prompts than the largest batch has rows, which would stay empty."""
+    if len(prompts) < max(batch_sizes):
+        raise ValueError(
+            f"{len(prompts)} prompts to check with do not fill a batch of {max(batch_sizes)}: give more prompts, raise "
+            "--limit, or lower --batch-size"
+        )
 
 
 def measure_in_turns(

@@ -46,7 +46,9 @@ class Family:
         """Return the spec of a chain of ``depth`` tokens."""
         if self.kind == "tree":
             return self.of_tree(tuple((0,) * length for length in range(1, depth + 1)))
-        return replace(self.spec, options={**self.spec.options, "tokens": depth})
+        # The branching of a chain says the same as its tokens.
+        others = {name: value for name, value in self.spec.options.items() if name != "branching"}
+        return replace(self.spec, options={**others, "tokens": depth})
 
     def of_tree(self, paths: Paths) -> DrafterSpec:
         """Return the spec of a tree of these paths."""
@@ -77,9 +79,15 @@ def family_of(spec: DrafterSpec, load: Load, most_nodes: int, most_depth: int) -
 
 
 def first_tree(depth: int, ranks: int, nodes: int) -> Paths:
-    """Return the tree by which acceptance is measured before anything is known of it: that of typical heads."""
+    """Return the tree by which acceptance is measured before anything is known of it: that of typical heads.
+
+    The whole chain is in it, so that a chain better than typical is measured to its end.
+    """
     shares = [[_TOP_SHARE * _DEPTH_FALL**place * _SHARE_FALL**rank for rank in range(ranks)] for place in range(depth)]
-    return best_tree(shares, nodes)
+    chain = {(0,) * length for length in range(1, min(depth, nodes) + 1)}
+    trees = (chain.union(best_tree(shares, likely)) for likely in range(nodes, 0, -1))
+    largest = next(tree for tree in trees if len(tree) <= nodes)
+    return tuple(sorted(largest, key=lambda path: (len(path), path)))
 
 
 def _is_one_chain(drafter: Drafter, spec: DrafterSpec) -> bool:

@@ -111,13 +111,25 @@ class Planner:
             raise ValueError("there is no drafter to plan with: give --drafter at least once")
         if not prompts:
             raise ValueError("there are no prompts to measure acceptance on: give at least one")
-        for prompt in prompts:
-            check_prompt(target, prompt, config.decoding)
         self.target, self.load, self.prompts, self.config, self.advance = target, load, prompts, config, advance
         self.families = [family_of(spec, load, config.most_nodes, config.deepest) for spec in specs]
+        self.check_prompts(prompts)
         self.contexts: list[Context] = [None, *(held for held in config.contexts if self._fits(held))]
         self._rows = min(max(config.batch_sizes), 8)
         self._tokens: dict[str, float] = {}
+
+    def check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Raise ValueError for a prompt that the target or a drafter cannot hold with its new tokens."""
+        new = self.config.max_new_tokens
+        for prompt in prompts:
+            check_prompt(self.target, prompt, self.config.decoding)
+            for family in self.families:
+                limit = family.drafter.max_positions
+                if limit is not None and len(prompt) + new > limit:
+                    raise ValueError(
+                        f"a prompt of {len(prompt)} tokens and {new} new ones do not fit into the {limit} that "
+                        f"{family.spec} can hold: cut it with --prompt-tokens, or lower --max-new-tokens"
+                    )
 
     @property
     def left_out(self) -> list[int]:
@@ -197,9 +209,11 @@ class Planner:
         drawn = any(kind.has_q for kind in family.drafter.kinds(self.config.decoding.sampling))
         choose = ordered_tree if drawn and grows(shares) else best_tree
         found: dict[Paths, Candidate] = {}
+        most = self.config.most_nodes
+        tried = [size for size in sorted({*self.config.sizes, most}) if size <= most]
         for depth in range(1, len(shares) + 1):
             chain = tuple((0,) * length for length in range(1, depth + 1))
-            sizes = [size - 1 for size in self.config.sizes if depth < size <= self.config.most_nodes]
+            sizes = [size - 1 for size in tried if size > depth]
             for paths in (chain, *(choose(shares[:depth], nodes) for nodes in sizes)):
                 if paths and max(map(len, paths)) == depth:
                     tokens = 1 + record.expected_accepted(paths)

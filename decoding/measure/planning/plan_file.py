@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decoding.drafters.registry import parse_drafter
+from decoding.drafters.prompt_lookup import PromptLookupDrafter
+from decoding.drafters.registry import named_drafter, parse_drafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.measure.machine import hardware
 from decoding.measure.planning.choose import LEAST_GAIN
@@ -18,6 +19,7 @@ from decoding.model.header import read_object
 from decoding.policies import PLAIN, Budget
 
 FORMAT = "headstart plan 1"
+_KEYS = frozenset({"cells", "curves", "drafters", "dtype", "fingerprints", "hardware", "temperature", "text_tokens"})
 _REMEDY = "make one with `headstart plan`"
 
 
@@ -44,6 +46,8 @@ def read_plan(path: Path) -> "Plan":
     content = read_object(path, _REMEDY)
     if content.get("format") != FORMAT:
         raise ValueError(f"{path} is no plan of this version (its format is {content.get('format')!r}): {_REMEDY}")
+    if missing := sorted(_KEYS - content.keys()):
+        raise ValueError(f"{path} is a plan without {', '.join(missing)}: {_REMEDY}")
     return Plan(str(path), content)
 
 
@@ -78,7 +82,8 @@ class Plan:
                     "with these weights"
                 )
         if hardware() != self.content["hardware"]:
-            return [f"{self.name} was made on another machine: its costs, and so its choices, may not hold here"]
+            told = f"{self.name} was made on another machine, or with other threads: its costs may not hold here"
+            return [told]
         return []
 
     def choice(self, batch_size: int, context: int | None = None) -> dict[str, Any] | None:
@@ -127,13 +132,19 @@ class Plan:
         return StepCosts(steps, {int(size): seconds for size, seconds in curve["seconds"].items()})
 
     def drafter_of(self, fingerprint: str) -> dict[str, Any]:
-        """Return the plan's drafter with these weights; ValueError if there is none."""
+        """Return the plan's drafter with these weights; ValueError if there is none.
+
+        Of several, such as heads alone and in a hybrid, it is the first with a choice of sizes: the others have no tree
+        and no depths to tell.
+        """
         weights = self.content["fingerprints"]["drafters"]
-        for held in self.content["drafters"]:
-            if weights[held["drafter"]] == fingerprint:
-                found: dict[str, Any] = held
-                return found
-        raise ValueError(f"{self.name} was made with other weights than those to export ({fingerprint}): {_REMEDY}")
+        with_them = [held for held in self.content["drafters"] if weights[held["drafter"]] == fingerprint]
+        if not with_them:
+            raise ValueError(
+                f"{self.name} was made with other weights than those to export ({fingerprint}): {_REMEDY}"
+            )
+        found: dict[str, Any] = min(with_them, key=lambda held: held["kind"] == "fixed")
+        return found
 
     def best_of(self, spec: str, batch_size: int = 1) -> dict[str, Any]:
         """Return the choice of one drafter, by its spec in the plan, for prompts at their own lengths."""
@@ -142,32 +153,46 @@ class Plan:
         return found
 
 
-def vllm_config(drafter: Mapping[str, Any]) -> dict[str, Any] | None:
+def vllm_config(drafter: Mapping[str, Any], temperature: float = 0.0) -> dict[str, Any] | None:
     """Return vLLM's speculative config of one of a plan's drafters, its depths by batch size among it; None without.
 
     vLLM 0.32 wants ranges that start at 1 and do not overlap, bounds included; the last depth also holds for larger
     batches, and a depth of 0 drafts nothing. Only draft models and n-gram lookup take them: with Medusa heads and
-    parallel drafts its code asserts, or relies on, one depth.
+    parallel drafts its code asserts, or relies on, one depth. There `prompt_lookup_max` alone sets the minimum too, and
+    a draft model drafts by argmax unless told to sample: both are given as they were planned with at ``temperature``.
     """
     spec, ranges = parse_drafter(drafter["drafter"]), drafter["depth_by_batch_size"] or ()
     deepest = max((depth for _, _, depth in ranges), default=0)
     if not deepest or spec.name not in ("draft", "lookup"):
         return None
-    lookup = {"method": "ngram", "prompt_lookup_max": spec.options.get("ngram", 3)}
-    method = lookup if spec.name == "lookup" else {"method": "draft_model", "model": spec.path}
     return {
-        **method,
+        **(_vllm_lookup(spec) if spec.name == "lookup" else _vllm_draft(spec, temperature)),
         "num_speculative_tokens": deepest,
         "num_speculative_tokens_per_batch_size": [list(found) for found in ranges],
     }
 
 
+def _vllm_lookup(spec: DrafterSpec) -> dict[str, Any]:
+    lookup = named_drafter(spec.name, None, **spec.options)
+    assert isinstance(lookup, PromptLookupDrafter)
+    return {"method": "ngram", "prompt_lookup_max": lookup.max_ngram, "prompt_lookup_min": lookup.min_ngram}
+
+
+def _vllm_draft(spec: DrafterSpec, temperature: float) -> dict[str, Any]:
+    drawn = {"draft_sample_method": "probabilistic"} if temperature and spec.options.get("sampled", True) else {}
+    return {"method": "draft_model", "model": spec.path, **drawn}
+
+
 def _same(asked: str, form: str) -> bool:
     """Return True if ``form`` is a form of the drafter that was asked for: it may differ in its tokens or tree."""
     first, second = parse_drafter(asked), parse_drafter(form)
-    free = ("tokens", "tree")
+
+    def is_free(name: str, value: Any) -> bool:
+        if name == "branching":  # of a chain, whose forms have tokens
+            return bool(max(value) == 1)
+        return name in ("tokens", "tree")
 
     def fixed(spec: DrafterSpec) -> dict[str, Any]:
-        return {name: value for name, value in spec.options.items() if name not in free}
+        return {name: value for name, value in spec.options.items() if not is_free(name, value)}
 
     return (first.name, first.path, fixed(first)) == (second.name, second.path, fixed(second))

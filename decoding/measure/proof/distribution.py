@@ -67,7 +67,7 @@ class Continuations:
         p_after: dict[tuple[int, ...], Tensor] = {}
         level: dict[tuple[int, ...], float] = {(): float(draws)}
         for length in range(depth):
-            rows = reference.after([(*prompt, *path) for path in level], len(prompt))
+            rows = reference.after([(*prompt, *path) for path in level], len(prompt)).cpu()  # as the counts are
             p_after |= dict(zip(level, rows, strict=True))
             if length < depth - 1:
                 level = {
@@ -87,7 +87,7 @@ class Continuations:
             if len(path) == position - 1:
                 follow = [text[len(path)] for text in texts if text[: len(path)] == path and len(text) > len(path)]
                 counts = torch.bincount(torch.tensor(follow, dtype=torch.long), minlength=len(p))
-                found.append(Cells.pooled(counts.to(p.device), p))
+                found.append(Cells.pooled(counts, p))
         return found
 
     def whole(self, texts: Sequence[tuple[int, ...]]) -> Cells:

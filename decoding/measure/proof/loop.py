@@ -43,14 +43,14 @@ class EngineWriter:
 def accepts_itself(
     target: CausalLM, prompts: Sequence[tuple[int, ...]], config: DecodingConfig, batch_size: int
 ) -> Finding:
-    """Let the target draft for itself: every drafted token must be accepted, greedy and sampled."""
+    """Let the target draft for itself: every drafted token must be accepted, greedy and, at T > 0, sampled."""
     engine = Engine(target, DraftModelDrafter(target))
     least = _OWN_ACCEPTANCE.get(target.dtype, _OWN_ACCEPTANCE_ELSE)
     shares = {}
-    for setting, sampling in (
-        ("greedy", replace(config.sampling, temperature=0.0)),
-        ("sampled", config.sampling),
-    ):
+    settings = {"greedy": replace(config.sampling, temperature=0.0)}
+    if not config.sampling.greedy:
+        settings["sampled"] = config.sampling
+    for setting, sampling in settings.items():
         steps = [step for _, step in engine.steps(prompts, replace(config, sampling=sampling), batch_size=batch_size)]
         accepted, offered = sum(step.accepted for step in steps), sum(step.offered for step in steps)
         # A refusal leaves the tokens behind it untried: a step counts as one refusal, not as all of them.

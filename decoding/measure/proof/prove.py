@@ -22,6 +22,8 @@ _DEGREES = 10
 """Cells that the draws after a text usually fill, for what they can find."""
 _MEASURED = 4
 """Prompts whose tokens give the variance of a log-probability, for what the sampled tokens can find."""
+_MEASURED_TOKENS = 256
+"""Last tokens of each of these prompts that are taken."""
 
 
 class Writer(Protocol):
@@ -104,9 +106,11 @@ def power(reference: Reference, prompts: Sequence[tuple[int, ...]], effort: Effo
     """
     if reference.sampling.greedy:
         return [], {}
-    first = [Written(prompt[:1], prompt[1:]) for prompt in prompts[:_MEASURED] if len(prompt) > 1]
+    long = [prompt for prompt in prompts[:_MEASURED] if len(prompt) > 1]
+    cuts = [max(1, len(prompt) - _MEASURED_TOKENS) for prompt in long]
+    texts = [Written(prompt[:cut], prompt[cut:]) for prompt, cut in zip(long, cuts, strict=True)]
     moments = LogProbability.none()
-    for p, _ in reference.probabilities(first):
+    for p, _ in reference.probabilities(texts):
         moments = moments.plus(LogProbability.of(p, p.argmax(1)))
     degrees = _DEGREES * effort.draw_prompts
     variance = moments.variance / max(1, moments.tokens)
