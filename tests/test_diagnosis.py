@@ -14,7 +14,7 @@ from decoding.metrics import Estimate, StepCount, acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.export import vllm
-from trainer.serving.client import Completed
+from trainer.serving.answers import Completed
 from trainer.serving.configs import compare_settings, compare_vocabularies
 from trainer.serving.counted import Replayed, compare_acceptance, compare_positions, compare_sampling
 from trainer.serving.counters import Counts

@@ -12,7 +12,8 @@ from decoding.measure.proof.faults import tiny_target
 from decoding.measure.proof.reference import Reference
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
-from trainer.serving.client import Asked, ServedModel
+from trainer.serving.answers import Asked
+from trainer.serving.client import ServedModel
 from trainer.serving.writer import ServedWriter
 from trainer.target.connection import Served
 
