@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 _TEXTS = 16
 """Texts along which top-1 tokens are compared."""
-_DEFAULT_TOKENS = 4
 _NO_COUNTS = (
     "the server shows no counts of speculation: start it with speculation and metrics (SGLang --enable-metrics, "
     "llama.cpp --metrics), name its page with --metrics, or paste its counters with --counters"
@@ -207,6 +206,4 @@ def _tokens(case: Case, counts: Counts) -> int:
     """Return the tokens of a chain: as asked, as the server counts them, as in the spec, as many as there are."""
     per_draft = round(counts.drafted / counts.drafts) if counts.drafts and counts.drafted else None
     asked = case.tokens or counts.tokens or case.speculator.named.tokens or per_draft
-    most = case.speculator.most_tokens
-    wanted = asked or most or _DEFAULT_TOKENS
-    return wanted if most is None else min(wanted, most)
+    return case.speculator.chain_length(asked)
