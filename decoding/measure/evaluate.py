@@ -19,7 +19,8 @@ from decoding.drafters.base import Drafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, check_prompt
 from decoding.measure.machine import commit, hardware, versions
-from decoding.measure.methods import PLAIN, EvaluationConfig, Method, Run, standard_methods
+from decoding.measure.methods import EvaluationConfig, Method, Run, standard_methods
+from decoding.measure.names import PLAIN
 from decoding.measure.records import Cell, Key, Margin, Records, line_of
 from decoding.measure.rows import figures_of
 from decoding.measure.waves import PromptSource, TokenPrompts, Wave, waves_of

@@ -9,6 +9,7 @@ from decoding.drafters.draft_model import DraftModelDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Generation
 from decoding.measure.baselines import TimedText, transformers_generate, transformers_generate_batch
+from decoding.measure.names import ARGMAX_DRAFTS, PLAIN, TRANSFORMERS
 from decoding.metrics import StepCount
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import FixedPolicy, Policy, named_policy
@@ -16,10 +17,7 @@ from decoding.rules.proposal import ProposalKind
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import Rule, lossless_rule_for, typical_acceptance
 
-PLAIN = "plain"
-TRANSFORMERS = "transformers generate"
 _ASSISTED = "transformers assisted"
-_TWIN = ", argmax drafts"
 SETTINGS = ("greedy", "sampling", "typical")
 
 Drafts = Literal["sampled", "greedy", "deterministic"]
@@ -266,7 +264,7 @@ def _twins(target: CausalLM, setting: Setting, name: str, drafter: Drafter, deco
     twin = drafter.argmax_twin
     if twin is None or _drafts(drafter, decoding.sampling) != "sampled":
         return []
-    method = our_method(target, setting.name, f"{name}{_TWIN}", twin, decoding)
+    method = our_method(target, setting.name, f"{name}{ARGMAX_DRAFTS}", twin, decoding)
     return [replace(method, drafter=name, drafts="greedy", timed=False)]
 
 

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from decoding.measure.figures import NONE, estimate
 from decoding.measure.markdown import one_line
-from decoding.measure.report.rows import PLAIN, is_peer, measured, methods, named, settings, speed_of
+from decoding.measure.names import PLAIN
+from decoding.measure.report.rows import is_peer, measured, methods, named, settings, speed_of
 from decoding.measure.report.words import times
 
 Row = dict[str, Any]

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from matplotlib.ticker import MaxNLocator
 
 from decoding.measure.markdown import one_line
-from decoding.measure.report.rows import PLAIN, cells, measured, methods, named, settings, speed_of
+from decoding.measure.names import PLAIN
+from decoding.measure.report.rows import cells, measured, methods, named, settings, speed_of
 from decoding.measure.report.style import GRID, INK, panel, series, shade_below_one, styled, svg, swatch
 from decoding.measure.report.words import agreement, crossing, curve, times, within
 

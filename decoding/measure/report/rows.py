@@ -3,9 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-PLAIN = "plain"
-ARGMAX_DRAFTS = ", argmax drafts"
-"""Ending of a twin row's name: its drafts are argmaxes where the measured row's are sampled, and it was not timed."""
+from decoding.measure.names import ARGMAX_DRAFTS, PLAIN
 
 Row = dict[str, Any]
 

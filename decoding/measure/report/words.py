@@ -7,7 +7,8 @@ from typing import Any
 
 from decoding.measure.figures import NONE, estimate, greedy_sentence, number
 from decoding.measure.markdown import one_line
-from decoding.measure.report.rows import PLAIN, cells, measured, named, settings, speed_of
+from decoding.measure.names import PLAIN
+from decoding.measure.report.rows import cells, measured, named, settings, speed_of
 
 Report = dict[str, Any]
 
