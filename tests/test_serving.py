@@ -1,5 +1,7 @@
 """A served model as proofs ask it: prompts of token ids, token ids of answers, and servers that know neither."""
 
+import importlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -192,3 +194,18 @@ def test_controls_that_servers_have_of_their_own_are_switched_off(target: Causal
                 writer.write([(1,)], 1, greedy, 0)
         bodies = [request.body for request in endpoint.requests[-2:]]
     assert [(body["temperature"], body["top_k"], body["min_p"]) for body in bodies] == [(0.0, 0, 0.0), (0.7, 5, 0.0)]
+
+
+# --- without the package ----------------------------------------------------------------------------------------------
+
+
+def test_commands_that_may_ask_a_server_load_without_openai(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders are diagnosed and engines proved without it; an address is refused with the remedy."""
+    monkeypatch.setitem(sys.modules, "openai", None)  # importing it fails
+    loaded = [name for name in sys.modules if name.startswith(("trainer.serving.", "trainer.commands."))]
+    for name in (*loaded, "trainer.target.connection", "trainer.target.endpoint"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in ("diagnose", "verify", "regenerate"):
+        importlib.import_module(f"trainer.commands.{name}")
+    with pytest.raises(ImportError):
+        importlib.import_module("trainer.serving.client")
