@@ -4,6 +4,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -193,18 +194,29 @@ def test_controls_that_servers_have_of_their_own_are_switched_off(target: Causal
             for greedy in (True, False):
                 writer.write([(1,)], 1, greedy, 0)
         bodies = [request.body for request in endpoint.requests[-2:]]
-    assert [(body["temperature"], body["top_k"], body["min_p"]) for body in bodies] == [(0.0, 0, 0.0), (0.7, 5, 0.0)]
+    assert [(body["temperature"], body["top_k"], body["min_p"]) for body in bodies] == [(0.0, -1, 0.0), (0.7, 5, 0.0)]
 
 
 # --- without the package ----------------------------------------------------------------------------------------------
 
 
-def test_commands_that_may_ask_a_server_load_without_openai(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders are diagnosed and engines proved without it; an address is refused with the remedy."""
-    monkeypatch.setitem(sys.modules, "openai", None)  # importing it fails
-    loaded = [name for name in sys.modules if name.startswith(("trainer.serving.", "trainer.commands."))]
-    for name in (*loaded, "trainer.target.connection", "trainer.target.endpoint"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+@pytest.fixture
+def no_openai(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Importing openai fails, and what may import it is imported anew; all is as before afterwards."""
+
+    def drop() -> dict[str, ModuleType]:
+        parts = ("trainer.serving.", "trainer.commands.", "trainer.target.connection", "trainer.target.endpoint")
+        return {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(parts)}
+
+    monkeypatch.setitem(sys.modules, "openai", None)
+    loaded = drop()
+    yield
+    drop()
+    sys.modules.update(loaded)
+
+
+def test_commands_that_may_ask_a_server_load_without_openai(no_openai: None) -> None:
+    """Folders are diagnosed and engines proved without it."""
     for name in ("diagnose", "verify", "regenerate"):
         importlib.import_module(f"trainer.commands.{name}")
     with pytest.raises(ImportError):
