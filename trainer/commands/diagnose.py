@@ -14,14 +14,13 @@ from transformers import PreTrainedTokenizerBase
 from decoding.drafters.spec import DrafterSpec
 from decoding.generate import DecodingConfig
 from decoding.measure.evaluate import measure_acceptance
-from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.markdown import one_line
-from decoding.measure.redact import published_command, without_local_paths
+from decoding.measure.redact import without_local_paths
 from decoding.metrics import Estimate
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
-from trainer.commands.findings import PRINTED, write_findings
+from trainer.commands.findings import PRINTED, account, write_findings
 from trainer.commands.options import DiagnoseOptions
 from trainer.commands.served import check_endpoint, connect
 from trainer.commands.target import read_target
@@ -257,8 +256,7 @@ def _write(options: DiagnoseOptions, content: dict[str, Any]) -> None:
     """Write or print the findings if --json asks for them, with an account of the run and without local paths."""
     if options.json is None:
         return
-    about = {"command": published_command(sys.argv), "hardware": hardware(), "versions": versions(), "commit": commit()}
-    write_findings(options.json, {**about, **without_local_paths(content)})
+    write_findings(options.json, {**account(), **without_local_paths(content)})
 
 
 # --- a tuned target ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """The command `headstart verify`: PASS or FAIL of an engine in this process, of a server, or of the tests."""
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -10,22 +9,21 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
-from decoding.drafters.registry import DrafterLoader, parse_drafter
+from decoding.drafters.registry import DrafterLoader
 from decoding.drafters.spec import DrafterSpec
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, check_prompt
-from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.proof.finding import Finding, all_pass
 from decoding.measure.proof.loop import EngineWriter, accepts_itself, cache_consistency
 from decoding.measure.proof.prove import Effort, power, prove
 from decoding.measure.proof.reference import Reference
-from decoding.measure.redact import published_command
 from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.prompts import read_prompts
 from decoding.rules.sampling import SamplingConfig
 from decoding.speculation import named_rule
-from trainer.commands.findings import PRINTED, write_findings
+from trainer.commands.drafters import asked_drafters
+from trainer.commands.findings import PRINTED, account, write_findings
 from trainer.commands.options import VerifyOptions
 from trainer.commands.served import check_endpoint, connect
 from trainer.commands.target import read_target
@@ -107,7 +105,7 @@ def _check(options: VerifyOptions) -> list[DrafterSpec]:
         raise ValueError("--drafter and --rule are of this process; an --endpoint decodes as it likes")
     if options.rule is not None and options.temperature == 0:
         raise ValueError(f"--rule {options.rule} is of sampling: give a --temperature above 0")
-    return [parse_drafter(text) for text in options.drafter or ()]
+    return asked_drafters(options.drafter or ())
 
 
 def _read(options: VerifyOptions, engines: int) -> _Input:
@@ -213,10 +211,7 @@ def _write(
     assert options.json is not None and options.target is not None
     report = {
         "verdict": "PASS" if passed else "FAIL",
-        "command": published_command(sys.argv),
-        "versions": versions(),
-        "hardware": hardware(),
-        "commit": commit(),
+        **account(),
         "dtype": options.dtype,
         "fingerprints": {
             "target": stored_fingerprint(resolve(options.target), options.trust_remote_code),
