@@ -3,7 +3,7 @@
 Loading torch, transformers and the commands takes most of the time of a command on a tiny model. Each command still
 has a process, arguments, an environment, a folder, output and an exit code of its own.
 
-Run as a program, it reads a JSON object a line, {"words", "folder", "output", "seconds"}, and answers with the exit code.
+Run as a program, it reads {"words", "folder", "output", "seconds"}, one a line, and answers with the exit code.
 """
 
 import contextlib

@@ -302,8 +302,8 @@ class DiagnoseOptions(ModelOptions):
     counters: Annotated[
         str | None,
         Option(
-            help="Counters of vLLM, SGLang or llama.cpp, for a server that shows none: a pasted text, a file, or '-' for "
-            "standard input."
+            help="Counters of vLLM, SGLang or llama.cpp, for a server that shows none: a pasted text, a file, or '-' "
+            "for standard input."
         ),
     ] = None
     report: Annotated[
@@ -320,7 +320,7 @@ class DiagnoseOptions(ModelOptions):
         float | None,
         Option(
             min=0,
-            help="Temperature of the sampled replay, 1 if not given; of pasted counters and of --stale, 0 if not given.",
+            help="Temperature of the sampled replay, 1 if not given; of --counters and of --stale, 0 if not given.",
         ),
     ] = None
     draft_tokens: Annotated[

@@ -134,7 +134,9 @@ def _by_folders(case: Case, greedy: Sequence[Sequence[int]]) -> list[Finding]:
     return [*found, compare_top_1(case.target, weights, case.served, trained, texts, trusted)]
 
 
-def _replay(case: Case, served: "ServedModel", page: Page, temperature: float) -> tuple[list[Completed], Counted | None]:
+def _replay(
+    case: Case, served: "ServedModel", page: Page, temperature: float
+) -> tuple[list[Completed], Counted | None]:
     """Let the server answer all prompts; return the answers, and its counts of this replay alone where it has any.
 
     Prompts are sent as token ids where the server takes them, so that a difference of templates shows nowhere else.
