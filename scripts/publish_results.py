@@ -1,7 +1,7 @@
 """Put a report's figures where readers see them: benchmarks/results/, the README, docs/measured.md and its plot.
 
 Usage: scripts/publish_results.py REPORT NAME; the pages show those with NAME quickstart, drafters, policies,
-accepted, drafts.
+accepted, drafts, spec_bench, crossover, planned.
 """
 
 import json
@@ -13,6 +13,7 @@ from typing import Any
 
 from choosing_page import page as choosing_page
 from drafts_page import publish as publish_drafts
+from evaluated_tables import cells_table, predictions_table, tasks_table, trees_table
 from matplotlib import pyplot as plt
 
 from decoding.measure.figures import NONE, estimate, greedy_sentence, number
@@ -253,6 +254,9 @@ PLACES: dict[str, dict[str, Blocks]] = {
     },
     "drafters": {"docs/measured.md": (("drafters", drafters_table),)},
     "policies": {"docs/measured.md": (("policies", policies_table),)},
+    "spec_bench": {"docs/measured.md": (("spec_bench", tasks_table),)},
+    "crossover": {"docs/measured.md": (("crossover", cells_table),)},
+    "planned": {"docs/plan.md": (("planned", predictions_table), ("trees", trees_table))},
     "accepted": {
         "README.md": (("lead", lead_table),),
         "docs/accepted.md": (

@@ -28,8 +28,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def evaluate(desk: Path, output: Path, *more: str) -> tuple[int, str]:
-    words = ["--target", str(desk / "target"), "--prompts", str(desk / "questions.jsonl"), "--output", str(output)]
+def evaluate(desk: Path, output: Path, *more: str, prompts: str = "questions.jsonl") -> tuple[int, str]:
+    words = ["--target", str(desk / "target"), "--prompts", str(desk / prompts), "--output", str(output)]
     words += ["--max-new-tokens", "4", "--dtype", "fp32", "--settings", "greedy", "--drafter", "lookup", *more]
     done = CliRunner().invoke(app, ["evaluate", *words])
     return done.exit_code, " ".join(done.output.split())
@@ -81,3 +81,11 @@ def test_runs_and_report_name_no_local_path(desk: Path, tmp_path: Path) -> None:
     evaluate(desk, tmp_path, "--limit", "1", "--turns", "first")
     for file in ("runs-0.jsonl", "report.json"):
         assert str(desk) not in (tmp_path / file).read_text()
+
+
+def test_questions_that_do_not_fit_are_cut_and_counted(desk: Path, tmp_path: Path) -> None:
+    (desk / "long.jsonl").write_text(json.dumps({"prompt": "a" * 400}) + "\n" + json.dumps({"prompt": "b"}) + "\n")
+    code, said = evaluate(desk, tmp_path, "--cut-long", prompts="long.jsonl")
+    assert code == 0 and "2 prompts (1 too long, cut)" in said
+    report: dict[str, Any] = json.loads((tmp_path / "report.json").read_text())
+    assert report["prompts_cut"] == 1 and report["prompts_left_out"] == 0

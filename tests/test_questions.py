@@ -1,6 +1,7 @@
 """Questions: what the files of benchmarks become, which are chosen, and the prompts that ask them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,13 @@ def test_a_context_is_filled_with_the_rows_before_and_never_exceeded() -> None:
 def test_a_plain_text_longer_than_the_context_is_cut_at_its_end() -> None:
     questions = [Question("0", None, ({"role": "user", "content": "abcdef"},), plain=True)]
     assert text(Asker(questions, byte_tokenizer(CHAT)).prompt(0, context=4)) == "abcd"
+
+
+def test_a_question_longer_than_the_longest_prompt_loses_its_beginning_and_others_stay_as_they_are() -> None:
+    asked = replace(asker(("abcdef", "two"), ("xy",)), longest=10)
+    assert text(asked.prompt(0)) == "<u>cdef<a>"
+    assert text(asked.prompt(1)) == "<u>xy<a>", "a short one is not filled"
+    assert text(asked.prompt(0, answers=[b"yes"])) == "<u>abcdef<a>yes<u>two<a>", "a later turn is not cut"
 
 
 def test_an_account_is_given_of_the_template_and_the_turns() -> None:

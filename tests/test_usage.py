@@ -120,6 +120,8 @@ def test_prompts_that_do_not_fit_are_counted_in_the_error_that_names_the_option(
     (models / "long.jsonl").write_text(json.dumps({"prompt": "a" * 60}) + "\n")
     arguments = [word.replace("prompts.jsonl", "long.jsonl") for word in evaluated(models, tmp_path, "--skip-long")]
     assert "1 of 1 prompts" in (said := error_of(arguments)) and "--skip-long" not in said
+    both = error_of(evaluated(models, tmp_path, "--skip-long", "--cut-long"))
+    assert both == "--skip-long and --cut-long are both given: leave long prompts out, or cut them"
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

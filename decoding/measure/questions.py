@@ -144,7 +144,8 @@ class Asker:
     """Writer of the questions' prompts as token ids: a `decoding.measure.waves.PromptSource`.
 
     ``thinking`` is handed to the chat template. ``all_turns`` False asks first turns only. ``prompt_tokens`` keeps that
-    many first tokens of each prompt. ``filler`` are all questions of the file in its order: a prompt that is asked for
+    many first tokens of each prompt. ``longest``: a first turn of more tokens loses the beginning of its message,
+    or if it is a plain text its end. ``filler`` are all questions of the file in its order: a prompt that is asked for
     with a context is preceded by the texts of the questions before it, the last before the first.
     """
 
@@ -154,6 +155,7 @@ class Asker:
     all_turns: bool = True
     prompt_tokens: int | None = None
     filler: Sequence[Question] = ()
+    longest: int | None = None
 
     def __post_init__(self) -> None:
         template = self.tokenizer.chat_template
@@ -181,8 +183,10 @@ class Asker:
             text = str(self.tokenizer.decode(list(answer), skip_special_tokens=True))
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": turn}]
         if context is None:
-            tokens = self._encode(messages, question.plain)
-            return tokens[: self.prompt_tokens] if self.prompt_tokens else tokens
+            tokens = self._encode(messages, question.plain)[: self.prompt_tokens]
+            if self.longest is None or answers or len(tokens) <= self.longest:
+                return tokens
+            context = self.longest
         return self._filled(place, messages, context)
 
     def _encode(self, messages: list[dict[str, str]], plain: bool) -> tuple[int, ...]:

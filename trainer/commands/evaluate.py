@@ -27,7 +27,7 @@ from decoding.measure.evaluate import (
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.markdown import one_line
 from decoding.measure.methods import Method
-from decoding.measure.questions import Asker, Question, evenly, read_questions
+from decoding.measure.questions import Asker, evenly, read_questions
 from decoding.measure.records import check_identity, open_records, provenances, record_files
 from decoding.measure.redact import published_command, without_local_paths
 from decoding.measure.report import terminal_table, write_html
@@ -50,10 +50,11 @@ _SAMPLE_CHARACTERS = 400
 
 
 class _Asked(NamedTuple):
-    """The questions to ask: ``left_out`` did not fit; the file has ``of``."""
+    """The questions to ask: ``left_out`` did not fit, ``cut`` lost their beginning; the file has ``of``."""
 
     asker: Asker
     left_out: int
+    cut: int
     of: int
 
 
@@ -109,6 +110,8 @@ def _config(options: EvaluateOptions) -> EvaluationConfig:
         raise ValueError(f"--context is {min(contexts)}: give lengths of at least 1 token")
     if options.turns not in ("all", "first"):
         raise ValueError(f"--turns is {options.turns!r}: give all or first")
+    if options.skip_long and options.cut_long:
+        raise ValueError("--skip-long and --cut-long are both given: leave long prompts out, or cut them")
     if contexts and options.prompt_tokens:
         raise ValueError("--context and --prompt-tokens are both given: each sets the length of the prompts")
     return EvaluationConfig(
@@ -142,19 +145,17 @@ def _questions(options: EvaluateOptions, config: EvaluationConfig, models: Model
     # A prompt of a given length has no room that is known beforehand for the answers before a later turn.
     all_turns = options.turns == "all" and config.contexts == (None,) and options.prompt_tokens is None
     asker = Asker(chosen, models.tokenizer, options.thinking, all_turns, options.prompt_tokens, every)
-    fitting, left_out = _fitting(asker, config, models, options)
-    return _Asked(replace(asker, questions=fitting), left_out, len(every))
+    return _fitting(_Asked(asker, 0, 0, len(every)), config, models, options)
 
 
-def _fitting(
-    asker: Asker, config: EvaluationConfig, models: Models, options: EvaluateOptions
-) -> tuple[Sequence[Question], int]:
-    """Return the questions that target and drafters can hold with their new tokens, and the number of the others."""
+def _fitting(asked: _Asked, config: EvaluationConfig, models: Models, options: EvaluateOptions) -> _Asked:
+    """Return the questions that target and drafters can hold with their new tokens; others are left out or cut."""
+    asker = asked.asker
     limits = [drafter.max_positions for drafter in models.drafters.values() if drafter.max_positions is not None]
     holder = "target and draft" if limits else "the target"
     limits += [] if models.target.max_positions is None else [models.target.max_positions]
     if not limits:
-        return asker.questions, 0
+        return asked
     holds = min(limits)
     if too_far := [each for each in config.contexts if each is not None and each + config.max_new_tokens > holds]:
         raise ValueError(
@@ -162,18 +163,21 @@ def _fitting(
             f"{holder} can hold: give {holds - config.max_new_tokens} at most"
         )
     if None not in config.contexts:
-        return asker.questions, 0
+        return asked
     lengths = [len(asker.prompt(place)) for place in range(len(asker.questions))]
     fits = [length + config.max_new_tokens <= holds for length in lengths]
     too_long = fits.count(False)
+    if options.cut_long and too_long and holds > config.max_new_tokens:
+        return asked._replace(asker=replace(asker, longest=holds - config.max_new_tokens), cut=too_long)
     if too_long and not (options.skip_long and any(fits)):
         remedy = "leave them out with --skip-long, or lower --max-new-tokens" if any(fits) else "lower --max-new-tokens"
         raise ValueError(
             f"{too_long} of {len(lengths)} prompts, the longest of {max(lengths)} tokens, do not fit with "
             f"{config.max_new_tokens} new tokens into the {holds} that {holder} can hold: {remedy}, or cut "
-            "them with --prompt-tokens"
+            "them with --cut-long"
         )
-    return [question for question, fit in zip(asker.questions, fits, strict=True) if fit], too_long
+    kept = [question for question, fit in zip(asker.questions, fits, strict=True) if fit]
+    return asked._replace(asker=replace(asker, questions=kept), left_out=too_long)
 
 
 # --- the run's account of itself --------------------------------------------------------------------------------------
@@ -292,6 +296,7 @@ def _report(
         "processes": measurement.world,
         "questions_in_file": asked.of,
         "prompts_left_out": asked.left_out,
+        "prompts_cut": asked.cut,
         "grid_cells": [cell._asdict() for cell in cells_of(measurement.config)],
         "samples": samples_of(measurement, figures["rows"], tokenizer),
     }

@@ -77,6 +77,9 @@ class EvaluateOptions(ModelOptions):
     skip_long: Annotated[
         bool, Option("--skip-long", help="Leave out prompts that do not fit with --max-new-tokens, and count them.")
     ] = False
+    cut_long: Annotated[
+        bool, Option("--cut-long", help="Cut the beginning of questions that do not fit, and count them.")
+    ] = False
     max_new_tokens: Annotated[int, Option(min=1, help="Longest continuation, in tokens.")] = 96
     temperature: Annotated[
         list[str] | None,

@@ -69,6 +69,8 @@ def caption(report: Report) -> str:
         prompts += f" of {first['context']:,} tokens"
     if left_out := report.get("prompts_left_out"):
         prompts += f" ({left_out} too long, left out)"
+    if cut := report.get("prompts_cut"):
+        prompts += f" ({cut} too long, cut)"
     place = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads"
     return one_line(
         f"{report['parameters'] / 1e6:.1f}M-parameter target in {report['dtype']} on {place}; "
