@@ -11,7 +11,7 @@ Acceptance means five things in the literature; each has its own name here:
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -205,3 +205,22 @@ def predicted_speedup(tokens_per_pass: float, draft_cost: float, verify_cost: fl
     The costs are those of one target pass with its drafting, in units of one plain decoding step.
     """
     return tokens_per_pass / (draft_cost + verify_cost + overhead)
+
+
+def break_even(costs: Mapping[int, float]) -> float | None:
+    """Return the constant acceptance per token from which on the best of several chains gains.
+
+    ``costs``: the cost of a target pass with its drafting by the chain's depth, in units of one plain decoding step.
+    None where no acceptance pays: a chain that is always accepted still costs more than its tokens.
+    """
+
+    def gains(rate: float) -> bool:
+        return any(expected_tokens(rate, depth) > cost for depth, cost in costs.items())
+
+    if not gains(1.0):
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if gains(middle) else (middle, high)
+    return high

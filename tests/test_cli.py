@@ -22,7 +22,16 @@ from decoding.prompts import read_prompts
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import SAMPLED_VERIFY
 from trainer.cli import BAD_INPUT, app, guarded
-from trainer.commands.options import EvaluateOptions, GenerateOptions, RealignOptions
+from trainer.commands.options import (
+    CompareOptions,
+    DiagnoseOptions,
+    EvaluateOptions,
+    GenerateOptions,
+    PlanOptions,
+    RealignOptions,
+    RegenerateOptions,
+    VerifyOptions,
+)
 
 CLI = CliRunner()
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -149,7 +158,19 @@ def test_the_warm_up_of_eight_tokens_is_not_what_a_policy_learns_from(
     assert calls == [(8, "fixed"), (9, "heuristic"), (9, "heuristic")]  # the last one without the drafter
 
 
-@pytest.mark.parametrize("options", [EvaluateOptions, GenerateOptions, RealignOptions])
+OPTIONS = [
+    CompareOptions,
+    DiagnoseOptions,
+    EvaluateOptions,
+    GenerateOptions,
+    PlanOptions,
+    RealignOptions,
+    RegenerateOptions,
+    VerifyOptions,
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
 def test_defaults_and_help_of_the_options_stand_in_one_place(options: type) -> None:
     name = options.__name__.removesuffix("Options").lower()
     command = get_command(app).commands[name]  # type: ignore[attr-defined]  # a group's

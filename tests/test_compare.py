@@ -138,7 +138,7 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
     folders = [str(evaluated(tmp_path / name, [0.5] * 9)) for name in "ab"]
     shown = CliRunner().invoke(app, ["compare", *folders], env={"COLUMNS": "250"}).output
     assert "no difference seen: less than 0.1% either way" in shown and "1.00× [1.00, 1.00]" in shown
-    printed = CliRunner().invoke(app, ["compare", *folders, "--method", "draft", "--json"]).output
+    printed = CliRunner().invoke(app, ["compare", *folders, "--method", "draft", "--json", "-"]).output
     assert [row["method"] for row in json.loads(printed)["rows"]] == ["draft"]
     refused = CliRunner().invoke(app, ["compare", folders[0]])
     assert refused.exit_code == 2

@@ -10,18 +10,24 @@ from safetensors.torch import load_file, save_file
 from tiny_models import counting_model, tiny_model
 from tiny_tokenizer import byte_tokenizer
 
+from decoding.drafters.spec import DrafterSpec
+from decoding.measure.planning.choose import Candidate, Prediction
+from decoding.measure.planning.step_costs import StepSeconds
+from decoding.measure.proof.reference import Reference
 from decoding.metrics import Estimate, StepCount, acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.policies import Budget
+from decoding.rules.sampling import SamplingConfig
 from trainer.export import vllm
-from trainer.serving.client import Completed
+from trainer.serving.answers import Completed
 from trainer.serving.configs import compare_settings, compare_vocabularies
 from trainer.serving.counted import Replayed, compare_acceptance, compare_positions, compare_sampling
 from trainer.serving.counters import Counts
 from trainer.serving.finding import STEPS, TEXT, Diagnosis, Finding, equal
 from trainer.serving.rendered import Question, Rendered, compare_rendered
 from trainer.serving.speculator import load_speculator, named_speculator
-from trainer.serving.stale import Fit, StepCosts
+from trainer.serving.stale import Fit
 from trainer.serving.texts import compare_texts
 from trainer.serving.weights import compare_top_1, read_vllm_heads
 
@@ -73,11 +79,13 @@ def test_a_prompt_that_differs_shows_its_first_token_and_its_cause(server: bytes
 # --- greedy texts -----------------------------------------------------------------------------------------------------
 
 
-def compared(text: str, ids: tuple[int, ...] | None, finish: str = "length") -> Finding:
-    """Compare a server's answer with the text of a model that counts on: after 3 come 4, 5, 6, 7."""
-    tokenizer, target = byte_tokenizer(size=16), CausalLM(counting_model())
-    answer = Completed(text, ids, None, None, None, finish)
-    return compare_texts(target, [[3]], [(4, 5, 6, 7)], [answer], tokenizer, eos=(0,))
+def compared(
+    text: str, ids: tuple[int, ...] | None, finish: str = "length", ours: tuple[int, ...] = (4, 5, 6, 7)
+) -> Finding:
+    """Compare a server's answer with the text of a model that counts on: after 3 come 4, 5, 6, 7. 0 ends a text."""
+    tokenizer = byte_tokenizer(size=16)
+    reference = Reference(CausalLM(counting_model()), SamplingConfig(temperature=1.0), (0,))
+    return compare_texts(reference, [[3]], [ours], [Completed(text, ids, None, None, None, finish)], tokenizer)
 
 
 def test_equal_texts_are_equal_by_their_ids_and_by_their_text() -> None:
@@ -88,7 +96,7 @@ def test_equal_texts_are_equal_by_their_ids_and_by_their_text() -> None:
 
 def test_a_text_that_parts_beyond_a_near_tie_is_of_another_model() -> None:
     finding = compared("", (4, 5, 9, 10))
-    assert finding.differs and "prompt 1, token 3: '\\x06' here, '\\t' on the server, 4 below it" in finding.found
+    assert finding.differs and "prompt 1, token 3: '\\x06' here, '\\t' on the server, 4 below the best" in finding.found
     assert "the same revision" in finding.remedy
 
 
@@ -96,6 +104,34 @@ def test_a_text_that_ends_where_the_other_goes_on_has_another_end() -> None:
     finding = compared("", (4, 5), finish="stop")
     assert finding.step == TEXT and "the text here goes on with '\\x06\\x07', the server's ends" in finding.found
     assert "eos_token_id" in finding.remedy
+
+
+def test_a_text_that_the_server_writes_on_behind_its_end_is_named() -> None:
+    finding = compared("", (4, 5, 0, 9), ours=(4, 5, 0))
+    assert finding.differs and "the text here ends, the server's goes on behind it with '\\t'" in finding.found
+    assert "no ignore_eos" in finding.remedy
+    assert compared("", (4, 5, 0), ours=(4, 5, 0), finish="stop").differs is False
+
+
+def test_an_end_that_is_nearly_as_likely_as_the_other_token_is_a_near_tie() -> None:
+    """After 8 comes 9; the server ends there instead, which is 4 below it, or as likely in the second model."""
+    tokenizer, target = byte_tokenizer(size=16), CausalLM(counting_model())
+    even = CausalLM(counting_model())
+    lm_head: Any = even.model.get_output_embeddings()
+    with torch.no_grad():
+        lm_head.weight[0] = lm_head.weight[9]  # 0 ends a text, and is now as likely as 9
+    answer = Completed("", (), None, None, None, "stop")
+    for model, differs in ((target, True), (even, False)):
+        reference = Reference(model, SamplingConfig(temperature=1.0), (0,))
+        finding = compare_texts(reference, [[8]], [(9, 10)], [answer], tokenizer)
+        assert finding.differs is differs and finding.figures["near_ties"] == (not differs)
+
+
+def test_texts_without_ids_part_where_their_letters_do() -> None:
+    """The second best token is 4 below: whichever the server's may be, it is no near-tie."""
+    finding = compared("\x04\x05\x09\x0a", None)
+    assert finding.differs and finding.figures["partings"][0]["position"] == 2
+    assert finding.figures["partings"][0]["margin"] == pytest.approx(4)
 
 
 # --- heads as vLLM reads them -----------------------------------------------------------------------------------------
@@ -197,6 +233,23 @@ def test_heads_of_another_target_and_truncated_ones_are_named(tiny_llama: Causal
     assert top_1(tiny_llama, served_heads).differs
 
 
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [({"num_heads": "3"}, "num_heads is '3'"), ({"num_heads": 10**9}, "too few for 1000000000 heads")],
+)
+def test_impossible_sizes_of_served_heads_are_named(
+    tiny_llama: CausalLM, served_heads: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    rewrite(served_heads, **changes)
+    finding = top_1(tiny_llama, served_heads)
+    assert finding.differs and sentence in finding.found and finding.remedy
+
+
+def test_damaged_weights_of_served_heads_are_named(tiny_llama: CausalLM, served_heads: Path) -> None:
+    (served_heads / "model.safetensors").write_bytes(b"no tensors")
+    assert "cannot be read as safetensors" in top_1(tiny_llama, served_heads).found
+
+
 def test_a_path_by_which_vllm_takes_another_method_is_named(tiny_llama: CausalLM, served_heads: Path) -> None:
     assert compare_settings(tiny_llama, None, served_heads, None, 64).differs is None
     renamed = served_heads.rename(served_heads.with_name("my-eagle3-heads"))
@@ -258,6 +311,18 @@ def test_drafts_that_the_server_cuts_are_named_before_their_acceptance() -> None
     assert "--spec-draft-p-min 0" in finding.remedy
 
 
+def test_a_server_that_drafts_more_than_the_chain_here_is_named_and_its_further_positions_are_not_compared() -> None:
+    finding = compare_acceptance(replayed((0.7, 0.4)), counted((0.7, 0.4, 0.2)))
+    assert finding.differs and "drafts up to 3 tokens at a time, the chain here has 2" in finding.found
+    assert "num_speculative_tokens" in finding.remedy and "0.20" not in finding.found
+
+
+def test_a_position_that_nothing_reached_here_has_all_passes_as_trials() -> None:
+    """Position 2 of 1,000 drafts that were all refused: a server that accepts there differs in it, too."""
+    found = compare_positions(replayed((0.0, 0.0)), counted((0.3, 0.2)))
+    assert [position.real for position in found] == [True, True]
+
+
 def test_servers_without_positions_are_compared_by_what_they_count() -> None:
     ours = replayed((0.7, 0.4))  # accepts .55 of its tokens
     length = Counts("SGLang", length=2.12)
@@ -291,7 +356,8 @@ def fit(tuned: float, base: float | None, width: float = 0.05) -> Fit:
     around = (Estimate(value, value - width, value + width, 50) if value else None for value in (tuned, base))
     now, before = around
     assert now is not None
-    return Fit(now, before, StepCosts(0.2, 1.2, 0.1), "headstart realign …")
+    candidate = Candidate(DrafterSpec("draft", None, {}), Budget(4, 5), tuned)
+    return Fit(now, before, Prediction(candidate, StepSeconds(0.2, 1.2, 0.1), 1.0), "headstart realign …")
 
 
 def test_a_real_gap_is_stale_and_told_in_tokens_and_in_speed() -> None:

@@ -11,10 +11,10 @@ from test_plan import all_trees, falling, is_prefix_closed, value
 
 from decoding.drafters.spec import DrafterSpec
 from decoding.measure.planning.acceptance import Passes, PathRecord
-from decoding.measure.planning.choose import Candidate, best, break_even, depth_by_batch_size, predict
+from decoding.measure.planning.choose import Candidate, best, depth_by_batch_size, predict
 from decoding.measure.planning.sentences import verdict
 from decoding.measure.planning.step_costs import BLOCK, StepCosts, StepSeconds, StepSurvey
-from decoding.metrics import StepCount, expected_tokens
+from decoding.metrics import StepCount, break_even, expected_tokens
 from decoding.policies import PLAIN, Budget
 from decoding.rules.best_tree import best_tree, expected_accepted, grows, ordered_tree
 from decoding.rules.tree import TokenTree, TreeShape
@@ -177,9 +177,9 @@ def test_the_best_chain_is_that_of_the_formula(rate: float, cost: float, depth: 
 
 
 def test_a_gain_needs_an_acceptance_above_the_cost_of_a_drafted_token() -> None:
-    assert break_even(costs_of(0.3, [1.0] * 5), range(1, 5)) == pytest.approx(0.3, abs=1e-6)
-    assert break_even(costs_of(0.0, [1.0, 1.5]), [1]) == pytest.approx(0.5, abs=1e-6)
-    assert break_even(costs_of(1.1, [1.0] * 5), range(1, 5)) is None  # every token costs more than a pass
+    assert break_even(costs_of(0.3, [1.0] * 5).of_chains(range(1, 5))) == pytest.approx(0.3, abs=1e-6)
+    assert break_even(costs_of(0.0, [1.0, 1.5]).of_chains([1])) == pytest.approx(0.5, abs=1e-6)
+    assert break_even(costs_of(1.1, [1.0] * 5).of_chains(range(1, 5))) is None  # every token costs more than a pass
 
 
 def test_depths_by_batch_size_cover_all_sizes_and_end_with_plain_decoding_where_nothing_pays() -> None:

@@ -1,7 +1,10 @@
 """A served model as proofs ask it: prompts of token ids, token ids of answers, and servers that know neither."""
 
+import importlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,7 +15,8 @@ from decoding.measure.proof.faults import tiny_target
 from decoding.measure.proof.reference import Reference
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
-from trainer.serving.client import Asked, ServedModel
+from trainer.serving.answers import Asked
+from trainer.serving.client import ServedModel
 from trainer.serving.writer import ServedWriter
 from trainer.target.connection import Served
 
@@ -212,3 +216,29 @@ def test_a_server_on_this_machine_is_not_looked_for_through_a_proxy(monkeypatch:
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
     with asked(lambda request: choice(token_ids=[3])) as (model, _):
         assert model.complete([1], max_tokens=1).token_ids == (3,)
+
+
+# --- without the package ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_openai(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Importing openai fails, and what may import it is imported anew; all is as before afterwards."""
+
+    def drop() -> dict[str, ModuleType]:
+        parts = ("trainer.serving.", "trainer.commands.", "trainer.target.connection", "trainer.target.endpoint")
+        return {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(parts)}
+
+    monkeypatch.setitem(sys.modules, "openai", None)
+    loaded = drop()
+    yield
+    drop()
+    sys.modules.update(loaded)
+
+
+def test_commands_that_may_ask_a_server_load_without_openai(no_openai: None) -> None:
+    """Folders are diagnosed and engines proved without it."""
+    for name in ("diagnose", "verify", "regenerate"):
+        importlib.import_module(f"trainer.commands.{name}")
+    with pytest.raises(ImportError):
+        importlib.import_module("trainer.serving.client")

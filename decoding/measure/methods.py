@@ -9,7 +9,7 @@ from decoding.drafters.draft_model import DraftModelDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Generation
 from decoding.measure.baselines import TimedText, transformers_generate, transformers_generate_batch
-from decoding.measure.names import ARGMAX_DRAFTS, PLAIN
+from decoding.measure.names import ARGMAX_DRAFTS, PLAIN, TRANSFORMERS
 from decoding.metrics import StepCount
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import FixedPolicy, Policy, named_policy
@@ -17,7 +17,6 @@ from decoding.rules.proposal import ProposalKind
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import Rule, lossless_rule_for, typical_acceptance
 
-TRANSFORMERS = "transformers generate"
 _ASSISTED = "transformers assisted"
 SETTINGS = ("greedy", "sampling", "typical")
 

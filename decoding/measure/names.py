@@ -1,5 +1,7 @@
-"""Names of methods that measuring gives and that reports know again."""
+"""Names of methods that an evaluation writes and its report reads."""
 
 PLAIN = "plain"
+"""Plain decoding in this project's loop, which every speed-up is over."""
+TRANSFORMERS = "transformers generate"
 ARGMAX_DRAFTS = ", argmax drafts"
-"""Ending of a twin's name: its drafts are the likeliest tokens where the method before it draws them. Not timed."""
+"""Ending of a twin's name: its drafts are argmaxes where its drafter samples them, and it is not timed."""

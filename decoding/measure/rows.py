@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from decoding.measure.methods import TRANSFORMERS, Method, Run
-from decoding.measure.names import PLAIN
+from decoding.measure.methods import Method, Run
+from decoding.measure.names import PLAIN, TRANSFORMERS
 from decoding.measure.records import Cell, Key, Record, Records
 from decoding.metrics import (
     Estimate,

@@ -1,4 +1,7 @@
-"""Every command and program in the README and the docs, run on tiny models."""
+"""Every command and program in the README and the docs, run on tiny models.
+
+Those of the README are started as users start them; `headstart` on the other pages is forked with its imports done.
+"""
 
 import json
 import os
@@ -16,6 +19,7 @@ from fake_hub import REPOSITORY, TOKEN, serve
 from speculating_server import SpeculatingServer
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
+from warm_headstart import WarmHeadstart, warm_headstart
 
 from decoding.drafters import DraftModelDrafter
 from decoding.model.causal_lm import CausalLM
@@ -93,6 +97,12 @@ def environment(desk: Path) -> Iterator[dict[str, str]]:
         }
 
 
+@pytest.fixture(scope="module")
+def warm(environment: dict[str, str]) -> Iterator[WarmHeadstart]:
+    with warm_headstart(environment) as program:
+        yield program
+
+
 def test_the_readme_names_its_commands() -> None:
     assert len(COMMANDS) == 12
     assert COMMANDS[:3] == ["pip install .", "make demo", "make test"]  # the last two are run by .ci/run itself
@@ -108,81 +118,92 @@ def test_every_command_of_the_readme_runs_in_the_order_given(desk: Path, environ
     assert "accepted of" in _run_the_python_block(PYTHON, desk, environment)  # with the heads trained above
 
 
-def test_every_command_of_the_page_on_training_runs_in_the_order_given(desk: Path, environment: dict[str, str]) -> None:
+def test_every_command_of_the_page_on_training_runs_in_the_order_given(
+    desk: Path, environment: dict[str, str], warm: WarmHeadstart
+) -> None:
     found = commands(TRAINING)
     assert len(found) == 11
     for command in found:
-        run(command, desk, environment)
+        run(command, desk, environment, warm)
     assert (desk / "runs" / "stored" / "final" / "model.safetensors").is_file()
     quick = TRAINING.replace("changes = [", f"changes = [*{_TINY_RECIPE.split()}, ")
     _run_the_python_block(quick, desk, environment)
     assert (desk / "runs" / "python" / "final" / "model.safetensors").is_file()
 
 
-def test_every_command_of_the_page_on_drafts_runs_in_the_order_given(desk: Path, environment: dict[str, str]) -> None:
+def test_every_command_of_the_page_on_drafts_runs_in_the_order_given(
+    desk: Path, environment: dict[str, str], warm: WarmHeadstart
+) -> None:
     found = commands(DRAFTS)
     assert len(found) == 13
     for command in found:
-        run(command + " draft.policy.max_new_tokens=8" * ("on-policy" in command), desk, environment)
+        run(command + " draft.policy.max_new_tokens=8" * ("on-policy" in command), desk, environment, warm)
     assert (desk / "runs" / "realigned" / "realigned.json").is_file()
     assert (desk / "exported" / "parallel" / "parallel.json").is_file()
 
 
-def test_every_command_of_the_page_on_plans_runs_in_the_order_given(desk: Path, environment: dict[str, str]) -> None:
+def test_every_command_of_the_page_on_plans_runs_in_the_order_given(
+    desk: Path, environment: dict[str, str], warm: WarmHeadstart
+) -> None:
     found = commands(PLAN)
     assert len(found) == 6
     for command in found:  # with the heads that the README trains
-        run(command, desk, environment)
+        run(command, desk, environment, warm)
     assert (desk / "runs" / "plan" / "plan.svg").is_file()
     assert "check" in json.loads((desk / "runs" / "checked" / "plan.json").read_text())
 
 
 def test_every_command_of_the_page_on_evaluating_runs_in_the_order_given(
-    desk: Path, environment: dict[str, str]
+    desk: Path, environment: dict[str, str], warm: WarmHeadstart
 ) -> None:
     found = commands(EVALUATE)
     assert len(found) == 3
     for command in found:
-        run(command, desk, environment)
+        run(command, desk, environment, warm)
     report = json.loads((desk / "runs" / "grid" / "report.json").read_text())
     cells = {(row["batch_size"], row["context"]) for row in (*report["rows"], *report["grid"])}
     assert cells == {(1, 128), (1, 256), (8, 128), (8, 256)}
 
 
-def test_every_command_of_the_page_on_diagnoses_runs_beside_a_server(desk: Path, environment: dict[str, str]) -> None:
+def test_every_command_of_the_page_on_diagnoses_runs_beside_a_server(
+    desk: Path, environment: dict[str, str], warm: WarmHeadstart
+) -> None:
     train, export, *diagnoses = commands(DIAGNOSE)
     assert len(diagnoses) == 2
     for command in (train, export):
-        run(command, desk, environment)
+        run(command, desk, environment, warm)
     target, draft = (CausalLM(load_model(str(desk / name), torch.float32)) for name in ("ORG/NAME", "exported/draft"))
     tokenizer = byte_tokenizer()
     server = SpeculatingServer(target, tokenizer, DraftModelDrafter(draft, (1, 1, 1)), lambda messages: ())
     with scripted_endpoint.serve(server) as endpoint:
         for command in diagnoses:
-            run(command.replace("http://localhost:8000", endpoint.address.removesuffix("/v1")), desk, environment)
+            run(command.replace("http://localhost:8000", endpoint.address.removesuffix("/v1")), desk, environment, warm)
     assert len(endpoint.requests) > 10
 
 
 def test_every_command_of_the_page_on_verifying_runs_in_the_order_given(
-    desk: Path, environment: dict[str, str]
+    desk: Path, environment: dict[str, str], warm: WarmHeadstart
 ) -> None:
     found = commands(VERIFY)
     assert len(found) == 3 and "--self-test" in found[0]
     for command in found:
-        run(command, desk, environment)
+        run(command, desk, environment, warm)
     assert json.loads((desk / "runs" / "verified.json").read_text())["verdict"] == "PASS"
     caught = json.loads((desk / "runs" / "self-test.json").read_text())
     assert caught["verdict"] == "PASS" and sum(bool(each["failures"]) for each in caught["engines"]) == 7
 
 
-def run(command: str, desk: Path, environment: dict[str, str]) -> None:
+def run(command: str, desk: Path, environment: dict[str, str], warm: WarmHeadstart | None = None) -> None:
     words = shlex.split(command.replace("ORG/HEADS", REPOSITORY))
     words += TINY.get(" ".join(words[:2]), "").split()
     if "evaluate" in words and "--batch-size" in words:
         words += ["--limit", "8"]  # as many as the largest batch holds
     if re.search("recipes/any/(draft|parallel)", command):
         words.append("draft.check_costs=false")  # no draft pays for so small a target
-    done = subprocess.run(words, cwd=desk, env=environment, capture_output=True, text=True, timeout=240)
+    if warm is not None and words[0] == "headstart":
+        done = warm.run(words, desk, seconds=240)
+    else:
+        done = subprocess.run(words, cwd=desk, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     assert TOKEN not in done.stdout + done.stderr
 

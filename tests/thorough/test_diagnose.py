@@ -110,7 +110,7 @@ def diagnosed(desk: Desk, server: SpeculatingServer | None = None, **changes: An
 
 
 def test_nothing_differs_between_a_healthy_server_and_the_loop(desk: Desk, tmp_path: Path) -> None:
-    fine, printed = diagnosed(desk, desk.server(), json_file=str(tmp_path / "found.json"))
+    fine, printed = diagnosed(desk, desk.server(), json=str(tmp_path / "found.json"))
     assert fine and printed.startswith("nothing differs\n") and "not compared" not in printed
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["first"] is None and [each["differs"] for each in found["findings"]] == [False] * 7
@@ -124,10 +124,6 @@ Plant = Callable[[Desk], SpeculatingServer]
 
 def other_target(desk: Desk) -> SpeculatingServer:
     return desk.server(target=CausalLM(noisy(desk.target, 0.1, seed=1)))
-
-
-def runs_over(desk: Desk) -> SpeculatingServer:
-    return desk.server(eos=())
 
 
 def bad_draft(desk: Desk) -> SpeculatingServer:
@@ -164,7 +160,7 @@ SERVERS: dict[str, tuple[Plant, str, str, str]] = {
     ),
     "thinking switched off": (not_thinking, TEMPLATE, "has the thinking mode off", "'enable_thinking': true"),
     "a token before the prompt": (twice_begun, TEMPLATE, r"token 0 is 1 \(", "chat template|system prompt"),
-    "another target": (other_target, TEXT, r"below it by the logits here", "the same revision"),
+    "another target": (other_target, TEXT, r"below the best logit here", "the same revision"),
     "a worse draft": (bad_draft, ACCEPTANCE, r"a real difference from position 1 on", "number of drafted tokens"),
     "argmax drafts": (by_argmax, SAMPLING, "the server drafts by argmax", '"draft_sample_method": "probabilistic"'),
 }
@@ -297,7 +293,7 @@ def stale(desk: Desk, tuned: Path, tmp_path: Path) -> tuple[bool, str, dict[str,
         stale=True,
         target=str(tuned),
         base=str(desk.folder / "target"),
-        json_file=str(tmp_path / "stale.json"),
+        json=str(tmp_path / "stale.json"),
     )
     return fine, printed, json.loads((tmp_path / "stale.json").read_text())
 
@@ -324,13 +320,17 @@ def test_a_draft_of_an_unchanged_target_still_fits(desk: Desk, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"endpoint": "http://127.0.0.1:1/v1"}, "--endpoint and --model belong together"),
+        ({"endpoint": "http://127.0.0.1:1/v1"}, "say which with --model"),
+        ({"model": "tiny"}, "--model tiny names a model of an --endpoint"),
         ({"base": "ORG/BASE"}, "only --stale compares with"),
-        ({"stale": True, "counters": "accept len: 2.0"}, "not a server: leave out --endpoint"),
+        ({"stale": True, "counters": "accept len: 2.0"}, "not a server: leave out --counters, --exported"),
         ({"exported": Path("nowhere")}, "no folder that a server reads"),
+        ({"speculator": "draft:ORG/DRAFT", "exported": None}, "there is nothing to compare draft:ORG/DRAFT with"),
+        ({"report": Path("nowhere.json")}, "there is no report nowhere.json"),
         ({"speculator": "lookup"}, "no trained weights"),
         ({"counters": "hello"}, "no counts of a known server are in 'hello'"),
         ({"metrics": "nowhere.txt"}, "no file and no address"),
+        ({"metrics": "http://zoe:secret@127.0.0.1"}, "--metrics cannot be read (InvalidURL)"),
         ({"prompts": "nowhere.jsonl"}, "nowhere.jsonl"),
     ],
 )

@@ -5,14 +5,12 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from test_cli import (
     models,  # noqa: F401  # fixtures
     run,
 )
-from test_cli import test_defaults_and_help_of_the_options_stand_in_one_place as check_options
 from test_registry import (
     SPECS,
     target,  # noqa: F401
@@ -30,7 +28,6 @@ from decoding.measure.proof.prove import Effort, prove
 from decoding.measure.proof.reference import Reference
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
-from trainer.commands.options import VerifyOptions
 from trainer.serving.loopback import NAME, served
 
 QUICK = ["--limit", "2", "--max-new-tokens", "6", "--draws", "30"]
@@ -101,9 +98,7 @@ def a_server(models: Path, drafter: bool, heat: float = 1.0) -> Iterator[list[st
         yield ["--endpoint", address, "--model", f"/srv/models/{NAME}", "--api-key-variable", "NO_KEY"]
 
 
-def test_a_right_server_passes_and_one_of_another_temperature_fails_with_code_one(
-    models: Path, tmp_path: Path
-) -> None:
+def test_a_right_server_passes_and_one_of_another_temperature_fails_with_code_one(models: Path, tmp_path: Path) -> None:
     file = tmp_path / "verified.json"
     with a_server(models, drafter=True) as words:
         code, output = verify(models, *words, "--json", str(file))
@@ -136,8 +131,3 @@ def test_a_right_server_passes_and_one_of_another_temperature_fails_with_code_on
 def test_bad_input_is_one_sentence_and_code_two(words: list[str], sentence: str) -> None:
     code, output = run(*words)
     assert code == 2 and sentence in output
-
-
-def test_the_options_have_their_defaults_and_help_in_one_place() -> None:
-    check: Any = check_options
-    check(VerifyOptions)

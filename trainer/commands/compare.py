@@ -1,6 +1,5 @@
 """The command `headstart compare`."""
 
-import json
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +10,7 @@ from decoding.measure.compare import compare, read_evaluation
 from decoding.measure.figures import NONE, estimate
 from decoding.measure.markdown import one_line
 from decoding.measure.rows import without_nan
+from trainer.commands.findings import PRINTED, write_findings
 from trainer.commands.options import CompareOptions
 from trainer.terminal.console import say, standard_error, standard_output, title, wide
 
@@ -18,13 +18,14 @@ _COLOURS = {"real": "green", "none": None, "open": "yellow", "unmeasured": "dim"
 
 
 def run_compare(options: CompareOptions, console: Console | None = None) -> dict[str, Any]:
-    """Print the paired differences, as a table or as JSON, and return them."""
+    """Print the paired differences, write --json, and return them."""
     console = console or standard_output()
     a = read_evaluation(options.a)
     b = a if options.b is None else read_evaluation(options.b)
     found: dict[str, Any] = without_nan(compare(a, b, options.method, options.other, options.setting))
-    if options.json:
-        say(console, json.dumps(found, indent=2))
+    if options.json is not None:
+        write_findings(options.json, found)
+    if options.json == PRINTED:
         return found
     for warning in found["warnings"]:
         say(standard_error(), Text.assemble(("warning:", "bold yellow"), f" {warning}"))

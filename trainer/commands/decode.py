@@ -8,7 +8,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
-from decoding.drafters.registry import DrafterLoader, parse_drafter
+from decoding.drafters.registry import DrafterLoader
 from decoding.drafters.spec import DrafterSpec
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Step
@@ -23,6 +23,7 @@ from decoding.prompts import encode_prompt
 from decoding.rules.sampling import SamplingConfig
 from decoding.speculation import named_rule
 from decoding.stream import stream_pieces
+from trainer.commands.drafters import asked_drafters
 from trainer.commands.options import GenerateOptions, ModelOptions
 from trainer.commands.plan import Planned, planned
 from trainer.commands.target import read_target
@@ -41,9 +42,7 @@ class Models(NamedTuple):
 
 def load_models(options: ModelOptions, asked: Sequence[str]) -> Models:
     """Read all that is to decode; a mistake in a spec is found before the target is read."""
-    specs = [parse_drafter(text) for text in asked]
-    if again := next((spec for place, spec in enumerate(specs) if spec in specs[:place]), None):
-        raise ValueError(f"--drafter {again} is given twice: give it once")
+    specs = asked_drafters(asked)
     target, trusted = read_target(options.target, options), options.trust_remote_code
     tokenizer = load_tokenizer(resolve(options.target), trusted)
     loader = DrafterLoader(target, tokenizer, trusted)

@@ -1,28 +1,32 @@
 """The command `headstart diagnose`: a speculator that does well here and badly in a server, or on a tuned target."""
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.error import URLError
 from urllib.request import urlopen
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from decoding.drafters.spec import DrafterSpec
 from decoding.generate import DecodingConfig
 from decoding.measure.evaluate import measure_acceptance
 from decoding.measure.markdown import one_line
+from decoding.measure.redact import without_local_paths
+from decoding.metrics import Estimate
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids, load_tokenizer
+from decoding.rules.sampling import SamplingConfig
+from trainer.commands.findings import PRINTED, account, write_findings
 from trainer.commands.options import DiagnoseOptions
+from trainer.commands.served import check_endpoint, connect
 from trainer.commands.target import read_target
 from trainer.data.conversations import read_conversations
 from trainer.export.card import read_report
 from trainer.export.match import drafters_of
-from trainer.files.shards import write_text
 from trainer.quickstart import resolve
 from trainer.run.acceptance import read_heldout
 from trainer.serving.configs import is_vllm_heads
@@ -31,7 +35,7 @@ from trainer.serving.diagnosis import Case, Counted, diagnose
 from trainer.serving.finding import Diagnosis
 from trainer.serving.rendered import Question
 from trainer.serving.speculator import Named, Speculator, load_speculator, named_speculator
-from trainer.serving.stale import Fit, measure_step
+from trainer.serving.stale import Fit, predict_here
 from trainer.terminal.console import say, standard_error, standard_output
 
 if TYPE_CHECKING:
@@ -39,7 +43,8 @@ if TYPE_CHECKING:
 
 _PAGE_SECONDS = 10.0
 _NO_LIMIT = 1 << 30
-_DRAFT_TOKENS = 4
+_OF_SERVERS = ("endpoint", "metrics", "counters", "exported", "report")
+"""Options that tell of a server."""
 
 
 def run_diagnose(options: DiagnoseOptions, console: Console | None = None) -> bool:
@@ -47,43 +52,57 @@ def run_diagnose(options: DiagnoseOptions, console: Console | None = None) -> bo
     console = console or standard_output()
     watch = standard_error()
     named = _check(options)
-    return _stale(options, named, console) if options.stale else _diagnose(options, named, console, watch)
+    return (_stale if options.stale else _diagnose)(options, named, console, watch)
 
 
 def _check(options: DiagnoseOptions) -> Named:
     """Refuse what cannot be compared, before the target is read."""
-    if (options.endpoint is None) != (options.model is None):
-        raise ValueError(
-            "--endpoint and --model belong together: give the server's address and its name for the target"
-        )
+    check_endpoint(options)
     if options.base is not None and not options.stale:
         raise ValueError(f"--base is {options.base}, which only --stale compares with: add --stale, or leave it out")
-    if options.stale and (options.endpoint or options.metrics or options.counters):
-        raise ValueError("--stale compares two targets, not a server: leave out --endpoint, --metrics and --counters")
+    of_servers = [f"--{name}" for name in _OF_SERVERS if getattr(options, name) is not None]
+    if options.stale and of_servers:
+        raise ValueError(f"--stale compares two targets, not a server: leave out {', '.join(of_servers)}")
     folder = options.exported
     if folder is not None and not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is no folder that a server reads (no config.json): name an exported folder")
     read_conversations(resolve(options.prompts), options.prompt_field, options.limit, 1, chat=True)
-    return named_speculator(options.speculator)
+    named = named_speculator(options.speculator)
+    compared = options.stale or set(of_servers) - {"--report"} or _read_by_servers(named)
+    if not compared:
+        raise ValueError(
+            f"there is nothing to compare {options.speculator} with: give a server's --endpoint, --metrics or "
+            "--counters, or --exported with the folder that it reads"
+        )
+    return named
 
 
 # --- a server ---------------------------------------------------------------------------------------------------------
 
 
 def _diagnose(options: DiagnoseOptions, named: Named, console: Console, watch: Console) -> bool:
-    pasted = _pasted(options)
+    pasted, note = _pasted(options), _reported(options.report, named)
+    page = None
+    if options.endpoint is not None and _is_address(options.metrics):
+        page = _reader(str(options.metrics))
+        page()  # a wrong address is found before the target is read
     served = _served(options)
     tokenizer = load_tokenizer(resolve(options.target), options.trust_remote_code)
     target = read_target(options.target, options)
     speculator = load_speculator(named, target, tokenizer, options.trust_remote_code)
-    questions = _questions(options, speculator, target, tokenizer)
-    case = _case(options, target, tokenizer, speculator, questions)
+    questions = _questions(options, speculator, target, tokenizer, watch)
+    case = _case(options, target, tokenizer, speculator, questions, note)
     with served as model:
-        page = None if not _is_address(options.metrics) else _reader(str(options.metrics))
         diagnosis = diagnose(case, model, page, pasted, lambda stage: say(watch, f"{stage} …", style="dim"))
-    if not _wrote_json(options, diagnosis.as_json()):
+    _write(options, diagnosis.as_json())
+    if options.json != PRINTED:
         show(diagnosis, console)
     return diagnosis.first is None
+
+
+def _served(options: DiagnoseOptions) -> "AbstractContextManager[ServedModel | None]":
+    """Return the connection to the server, which sends nothing yet; nothing without an endpoint."""
+    return nullcontext() if options.endpoint is None else connect(options)
 
 
 def _case(
@@ -92,6 +111,7 @@ def _case(
     tokenizer: PreTrainedTokenizerBase,
     speculator: Speculator,
     questions: Sequence[Question],
+    note: str,
 ) -> Case:
     folder = Path(resolve(options.target))
     temperature = options.temperature if options.temperature is not None else 1.0
@@ -107,7 +127,7 @@ def _case(
         options.draft_tokens,
         options.batch_size,
         options.trust_remote_code,
-        _reported(options.report, speculator.named),
+        note,
     )
 
 
@@ -118,17 +138,23 @@ def _read_by_servers(named: Named) -> Path | None:
 
 
 def _questions(
-    options: DiagnoseOptions, speculator: Speculator, target: CausalLM, tokenizer: PreTrainedTokenizerBase
+    options: DiagnoseOptions,
+    speculator: Speculator,
+    target: CausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    watch: Console,
 ) -> list[Question]:
     limits = [limit for limit in (target.max_positions, speculator.max_positions) if limit is not None]
-    heldout = read_heldout(
-        resolve(options.prompts),
-        options.prompt_field,
-        options.limit,
-        tokenizer,
-        min(limits, default=_NO_LIMIT),
-        options.max_new_tokens,
-    )
+    holds = min(limits, default=_NO_LIMIT)
+    path = resolve(options.prompts)
+    heldout = read_heldout(path, options.prompt_field, options.limit, tokenizer, holds, options.max_new_tokens)
+    asked = len(read_conversations(path, options.prompt_field, options.limit, 1, chat=True))
+    if len(heldout) < asked:
+        say(
+            watch,
+            f"{asked - len(heldout)} of {asked} prompts are left out: with {options.max_new_tokens} new tokens they "
+            f"are longer than the {holds} that target and speculator hold",
+        )
     return [Question(each.text, each.open_after(()) if each.chat else None, ids) for each, ids in heldout]
 
 
@@ -176,30 +202,12 @@ def _reader(address: str) -> Callable[[], str]:
         try:
             with urlopen(address, timeout=_PAGE_SECONDS) as page:
                 return str(page.read().decode("utf-8", errors="replace"))
-        except (URLError, OSError, ValueError) as error:
-            raise ValueError(
-                f"--metrics cannot be read ({one_line(error)}): give the address of a metrics page"
-            ) from None
+        except (HTTPException, OSError, ValueError) as error:
+            # The first kind repeats parts of the address, in which a password may stand.
+            told = type(error).__name__ if isinstance(error, HTTPException) else one_line(error)
+            raise ValueError(f"--metrics cannot be read ({told}): give the address of a metrics page") from None
 
     return read
-
-
-def _served(options: DiagnoseOptions) -> "AbstractContextManager[ServedModel | None]":
-    """Return the connection to the server, which sends nothing yet; nothing without an endpoint."""
-    if options.endpoint is None or options.model is None:
-        return nullcontext()
-    from trainer.serving.client import ServedModel
-    from trainer.target.connection import Served
-
-    return ServedModel(
-        Served(
-            address=options.endpoint,
-            model=options.model,
-            concurrency=options.concurrency,
-            timeout=options.timeout,
-            api_key_variable=options.api_key_variable,
-        )
-    )
 
 
 def _reported(report: Path | None, named: Named) -> str:
@@ -210,7 +218,7 @@ def _reported(report: Path | None, named: Named) -> str:
         raise ValueError(f"--report is compared by the weights of {named.path}, which is no local folder: leave it out")
     stored = read_report(report)
     names = drafters_of(stored, named.folder)
-    rows = [row for row in stored["rows"] if row.get("drafter") in names and row.get("tokens_per_pass")]
+    rows = [row for row in stored.get("rows") or () if row.get("drafter") in names and row.get("tokens_per_pass")]
     if not rows:
         raise ValueError(f"{report} has no row of the weights in {named.path}: give a report of this speculator")
     told = ", ".join(
@@ -244,52 +252,52 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
             say(console, f"  {finding.step}: {one_line(finding.found)}", style="dim")
 
 
-def _wrote_json(options: DiagnoseOptions, content: dict[str, Any]) -> bool:
-    """Write the JSON if it was asked for; return True if it was printed in place of the text."""
-    if options.json_file is None:
-        return False
-    text = json.dumps(content, indent=2) + "\n"
-    if options.json_file == "-":
-        print(text, end="")
-        return True
-    Path(options.json_file).parent.mkdir(parents=True, exist_ok=True)
-    write_text(Path(options.json_file), text)
-    return False
+def _write(options: DiagnoseOptions, content: dict[str, Any]) -> None:
+    """Write or print the findings if --json asks for them, with an account of the run and without local paths."""
+    if options.json is None:
+        return
+    write_findings(options.json, {**account(), **without_local_paths(content)})
 
 
 # --- a tuned target ---------------------------------------------------------------------------------------------------
 
 
-def _stale(options: DiagnoseOptions, named: Named, console: Console) -> bool:
+def _stale(options: DiagnoseOptions, named: Named, console: Console, watch: Console) -> bool:
     """Measure the speculator on the tuned target and on the base target; return False if it is stale."""
     tokenizer = load_tokenizer(resolve(options.target), options.trust_remote_code)
     tuned = read_target(options.target, options)
-    fit = _fit(options, named, tuned, tokenizer, console)
-    say(console, fit.verdict)
-    if options.json_file is not None:
-        _wrote_json(options, fit.as_json())
+    fit = _fit(options, named, tuned, tokenizer, watch)
+    _write(options, fit.as_json())
+    if options.json != PRINTED:
+        say(console, fit.verdict)
     return not fit.stale
 
 
 def _fit(
-    options: DiagnoseOptions, named: Named, tuned: CausalLM, tokenizer: PreTrainedTokenizerBase, console: Console
+    options: DiagnoseOptions, named: Named, tuned: CausalLM, tokenizer: PreTrainedTokenizerBase, watch: Console
 ) -> Fit:
     """Decode the prompts with the tuned target, then with the base target, whose texts the speculator was made for."""
     speculator = load_speculator(named, tuned, tokenizer, options.trust_remote_code)
-    prompts = [question.ids for question in _questions(options, speculator, tuned, tokenizer)]
-    most = speculator.most_tokens
-    wanted = options.draft_tokens or named.tokens or most or _DRAFT_TOKENS
-    tokens = wanted if most is None else min(wanted, most)
-    config = DecodingConfig(options.max_new_tokens, eos_token_ids=eos_token_ids(tuned.model, tokenizer))
-    drafter = speculator.chain(tokens)
-    now = measure_acceptance(tuned, drafter, prompts, config, options.batch_size).tokens_per_pass
-    costs = measure_step(tuned, drafter, prompts, config)
+    prompts = [question.ids for question in _questions(options, speculator, tuned, tokenizer, watch)]
+    tokens = speculator.chain_length(options.draft_tokens or named.tokens)
+    sampling = SamplingConfig(temperature=options.temperature or 0.0)
+    config = DecodingConfig(options.max_new_tokens, sampling, eos_token_ids=eos_token_ids(tuned.model, tokenizer))
+
+    def tokens_per_pass(target: CausalLM, speculator: Speculator) -> Estimate:
+        say(watch, f"measuring {options.target if target is tuned else options.base} …", style="dim")
+        found = measure_acceptance(target, speculator.chain(tokens), prompts, config, options.batch_size)
+        if not found.passes:
+            raise ValueError("every text ended with its first token: give prompts to be answered")
+        return found.tokens_per_pass
+
+    now = tokens_per_pass(tuned, speculator)
+    spec = DrafterSpec(named.kind, named.path, {"tokens": tokens})
+    prediction = predict_here(tuned, speculator.chain(tokens), spec, prompts, config, now.value)
     before = None
     if options.base is not None:
         base = read_target(options.base, options)
-        again = load_speculator(named, base, tokenizer, options.trust_remote_code)
-        before = measure_acceptance(base, again.chain(tokens), prompts, config, options.batch_size).tokens_per_pass
-    return Fit(now, before, costs, _remedy(options, named))
+        before = tokens_per_pass(base, load_speculator(named, base, tokenizer, options.trust_remote_code))
+    return Fit(now, before, prediction, _remedy(options, named))
 
 
 def _remedy(options: DiagnoseOptions, named: Named) -> str:

@@ -1,10 +1,21 @@
-"""The list that `headstart drafters` prints: every drafter that ``--drafter`` takes, with its options."""
+"""Drafters as ``--drafter`` takes them: those that are asked for, and the list that `headstart drafters` prints."""
+
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
-from decoding.drafters.registry import REGISTRY
+from decoding.drafters.registry import REGISTRY, parse_drafter
+from decoding.drafters.spec import DrafterSpec
 from trainer.terminal.console import say, standard_output
+
+
+def asked_drafters(texts: Sequence[str]) -> list[DrafterSpec]:
+    """Read drafters, before any weights are; ValueError for one that is given twice."""
+    specs = [parse_drafter(text) for text in texts]
+    if again := next((spec for place, spec in enumerate(specs) if spec in specs[:place]), None):
+        raise ValueError(f"--drafter {again} is given twice: give it once")
+    return specs
 
 
 def run_drafters(console: Console | None = None) -> None:

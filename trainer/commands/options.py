@@ -19,10 +19,23 @@ DRAFTERS = (
     "their options."
 )
 
-
 PlanFile = Annotated[
     Path | None,
     Option(help="plan.json of 'headstart plan': its choice drafts, where no --drafter is given."),
+]
+Trusted = Annotated[bool, Option(help="Run code that comes with a hub model.")]
+PromptField = Annotated[str | None, Option(help="Field of the prompt; found by name if not given.")]
+JsonFile = Annotated[
+    str | None, Option("--json", help="File for all findings as JSON; '-' prints them in place of the text.")
+]
+
+# Of the commands that ask a server.
+ServedName = Annotated[str | None, Option(help="The endpoint's name for the target.")]
+Concurrency = Annotated[int, Option(min=1, help="Requests to the endpoint at a time.")]
+Retries = Annotated[int, Option(min=0, help="Times that a failed request is tried again.")]
+Timeout = Annotated[float, Option(min=0.001, help="Seconds to wait for one answer of the endpoint.")]
+KeyVariable = Annotated[
+    str, Option(help="Environment variable with the endpoint's key; 'none' is sent if it is not set.")
 ]
 
 
@@ -35,7 +48,7 @@ class ModelOptions:
         str, Option(help="bf16, fp16 or fp32. On a CPU with AVX512-BF16 or AMX, bf16 is the fast one.")
     ] = "bf16"
     device_map: DeviceMap = None
-    trust_remote_code: Annotated[bool, Option(help="Run code that comes with a hub model.")] = False
+    trust_remote_code: Trusted = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +60,7 @@ class EvaluateOptions(ModelOptions):
         Path, Option(help="Folder for report.json, report.html and the runs; a killed evaluation goes on there.")
     ]
     drafter: Annotated[list[str] | None, Option(help=f"Drafter to measure, any number: {DRAFTERS}")] = None
-    prompt_field: Annotated[str | None, Option(help="Field of the prompt; found by name if not given.")] = None
+    prompt_field: PromptField = None
     prompt_tokens: Annotated[int | None, Option(min=1, help="Take only the first tokens of each text.")] = None
     limit: Annotated[
         int, Option(min=1, help="Number of questions, as many of each task as there can be, if the file has tasks.")
@@ -146,8 +159,8 @@ class RegenerateOptions:
     endpoint: Annotated[
         str | None, Option(help="Instead: address of an OpenAI-compatible server, such as http://localhost:8000/v1.")
     ] = None
-    model: Annotated[str | None, Option(help="The endpoint's name for the target.")] = None
-    prompt_field: Annotated[str | None, Option(help="Field of the prompt; found by name if not given.")] = None
+    model: ServedName = None
+    prompt_field: PromptField = None
     limit: Annotated[int | None, Option(min=1, help="Number of rows; all if not given.")] = None
     n: Annotated[int, Option(min=1, help="Answers for each prompt.")] = 1
     temperature: Annotated[float, Option(help="Sampling temperature; 0 is greedy.")] = 0.0
@@ -161,16 +174,14 @@ class RegenerateOptions:
     batch_size: Annotated[int, Option(min=1, help="Prompts decoded at a time in this process.")] = 16
     dtype: Annotated[str, Option(help="bf16, fp16 or fp32, of a target in this process.")] = "bf16"
     device_map: DeviceMap = None
-    trust_remote_code: Annotated[bool, Option(help="Run code that comes with a hub model.")] = False
+    trust_remote_code: Trusted = False
     completions: Annotated[
         bool, Option("--completions", help="Continue prompts by the endpoint's /completions, not its chat.")
     ] = False
-    concurrency: Annotated[int, Option(min=1, help="Requests to the endpoint at a time.")] = 16
-    retries: Annotated[int, Option(min=0, help="Times that a failed request is tried again.")] = 5
-    timeout: Annotated[float, Option(min=0.001, help="Seconds to wait for one answer of the endpoint.")] = 120.0
-    api_key_variable: Annotated[
-        str, Option(help="Environment variable with the endpoint's key; 'none' is sent if it is not set.")
-    ] = "OPENAI_API_KEY"
+    concurrency: Concurrency = 16
+    retries: Retries = 5
+    timeout: Timeout = 120.0
+    api_key_variable: KeyVariable = "OPENAI_API_KEY"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +195,7 @@ class RealignOptions:
     heldout: Annotated[
         str | None, Option(help=".jsonl file of prompts to measure with; else the last 5% of --prompts, at most 50.")
     ] = None
-    prompt_field: Annotated[str | None, Option(help="Field of the prompt; found by name if not given.")] = None
+    prompt_field: PromptField = None
     limit: Annotated[int | None, Option(min=1, help="Number of rows of --prompts; all if not given.")] = None
     temperature: Annotated[
         float, Option(help="Temperature of the answers to train on, best that of later use; 0 is greedy.")
@@ -197,7 +208,7 @@ class RealignOptions:
     seed: Annotated[int, Option(help="Seed of the run: same seed, same draft.")] = 0
     dtype: Annotated[str, Option(help="bf16, fp16 or fp32, of the target and of the finished draft.")] = "bf16"
     device_map: DeviceMap = None
-    trust_remote_code: Annotated[bool, Option(help="Run code that comes with a hub model.")] = False
+    trust_remote_code: Trusted = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +242,7 @@ class PlanOptions(ModelOptions):
     prompts: Annotated[str, Option(help=".jsonl file of held-out prompts, like those that the target gets in use.")]
     output: Annotated[Path, Option(help="Folder for plan.json and plan.svg.")]
     drafter: Annotated[list[str], Option(help=f"Drafter to plan with, any number: {DRAFTERS}")]
-    prompt_field: Annotated[str | None, Option(help="Field of the prompt; found by name if not given.")] = None
+    prompt_field: PromptField = None
     prompt_tokens: Annotated[int | None, Option(min=1, help="Take only the first tokens of each text.")] = None
     limit: Annotated[int, Option(min=1, help="Number of prompts; --check takes as many more.")] = 32
     max_new_tokens: Annotated[int, Option(min=2, help="Longest continuation, in tokens.")] = 96
@@ -269,7 +280,7 @@ class CompareOptions:
     method: Annotated[str | None, Option(help="Method of A; by default every method that both have.")] = None
     other: Annotated[str | None, Option(help="Method of B, if it is another than A's.")] = None
     setting: Annotated[str | None, Option(help="Setting, such as greedy or T=1; by default all.")] = None
-    json: Annotated[bool, Option("--json", help="Print JSON.")] = False
+    json: JsonFile = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,13 +298,16 @@ class DiagnoseOptions(ModelOptions):
     endpoint: Annotated[
         str | None, Option(help="Address of an OpenAI-compatible server, such as http://localhost:8000/v1.")
     ] = None
-    model: Annotated[str | None, Option(help="The endpoint's name for the target.")] = None
+    model: ServedName = None
     metrics: Annotated[
         str | None, Option(help="Address or file of the server's metrics page, if it is not beside --endpoint.")
     ] = None
     counters: Annotated[
         str | None,
-        Option(help="Counters of vLLM, SGLang or llama.cpp: a pasted text, a file, or '-' for standard input."),
+        Option(
+            help="Counters of vLLM, SGLang or llama.cpp, for a server that shows none: a pasted text, a file, or '-' "
+            "for standard input."
+        ),
     ] = None
     report: Annotated[
         Path | None, Option(help="report.json of an evaluation of SPECULATOR, named beside the server's figures.")
@@ -302,25 +316,25 @@ class DiagnoseOptions(ModelOptions):
         bool, Option("--stale", help="Instead: tell if SPECULATOR still fits a target that was tuned since.")
     ] = False
     base: Annotated[str | None, Option(help="With --stale: the target before it was tuned.")] = None
-    prompt_field: Annotated[str | None, Option(help="Field of the prompt; found by name if not given.")] = None
+    prompt_field: PromptField = None
     limit: Annotated[int, Option(min=1, help="Number of prompts.")] = 32
     max_new_tokens: Annotated[int, Option(min=2, help="Longest answer, in tokens.")] = 128
     temperature: Annotated[
         float | None,
-        Option(min=0, help="Temperature of the sampled replay, 1 if not given; of pasted counters, 0 if not given."),
+        Option(
+            min=0,
+            help="Temperature of the sampled replay, 1 if not given; of --counters and of --stale, 0 if not given.",
+        ),
     ] = None
     draft_tokens: Annotated[
         int | None, Option(min=1, help="Tokens drafted at a time; by default as many as the server counts.")
     ] = None
     batch_size: Annotated[int, Option(min=1, help="Prompts decoded at a time in this process.")] = 8
-    json_file: Annotated[
-        str | None, Option("--json", help="File for all findings as JSON; '-' prints them instead of the text.")
-    ] = None
-    concurrency: Annotated[int, Option(min=1, help="Requests to the endpoint at a time.")] = 8
-    timeout: Annotated[float, Option(min=0.001, help="Seconds to wait for one answer of the endpoint.")] = 120.0
-    api_key_variable: Annotated[
-        str, Option(help="Environment variable with the endpoint's key; 'none' is sent if it is not set.")
-    ] = "OPENAI_API_KEY"
+    json: JsonFile = None
+    concurrency: Concurrency = 16
+    retries: Retries = 5
+    timeout: Timeout = 120.0
+    api_key_variable: KeyVariable = "OPENAI_API_KEY"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,11 +353,11 @@ class VerifyOptions:
         str | None,
         Option(help="Instead: address of an OpenAI-compatible server to prove, such as http://localhost:8000/v1."),
     ] = None
-    model: Annotated[str | None, Option(help="The endpoint's name for the target.")] = None
+    model: ServedName = None
     self_test: Annotated[
         bool, Option("--self-test", help="Plant faults, in a tiny model or in --target, and see that each is caught.")
     ] = False
-    prompt_field: Annotated[str | None, Option(help="Field of the prompt; found by name if not given.")] = None
+    prompt_field: PromptField = None
     limit: Annotated[int, Option(min=1, help="Number of prompts.")] = 20
     chat: Annotated[bool, Option(help="Use the tokenizer's chat template, if it has one.")] = True
     max_new_tokens: Annotated[int, Option(min=1, help="Longest continuation, in tokens.")] = 64
@@ -360,15 +374,13 @@ class VerifyOptions:
     )
     seed: Annotated[int, Option(help="Seed of the sampling.")] = 0
     batch_size: Annotated[int, Option(min=1, help="Prompts decoded at a time in this process.")] = 8
-    dtype: Annotated[
-        str, Option(help="bf16, fp16 or fp32: the server's own; in fp32 rounding hides the least.")
-    ] = "fp32"
+    dtype: Annotated[str, Option(help="bf16, fp16 or fp32: the server's own; in fp32 rounding hides the least.")] = (
+        "fp32"
+    )
     device_map: DeviceMap = None
-    trust_remote_code: Annotated[bool, Option(help="Run code that comes with a hub model.")] = False
-    json: Annotated[Path | None, Option(help="File for the verdicts with their figures.")] = None
-    concurrency: Annotated[int, Option(min=1, help="Requests to the endpoint at a time.")] = 16
-    retries: Annotated[int, Option(min=0, help="Times that a failed request is tried again.")] = 5
-    timeout: Annotated[float, Option(min=0.001, help="Seconds to wait for one answer of the endpoint.")] = 120.0
-    api_key_variable: Annotated[
-        str, Option(help="Environment variable with the endpoint's key; 'none' is sent if it is not set.")
-    ] = "OPENAI_API_KEY"
+    trust_remote_code: Trusted = False
+    json: JsonFile = None
+    concurrency: Concurrency = 16
+    retries: Retries = 5
+    timeout: Timeout = 120.0
+    api_key_variable: KeyVariable = "OPENAI_API_KEY"

@@ -1,7 +1,6 @@
 """`headstart plan`: what to draft on this machine, at every batch size and context; and plans for other commands."""
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,21 +9,21 @@ from typing import Any
 from rich.console import Console
 
 from decoding.drafters import Drafter
-from decoding.drafters.registry import DrafterLoader, parse_drafter
+from decoding.drafters.registry import DrafterLoader
 from decoding.drafters.spec import DrafterSpec
-from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.planning.check import check_plan, check_rows
 from decoding.measure.planning.choose import LEAST_GAIN
 from decoding.measure.planning.make import PlanConfig, Planner
 from decoding.measure.planning.picture import check_table, plan_table, write_picture
 from decoding.measure.planning.plan_file import Plan, plan_fingerprints, read_plan, vllm_config, write_plan
 from decoding.measure.planning.sentences import verdict
-from decoding.measure.redact import published_command
 from decoding.measure.rows import without_nan
 from decoding.model.fingerprint import prompts_fingerprint, tokenizer_fingerprint
 from decoding.model.loading import eos_token_ids, load_tokenizer, parse_dtype
 from decoding.policies import MeasuredPolicy, Policy, named_policy
 from decoding.prompts import read_prompts
+from trainer.commands.drafters import asked_drafters
+from trainer.commands.findings import account
 from trainer.commands.options import ModelOptions, PlanOptions
 from trainer.commands.target import read_target
 from trainer.commands.usage import listed, numbers
@@ -36,7 +35,7 @@ from trainer.terminal.progress import ProgressBar
 def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, Any]:
     """Measure, choose, print the tables, write plan.json and plan.svg; returns the plan."""
     watched, console = console or standard_error(), console or standard_output()
-    specs = _specs(options.drafter)
+    specs = asked_drafters(options.drafter)
     config = _config(options)
     target = read_target(options.target, options)
     tokenizer = load_tokenizer(resolve(options.target), options.trust_remote_code)
@@ -72,14 +71,6 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, 
     return plan
 
 
-def _specs(asked: Sequence[str]) -> list[DrafterSpec]:
-    """Read the drafters asked for; ValueError for one that is given twice."""
-    specs = [parse_drafter(text) for text in asked]
-    if again := next((spec for place, spec in enumerate(specs) if spec in specs[:place]), None):
-        raise ValueError(f"--drafter {again} is given twice: give it once")
-    return specs
-
-
 def _config(options: PlanOptions) -> PlanConfig:
     """Return the settings that the options give, without the tokens that end a text."""
     own_alone = listed(options.context) == ("own",)
@@ -98,10 +89,7 @@ def _config(options: PlanOptions) -> PlanConfig:
 def _made_by(options: PlanOptions, specs: Sequence[DrafterSpec]) -> dict[str, Any]:
     """Return the plan's account of itself: command, machine, and fingerprints of target and drafters."""
     return {
-        "command": published_command(sys.argv),
-        "hardware": hardware(),
-        "versions": versions(),
-        "commit": commit(),
+        **account(),
         "fingerprints": plan_fingerprints(resolve(options.target), specs, options.trust_remote_code),
     }
 

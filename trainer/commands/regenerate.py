@@ -4,7 +4,6 @@ Medusa-2 calls it self-distillation (2401.10774, section 2.3.2): where the targe
 was tuned by reinforcement, heads trained on other people's answers learn a distribution that is not the target's.
 """
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.options import RegenerateOptions
+from trainer.commands.served import check_endpoint
 from trainer.commands.target import read_target
 from trainer.data.answers import AnswerFile, Backend
 from trainer.data.conversations import read_conversations
@@ -98,8 +98,8 @@ def _backend(
         return _target(options, options.target, sampling, spec)
     if options.endpoint is None or options.target is not None:
         raise ValueError("give --target for a model in this process, or --endpoint with --model for one that is served")
-    if options.model is None:
-        raise ValueError("--endpoint serves models by name: say which with --model")
+    check_endpoint(options)
+    assert options.model is not None
     return _endpoint(options, options.endpoint, options.model)
 
 
@@ -138,8 +138,6 @@ def _target(
 
 def _endpoint(options: RegenerateOptions, address: str, model: str) -> tuple[Backend, dict[str, Any]]:
     """Return the backend of a served model; its address is not kept, for it may move, and may hold a secret."""
-    if importlib.util.find_spec("openai") is None:
-        raise ValueError("an --endpoint is asked by the openai package: pip install 'headstart[endpoint]'")
     from trainer.target.endpoint import Endpoint, EndpointBackend
 
     asked = Endpoint(

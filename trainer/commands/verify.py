@@ -1,11 +1,7 @@
 """The command `headstart verify`: PASS or FAIL of an engine in this process, of a server, or of the tests."""
 
-import importlib.util
-import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -13,23 +9,24 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
-from decoding.drafters.registry import DrafterLoader, parse_drafter
+from decoding.drafters.registry import DrafterLoader
 from decoding.drafters.spec import DrafterSpec
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, check_prompt
-from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.proof.finding import Finding, all_pass
 from decoding.measure.proof.loop import EngineWriter, accepts_itself, cache_consistency
 from decoding.measure.proof.prove import Effort, power, prove
 from decoding.measure.proof.reference import Reference
-from decoding.measure.redact import published_command, published_name
-from decoding.measure.rows import without_nan
+from decoding.measure.redact import published_name
 from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.prompts import read_prompts
 from decoding.rules.sampling import SamplingConfig
 from decoding.speculation import named_rule
+from trainer.commands.drafters import asked_drafters
+from trainer.commands.findings import PRINTED, account, write_findings
 from trainer.commands.options import VerifyOptions
+from trainer.commands.served import check_endpoint, connect
 from trainer.commands.target import read_target
 from trainer.quickstart import resolve
 from trainer.terminal.console import say, standard_error, standard_output
@@ -50,7 +47,8 @@ class _Input(NamedTuple):
 
 def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
     """Prove, print each finding, write --json; return True for PASS."""
-    watched, console = console or standard_error(), console or standard_output()
+    watched = console or standard_error()
+    console = watched if options.json == PRINTED else console or standard_output()
     if options.self_test:
         from trainer.commands.verify_self_test import run_self_test
 
@@ -74,6 +72,7 @@ def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
     say(console, _verdict(passed, engines))
     if options.json is not None:
         _write(options, given, figures, engines, passed)
+    if options.json not in (None, PRINTED):
         say(console, f"written: {options.json}")
     return passed
 
@@ -102,20 +101,14 @@ def _check(options: VerifyOptions) -> list[DrafterSpec]:
     """Refuse options that do not go together, before anything is loaded; return the drafters to prove."""
     if options.target is None or options.prompts is None:
         raise ValueError("give --target and --prompts, or --self-test for a test of the tests")
-    if options.endpoint is None and options.model is not None:
-        raise ValueError(f"--model {options.model} names a model of an --endpoint: give both, or a --drafter")
-    if options.endpoint is not None:
-        if options.model is None:
-            raise ValueError("--endpoint serves models by name: say which with --model")
-        if options.drafter or options.rule:
-            raise ValueError("--drafter and --rule are of this process; an --endpoint decodes as it likes")
-        if importlib.util.find_spec("openai") is None:
-            raise ValueError("an --endpoint is asked by the openai package: pip install 'headstart[endpoint]'")
+    check_endpoint(options)
+    if options.endpoint is not None and (options.drafter or options.rule):
+        raise ValueError("--drafter and --rule are of this process; an --endpoint decodes as it likes")
     if options.rule is not None:
         named_rule(options.rule)
         if options.temperature == 0:
             raise ValueError(f"--rule {options.rule} is of sampling: give a --temperature above 0")
-    return [parse_drafter(text) for text in options.drafter or ()]
+    return asked_drafters(options.drafter or ())
 
 
 def _read(options: VerifyOptions, engines: int) -> _Input:
@@ -183,21 +176,10 @@ def _without_rule(config: DecodingConfig) -> DecodingConfig:
 
 def _served(options: VerifyOptions, given: _Input, watched: Console) -> Iterator[tuple[str, Finding]]:
     """Yield the findings of a served model."""
-    from trainer.serving.client import ServedModel
     from trainer.serving.writer import ServedWriter
-    from trainer.target.connection import Served
 
-    assert options.endpoint is not None and options.model is not None
-    served = Served(
-        address=options.endpoint,
-        model=options.model,
-        concurrency=options.concurrency,
-        retries=options.retries,
-        timeout=options.timeout,
-        api_key_variable=options.api_key_variable,
-    )
-    name = f"{published_name(options.model)}, served"  # vLLM's own names are paths
-    with ServedModel(served) as model:
+    name = f"{published_name(options.model or '')}, served"  # vLLM's own names are paths
+    with connect(options) as model:
         writer = ServedWriter(model, given.reference, given.tokenizer, given.prompts[0])
         with _progress(watched, name) as on_texts:
             for finding in prove(given.reference, writer, given.prompts, given.effort, on_texts):
@@ -234,6 +216,8 @@ def _write(
 ) -> None:
     assert options.json is not None and options.target is not None
     report = {
+        "verdict": "PASS" if passed else "FAIL",
+        **account(),
         "dtype": options.dtype,
         "fingerprints": {
             "target": stored_fingerprint(resolve(options.target), options.trust_remote_code),
@@ -242,17 +226,4 @@ def _write(
         "power": figures,
         "engines": {name: [finding.as_json() for finding in findings] for name, findings in engines.items()},
     }
-    write_verdict(options.json, passed, report)
-
-
-def write_verdict(path: Path, passed: bool, report: dict[str, Any]) -> None:
-    """Write a verdict as JSON, with the command and the machine that it comes from."""
-    about = {
-        "verdict": "PASS" if passed else "FAIL",
-        "command": published_command(sys.argv),
-        "versions": versions(),
-        "hardware": hardware(),
-        "commit": commit(),
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(without_nan({**about, **report}), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    write_findings(options.json, report)

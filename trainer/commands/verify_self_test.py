@@ -21,9 +21,10 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_tokenizer
 from decoding.prompts import read_prompts
 from decoding.rules.sampling import SamplingConfig
+from trainer.commands.findings import account, write_findings
 from trainer.commands.options import VerifyOptions
 from trainer.commands.target import read_target
-from trainer.commands.verify import effort_of, write_verdict
+from trainer.commands.verify import effort_of
 from trainer.quickstart import resolve
 from trainer.terminal.console import say, title, wide
 from trainer.terminal.progress import ProgressBar
@@ -93,8 +94,8 @@ def run_self_test(options: VerifyOptions, console: Console, watched: Console) ->
     passed = all(each.as_it_should for each in found)
     say(console, _verdict(found, tiny=options.target is None))
     if options.json is not None:
-        write_verdict(options.json, passed, {"engines": [each.as_json() for each in found]})
-        say(console, f"written: {options.json}")
+        engines_found = [each.as_json() for each in found]
+        write_findings(options.json, {"verdict": "PASS" if passed else "FAIL", **account(), "engines": engines_found})
     return passed
 
 

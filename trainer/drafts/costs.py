@@ -1,8 +1,9 @@
 """The cost check of a draft: could it pay on this machine at all, by what it costs beside the target's passes."""
 
+import math
 from typing import NamedTuple
 
-from decoding.metrics import expected_tokens, predicted_speedup
+from decoding.metrics import break_even, expected_tokens, predicted_speedup
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import Costs, measure_costs
 
@@ -48,7 +49,7 @@ def best_depth(acceptance: float, costs: Costs) -> tuple[int, float]:
         depth: predicted_speedup(
             expected_tokens(acceptance, depth), costs.draft_to(depth) / plain, costs.pass_over(depth + 1) / plain
         )
-        for depth in range(1, max(costs.target_pass))
+        for depth in _depths(costs)
     }
     depth = max(speedups, key=lambda depth: speedups[depth])
     return depth, speedups[depth]
@@ -56,9 +57,14 @@ def best_depth(acceptance: float, costs: Costs) -> tuple[int, float]:
 
 def payoff(costs: Costs) -> Payoff:
     """Return the gain that these costs allow for."""
-    gaining = (percent for percent in range(101) if best_depth(percent / 100, costs)[1] > 1)
-    least = next(gaining, None)
-    return Payoff(None if least is None else least / 100, best_depth(1.0, costs)[1])
+    plain = costs.pass_over(1)
+    least = break_even({depth: costs.step(depth, depth + 1) / plain for depth in _depths(costs)})
+    return Payoff(None if least is None else math.ceil(100 * least) / 100, best_depth(1.0, costs)[1])
+
+
+def _depths(costs: Costs) -> range:
+    """Return every draft length whose target pass was measured."""
+    return range(1, max(costs.target_pass))
 
 
 def check_pays(costs: Costs) -> str:

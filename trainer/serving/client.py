@@ -7,13 +7,13 @@ Token ids of an answer come under several names, or not at all. `/tokenize` and 
 import asyncio
 import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from openai import APIError, BadRequestError, UnprocessableEntityError
 
 from decoding.model.loading import first_line
+from trainer.serving.answers import Asked, Completed
 from trainer.target.connection import Connection, Served
 
 Result = TypeVar("Result")
@@ -22,39 +22,6 @@ Messages = Sequence[Mapping[str, str]]
 _IDS = {"return_token_ids": True, "return_tokens": True}
 """Requests for token ids: vLLM's name and llama.cpp's."""
 _REFUSED = (BadRequestError, UnprocessableEntityError)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request. ``prompt`` is a text or token ids to continue, or the messages of a chat."""
-
-    prompt: str | tuple[int, ...] | tuple[Mapping[str, str], ...]
-    max_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    logprobs: int | None = None
-    """Number of best tokens to tell at each position beside the written one; None for no log-probabilities."""
-    controls: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of the request, such as ``top_k``, under the server's names."""
-
-
-class Completed(NamedTuple):
-    """A served model's answer. Fields of tokens are None where the server does not tell them.
-
-    ``token_ids`` may hold the end of the text as their last entry or leave it out: servers differ. ``prompt_ids``: the
-    prompt as the server read it; ``prompt_tokens``: their number. ``logprobs``: of the written tokens, under whatever
-    distribution the server reports. ``timings``: llama.cpp's, with its counts of speculation.
-    """
-
-    text: str
-    token_ids: tuple[int, ...] | None
-    prompt_ids: tuple[int, ...] | None
-    token_texts: tuple[str, ...] | None
-    logprobs: tuple[float, ...] | None
-    finish_reason: str | None
-    prompt_tokens: int | None = None
-    timings: Mapping[str, Any] | None = None
 
 
 class ServedModel:

@@ -1,6 +1,5 @@
 """The configs that a server reads, compared with those trained with: rope, windows, positions, vocabularies."""
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -221,9 +220,3 @@ def _trimmed(stored: Mapping[str, Any]) -> Sequence[Difference]:
             "compare with the figures of a draft that is not trimmed, or train one (draft.vocabulary=null)",
         ),
     )
-
-
-def positions_of(text: str) -> int | None:
-    """Return the context length that a server's list of models tells; None where it tells none."""
-    found = re.search(r'"(?:max_model_len|n_ctx)"\s*:\s*(\d+)', text)
-    return int(found[1]) if found else None

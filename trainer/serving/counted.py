@@ -66,9 +66,11 @@ def compare_positions(ours: Replayed, server: Counts) -> list[Position]:
     if not drafts:
         return []
     found = []
-    for place, reached in enumerate(server.reached):
-        estimates = ours.acceptance.unconditional
-        mine, trials = (estimates[place].value, estimates[place].observations) if place < len(estimates) else (0.0, 1)
+    estimates = ours.acceptance.unconditional
+    for place, reached in enumerate(server.reached[: ours.tokens]):
+        mine, trials = 0.0, max(ours.acceptance.passes, 1)  # no draft was accepted up to here
+        if place < len(estimates):
+            mine, trials = estimates[place].value, estimates[place].observations
         theirs = reached / drafts
         pooled = (mine * trials + reached) / (trials + drafts)
         error = ours.widened * math.sqrt(max(pooled * (1 - pooled), 0.0) * (1 / trials + 1 / drafts))
@@ -101,6 +103,9 @@ def is_other_length(ours: Replayed, server: Counts) -> bool | None:
 def compare_acceptance(ours: Replayed, server: Counts, note: str = "") -> Finding:
     """Compare the acceptance by position, or the figures that the server gives instead."""
     figures = figures_of(ours, server)
+    if server.tokens not in (None, ours.tokens):
+        found = f"the server drafts up to {server.tokens} tokens at a time, the chain here has {ours.tokens}{note}"
+        return Finding(ACCEPTANCE, True, f"{found}; {_told(ours, server)}", _OTHER_DEPTH, figures)
     if _cut_short(ours, server):
         found = (
             f"the server drafted {server.drafted / server.drafts:.2f} tokens at a time, at most {server.tokens}"  # type: ignore[operator]
@@ -121,6 +126,10 @@ def compare_acceptance(ours: Replayed, server: Counts, note: str = "") -> Findin
 _CUT = (
     "let it draft all of them to compare: in llama.cpp --spec-draft-p-min 0, in vLLM without "
     "num_speculative_tokens_per_batch_size; and leave room in the context"
+)
+_OTHER_DEPTH = (
+    "set the server's number of drafted tokens (num_speculative_tokens in vLLM) to the speculator's own, and leave out "
+    "--draft-tokens, which sets another one here"
 )
 _OTHER = (
     "see to the differences above first; without any compare the served speculator's files and revision, the number of "

@@ -129,6 +129,8 @@ def _metrics(text: str) -> Counts | None:
             value = float(sample["value"])
         except ValueError:
             continue
+        if not math.isfinite(value):  # a gauge that has not been set
+            continue
         name = name.removeprefix("spec_decode_num_").removesuffix("_total")
         if program in ("vllm", "llamacpp") and name == "accepted_tokens_per_pos":
             if place := _POSITION.search(sample["labels"] or ""):
@@ -192,8 +194,11 @@ def _llama_answers(text: str) -> Counts | None:
     lines: list[_Line] = []
     for answer in _objects(text):
         timings = answer.get("timings", answer)
-        if isinstance(timings, dict) and "draft_n" in timings:
-            lines.append((None, float(timings["draft_n"]), float(timings.get("draft_n_accepted", 0)), []))
+        if not isinstance(timings, dict):
+            continue
+        drafted, accepted = timings.get("draft_n"), timings.get("draft_n_accepted", 0)
+        if type(drafted) is int and type(accepted) is int:
+            lines.append((None, drafted, accepted, []))
     return _added("llama.cpp", lines)
 
 

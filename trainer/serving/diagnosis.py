@@ -8,16 +8,17 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.measure.evaluate import measure_acceptance
+from decoding.measure.proof.reference import Reference
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
-from trainer.serving.client import Asked, Completed, ServedModel
+from trainer.serving.answers import Asked, Completed
 from trainer.serving.configs import compare_settings, compare_vocabularies
 from trainer.serving.counted import Replayed, compare_acceptance, compare_sampling
 from trainer.serving.counters import Counts, parse_counts
@@ -27,9 +28,11 @@ from trainer.serving.speculator import Speculator
 from trainer.serving.texts import compare_texts
 from trainer.serving.weights import compare_top_1
 
+if TYPE_CHECKING:
+    from trainer.serving.client import ServedModel
+
 _TEXTS = 16
 """Texts along which top-1 tokens are compared."""
-_DEFAULT_TOKENS = 4
 _NO_COUNTS = (
     "the server shows no counts of speculation: start it with speculation and metrics (SGLang --enable-metrics, "
     "llama.cpp --metrics), name its page with --metrics, or paste its counters with --counters"
@@ -84,7 +87,7 @@ class Counted(NamedTuple):
 
 def diagnose(
     case: Case,
-    served: ServedModel | None = None,
+    served: "ServedModel | None" = None,
     page: Page | None = None,
     pasted: Sequence[Counted] = (),
     watch: Callable[[str], None] = lambda stage: None,
@@ -93,26 +96,27 @@ def diagnose(
 
     ``pasted``: counters from elsewhere, compared where the server gives none. ``watch`` is told of each stage.
     """
+    findings: list[Finding] = []
+    if served is not None:  # before anything is decoded: a server that is down should end it soon
+        watch("the server's prompts")
+        findings.append(compare_rendered(case.questions, ask_rendered(served, case.questions), case.tokenizer))
     watch("the target's own texts")
     greedy = [text.tokens for text in Engine(case.target).decode(case.prompts, case.config, batch_size=case.batch_size)]
-    findings, counted = [], list(pasted)
+    counted: list[Counted] = []
     if served is None:
         findings += [unknown(step, "no --endpoint is given") for step in (TEMPLATE, TEXT)]
     else:
-        watch("the server's prompts and texts")
-        rendered = ask_rendered(served, case.questions)
-        findings.append(compare_rendered(case.questions, rendered, case.tokenizer))
+        watch("the server's texts")
         answers, found = _replay(case, served, page or served.metrics, 0.0)
-        findings.append(
-            compare_texts(case.target, case.prompts, greedy, answers, case.tokenizer, case.config.eos_token_ids)
-        )
+        reference = Reference(case.target, SamplingConfig(temperature=1.0), case.config.eos_token_ids)
+        findings.append(compare_texts(reference, case.prompts, greedy, answers, case.tokenizer))
         counted += [] if found is None else [found]
         if case.temperature > 0 and found is not None:
             counted += [again] if (again := _replay(case, served, page or served.metrics, case.temperature)[1]) else []
     watch("configs and weights")
     findings += _by_folders(case, greedy)
     watch("acceptance here")
-    findings += _by_counts(case, counted)
+    findings += _by_counts(case, [*counted, *pasted])
     return Diagnosis(tuple(findings))
 
 
@@ -130,7 +134,9 @@ def _by_folders(case: Case, greedy: Sequence[Sequence[int]]) -> list[Finding]:
     return [*found, compare_top_1(case.target, weights, case.served, trained, texts, trusted)]
 
 
-def _replay(case: Case, served: ServedModel, page: Page, temperature: float) -> tuple[list[Completed], Counted | None]:
+def _replay(
+    case: Case, served: "ServedModel", page: Page, temperature: float
+) -> tuple[list[Completed], Counted | None]:
     """Let the server answer all prompts; return the answers, and its counts of this replay alone where it has any.
 
     Prompts are sent as token ids where the server takes them, so that a difference of templates shows nowhere else.
@@ -202,6 +208,4 @@ def _tokens(case: Case, counts: Counts) -> int:
     """Return the tokens of a chain: as asked, as the server counts them, as in the spec, as many as there are."""
     per_draft = round(counts.drafted / counts.drafts) if counts.drafts and counts.drafted else None
     asked = case.tokens or counts.tokens or case.speculator.named.tokens or per_draft
-    most = case.speculator.most_tokens
-    wanted = asked or most or _DEFAULT_TOKENS
-    return wanted if most is None else min(wanted, most)
+    return case.speculator.chain_length(asked)

@@ -1,13 +1,16 @@
 """The prompt as the server reads it, compared with the local chat template's token ids."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from decoding.prompts import encode_prompt
-from trainer.serving.client import Asked, ServedModel
+from trainer.serving.answers import Asked
 from trainer.serving.finding import TEMPLATE, Finding, equal, unknown
+
+if TYPE_CHECKING:
+    from trainer.serving.client import ServedModel
 
 _CONTEXT = 4
 """Tokens shown before and behind the first that differs."""
@@ -32,7 +35,7 @@ class Rendered(NamedTuple):
     length: int | None
 
 
-def ask_rendered(served: ServedModel, questions: Sequence[Question]) -> list[Rendered]:
+def ask_rendered(served: "ServedModel", questions: Sequence[Question]) -> list[Rendered]:
     """Return the server's reading of the first prompts, each by a request for one token, else by its /tokenize."""
     few = questions[:_ASKED]
     asked = [Asked(q.text if q.messages is None else tuple(q.messages), 1) for q in few]

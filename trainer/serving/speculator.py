@@ -17,6 +17,7 @@ from decoding.model.parallel import ParallelDraft
 from trainer.serving.configs import is_vllm_heads
 from trainer.serving.weights import read_vllm_heads
 
+_DRAFT_TOKENS = 4
 _KINDS = {"heads": "heads", "draft": "draft", "draft-tree": "draft", "parallel": "parallel", "cascade": "draft"}
 """Drafter's name -> kind of the weights that draft."""
 
@@ -54,6 +55,12 @@ class Speculator(NamedTuple):
             return None
         model = self.weights.model if isinstance(self.weights, ParallelDraft) else self.weights
         return model.max_positions
+
+    def chain_length(self, asked: int | None) -> int:
+        """Return the tokens of a chain: as many as asked, but not more than there are; of a draft 4 if None."""
+        most = self.most_tokens
+        wanted = asked or most or _DRAFT_TOKENS
+        return wanted if most is None else min(wanted, most)
 
     def chain(self, tokens: int, sampled: bool = True) -> Drafter:
         """Make a drafter of chains; above temperature 0 they are drawn from q, or its argmax unless ``sampled``."""

@@ -2,54 +2,46 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from decoding.drafters import Drafter
-from decoding.engine import Engine
+from decoding.drafters.spec import DrafterSpec
 from decoding.generate import DecodingConfig
-from decoding.metrics import Estimate, predicted_speedup
+from decoding.measure.planning.choose import Candidate, Prediction, with_tokens
+from decoding.measure.planning.step_costs import survey_steps
+from decoding.metrics import Estimate
 from decoding.model.causal_lm import CausalLM
-from decoding.model.cost_curve import measure_cost_curve
+from decoding.policies import PLAIN
 
 _WORTH = 1.05
 """Gain below which realigning is not worth a training run."""
 _NOTHING = 1.1
 """Upper end of the gain's interval below which a speculator still fits."""
-_TIMED = 4
-"""Prompts by which the costs of a step are measured."""
+_SAMPLES, _SECONDS = 12, 4.0
+"""Steps of each length by which the costs are measured, and the longest time that they take."""
 _Z95 = 1.959964
 
 
-@dataclass(frozen=True)
-class StepCosts:
-    """Costs of one step of the loop with its drafting, in units of a plain decoding step of the target."""
+def predict_here(
+    target: CausalLM,
+    drafter: Drafter,
+    spec: DrafterSpec,
+    prompts: Sequence[Sequence[int]],
+    config: DecodingConfig,
+    tokens_per_pass: float,
+) -> Prediction:
+    """Predict the speed-up of one text at a time by the seconds of the loop's own steps, as `headstart plan` does.
 
-    draft: float
-    verify: float
-    overhead: float
-
-    def speedup(self, tokens_per_pass: float) -> float:
-        """Predict the speed-up over plain decoding."""
-        return predicted_speedup(tokens_per_pass, self.draft, self.verify, self.overhead)
-
-
-def measure_step(
-    target: CausalLM, drafter: Drafter, prompts: Sequence[Sequence[int]], config: DecodingConfig
-) -> StepCosts:
-    """Measure the costs of a step of the loop on a few prompts, one at a time, the first once more to warm up."""
-    engine = Engine(target, drafter)
-    engine.decode(prompts[0], config)
-    texts = [engine.decode(prompt, config) for prompt in prompts[:_TIMED]]
-    steps = [step for text in texts for step in text.steps if not step.is_prefill]
-    if not steps:
-        raise ValueError("every text ended with its first token: give prompts to be answered")
-    draft, verify, total = (
-        sum(getattr(step, name) for step in steps) / len(steps)
-        for name in ("draft_seconds", "verify_seconds", "total_seconds")
-    )
-    plain = measure_cost_curve(target, (1,), prefix=len(prompts[0]))[1]
-    return StepCosts(draft / plain, verify / plain, (total - draft - verify) / plain)
+    ValueError where ``config`` has too few new tokens to measure a whole draft.
+    """
+    found = survey_steps(target, drafter, prompts, config, 1, _SAMPLES, _SECONDS)
+    budget = drafter.budgets[-1]
+    if budget not in found:
+        raise ValueError(
+            f"max_new_tokens is {config.max_new_tokens}, too few to measure drafts of {budget.depth} tokens: give more"
+        )
+    return Prediction(Candidate(spec, budget, tokens_per_pass), found[budget], found[PLAIN].total)
 
 
 @dataclass(frozen=True)
@@ -58,7 +50,8 @@ class Fit:
 
     tuned: Estimate
     base: Estimate | None
-    costs: StepCosts
+    prediction: Prediction
+    """The speed-up with ``tuned`` tokens per pass, and the costs that it follows from."""
     realign: str
     """The command or the remedy that would win the gap back."""
 
@@ -87,13 +80,13 @@ class Fit:
     @property
     def verdict(self) -> str:
         """The verdict with its figures, in one sentence."""
-        now = self.costs.speedup(self.tuned.value)
+        now = self.prediction.speedup
         value, low, high, _ = self.tuned
         told = f"{value:.2f} tokens per pass ({low:.2f} to {high:.2f}), predicted {now:.2f}× plain decoding"
         if self.gain is None or self.base is None:
             return f"{told}; give --base, the target before it was tuned, to tell what the tuning cost"
         value, low, high = self.gain
-        after = self.costs.speedup(self.base.value)
+        after = with_tokens(self.prediction, self.base.value).speedup
         told = (
             f"{self.base.value:.2f} → {self.tuned.value:.2f} tokens per pass; predicted {now:.2f}× now, {after:.2f}× "
             f"at most after realigning, which would be worth up to {value:.2f}× ({low:.2f} to {high:.2f})"
@@ -114,9 +107,9 @@ class Fit:
             "tuned": self.tuned._asdict(),
             "base": None if self.base is None else self.base._asdict(),
             "worth_up_to": gain,
-            "costs": asdict(self.costs),
+            "seconds": {**self.prediction.step._asdict(), "plain": self.prediction.plain},
             "predicted_speedup": {
-                "now": self.costs.speedup(self.tuned.value),
-                "after": None if self.base is None else self.costs.speedup(self.base.value),
+                "now": self.prediction.speedup,
+                "after": None if self.base is None else with_tokens(self.prediction, self.base.value).speedup,
             },
         }

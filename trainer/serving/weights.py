@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.header import read_header, read_object
+from decoding.model.header import check_whole, read_header, read_object
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.lm_head import lm_head_input
 from decoding.model.loading import load_model
@@ -23,6 +23,7 @@ _LEAST = 0.98
 """Share of equal top-1 tokens below which weights are other weights: rounding to bf16 alone turns over fewer."""
 _WEIGHTS = "model.safetensors"
 _REMEDY = "export the speculator again"
+_VLLM_DEFAULTS = {"hidden_size": 4096, "vocab_size": 32001, "num_heads": 5, "num_hidden_layers": 1}
 _OLD_NAME = re.compile(r"(?P<head>\d+)\.(?P<layer>\d+)\.(?:linear\.(?P<part>weight|bias)|(?P<out>weight))")
 
 
@@ -40,18 +41,12 @@ def read_vllm_heads(folder: Path, target: CausalLM, whole: bool = False) -> Read
     that vLLM finds no tensor for, and leaves random, are zero here. ValueError for heads that do not fit the target.
     """
     stored = _vllm_config(read_object(folder / "config.json", _REMEDY))
-    config = MedusaConfig(
-        stored.get("hidden_size", 4096),
-        stored.get("vocab_size", 32001),
-        stored.get("num_heads", 5),
-        stored.get("num_hidden_layers", 1),
-        tree=tuple((0,) * depth for depth in range(1, stored.get("num_heads", 5) + 1)),
-    )
+    config = _vllm_sizes(folder, stored)
     config.check_fits(target.hidden_size, target.vocab_size)
     tensors = {_vllm_name(name): tensor for name, tensor in load_file(folder / _WEIGHTS).items()}
     shared, biased = stored.get("original_lm_head", False), stored.get("medusa_fc_bias", False)
-    heads = MedusaHeads(config)
-    state, faults, dropped, known = heads.state_dict(), [], [], set()
+    read = MedusaHeads(config)
+    state, faults, dropped, known = read.state_dict(), [], [], set()
     for name, tensor in state.items():
         wanted = vllm_name(name)
         if shared and wanted.startswith("lm_heads."):  # one for all heads, which has two names
@@ -69,8 +64,21 @@ def read_vllm_heads(folder: Path, target: CausalLM, whole: bool = False) -> Read
     if dropped:
         faults.append(f"its {len(dropped)} biases ({dropped[0]}, …) are dropped, as medusa_fc_bias is not true")
     faults += [f"{name} has a name that the server ignores" for name in sorted(tensors.keys() - known)]
-    heads.load_state_dict(state)
-    return ReadHeads(heads.to(target.device, target.dtype).eval(), tuple(faults))
+    read.load_state_dict(state)
+    return ReadHeads(read.to(target.device, target.dtype).eval(), tuple(faults))
+
+
+def _vllm_sizes(folder: Path, stored: Mapping[str, Any]) -> MedusaConfig:
+    """Return the sizes that a config claims; ValueError for more heads than the weights could fill."""
+    sizes = {key: stored.get(key, default) for key, default in _VLLM_DEFAULTS.items()}
+    for key, size in sizes.items():
+        check_whole(key, size, least=0)
+    heads, layers = sizes["num_heads"], sizes["num_hidden_layers"]
+    names = len(read_header(folder / _WEIGHTS, _REMEDY))
+    if max(heads, heads * layers) > 4 * names:  # they are built before they are filled
+        raise ValueError(f"{folder} has {names} tensors, too few for {heads} heads of {layers} layers: {_REMEDY}")
+    tree = tuple((0,) * depth for depth in range(1, heads + 1))
+    return MedusaConfig(sizes["hidden_size"], sizes["vocab_size"], heads, layers, tree=tree)
 
 
 def _vllm_config(stored: Mapping[str, Any]) -> dict[str, Any]:

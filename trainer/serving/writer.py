@@ -6,7 +6,8 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from decoding.measure.proof.reference import Reference, Written
-from trainer.serving.client import Asked, Completed, ServedModel
+from trainer.serving.answers import Asked, Completed
+from trainer.serving.client import ServedModel
 
 Source = Literal["token ids", "token ids beside the log-probabilities", "its texts, tokenized again"]
 

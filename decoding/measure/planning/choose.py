@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from decoding.drafters.spec import DrafterSpec
 from decoding.measure.planning.step_costs import StepCosts, StepSeconds
-from decoding.metrics import expected_tokens, predicted_speedup
+from decoding.metrics import predicted_speedup
 from decoding.policies import Budget
 from decoding.rules.best_tree import Paths
 
@@ -62,25 +62,6 @@ def best(candidates: Sequence[Candidate], costs: StepCosts) -> Prediction:
     """Return the candidate with the greatest speed-up; of equals the smaller one."""
     predictions = [predict(candidate, costs) for candidate in candidates]
     return max(predictions, key=lambda found: (found.speedup, -found.candidate.budget.nodes))
-
-
-def break_even(costs: StepCosts, depths: Sequence[int]) -> float | None:
-    """Return the constant acceptance per token at which the best chain of these depths begins to gain.
-
-    None where no acceptance pays: a chain that is always accepted still costs more than its tokens.
-    """
-    needed = {depth: costs.step(Budget(depth, depth + 1)).total / costs.plain for depth in depths}
-
-    def gains(rate: float) -> bool:
-        return any(expected_tokens(rate, depth) > cost for depth, cost in needed.items())
-
-    if not gains(1.0):
-        return None
-    low, high = 0.0, 1.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (low, middle) if gains(middle) else (middle, high)
-    return high
 
 
 def depth_by_batch_size(

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 from decoding.drafters.spec import DrafterSpec
 from decoding.generate import DecodingConfig, check_prompt
 from decoding.measure.planning.acceptance import Passes, PathRecord, WatchedDrafter, decode_passes
-from decoding.measure.planning.choose import Candidate, Prediction, best, break_even, depth_by_batch_size, with_tokens
+from decoding.measure.planning.choose import Candidate, Prediction, best, depth_by_batch_size, with_tokens
 from decoding.measure.planning.families import DEEPEST_CHAIN, Family, Load, family_of
 from decoding.measure.planning.step_costs import StepCosts, survey_steps
+from decoding.metrics import break_even
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import measure_cost_curve
 from decoding.policies import Budget
@@ -276,7 +277,7 @@ class Planner:
             "best": _described(found),
             "best_chain": None if chain is None else _described(chain),
             "best_tree": None if tree is None else _described(tree),
-            "break_even": break_even(costs, range(1, held.family.depth + 1)),
+            "break_even": break_even(costs.of_chains(range(1, held.family.depth + 1))),
         }
 
     def _described(self, held: Measured) -> dict[str, Any]:

@@ -140,9 +140,7 @@ class Plan:
         weights = self.content["fingerprints"]["drafters"]
         with_them = [held for held in self.content["drafters"] if weights[held["drafter"]] == fingerprint]
         if not with_them:
-            raise ValueError(
-                f"{self.name} was made with other weights than those to export ({fingerprint}): {_REMEDY}"
-            )
+            raise ValueError(f"{self.name} was made with other weights than those to export ({fingerprint}): {_REMEDY}")
         found: dict[str, Any] = min(with_them, key=lambda held: held["kind"] == "fixed")
         return found
 

@@ -6,7 +6,7 @@ catches up, masks, rules, the commit. Plain steps and drafts of several sizes ta
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import NamedTuple
@@ -177,6 +177,10 @@ class StepCosts:
             (passes.pass_over(budget.nodes),),
         )
         return StepSeconds(draft, verify, overhead)
+
+    def of_chains(self, depths: Iterable[int]) -> dict[int, float]:
+        """Return the cost of a step by the depth of its chain, in steps of plain decoding."""
+        return {depth: self.step(Budget(depth, depth + 1)).total / self.plain for depth in depths}
 
     def policy_costs(self, budgets: Sequence[Budget]) -> Costs:
         """Return the costs as the measured policy takes them: its target pass has the overhead in it."""

@@ -1,0 +1,101 @@
+"""The `headstart` program with its imports done once: a process that forks for every command line it is sent.
+
+Loading torch, transformers and the commands takes most of the time of a command on a tiny model. Each command still
+has a process, arguments, an environment, a folder, output and an exit code of its own.
+
+Run as a program, it reads {"words", "folder", "output", "seconds"}, one a line, and answers with the exit code.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import pkgutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class WarmHeadstart:
+    """The process that forks, as the test sees it."""
+
+    def __init__(self, process: "subprocess.Popen[str]", outputs: Path) -> None:
+        self._process, self._outputs, self._asked = process, outputs, 0
+
+    def run(self, words: Sequence[str], folder: Path, seconds: int) -> "subprocess.CompletedProcess[str]":
+        """Run a command line that begins with ``headstart``; after ``seconds`` it is killed."""
+        assert words[0] == "headstart" and self._process.stdin is not None and self._process.stdout is not None
+        self._asked += 1
+        output = self._outputs / f"{self._asked}.txt"
+        asked = {"words": list(words), "folder": str(folder), "output": str(output), "seconds": seconds}
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        code = self._process.stdout.readline()
+        assert code, "the warm process has ended"
+        return subprocess.CompletedProcess(words, int(code), output.read_text(), "")
+
+
+@contextlib.contextmanager
+def warm_headstart(environment: Mapping[str, str]) -> Iterator[WarmHeadstart]:
+    """Start the process that forks; it ends with the block."""
+    with (
+        tempfile.TemporaryDirectory() as outputs,
+        subprocess.Popen(
+            [sys.executable, __file__], env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process,
+    ):
+        yield WarmHeadstart(process, Path(outputs))
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def _load() -> None:
+    """Import what the commands import when they run."""
+    import trainer.commands
+
+    for module in pkgutil.iter_modules(trainer.commands.__path__, "trainer.commands."):
+        importlib.import_module(module.name)
+    for name in ("trainer.cli", "trainer.export", "trainer.run.train", "transformers.models.llama.modeling_llama"):
+        importlib.import_module(name)
+
+
+def _run(asked: Mapping[str, Any]) -> int:
+    """Run a command in this process, which does nothing else; return its exit code."""
+    signal.alarm(asked["seconds"])
+    os.chdir(asked["folder"])
+    output = os.open(asked["output"], os.O_WRONLY | os.O_CREAT, 0o600)
+    for descriptor, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
+        os.dup2(descriptor, target)
+    sys.argv = list(asked["words"])
+    from trainer.cli import main
+
+    try:
+        main()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+def _fork_for(asked: Mapping[str, Any]) -> int:
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = 1
+    try:
+        code = _run(asked)
+    except BaseException:  # noqa: BLE001  # printed, as an interpreter that ends prints it
+        sys.excepthook(*sys.exc_info())
+    finally:  # never back into the loop of the process that forks
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _load()
+    for line in sys.stdin:
+        print(_fork_for(json.loads(line)), flush=True)

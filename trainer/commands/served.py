@@ -1,0 +1,59 @@
+"""The served model of the commands that ask one, by the options that they share."""
+
+import importlib.util
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from trainer.serving.client import ServedModel
+
+
+class Asking(Protocol):
+    """Options that say how a served model is asked."""
+
+    @property
+    def endpoint(self) -> str | None: ...
+
+    @property
+    def model(self) -> str | None: ...
+
+    @property
+    def concurrency(self) -> int: ...
+
+    @property
+    def retries(self) -> int: ...
+
+    @property
+    def timeout(self) -> float: ...
+
+    @property
+    def api_key_variable(self) -> str: ...
+
+
+def check_endpoint(options: Asking) -> None:
+    """Raise ValueError for an address without a model's name, a name without an address, and a missing `openai`."""
+    if options.endpoint is None:
+        if options.model is not None:
+            raise ValueError(f"--model {options.model} names a model of an --endpoint: give both, or neither")
+        return
+    if options.model is None:
+        raise ValueError("--endpoint serves models by name: say which with --model")
+    if importlib.util.find_spec("openai") is None:
+        raise ValueError("an --endpoint is asked by the openai package: pip install 'headstart[endpoint]'")
+
+
+def connect(options: Asking) -> "ServedModel":
+    """Return the connection to the server, which sends nothing yet; ValueError for an address that cannot work."""
+    from trainer.serving.client import ServedModel
+    from trainer.target.connection import Served
+
+    assert options.endpoint is not None and options.model is not None, "checked by check_endpoint"
+    return ServedModel(
+        Served(
+            address=options.endpoint,
+            model=options.model,
+            concurrency=options.concurrency,
+            retries=options.retries,
+            timeout=options.timeout,
+            api_key_variable=options.api_key_variable,
+        )
+    )

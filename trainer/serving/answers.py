@@ -1,0 +1,38 @@
+"""Requests to a served model and its answers, as plain values: read by those who compare, without `openai`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request. ``prompt`` is a text or token ids to continue, or the messages of a chat."""
+
+    prompt: str | tuple[int, ...] | tuple[Mapping[str, str], ...]
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    logprobs: int | None = None
+    """Number of best tokens to tell at each position beside the written one; None for no log-probabilities."""
+    controls: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the request, such as ``top_k``, under the server's names."""
+
+
+class Completed(NamedTuple):
+    """A served model's answer. Fields of tokens are None where the server does not tell them.
+
+    ``token_ids`` may hold the end of the text as their last entry or leave it out: servers differ. ``prompt_ids``: the
+    prompt as the server read it; ``prompt_tokens``: their number. ``logprobs``: of the written tokens, under whatever
+    distribution the server reports. ``timings``: llama.cpp's, with its counts of speculation.
+    """
+
+    text: str
+    token_ids: tuple[int, ...] | None
+    prompt_ids: tuple[int, ...] | None
+    token_texts: tuple[str, ...] | None
+    logprobs: tuple[float, ...] | None
+    finish_reason: str | None
+    prompt_tokens: int | None = None
+    timings: Mapping[str, Any] | None = None
