@@ -5,7 +5,6 @@ from typing import Any
 
 from decoding.measure.figures import NONE, estimate, number
 from decoding.measure.markdown import text
-from decoding.measure.report import caption
 
 Report = dict[str, Any]
 
@@ -42,8 +41,17 @@ def _by_setting(report: Report, rows: Iterable[Report], columns: dict[str, Calla
             cells = [next((_gain(row) for row in own if fits(row)), NONE) for fits in columns.values()]
             lines.append(f"| {text(method)} | {' | '.join(cells)} |")
         parts.append("\n".join(lines))
-    parts.append(f"Speed-up over plain decoding, and behind the dot tokens per target pass. {text(caption(report))}.")
+    parts.append(f"Speed-up over plain decoding, and behind the dot tokens per target pass. {_measured(report)}")
     return "\n\n".join(parts)
+
+
+def _measured(report: Report) -> str:
+    """Describe what was measured, without the batch size and the context of the first cell."""
+    cut = f" ({report['prompts_cut']} too long, cut)" if report.get("prompts_cut") else ""
+    return text(
+        f"{report['parameters'] / 1e6:.0f}M-parameter target in {report['dtype']} on {_place(report)}; "
+        f"{report['prompts']} prompts{cut}, up to {report['max_new_tokens']} new tokens; commit {report['commit']}."
+    )
 
 
 def _gain(row: Report) -> str:
@@ -80,7 +88,7 @@ def predictions_table(report: Report) -> str:
 
 def _form(spec: str) -> str:
     """Return the shape that a spec asks for: its options ``tree`` (paths) or ``tokens``."""
-    options = dict(item.split("=", 1) for item in spec.split(",") if "=" in item)
+    options = dict(item.split("=", 1) for item in spec.partition(":")[2].split(",") if "=" in item)
     if "tree" in options:
         depths = [path.count(".") + 1 for path in options["tree"].split("/")]
         return f"chain of {len(depths)}" if max(depths) == len(depths) else f"tree of {len(depths)}"
@@ -110,9 +118,14 @@ def trees_table(report: Report) -> str:
 
 
 def _about(report: Report) -> str:
-    settings, machine = report["settings"], report["hardware"]
-    place = machine.get("gpu") or f"{machine['cores']} cores of {machine['processor']}"
+    settings = report["settings"]
     return text(
         f"{settings['prompts']} prompts, half to plan on and half to check on, up to {settings['max_new_tokens']} new "
-        f"tokens, temperature {settings['temperature']:g}, {settings['dtype']}, on {place}; commit {report['commit']}."
+        f"tokens, temperature {settings['temperature']:g}, {settings['dtype']}, on {_place(report)}; "
+        f"commit {report['commit']}."
     )
+
+
+def _place(report: Report) -> str:
+    machine = report["hardware"]
+    return str(machine.get("gpu") or f"{machine['cores']} cores of {machine['processor']}")
