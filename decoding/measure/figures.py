@@ -77,9 +77,7 @@ def _count_of(number: int) -> str:
 def greedy_sentence(report: dict[str, Any]) -> str:
     """Write a sentence that compares the report's greedy texts with plain decoding's; empty if it has none."""
     compared = [
-        row["identical_to_plain"]
-        for row in report["rows"]
-        if row.get("identical_to_plain") and row["method"] != PLAIN
+        row["identical_to_plain"] for row in report["rows"] if row.get("identical_to_plain") and row["method"] != PLAIN
     ]
     texts = sum(each["of"] for each in compared)
     differing = texts - sum(each["identical"] for each in compared)
