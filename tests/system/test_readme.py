@@ -197,7 +197,7 @@ def run(command: str, desk: Path, environment: dict[str, str], warm: WarmHeadsta
     words = shlex.split(command.replace("ORG/HEADS", REPOSITORY))
     words += TINY.get(" ".join(words[:2]), "").split()
     if "evaluate" in words and "--batch-size" in words:
-        words += ["--limit", "8"]  # as many as the largest batch holds
+        words[words.index("--limit") + 1] = "8"  # as many as the largest batch holds
     if re.search("recipes/any/(draft|parallel)", command):
         words.append("draft.check_costs=false")  # no draft pays for so small a target
     if warm is not None and words[0] == "headstart":
