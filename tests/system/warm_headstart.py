@@ -42,13 +42,15 @@ class WarmHeadstart:
 @contextlib.contextmanager
 def warm_headstart(environment: Mapping[str, str]) -> Iterator[WarmHeadstart]:
     """Start the process that forks; it ends with the block."""
-    with tempfile.TemporaryDirectory() as outputs:
-        with subprocess.Popen(
+    with (
+        tempfile.TemporaryDirectory() as outputs,
+        subprocess.Popen(
             [sys.executable, __file__], env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as process:
-            yield WarmHeadstart(process, Path(outputs))
-            assert process.stdin is not None
-            process.stdin.close()
+        ) as process,
+    ):
+        yield WarmHeadstart(process, Path(outputs))
+        assert process.stdin is not None
+        process.stdin.close()
 
 
 def _load() -> None:

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from decoding.measure.figures import NONE, estimate, greedy_sentence, number
 from decoding.measure.markdown import one_line
-from decoding.measure.report.bars import tasks
 from decoding.measure.names import PLAIN
+from decoding.measure.report.bars import tasks
 from decoding.measure.report.rows import measured, settings, speed_of, twins
 from decoding.measure.report.tables import COLUMNS, table_rows
 from decoding.measure.report.words import answers, asked, caption, enough, notes, times
