@@ -131,7 +131,7 @@ def test_texts_without_ids_part_where_their_letters_do() -> None:
     """The second best token is 4 below: whichever the server's may be, it is no near-tie."""
     finding = compared("\x04\x05\x09\x0a", None)
     assert finding.differs and finding.figures["partings"][0]["position"] == 2
-    assert finding.figures["partings"][0]["margin"] == pytest.approx(4)
+    assert finding.figures["partings"][0]["margin"] == pytest.approx(4, abs=1e-3)
 
 
 # --- heads as vLLM reads them -----------------------------------------------------------------------------------------
