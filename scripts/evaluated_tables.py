@@ -50,7 +50,8 @@ def _measured(report: Report) -> str:
     cut = f" ({report['prompts_cut']} too long, cut)" if report.get("prompts_cut") else ""
     return text(
         f"{report['parameters'] / 1e6:.0f}M-parameter target in {report['dtype']} on {_place(report)}; "
-        f"{report['prompts']} prompts{cut}, up to {report['max_new_tokens']} new tokens; commit {report['commit']}."
+        f"{report['prompts']} prompts{cut}, up to {report['max_new_tokens']} new tokens; "
+        f"commit {', '.join(report['commits'])}."
     )
 
 

@@ -13,7 +13,7 @@ from decoding.drafters import DraftModelDrafter, PromptLookupDrafter
 from decoding.measure.evaluate import Measurement, cells_of, measure, report_of
 from decoding.measure.methods import EvaluationConfig, Method, Run, settings_of, standard_methods
 from decoding.measure.questions import Asker, Question
-from decoding.measure.records import Cell, Records, check_identity, open_records, read_lines, record_files
+from decoding.measure.records import Cell, Records, check_identity, open_records, provenances, read_lines, record_files
 from decoding.measure.rows import figures_of
 from decoding.measure.samples import pieces_of, samples_of
 from decoding.measure.waves import TokenPrompts, waves_of
@@ -282,6 +282,16 @@ def test_records_of_other_settings_are_refused_by_the_first_difference(tmp_path:
     check_identity(tmp_path, {"max_new_tokens": 6})
     with pytest.raises(ValueError, match="holds runs with max_new_tokens 6, not max_new_tokens 8: give another output"):
         check_identity(tmp_path, {"max_new_tokens": 8})
+
+
+def test_only_a_run_that_adds_something_leaves_its_own_provenance(tmp_path: Path) -> None:
+    for commit in ("a", "b"):
+        open_records(tmp_path, 0, {"identity": {}, "commit": commit}).close()
+    assert [each["commit"] for each in provenances(tmp_path)] == ["a"]
+    records = open_records(tmp_path, 0, {"identity": {}, "commit": "b"})
+    records.add({"cost_curve": {"1": 0.5}})
+    records.close()
+    assert [each["commit"] for each in provenances(tmp_path)] == ["a", "b"]
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ class Records:
         for line in known:
             self.take(line)
         self._file = None if path is None else path.open("a", encoding="utf-8")
+        self.about: dict[str, Any] | None = None
+        """Provenance of what is added from here on: it is written before that, and not for a run that adds nothing."""
 
     def take(self, line: Mapping[str, Any]) -> None:
         """Add what a line holds."""
@@ -86,6 +88,9 @@ class Records:
         """Add a line and write it, flushed: a kill loses nothing of it."""
         self.take(line)
         if self._file is not None:
+            if self.about is not None:
+                write_line(self._file, self.about)
+                self.about = None
             write_line(self._file, line)
 
     def close(self) -> None:
@@ -134,8 +139,11 @@ def open_records(folder: Path, rank: int, provenance: Mapping[str, Any]) -> Reco
         os.truncate(path, _whole(path.read_bytes()))
     records = Records(path, known)
     lines = read_lines(path)
-    if not lines or any(lines[0]["provenance"].get(name) != provenance.get(name) for name in _ABOUT):
-        records.add({"provenance": dict(provenance)})
+    about = {"provenance": dict(provenance)}
+    if not lines:
+        records.add(about)
+    elif any(lines[0]["provenance"].get(name) != provenance.get(name) for name in _ABOUT):
+        records.about = about
     return records
 
 

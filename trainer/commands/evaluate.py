@@ -339,6 +339,7 @@ def _report(
         "title": one_line(without_local_paths(title)),
         **made_by,
         **figures,
+        **{name: known[-1][name] for name in ("hardware", "versions", "commit")},  # of the runs, not of this process
         "commits": sorted({each["commit"] for each in known}),
         "processors": sorted({each["hardware"]["processor"] for each in known}),
         "processes": measurement.world,
