@@ -104,7 +104,7 @@ def warm(environment: dict[str, str]) -> Iterator[WarmHeadstart]:
 
 
 def test_the_readme_names_its_commands() -> None:
-    assert len(COMMANDS) == 12
+    assert len(COMMANDS) == 15
     assert COMMANDS[:3] == ["pip install .", "make demo", "make test"]  # the last two are run by .ci/run itself
 
 
@@ -172,7 +172,9 @@ def test_every_command_of_the_page_on_diagnoses_runs_beside_a_server(
     assert len(diagnoses) == 2
     for command in (train, export):
         run(command, desk, environment, warm)
-    target, draft = (CausalLM(load_model(str(desk / name), torch.float32)) for name in ("ORG/NAME", "exported/draft"))
+    target, draft = (
+        CausalLM(load_model(str(desk / name), torch.float32)) for name in ("ORG/NAME", "exported/diagnosed")
+    )
     tokenizer = byte_tokenizer()
     server = SpeculatingServer(target, tokenizer, DraftModelDrafter(draft, (1, 1, 1)), lambda messages: ())
     with scripted_endpoint.serve(server) as endpoint:

@@ -11,7 +11,7 @@ from tiny_training import recipe_content, toy_examples, write_corpus, write_targ
 from typer.testing import CliRunner
 
 from trainer.cli import app
-from trainer.commands import planning
+from trainer.commands import plan_training as plan_command
 from trainer.data.batch import Example, batch_indices
 from trainer.drafts.on_policy import PolicySource
 from trainer.heads.medusa2 import Medusa2Objective
@@ -245,9 +245,9 @@ def test_the_embedded_target_is_built_before_its_plan(workshop: Path, monkeypatc
         assert target == "quickstart"
         raise Built
 
-    monkeypatch.setattr(planning, "ensure_built", build)
+    monkeypatch.setattr(plan_command, "ensure_built", build)
     with pytest.raises(Built):
-        planning.print_plan(recipe(workshop, target="quickstart"), Launch(), 0)
+        plan_command.print_plan(recipe(workshop, target="quickstart"), Launch(), 0)
 
 
 @pytest.mark.parametrize(("steps", "every", "count"), [(4, 1000, 1), (4, 2, 2), (5, 2, 3), (4, 4, 1), (4, 1, 4)])

@@ -41,9 +41,7 @@ def test_without_a_terminal_evaluating_says_how_far_it_is(
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     result = CLI.invoke(app, evaluated(models, tmp_path, "--limit", "1", "--settings", "greedy", "--drafter", "lookup"))
     lines = [line for line in result.output.splitlines() if line.startswith("evaluating: ")]
-    assert (
-        lines[0].startswith("evaluating: 1/6, about ") and lines[-1] == "evaluating: 6/6"
-    )  # 3 methods, a warm-up each
+    assert lines[0].startswith("evaluating: 1/3, about ") and lines[-1] == "evaluating: 3/3"  # 3 methods
 
 
 def test_prompts_that_do_not_fit_are_left_out_and_counted_if_asked(
