@@ -37,6 +37,7 @@ from decoding.generate import DecodingConfig, check_prompt
 from decoding.measure.figures import number
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.methods import Method, our_method, transformers_method
+from decoding.measure.questions import read_prompts
 from decoding.measure.widen import widened_heads, widened_parallel, widened_to
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads
@@ -53,7 +54,6 @@ from decoding.model.loading import (
 )
 from decoding.model.parallel import ParallelDraft
 from decoding.policies import named_policy
-from decoding.prompts import read_prompts
 from decoding.rules.sampling import SamplingConfig
 from trainer.terminal.console import standard_output
 

@@ -1,7 +1,7 @@
 """Predictions of `headstart plan` against measurements, and calibrated trees against Medusa's published one.
 
-For every target (the given one, and the same function at a larger target's cost, see `decoding.measure.widen`) and
-every drafter a plan is made on some prompts and checked on others: predicted and measured speed-up, and their ratio.
+For every drafter a plan is made on some prompts and checked on others: predicted and measured speed-up, and their
+ratio. ``--widen`` gives the target, with the same function, a larger one's cost (`decoding.measure.widen`).
 Then the same heads decode with the published tree of 63 nodes (FasterDecoding/Medusa, ``mc_sim_7b_63``), with the
 calibrated tree of as many nodes, and with the planned one, in turns. A killed run resumes: what the output file holds
 is not repeated.
@@ -32,14 +32,15 @@ from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.planning.check import Group, check_plan, measure_in_turns
 from decoding.measure.planning.choose import best
 from decoding.measure.planning.make import Measured, Place, PlanConfig, Planner
+from decoding.measure.questions import read_prompts
 from decoding.measure.rows import without_nan
 from decoding.measure.widen import widened_heads, widened_parallel, widened_to
 from decoding.metrics import ratio_of_rates
 from decoding.model.causal_lm import CausalLM
+from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint
 from decoding.model.heads import MedusaHeads
 from decoding.model.loading import eos_token_ids, load_model, load_tokenizer, parse_dtype
 from decoding.model.parallel import ParallelDraft
-from decoding.prompts import read_prompts
 from decoding.rules.best_tree import Paths
 from trainer.terminal.console import standard_output
 
@@ -51,6 +52,8 @@ _PUBLISHED = (
 )
 PUBLISHED: Paths = tuple(tuple(map(int, path.split("."))) for path in _PUBLISHED.split())
 GOAL = 0.10
+WEIGHTS = ("heads", "markov", "draft", "parallel")
+"""Options that name trained weights, and names of their drafters in the tables."""
 
 
 class Subject(NamedTuple):
@@ -75,8 +78,8 @@ def specs_of(subject: Subject) -> dict[str, DrafterSpec]:
     return specs
 
 
-def read_subjects(options: argparse.Namespace) -> tuple[list[Subject], Any]:
-    """Read the target with its drafters, and widen them; returns them and the tokenizer."""
+def read_subject(options: argparse.Namespace) -> tuple[Subject, Any]:
+    """Read the target with its drafters, and widen them if asked to; returns them and the tokenizer."""
     model, tokenizer = load_model(options.target, parse_dtype(options.dtype)), load_tokenizer(options.target)
     target = CausalLM(model)
     loader, kinds = DrafterLoader(target, tokenizer), {"heads": "heads", "markov": "heads", "draft": "draft"}
@@ -86,18 +89,20 @@ def read_subjects(options: argparse.Namespace) -> tuple[list[Subject], Any]:
         for name, kind in kinds.items()
         if getattr(options, name)
     }
-    subjects = [Subject(Path(options.target).name, target, weights)]
-    if options.widen:
-        wide, told = widened_to(model, int(options.widen))
-        grown: dict[str, LoadedWeights] = {}
-        for name, held in weights.items():
-            if isinstance(held, MedusaHeads):
-                grown[name] = widened_heads(held, told["width"])
-            else:
-                grown[name] = widened_parallel(held, told["width"]) if isinstance(held, ParallelDraft) else held
-        name = f"{subjects[0].name}, widened to {told['parameters'] / 1e6:.0f}M"
-        subjects.append(Subject(name, CausalLM(wide), grown))
-    return subjects, tokenizer
+    given = Subject(Path(options.target).name, target, weights)
+    return _widened(given, int(options.widen)) if options.widen else given, tokenizer
+
+
+def _widened(given: Subject, size: int) -> Subject:
+    """Return the same functions at the cost of a target of about ``size`` parameters."""
+    wide, told = widened_to(given.target.model, size)
+    grown: dict[str, LoadedWeights] = {}
+    for name, held in given.weights.items():
+        if isinstance(held, MedusaHeads):
+            grown[name] = widened_heads(held, told["width"])
+        else:
+            grown[name] = widened_parallel(held, told["width"]) if isinstance(held, ParallelDraft) else held
+    return Subject(f"{given.name}, widened to {told['parameters'] / 1e6:.0f}M", CausalLM(wide), grown)
 
 
 def measure_pair(
@@ -185,7 +190,7 @@ def tables(report: dict[str, Any]) -> list[Table]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="folder or hub id of the target")
-    for name in ("heads", "markov", "draft", "parallel"):
+    for name in WEIGHTS:
         parser.add_argument(f"--{name}", help=f"folder of the {name}; left out if not given")
     parser.add_argument("--prompts", required=True, help=".jsonl file")
     parser.add_argument("--limit", type=int, default=64, help="prompts; half of them to plan on, half to check on")
@@ -194,31 +199,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=2, help="times that each form decodes each prompt of the check")
     parser.add_argument("--seconds", type=float, default=4.0, help="longest time of one measurement of costs")
-    parser.add_argument("--widen", type=float, default=150e6, help="parameters to widen to; 0 for not at all")
+    parser.add_argument("--widen", type=float, help="measure on the target widened to this many parameters instead")
     parser.add_argument("--only", nargs="+", help="drafters to plan with, by name; all if not given")
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--output", type=Path, required=True, help="JSON to write; what it holds is not repeated")
     options = parser.parse_args(arguments)
 
-    subjects, tokenizer = read_subjects(options)
+    subject, tokenizer = read_subject(options)
     prompts = read_prompts(options.prompts, tokenizer, options.limit)
     config = PlanConfig(
         batch_sizes=tuple(options.batch_sizes),
         contexts=(),
         temperature=options.temperature,
         max_new_tokens=options.max_new_tokens,
-        eos_token_ids=eos_token_ids(subjects[0].target.model, tokenizer),
+        eos_token_ids=eos_token_ids(subject.target.model, tokenizer),
         seconds=options.seconds,
     )
     settings = {
         "prompts": len(prompts), "max_new_tokens": options.max_new_tokens, "temperature": options.temperature,
-        "batch_sizes": options.batch_sizes, "rounds": options.rounds, "dtype": options.dtype,
+        "batch_sizes": options.batch_sizes, "rounds": options.rounds, "dtype": options.dtype, "widen": options.widen,
+        "fingerprints": {
+            "target": stored_fingerprint(options.target),
+            **{name: stored_fingerprint(path) for name in WEIGHTS if (path := getattr(options, name))},
+            "prompts": prompts_fingerprint(prompts),
+        },
     }  # fmt: skip
     report: dict[str, Any] = {"settings": settings, "pairs": [], "trees": [], "seconds": 0.0}
     if options.output.is_file():
         report = json.loads(options.output.read_text())
         if report["settings"] != settings:
-            raise SystemExit(f"{options.output} holds another run ({report['settings']}): give another file")
+            changed = ", ".join(name for name, value in settings.items() if report["settings"].get(name) != value)
+            raise SystemExit(f"{options.output} holds a run with other {changed}: give another file")
     report |= {"hardware": hardware(), "versions": versions(), "commit": commit()}
     console = standard_output(width=170)
 
@@ -227,22 +238,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(without_nan(report), indent=1) + "\n")
 
-    for subject in subjects:
-        specs = {name: spec for name, spec in specs_of(subject).items() if name in (options.only or [name])}
-        done = {(row["target"], row["drafter"]) for row in report["pairs"]}
-        for name, spec in specs.items():
-            if (subject.name, str(spec)) not in done:
-                began = time.perf_counter()
-                report["pairs"] += measure_pair(subject, spec, prompts, config, options.rounds)
-                save(began)
-                console.print(f"{subject.name}, {name}: done")
-        with_trees = {(each["target"], each["heads"]) for each in report["trees"]}
-        for name in ("heads", "markov"):
-            four = isinstance(held := subject.weights.get(name), MedusaHeads) and held.config.num_heads >= 4
-            if name in specs and four and (subject.name, name) not in with_trees:
-                began = time.perf_counter()
-                report["trees"].append(measure_trees(subject, specs[name], prompts, config, options.rounds))
-                save(began)
+    specs = {name: spec for name, spec in specs_of(subject).items() if name in (options.only or [name])}
+    done = {row["drafter"] for row in report["pairs"]}
+    for name, spec in specs.items():
+        if str(spec) not in done:
+            began = time.perf_counter()
+            report["pairs"] += measure_pair(subject, spec, prompts, config, options.rounds)
+            save(began)
+            console.print(f"{subject.name}, {name}: done")
+    with_trees = {each["heads"] for each in report["trees"]}
+    for name in ("heads", "markov"):
+        four = isinstance(held := subject.weights.get(name), MedusaHeads) and held.config.num_heads >= 4
+        if name in specs and four and name not in with_trees:
+            began = time.perf_counter()
+            report["trees"].append(measure_trees(subject, specs[name], prompts, config, options.rounds))
+            save(began)
     for table in tables(report):
         console.print(table)
     within = sum(row["within"] for row in report["pairs"])

@@ -37,6 +37,7 @@ from decoding.drafters import (
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.measure.machine import commit, hardware, versions
+from decoding.measure.questions import read_prompts
 from decoding.measure.widen import widened_heads, widened_to
 from decoding.metrics import ratio_of_rates
 from decoding.model.causal_lm import CausalLM
@@ -44,7 +45,6 @@ from decoding.model.heads import MedusaHeads
 from decoding.model.loading import eos_token_ids, load_draft, load_heads, load_model, load_tokenizer, parse_dtype
 from decoding.policies import Budget, FixedPolicy, MeasuredPolicy, Policy, named_policy
 from decoding.policies.base import Rehearsal
-from decoding.prompts import read_prompts
 from decoding.rules.sampling import SamplingConfig
 from trainer.terminal.console import standard_output
 

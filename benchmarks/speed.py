@@ -33,6 +33,7 @@ from decoding.measure.evaluate import evaluate
 from decoding.measure.figures import number
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.methods import EvaluationConfig, Method, our_method, standard_methods
+from decoding.measure.questions import read_prompts
 from decoding.measure.report import markdown_table
 from decoding.measure.widen import widened_heads, widened_to
 from decoding.model.causal_lm import CausalLM
@@ -40,7 +41,6 @@ from decoding.model.cost_curve import measure_cost_curve
 from decoding.model.heads import MedusaHeads
 from decoding.model.loading import eos_token_ids, load_draft, load_heads, load_model, load_tokenizer, parse_dtype
 from decoding.policies import Budget, MeasuredPolicy
-from decoding.prompts import read_prompts
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree

@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter
+from decoding.measure.questions import read_prompts
 from decoding.measure.widen import widened, widened_heads, widened_to
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_draft, load_heads, load_model, load_tokenizer
-from decoding.prompts import read_prompts
 from trainer.data.batch import Example
 from trainer.data.dataset import load_dataset
 from trainer.recipe.common import DataSection

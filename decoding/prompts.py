@@ -1,13 +1,11 @@
-"""Prompts as token ids: encoded from texts or messages, and read from .jsonl files."""
+"""Prompts: taken from the rows of a file, and encoded as token ids."""
 
-from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from decoding.fields import check_messages, find_answer, prompt_of
-from decoding.jsonl import read_rows
+from decoding.fields import check_messages
 
 
 def encode_prompt(
@@ -38,35 +36,6 @@ def encode_prompt(
     if not tokens and tokenizer.bos_token_id is not None:
         tokens = [int(tokenizer.bos_token_id)]
     return tuple(tokens)
-
-
-def read_prompts(
-    path: str | Path,
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int,
-    field: str | None = None,
-    prompt_tokens: int | None = None,
-    chat: bool = True,
-) -> list[tuple[int, ...]]:
-    """Return the first ``limit`` prompts of a .jsonl file as token ids.
-
-    ``field`` names the field of the prompt; None takes the first of `decoding.fields.PROMPT_FIELDS` that a row has. Of
-    several turns the first is the prompt, of messages those before the first answer. A ``text`` without an answer
-    beside it is continued, not answered. ``prompt_tokens`` keeps only that many first tokens, which makes a prompt of
-    a plain text. ValueError for a file without prompts.
-    """
-    prompts: list[tuple[int, ...]] = []
-    for number, row in read_rows(path):
-        if len(prompts) == limit:
-            break
-        where = f"{path}, line {number}"
-        name, value = prompt_of(row, field, where)
-        plain = field is None and name == "text" and find_answer(row) is None
-        tokens = encode_prompt(before_the_answer(value, where), tokenizer, chat and not plain)
-        prompts.append(tokens[:prompt_tokens] if prompt_tokens else tokens)
-    if not prompts:
-        raise ValueError(f"{path} holds no prompts: give a .jsonl file with one a line")
-    return prompts
 
 
 def before_the_answer(value: Any, where: str) -> str | list[dict[str, str]]:

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Step
+from decoding.measure.questions import read_prompts
 from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_tokenizer
-from decoding.prompts import read_prompts
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import SAMPLED_VERIFY
 from trainer.cli import BAD_INPUT, app, guarded

@@ -12,7 +12,14 @@ from tiny_training import ToyObjective, cpu_accelerator
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from trainer.recipe.common import TrainingSection
-from trainer.run.distributed import build_accelerator, describe, prepare, sharded_precision, whole_parameters
+from trainer.run.distributed import (
+    build_accelerator,
+    describe,
+    join_processes,
+    prepare,
+    sharded_precision,
+    whole_parameters,
+)
 from trainer.run.optimizer import build_optimizers
 
 SECTION = TrainingSection(steps=1, mixed_precision="no")
@@ -113,3 +120,13 @@ def test_where_nothing_is_sharded_a_whole_module_is_left_as_it_is() -> None:
     before = list(objective.module.parameters())
     with cpu_accelerator() as accelerator, whole_parameters(accelerator, objective.module):
         assert all(ours is theirs for ours, theirs in zip(objective.module.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("name", ["DeepSpeed", "FSDP"])
+def test_processes_that_do_not_train_are_refused_a_launcher_of_training(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(f"ACCELERATE_USE_{name.upper()}", "true")
+    with pytest.raises(ValueError, match=f"asks for {name}, which has nothing to train here: launch with recipes"):
+        join_processes()

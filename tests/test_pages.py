@@ -44,7 +44,16 @@ def _publisher() -> ModuleType:
     return module
 
 
-COUNTS = {"quickstart": 3, "drafters": 1, "policies": 1, "spec_bench": 1, "crossover": 1, "planned": 2, "accepted": 6}
+COUNTS = {
+    "quickstart": 3,
+    "drafters": 1,
+    "policies": 1,
+    "spec_bench": 1,
+    "crossover": 1,
+    "planned": 2,
+    "planned_wide": 2,
+    "accepted": 6,
+}
 
 
 @pytest.mark.parametrize(("name", "count"), COUNTS.items())

@@ -1,11 +1,13 @@
 """`headstart plan` on tiny models, and all that reads its file: generate, evaluate, the measured policy, exports."""
 
 # ruff: noqa: F811  # a fixture of another module is a parameter here
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from test_cli import models, run  # noqa: F401  # a fixture
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
@@ -16,7 +18,7 @@ from decoding.measure.planning.plan_file import Plan, read_plan, vllm_config
 from decoding.model.heads import MedusaHeads
 from decoding.policies import Budget, MeasuredPolicy
 from trainer.commands.options import GenerateOptions
-from trainer.commands.plan import planned
+from trainer.commands.plan import Planned, planned
 from trainer.export import export
 
 QUICK = ("--max-new-tokens", "8", "--seconds", "0.05", "--limit", "2", "--dtype", "fp32", "--max-nodes", "6")
@@ -74,6 +76,11 @@ def test_the_check_sets_each_prediction_beside_its_measurement(plan_path: Path) 
         assert row["tokens_per_pass"]["measured"] >= 1
 
 
+def planned_for(path: Path, models: Path, console: Console | None = None) -> Planned:
+    options = GenerateOptions(target=str(models / "target"), prompt="", dtype="fp32")
+    return planned(path, options, console or Console(quiet=True))
+
+
 def planned_as(plan_path: Path, folder: Path, form: str, speedup: float) -> Path:
     """The plan, with this form and speed-up as the best of the first drafter in every cell."""
     plan = content_of(plan_path)
@@ -112,7 +119,7 @@ def test_where_the_plan_finds_no_gain_generate_decodes_plainly_and_says_so(
         "--plan", str(path), "--temperature", "0.5",
     )  # fmt: skip
     assert code == 0 and "plain decoding (lossless)" in output
-    assert "finds no drafter that gains 2% over plain decoding" in output
+    assert "finds no drafter that gains 2% over plain decoding at batch size 1" in output
     assert "was made at temperature 0, not 0.5" in output
 
 
@@ -121,11 +128,10 @@ def test_the_measured_policy_starts_from_the_plan_s_costs_without_a_survey(
     plan_path: Path,
     tmp_path: Path,
 ) -> None:
-    path = planned_as(plan_path, tmp_path, f"draft:{models / 'draft'},tokens=2", 1.5)
-    options = GenerateOptions(target=str(models / "target"), prompt="", dtype="fp32")
-    found = planned(path, options)
-    assert found.drafter is not None
-    costs = found.plan.policy_costs(found.drafter, [Budget(1, 2), Budget(2, 3)])
+    form = f"draft:{models / 'draft'},tokens=2"
+    found = planned_for(planned_as(plan_path, tmp_path, form, 1.5), models)
+    assert found.drafters((1,)) == [form]
+    costs = found.plan.policy_costs(form, [Budget(1, 2), Budget(2, 3)])
     assert sorted(costs) == [1, 2] and all(held.pass_over(1) > 0 and held.draft_to(2) > 0 for held in costs.values())
     policy = MeasuredPolicy(costs)
 
@@ -135,6 +141,37 @@ def test_the_measured_policy_starts_from_the_plan_s_costs_without_a_survey(
     policy.begin([Budget(1, 2)], 2, never)
     with pytest.raises(ValueError, match="has no costs of lookup"):
         found.plan.policy_costs("lookup:ngram=4", [Budget(1, 2)])
+
+
+@pytest.mark.parametrize("given", [(), ("--drafter", "draft:{draft},tokens=2")])
+def test_evaluate_s_measured_policy_starts_from_the_plan_s_costs(
+    models: Path, plan_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...]
+) -> None:
+    path = planned_as(plan_path, tmp_path, f"draft:{models / 'draft'},tokens=3", 1.5)
+    monkeypatch.setattr(MeasuredPolicy, "_survey", lambda *_: pytest.fail("it measures"))
+    code, output = run(
+        "evaluate", "--target", str(models / "target"), "--dtype", "fp32", "--max-new-tokens", "8", "--plan", str(path),
+        "--prompts", str(models / "prompts.jsonl"), "--output", str(tmp_path / "report"), "--settings", "greedy",
+        "--policies", "measured", *(word.format(draft=models / "draft") for word in given),
+    )  # fmt: skip
+    assert code == 0, output
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    depth = 2 if given else 3
+    assert f"draft, {depth} tokens, measured" in {row["method"] for row in report["rows"]}
+    assert report["fingerprints"]["plan"] == read_plan(path).fingerprint
+
+
+@pytest.mark.parametrize("command", ["generate --prompt a --policy", "evaluate --prompts {prompts} --policies"])
+def test_a_plan_beside_a_drafter_is_refused_where_nothing_would_be_taken_from_it(
+    models: Path, plan_path: Path, tmp_path: Path, command: str
+) -> None:
+    name, *words, option = command.format(prompts=models / "prompts.jsonl").split()
+    output = ("--output", str(tmp_path / "report")) if name == "evaluate" else ()
+    shared = (name, *words, "--target", str(models / "target"), "--dtype", "fp32", "--plan", str(plan_path), *output)
+    code, said = run(*shared, "--drafter", "lookup:tokens=3")
+    assert code == 2 and f"--plan and --drafter are both given: leave one out, or give {option} measured" in said
+    code, said = run(*shared, "--drafter", "lookup:tokens=3,ngram=2", option, "measured")
+    assert code == 2 and "has no costs of lookup:tokens=3,ngram=2: make one with `headstart plan` with this" in said
 
 
 @pytest.mark.parametrize(
@@ -157,7 +194,7 @@ def test_a_plan_of_something_else_is_refused_in_a_sentence(
     changed = {name: value for name, value in (content_of(plan_path) | change).items() if value is not None}
     path.write_text(json.dumps(changed))
     with pytest.raises(ValueError, match=message):
-        planned(path, GenerateOptions(target=str(models / "target"), prompt="", dtype="fp32"))
+        planned_for(path, models)
 
 
 def test_a_plan_with_other_weights_is_refused_and_one_of_another_machine_is_told(
@@ -166,17 +203,18 @@ def test_a_plan_with_other_weights_is_refused_and_one_of_another_machine_is_told
     tmp_path: Path,
 ) -> None:
     content = content_of(plan_path)
-    options = GenerateOptions(target=str(models / "target"), prompt="", dtype="fp32")
     elsewhere = tmp_path / "elsewhere.json"
     elsewhere.write_text(json.dumps(content | {"hardware": {"processor": "another"}}))
-    assert "was made on another machine" in planned(elsewhere, options).notes[0]
+    console = Console(file=io.StringIO(), width=200)
+    planned_for(elsewhere, models, console)
+    assert "was made on another machine" in console.file.getvalue()  # type: ignore[attr-defined]  # the StringIO above
     content["fingerprints"]["drafters"][f"draft:{models / 'draft'}"] = "feed"
     other = tmp_path / "other.json"
     other.write_text(json.dumps(content))
     with pytest.raises(ValueError, match="was made with the drafter feed, but draft is"):
-        planned(other, options)
+        planned_for(other, models)
     with pytest.raises(ValueError, match="there is no plan"):
-        planned(tmp_path / "missing.json", options)
+        planned_for(tmp_path / "missing.json", models)
 
 
 @pytest.mark.parametrize(

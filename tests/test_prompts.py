@@ -9,7 +9,9 @@ from tiny_tokenizer import byte_tokenizer
 from tiny_training import tiny_tokenizer
 
 from decoding.fields import find_answer, prompt_of
-from decoding.prompts import encode_prompt, read_prompts
+from decoding.jsonl import read_rows
+from decoding.measure.questions import read_prompts
+from decoding.prompts import encode_prompt
 from trainer.data.conversations import read_conversations
 
 CHAT = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}{% if add_generation_prompt %}:{% endif %}"
@@ -133,11 +135,13 @@ def test_a_conversation_of_sharegpt_is_asked_up_to_its_first_answer(tmp_path: Pa
     assert read_prompts(path, tokenizer, 5) == [tuple(tokenizer("a b")["input_ids"])]
 
 
-def test_prompts_in_another_container_are_refused_with_the_one_that_is_read(tmp_path: Path) -> None:
+def test_rows_in_another_container_are_refused_with_the_one_that_is_read(tmp_path: Path) -> None:
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
     with pytest.raises(ValueError, match=r"rows\.parquet is Parquet, but prompts are read from a \.jsonl file"):
-        read_prompts(tmp_path / "rows.parquet", tiny_tokenizer(), 5)
+        list(read_rows(tmp_path / "rows.parquet"))
     with pytest.raises(ValueError, match=r"is a folder: prompts are read from a \.jsonl file, one JSON object a line"):
+        list(read_rows(tmp_path))
+    with pytest.raises(ValueError, match=r"rows\.parquet is not a readable Parquet file"):
         read_prompts(tmp_path, tiny_tokenizer(), 5)
     (tmp_path / "rows.csv").write_text("question,answer\n")
     with pytest.raises(ValueError, match=r"line 1: not JSON \(.*\): a \.jsonl file has one JSON object a line"):

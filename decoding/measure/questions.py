@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +61,40 @@ def read_questions(path: str | Path, field: str | None = None) -> list[Question]
 
     ValueError for a file without prompts, and for a folder of several sets.
     """
-    questions = [_question(number, row, field, where) for number, row, where in _rows(Path(path))]
-    if not questions:
-        raise ValueError(f"{path} holds no prompts: give a .jsonl file with one a line")
+    questions = list(_questions(path, field))
     ids = Counter(question.id for question in questions)
     if max(ids.values()) > 1:
         questions = [replace(question, id=str(place)) for place, question in enumerate(questions, start=1)]
     return _with_tasks(questions)
+
+
+def read_prompts(
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    field: str | None = None,
+    prompt_tokens: int | None = None,
+    chat: bool = True,
+) -> list[tuple[int, ...]]:
+    """Return the first turns of the first ``limit`` questions as token ids, without a chat template unless ``chat``.
+
+    ``field``: as of `read_questions`. ``prompt_tokens`` keeps only that many first tokens of each. ValueError for a
+    file without prompts.
+    """
+    questions = list(islice(_questions(path, field), limit))
+    asked = [question if chat else replace(question, plain=True) for question in questions]
+    asker = Asker(asked, tokenizer, all_turns=False, prompt_tokens=prompt_tokens)
+    return [asker.prompt(place) for place in range(len(asked))]
+
+
+def _questions(path: str | Path, field: str | None) -> Iterator[Question]:
+    """Yield the questions as they are read; ValueError for a file that holds none."""
+    found = False
+    for number, row, where in _rows(Path(path)):
+        found = True
+        yield _question(number, row, field, where)
+    if not found:
+        raise ValueError(f"{path} holds no prompts: give a .jsonl file with one a line")
 
 
 def _with_tasks(questions: list[Question]) -> list[Question]:

@@ -99,12 +99,12 @@ def _stored_fingerprint(name: str, trust_remote_code: bool, files: tuple[tuple[s
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a short digest of a tokenizer: of its vocabulary, its chat template, and the tokens of a probe text."""
     probe = tokenizer(TOKENIZER_PROBE)["input_ids"]
-    return _digest_of([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template, probe])
+    return values_fingerprint([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template, probe])
 
 
 def prompts_fingerprint(prompts: Sequence[Sequence[int]]) -> str:
     """Return a short digest of prompts, given as token ids, and of their order."""
-    return _digest_of([list(prompt) for prompt in prompts])
+    return values_fingerprint([list(prompt) for prompt in prompts])
 
 
 def _described(name: str, trust_remote_code: bool) -> Any:
@@ -190,7 +190,8 @@ def _update_from_file(digest: Any, tensor: _Stored) -> None:
             left -= len(piece)
 
 
-def _digest_of(value: Any) -> str:
+def values_fingerprint(value: Any) -> str:
+    """Return a short digest of JSON values."""
     return hashlib.sha256(_json_bytes(value)).hexdigest()[:_DIGITS]
 
 

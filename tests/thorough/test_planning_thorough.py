@@ -177,7 +177,7 @@ def test_the_benchmark_of_predictions_repeats_nothing_that_its_file_holds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     words = (
-        f"--target {models}/target --draft {models}/draft --prompts {models}/prompts.jsonl --limit 2 --widen 0 "
+        f"--target {models}/target --draft {models}/draft --prompts {models}/prompts.jsonl --limit 2 "
         f"--max-new-tokens 12 --batch-sizes 1 --rounds 1 --seconds 0.05 --dtype fp32 --output {tmp_path}/planned.json"
     ).split()
     script.main([*words, "--only", "lookup"])
@@ -190,5 +190,5 @@ def test_the_benchmark_of_predictions_repeats_nothing_that_its_file_holds(
         first["predicted"] / first["measured"]["value"]
     )
     assert first["within"] == (abs(first["ratio"] - 1) <= 0.1) and second["target"] == "again"
-    with pytest.raises(SystemExit, match="holds another run"):
+    with pytest.raises(SystemExit, match="holds a run with other max_new_tokens: give another file"):
         script.main([*words, "--max-new-tokens", "13"])

@@ -25,7 +25,7 @@ from decoding.speculation import named_rule
 from decoding.stream import stream_pieces
 from trainer.commands.drafters import asked_drafters
 from trainer.commands.options import GenerateOptions, ModelOptions
-from trainer.commands.plan import Planned, planned
+from trainer.commands.plan import Planned, check_plan_is_used, planned
 from trainer.commands.target import read_target
 from trainer.quickstart import resolve
 from trainer.terminal.console import say, standard_error, standard_output
@@ -69,13 +69,17 @@ def run_generate(options: GenerateOptions, console: Console | None = None) -> No
     """Stream the text in two colours and say what speculation gained."""
     console = console or standard_output()
     plan = _planned(options)
-    asked = options.drafter or (plan.drafter if plan else None)
-    say(standard_error(), *(plan.notes if plan else ()))
-    target, tokenizer, drafters, _ = load_models(options, [asked] if asked is not None else ())
+    asked = options.drafter
+    if plan is not None and asked is None:
+        asked = next(iter(plan.drafters((1,), _prompt_tokens(options))), None)
+    target, tokenizer, drafters, specs = load_models(options, [asked] if asked is not None else ())
     name, drafter = next(iter(drafters.items()), ("plain decoding", None))
     prompt = encode_prompt(options.prompt, tokenizer, options.chat)
     config = _decoding_config(options, eos_token_ids(target.model, tokenizer))
-    policy = plan.policy(options.policy, drafter) if plan else named_policy(options.policy)
+    if plan is None or drafter is None:
+        policy = named_policy(options.policy)
+    else:
+        policy = plan.policy(options.policy, str(specs[name]), drafter)
     engine = Engine(target, drafter, policy, tokenizer)
     if drafter is not None and options.compare:
         warm_up = replace(config, max_new_tokens=min(8, config.max_new_tokens))
@@ -99,12 +103,15 @@ def run_generate(options: GenerateOptions, console: Console | None = None) -> No
 
 
 def _planned(options: GenerateOptions) -> Planned | None:
-    """Return the plan's choice for this prompt; None without a plan, or where a drafter is given as well."""
-    if options.plan is None or options.drafter is not None:
+    if options.plan is None:
         return None
+    check_plan_is_used(options.drafter, (options.policy,), "--policy")
+    return planned(options.plan, options, standard_error(), options.temperature)
+
+
+def _prompt_tokens(options: GenerateOptions) -> int:
     tokenizer = load_tokenizer(resolve(options.target), options.trust_remote_code)
-    length = len(encode_prompt(options.prompt, tokenizer, options.chat))
-    return planned(options.plan, options, context=length, temperature=options.temperature)
+    return len(encode_prompt(options.prompt, tokenizer, options.chat))
 
 
 def _decoding_config(options: GenerateOptions, eos: tuple[int, ...]) -> DecodingConfig:

@@ -15,6 +15,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from decoding.drafters import Drafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.measure.evaluate import (
     EvaluationConfig,
@@ -27,7 +28,7 @@ from decoding.measure.evaluate import (
 )
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.markdown import one_line, visible
-from decoding.measure.methods import Method
+from decoding.measure.methods import MakePolicy, Method
 from decoding.measure.questions import Asker, Question, evenly, read_questions
 from decoding.measure.records import check_identity, open_records, provenances, record_files
 from decoding.measure.redact import published_command, without_local_paths
@@ -36,9 +37,10 @@ from decoding.measure.samples import samples_of
 from decoding.measure.waves import waves_of
 from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
 from decoding.model.loading import eos_token_ids
+from decoding.policies import Policy, named_policy
 from trainer.commands.decode import Models, load_models, published_specs
 from trainer.commands.options import EvaluateOptions
-from trainer.commands.plan import planned_drafters
+from trainer.commands.plan import Planned, check_plan_is_used, planned
 from trainer.commands.usage import listed, numbers
 from trainer.files.lock import hold
 from trainer.quickstart import resolve
@@ -72,16 +74,16 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
     rank, world = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
     logging.set_verbosity_error()  # `generate` warns about the draft length that assisted generation is given
     config = _config(options)
-    asked_for = options.drafter or ()
-    if options.plan is not None and not asked_for:
-        notes = watched if rank == 0 else Console(quiet=True)
-        asked_for = planned_drafters(options.plan, options, config.batch_sizes, notes)
+    plan = _planned(options, config, watched if rank == 0 else Console(quiet=True))
+    asked_for = options.drafter or (plan.drafters(config.batch_sizes) if plan else ())
     every, chosen = _chosen(options, Place(rank, world, watched))
     models = load_models(options, asked_for)
     config = replace(config, eos_token_ids=eos_token_ids(models.target.model, models.tokenizer))
     asked = _questions(every, chosen, options, config, models)
     made_by = _made_by(options, config, models.specs, asked.asker, models.tokenizer)
-    methods = standard_methods(models.target, models.drafters, config)
+    methods = standard_methods(models.target, models.drafters, config, _policies(plan, models.specs))
+    if plan is not None and "measured" in config.policies:
+        made_by["fingerprints"]["plan"] = plan.plan.fingerprint
     measurement = Measurement(models.target, methods, asked.asker, config, rank=rank, world=world)
     with _alone_in(options.output, accelerator):
         _prepare(options, made_by, accelerator)
@@ -142,6 +144,22 @@ def _config(options: EvaluateOptions) -> EvaluationConfig:
         batch_sizes=sizes,
         contexts=contexts or default.contexts,
     )
+
+
+def _planned(options: EvaluateOptions, config: EvaluationConfig, notes: Console) -> Planned | None:
+    if options.plan is None:
+        return None
+    check_plan_is_used(options.drafter, config.policies, "--policies")
+    return planned(options.plan, options, notes)
+
+
+def _policies(plan: Planned | None, specs: Mapping[str, DrafterSpec]) -> MakePolicy:
+    """Return the function that makes policies: from the plan's costs, where there is a plan."""
+
+    def make(policy: str, name: str, drafter: Drafter) -> Policy:
+        return named_policy(policy) if plan is None else plan.policy(policy, str(specs[name]), drafter)
+
+    return make
 
 
 # --- questions --------------------------------------------------------------------------------------------------------

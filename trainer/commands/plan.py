@@ -17,11 +17,11 @@ from decoding.measure.planning.make import PlanConfig, Planner
 from decoding.measure.planning.picture import check_table, plan_table, write_picture
 from decoding.measure.planning.plan_file import Plan, plan_fingerprints, read_plan, vllm_config, write_plan
 from decoding.measure.planning.sentences import verdict
+from decoding.measure.questions import read_prompts
 from decoding.measure.rows import without_nan
 from decoding.model.fingerprint import prompts_fingerprint, tokenizer_fingerprint
 from decoding.model.loading import eos_token_ids, load_tokenizer, parse_dtype
 from decoding.policies import MeasuredPolicy, Policy, named_policy
-from decoding.prompts import read_prompts
 from trainer.commands.drafters import asked_drafters
 from trainer.commands.findings import account
 from trainer.commands.options import ModelOptions, PlanOptions
@@ -114,28 +114,36 @@ def _print(plan: dict[str, Any], console: Console) -> None:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan that was read for a target, its choice, and what to tell the user of it."""
+    """A plan that was read for another command. ``console`` hears its notes."""
 
     plan: Plan
-    drafter: str | None
-    """Spec of the planned form; None where the plan says that plain decoding is as fast."""
-    notes: tuple[str, ...] = ()
+    console: Console
 
-    def policy(self, name: str, drafter: Drafter | None) -> Policy:
-        """Make a policy by its name; the measured one starts from the plan's costs instead of a survey."""
-        if name != "measured" or drafter is None or self.drafter is None:
+    def drafters(self, batch_sizes: Sequence[int], context: int | None = None) -> list[str]:
+        """Return the specs that the plan chooses at these batch sizes, each once; plain decoding has none.
+
+        ``context``: as in `Plan.choice`.
+        """
+        choices = {size: self.plan.choice(size, context) for size in batch_sizes}
+        if slow := [str(size) for size, choice in choices.items() if choice is None]:
+            gain = f"{LEAST_GAIN - 1:.0%} over plain decoding at batch size {', '.join(slow)}"
+            say(self.console, f"note: {self.plan.name} finds no drafter that gains {gain}")
+        return list(dict.fromkeys(choice["spec"] for choice in choices.values() if choice is not None))
+
+    def policy(self, name: str, spec: str, drafter: Drafter) -> Policy:
+        """Make a policy by its name; the measured one starts from the plan's costs of this drafter, not a survey."""
+        if name != "measured":
             return named_policy(name)
-        return MeasuredPolicy(self.plan.policy_costs(self.drafter, drafter.budgets))
+        return MeasuredPolicy(self.plan.policy_costs(spec, drafter.budgets))
 
 
 def planned(
     path: Path,
     options: ModelOptions,
-    batch_size: int = 1,
-    context: int | None = None,
+    console: Console,
     temperature: float | None = None,
 ) -> Planned:
-    """Read a plan and its choice for this batch size and context (None: the plan's own prompts).
+    """Read a plan for a target, and say what may make it a poor guide here.
 
     ValueError for a plan of another target, drafter or dtype.
     """
@@ -144,14 +152,14 @@ def planned(
     notes = plan.check(resolve(options.target), dtype, options.trust_remote_code)
     if temperature is not None and temperature != plan.content["temperature"]:
         notes.append(f"{path} was made at temperature {plan.content['temperature']:g}, not {temperature:g}")
-    choice = plan.choice(batch_size, context)
-    if choice is None:
-        notes.append(f"{path} finds no drafter that gains {LEAST_GAIN - 1:.0%} over plain decoding at this batch size")
-    return Planned(plan, None if choice is None else choice["spec"], tuple(f"note: {note}" for note in notes))
+    say(console, *(f"note: {note}" for note in notes))
+    return Planned(plan, console)
 
 
-def planned_drafters(path: Path, options: ModelOptions, batch_sizes: Sequence[int], console: Console) -> list[str]:
-    """Return the specs that a plan chooses at these batch sizes, each once; notes on it are printed."""
-    found = [planned(path, options, batch_size) for batch_size in batch_sizes]
-    say(console, *dict.fromkeys(note for each in found for note in each.notes))
-    return list(dict.fromkeys(each.drafter for each in found if each.drafter is not None))
+def check_plan_is_used(drafters: str | Sequence[str] | None, policies: Sequence[str], option: str) -> None:
+    """Raise ValueError for a plan from which nothing is taken: drafters are given, and no policy asks for its costs."""
+    if drafters and "measured" not in policies:
+        raise ValueError(
+            f"--plan and --drafter are both given: leave one out, or give {option} measured, which takes the plan's "
+            "costs of the drafter"
+        )

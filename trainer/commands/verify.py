@@ -17,10 +17,10 @@ from decoding.measure.proof.finding import Finding, all_pass
 from decoding.measure.proof.loop import EngineWriter, accepts_itself, cache_consistency
 from decoding.measure.proof.prove import Effort, power, prove
 from decoding.measure.proof.reference import Reference
+from decoding.measure.questions import read_prompts
 from decoding.measure.redact import published_name
 from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint
 from decoding.model.loading import eos_token_ids, load_tokenizer
-from decoding.prompts import read_prompts
 from decoding.rules.sampling import SamplingConfig
 from decoding.speculation import named_rule
 from trainer.commands.drafters import asked_drafters

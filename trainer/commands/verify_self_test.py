@@ -17,9 +17,9 @@ from decoding.measure.proof.finding import Finding
 from decoding.measure.proof.loop import EngineWriter, cache_consistency
 from decoding.measure.proof.prove import Effort, Writer, prove
 from decoding.measure.proof.reference import Reference
+from decoding.measure.questions import read_prompts
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_tokenizer
-from decoding.prompts import read_prompts
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.findings import account, write_findings
 from trainer.commands.options import VerifyOptions

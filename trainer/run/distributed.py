@@ -51,10 +51,16 @@ def build_accelerator(section: TrainingSection, **options: Any) -> Accelerator:
 def join_processes() -> Accelerator | None:
     """Return the accelerator of several launched processes that share work without training; None for one alone.
 
-    Raises ValueError if accelerate runs something else than the launcher asked for.
+    Raises ValueError if the launcher asks for DeepSpeed or FSDP, or if accelerate runs something else than asked for.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return None
+    for name in ("DeepSpeed", "FSDP"):
+        if _is_asked_for(f"ACCELERATE_USE_{name.upper()}"):
+            raise ValueError(
+                f"the launcher asks for {name}, which has nothing to train here: launch with "
+                "recipes/accelerate/ddp.yaml"
+            )
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=6))])
     _check_type(accelerator, deepspeed=False, fsdp=False)
     return accelerator

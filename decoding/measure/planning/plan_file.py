@@ -14,7 +14,7 @@ from decoding.measure.machine import hardware
 from decoding.measure.planning.choose import LEAST_GAIN
 from decoding.measure.planning.step_costs import StepCosts, StepSeconds
 from decoding.model.cost_curve import Costs
-from decoding.model.fingerprint import stored_fingerprint
+from decoding.model.fingerprint import stored_fingerprint, values_fingerprint
 from decoding.model.header import read_object
 from decoding.policies import PLAIN, Budget
 
@@ -57,6 +57,11 @@ class Plan:
 
     name: str
     content: Mapping[str, Any]
+
+    @property
+    def fingerprint(self) -> str:
+        """A short digest of everything in the plan."""
+        return values_fingerprint(self.content)
 
     def check(self, target: str, dtype: str, trusted: bool = False) -> list[str]:
         """Return warnings; ValueError if the plan was made for another target, other drafters' weights or dtype.
