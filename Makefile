@@ -16,13 +16,14 @@ PYTEST = $(BIN)/python -m pytest -n 2
 demo: .venv/.ready
 	HF_HUB_OFFLINE=1 $(BIN)/python scripts/demo.py
 
-# Everything: lint, types, import layers, all tests with all their examples, those that take long first.
+# Everything: lint, import layers, all tests with all their examples, those that take long first, types among them.
 test: lint
 	$(PYTEST) --dist loadfile --no-loadscope-reorder --hypothesis-profile thorough \
 		tests/system tests/thorough tests/gpu tests/test_*.py
 
 # What a contributor runs before each commit: lint, types, import layers, the fast tests.
 check: lint
+	$(BIN)/mypy
 	$(PYTEST) --dist worksteal tests/gpu tests/test_*.py
 
 .PHONY: lint
@@ -30,7 +31,6 @@ lint: .venv/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python scripts/check_prose.py
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 format: .venv/.ready

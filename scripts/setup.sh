@@ -8,7 +8,8 @@ python=${PYTHON:-python3}
     exit 1
 }
 [ -x .venv/bin/python ] || "$python" -m venv .venv
-pip=".venv/bin/python -m pip install --quiet --disable-pip-version-check"
+# Modules are compiled when they are first imported: most never are, and compiling all takes longer than installing.
+pip=".venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile"
 torch=$(grep '^torch==' requirements.lock)
 
 # PyTorch first. Where there is no NVIDIA GPU the CPU build is wanted, which is gigabytes smaller; outside Linux on

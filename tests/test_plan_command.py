@@ -157,7 +157,7 @@ def test_evaluate_s_measured_policy_starts_from_the_plan_s_costs(
     assert code == 0, output
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     depth = 2 if given else 3
-    assert f"draft, {depth} tokens, measured" in {row["method"] for row in report["rows"]}
+    assert f"draft model, {depth} tokens, measured" in {row["method"] for row in report["rows"]}
     assert report["fingerprints"]["plan"] == read_plan(path).fingerprint
 
 

@@ -39,7 +39,7 @@ LEFT_OUT = (
     *("headstart", "peft", "platformdirs", "pydantic", "pytest", "_pytest", "rich", "typer", "wandb"),
 )
 PARTS = ["tests", "bandwidth", "decoding, trained size", "decoding, wide", "decoding, wider", "launches", "training"]
-"""All but the compiler, which tests/test_static.py runs, and continuous integration in this suite."""
+"""All but the compiler, which tests/thorough/test_static.py runs."""
 
 
 def few_packages(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Two thousand generations of every sort, many of them broken off: the texts stay right, and nothing piles up."""
+"""Twelve hundred generations of every sort, many of them broken off: the texts stay right, and nothing piles up."""
 
 import gc
 import itertools
@@ -30,8 +30,8 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TreeShape
 from decoding.rules.verify import RULES, SAMPLED_VERIFY, Rule
 
-GENERATIONS = 2000
-WARM_UP = 400
+GENERATIONS = 1200
+WARM_UP = 300
 MOST_GROWTH = 32 * 2**20
 """Bytes, 20 KB a generation; it is one tenth of that."""
 
