@@ -19,7 +19,7 @@ from fake_hub import REPOSITORY, TOKEN, serve
 from speculating_server import SpeculatingServer
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
-from warm_headstart import WarmHeadstart, warm_headstart
+from warm_program import WarmProgram, warm_program
 
 from decoding.drafters import DraftModelDrafter
 from decoding.model.causal_lm import CausalLM
@@ -98,8 +98,8 @@ def environment(desk: Path) -> Iterator[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def warm(environment: dict[str, str]) -> Iterator[WarmHeadstart]:
-    with warm_headstart(environment) as program:
+def warm(environment: dict[str, str]) -> Iterator[WarmProgram]:
+    with warm_program(environment) as program:
         yield program
 
 
@@ -109,7 +109,7 @@ def test_the_readme_names_its_commands() -> None:
 
 
 def test_every_command_of_the_readme_runs_in_the_order_given(
-    desk: Path, environment: dict[str, str], warm: WarmHeadstart
+    desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
     run(COMMANDS[0], ROOT, environment)
     first, *others = COMMANDS[3:]
@@ -123,7 +123,7 @@ def test_every_command_of_the_readme_runs_in_the_order_given(
 
 
 def test_every_command_of_the_page_on_training_runs_in_the_order_given(
-    desk: Path, environment: dict[str, str], warm: WarmHeadstart
+    desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
     found = commands(TRAINING)
     assert len(found) == 11
@@ -136,7 +136,7 @@ def test_every_command_of_the_page_on_training_runs_in_the_order_given(
 
 
 def test_every_command_of_the_page_on_drafts_runs_in_the_order_given(
-    desk: Path, environment: dict[str, str], warm: WarmHeadstart
+    desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
     found = commands(DRAFTS)
     assert len(found) == 13
@@ -147,7 +147,7 @@ def test_every_command_of_the_page_on_drafts_runs_in_the_order_given(
 
 
 def test_every_command_of_the_page_on_plans_runs_in_the_order_given(
-    desk: Path, environment: dict[str, str], warm: WarmHeadstart
+    desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
     found = commands(PLAN)
     assert len(found) == 6
@@ -158,7 +158,7 @@ def test_every_command_of_the_page_on_plans_runs_in_the_order_given(
 
 
 def test_every_command_of_the_page_on_evaluating_runs_in_the_order_given(
-    desk: Path, environment: dict[str, str], warm: WarmHeadstart
+    desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
     found = commands(EVALUATE)
     assert len(found) == 3
@@ -170,7 +170,7 @@ def test_every_command_of_the_page_on_evaluating_runs_in_the_order_given(
 
 
 def test_every_command_of_the_page_on_diagnoses_runs_beside_a_server(
-    desk: Path, environment: dict[str, str], warm: WarmHeadstart
+    desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
     train, export, *diagnoses = commands(DIAGNOSE)
     assert len(diagnoses) == 2
@@ -188,7 +188,7 @@ def test_every_command_of_the_page_on_diagnoses_runs_beside_a_server(
 
 
 def test_every_command_of_the_page_on_verifying_runs_in_the_order_given(
-    desk: Path, environment: dict[str, str], warm: WarmHeadstart
+    desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
     found = commands(VERIFY)
     assert len(found) == 3 and "--self-test" in found[0]
@@ -199,7 +199,7 @@ def test_every_command_of_the_page_on_verifying_runs_in_the_order_given(
     assert caught["verdict"] == "PASS" and sum(bool(each["failures"]) for each in caught["engines"]) == 7
 
 
-def run(command: str, desk: Path, environment: dict[str, str], warm: WarmHeadstart | None = None) -> None:
+def run(command: str, desk: Path, environment: dict[str, str], warm: WarmProgram | None = None) -> None:
     words = shlex.split(command.replace("ORG/HEADS", REPOSITORY))
     words += TINY.get(" ".join(words[:2]), "").split()
     if "evaluate" in words and "--batch-size" in words:

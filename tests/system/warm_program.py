@@ -1,7 +1,7 @@
-"""The `headstart` program with its imports done once: a process that forks for every command line it is sent.
+"""The `headstart` program and the repository's scripts with their imports done once: a process that forks for each run.
 
 Loading torch, transformers and the commands takes most of the time of a command on a tiny model. Each command still
-has a process, arguments, an environment, a folder, output and an exit code of its own.
+has a process, arguments, a folder, output and an exit code of its own; the environment is the forking process's.
 
 Run as a program, it reads {"words", "folder", "output", "seconds"}, one a line, and answers with the exit code.
 """
@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import pkgutil
+import runpy
 import signal
 import subprocess
 import sys
@@ -20,27 +21,28 @@ from pathlib import Path
 from typing import Any
 
 
-class WarmHeadstart:
+class WarmProgram:
     """The process that forks, as the test sees it."""
 
     def __init__(self, process: "subprocess.Popen[str]", outputs: Path) -> None:
         self._process, self._outputs, self._asked = process, outputs, 0
 
     def run(self, words: Sequence[str], folder: Path, seconds: int) -> "subprocess.CompletedProcess[str]":
-        """Run a command line that begins with ``headstart``; after ``seconds`` it is killed."""
-        assert words[0] == "headstart" and self._process.stdin is not None and self._process.stdout is not None
+        """Run a command line that begins with ``headstart`` or a script's path; after ``seconds`` it is killed."""
+        assert self._process.stdin is not None and self._process.stdout is not None
         self._asked += 1
-        output = self._outputs / f"{self._asked}.txt"
+        output = self._outputs / str(self._asked)
         asked = {"words": list(words), "folder": str(folder), "output": str(output), "seconds": seconds}
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         code = self._process.stdout.readline()
         assert code, "the warm process has ended"
-        return subprocess.CompletedProcess(words, int(code), output.read_text(), "")
+        said, complained = (output.with_suffix(suffix).read_text() for suffix in (".out", ".err"))
+        return subprocess.CompletedProcess(words, int(code), said, complained)
 
 
 @contextlib.contextmanager
-def warm_headstart(environment: Mapping[str, str]) -> Iterator[WarmHeadstart]:
+def warm_program(environment: Mapping[str, str]) -> Iterator[WarmProgram]:
     """Start the process that forks; it ends with the block."""
     with (
         tempfile.TemporaryDirectory() as outputs,
@@ -48,7 +50,7 @@ def warm_headstart(environment: Mapping[str, str]) -> Iterator[WarmHeadstart]:
             [sys.executable, __file__], env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as process,
     ):
-        yield WarmHeadstart(process, Path(outputs))
+        yield WarmProgram(process, Path(outputs))
         assert process.stdin is not None
         process.stdin.close()
 
@@ -67,14 +69,17 @@ def _run(asked: Mapping[str, Any]) -> int:
     """Run a command in this process, which does nothing else; return its exit code."""
     signal.alarm(asked["seconds"])
     os.chdir(asked["folder"])
-    output = os.open(asked["output"], os.O_WRONLY | os.O_CREAT, 0o600)
-    for descriptor, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
-        os.dup2(descriptor, target)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for target, suffix in ((1, ".out"), (2, ".err")):
+        os.dup2(os.open(asked["output"] + suffix, os.O_WRONLY | os.O_CREAT, 0o600), target)
     sys.argv = list(asked["words"])
-    from trainer.cli import main
-
     try:
-        main()
+        if sys.argv[0] == "headstart":
+            from trainer.cli import main
+
+            main()
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0
