@@ -35,6 +35,10 @@ class SpeculatingServer:
     drafted: int = 300
     accepted: int = 7
     reached: list[int] = field(default_factory=lambda: [7, 0, 0])
+    refused: tuple[str, ...] = ()
+    """Fields of a request that it takes for mistakes."""
+    shortened: int | None = None
+    """Most tokens of a sampled text."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, request: Request) -> Reply:
@@ -69,9 +73,14 @@ class SpeculatingServer:
         return list(prompt)
 
     def _answer(self, body: dict[str, Any]) -> Reply:
+        if unheard_of := [name for name in self.refused if name in body]:
+            return 400, {"error": {"message": f"unrecognized fields: {', '.join(unheard_of)}"}}
         ids = self._ids(body)
         sampling = SamplingConfig(temperature=body["temperature"])
-        config = DecodingConfig(body["max_tokens"], sampling, eos_token_ids=self.eos, seed=body["seed"])
+        longest = body["max_tokens"]
+        if self.shortened is not None and not sampling.greedy:
+            longest = min(longest, self.shortened)
+        config = DecodingConfig(longest, sampling, eos_token_ids=self.eos, seed=body["seed"])
         drafter = self.drafter if sampling.greedy or self.sampling is None else self.sampling
         text = Engine(self.target, drafter).decode(ids, config)
         for step in text.steps:

@@ -22,7 +22,13 @@ from decoding.rules.sampling import SamplingConfig
 from trainer.export import vllm
 from trainer.serving.answers import Completed
 from trainer.serving.configs import compare_settings, compare_vocabularies
-from trainer.serving.counted import Replayed, compare_acceptance, compare_positions, compare_sampling
+from trainer.serving.counted import (
+    Replayed,
+    compare_acceptance,
+    compare_lengths,
+    compare_positions,
+    compare_sampling,
+)
 from trainer.serving.counters import Counts
 from trainer.serving.finding import STEPS, TEXT, Diagnosis, Finding, equal
 from trainer.serving.rendered import Question, Rendered, compare_rendered
@@ -346,6 +352,28 @@ def test_sampled_drafts_are_told_from_argmax_drafts() -> None:
     assert "accepted more often here" in compare_sampling(argmax, sampled, counted((0.8, 0.6)), 1.0).remedy
     neither = compare_sampling(sampled, argmax, counted((0.1, 0.0)), 1.0)
     assert neither.differs and "that of neither" in neither.found and "headstart verify" in neither.remedy
+
+
+def test_a_length_like_that_of_argmax_drafts_is_not_theirs_if_its_positions_are_others() -> None:
+    found = compare_sampling(replayed((0.8, 0.6)), replayed((0.5, 0.2)), counted((0.35, 0.35)), 1.0)
+    assert found.differs and "is 1.70; here it is 2.40 with sampled drafts and 1.70" in found.found
+    assert "that of neither" in found.found
+
+
+def test_drafts_too_few_beside_the_texts_are_not_judged() -> None:
+    """Each text's end is worth a draft: 30 drafts of 10 texts could hide anything."""
+    ours, few = replayed((0.8, 0.6)), counted((0.0, 0.0), drafts=30)
+    for found in (compare_acceptance(ours, few), compare_sampling(ours, replayed((0.5, 0.2)), few, 1.0)):
+        assert found.differs is None and "30 drafts beside 10 texts are too few to tell" in found.found
+
+
+def test_sampled_texts_of_other_lengths_are_another_distributions() -> None:
+    whole, short = [64] * 14 + [20, 31], [3, 1, 2, 2, 5, 1, 2, 3, 9, 1]
+    assert compare_lengths(whole, [64] * 12 + [50, 9, 17, 64], 1.0) is None
+    assert compare_lengths(whole, short[:7], 1.0) is None  # too few to tell
+    found = compare_lengths(whole, short, 1.0)
+    assert found is not None and "texts have 2.9 tokens on average, 59.2 here" in found.found
+    assert "headstart verify" in found.remedy
 
 
 # --- a stale speculator -----------------------------------------------------------------------------------------------

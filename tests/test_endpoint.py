@@ -203,8 +203,10 @@ def test_a_server_that_does_not_answer_in_time_is_given_up(tmp_path: Path) -> No
 def test_a_server_that_is_not_there_is_set_down_as_such(tmp_path: Path) -> None:
     with serve(lambda request: chat("two")) as endpoint:
         pass
-    assert "that of line 1 because: no connection: " in answers_nothing(options(tmp_path, endpoint.address, retries=0))
-    assert set_aside(tmp_path)[0]["reason"].startswith("no connection: ")
+    host = endpoint.address.removeprefix("http://").removesuffix("/v1")
+    expected = f"no connection to {host}, is a server running there? ("
+    assert f"that of line 1 because: {expected}" in answers_nothing(options(tmp_path, endpoint.address, retries=0))
+    assert set_aside(tmp_path)[0]["reason"].startswith(expected)
 
 
 def test_what_failed_is_asked_again_by_the_next_run_and_nothing_else_is(tmp_path: Path) -> None:

@@ -150,6 +150,10 @@ def twice_begun(desk: Desk) -> SpeculatingServer:
     return desk.server(render=lambda asked: [1, *desk.render(asked)])
 
 
+def ends_at_once(desk: Desk) -> SpeculatingServer:
+    return desk.server(shortened=3)
+
+
 SERVERS: dict[str, tuple[Plant, str, str, str]] = {
     "a system prompt": (system_prompt, TEMPLATE, r"puts 16 tokens .*'system\]Be kind.\['", "system prompt"),
     "no generation prompt": (
@@ -162,6 +166,12 @@ SERVERS: dict[str, tuple[Plant, str, str, str]] = {
     "a token before the prompt": (twice_begun, TEMPLATE, r"token 0 is 1 \(", "chat template|system prompt"),
     "another target": (other_target, TEXT, r"below the best logit here", "the same revision"),
     "a worse draft": (bad_draft, ACCEPTANCE, r"a real difference from position 1 on", "number of drafted tokens"),
+    "sampled texts that end at once": (
+        ends_at_once,
+        SAMPLING,
+        r"texts have 3\.0 tokens on average, [\d.]+ here: its sampled texts are not",
+        "headstart verify",
+    ),
     "argmax drafts": (by_argmax, SAMPLING, "the server drafts by argmax", '"draft_sample_method": "probabilistic"'),
 }
 """Name -> the faulty server, the step that must be named first, and patterns of what is found and of the remedy."""
@@ -237,6 +247,11 @@ def test_other_weights_are_named_by_their_top_1(desk: Desk, tmp_path: Path) -> N
     write_draft(CausalLM(tiny_model(seed=5, **SIZES)), desk.tokenizer, tmp_path / "served")
     fine, printed = diagnosed(desk, exported=tmp_path / "served")
     assert not fine and printed.startswith(f"first difference: {TOP_1}\n") and "other weights" in printed
+
+
+def test_a_server_that_takes_no_controls_is_asked_without_them(desk: Desk) -> None:
+    fine, printed = diagnosed(desk, desk.server(refused=("top_k", "min_p")), temperature=1.0)
+    assert fine and "it takes no top_k, min_p, repetition_penalty: its own are in force" in printed
 
 
 def test_counters_alone_are_compared_too(desk: Desk) -> None:

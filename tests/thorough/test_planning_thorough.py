@@ -19,6 +19,7 @@ from decoding.drafters.spec import DrafterSpec
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.measure.planning.acceptance import WatchedDrafter, decode_passes
+from decoding.measure.planning.check import measure_in_turns
 from decoding.measure.planning.families import family_of, first_tree
 from decoding.measure.planning.make import Place, PlanConfig, Planner
 from decoding.model.causal_lm import CausalLM
@@ -40,6 +41,17 @@ def load(tiny_llama: CausalLM, tiny_draft: CausalLM) -> Callable[[DrafterSpec], 
         "parallel": tiny_parallel_draft(tiny_llama),
     }
     return lambda spec: named_drafter(spec.name, None if spec.path is None else weights[spec.path], **spec.options)
+
+
+@pytest.mark.parametrize(("batch_size", "passes"), [(1, 12), (2, 8), (3, 10)])
+def test_a_check_counts_the_steps_with_all_rows_of_the_batch(
+    tiny_llama: CausalLM, batch_size: int, passes: int
+) -> None:
+    """Three texts of four passes each: in batches of two the third decodes beside an empty row."""
+    found = measure_in_turns(tiny_llama, {"plain": None}, PROMPTS[:3], DecodingConfig(5), batch_size, rounds=1)
+    ((tokens, seconds, counted),) = found["plain"]
+    # All three end in one pass: behind the first of them nothing is counted.
+    assert counted == tokens == passes and seconds > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

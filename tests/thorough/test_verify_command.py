@@ -102,7 +102,7 @@ def test_a_right_server_passes_and_one_of_another_temperature_fails_with_code_on
     file = tmp_path / "verified.json"
     with a_server(models, drafter=True) as words:
         code, output = verify(models, *words, "--json", str(file))
-    assert code == 0 and "PASS: all 9 tests" in output and "the server's token ids were read" in output
+    assert code == 0 and "PASS: all 9 tests" in output and "the server told token ids" in output
     assert json.loads(file.read_text())["engines"].keys() == {f"{NAME}, served"} and "/srv" not in file.read_text()
     with a_server(models, drafter=False, heat=4.0) as words:
         code, output = verify(models, *words, "--rounds", "8", "--temperature", "0.2")

@@ -162,10 +162,9 @@ def _in_process(
     for number, (label, drafter) in enumerate(zip(labels, drafters, strict=True), start=1):
         name = f"{label} ({number})" if labels.count(label) > 1 else label
         engine = Engine(target, drafter)
-        with _progress(watched, name) as on_texts:
-            for finding in prove(
-                reference, EngineWriter(engine, config, options.batch_size), given.prompts, given.effort, on_texts
-            ):
+        with _progress(watched, name) as (on_texts, on_answer):
+            writer = EngineWriter(engine, config, options.batch_size, on_answer)
+            for finding in prove(reference, writer, given.prompts, given.effort, on_texts):
                 yield name, finding
         yield name, cache_consistency(engine, few, config)
 
@@ -181,7 +180,7 @@ def _served(options: VerifyOptions, given: _Input, watched: Console) -> Iterator
     name = f"{published_name(options.model or '')}, served"  # vLLM's own names are paths
     with connect(options) as model:
         writer = ServedWriter(model, given.reference, given.tokenizer, given.prompts[0])
-        with _progress(watched, name) as on_texts:
+        with _progress(watched, name) as (on_texts, writer.on_answer):
             for finding in prove(given.reference, writer, given.prompts, given.effort, on_texts):
                 yield name, finding
         yield name, _told(writer)
@@ -189,7 +188,7 @@ def _served(options: VerifyOptions, given: _Input, watched: Console) -> Iterator
 
 def _told(writer: Any) -> Finding:
     """Return how the server told its tokens; a finding that fails nothing."""
-    seen = f"the server's {writer.source} were read"
+    seen = f"the server told {writer.source}"
     if not writer.takes_ids:
         seen += "; it takes no prompts of token ids, so that texts were sent"
     if writer.retold:
@@ -202,13 +201,15 @@ def _told(writer: Any) -> Finding:
 
 
 @contextmanager
-def _progress(watched: Console, name: str) -> Iterator[Callable[[str, int], None]]:
+def _progress(watched: Console, name: str) -> Iterator[tuple[Callable[[str, int], None], Callable[[], None]]]:
+    """Show the work; yields what is to be told of each batch of texts, and of each text."""
     with ProgressBar(watched, f"proving {name}", None) as bar:
 
         def on_texts(what: str, texts: int) -> None:
-            bar.update(note=f"{texts:,} texts, {what}")
+            bar.begin(0)
+            bar.update(total=texts, note=f"{what} texts")
 
-        yield on_texts
+        yield on_texts, bar.advance
 
 
 def _write(

@@ -4,12 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+Prompt = str | tuple[int, ...] | tuple[Mapping[str, str], ...]
+"""Text or token ids to continue, or the messages of a chat."""
+
 
 @dataclass(frozen=True)
 class Asked:
-    """A request. ``prompt`` is a text or token ids to continue, or the messages of a chat."""
+    """A request."""
 
-    prompt: str | tuple[int, ...] | tuple[Mapping[str, str], ...]
+    prompt: Prompt
     max_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
@@ -24,7 +27,8 @@ class Completed(NamedTuple):
     """A served model's answer. Fields of tokens are None where the server does not tell them.
 
     ``token_ids`` may hold the end of the text as their last entry or leave it out: servers differ. ``prompt_ids``: the
-    prompt as the server read it; ``prompt_tokens``: their number. ``logprobs``: of the written tokens, under whatever
+    prompt as the server read it; ``prompt_tokens`` and ``tokens``: of how many the prompt and the answer are.
+    ``logprobs``: of the written tokens, under whatever
     distribution the server reports. ``timings``: llama.cpp's, with its counts of speculation.
     """
 
@@ -35,4 +39,5 @@ class Completed(NamedTuple):
     logprobs: tuple[float, ...] | None
     finish_reason: str | None
     prompt_tokens: int | None = None
+    tokens: int | None = None
     timings: Mapping[str, Any] | None = None

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from openai import APIError, BadRequestError, UnprocessableEntityError
 
 from decoding.model.loading import first_line
-from trainer.serving.answers import Asked, Completed
+from trainer.serving.answers import Asked, Completed, Prompt
 from trainer.target.connection import Connection, Served
 
 Result = TypeVar("Result")
@@ -142,11 +142,10 @@ class ServedModel:
                 self.takes_ids = False
         return self.takes_ids
 
-    def takes_controls(self, prompt: str | Sequence[int], controls: Mapping[str, Any]) -> bool:
+    def takes_controls(self, prompt: Prompt, controls: Mapping[str, Any]) -> bool:
         """Ask for one token with further fields; return False if the server refuses them."""
-        given = prompt if isinstance(prompt, str) else tuple(prompt)
         try:
-            self._run(self._answer(Asked(given, 1, controls=controls)), raw=_REFUSED)
+            self._run(self._answer(Asked(prompt, 1, controls=controls)), raw=_REFUSED)
         except _REFUSED:
             return False
         return True
@@ -204,7 +203,7 @@ class ServedModel:
             raise self._connection.fatal(error) or explained from None
 
 
-def _is_chat(prompt: str | tuple[Any, ...]) -> bool:
+def _is_chat(prompt: Prompt) -> bool:
     return not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 
@@ -239,14 +238,15 @@ def _read(sent: str) -> Completed:
         token_texts=tuple(map(str, texts)) or None,
         logprobs=tuple(float(value) for value in values if isinstance(value, int | float)) or None,
         finish_reason=choice.get("finish_reason"),
-        prompt_tokens=_count(found.get("usage")),
+        prompt_tokens=_count(found.get("usage"), "prompt_tokens"),
+        tokens=_count(found.get("usage"), "completion_tokens") if ids is None else len(ids),
         timings=timings if isinstance(timings := found.get("timings"), dict) else None,
     )
 
 
-def _count(usage: Any) -> int | None:
-    """Return the number of prompt tokens in an answer's usage."""
-    tokens = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+def _count(usage: Any, name: str) -> int | None:
+    """Return a number of tokens in an answer's usage."""
+    tokens = usage.get(name) if isinstance(usage, dict) else None
     return tokens if type(tokens) is int else None
 
 

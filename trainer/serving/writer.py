@@ -9,7 +9,7 @@ from decoding.measure.proof.reference import Reference, Written
 from trainer.serving.answers import Asked, Completed
 from trainer.serving.client import ServedModel
 
-Source = Literal["token ids", "token ids beside the log-probabilities", "its texts, tokenized again"]
+Source = Literal["token ids", "token ids beside the log-probabilities", "texts alone, tokenized again here"]
 
 
 class ServedWriter:
@@ -45,7 +45,7 @@ class ServedWriter:
             told = self._answer(prompt, 1)
             self.source = "token ids beside the log-probabilities"
             if _ids_of(told) is None:
-                self._logprobs, self.source = None, "its texts, tokenized again"
+                self._logprobs, self.source = None, "texts alone, tokenized again here"
 
     def write(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int) -> list[Written]:
         """Ask for each prompt's continuation, with a seed of its own."""

@@ -89,9 +89,12 @@ class Connection:
         if isinstance(error, APITimeoutError):
             return f"no answer within {self.served.timeout:g} s"
         if isinstance(error, APIConnectionError):
-            return f"no connection: {first_line(error.__cause__ or error)}"
-        status = f"HTTP {error.status_code}: " if isinstance(error, APIStatusError) else ""
-        reason = first_line(error).replace(self._key, "[the key]") if self._key else first_line(error)
+            host = urlsplit(self.address).netloc.rpartition("@")[2]
+            return f"no connection to {host}, is a server running there? ({first_line(error.__cause__ or error)})"
+        status, reason = "", first_line(error)
+        if isinstance(error, APIStatusError):
+            status, reason = f"HTTP {error.status_code}: ", reason.removeprefix(f"Error code: {error.status_code} - ")
+        reason = reason.replace(self._key, "[the key]") if self._key else reason
         return f"{status}{reason[:300]}"  # cut after the replacement, which would not find half a key
 
 

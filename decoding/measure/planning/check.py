@@ -7,7 +7,7 @@ from typing import Any
 from decoding.drafters.base import Drafter
 from decoding.drafters.registry import parse_drafter
 from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Step
 from decoding.measure.planning.families import Load
 from decoding.metrics import ratio_of_rates
 from decoding.model.causal_lm import CausalLM
@@ -64,8 +64,10 @@ def measure_in_turns(
     batch_size: int,
     rounds: int,
 ) -> dict[str, list[Group]]:
-    """Decode the prompts by every drafter (None: plainly) in turns; return the groups of each, their rounds summed."""
-    # Few of a group's steps are those of its last texts, beside which rows are empty.
+    """Decode the prompts by every drafter (None: plainly) in turns; return the groups of each, their rounds summed.
+
+    Only the steps with all rows of the batch are counted: plans are made for these.
+    """
     count = max(1, len(prompts) // (_BATCHES * batch_size))
     groups = [prompts[first::count] for first in range(count)]
     names = list(drafters)
@@ -89,8 +91,17 @@ def _decode(
     config: DecodingConfig,
     batch_size: int,
 ) -> Group:
-    engine = Engine(target, drafter)
-    steps = [step for _, step in engine.steps(group, config, batch_size=batch_size) if not step.is_prefill]
+    """Decode until a row stays empty."""
+    steps: list[Step] = []
+    room, left = [config.max_new_tokens] * len(group), len(group)
+    for place, step in Engine(target, drafter).steps(group, config, batch_size=batch_size):
+        if not step.is_prefill:
+            steps.append(step)
+        room[place] -= len(step.tokens)
+        ended = not room[place] or any(token in config.eos_token_ids for token in step.tokens)
+        left -= ended
+        if left < batch_size:
+            break
     return float(sum(len(step.tokens) for step in steps)), sum(step.total_seconds for step in steps), len(steps)
 
 

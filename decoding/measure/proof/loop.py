@@ -1,6 +1,6 @@
 """Checks of an engine in this process that need more than its texts: a draft that is the target, and the cache."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,11 +23,15 @@ _STALE_ELSE = 0.3
 
 @dataclass(frozen=True, eq=False)
 class EngineWriter:
-    """An engine of this process that writes texts to be tested; ``config`` is that of T > 0."""
+    """An engine of this process that writes texts to be tested; ``config`` is that of T > 0.
+
+    ``on_answer`` is called for each text that it begins, for a progress bar.
+    """
 
     engine: Engine
     config: DecodingConfig
     batch_size: int = 8
+    on_answer: Callable[[], None] = lambda: None
 
     def write(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int) -> list[Written]:
         """Decode the prompts, each with a seed of its own."""
@@ -37,6 +41,8 @@ class EngineWriter:
         tokens: list[tuple[int, ...]] = [()] * len(prompts)
         for place, step in self.engine.steps(prompts, config, batch_size=self.batch_size):
             tokens[place] += step.tokens
+            if step.is_prefill:
+                self.on_answer()
         return [Written(tuple(prompt), text) for prompt, text in zip(prompts, tokens, strict=True)]
 
 
