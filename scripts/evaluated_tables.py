@@ -31,7 +31,7 @@ def cells_table(report: Report) -> str:
 
 
 def _by_setting(report: Report, rows: Iterable[Report], columns: dict[str, Callable[[Report], bool]]) -> str:
-    rows = [row for row in rows if (row.get("speedup_of_totals") or {}).get("value") is not None]
+    rows = [row for row in rows if _value(row, "speedup_of_totals") is not None or _value(row, "tokens_per_pass")]
     parts = []
     for setting in dict.fromkeys(row["setting"] for row in rows):
         mine = [row for row in rows if row["setting"] == setting]
@@ -41,7 +41,11 @@ def _by_setting(report: Report, rows: Iterable[Report], columns: dict[str, Calla
             cells = [next((_gain(row) for row in own if fits(row)), NONE) for fits in columns.values()]
             lines.append(f"| {text(method)} | {' | '.join(cells)} |")
         parts.append("\n".join(lines))
-    parts.append(f"Speed-up over plain decoding, and behind the dot tokens per target pass. {_measured(report)}")
+    untimed = any(_value(row, "speedup_of_totals") is None for row in rows)
+    without = " Rows without a speed-up show acceptance only." if untimed else ""
+    parts.append(
+        f"Speed-up over plain decoding, and behind the dot tokens per target pass.{without} {_measured(report)}"
+    )
     return "\n\n".join(parts)
 
 
@@ -56,8 +60,13 @@ def _measured(report: Report) -> str:
 
 
 def _gain(row: Report) -> str:
-    passes = number((row.get("tokens_per_pass") or {}).get("value"))
-    return f"{number(row['speedup_of_totals']['value'])}×" + ("" if passes == NONE else f" · {passes}")
+    passes, gain = number(_value(row, "tokens_per_pass")), _value(row, "speedup_of_totals")
+    return (NONE if gain is None else f"{number(gain)}×") + ("" if passes == NONE else f" · {passes}")
+
+
+def _value(row: Report, name: str) -> float | None:
+    found: float | None = (row.get(name) or {}).get("value")
+    return found
 
 
 def predictions_table(report: Report) -> str:

@@ -1,7 +1,7 @@
 """Put a report's figures where readers see them: benchmarks/results/, the README, docs/measured.md and its plot.
 
 Usage: scripts/publish_results.py REPORT NAME; the pages show those with NAME quickstart, drafters, policies,
-accepted, drafts, spec_bench, crossover, planned, planned_wide.
+accepted, drafts, spec_bench, spec_bench_sampled, crossover, planned, planned_wide.
 """
 
 import json
@@ -255,6 +255,7 @@ PLACES: dict[str, dict[str, Blocks]] = {
     "drafters": {"docs/measured.md": (("drafters", drafters_table),)},
     "policies": {"docs/measured.md": (("policies", policies_table),)},
     "spec_bench": {"docs/measured.md": (("spec_bench", tasks_table),)},
+    "spec_bench_sampled": {"docs/measured.md": (("spec_bench_sampled", tasks_table),)},
     "crossover": {"docs/measured.md": (("crossover", cells_table),)},
     "planned": {"docs/plan.md": (("planned", predictions_table), ("trees", trees_table))},
     "planned_wide": {"docs/plan.md": (("planned_wide", predictions_table), ("trees_wide", trees_table))},

@@ -49,6 +49,7 @@ COUNTS = {
     "drafters": 1,
     "policies": 1,
     "spec_bench": 1,
+    "spec_bench_sampled": 1,
     "crossover": 1,
     "planned": 2,
     "planned_wide": 2,
