@@ -218,19 +218,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = {
         "prompts": len(prompts), "max_new_tokens": options.max_new_tokens, "temperature": options.temperature,
         "batch_sizes": options.batch_sizes, "rounds": options.rounds, "dtype": options.dtype, "widen": options.widen,
-        "fingerprints": {
-            "target": stored_fingerprint(options.target),
-            **{name: stored_fingerprint(path) for name in WEIGHTS if (path := getattr(options, name))},
-            "prompts": prompts_fingerprint(prompts),
-        },
+        "weights": {name: stored_fingerprint(path) for name in WEIGHTS if (path := getattr(options, name))},
+        "target": stored_fingerprint(options.target), "prompt_ids": prompts_fingerprint(prompts),
     }  # fmt: skip
     report: dict[str, Any] = {"settings": settings, "pairs": [], "trees": [], "seconds": 0.0}
+    about = {"hardware": hardware(), "versions": versions(), "commit": commit()}
     if options.output.is_file():
         report = json.loads(options.output.read_text())
-        if report["settings"] != settings:
-            changed = ", ".join(name for name, value in settings.items() if report["settings"].get(name) != value)
-            raise SystemExit(f"{options.output} holds a run with other {changed}: give another file")
-    report |= {"hardware": hardware(), "versions": versions(), "commit": commit()}
+        held = {**report["settings"], **{name: report[name] for name in about}}
+        if changed := [name for name, value in {**settings, **about}.items() if held.get(name) != value]:
+            raise SystemExit(f"{options.output} holds a run with other {', '.join(changed)}: give another file")
+    report |= about
     console = standard_output(width=170)
 
     def save(began: float) -> None:

@@ -1,7 +1,7 @@
 """Put a report's figures where readers see them: benchmarks/results/, the README, docs/measured.md and its plot.
 
 Usage: scripts/publish_results.py REPORT NAME; the pages show those with NAME quickstart, drafters, policies,
-accepted, drafts, spec_bench, spec_bench_sampled, crossover, planned, planned_wide.
+accepted, drafts, spec_bench, spec_bench_sampled, crossover, planned.
 """
 
 import json
@@ -18,7 +18,7 @@ from matplotlib import pyplot as plt
 
 from decoding.measure.figures import NONE, estimate, greedy_sentence, number
 from decoding.measure.markdown import text
-from decoding.measure.report import caption, markdown_table, speedup_figure
+from decoding.measure.report import caption, crossover_figure, markdown_table, speedup_figure
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_DRAFTERS = 4  # rows of the README's table, beside plain decoding and transformers
@@ -258,7 +258,6 @@ PLACES: dict[str, dict[str, Blocks]] = {
     "spec_bench_sampled": {"docs/measured.md": (("spec_bench_sampled", tasks_table),)},
     "crossover": {"docs/measured.md": (("crossover", cells_table),)},
     "planned": {"docs/plan.md": (("planned", predictions_table), ("trees", trees_table))},
-    "planned_wide": {"docs/plan.md": (("planned_wide", predictions_table), ("trees_wide", trees_table))},
     "accepted": {
         "README.md": (("lead", lead_table),),
         "docs/accepted.md": (
@@ -271,6 +270,7 @@ PLACES: dict[str, dict[str, Blocks]] = {
     },
 }
 """Name of a report -> page -> the marked blocks in it, each with the function that writes it."""
+PICTURES = {"quickstart": ("docs/speedup.svg", speedup_figure), "crossover": ("docs/crossover.svg", crossover_figure)}
 UNPUBLISHED = "Not published yet."
 
 
@@ -305,10 +305,10 @@ def main(source: str, name: str) -> None:
         (ROOT / place).write_text(page)
     if name == "drafts":
         publish_drafts(report, ROOT / "docs")
-    if name == "quickstart":
+    if name in PICTURES:
+        picture, draw = PICTURES[name]
         plt.rcParams["svg.hashsalt"] = name  # the same figures, the same file
-        picture = ROOT / "docs" / "speedup.svg"
-        speedup_figure(report).savefig(picture, bbox_inches="tight", metadata={"Date": None})
+        draw(report).savefig(ROOT / picture, bbox_inches="tight", metadata={"Date": None})
     print(f"written: {destination.relative_to(ROOT)}")
 
 

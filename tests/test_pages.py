@@ -52,7 +52,6 @@ COUNTS = {
     "spec_bench_sampled": 1,
     "crossover": 1,
     "planned": 2,
-    "planned_wide": 2,
     "accepted": 6,
 }
 

@@ -43,15 +43,27 @@ def load(tiny_llama: CausalLM, tiny_draft: CausalLM) -> Callable[[DrafterSpec], 
     return lambda spec: named_drafter(spec.name, None if spec.path is None else weights[spec.path], **spec.options)
 
 
-@pytest.mark.parametrize(("batch_size", "passes"), [(1, 12), (2, 8), (3, 10)])
-def test_a_check_counts_the_steps_with_all_rows_of_the_batch(
-    tiny_llama: CausalLM, batch_size: int, passes: int
-) -> None:
+@pytest.mark.parametrize(("batch_size", "timed"), [(1, 12), (2, 8), (3, 12)])
+def test_a_check_times_the_passes_with_all_rows_of_the_batch(tiny_llama: CausalLM, batch_size: int, timed: int) -> None:
     """Three texts of four passes each: in batches of two the third decodes beside an empty row."""
     found = measure_in_turns(tiny_llama, {"plain": None}, PROMPTS[:3], DecodingConfig(5), batch_size, rounds=1)
-    ((tokens, seconds, counted),) = found["plain"]
-    # All three end in one pass: behind the first of them nothing is counted.
-    assert counted == tokens == passes and seconds > 0
+    ((tokens, seconds, passes),) = found["plain"]
+    assert passes == tokens == timed and seconds > 0
+
+
+def test_a_check_counts_the_tokens_of_all_passes(tiny_llama: CausalLM, load: Callable[[DrafterSpec], Drafter]) -> None:
+    """What a draft brings in the tails of slow texts, beside rows of ended ones, belongs to its tokens per pass."""
+    drafter, config = load(DrafterSpec("draft", "other", {"tokens": 2})), DecodingConfig(24)
+    ((tokens, _, passes),) = measure_in_turns(tiny_llama, {"draft": drafter}, PROMPTS, config, 2, rounds=1)["draft"]
+    texts = Engine(tiny_llama, drafter).decode(PROMPTS, config, batch_size=2)
+    every = [step for text in texts for step in text.steps[1:]]
+    assert tokens / passes == pytest.approx(sum(len(step.tokens) for step in every) / len(every))
+    assert 0 < passes < len(every) and passes % 2 == 0
+
+
+def test_a_check_without_one_full_pass_is_refused(tiny_llama: CausalLM) -> None:
+    with pytest.raises(ValueError, match="no pass of the check had all 3 rows: give more prompts"):
+        measure_in_turns(tiny_llama, {"plain": None}, PROMPTS[:2], DecodingConfig(5), 3, rounds=1)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -66,7 +66,7 @@ def measure_in_turns(
 ) -> dict[str, list[Group]]:
     """Decode the prompts by every drafter (None: plainly) in turns; return the groups of each, their rounds summed.
 
-    Only the steps with all rows of the batch are counted: plans are made for these.
+    Their seconds are of passes with all rows of the batch, for which plans are made.
     """
     count = max(1, len(prompts) // (_BATCHES * batch_size))
     groups = [prompts[first::count] for first in range(count)]
@@ -91,18 +91,29 @@ def _decode(
     config: DecodingConfig,
     batch_size: int,
 ) -> Group:
-    """Decode until a row stays empty."""
-    steps: list[Step] = []
-    room, left = [config.max_new_tokens] * len(group), len(group)
+    """Decode to the end. The seconds are of passes with all rows; their tokens are as many a row as in all passes.
+
+    Which rows stay to the end depends on what is accepted: tokens of the full passes alone would favour the fast texts.
+    """
+    passes: list[list[Step]] = []
+    seen: set[int] | None = None
     for place, step in Engine(target, drafter).steps(group, config, batch_size=batch_size):
-        if not step.is_prefill:
-            steps.append(step)
-        room[place] -= len(step.tokens)
-        ended = not room[place] or any(token in config.eos_token_ids for token in step.tokens)
-        left -= ended
-        if left < batch_size:
-            break
-    return float(sum(len(step.tokens) for step in steps)), sum(step.total_seconds for step in steps), len(steps)
+        if step.is_prefill:
+            seen = None
+            continue
+        if seen is None or place in seen:  # a text's next step is of the next pass
+            passes.append([])
+            seen = set()
+        passes[-1].append(step)
+        seen.add(place)
+    every = [step for rows in passes for step in rows]
+    timed = [step for rows in passes if len(rows) == batch_size for step in rows]
+    if not timed:
+        raise ValueError(
+            f"no pass of the check had all {batch_size} rows: give more prompts, raise --limit, or lower --batch-size"
+        )
+    per_row = sum(len(step.tokens) for step in every) / len(every)
+    return per_row * len(timed), sum(step.total_seconds for step in timed), len(timed)
 
 
 def _row(batch_size: int, choice: Mapping[str, Any], mine: Sequence[Group], plain: Sequence[Group]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Views of a report (see `decoding.measure.evaluate`): a table for the terminal, one for Markdown, and an HTML page."""
 
 from decoding.measure.report.page import write_html as write_html
+from decoding.measure.report.plot import crossover_figure as crossover_figure
 from decoding.measure.report.plot import speedup_figure as speedup_figure
 from decoding.measure.report.tables import COLUMNS as COLUMNS
 from decoding.measure.report.tables import markdown_table as markdown_table

@@ -1,4 +1,4 @@
-"""A plot of the speed-ups alone, for a README: on paper, in one picture."""
+"""Plots for pages of text, each in one picture on paper: the speed-ups alone, and the speed-ups over batch size."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from decoding.measure.markdown import one_line
-from decoding.measure.report.rows import is_peer, measured, named, settings
-from decoding.measure.report.style import COLOURS
-from decoding.measure.report.words import times
+from decoding.measure.report.rows import cells, is_peer, measured, methods, named, settings
+from decoding.measure.report.style import COLOURS, series, shade_below_one
+from decoding.measure.report.words import curve, times
 
 
 @matplotlib.rc_context({"text.parse_math": False})  # a dollar sign in a name is printed, and starts no formula
@@ -37,6 +37,41 @@ def speedup_figure(report: dict[str, Any]) -> Figure:
     )
     figure.tight_layout()
     return figure
+
+
+@matplotlib.rc_context({"text.parse_math": False})
+def crossover_figure(report: dict[str, Any]) -> Figure:
+    """Draw the speed-up over the batch size, a line per method, in a panel for each setting and context."""
+    places = [(setting, context) for setting in settings(report) for context in _contexts(report)]
+    figure = Figure(figsize=(1.2 + 2.9 * len(places), 3.9), layout="constrained")
+    panels = figure.subplots(1, len(places), sharey=True, squeeze=False)[0]
+    for axes, (setting, context) in zip(panels, places, strict=True):
+        rows = {row["method"]: row for row in named(cells(report), setting) if row.get("context") == context}
+        for index, method in enumerate(methods(report)):
+            if method in rows and len(points := curve(report, rows[method], "batch_size")) > 1:
+                axes.plot(*zip(*points, strict=True), label=one_line(method), **series(index))
+        axes.set_xscale("log", base=2)
+        sizes = sorted({row["batch_size"] for row in cells(report)})
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.minorticks_off()
+        axes.set_xlabel("batch size")
+        axes.set_ylim(bottom=0)
+        axes.set_title(
+            one_line(setting if context is None else f"{setting}, {context:,} tokens"), loc="left", fontsize=10
+        )
+        axes.grid(color="#dddddd", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in panels:  # with the limits that all of them have come to share
+        shade_below_one(axes)
+    panels[0].set_ylabel("speed-up over plain decoding")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False, fontsize=9)
+    return figure
+
+
+def _contexts(report: dict[str, Any]) -> list[int | None]:
+    return list(dict.fromkeys(row.get("context") for row in cells(report)))
 
 
 def _draw(axes: Axes, position: int, row: dict[str, Any]) -> None:
