@@ -31,6 +31,10 @@ class StepCount(NamedTuple):
     room: int = sys.maxsize
 
 
+FEWEST = 8
+"""Observations below which a bootstrap interval is too narrow to judge by."""
+
+
 class Estimate(NamedTuple):
     """A figure, its 95% interval, and its number of observations."""
 

@@ -1,6 +1,8 @@
 """Each comparison of `headstart diagnose` alone, on values a person can check."""
 
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -361,19 +363,51 @@ def test_a_length_like_that_of_argmax_drafts_is_not_theirs_if_its_positions_are_
 
 
 def test_drafts_too_few_beside_the_texts_are_not_judged() -> None:
-    """Each text's end is worth a draft: 30 drafts of 10 texts could hide anything."""
-    ours, few = replayed((0.8, 0.6)), counted((0.0, 0.0), drafts=30)
+    """The end of each text is worth a draft: 8 drafts of 10 texts could hide that nothing is accepted."""
+    ours, few = replayed((0.8, 0.6)), counted((0.0, 0.0), drafts=8)
     for found in (compare_acceptance(ours, few), compare_sampling(ours, replayed((0.5, 0.2)), few, 1.0)):
-        assert found.differs is None and "30 drafts beside 10 texts are too few to tell" in found.found
+        assert found.differs is None and "a server that accepts nothing would not show" in found.found
 
 
-def test_sampled_texts_of_other_lengths_are_another_distributions() -> None:
-    whole, short = [64] * 14 + [20, 31], [3, 1, 2, 2, 5, 1, 2, 3, 9, 1]
-    assert compare_lengths(whole, [64] * 12 + [50, 9, 17, 64], 1.0) is None
-    assert compare_lengths(whole, short[:7], 1.0) is None  # too few to tell
-    found = compare_lengths(whole, short, 1.0)
-    assert found is not None and "texts have 2.9 tokens on average, 59.2 here" in found.found
+def test_what_is_not_sampled_drafts_is_no_argmax_either_if_that_cannot_be_told() -> None:
+    """30 drafts of 10 texts: nothing accepted is too far from 1.4 accepted, and not from 0.4."""
+    found = compare_sampling(replayed((0.8, 0.6)), replayed((0.3, 0.1)), counted((0.0, 0.0), drafts=30), 1.0)
+    assert found.differs and "not that of sampled drafts, and too few drafts to tell argmax drafts" in found.found
+    assert found.remedy.startswith("give more prompts")
+
+
+def test_the_smallest_difference_that_would_be_real_is_told() -> None:
+    assert re.search(
+        r"no real difference, which 0\.\d\d would be", compare_acceptance(replayed((0.7,)), counted((0.7,))).found
+    )
+
+
+def test_the_ends_of_texts_are_allowed_for_where_only_drafted_tokens_are_counted() -> None:
+    ours = replayed((0.7, 0.4), passes=1000, texts=100)  # 0.55 of its tokens; a draft of each text is worth 0.05
+    assert compare_acceptance(ours, Counts("llama.cpp", None, 2000, 920)).differs is False
+    assert compare_acceptance(ours, Counts("llama.cpp", None, 2000, 820)).differs
+
+
+def lengths_apart(errors: float) -> list[tuple[int, int]]:
+    """Sixteen pairs of lengths whose mean differs by 1 and so many standard errors, of 10 tokens each."""
+    spread = [10 * math.sqrt(15 / 16) * (-1) ** place for place in range(16)]
+    return [(1000, round(1000 - 1 - errors * 2.5 - each)) for each in spread]
+
+
+@pytest.mark.parametrize(("errors", "differs"), [(4.6, False), (5.4, True), (-3, False), (-5.9, True)])
+def test_sampled_texts_of_other_lengths_are_another_distributions(errors: float, differs: bool) -> None:
+    pairs = lengths_apart(errors)
+    found = compare_lengths([a for a, _ in pairs], [b for _, b in pairs], 1.0)
+    assert (found is not None) == differs
+
+
+def test_lengths_are_compared_prompt_by_prompt_and_an_end_that_does_not_count_is_none() -> None:
+    whole = [64, 5, 64, 7, 64, 9, 64, 3, 64]
+    assert compare_lengths(whole, [length - 1 for length in whole], 1.0) is None
+    found = compare_lengths(whole, [2] * 9, 1.0)
+    assert found is not None and "texts have 2.0 tokens on average, 38.2 here" in found.found
     assert "headstart verify" in found.remedy
+    assert compare_lengths(whole[:7], [2] * 7, 1.0) is None  # too few to tell
 
 
 # --- a stale speculator -----------------------------------------------------------------------------------------------

@@ -1,13 +1,11 @@
 """`headstart plan` on tiny models, and all that reads its file: generate, evaluate, the measured policy, exports."""
 
 # ruff: noqa: F811  # a fixture of another module is a parameter here
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from test_cli import models, run  # noqa: F401  # a fixture
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
@@ -15,6 +13,7 @@ from tiny_tokenizer import byte_tokenizer
 from decoding.drafters.registry import parse_drafter
 from decoding.measure.planning.make import Planner
 from decoding.measure.planning.plan_file import Plan, read_plan, vllm_config
+from decoding.model.cost_curve import Costs
 from decoding.model.heads import MedusaHeads
 from decoding.policies import Budget, MeasuredPolicy
 from trainer.commands.options import GenerateOptions
@@ -76,9 +75,8 @@ def test_the_check_sets_each_prediction_beside_its_measurement(plan_path: Path) 
         assert row["tokens_per_pass"]["measured"] >= 1
 
 
-def planned_for(path: Path, models: Path, console: Console | None = None) -> Planned:
-    options = GenerateOptions(target=str(models / "target"), prompt="", dtype="fp32")
-    return planned(path, options, console or Console(quiet=True))
+def planned_for(path: Path, models: Path) -> Planned:
+    return planned(path, GenerateOptions(target=str(models / "target"), prompt="", dtype="fp32"))
 
 
 def planned_as(plan_path: Path, folder: Path, form: str, speedup: float) -> Path:
@@ -130,9 +128,13 @@ def test_the_measured_policy_starts_from_the_plan_s_costs_without_a_survey(
 ) -> None:
     form = f"draft:{models / 'draft'},tokens=2"
     found = planned_for(planned_as(plan_path, tmp_path, form, 1.5), models)
-    assert found.drafters((1,)) == [form]
+    assert found.drafters((1,)) == ([form], [])
     costs = found.plan.policy_costs(form, [Budget(1, 2), Budget(2, 3)])
     assert sorted(costs) == [1, 2] and all(held.pass_over(1) > 0 and held.draft_to(2) > 0 for held in costs.values())
+    at_forty = found.plan.policy_costs(form, [Budget(1, 2), Budget(2, 3)], context=40)
+    assert at_forty.keys() == costs.keys() and at_forty != costs
+    slashed = form.replace("/draft,", "/draft/,")
+    assert found.plan.policy_costs(slashed, [Budget(1, 2)]).keys() == costs.keys()
     policy = MeasuredPolicy(costs)
 
     def never(*_: object) -> Any:
@@ -159,6 +161,29 @@ def test_evaluate_s_measured_policy_starts_from_the_plan_s_costs(
     depth = 2 if given else 3
     assert f"draft model, {depth} tokens, measured" in {row["method"] for row in report["rows"]}
     assert report["fingerprints"]["plan"] == read_plan(path).fingerprint
+
+
+def test_where_the_plan_knows_less_than_is_asked_it_says_so(models: Path, plan_path: Path, tmp_path: Path) -> None:
+    form = f"draft:{models / 'draft'},tokens=2"
+    path = planned_as(plan_path, tmp_path, form, 1.5)
+    options = GenerateOptions(target=str(models / "target"), prompt="", dtype="fp32")
+    assert "was made at temperature 0, not 1, 0.7" in planned(path, options, (0.0, 1.0, 0.7)).notes[-1]
+    specs, notes = planned_for(path, models).drafters((1, 16))
+    assert specs == [form] and "is of batch sizes 1, 2: for 16 the nearest is taken" in notes[0]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_the_measured_policy_measures_what_a_plan_of_other_batch_sizes_does_not_know(rows: int) -> None:
+    policy, asked = MeasuredPolicy({2: Costs({1: 1.0, 2: 1.0}, {1: 0.1})}), []
+
+    def rehearse(survey: Any, count: int) -> Any:
+        asked.append(count)
+        return iter(())
+
+    policy.begin([Budget(1, 2)], 2, rehearse)
+    assert not asked
+    policy.begin([Budget(1, 2)], rows, rehearse)
+    assert asked == sorted({1, rows})
 
 
 @pytest.mark.parametrize("command", ["generate --prompt a --policy", "evaluate --prompts {prompts} --policies"])
@@ -205,9 +230,7 @@ def test_a_plan_with_other_weights_is_refused_and_one_of_another_machine_is_told
     content = content_of(plan_path)
     elsewhere = tmp_path / "elsewhere.json"
     elsewhere.write_text(json.dumps(content | {"hardware": {"processor": "another"}}))
-    console = Console(file=io.StringIO(), width=200)
-    planned_for(elsewhere, models, console)
-    assert "was made on another machine" in console.file.getvalue()  # type: ignore[attr-defined]  # the StringIO above
+    assert "was made on another machine" in planned_for(elsewhere, models).notes[0]
     content["fingerprints"]["drafters"][f"draft:{models / 'draft'}"] = "feed"
     other = tmp_path / "other.json"
     other.write_text(json.dumps(content))

@@ -203,10 +203,10 @@ def test_controls_that_servers_have_of_their_own_are_switched_off(target: Causal
 def test_controls_that_a_server_does_not_take_are_left_out_unless_they_are_to_be_tested(target: CausalLM) -> None:
     with asked(refused_with("top_k", choice(token_ids=[3]))) as (model, endpoint):
         writer = ServedWriter(model, Reference(target, SamplingConfig(0.7)), None, (1,))
-        assert writer.takes_ids and not writer.takes_controls
+        assert writer.takes_ids and writer.refused_controls == ("top_k",)
         assert writer.write([(1,)], 1, False, 0)[0].tokens == (3,)
         assert "top_k" not in endpoint.requests[-1].body
-        with pytest.raises(ValueError, match="leave --top-k and --min-p out"):
+        with pytest.raises(ValueError, match="the server takes no top_k: leave --top-k out"):
             ServedWriter(model, Reference(target, SamplingConfig(0.7, top_k=5)), None, (1,))
 
 

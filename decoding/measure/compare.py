@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from decoding.measure.names import PLAIN
 from decoding.measure.records import Cell, Record, Records, provenance_of, provenances, read_lines, record_files
-from decoding.metrics import Estimate, ratio_of_rates
+from decoding.metrics import FEWEST, Estimate, ratio_of_rates
 
 _SMALL = 0.05
 """Largest difference either way that an interval may leave open and still be reported as none seen."""
@@ -18,10 +18,7 @@ _WORTH = 0.02
 _WIDTH80 = (1.959964 + 0.841621) / 1.959964
 """Half a 95% interval must be this much narrower than the difference, to find it with 80% power."""
 
-_FEWEST = 8
-"""Observations below which a bootstrap interval is too narrow to judge by."""
-
-_TOLD = ("dtype", "device_map", "max_new_tokens", "seed")
+_TOLD = ("dtype", "device_map", "max_new_tokens", "seed", "plan")
 """Settings that two evaluations may differ in, and whose difference is then part of every ratio."""
 
 Kind = Literal["real", "none", "open", "unmeasured"]
@@ -81,7 +78,7 @@ def verdict(ratio: Estimate, faster: str = "faster", prompts: int | None = None)
     if not all(math.isfinite(each) and each > 0 for each in ratio[:3]):
         return Verdict("unmeasured", "not measured")
     low, high = ratio.low - 1, ratio.high - 1
-    if ratio.observations >= _FEWEST:
+    if ratio.observations >= FEWEST:
         if low > 0 or high < 0:
             words = {"faster": ("B is faster", "B is slower"), "more": ("B keeps more", "B keeps fewer")}[faster]
             ends = sorted((abs(low), abs(high)))
@@ -91,7 +88,7 @@ def verdict(ratio: Estimate, faster: str = "faster", prompts: int | None = None)
             return Verdict("none", f"no difference seen: less than {max(either, 0.001):.1%} either way")
     half = (math.log(ratio.high) - math.log(ratio.low)) / 2
     effect = max(abs(math.log(ratio.value)), math.log1p(_WORTH))
-    wanted = max(_FEWEST, ratio.observations * (half * _WIDTH80 / effect) ** 2)
+    wanted = max(FEWEST, ratio.observations * (half * _WIDTH80 / effect) ** 2)
     needed = math.ceil(wanted * (prompts or ratio.observations) / ratio.observations)
     return Verdict("open", f"too few prompts to say: about {needed:,} would do", needed)
 

@@ -1,6 +1,7 @@
 """Rows of a report: the figures of each method, as a function of the records alone."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +11,7 @@ from decoding.measure.methods import Method, Run
 from decoding.measure.names import PLAIN, TRANSFORMERS
 from decoding.measure.records import Cell, Key, Record, Records
 from decoding.metrics import (
+    FEWEST,
     Estimate,
     StepCount,
     acceptance,
@@ -248,8 +250,8 @@ class _Cell:
 
 
 def told(found: Estimate) -> dict[str, Any]:
-    """Return an estimate as JSON; without an interval if it rests on one observation, whose resamples are all alike."""
-    return (found._replace(low=math.nan, high=math.nan) if found.observations < 2 else found)._asdict()
+    """Return an estimate as JSON; without an interval if too few observations make it narrower than the truth."""
+    return (found._replace(low=math.nan, high=math.nan) if found.observations < FEWEST else found)._asdict()
 
 
 def mean_ratio(logs: Sequence[float]) -> Estimate:
@@ -314,10 +316,12 @@ def acceptance_figures(method: Method, taken: _Taken, costs: Costs | None) -> di
     }
     if costs is not None:
         passes, plain_step = max(figures.passes, 1), costs.pass_over(1)
+        sizes = Counter(count.drafted + 1 for run in runs for count in run.counts)  # policies and lookups vary them
+        verified = sum(costs.pass_over(size) * times for size, times in sizes.items()) / max(1, sizes.total())
         found["predicted_speedup"] = predicted_speedup(
             figures.tokens_per_pass.value,
             draft_cost=draft / passes / plain_step,
-            verify_cost=costs.pass_over(method.max_nodes) / plain_step,
+            verify_cost=verified / plain_step,
             overhead=(total - draft - verify) / passes / plain_step,
         )
     return found

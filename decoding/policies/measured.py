@@ -39,9 +39,10 @@ class _Choice:
 class MeasuredPolicy:
     """Takes the budget, or plain decoding, of most expected tokens per second. Depends on the clock.
 
-    The costs are given, or measured once, before the first batch of more rows than any before: two seconds of steps on
-    its own prompts. Afterwards the budget in use shows the present speed of the machine, and trials of other budgets
-    their costs relative to it. Trials cost a hundredth of the tokens: the dearer a budget, the rarer its trials.
+    The costs are given, or measured once, before the first batch of other rows than all before: two seconds of steps on
+    its own prompts; those of rows between two known ones are not measured. Afterwards the budget in use shows the
+    present speed of the machine, and trials of other budgets their costs relative to it. Trials cost a hundredth of the
+    tokens: the dearer a budget, the rarer its trials.
     """
 
     name = "measured"
@@ -65,7 +66,7 @@ class MeasuredPolicy:
 
     def begin(self, budgets: Sequence[Budget], rows: int, rehearse: Rehearsal) -> None:
         """Measure the costs of one row and of ``rows``, where they are not known yet."""
-        if not budgets or rows <= max(self._costs, default=0):
+        if not budgets or (self._costs and min(self._costs) <= rows <= max(self._costs)):
             return
         missing = sorted({1, rows} - set(self._costs))
         for count in missing:

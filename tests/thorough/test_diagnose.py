@@ -251,7 +251,12 @@ def test_other_weights_are_named_by_their_top_1(desk: Desk, tmp_path: Path) -> N
 
 def test_a_server_that_takes_no_controls_is_asked_without_them(desk: Desk) -> None:
     fine, printed = diagnosed(desk, desk.server(refused=("top_k", "min_p")), temperature=1.0)
-    assert fine and "it takes no top_k, min_p, repetition_penalty: its own are in force" in printed
+    assert fine and "it takes no top_k and no min_p: its own may be in force" in printed
+
+
+def test_sampled_texts_are_compared_where_the_server_counts_nothing(desk: Desk) -> None:
+    fine, printed = diagnosed(desk, desk.server(shortened=3, has_page=False, tells_ids=False), temperature=1.0)
+    assert not fine and printed.startswith(f"first difference: {SAMPLING}") and "its sampled texts are not" in printed
 
 
 def test_counters_alone_are_compared_too(desk: Desk) -> None:

@@ -25,7 +25,7 @@ from decoding.speculation import named_rule
 from decoding.stream import stream_pieces
 from trainer.commands.drafters import asked_drafters
 from trainer.commands.options import GenerateOptions, ModelOptions
-from trainer.commands.plan import Planned, check_plan_is_used, planned
+from trainer.commands.plan import Planned, check_plan_is_used, check_planned, planned, policy_maker
 from trainer.commands.target import read_target
 from trainer.quickstart import resolve
 from trainer.terminal.console import say, standard_error, standard_output
@@ -68,18 +68,14 @@ def published_specs(specs: Sequence[DrafterSpec]) -> list[str]:
 def run_generate(options: GenerateOptions, console: Console | None = None) -> None:
     """Stream the text in two colours and say what speculation gained."""
     console = console or standard_output()
-    plan = _planned(options)
-    asked = options.drafter
-    if plan is not None and asked is None:
-        asked = next(iter(plan.drafters((1,), _prompt_tokens(options))), None)
-    target, tokenizer, drafters, specs = load_models(options, [asked] if asked is not None else ())
-    name, drafter = next(iter(drafters.items()), ("plain decoding", None))
+    tokenizer = load_tokenizer(resolve(options.target), options.trust_remote_code)
     prompt = encode_prompt(options.prompt, tokenizer, options.chat)
+    plan, asked = _planned(options, len(prompt))
+    target, tokenizer, drafters, specs = load_models(options, asked)
+    name, drafter = next(iter(drafters.items()), ("plain decoding", None))
     config = _decoding_config(options, eos_token_ids(target.model, tokenizer))
-    if plan is None or drafter is None:
-        policy = named_policy(options.policy)
-    else:
-        policy = plan.policy(options.policy, str(specs[name]), drafter)
+    make_policy = policy_maker(plan, specs, len(prompt))
+    policy = named_policy(options.policy) if drafter is None else make_policy(options.policy, name, drafter)
     engine = Engine(target, drafter, policy, tokenizer)
     if drafter is not None and options.compare:
         warm_up = replace(config, max_new_tokens=min(8, config.max_new_tokens))
@@ -102,16 +98,17 @@ def run_generate(options: GenerateOptions, console: Console | None = None) -> No
     say(console, _summary(steps, plain, f"{name} ({config.label})"), style="dim")
 
 
-def _planned(options: GenerateOptions) -> Planned | None:
+def _planned(options: GenerateOptions, context: int) -> tuple[Planned | None, list[str]]:
+    """Return the plan, if one is given, and the drafter: as asked, else as planned for a prompt of so many tokens."""
+    given = [] if options.drafter is None else [options.drafter]
     if options.plan is None:
-        return None
+        return None, given
     check_plan_is_used(options.drafter, (options.policy,), "--policy")
-    return planned(options.plan, options, standard_error(), options.temperature)
-
-
-def _prompt_tokens(options: GenerateOptions) -> int:
-    tokenizer = load_tokenizer(resolve(options.target), options.trust_remote_code)
-    return len(encode_prompt(options.prompt, tokenizer, options.chat))
+    plan = planned(options.plan, options, (options.temperature,))
+    chosen, notes = ([], []) if given else plan.drafters((1,), (context,))
+    say(standard_error(), *plan.notes, *notes)
+    check_planned(plan, (options.policy,), given)
+    return plan, given or chosen
 
 
 def _decoding_config(options: GenerateOptions, eos: tuple[int, ...]) -> DecodingConfig:

@@ -15,7 +15,6 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from decoding.drafters import Drafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.measure.evaluate import (
     EvaluationConfig,
@@ -28,7 +27,7 @@ from decoding.measure.evaluate import (
 )
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.markdown import one_line, visible
-from decoding.measure.methods import MakePolicy, Method
+from decoding.measure.methods import Method, settings_of
 from decoding.measure.questions import Asker, Question, evenly, read_questions
 from decoding.measure.records import check_identity, open_records, provenances, record_files
 from decoding.measure.redact import published_command, without_local_paths
@@ -37,10 +36,9 @@ from decoding.measure.samples import samples_of
 from decoding.measure.waves import waves_of
 from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
 from decoding.model.loading import eos_token_ids
-from decoding.policies import Policy, named_policy
 from trainer.commands.decode import Models, load_models, published_specs
 from trainer.commands.options import EvaluateOptions
-from trainer.commands.plan import Planned, check_plan_is_used, planned
+from trainer.commands.plan import Planned, check_plan_is_used, check_planned, planned, policy_maker
 from trainer.commands.usage import listed, numbers
 from trainer.files.lock import hold
 from trainer.quickstart import resolve
@@ -74,14 +72,14 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
     rank, world = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
     logging.set_verbosity_error()  # `generate` warns about the draft length that assisted generation is given
     config = _config(options)
-    plan = _planned(options, config, watched if rank == 0 else Console(quiet=True))
-    asked_for = options.drafter or (plan.drafters(config.batch_sizes) if plan else ())
+    plan, asked_for = _planned(options, config, watched if rank == 0 else Console(quiet=True))
     every, chosen = _chosen(options, Place(rank, world, watched))
     models = load_models(options, asked_for)
     config = replace(config, eos_token_ids=eos_token_ids(models.target.model, models.tokenizer))
     asked = _questions(every, chosen, options, config, models)
     made_by = _made_by(options, config, models.specs, asked.asker, models.tokenizer)
-    methods = standard_methods(models.target, models.drafters, config, _policies(plan, models.specs))
+    context = config.contexts[0] if len(config.contexts) == 1 else None
+    methods = standard_methods(models.target, models.drafters, config, policy_maker(plan, models.specs, context))
     if plan is not None and "measured" in config.policies:
         made_by["fingerprints"]["plan"] = plan.plan.fingerprint
     measurement = Measurement(models.target, methods, asked.asker, config, rank=rank, world=world)
@@ -146,20 +144,18 @@ def _config(options: EvaluateOptions) -> EvaluationConfig:
     )
 
 
-def _planned(options: EvaluateOptions, config: EvaluationConfig, notes: Console) -> Planned | None:
+def _planned(
+    options: EvaluateOptions, config: EvaluationConfig, notes: Console
+) -> tuple[Planned | None, Sequence[str]]:
+    """Return the plan, if one is given, and the drafters: as asked, else as planned."""
     if options.plan is None:
-        return None
+        return None, options.drafter or ()
     check_plan_is_used(options.drafter, config.policies, "--policies")
-    return planned(options.plan, options, notes)
-
-
-def _policies(plan: Planned | None, specs: Mapping[str, DrafterSpec]) -> MakePolicy:
-    """Return the function that makes policies: from the plan's costs, where there is a plan."""
-
-    def make(policy: str, name: str, drafter: Drafter) -> Policy:
-        return named_policy(policy) if plan is None else plan.policy(policy, str(specs[name]), drafter)
-
-    return make
+    plan = planned(options.plan, options, [setting.temperature for setting in settings_of(config)])
+    chosen, remarks = ([], []) if options.drafter else plan.drafters(config.batch_sizes, config.contexts)
+    say(notes, *plan.notes, *remarks)
+    check_planned(plan, config.policies, options.drafter or ())
+    return plan, options.drafter or chosen
 
 
 # --- questions --------------------------------------------------------------------------------------------------------

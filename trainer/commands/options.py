@@ -21,7 +21,10 @@ DRAFTERS = (
 
 PlanFile = Annotated[
     Path | None,
-    Option(help="plan.json of 'headstart plan': its choice drafts, and the measured policy starts from its costs."),
+    Option(
+        help="plan.json of 'headstart plan': its choice drafts where no --drafter is given, and the measured policy "
+        "starts from its costs."
+    ),
 ]
 Trusted = Annotated[bool, Option(help="Run code that comes with a hub model.")]
 PromptField = Annotated[str | None, Option(help="Field of the prompt; found by name if not given.")]

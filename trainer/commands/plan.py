@@ -1,7 +1,7 @@
 """`headstart plan`: what to draft on this machine, at every batch size and context; and plans for other commands."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from rich.console import Console
 from decoding.drafters import Drafter
 from decoding.drafters.registry import DrafterLoader
 from decoding.drafters.spec import DrafterSpec
+from decoding.measure.methods import MakePolicy
 from decoding.measure.planning.check import check_plan, check_rows
 from decoding.measure.planning.choose import LEAST_GAIN
 from decoding.measure.planning.make import PlanConfig, Planner
@@ -114,46 +115,41 @@ def _print(plan: dict[str, Any], console: Console) -> None:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan that was read for another command. ``console`` hears its notes."""
+    """A plan that was read for a target, and notes on what may make it a poor guide here."""
 
     plan: Plan
-    console: Console
+    notes: tuple[str, ...] = ()
 
-    def drafters(self, batch_sizes: Sequence[int], context: int | None = None) -> list[str]:
-        """Return the specs that the plan chooses at these batch sizes, each once; plain decoding has none.
+    def drafters(
+        self, batch_sizes: Sequence[int], contexts: Sequence[int | None] = (None,)
+    ) -> tuple[list[str], list[str]]:
+        """Return the specs that the plan chooses at these places, each once, and notes on them; plain has no spec.
 
-        ``context``: as in `Plan.choice`.
+        ``contexts``: as in `Plan.choice`.
         """
-        choices = {size: self.plan.choice(size, context) for size in batch_sizes}
-        if slow := [str(size) for size, choice in choices.items() if choice is None]:
+        choices = {(size, context): self.plan.choice(size, context) for size in batch_sizes for context in contexts}
+        notes = []
+        if unplanned := [str(size) for size in batch_sizes if size not in self.plan.batch_sizes]:
+            known = ", ".join(map(str, self.plan.batch_sizes))
+            notes.append(f"{self.plan.name} is of batch sizes {known}: for {', '.join(unplanned)} the nearest is taken")
+        if slow := dict.fromkeys(str(size) for (size, _), choice in choices.items() if choice is None):
             gain = f"{LEAST_GAIN - 1:.0%} over plain decoding at batch size {', '.join(slow)}"
-            say(self.console, f"note: {self.plan.name} finds no drafter that gains {gain}")
-        return list(dict.fromkeys(choice["spec"] for choice in choices.values() if choice is not None))
-
-    def policy(self, name: str, spec: str, drafter: Drafter) -> Policy:
-        """Make a policy by its name; the measured one starts from the plan's costs of this drafter, not a survey."""
-        if name != "measured":
-            return named_policy(name)
-        return MeasuredPolicy(self.plan.policy_costs(spec, drafter.budgets))
+            notes.append(f"{self.plan.name} finds no drafter that gains {gain}")
+        specs = dict.fromkeys(choice["spec"] for choice in choices.values() if choice is not None)
+        return list(specs), [f"note: {note}" for note in notes]
 
 
-def planned(
-    path: Path,
-    options: ModelOptions,
-    console: Console,
-    temperature: float | None = None,
-) -> Planned:
-    """Read a plan for a target, and say what may make it a poor guide here.
+def planned(path: Path, options: ModelOptions, temperatures: Sequence[float] = ()) -> Planned:
+    """Read a plan for a target. ``temperatures``: those of the texts to decode.
 
     ValueError for a plan of another target, drafter or dtype.
     """
     plan = read_plan(path)
     dtype = str(parse_dtype(options.dtype)).removeprefix("torch.")
     notes = plan.check(resolve(options.target), dtype, options.trust_remote_code)
-    if temperature is not None and temperature != plan.content["temperature"]:
-        notes.append(f"{path} was made at temperature {plan.content['temperature']:g}, not {temperature:g}")
-    say(console, *(f"note: {note}" for note in notes))
-    return Planned(plan, console)
+    if other := [f"{each:g}" for each in temperatures if each != plan.content["temperature"]]:
+        notes.append(f"{path} was made at temperature {plan.content['temperature']:g}, not {', '.join(other)}")
+    return Planned(plan, tuple(f"note: {note}" for note in notes))
 
 
 def check_plan_is_used(drafters: str | Sequence[str] | None, policies: Sequence[str], option: str) -> None:
@@ -163,3 +159,24 @@ def check_plan_is_used(drafters: str | Sequence[str] | None, policies: Sequence[
             f"--plan and --drafter are both given: leave one out, or give {option} measured, which takes the plan's "
             "costs of the drafter"
         )
+
+
+def check_planned(plan: Planned | None, policies: Sequence[str], drafters: Sequence[str]) -> None:
+    """Raise ValueError for a drafter of whose costs the measured policy would find nothing in the plan."""
+    if plan is not None and "measured" in policies:
+        for spec in asked_drafters(drafters):
+            plan.plan.drafter(str(spec))
+
+
+def policy_maker(plan: Planned | None, specs: Mapping[str, DrafterSpec], context: int | None = None) -> MakePolicy:
+    """Return the function that makes policies; the measured one starts from a plan's costs, where there is a plan.
+
+    ``specs``: of the drafters by their names. ``context``: as in `Plan.choice`.
+    """
+
+    def make(policy: str, name: str, drafter: Drafter) -> Policy:
+        if plan is None or policy != "measured":
+            return named_policy(policy)
+        return MeasuredPolicy(plan.plan.policy_costs(str(specs[name]), drafter.budgets, context))
+
+    return make

@@ -80,7 +80,7 @@ def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
 def say_finding(console: Console, finding: Finding) -> None:
     """Print a verdict, its test, its p-value and its figures on one line."""
     chance = "" if finding.p_value is None else f", p {_p_value(finding.p_value)}"
-    style = "green" if finding.passed else "bold red"
+    style = {"PASS": "green", "OPEN": "yellow", "FAIL": "bold red"}[finding.verdict]
     say(console, Text.assemble((finding.verdict, style), f"  {finding.test}{chance}: {finding.seen}"))
 
 
@@ -89,12 +89,22 @@ def _p_value(value: float) -> str:
 
 
 def _verdict(passed: bool, engines: dict[str, list[Finding]]) -> Text:
-    failed = [finding for findings in engines.values() for finding in findings if not finding.passed]
-    count = sum(map(len, engines.values()))
-    if passed:
-        return Text.assemble(("PASS", "bold green"), f": all {count} tests")
-    names = ", ".join(dict.fromkeys(finding.test for finding in failed))
-    return Text.assemble(("FAIL", "bold red"), f": {len(failed)} of {count} tests: {names}")
+    every = [finding for findings in engines.values() for finding in findings]
+    named = {verdict: [finding.test for finding in every if finding.verdict == verdict] for verdict in ("FAIL", "OPEN")}
+    count = f"{len(every)} tests"
+    if not passed:
+        said = Text.assemble(("FAIL", "bold red"), f": {len(named['FAIL'])} of {count}: {_listed(named['FAIL'])}")
+    elif not named["OPEN"]:
+        return Text.assemble(("PASS", "bold green"), f": all {count}")
+    else:
+        said = Text.assemble(("PASS", "bold green"), f": {len(every) - len(named['OPEN'])} of {count}")
+    if named["OPEN"]:
+        said.append(f"; {_listed(named['OPEN'])} could not tell: give more draws (--draws, --draw-prompts)")
+    return said
+
+
+def _listed(tests: Sequence[str]) -> str:
+    return ", ".join(dict.fromkeys(tests))
 
 
 def _check(options: VerifyOptions) -> list[DrafterSpec]:
@@ -193,9 +203,9 @@ def _told(writer: Any) -> Finding:
         seen += "; it takes no prompts of token ids, so that texts were sent"
     if writer.retold:
         seen += f"; {writer.unlike} of {writer.retold} texts do not read back, and others may have had other tokens"
-    if not writer.takes_controls:
-        seen += "; it takes no top_k, min_p and repetition_penalty: the server's own are in force"
-    names = ("source", "takes_ids", "takes_controls", "retold", "unlike")
+    if writer.refused_controls:
+        seen += f"; it takes no {' and no '.join(writer.refused_controls)}: its own may be in force"
+    names = ("source", "takes_ids", "refused_controls", "retold", "unlike")
     figures = {name: getattr(writer, name) for name in names}
     return Finding("tokens", writer.unlike == 0, seen, figures=figures)
 

@@ -27,9 +27,9 @@ class Completed(NamedTuple):
     """A served model's answer. Fields of tokens are None where the server does not tell them.
 
     ``token_ids`` may hold the end of the text as their last entry or leave it out: servers differ. ``prompt_ids``: the
-    prompt as the server read it; ``prompt_tokens`` and ``tokens``: of how many the prompt and the answer are.
-    ``logprobs``: of the written tokens, under whatever
-    distribution the server reports. ``timings``: llama.cpp's, with its counts of speculation.
+    prompt as the server read it. ``prompt_tokens`` and ``tokens`` are the lengths of prompt and answer. ``logprobs``:
+    of the written tokens, under whatever distribution the server reports. ``timings``: llama.cpp's, with its counts of
+    speculation.
     """
 
     text: str

@@ -142,8 +142,13 @@ class ServedModel:
                 self.takes_ids = False
         return self.takes_ids
 
-    def takes_controls(self, prompt: Prompt, controls: Mapping[str, Any]) -> bool:
-        """Ask for one token with further fields; return False if the server refuses them."""
+    def taken_controls(self, prompt: Prompt, controls: Mapping[str, Any]) -> dict[str, Any]:
+        """Ask for one token with further fields, all and then each alone; return those the server does not refuse."""
+        if self._takes(prompt, controls):
+            return dict(controls)
+        return {name: value for name, value in controls.items() if self._takes(prompt, {name: value})}
+
+    def _takes(self, prompt: Prompt, controls: Mapping[str, Any]) -> bool:
         try:
             self._run(self._answer(Asked(prompt, 1, controls=controls)), raw=_REFUSED)
         except _REFUSED:

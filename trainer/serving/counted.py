@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from decoding.metrics import Acceptance, proportion
+from decoding.metrics import Acceptance
 from trainer.serving.counters import Counts
 from trainer.serving.finding import ACCEPTANCE, SAMPLING, Finding, equal, unknown
 
@@ -14,8 +14,6 @@ _Z = 3.29
 """Standard errors beyond which a difference is real: a healthy server exceeds them at one of 1,000 positions."""
 _SHORT = 0.9
 """Share of full drafts below which the server cuts its drafts."""
-_FEW = 4
-"""Drafts a text below which the allowance for the ends of texts hides any difference."""
 
 
 @dataclass(frozen=True)
@@ -83,31 +81,51 @@ def compare_positions(ours: Replayed, server: Counts) -> list[Position]:
     return found
 
 
-def is_other_length(ours: Replayed, server: Counts) -> bool | None:
-    """Return True if the server's acceptance is really another; None where its counts do not tell.
+class Difference(NamedTuple):
+    """Distance of the server's acceptance from ours, ``least``: the smallest that is real, in the same unit.
+
+    ``whole`` is the distance of a server that accepts nothing.
+    """
+
+    value: float
+    least: float
+    whole: float
+
+    @property
+    def blind(self) -> bool:
+        """True if even a server that accepts nothing would not show."""
+        return self.least >= self.whole
+
+
+def difference(ours: Replayed, server: Counts) -> Difference | None:
+    """Compare acceptance lengths; None where the server's counts do not tell.
 
     Without counts of passes accepted tokens over drafted ones are compared; without any counts (SGLang) the server's
-    figure is taken to be as uncertain as ours.
+    figure is taken to be as uncertain as ours. One draft of each text may count for anything, as at a text's end.
     """
-    length = server.acceptance_length
+    length, passes = server.acceptance_length, max(ours.acceptance.passes, 1)
     if not math.isnan(length):
-        drafts = server.drafts or ours.acceptance.passes
-        error = ours.deviation * math.sqrt(1 + max(ours.acceptance.passes, 1) / drafts)
+        drafts = server.drafts or passes
+        error = ours.deviation * math.sqrt(1 + passes / drafts)
         at_ends = ours.tokens * ours.texts / (drafts * 2)
-        return abs(length - ours.acceptance_length) - at_ends > _Z * error
+        mine = ours.acceptance_length
+        return Difference(abs(length - mine), at_ends + _Z * error, mine - 1)
     if server.drafted and server.accepted is not None:
-        mine = ours.acceptance.accepted_per_drafted
-        theirs = proportion(int(server.accepted), int(server.drafted))
-        pooled = (mine.value * mine.observations + server.accepted) / (mine.observations + server.drafted)
-        error = math.sqrt(max(pooled * (1 - pooled), 0.0) * (1 / max(mine.observations, 1) + 1 / server.drafted))
-        return abs(theirs.value - mine.value) > _Z * ours.widened * error
+        share = ours.acceptance.accepted_per_drafted
+        pooled = (share.value * share.observations + server.accepted) / (share.observations + server.drafted)
+        variance = max(pooled * (1 - pooled), 0.0) * (1 / max(share.observations, 1) + 1 / server.drafted)
+        at_ends = ours.tokens * ours.texts / (server.drafted * 2)
+        least = at_ends + _Z * ours.widened * math.sqrt(variance)
+        return Difference(abs(server.per_drafted - share.value), least, share.value)
     return None
 
 
 def is_other(ours: Replayed, server: Counts) -> bool | None:
     """Return True if the server's acceptance is really another, in its length or at a position; None if unknown."""
-    other = is_other_length(ours, server)
-    return None if other is None else other or any(found.real for found in compare_positions(ours, server))
+    found = difference(ours, server)
+    if found is None:
+        return None
+    return found.value > found.least or any(position.real for position in compare_positions(ours, server))
 
 
 def compare_acceptance(ours: Replayed, server: Counts, note: str = "") -> Finding:
@@ -122,15 +140,15 @@ def compare_acceptance(ours: Replayed, server: Counts, note: str = "") -> Findin
             f"{note}; {_told(ours, server)}"
         )
         return Finding(ACCEPTANCE, True, found, _CUT, figures)
-    if few := _too_few(ours, server):
-        return unknown(ACCEPTANCE, f"{few}{note}")
-    positions = compare_positions(ours, server)
-    real = [position for position in positions if position.real]
-    other = is_other(ours, server)
-    if other is None:
+    apart = difference(ours, server)
+    if apart is None:
         return unknown(ACCEPTANCE, f"{server.server}'s counts hold no acceptance to compare{note}")
-    if not other:
-        return equal(ACCEPTANCE, f"{_told(ours, server)}: no real difference{note}", **figures)
+    real = [position for position in compare_positions(ours, server) if position.real]
+    if not is_other(ours, server):
+        if apart.blind:
+            return unknown(ACCEPTANCE, f"{_told(ours, server)}: {_BLIND}{note}")
+        least = f"no real difference, which {apart.least:.2f} would be"
+        return equal(ACCEPTANCE, f"{_told(ours, server)}: {least}{note}", **figures)
     where = f" from position {real[0].position} on" if real else ""
     return Finding(ACCEPTANCE, True, f"{_told(ours, server)}: a real difference{where}{note}", _OTHER, figures)
 
@@ -147,13 +165,6 @@ _OTHER = (
     "see to the differences above first; without any compare the served speculator's files and revision, the number of "
     "drafted tokens, and the prompts that were counted (a metrics page counts all since the server's start)"
 )
-
-
-def _too_few(ours: Replayed, server: Counts) -> str:
-    """Say that the server's drafts cannot be told from the ends of texts; nothing if they can, or were not counted."""
-    if server.drafts is None or server.drafts >= _FEW * ours.texts:
-        return ""
-    return f"{server.drafts:,.0f} drafts beside {ours.texts} texts are too few to tell: raise --max-new-tokens"
 
 
 def _cut_short(ours: Replayed, server: Counts) -> bool:
@@ -198,21 +209,25 @@ def compare_sampling(
 
     Drawn drafts are accepted with Σ min(p, q), the likeliest with p of that token.
     """
-    if few := _too_few(sampled, server):
-        return unknown(SAMPLING, f"{few}{note}")
-    drawn, best = is_other(sampled, server), is_other(argmax, server)
-    if drawn is None or best is None:
+    from_drawn, from_best = difference(sampled, server), difference(argmax, server)
+    if from_drawn is None or from_best is None:
         return unknown(SAMPLING, f"{server.server}'s counts hold no acceptance to compare{note}")
     figures = {"temperature": temperature, "sampled": figures_of(sampled, server), "argmax": figures_of(argmax, server)}
     told = (
         f"at temperature {temperature:g} the server's acceptance is {_figure(server)}; here it is "
         f"{_figure(server, sampled)} with sampled drafts and {_figure(server, argmax)} with argmax drafts{note}"
     )
-    if not drawn:
-        also = ", and with argmax drafts no other" if not best else ""
+    other_than_best = is_other(argmax, server)
+    if not is_other(sampled, server):
+        if from_drawn.blind:
+            return unknown(SAMPLING, f"{told}: {_BLIND}")
+        also = "" if other_than_best else ", and with argmax drafts no other"
         return equal(SAMPLING, f"{told}: that of sampled drafts{also}", **figures)
-    if best:
+    if other_than_best:
         return Finding(SAMPLING, True, f"{told}: that of neither", _NEITHER, figures)
+    if from_best.blind:
+        found = f"{told}: not that of sampled drafts, and too few drafts to tell argmax drafts from a fault"
+        return Finding(SAMPLING, True, found, f"{_MORE}; {_NEITHER}", figures)
     if argmax.acceptance_length >= sampled.acceptance_length:
         remedy = "leave it: argmax drafts are accepted more often here"
     else:
@@ -225,22 +240,30 @@ def compare_sampling(
     return Finding(SAMPLING, True, f"{told}: the server drafts by argmax", remedy, figures)
 
 
-def compare_lengths(ours: Sequence[int], server: Sequence[int], temperature: float) -> Finding | None:
-    """Compare the tokens of sampled texts, which do not depend on drafts; None if they are as long, or too few."""
-    if min(len(ours), len(server)) < _LEAST_TEXTS:
+def compare_lengths(ours: Sequence[int], server: Sequence[int], temperature: float, note: str = "") -> Finding | None:
+    """Compare the lengths of sampled texts of the same prompts; None for texts as long as ours, and for too few.
+
+    They do not depend on what is drafted, nor on counters.
+    """
+    apart = [mine - theirs for mine, theirs in zip(ours, server, strict=True)]
+    if len(apart) < _LEAST_TEXTS:
         return None
-    mine, theirs = statistics.fmean(ours), statistics.fmean(server)
-    error = math.sqrt(statistics.variance(ours) / len(ours) + statistics.variance(server) / len(server))
-    if abs(mine - theirs) - 1 <= _Z_OF_LENGTHS * error:  # one: servers differ in whether an EOS counts
+    error = max(statistics.stdev(apart), 1.0) / math.sqrt(len(apart))
+    if abs(statistics.fmean(apart)) - 1 <= _Z_OF_LENGTHS * error:  # one: servers differ in whether an EOS counts
         return None
-    found = f"at temperature {temperature:g} the server's texts have {theirs:.1f} tokens on average, {mine:.1f} here"
+    found = (
+        f"at temperature {temperature:g} the server's texts have {statistics.fmean(server):.1f} tokens on average, "
+        f"{statistics.fmean(ours):.1f} here{note}: its sampled texts are not the target's"
+    )
     figures = {"temperature": temperature, "lengths": {"ours": list(ours), "server": list(server)}}
-    return Finding(SAMPLING, True, f"{found}: its sampled texts are not the target's", _NEITHER, figures)
+    return Finding(SAMPLING, True, found, _NEITHER, figures)
 
 
 _LEAST_TEXTS = 8
-_Z_OF_LENGTHS = 4.0
-"""Standard errors of a difference between mean lengths: few texts, and not normal."""
+_Z_OF_LENGTHS = 5.0
+"""Standard errors of the mean difference: of eight texts, by Student's t, one healthy server in 600 exceeds them."""
+_MORE = "give more prompts (--limit), or counters of more drafts"
+_BLIND = f"too few drafts to tell, as a server that accepts nothing would not show: {_MORE}"
 _NEITHER = (
     "see to the differences above first; then compare temperature, top-p and top-k of the requests and of the server's "
     "generation config, and run 'headstart verify' against it: its sampling may not be the target's"

@@ -79,7 +79,7 @@ class Counts:
         return len(self.reached) or None
 
     def since(self, before: "Counts | None") -> "Counts":
-        """Return the counts after ``before``. ValueError where the server was started again, or drafted nothing since.
+        """Return the counts after ``before``. ValueError where the server was started again since.
 
         Figures without counts are returned unchanged: they cannot be subtracted.
         """

@@ -83,8 +83,6 @@ class Counted(NamedTuple):
     counts: Counts
     temperature: float
     note: str = ""
-    lengths: tuple[int, ...] = ()
-    """Tokens of each text, where they are known."""
 
 
 def diagnose(
@@ -105,6 +103,7 @@ def diagnose(
     watch("the target's own texts")
     greedy = [text.tokens for text in Engine(case.target).decode(case.prompts, case.config, batch_size=case.batch_size)]
     counted: list[Counted] = []
+    sampled_texts: Finding | None = None
     if served is None:
         findings += [unknown(step, "no --endpoint is given") for step in (TEMPLATE, TEXT)]
     else:
@@ -113,12 +112,14 @@ def diagnose(
         reference = Reference(case.target, SamplingConfig(temperature=1.0), case.config.eos_token_ids)
         findings.append(compare_texts(reference, case.prompts, greedy, answers, case.tokenizer))
         counted += [] if found is None else [found]
-        if case.temperature > 0 and found is not None:
-            counted += [again] if (again := _replay(case, served, page or served.metrics, case.temperature)[1]) else []
+        if case.temperature > 0:
+            answers, found = _replay(case, served, page or served.metrics, case.temperature)
+            counted += [] if found is None else [found]
+            sampled_texts = _compare_sampled(case, answers)
     watch("configs and weights")
     findings += _by_folders(case, greedy)
     watch("acceptance here")
-    findings += _by_counts(case, [*counted, *pasted])
+    findings += _by_counts(case, [*counted, *pasted], sampled_texts)
     return Diagnosis(tuple(findings))
 
 
@@ -148,9 +149,11 @@ def _replay(
         question.ids if as_ids else question.text if question.messages is None else tuple(question.messages)
         for question in case.questions
     ]
-    controls, note = (_CONTROLS if temperature > 0 else {}), ""
-    if controls and not served.takes_controls(sent[0], controls):
-        controls, note = {}, f" (it takes no {', '.join(_CONTROLS)}: its own are in force)"
+    controls, note = {}, ""
+    if temperature > 0:
+        controls = served.taken_controls(sent[0], _CONTROLS)
+        refused = [name for name in _CONTROLS if name not in controls]
+        note = f" (it takes no {' and no '.join(refused)}: its own may be in force)" if refused else ""
     before = _page_counts(page)
     seeds = range(case.config.seed, case.config.seed + len(sent))
     answers = served.many(
@@ -160,15 +163,26 @@ def _replay(
         ]
     )
     after = _page_counts(page)
-    lengths = tuple(answer.tokens for answer in answers if answer.tokens is not None)
     if after is not None:
         found = after.since(before)
         note += "" if found.cumulative else f" ({found.server} tells of its last interval alone)"
-        drafts = found.drafts != 0 or temperature > 0  # texts that end at once leave no room for a draft
-        return answers, Counted(found, temperature, note, lengths) if drafts else None
+        return answers, Counted(found, temperature, note) if found.drafts != 0 else None
     timings = [dict(answer.timings) for answer in answers if answer.timings is not None]
     drafted = [each for each in timings if each.get("draft_n")]
-    return answers, Counted(parse_counts(json.dumps(drafted)), temperature, note, lengths) if drafted else None
+    return answers, Counted(parse_counts(json.dumps(drafted)), temperature, note) if drafted else None
+
+
+def _compare_sampled(case: Case, answers: Sequence[Completed]) -> Finding | None:
+    """Compare the lengths of the server's sampled texts with those of plain decoding here."""
+    config = replace(case.config, sampling=SamplingConfig(temperature=case.temperature))
+    here = Engine(case.target).decode(case.prompts, config, batch_size=case.batch_size)
+    there = [
+        len(case.tokenizer(answer.text, add_special_tokens=False)["input_ids"])
+        if answer.tokens is None
+        else answer.tokens
+        for answer in answers
+    ]
+    return compare_lengths([len(text.tokens) for text in here], there, case.temperature)
 
 
 def _page_counts(page: Page) -> Counts | None:
@@ -182,8 +196,11 @@ def _page_counts(page: Page) -> Counts | None:
         return None
 
 
-def _by_counts(case: Case, counted: Sequence[Counted]) -> list[Finding]:
-    """Compare acceptance with that of the real loop, greedy and above temperature 0."""
+def _by_counts(case: Case, counted: Sequence[Counted], sampled_texts: Finding | None) -> list[Finding]:
+    """Compare acceptance with that of the real loop, greedy and above temperature 0.
+
+    ``sampled_texts``: a difference of the sampled texts themselves, which explains that of their acceptance.
+    """
     greedy = next((each for each in counted if each.temperature == 0), None)
     sampled = next((each for each in counted if each.temperature > 0), None)
     if greedy is not None:
@@ -193,13 +210,13 @@ def _by_counts(case: Case, counted: Sequence[Counted]) -> list[Finding]:
         first = unknown(ACCEPTANCE, f"the counters are of temperature {sampled.temperature:g}: see the next line")
     else:
         first = unknown(ACCEPTANCE, _NO_COUNTS)
+    if sampled_texts is not None:
+        return [first, sampled_texts]
     if sampled is None:
         reason = "the counters are of greedy decoding" if greedy is not None else _NO_COUNTS
         return [first, unknown(SAMPLING, reason)]
     drawn, best = (_replayed(case, sampled, sampled=each) for each in (True, False))
-    here = [tokens + 1 for tokens, _ in drawn.acceptance.texts]  # and the prefill's
-    other_texts = compare_lengths(here, sampled.lengths, sampled.temperature)
-    return [first, other_texts or compare_sampling(drawn, best, sampled.counts, sampled.temperature, sampled.note)]
+    return [first, compare_sampling(drawn, best, sampled.counts, sampled.temperature, sampled.note)]
 
 
 def _replayed(case: Case, counted: Counted, sampled: bool) -> Replayed:

@@ -31,9 +31,12 @@ class ServedWriter:
         self._served, self._reference, self._tokenizer = served, reference, tokenizer
         self.on_answer = on_answer
         self.takes_ids = served.check_ids(prompt)
-        self.takes_controls = served.takes_controls(self._asked(prompt), self._controls(greedy=True))
-        if not self.takes_controls and (reference.sampling.top_k or reference.sampling.min_p):
-            raise ValueError("the server takes no top_k and no min_p: leave --top-k and --min-p out")
+        wanted = self._controls(greedy=True)
+        taken = served.taken_controls(self._asked(prompt), wanted)
+        self.refused_controls = tuple(name for name in wanted if name not in taken)
+        for name in ("top_k", "min_p"):
+            if name in self.refused_controls and getattr(reference.sampling, name):
+                raise ValueError(f"the server takes no {name}: leave --{name.replace('_', '-')} out")
         self.source: Source = "token ids"
         self.retold = 0
         """Texts whose tokens had to be made from their text."""
@@ -51,7 +54,7 @@ class ServedWriter:
         """Ask for each prompt's continuation, with a seed of its own."""
         sampling = self._reference.sampling
         temperature, top_p = (0.0, 1.0) if greedy else (sampling.temperature, sampling.top_p)
-        controls = self._controls(greedy) if self.takes_controls else {}
+        controls = {name: at for name, at in self._controls(greedy).items() if name not in self.refused_controls}
         requests = [
             Asked(self._asked(prompt), max_new_tokens, temperature, top_p, seed + place, self._logprobs, controls)
             for place, prompt in enumerate(prompts)

@@ -91,6 +91,11 @@ class Plan:
             return [told]
         return []
 
+    @property
+    def batch_sizes(self) -> list[int]:
+        """The batch sizes that were planned for."""
+        return sorted({cell["batch_size"] for cell in self.content["cells"]})
+
     def choice(self, batch_size: int, context: int | None = None) -> dict[str, Any] | None:
         """Return the choice with the greatest speed-up in the nearest cell; None where plain decoding is as fast.
 
@@ -102,28 +107,41 @@ class Plan:
 
     def _cell(self, batch_size: int, context: int | None) -> dict[str, Any]:
         def far(cell: Mapping[str, Any]) -> tuple[float, float]:
-            if context is None:
-                away = 0.0 if cell["context"] is None else math.inf
-            else:
-                away = abs(math.log((cell["context"] or self.content["text_tokens"]) / max(context, 1)))
-            return abs(math.log(cell["batch_size"] / batch_size)), away
+            return abs(math.log(cell["batch_size"] / batch_size)), self._away(cell["context"], context)
 
         found: dict[str, Any] = min(self.content["cells"], key=far)
         return found
 
-    def policy_costs(self, spec: str, budgets: Sequence[Budget]) -> dict[int, Costs]:
+    def _away(self, planned: int | None, context: int | None) -> float:
+        """Return the distance of a planned context from one to decode in; None are the prompts of the plan."""
+        if context is None:
+            return 0.0 if planned is None else math.inf
+        return abs(math.log((planned or self.content["text_tokens"]) / max(context, 1)))
+
+    def drafter(self, spec: str) -> dict[str, Any]:
+        """Return the plan's drafter of which ``spec`` is a form; ValueError if there is none."""
+        found: dict[str, Any] | None = next(
+            (held for held in self.content["drafters"] if _same(held["drafter"], spec)), None
+        )
+        if found is None:
+            raise ValueError(f"{self.name} has no costs of {spec}: {_REMEDY} with this drafter")
+        return found
+
+    def policy_costs(self, spec: str, budgets: Sequence[Budget], context: int | None = None) -> dict[int, Costs]:
         """Return the costs, by batch size, from which the measured policy may start in place of a survey.
 
-        ``spec`` is a planned form of one of the plan's drafters, ``budgets`` its sizes; the contexts are the prompts'.
-        ValueError for a drafter that the plan does not have.
+        ``spec`` is a form of one of the plan's drafters, ``budgets`` its sizes, ``context`` as in `choice`. ValueError
+        for a drafter that the plan does not have.
         """
-        drafter = next((held for held in self.content["drafters"] if _same(held["drafter"], spec)), None)
-        if drafter is None:
-            raise ValueError(f"{self.name} has no costs of {spec}: {_REMEDY} with this drafter")
+        costs = self.drafter(spec)["costs"]
         return {
-            held["batch_size"]: self._step_costs(held).policy_costs(budgets)
-            for held in drafter["costs"]
-            if held["context"] is None
+            size: self._step_costs(
+                min(
+                    (held for held in costs if held["batch_size"] == size),
+                    key=lambda held: self._away(held["context"], context),
+                )
+            ).policy_costs(budgets)
+            for size in sorted({held["batch_size"] for held in costs})
         }
 
     def _step_costs(self, held: Mapping[str, Any]) -> StepCosts:
@@ -198,4 +216,7 @@ def _same(asked: str, form: str) -> bool:
     def fixed(spec: DrafterSpec) -> dict[str, Any]:
         return {name: value for name, value in spec.options.items() if not is_free(name, value)}
 
-    return (first.name, first.path, fixed(first)) == (second.name, second.path, fixed(second))
+    def known(spec: DrafterSpec) -> tuple[Any, ...]:
+        return spec.name, None if spec.path is None else Path(spec.path), fixed(spec)
+
+    return known(first) == known(second)

@@ -157,4 +157,5 @@ def _counted(test: str, found: Counted, contexts: int, alpha: float) -> Finding:
         "degrees": found.degrees,
         "chi_square_p": found.chi_square_p,
     }
-    return Finding(test, found.p_value >= alpha, seen, found.p_value, figures)
+    told = found.degrees > 0 or found.impossible
+    return Finding(test, found.p_value >= alpha, seen, found.p_value, figures, told)

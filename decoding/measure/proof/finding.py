@@ -7,7 +7,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Finding:
-    """The verdict of one test. ``p_value`` is None for a test that draws nothing: it fails at the first fault."""
+    """The verdict of one test. ``p_value`` is None for a test that draws nothing: it fails at the first fault.
+
+    ``told`` False: too little was drawn for the test to find anything; it fails nothing.
+    """
 
     test: str
     passed: bool
@@ -15,10 +18,11 @@ class Finding:
     """The test's figures in words, with the first fault."""
     p_value: float | None = None
     figures: dict[str, Any] = field(default_factory=dict)
+    told: bool = True
 
     @property
     def verdict(self) -> str:
-        return "PASS" if self.passed else "FAIL"
+        return "FAIL" if not self.passed else "PASS" if self.told else "OPEN"
 
     def as_json(self) -> dict[str, Any]:
         p_value = {} if self.p_value is None else {"p_value": self.p_value}

@@ -1,7 +1,7 @@
 """The proof: what its samples can find, told first; then every test of an engine's texts, with its verdict."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from decoding.measure.proof.distribution import DEPTH, TESTS, log_probability, next_tokens, undecided
@@ -96,7 +96,7 @@ def prove(
 
 
 def _renamed(finding: Finding, test: str) -> Finding:
-    return Finding(test, finding.passed, finding.seen, finding.p_value, finding.figures)
+    return replace(finding, test=test)
 
 
 def power(reference: Reference, prompts: Sequence[tuple[int, ...]], effort: Effort) -> tuple[list[str], dict[str, Any]]:

@@ -22,7 +22,7 @@ WIDE = 150
 """Columns from which the table has every column of `COLUMNS`."""
 _NARROW_NOTES = (
     "Same: greedy texts identical to plain decoding's. Speed-up: all tokens over all seconds, divided by plain "
-    "decoding's, prefill left out, 95% interval over prompts. Median: of the ratios of paired runs."
+    "decoding's, prefill left out, 95% interval over prompts or batches. Median: of the ratios of paired runs."
 )
 _TASK_WIDTH, _METHOD_WIDTH = 21, 12
 

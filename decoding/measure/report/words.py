@@ -18,15 +18,16 @@ _NOTES = (
     "were accepted (number of these). "
     "Same: greedy texts identical to plain decoding's. "
     "Speed-up: all tokens over all seconds, divided by plain decoding's by the same loop on the same prompts, "
-    "prefill left out, 95% interval over prompts; then the median [quartiles] of the ratios of paired runs."
+    "prefill left out, 95% interval over prompts, or over the batches that they were decoded in; then the median "
+    "[quartiles] of the ratios of paired runs."
 )
 
 DEFINITIONS = (
     (
         "speed-up",
         "All tokens over all seconds, divided by plain decoding's by the same loop on the same prompts; prefill left "
-        "out, 95% interval over prompts. Beside it the median [quartiles] of the ratios of paired runs: it weighs "
-        "short texts like long ones, so it may flatter.",
+        "out, 95% interval over prompts, or over the batches that they were decoded in. Beside it the median "
+        "[quartiles] of the ratios of paired runs: it weighs short texts like long ones, so it may flatter.",
     ),
     (
         "tokens per target pass",
