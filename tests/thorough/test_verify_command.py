@@ -2,6 +2,7 @@
 
 # ruff: noqa: F811  # a fixture comes by the name that it is imported under
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,7 +81,8 @@ def test_engines_of_this_process_pass_and_the_file_has_every_figure(models: Path
         models, "--drafter", f"draft:{models}/draft", "--drafter", "lookup", "--rule", "sampled-verify", "--json",
         str(file),
     )  # fmt: skip
-    assert code == 0 and "PASS: all 19 tests" in output and output.index("power:") < output.index("the loop:")
+    assert code == 0 and re.search(r"PASS: 1\d of 19 tests; .*position 2.* could not tell: give more draws", output)
+    assert output.index("power:") < output.index("the loop:")
     report = json.loads(file.read_text())
     assert report["verdict"] == "PASS" and report["power"]["tokens"] == 12
     assert report["engines"].keys() == {"the loop", "draft model, 4 tokens", "prompt lookup"}
@@ -102,7 +104,8 @@ def test_a_right_server_passes_and_one_of_another_temperature_fails_with_code_on
     file = tmp_path / "verified.json"
     with a_server(models, drafter=True) as words:
         code, output = verify(models, *words, "--json", str(file))
-    assert code == 0 and "PASS: all 9 tests" in output and "the server told token ids" in output
+    assert code == 0 and re.search(r"PASS: \d of 9 tests; .* could not tell", output)  # with so few draws
+    assert "the server told token ids" in output
     assert json.loads(file.read_text())["engines"].keys() == {f"{NAME}, served"} and "/srv" not in file.read_text()
     with a_server(models, drafter=False, heat=4.0) as words:
         code, output = verify(models, *words, "--rounds", "8", "--temperature", "0.2")

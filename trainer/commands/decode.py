@@ -68,11 +68,10 @@ def published_specs(specs: Sequence[DrafterSpec]) -> list[str]:
 def run_generate(options: GenerateOptions, console: Console | None = None) -> None:
     """Stream the text in two colours and say what speculation gained."""
     console = console or standard_output()
-    tokenizer = load_tokenizer(resolve(options.target), options.trust_remote_code)
-    prompt = encode_prompt(options.prompt, tokenizer, options.chat)
-    plan, asked = _planned(options, len(prompt))
+    plan, asked = _planned(options)
     target, tokenizer, drafters, specs = load_models(options, asked)
     name, drafter = next(iter(drafters.items()), ("plain decoding", None))
+    prompt = encode_prompt(options.prompt, tokenizer, options.chat)
     config = _decoding_config(options, eos_token_ids(target.model, tokenizer))
     make_policy = policy_maker(plan, specs, len(prompt))
     policy = named_policy(options.policy) if drafter is None else make_policy(options.policy, name, drafter)
@@ -98,14 +97,16 @@ def run_generate(options: GenerateOptions, console: Console | None = None) -> No
     say(console, _summary(steps, plain, f"{name} ({config.label})"), style="dim")
 
 
-def _planned(options: GenerateOptions, context: int) -> tuple[Planned | None, list[str]]:
-    """Return the plan, if one is given, and the drafter: as asked, else as planned for a prompt of so many tokens."""
+def _planned(options: GenerateOptions) -> tuple[Planned | None, list[str]]:
+    """Return the plan, if one is given, and the drafter: as asked, else as planned for a prompt of this length."""
     given = [] if options.drafter is None else [options.drafter]
     if options.plan is None:
         return None, given
     check_plan_is_used(options.drafter, (options.policy,), "--policy")
     plan = planned(options.plan, options, (options.temperature,))
-    chosen, notes = ([], []) if given else plan.drafters((1,), (context,))
+    tokenizer = load_tokenizer(resolve(options.target), options.trust_remote_code)
+    length = len(encode_prompt(options.prompt, tokenizer, options.chat))
+    chosen, notes = ([], []) if given else plan.drafters((1,), (length,))
     say(standard_error(), *plan.notes, *notes)
     check_planned(plan, (options.policy,), given)
     return plan, given or chosen

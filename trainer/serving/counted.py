@@ -243,13 +243,14 @@ def compare_sampling(
 def compare_lengths(ours: Sequence[int], server: Sequence[int], temperature: float, note: str = "") -> Finding | None:
     """Compare the lengths of sampled texts of the same prompts; None for texts as long as ours, and for too few.
 
-    They do not depend on what is drafted, nor on counters.
+    They do not depend on what is drafted, nor on counters. By the sign test: of two texts drawn alike either is the
+    longer one as often as not.
     """
     apart = [mine - theirs for mine, theirs in zip(ours, server, strict=True)]
-    if len(apart) < _LEAST_TEXTS:
-        return None
-    error = max(statistics.stdev(apart), 1.0) / math.sqrt(len(apart))
-    if abs(statistics.fmean(apart)) - 1 <= _Z_OF_LENGTHS * error:  # one: servers differ in whether an EOS counts
+    signs = [each > 0 for each in apart if abs(each) > 1]  # one: servers differ in whether an EOS counts
+    rarer = min(sum(signs), len(signs) - sum(signs))
+    chance = 2 * sum(math.comb(len(signs), count) for count in range(rarer + 1)) / 2 ** len(signs)
+    if chance >= _CHANCE:
         return None
     found = (
         f"at temperature {temperature:g} the server's texts have {statistics.fmean(server):.1f} tokens on average, "
@@ -259,9 +260,8 @@ def compare_lengths(ours: Sequence[int], server: Sequence[int], temperature: flo
     return Finding(SAMPLING, True, found, _NEITHER, figures)
 
 
-_LEAST_TEXTS = 8
-_Z_OF_LENGTHS = 5.0
-"""Standard errors of the mean difference: of eight texts, by Student's t, one healthy server in 600 exceeds them."""
+_CHANCE = 0.001
+"""Share of healthy servers that may differ in the lengths of their texts; eleven texts are the fewest that can."""
 _MORE = "give more prompts (--limit), or counters of more drafts"
 _BLIND = f"too few drafts to tell, as a server that accepts nothing would not show: {_MORE}"
 _NEITHER = (

@@ -115,7 +115,7 @@ def diagnose(
         if case.temperature > 0:
             answers, found = _replay(case, served, page or served.metrics, case.temperature)
             counted += [] if found is None else [found]
-            sampled_texts = _compare_sampled(case, answers)
+            sampled_texts = _compare_sampled(case, answers, "" if found is None else found.note)
     watch("configs and weights")
     findings += _by_folders(case, greedy)
     watch("acceptance here")
@@ -172,7 +172,7 @@ def _replay(
     return answers, Counted(parse_counts(json.dumps(drafted)), temperature, note) if drafted else None
 
 
-def _compare_sampled(case: Case, answers: Sequence[Completed]) -> Finding | None:
+def _compare_sampled(case: Case, answers: Sequence[Completed], note: str) -> Finding | None:
     """Compare the lengths of the server's sampled texts with those of plain decoding here."""
     config = replace(case.config, sampling=SamplingConfig(temperature=case.temperature))
     here = Engine(case.target).decode(case.prompts, config, batch_size=case.batch_size)
@@ -182,7 +182,7 @@ def _compare_sampled(case: Case, answers: Sequence[Completed]) -> Finding | None
         else answer.tokens
         for answer in answers
     ]
-    return compare_lengths([len(text.tokens) for text in here], there, case.temperature)
+    return compare_lengths([len(text.tokens) for text in here], there, case.temperature, note)
 
 
 def _page_counts(page: Page) -> Counts | None:
