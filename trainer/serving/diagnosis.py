@@ -210,13 +210,14 @@ def _by_counts(case: Case, counted: Sequence[Counted], sampled_texts: Finding | 
         first = unknown(ACCEPTANCE, f"the counters are of temperature {sampled.temperature:g}: see the next line")
     else:
         first = unknown(ACCEPTANCE, _NO_COUNTS)
-    if sampled_texts is not None:
-        return [first, sampled_texts]
     if sampled is None:
-        reason = "the counters are of greedy decoding" if greedy is not None else _NO_COUNTS
-        return [first, unknown(SAMPLING, reason)]
+        reason = "no counts are of sampled texts" if greedy is not None else _NO_COUNTS
+        return [first, sampled_texts or unknown(SAMPLING, reason)]
     drawn, best = (_replayed(case, sampled, sampled=each) for each in (True, False))
-    return [first, compare_sampling(drawn, best, sampled.counts, sampled.temperature, sampled.note)]
+    last = compare_sampling(drawn, best, sampled.counts, sampled.temperature, sampled.note)
+    if sampled_texts is not None:
+        last = replace(sampled_texts, found=f"{sampled_texts.found}; {last.found}")
+    return [first, last]
 
 
 def _replayed(case: Case, counted: Counted, sampled: bool) -> Replayed:
