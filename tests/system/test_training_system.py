@@ -70,10 +70,10 @@ def test_launched_heads_train_load_and_speed_up_decoding(workshop: Path, medusa_
     assert provenance(medusa_run)["num_processes"] == 1 and provenance(medusa_run)["steps"] == STEPS
 
 
-def test_a_launched_draft_trains_loads_and_decodes(workshop: Path) -> None:
+def test_a_draft_trains_loads_and_decodes(workshop: Path) -> None:
     output = workshop / "draft"
     overrides = ["training.steps=6", "draft.init.from_target.layers=[-1]", "draft.loss.tvd=1"]
-    run([*ONE_PROCESS, write_recipe(workshop, "draft", output), *overrides], workshop)
+    run([*DIRECT, write_recipe(workshop, "draft", output), *overrides], workshop)
     assert len(losses(output)) == 6 and provenance(output)["recipe"]["draft"]["loss"]["tvd"] == 1
     target = target_of(workshop)
     draft = load_draft(str(output / "final"), target, load_tokenizer(str(workshop / "target")))
@@ -95,7 +95,7 @@ def test_a_run_resumed_after_kill_9_equals_the_one_that_was_never_killed(worksho
         wait_until(lambda: steps_done(output) >= 12, process)
         kill_group(process)
     assert checkpoint_steps(output)[-1] == 10 and steps_done(output) == 12 and not (output / "final").exists()
-    run([*ONE_PROCESS, recipe, f"data.heldout={many}"], workshop)
+    run([*DIRECT, recipe, f"data.heldout={many}"], workshop)
     assert losses(output) == losses(medusa_run)
     heads, straight = (load_file(folder / "final" / "model.safetensors") for folder in (output, medusa_run))
     assert all(torch.equal(heads[name], straight[name]) for name in straight)
