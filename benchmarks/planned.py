@@ -187,6 +187,18 @@ def tables(report: dict[str, Any]) -> list[Table]:
     return [shown, trees]
 
 
+def begun(output: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the report to go on with: the file's, or a new one; SystemExit for a file of another run."""
+    about = {"hardware": hardware(), "versions": versions(), "commit": commit()}
+    if not output.is_file():
+        return {"settings": settings, "pairs": [], "trees": [], "seconds": 0.0, **about}
+    report: dict[str, Any] = json.loads(output.read_text())
+    held = {**report["settings"], **{name: report[name] for name in about}}
+    if changed := [name for name, value in {**settings, **about}.items() if held.get(name) != value]:
+        raise SystemExit(f"{output} holds a run with other {', '.join(changed)}: give another file")
+    return report
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="folder or hub id of the target")
@@ -221,14 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "weights": {name: stored_fingerprint(path) for name in WEIGHTS if (path := getattr(options, name))},
         "target": stored_fingerprint(options.target), "prompt_ids": prompts_fingerprint(prompts),
     }  # fmt: skip
-    report: dict[str, Any] = {"settings": settings, "pairs": [], "trees": [], "seconds": 0.0}
-    about = {"hardware": hardware(), "versions": versions(), "commit": commit()}
-    if options.output.is_file():
-        report = json.loads(options.output.read_text())
-        held = {**report["settings"], **{name: report[name] for name in about}}
-        if changed := [name for name, value in {**settings, **about}.items() if held.get(name) != value]:
-            raise SystemExit(f"{options.output} holds a run with other {', '.join(changed)}: give another file")
-    report |= about
+    report = begun(options.output, settings)
     console = standard_output(width=170)
 
     def save(began: float) -> None:
