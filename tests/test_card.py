@@ -9,7 +9,8 @@ import yaml
 from huggingface_hub import ModelCard
 
 from decoding.measure.redact import basename, is_hub_id, without_local_paths
-from trainer.export.card import Artefact, read_provenance, read_report, render_card
+from trainer.export.artefact import Artefact
+from trainer.export.card import read_provenance, read_report, render_card
 from trainer.export.measured import read_measured
 
 ESTIMATE = {"value": 2.314, "low": 2.2, "high": 2.43, "observations": 12}

@@ -21,6 +21,7 @@ from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.policies import Budget
 from decoding.rules.sampling import SamplingConfig
 from trainer.export import vllm
+from trainer.export.artefact import Task
 from trainer.serving.answers import Completed
 from trainer.serving.configs import compare_settings, compare_vocabularies
 from trainer.serving.counted import (
@@ -162,7 +163,7 @@ def served_heads(tiny_llama: CausalLM, tmp_path: Path) -> Path:
     """Biased heads as the export writes them for vLLM."""
     biased_heads(tiny_llama).save_pretrained(tmp_path / "final")
     (tmp_path / "served").mkdir()
-    vllm.write(tmp_path / "final", tmp_path / "served")
+    vllm.write(Task(tmp_path / "final", tmp_path / "served", "vllm"))
     return tmp_path / "served"
 
 

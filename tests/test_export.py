@@ -95,7 +95,7 @@ def test_our_own_format_comes_back_bit_equal_in_its_stored_dtype(heads_folder: P
     assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
     assert MedusaHeads.from_pretrained(tmp_path / "out").config == CONFIG
     assert "out, format headstart:" in str(summary) and "README.md" in str(summary)
-    assert summary.format == "headstart" and "bit-equal" in summary.compared
+    assert summary.format == "headstart" and "bit-equal" in summary.compared[0]
     assert summary.files == {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
     assert sorted(summary.files) == ["README.md", "config.json", "model.safetensors"]
 

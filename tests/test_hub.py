@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from fake_hub import REPOSITORY, TOKEN, FakeHub, serve
 
-from trainer.export.card import Artefact, render_card
+from trainer.export.artefact import Artefact
+from trainer.export.card import render_card
 from trainer.export.hub import push
 
 WEIGHTS = b"\x02\x00\x00\x00\x00\x00\x00\x00{}" + bytes(range(256)) * 8

@@ -27,7 +27,7 @@ def saved(folder: Path, target_vocab: int = 16, **changes: Any) -> Path:
 def test_our_own_format_holds_the_draft_and_its_parts_to_the_bit(tmp_path: Path) -> None:
     source, out = saved(tmp_path / "run"), tmp_path / "out"
     summary = export(source, out, "headstart")
-    assert "read back equal, to the bit" in summary.compared
+    assert "read back equal, to the bit" in summary.compared[0]
     target = CausalLM(tiny_model("llama"))
     ours, theirs = (load_parallel_draft(str(folder), target, tiny_tokenizer()) for folder in (source, out))
     assert ours.parts.config == theirs.parts.config

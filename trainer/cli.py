@@ -19,6 +19,7 @@ from trainer.commands.options import (
     CompareOptions,
     DiagnoseOptions,
     EvaluateOptions,
+    ExportOptions,
     GenerateOptions,
     InspectOptions,
     PlanOptions,
@@ -253,27 +254,12 @@ def inspect(options: InspectOptions) -> None:
 
 
 @app.command(cls=Command)
-def export(
-    source: Annotated[Path, typer.Argument(help="The final/ folder of a training run.")],
-    destination: Annotated[Path, typer.Argument(help="A new folder.")],
-    format: Annotated[str, typer.Option(help="headstart or vllm for heads, draft for a draft.")],
-    report: Annotated[
-        Path | None, typer.Option(help="report.json of an evaluation of these weights, for the model card.")
-    ] = None,
-    plan: Annotated[
-        Path | None, typer.Option(help="plan.json of these weights: its tree goes with them, its depths on the card.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace an earlier export in the folder.")] = False,
-) -> None:
+@takes(ExportOptions)
+def export(options: ExportOptions) -> None:
     """Write heads or a draft in a format that servers load, with a model card; read it back and compare."""
+    from trainer.export import export as run_export
 
-    def work() -> None:
-        from trainer.export import export as run_export
-
-        summary = run_export(source, destination, format, report, overwrite=overwrite, plan=plan)
-        print(summary)
-
-    raise typer.Exit(guarded(work, _debug()))
+    print(run_export(**vars(options)))
 
 
 @app.command(cls=Command)

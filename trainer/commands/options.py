@@ -287,6 +287,25 @@ class CompareOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Options of `headstart export`."""
+
+    source: Annotated[Path, Argument(help="Folder of a training run, or its final/ folder.")]
+    destination: Annotated[Path, Argument(help="A new folder.")]
+    format: Annotated[str, Option(help="headstart or vllm for heads, draft for a draft.")]
+    report: Annotated[
+        Path | None, Option(help="report.json of an evaluation of these weights, for the model card.")
+    ] = None
+    plan: Annotated[
+        Path | None, Option(help="plan.json of these weights: its tree goes with them, its depths on the card.")
+    ] = None
+    target: Annotated[str | None, Option(help="Target, if it is not where the training run recorded it.")] = None
+    type: Annotated[str | None, Option(help="Type of the stored numbers, for a format that has several.")] = None
+    overwrite: Annotated[bool, Option(help="Replace an earlier export in the folder.")] = False
+    trust_remote_code: Trusted = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class DiagnoseOptions(ModelOptions):
     """Options of `headstart diagnose`."""
 

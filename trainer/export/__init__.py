@@ -5,38 +5,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from decoding.measure.redact import without_local_paths
-from trainer.export.card import CARD_NAME, Artefact, is_own_card, read_provenance, read_report, render_card
+from trainer.export.artefact import Task
+from trainer.export.card import CARD_NAME, is_own_card, read_provenance, read_report, render_card
+from trainer.export.formats import FORMATS, HEADS, check_format, kind_held_in
+from trainer.export.formats import write as write_format
 from trainer.export.hub import push
 from trainer.export.measured import Measured, read_measured
+from trainer.export.source import artefact_folder, target_of
 from trainer.files.folders import write_folder
 
 if TYPE_CHECKING:
-    from decoding.rules.best_tree import Paths
     from trainer.export.planned import Planned
 
 __all__ = ["FORMATS", "ExportSummary", "export", "push"]
 
-FORMATS = {
-    "headstart": ("heads", "a parallel draft"),
-    "vllm": ("heads",),
-    "draft": ("a draft model", "a parallel draft"),
-}
-"""Format -> the kinds of artefact that it holds."""
-
 
 @dataclass(frozen=True)
 class ExportSummary:
-    """The result of an export: ``files`` maps names to bytes, ``compared`` tells how the read-back was compared."""
+    """The result of an export: ``files`` maps names to bytes, ``compared`` tells how they were read back."""
 
     format: str
     folder: Path
     files: dict[str, int]
-    compared: str
+    compared: tuple[str, ...]
 
     def __str__(self) -> str:
         """Return lines for a terminal."""
         listed = "\n".join(f"  {name}  {size:,} bytes" for name, size in self.files.items())
-        return f"{self.folder}, format {self.format}:\n{listed}\n{self.compared}"
+        return "\n".join([f"{self.folder}, format {self.format}:", listed, *self.compared])
 
 
 def export(
@@ -46,19 +42,25 @@ def export(
     report: Path | None = None,
     overwrite: bool = False,
     plan: Path | None = None,
+    *,
+    target: str | None = None,
+    type: str | None = None,
+    trust_remote_code: bool = False,
 ) -> ExportSummary:
     """Write the artefact in ``source`` to ``destination`` in one of `FORMATS`, with a model card.
 
-    The destination appears whole or not at all, and only after the written files were read back and found equal to the
-    bit. ``report`` is a ``report.json`` by `decoding.measure.evaluate` whose figures go on the card.
-    ``overwrite`` replaces an earlier export, never a folder that holds anything else. ``plan`` is a ``plan.json`` by
-    `decoding.measure.planning` whose tree the format headstart stores, and whose depths by batch size go on the card.
+    ``source`` is a run's folder, or its ``final`` folder. The destination appears whole or not at all, and only after
+    the written files were read back and found equal to the bit. ``report`` is a ``report.json`` by
+    `decoding.measure.evaluate` whose figures go on the card. ``overwrite`` replaces an earlier export, never a folder
+    that holds anything else. ``plan`` is a ``plan.json`` by `decoding.measure.planning` whose tree the format headstart
+    stores, and whose depths by batch size go on the card. ``target``: the model that the artefact drafts for, if it is
+    not the one that the training run recorded. ``type``: one of the format's types of numbers.
 
     `ValueError` for an unknown format or one that does not fit the artefact, a source without weights, a destination
     that is not empty, a report or a plan that is malformed or of other weights, and files that read back differently.
     """
-    source, destination = Path(source), Path(destination)
-    _check_source(source, format)
+    source, destination = artefact_folder(Path(source)), Path(destination)
+    check_format(source, format, type)
     _check_destination(source, destination, overwrite)
     provenance = read_provenance(source)
     measured = _measured(Path(report), source) if report is not None else None
@@ -66,22 +68,25 @@ def export(
     compared: list[str] = []
 
     def write(folder: Path) -> None:
-        artefact, sentence = _write(source, folder, format, planned.tree if planned else ())
-        (folder / CARD_NAME).write_text(render_card(artefact, provenance, measured, planned), encoding="utf-8")
+        tree = planned.tree if planned else ()
+        task = Task(source, folder, format, target or target_of(source), tree, type, trust_remote_code)
+        written = write_format(task)
+        card = render_card(written.artefact, provenance, measured, planned)
+        (folder / CARD_NAME).write_text(card, encoding="utf-8")
         _give_all_files_one_mode(folder)
         _check_is_export(destination, {path.name for path in folder.iterdir()})
-        compared.append(sentence)
+        compared.extend(written.compared)
 
     write_folder(destination, write)
     files = {path.name: path.stat().st_size for path in sorted(destination.iterdir())}
-    return ExportSummary(format, destination, files, compared[0])
+    return ExportSummary(format, destination, files, tuple(compared))
 
 
 def _measured(report: Path, source: Path) -> Measured:
     """Read the report's figures for the card; `ValueError` where the report measured other weights than ``source``."""
     from trainer.export.match import check_measured, drafters_of
 
-    kind = "heads" if _held_in(source) == "heads" else "draft"
+    kind = "heads" if kind_held_in(source) == HEADS else "draft"
     stored = read_report(report)
     measured = read_measured(without_local_paths(stored), str(report), kind, drafters_of(stored, source))
     check_measured(stored, str(report), source, kind)
@@ -93,50 +98,6 @@ def _planned(plan: Path, source: Path) -> "Planned":
     from trainer.export.planned import read_planned
 
     return read_planned(plan, source)
-
-
-def _write(source: Path, folder: Path, format: str, tree: "Paths") -> tuple[Artefact, str]:
-    """Write one format. Its module is imported here: `push` need not wait for torch.
-
-    ``tree`` replaces that of the artefact in the format headstart; empty for the artefact's own.
-    """
-    if format == "headstart":
-        from trainer.export import draft, headstart
-
-        if _held_in(source) == "heads":
-            return headstart.write(source, folder, tree)
-        return draft.write(source, folder, format, tree)
-    if format == "vllm":
-        from trainer.export import vllm
-
-        return vllm.write(source, folder)
-    from trainer.export import draft
-
-    return draft.write(source, folder, format)
-
-
-def _check_source(source: Path, format: str) -> None:
-    """Refuse a folder without weights, and a format of the other kind of artefact."""
-    if format not in FORMATS:
-        raise ValueError(f"format is {format!r}: give one of {', '.join(FORMATS)}")
-    if not (source / "config.json").is_file():
-        raise ValueError(f"{source} holds nothing to export (no config.json): give the final folder of a training run")
-    if not any(source.glob("*.safetensors")):
-        raise ValueError(f"{source} holds no weights (no .safetensors file): give the final folder of a training run")
-    held = _held_in(source)
-    if held not in FORMATS[format]:
-        fitting = " or ".join(name for name, holds in FORMATS.items() if held in holds)
-        raise ValueError(f"{source} holds {held}, which format {format!r} cannot: give format {fitting}")
-
-
-def _held_in(source: Path) -> str:
-    """Return the kind of artefact in a folder, as in `FORMATS`."""
-    from decoding.model.loading import is_heads_folder
-    from decoding.model.parallel import is_parallel_folder
-
-    if is_heads_folder(source):
-        return "heads"
-    return "a parallel draft" if is_parallel_folder(source) else "a draft model"
 
 
 def _check_destination(source: Path, destination: Path, overwrite: bool) -> None:

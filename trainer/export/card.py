@@ -17,6 +17,8 @@ from yaml import YAMLError
 from decoding.measure.markdown import code, fenced, one_line, text
 from decoding.measure.redact import basename, is_hub_id, without_local_paths
 from decoding.model.header import read_object
+from trainer.export.artefact import Artefact
+from trainer.export.formats import FORMATS
 from trainer.export.measured import Measured
 
 if TYPE_CHECKING:
@@ -30,34 +32,6 @@ _PROVENANCE_REMEDY = "the trainer writes it: copy it again from the training run
 _UNKNOWN_TARGET = "TARGET"
 _ADAPTED_TARGET = "ADAPTED_TARGET"
 _NOT_RECORDED = "not recorded"
-_LIBRARIES = {"headstart": "headstart", "vllm": "vllm", "draft": "transformers"}
-
-
-@dataclass(frozen=True)
-class Artefact:
-    """The exported weights in numbers, for the card. ``heads`` and ``tree_nodes`` are 0 for a draft."""
-
-    format: str
-    parameters: int
-    dtype: str
-    hidden_size: int
-    vocab_size: int
-    layers: int
-    heads: int = 0
-    tree_nodes: int = 0
-    shared_lm_head: bool = False
-    sequential: bool = False
-    markov_rank: int = 0
-    """Rank of the bias by the token before; 0: none."""
-    at_once: int = 0
-    """Tokens that a parallel draft drafts in one forward; 0 for any other artefact."""
-    reads_target: bool = False
-    has_mask_row: bool = False
-    """True where a parallel draft's mask token is one more row of its vocabulary, not an id that no text has."""
-
-    @property
-    def is_draft(self) -> bool:
-        return self.heads == 0
 
 
 @dataclass(frozen=True)
@@ -153,7 +127,7 @@ def render_card(
     target = provenance.target if provenance else _UNKNOWN_TARGET
     kind = "draft-model" if artefact.is_draft else "hydra" if artefact.sequential else "medusa"
     front_matter = ModelCardData(
-        library_name=_LIBRARIES[artefact.format],
+        library_name=FORMATS[artefact.format].library,
         base_model=target if is_hub_id(target) else None,
         tags=["speculative-decoding", kind, _TAG],
         pipeline_tag="text-generation" if artefact.is_draft else None,

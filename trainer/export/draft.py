@@ -14,7 +14,7 @@ from decoding.model.loading import TOKENIZER_PROBE, load_model, load_tokenizer
 from decoding.model.parallel import ParallelParts, is_parallel_folder, read_config
 from decoding.model.vocabulary import read_output_tokens, write_output_tokens
 from decoding.rules.best_tree import Paths
-from trainer.export.card import Artefact
+from trainer.export.artefact import Artefact, Task, Written
 from trainer.export.readback import check_bit_equal
 from trainer.files.transformers4 import write_model
 
@@ -23,16 +23,14 @@ PARD_TOKEN = "pard_token"
 """Key of config.json for the id of a parallel draft's mask token (PARD's published code, vLLM)."""
 
 
-def write(source: Path, folder: Path, format: str, tree: Paths = ()) -> tuple[Artefact, str]:
-    """Write the draft in ``source`` to ``folder``, read it back, compare weights, logits and tokenizer.
+def write(task: Task) -> Written:
+    """Write the draft, read it back, compare weights, logits and tokenizer.
 
     In the format ``draft`` a parallel draft is for any program that drafts in parallel by mask tokens: ValueError for
-    one with a bias or a reader of the target.
-
-    ``tree`` replaces that of a parallel draft unless it is empty. Returns the card's description, and a sentence on the
-    comparison.
+    one with a bias or a reader of the target. The task's tree replaces that of a parallel draft.
     """
-    if is_parallel_folder(source) and format == "draft":
+    source, folder = task.source, task.folder
+    if is_parallel_folder(source) and task.format == "draft":
         _check_plain(source)
     model, tokenizer = _load(source)
     if hasattr(model.config, "auto_map"):
@@ -45,10 +43,10 @@ def write(source: Path, folder: Path, format: str, tree: Paths = ()) -> tuple[Ar
     check_bit_equal(model.state_dict(), read_model.state_dict(), folder)
     check_bit_equal({"logits": _probe_logits(model)}, {"logits": _probe_logits(read_model)}, folder)
     _check_same_tokenizer(tokenizer, read_tokenizer, folder)
-    parts = _write_parts(source, folder, model.dtype, tree)
+    parts = _write_parts(source, folder, model.dtype, task.tree)
     modules = [model] if parts is None else [model, parts]
     artefact = Artefact(
-        format=format,
+        format=task.format,
         parameters=sum(parameter.numel() for module in modules for parameter in module.parameters()),
         dtype=str(model.dtype).removeprefix("torch."),
         hidden_size=model.config.hidden_size,
@@ -58,7 +56,7 @@ def write(source: Path, folder: Path, format: str, tree: Paths = ()) -> tuple[Ar
     )
     count = sum(len(module.state_dict()) for module in modules)
     compared = f"{count} tensors, the logits of a probe of {_PROBE_LENGTH} tokens and the tokenizer"
-    return artefact, f"{compared} read back equal, to the bit"
+    return Written(artefact, (f"{compared} read back equal, to the bit",))
 
 
 def _check_plain(source: Path) -> None:

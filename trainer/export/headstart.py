@@ -1,11 +1,11 @@
-"""Heads in this project's own format, which `MedusaHeads` reads: config.json, model.safetensors."""
+"""Heads and parallel drafts in this project's own format."""
 
 from dataclasses import replace
-from pathlib import Path
 
 from decoding.model.heads import MedusaHeads
-from decoding.rules.best_tree import Paths
-from trainer.export.card import Artefact
+from trainer.export import draft
+from trainer.export.artefact import Artefact, Task, Written
+from trainer.export.formats import HEADS, kind_held_in
 from trainer.export.readback import check_bit_equal
 
 
@@ -27,17 +27,17 @@ def describe_heads(heads: MedusaHeads, format: str) -> Artefact:
     )
 
 
-def write(source: Path, folder: Path, tree: Paths = ()) -> tuple[Artefact, str]:
-    """Write the heads in ``source`` to ``folder``, read them back, compare; ``tree`` replaces theirs unless empty.
-
-    Returns the card's description of them, and a sentence on the comparison.
-    """
-    heads = MedusaHeads.from_pretrained(source)
-    if tree:
-        heads.config = replace(heads.config, tree=tree)
+def write(task: Task) -> Written:
+    """Write heads as `MedusaHeads` reads them, or a parallel draft with its parts; read them back, compare."""
+    if kind_held_in(task.source) != HEADS:
+        return draft.write(task)
+    folder, heads = task.folder, MedusaHeads.from_pretrained(task.source)
+    if task.tree:
+        heads.config = replace(heads.config, tree=task.tree)
     heads.save_pretrained(folder)
     read = MedusaHeads.from_pretrained(folder)
     if read.config != heads.config:
         raise ValueError(f"{folder} reads back with another config than was written: export again")
     check_bit_equal(heads.state_dict(), read.state_dict(), folder)
-    return describe_heads(heads, "headstart"), f"{len(heads.state_dict())} tensors and the tree read back bit-equal"
+    compared = f"{len(heads.state_dict())} tensors and the tree read back bit-equal"
+    return Written(describe_heads(heads, task.format), (compared,))

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from decoding.model.header import check_tensors, check_whole, read_object
 from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads, loaded
 from decoding.rules.tree import MOST_NODES
-from trainer.export.card import Artefact
+from trainer.export.artefact import Task, Written
 from trainer.export.headstart import describe_heads
 from trainer.export.readback import check_bit_equal
 from trainer.files.vllm_heads import vllm_name
@@ -37,11 +37,9 @@ def vllm_config(config: MedusaConfig) -> dict[str, Any]:
     }
 
 
-def write(source: Path, folder: Path) -> tuple[Artefact, str]:
-    """Write the heads in ``source`` to ``folder`` for vLLM, read them back, compare.
-
-    Returns the card's description of them, and a sentence on the comparison.
-    """
+def write(task: Task) -> Written:
+    """Write heads for vLLM, read them back, compare; ValueError for heads that vLLM has no place for."""
+    source, folder = task.source, task.folder
     heads = MedusaHeads.from_pretrained(source)
     if heads.config.sequential:
         raise ValueError(
@@ -63,9 +61,8 @@ def write(source: Path, folder: Path) -> tuple[Artefact, str]:
     tensors = {vllm_name(name): tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
     check_bit_equal(state, read_vllm_heads(folder).state_dict(), folder)
-    return describe_heads(
-        heads, "vllm"
-    ), f"{len(state)} tensors read back bit-equal under vLLM's names, biases included"
+    compared = f"{len(state)} tensors read back bit-equal under vLLM's names, biases included"
+    return Written(describe_heads(heads, task.format), (compared,))
 
 
 def read_vllm_heads(folder: Path) -> MedusaHeads:

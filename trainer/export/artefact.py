@@ -1,0 +1,60 @@
+"""One export: what a format is asked to write, and what it says of what it wrote."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from decoding.rules.best_tree import Paths
+
+
+@dataclass(frozen=True)
+class Task:
+    """Weights to write in one format."""
+
+    source: Path
+    """Folder of the trained artefact."""
+    folder: Path
+    """Folder to fill, which is there and empty."""
+    format: str
+    target: str | None = None
+    """Folder or hub id of the model that the artefact drafts for; None where nobody knows."""
+    tree: "Paths" = ()
+    """Tree in place of the artefact's own; empty for its own."""
+    type: str | None = None
+    """Type of the stored numbers, for a format that has several; None for its default."""
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """The exported weights in numbers, for the card. ``heads`` and ``tree_nodes`` are 0 for a draft."""
+
+    format: str
+    parameters: int
+    dtype: str
+    hidden_size: int
+    vocab_size: int
+    layers: int
+    heads: int = 0
+    tree_nodes: int = 0
+    shared_lm_head: bool = False
+    sequential: bool = False
+    markov_rank: int = 0
+    """Rank of the bias by the token before; 0: none."""
+    at_once: int = 0
+    """Tokens that a parallel draft drafts in one forward; 0 for any other artefact."""
+    reads_target: bool = False
+    has_mask_row: bool = False
+    """True where a parallel draft's mask token is one more row of its vocabulary, not an id that no text has."""
+
+    @property
+    def is_draft(self) -> bool:
+        return self.heads == 0
+
+
+class Written(NamedTuple):
+    """The result of writing a format: the card's description, and sentences on what was read back and compared."""
+
+    artefact: Artefact
+    compared: tuple[str, ...]

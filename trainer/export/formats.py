@@ -1,0 +1,63 @@
+"""The formats of `headstart export`: the kinds of artefact that each holds, and the module that writes it."""
+
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from trainer.export.artefact import Task, Written
+
+HEADS, DRAFT, PARALLEL = "heads", "a draft model", "a parallel draft"
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format. ``module`` has ``write(task: Task) -> Written``; it is imported on use: `push` need not wait for torch.
+
+    ``library``: the Hub's ``library_name``. ``types``: types of numbers to choose among, the default first; empty where
+    the stored type is kept.
+    """
+
+    module: str
+    kinds: tuple[str, ...]
+    library: str
+    types: tuple[str, ...] = ()
+
+
+FORMATS = {
+    "headstart": Format("headstart", (HEADS, PARALLEL), "headstart"),
+    "vllm": Format("vllm", (HEADS,), "vllm"),
+    "draft": Format("draft", (DRAFT, PARALLEL), "transformers"),
+}
+
+
+def write(task: Task) -> Written:
+    """Write a task's files and read them back; ValueError for a difference, and for what the format cannot hold."""
+    written: Written = import_module(f"trainer.export.{FORMATS[task.format].module}").write(task)
+    return written
+
+
+def kind_held_in(source: Path) -> str:
+    """Return the kind of artefact in a folder: `HEADS`, `DRAFT` or `PARALLEL`."""
+    from decoding.model.loading import is_heads_folder
+    from decoding.model.parallel import is_parallel_folder
+
+    if is_heads_folder(source):
+        return HEADS
+    return PARALLEL if is_parallel_folder(source) else DRAFT
+
+
+def check_format(source: Path, format: str, type: str | None = None) -> None:
+    """Refuse an unknown format or type, a folder without weights, and a format of the other kind of artefact."""
+    if format not in FORMATS:
+        raise ValueError(f"format is {format!r}: give one of {', '.join(FORMATS)}")
+    if not (source / "config.json").is_file():
+        raise ValueError(f"{source} holds nothing to export (no config.json): give the final folder of a training run")
+    if not any(source.glob("*.safetensors")):
+        raise ValueError(f"{source} holds no weights (no .safetensors file): give the final folder of a training run")
+    held, types = kind_held_in(source), FORMATS[format].types
+    if held not in FORMATS[format].kinds:
+        fitting = " or ".join(name for name, other in FORMATS.items() if held in other.kinds)
+        raise ValueError(f"{source} holds {held}, which format {format!r} cannot: give format {fitting}")
+    if type is not None and type not in types:
+        remedy = f"give one of {', '.join(types)}" if types else "leave it out: this format keeps the stored type"
+        raise ValueError(f"the type of format {format!r} is {type!r}: {remedy}")
