@@ -17,7 +17,7 @@ from decoding.rules.tree import MOST_NODES
 from trainer.export.artefact import Task, Written
 from trainer.export.headstart import describe_heads
 from trainer.export.readback import check_bit_equal
-from trainer.files.vllm_heads import vllm_name
+from trainer.files.head_names import vllm_name
 
 _REMEDY = "export the heads again"
 

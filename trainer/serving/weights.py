@@ -1,6 +1,5 @@
 """Weights as a server reads them, and their top-1 tokens beside the trained ones' on held-out texts."""
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.lm_head import lm_head_input
 from decoding.model.loading import load_model
 from decoding.model.parallel import ParallelDraft
-from trainer.files.vllm_heads import vllm_name
+from trainer.files.head_names import read_by_vllm, vllm_name
 from trainer.serving.finding import TOP_1, Finding, equal, unknown
 
 _LEAST = 0.98
@@ -24,7 +23,6 @@ _LEAST = 0.98
 _WEIGHTS = "model.safetensors"
 _REMEDY = "export the speculator again"
 _VLLM_DEFAULTS = {"hidden_size": 4096, "vocab_size": 32001, "num_heads": 5, "num_hidden_layers": 1}
-_OLD_NAME = re.compile(r"(?P<head>\d+)\.(?P<layer>\d+)\.(?:linear\.(?P<part>weight|bias)|(?P<out>weight))")
 
 
 class ReadHeads(NamedTuple):
@@ -43,7 +41,7 @@ def read_vllm_heads(folder: Path, target: CausalLM, whole: bool = False) -> Read
     stored = _vllm_config(read_object(folder / "config.json", _REMEDY))
     config = _vllm_sizes(folder, stored)
     config.check_fits(target.hidden_size, target.vocab_size)
-    tensors = {_vllm_name(name): tensor for name, tensor in load_file(folder / _WEIGHTS).items()}
+    tensors = {read_by_vllm(name): tensor for name, tensor in load_file(folder / _WEIGHTS).items()}
     shared, biased = stored.get("original_lm_head", False), stored.get("medusa_fc_bias", False)
     read = MedusaHeads(config)
     state, faults, dropped, known = read.state_dict(), [], [], set()
@@ -88,16 +86,6 @@ def _vllm_config(stored: Mapping[str, Any]) -> dict[str, Any]:
         heads, layers = "num" in key and "heads" in key, "num" in key and "layers" in key
         renamed["num_heads" if heads else "num_hidden_layers" if layers else key] = value
     return renamed
-
-
-def _vllm_name(name: str) -> str:
-    """Translate the names of FasterDecoding's files, which vLLM reads as well."""
-    name = name.replace("medusa_heads.", "")
-    if (old := _OLD_NAME.fullmatch(name)) is None:
-        return name
-    return (
-        f"blocks.{old['head']}.layers.{old['layer']}.{old['part']}" if old["part"] else f"lm_heads.{old['head']}.weight"
-    )
 
 
 class ReadDraft(NamedTuple):
