@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.model.stored import write_weights
 from trainer.export import FORMATS, export
 from trainer.export.vllm import read_vllm_heads
 
@@ -309,13 +310,13 @@ def test_every_export_carries_a_card_with_what_is_known(heads_folder: Path, tmp_
 def test_a_corrupted_write_is_caught_and_leaves_nothing(
     heads_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
 ) -> None:
-    def save_one_bit_wrong(state: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    def write_one_bit_wrong(folder: Path, state: dict[str, torch.Tensor], *sizes: int) -> None:
         wrong = {name: tensor.clone() for name, tensor in state.items()}
         next(iter(wrong.values())).view(torch.int16).reshape(-1)[0] ^= 1
-        save_file(wrong, path, metadata=metadata)
+        write_weights(folder, wrong, *sizes)
 
     module = "decoding.model.heads" if format == "headstart" else "trainer.export.vllm"
-    monkeypatch.setattr(f"{module}.save_file", save_one_bit_wrong)
+    monkeypatch.setattr(f"{module}.write_weights", write_one_bit_wrong)
     with pytest.raises(ValueError, match="reads back with another"):
         export(heads_folder, tmp_path / "out", format)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

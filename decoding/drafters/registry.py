@@ -24,7 +24,7 @@ from decoding.drafters.parallel import ParallelDrafter
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
 from decoding.drafters.spec import WHOLE, DrafterSpec, Option, one_of, options_of, read_options, split_words, whole
 from decoding.model.causal_lm import CausalLM
-from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaHeads
+from decoding.model.heads import CONFIG_NAME, MedusaHeads
 from decoding.model.loading import (
     is_heads_folder,
     load_draft,
@@ -34,6 +34,7 @@ from decoding.model.loading import (
     parallel_folder,
 )
 from decoding.model.parallel import ParallelDraft
+from decoding.model.stored import WEIGHT_FILES
 
 Weights = Literal["heads", "draft", "parallel draft", "heads or draft", "draft and tokenizer"]
 
@@ -320,6 +321,6 @@ def _heads_folder(name: str) -> Path:
     if Path(name).exists():
         return Path(name)
     try:
-        return Path(snapshot_download(name, allow_patterns=[CONFIG_NAME, WEIGHTS_NAME]))
+        return Path(snapshot_download(name, allow_patterns=[CONFIG_NAME, *WEIGHT_FILES]))
     except (OSError, ValueError):  # `load_heads` raises the error, and lists the folders beside it
         return Path(name)

@@ -17,10 +17,10 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
-from decoding.model.heads import WEIGHTS_NAME
 from decoding.model.loading import TOKENIZER_PROBE, first_line, is_heads_folder
 from decoding.model.parallel import CONFIG_NAME as PARALLEL_CONFIG
 from decoding.model.parallel import WEIGHTS_NAME as PARALLEL_WEIGHTS
+from decoding.model.stored import INDEX_NAME, WEIGHTS_NAME
 from decoding.model.vocabulary import OUTPUT_TOKENS_KEY, OUTPUT_TOKENS_NAME
 
 _DIGITS = 16
@@ -36,7 +36,6 @@ _SAYS_NOTHING = (
 """Keys of a config that tell a model's origin and the way it runs, but do not change its outputs."""
 _ADAPTERS_SAY_NOTHING = ("base_model_name_or_path", "revision", "peft_version", "inference_mode", "auto_mapping")
 _ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_INDEX = f"{WEIGHTS_NAME}.index.json"
 _CHUNK = 1 << 24
 
 
@@ -146,13 +145,13 @@ def _tensors_of(name: str) -> Iterator[_Stored]:
         if (path := _file_of(name, single)) is not None:
             yield from _tensors_in(path)
             return
-    index = _file_of(name, _INDEX)
+    index = _file_of(name, INDEX_NAME)
     if index is None:
         raise ValueError(f"{name} holds no weights: no {WEIGHTS_NAME} is there (pickled weights are not loaded)")
     for shard in sorted(set(json.loads(index.read_text())["weight_map"].values())):
         path = _file_of(name, shard)
         if path is None:
-            raise ValueError(f"{name} lacks {shard}, which its {_INDEX} names: fetch it again")
+            raise ValueError(f"{name} lacks {shard}, which its {INDEX_NAME} names: fetch it again")
         yield from _tensors_in(path)
 
 

@@ -6,13 +6,14 @@ sizes that it would accept silently.
 
 import reprlib
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 from decoding.model.header import StoredTensor, check_whole, read_header, read_object
+from decoding.model.stored import weights_header
 
 _CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
-_WEIGHTS, _INDEX, _ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"
+_ADAPTER = "adapter_model.safetensors"
 _REMEDY = "copy the folder again from where it came"
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
@@ -44,7 +45,7 @@ def check_model_folder(folder: Path, above: tuple[Path, ...] = ()) -> None:
         text = config.get("text_config")
         for sizes in (config, text) if isinstance(text, dict) else (config,):
             _check_counts(folder / _CONFIG, sizes)
-        header = _weights_header(folder)
+        header = weights_header(folder, _REMEDY)
         if header:
             for sizes in (config, text) if isinstance(text, dict) else (config,):
                 _check_sizes(folder / _CONFIG, sizes, header)
@@ -88,45 +89,6 @@ def _check_rank(path: Path, key: str, rank: object, header: Mapping[str, StoredT
     dims = {size for tensor in header.values() for size in tensor.shape}
     if rank not in dims and (needed or rank > max(dims, default=0)):
         raise ValueError(f"{path} has a rank of {rank} as {key}, which no tensor in {_ADAPTER} has: {_REMEDY}")
-
-
-def _weights_header(folder: Path) -> dict[str, StoredTensor]:
-    """Return the header of all weights, from one file or from those of an index; empty if there are neither."""
-    if (folder / _WEIGHTS).is_file():
-        return read_header(folder / _WEIGHTS, _REMEDY)
-    if not (folder / _INDEX).is_file():
-        return {}
-    header: dict[str, StoredTensor] = {}
-    for shard in _shards(folder):
-        header |= read_header(folder / shard, _REMEDY)
-    return header
-
-
-def _shards(folder: Path) -> list[str]:
-    """Return the files that an index names; ValueError unless each one exists inside the folder."""
-    path = folder / _INDEX
-    index = read_object(path, _REMEDY)
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not isinstance(index.get("metadata", {}), dict):
-        raise ValueError(f"{path} is no index of weights (weight_map: names of tensors and of their files): {_REMEDY}")
-    shards = list(dict.fromkeys(map(_as_shard, weight_map.values())))
-    for shard in shards:
-        if shard is None or not (folder / shard).is_file():
-            wrong = next(name for name in weight_map.values() if _as_shard(name) == shard)
-            where = "is no file inside its folder" if shard is None else "is missing"
-            raise ValueError(f"{path} names {reprlib.repr(wrong)}, which {where}: {_REMEDY}")
-    return [shard for shard in shards if shard is not None]
-
-
-def _as_shard(name: object) -> str | None:
-    """Return the name if it is one of a safetensors file inside the folder (symbolic links may leave it), else None."""
-    if not isinstance(name, str) or not name.endswith(".safetensors") or "\0" in name:
-        return None
-    outside = any(kind(name).is_absolute() or kind(name).drive or ".." in kind(name).parts for kind in _PATHS)
-    return None if outside else name
-
-
-_PATHS = (PurePosixPath, PureWindowsPath)
 
 
 def _check_counts(path: Path, config: Mapping[str, Any]) -> None:

@@ -14,6 +14,8 @@ from safetensors import SafetensorError, safe_open
 
 _MOST_BYTES = 256 << 20
 """Greatest size of a JSON file, in bytes; the index of the largest models has a few MiB."""
+SHARD_BYTES = 5 * 10**9
+"""Greatest size of a file of weights, in bytes; a larger tensor has a file of its own."""
 _FLOATS = ("BF16", "F16", "F32", "F64")
 """Dtypes that heads may have, by their safetensors names."""
 
@@ -48,12 +50,14 @@ def read_header(path: Path, remedy: str) -> dict[str, StoredTensor]:
         raise ValueError(f"{path} cannot be read as safetensors ({error}): {remedy}") from error
 
 
-def check_tensors(path: Path, expected: Iterable[tuple[str, tuple[int, ...]]], remedy: str) -> None:
-    """Raise ValueError unless a weights file holds exactly these names and shapes, in one floating dtype.
+def check_tensors(
+    path: Path, header: Mapping[str, StoredTensor], expected: Iterable[tuple[str, tuple[int, ...]]], remedy: str
+) -> None:
+    """Raise ValueError unless the header of weights has exactly these names and shapes, in one floating dtype.
 
-    ``expected`` is read up to the first missing name only, however many names a wrong config makes it yield.
+    ``path``: the file or the folder that the header is of, for messages. ``expected`` is read up to the first missing
+    name only, however many names a wrong config makes it yield.
     """
-    header = read_header(path, remedy)
     if not header:
         raise ValueError(f"{path} holds no tensors: {remedy}")
     known = set()

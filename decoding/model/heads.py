@@ -13,18 +13,23 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Float, Int
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from decoding.model.finite import check_finite
-from decoding.model.header import check_tensors, check_whole, read_object
+from decoding.model.header import SHARD_BYTES, check_tensors, check_whole, read_object
 from decoding.model.markov import MarkovBias
 from decoding.model.output_layer import OutputLayer
+from decoding.model.stored import (
+    WEIGHTS_NAME,
+    has_weights,
+    read_weights,
+    weights_header,
+    write_weights,
+)
 from decoding.rules.tree import checked_paths
 
 CONFIG_NAME = "config.json"
-WEIGHTS_NAME = "model.safetensors"
 FORMAT = "headstart-medusa"
 _REMEDY = "give heads as headstart wrote them"
 
@@ -291,13 +296,12 @@ class MedusaHeads(nn.Module):
             )
         return embeddings
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write ``config.json`` and ``model.safetensors`` to the folder."""
+    def save_pretrained(self, folder: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
+        """Write ``config.json`` and the weights to the folder, in shards as `write_weights` makes them."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG_NAME).write_text(json.dumps({"format": FORMAT, **asdict(self.config)}, indent=2) + "\n")
-        state = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
-        save_file(state, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+        write_weights(folder, self.state_dict(), shard_bytes)
 
     @staticmethod
     def from_pretrained(
@@ -310,21 +314,25 @@ class MedusaHeads(nn.Module):
         """
         folder = Path(folder)
         config = read_config(folder)
-        check_tensors(folder / WEIGHTS_NAME, config.shapes(), _REMEDY)
-        return loaded(config, load_file(folder / WEIGHTS_NAME), folder, dtype).to(device)
+        check_tensors(folder / WEIGHTS_NAME, weights_header(folder, _REMEDY), config.shapes(), _REMEDY)
+        return loaded(config, read_weights(folder, _REMEDY), folder, dtype).to(device)
 
 
 def loaded(
     config: MedusaConfig, weights: dict[str, Tensor], folder: Path, dtype: torch.dtype | None = None
 ) -> MedusaHeads:
-    """Build heads with these weights, ready to decode, in ``dtype`` (None: the weights' own).
+    """Build heads of these weights, ready to decode, in ``dtype`` (None: the weights' own).
 
-    ValueError for a weight that is not finite in that dtype; the message names ``folder`` as its source.
+    The heads hold the given tensors, not copies, and ``weights`` is emptied: in another dtype, tensor by tensor takes
+    the place of the one before. ValueError for a weight that is not finite in that dtype; the message names ``folder``
+    as its source.
     """
     check_finite(weights, f"{folder}", "give an earlier checkpoint, or train the heads again")
     stored = next(iter(weights.values())).dtype
-    heads = MedusaHeads(config).to(stored)
-    heads.load_state_dict(weights)
+    with torch.device("meta"):
+        heads = MedusaHeads(config)
+    heads.load_state_dict(weights, assign=True)
+    weights.clear()
     if dtype not in (None, stored):
         heads.to(dtype)
         check_finite(heads.state_dict(), f"{folder} in {dtype}", "give a dtype of a wider range, such as bf16")
@@ -333,8 +341,8 @@ def loaded(
 
 def read_config(folder: Path) -> MedusaConfig:
     """Read the ``config.json`` beside the weights of heads. ValueError unless it describes heads in `FORMAT`."""
-    for name in (CONFIG_NAME, WEIGHTS_NAME):
-        if not (folder / name).is_file():
+    for name, there in ((CONFIG_NAME, (folder / CONFIG_NAME).is_file()), (WEIGHTS_NAME, has_weights(folder))):
+        if not there:
             raise ValueError(f"{folder} holds no Medusa heads: {name} is missing")
     stored = read_object(folder / CONFIG_NAME, _REMEDY)
     if stored.get("tree") == []:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from decoding.model.causal_lm import CausalLM
 from decoding.model.embeddings import input_embeddings
 from decoding.model.finite import check_finite
-from decoding.model.header import check_tensors, check_whole, read_object
+from decoding.model.header import check_tensors, check_whole, read_header, read_object
 from decoding.model.markov import MarkovBias
 from decoding.rules.tree import MOST_NODES, checked_paths
 
@@ -122,8 +122,9 @@ class ParallelParts(nn.Module):
         config = read_config(folder)
         weights: dict[str, Tensor] = {}
         if shapes := dict(config.shapes()):
-            check_tensors(folder / WEIGHTS_NAME, shapes.items(), _REMEDY)
-            weights = load_file(folder / WEIGHTS_NAME)
+            path = folder / WEIGHTS_NAME
+            check_tensors(path, read_header(path, _REMEDY), shapes.items(), _REMEDY)
+            weights = load_file(path)
         parts = ParallelParts(config)
         parts.load_state_dict(weights)
         parts.to(dtype)

@@ -9,6 +9,8 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from decoding.model.header import SHARD_BYTES
+
 DeviceMap = Annotated[
     str | None, Option(help="auto spreads a target that fits no single GPU over all of them; by default one holds it.")
 ]
@@ -301,6 +303,9 @@ class ExportOptions:
     ] = None
     target: Annotated[str | None, Option(help="Target, if it is not where the training run recorded it.")] = None
     type: Annotated[str | None, Option(help="Type of the stored numbers, for a format that has several.")] = None
+    shard_bytes: Annotated[
+        int, Option(min=1, help="Greatest size of a file of weights, in bytes; more is written in shards.")
+    ] = SHARD_BYTES
     overwrite: Annotated[bool, Option(help="Replace an earlier export in the folder.")] = False
     trust_remote_code: Trusted = False
 

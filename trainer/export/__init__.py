@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from decoding.measure.redact import without_local_paths
+from decoding.model.header import SHARD_BYTES
 from trainer.export.artefact import Task
 from trainer.export.card import CARD_NAME, is_own_card, read_provenance, read_report, render_card
 from trainer.export.formats import FORMATS, HEADS, check_format, kind_held_in
@@ -46,6 +47,7 @@ def export(
     target: str | None = None,
     type: str | None = None,
     trust_remote_code: bool = False,
+    shard_bytes: int = SHARD_BYTES,
 ) -> ExportSummary:
     """Write the artefact in ``source`` to ``destination`` in one of `FORMATS`, with a model card.
 
@@ -54,7 +56,8 @@ def export(
     `decoding.measure.evaluate` whose figures go on the card. ``overwrite`` replaces an earlier export, never a folder
     that holds anything else. ``plan`` is a ``plan.json`` by `decoding.measure.planning` whose tree the format headstart
     stores, and whose depths by batch size go on the card. ``target``: the model that the artefact drafts for, if it is
-    not the one that the training run recorded. ``type``: one of the format's types of numbers.
+    not the one that the training run recorded. ``type``: one of the format's types of numbers. ``shard_bytes``: the
+    greatest size of a file of weights; heads and drafts that take more are written in shards.
 
     `ValueError` for an unknown format or one that does not fit the artefact, a source without weights, a destination
     that is not empty, a report or a plan that is malformed or of other weights, and files that read back differently.
@@ -69,7 +72,7 @@ def export(
 
     def write(folder: Path) -> None:
         tree = planned.tree if planned else ()
-        task = Task(source, folder, format, target or target_of(source), tree, type, trust_remote_code)
+        task = Task(source, folder, format, target or target_of(source), tree, type, trust_remote_code, shard_bytes)
         written = write_format(task)
         card = render_card(written.artefact, provenance, measured, planned)
         (folder / CARD_NAME).write_text(card, encoding="utf-8")

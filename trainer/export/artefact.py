@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from decoding.model.header import SHARD_BYTES
+
 if TYPE_CHECKING:
     from decoding.rules.best_tree import Paths
 
@@ -24,6 +26,8 @@ class Task:
     type: str | None = None
     """Type of the stored numbers, for a format that has several; None for its default."""
     trust_remote_code: bool = False
+    shard_bytes: int = SHARD_BYTES
+    """Greatest size of a file of weights, in bytes, where the format knows shards."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ def decode_greedily(
     """Decode prompts of token ids by the loop itself; ``drafter`` None decodes plainly."""
     config = DecodingConfig(max_new_tokens, eos_token_ids=tuple(eos_token_ids))
     texts: list[tuple[int, ...]] = [()] * len(prompts)
-    passes, drafted, accepted = 0, 0, []
+    passes, drafted = 0, 0
+    accepted: list[int] = []
     for place, step in Engine(target, drafter).steps(prompts, config, batch_size=batch_size):
         texts[place] += step.tokens
         if step.is_prefill:

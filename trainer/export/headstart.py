@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from decoding.model.heads import MedusaHeads
+from decoding.model.heads import MedusaHeads, read_config
 from trainer.export import draft
 from trainer.export.artefact import Artefact, Task, Written
 from trainer.export.formats import HEADS, kind_held_in
-from trainer.export.readback import check_bit_equal
+from trainer.export.readback import check_stored
 
 
 def describe_heads(heads: MedusaHeads, format: str) -> Artefact:
@@ -34,10 +34,10 @@ def write(task: Task) -> Written:
     folder, heads = task.folder, MedusaHeads.from_pretrained(task.source)
     if task.tree:
         heads.config = replace(heads.config, tree=task.tree)
-    heads.save_pretrained(folder)
-    read = MedusaHeads.from_pretrained(folder)
-    if read.config != heads.config:
+    heads.save_pretrained(folder, task.shard_bytes)
+    if read_config(folder) != heads.config:
         raise ValueError(f"{folder} reads back with another config than was written: export again")
-    check_bit_equal(heads.state_dict(), read.state_dict(), folder)
-    compared = f"{len(heads.state_dict())} tensors and the tree read back bit-equal"
+    state = heads.state_dict()
+    check_stored(state, folder)
+    compared = f"{len(state)} tensors and the tree read back bit-equal"
     return Written(describe_heads(heads, task.format), (compared,))

@@ -9,14 +9,13 @@ import reprlib
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
-
 from decoding.model.header import check_tensors, check_whole, read_object
-from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads, loaded
+from decoding.model.heads import CONFIG_NAME, MedusaConfig, MedusaHeads, loaded
+from decoding.model.stored import WEIGHTS_NAME, read_weights, weights_header, write_weights
 from decoding.rules.tree import MOST_NODES
 from trainer.export.artefact import Task, Written
 from trainer.export.headstart import describe_heads
-from trainer.export.readback import check_bit_equal
+from trainer.export.readback import check_stored
 from trainer.files.head_names import vllm_name
 
 _REMEDY = "export the heads again"
@@ -56,11 +55,11 @@ def write(task: Task) -> Written:
             f"the heads in {source} add a bias of rank {heads.config.markov_rank} by the token before, which vLLM's "
             "Medusa heads do not: give format headstart, or train heads with heads.markov_rank=0"
         )
-    state = heads.state_dict()
+    state = {vllm_name(name): tensor for name, tensor in heads.state_dict().items()}
     (folder / CONFIG_NAME).write_text(json.dumps(vllm_config(heads.config), indent=2) + "\n")
-    tensors = {vllm_name(name): tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
-    check_bit_equal(state, read_vllm_heads(folder).state_dict(), folder)
+    write_weights(folder, state, task.shard_bytes)
+    _read_config(folder)
+    check_stored(state, folder)
     compared = f"{len(state)} tensors read back bit-equal under vLLM's names, biases included"
     return Written(describe_heads(heads, task.format), (compared,))
 
@@ -71,8 +70,9 @@ def read_vllm_heads(folder: Path) -> MedusaHeads:
     Stricter than vLLM, which ignores unknown tensors and leaves missing ones random: either is a `ValueError` here.
     """
     config = _read_config(folder)
-    check_tensors(folder / WEIGHTS_NAME, ((vllm_name(name), shape) for name, shape in config.shapes()), _REMEDY)
-    stored = load_file(folder / WEIGHTS_NAME)
+    expected = ((vllm_name(name), shape) for name, shape in config.shapes())
+    check_tensors(folder / WEIGHTS_NAME, weights_header(folder, _REMEDY), expected, _REMEDY)
+    stored = read_weights(folder, _REMEDY)
     return loaded(config, {name: stored[vllm_name(name)] for name, _ in config.shapes()}, folder)
 
 

@@ -15,6 +15,7 @@ from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.lm_head import lm_head_input
 from decoding.model.loading import load_model
 from decoding.model.parallel import ParallelDraft
+from decoding.model.stored import stored_weights, weights_header
 from trainer.files.head_names import read_by_vllm, vllm_name
 from trainer.serving.finding import TOP_1, Finding, equal, unknown
 
@@ -41,7 +42,7 @@ def read_vllm_heads(folder: Path, target: CausalLM, whole: bool = False) -> Read
     stored = _vllm_config(read_object(folder / "config.json", _REMEDY))
     config = _vllm_sizes(folder, stored)
     config.check_fits(target.hidden_size, target.vocab_size)
-    tensors = {read_by_vllm(name): tensor for name, tensor in load_file(folder / _WEIGHTS).items()}
+    tensors = {read_by_vllm(name): tensor for name, tensor in stored_weights(folder, _REMEDY)}
     shared, biased = stored.get("original_lm_head", False), stored.get("medusa_fc_bias", False)
     read = MedusaHeads(config)
     state, faults, dropped, known = read.state_dict(), [], [], set()
@@ -72,7 +73,7 @@ def _vllm_sizes(folder: Path, stored: Mapping[str, Any]) -> MedusaConfig:
     for key, size in sizes.items():
         check_whole(key, size, least=0)
     heads, layers = sizes["num_heads"], sizes["num_hidden_layers"]
-    names = len(read_header(folder / _WEIGHTS, _REMEDY))
+    names = len(weights_header(folder, _REMEDY))
     if max(heads, heads * layers) > 4 * names:  # they are built before they are filled
         raise ValueError(f"{folder} has {names} tensors, too few for {heads} heads of {layers} layers: {_REMEDY}")
     tree = tuple((0,) * depth for depth in range(1, heads + 1))

@@ -1,0 +1,85 @@
+"""Weights in a folder: one safetensors file, or shards of it with an index; no second copy of them takes memory.
+
+Files are written from where the tensors lie, and are read into the memory that the tensors keep: weights of any size
+need room for themselves and little else.
+"""
+
+import reprlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+from huggingface_hub import save_torch_state_dict
+from safetensors import safe_open
+from torch import Tensor
+
+from decoding.model.header import SHARD_BYTES, StoredTensor, read_header, read_object
+
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
+WEIGHT_FILES = (WEIGHTS_NAME, INDEX_NAME, "model-*.safetensors")
+"""Patterns of all names of such files, for a download."""
+_PATHS = (PurePosixPath, PureWindowsPath)
+
+
+def write_weights(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> None:
+    """Write ``model.safetensors``, or shards with an index where the tensors take more than ``shard_bytes``.
+
+    Earlier weights of the folder are replaced. Contiguous tensors on the CPU are written from where they lie; others
+    are copied there first.
+    """
+    state = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    save_torch_state_dict(state, folder, max_shard_size=shard_bytes)
+
+
+def has_weights(folder: Path) -> bool:
+    """Return True if the folder holds a file of weights, or an index of shards."""
+    return any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME))
+
+
+def weight_files(folder: Path, remedy: str) -> list[Path]:
+    """Return the file of the weights, or the shards that the index names; none where the folder has neither.
+
+    ValueError with ``remedy`` unless each shard exists inside the folder.
+    """
+    if (folder / WEIGHTS_NAME).is_file():
+        return [folder / WEIGHTS_NAME]
+    if not (folder / INDEX_NAME).is_file():
+        return []
+    path = folder / INDEX_NAME
+    index = read_object(path, remedy)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not isinstance(index.get("metadata", {}), dict):
+        raise ValueError(f"{path} is no index of weights (weight_map: names of tensors and of their files): {remedy}")
+    shards = list(dict.fromkeys(map(_as_shard, weight_map.values())))
+    for shard in shards:
+        if shard is None or not (folder / shard).is_file():
+            wrong = next(name for name in weight_map.values() if _as_shard(name) == shard)
+            where = "is no file inside its folder" if shard is None else "is missing"
+            raise ValueError(f"{path} names {reprlib.repr(wrong)}, which {where}: {remedy}")
+    return [folder / shard for shard in shards if shard is not None]
+
+
+def weights_header(folder: Path, remedy: str) -> dict[str, StoredTensor]:
+    """Return names, dtypes and shapes of all tensors; none where the folder has no weights. Errors: `weight_files`."""
+    return {name: tensor for path in weight_files(folder, remedy) for name, tensor in read_header(path, remedy).items()}
+
+
+def stored_weights(folder: Path, remedy: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and value of every tensor, one in memory at a time. Errors: `weight_files`."""
+    for path in weight_files(folder, remedy):
+        with safe_open(path, framework="pt", backend="pread") as file:  # into memory of its own: the file may change
+            for name in file.keys():  # noqa: SIM118  # not a mapping
+                yield name, file.get_tensor(name)
+
+
+def read_weights(folder: Path, remedy: str) -> dict[str, Tensor]:
+    """Read all tensors. Errors: `weight_files`."""
+    return dict(stored_weights(folder, remedy))
+
+
+def _as_shard(name: object) -> str | None:
+    """Return the name if it is one of a safetensors file inside the folder (symbolic links may leave it), else None."""
+    if not isinstance(name, str) or not name.endswith(".safetensors") or "\0" in name:
+        return None
+    outside = any(kind(name).is_absolute() or kind(name).drive or ".." in kind(name).parts for kind in _PATHS)
+    return None if outside else name

@@ -1,0 +1,79 @@
+"""Weights in shards: one model whatever their number of files."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from test_export import CONFIG, bits, random_heads
+
+from decoding.model.fingerprint import stored_fingerprint
+from decoding.model.heads import MedusaHeads
+from decoding.model.loading import is_heads_folder
+from decoding.model.stored import weight_files
+from trainer.export import export
+from trainer.export.vllm import read_vllm_heads
+
+SHARDS = ["model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors", "model-00003-of-00003.safetensors"]
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """Heads of 4 blocks of 64 + 8 numbers and 2 lm_heads of 96, 2 bytes each: 960 bytes, in shards of at most 400."""
+    random_heads(dtype=torch.bfloat16).save_pretrained(tmp_path / "sharded", shard_bytes=400)
+    return tmp_path / "sharded"
+
+
+def test_shards_are_named_as_transformers_names_them_and_hold_every_tensor_once(sharded: Path) -> None:
+    assert sorted(path.name for path in sharded.iterdir()) == ["config.json", *SHARDS, "model.safetensors.index.json"]
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == dict(CONFIG.shapes()).keys() and set(index["weight_map"].values()) == {*SHARDS}
+    assert index["metadata"]["total_size"] == 960
+    assert all(path.stat().st_size < 400 + 1000 for path in weight_files(sharded, ""))
+
+
+def test_sharded_heads_are_the_same_heads(sharded: Path, tmp_path: Path) -> None:
+    whole = random_heads(dtype=torch.bfloat16)
+    whole.save_pretrained(tmp_path / "whole")
+    read = MedusaHeads.from_pretrained(sharded)
+    assert is_heads_folder(sharded) and read.config == whole.config
+    assert {n: bits(t) for n, t in read.state_dict().items()} == {n: bits(t) for n, t in whole.state_dict().items()}
+    assert stored_fingerprint(sharded) == stored_fingerprint(tmp_path / "whole")
+
+
+def test_heads_that_are_written_again_as_one_file_leave_no_shard(sharded: Path) -> None:
+    before = stored_fingerprint(sharded)
+    MedusaHeads.from_pretrained(sharded).save_pretrained(sharded)
+    assert sorted(path.name for path in sharded.iterdir()) == ["config.json", "model.safetensors"]
+    assert stored_fingerprint(sharded) == before
+
+
+@pytest.mark.parametrize(("format", "read"), [("headstart", MedusaHeads.from_pretrained), ("vllm", read_vllm_heads)])
+def test_sharded_heads_are_exported_in_shards(sharded: Path, tmp_path: Path, format: str, read: object) -> None:
+    summary = export(sharded, tmp_path / "out", format, shard_bytes=400)
+    assert {*SHARDS, "model.safetensors.index.json"} < summary.files.keys()
+    assert callable(read)
+    assert [bits(tensor) for tensor in read(tmp_path / "out").state_dict().values()] == [
+        bits(tensor) for tensor in random_heads(dtype=torch.bfloat16).state_dict().values()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [("../model.safetensors", "is no file inside its folder"), ("model-4.safetensors", "is missing")],
+)
+def test_an_index_that_leads_out_of_the_folder_or_to_nothing_is_refused(
+    sharded: Path, name: str, complaint: str
+) -> None:
+    path = sharded / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["heads.0.lm_head.weight"] = name
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=complaint):
+        MedusaHeads.from_pretrained(sharded)
+
+
+def test_a_shard_of_other_heads_is_refused(sharded: Path) -> None:
+    (sharded / SHARDS[2]).write_bytes((sharded / SHARDS[0]).read_bytes())
+    with pytest.raises(ValueError, match=r"does not fit its config: .* is missing"):
+        MedusaHeads.from_pretrained(sharded)
