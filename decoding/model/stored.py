@@ -4,12 +4,14 @@ Files are written from where the tensors lie, and are read into the memory that 
 need room for themselves and little else.
 """
 
+import json
 import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
-from huggingface_hub import save_torch_state_dict
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from decoding.model.header import SHARD_BYTES, StoredTensor, read_header, read_object
@@ -18,6 +20,7 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
 WEIGHT_FILES = (WEIGHTS_NAME, INDEX_NAME, "model-*.safetensors")
 """Patterns of all names of such files, for a download."""
+_PATTERN = "model{suffix}.safetensors"
 _PATHS = (PurePosixPath, PureWindowsPath)
 
 
@@ -27,8 +30,18 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int 
     Earlier weights of the folder are replaced. Contiguous tensors on the CPU are written from where they lie; others
     are copied there first.
     """
-    state = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-    save_torch_state_dict(state, folder, max_shard_size=shard_bytes)
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    # Tensors that lie side by side in one storage (`StackedHeads`) are several all the same: hence no get_storage_id.
+    split = split_state_dict_into_shards_factory(
+        state, get_storage_size=lambda tensor: tensor.nbytes, filename_pattern=_PATTERN, max_shard_size=shard_bytes
+    )
+    for left in (path for pattern in WEIGHT_FILES for path in folder.glob(pattern)):
+        left.unlink()
+    for name, held in split.filename_to_tensors.items():
+        save_file({each: state[each] for each in held}, folder / name, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def has_weights(folder: Path) -> bool:
