@@ -9,21 +9,14 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from decoding.model.causal_lm import CausalLM
 from decoding.model.header import read_object
 from decoding.model.loading import UNREADABLE, check_same_tokenizer, load_tokenizer, reason
-from decoding.model.vocabulary import OUTPUT_TOKENS_KEY
-from trainer.files.transformers4 import rope_keys
+from trainer.files.server_traps import misread, other_size, taken_over, too_few_positions, trimmed
 from trainer.serving.finding import ROPE, VOCABULARY, Finding, joined, unknown
 
 _REMEDY = "export the speculator again"
-_VERSION_4 = {"rope_theta": 10000.0, "rotary_emb_base": 10000.0, "partial_rotary_factor": 1.0, "rotary_pct": 0.25}
-"""The values that transformers 4 takes for missing keys, in nearly all families."""
-_BY_FAMILY = {"mixtral": {"rope_theta": 1e6}, "gemma3_text": {"rope_theta": 1e6, "rope_local_base_freq": 10000.0}}
 _COMPARED = (
     *("rope_parameters", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
     *("max_position_embeddings", "n_positions", "original_max_position_embeddings"),
 )
-_TAKES_OVER = ("eagle3", "eagle-", "dflash", "dspark")
-"""Parts of a path by which vLLM 0.32 chooses the method, whatever the config says."""
-
 Difference = tuple[str, str]
 """A difference in words, and its remedy."""
 
@@ -47,47 +40,19 @@ def compare_settings(
     read: list[str] = []
     if target_folder is not None and (target_folder / "config.json").is_file():
         read.append("the target's")
-        differences += _misread("the target's", read_object(target_folder / "config.json", _REMEDY))
+        differences += misread("the target's", read_object(target_folder / "config.json", _REMEDY))
     if served is not None:
-        differences += _taken_over(served)
+        differences += taken_over(str(served))
     if served is not None and not is_vllm_heads(served):
         read.append("the draft's")
         stored = read_object(served / "config.json", _REMEDY)
         differences += _other_settings(served, trained)
-        differences += _misread("the draft's", stored)
-        differences += _too_few_positions(stored, longest)
+        differences += misread("the draft's", stored)
+        differences += too_few_positions(stored, longest)
     if not read and not differences:
         return unknown(ROPE, "no config of the target or of a draft is in a local folder")
     told = f"{' and '.join(read) or 'no'} config means the same to every reader"
     return joined(ROPE, differences, f"{told}{_beside_target(target, served)}")
-
-
-def _misread(whose: str, stored: Mapping[str, Any]) -> list[Difference]:
-    """Return the settings that a reader of transformers 4's keys takes otherwise than transformers 5."""
-    text = stored.get("text_config")
-    config = {**stored, **text} if isinstance(text, dict) else stored
-    defaults = {**_VERSION_4, **_BY_FAMILY.get(str(config.get("model_type")), {})}
-    try:
-        wanted = rope_keys(config)
-    except ValueError as error:
-        return [
-            (f"{whose} config.json cannot be read by programs with transformers 4: {error}", "serve it with another")
-        ]
-    found = []
-    for key, value in wanted.items():
-        taken = config.get(key, defaults.get(key))
-        if taken != value:
-            how = "has" if key in config else "lacks"
-            became = f"{taken}" if taken is not None else "none"
-            found.append(
-                (
-                    f"{whose} config.json {how} {key}{' ' + str(taken) if key in config else ''}, so a reader of "
-                    f"transformers 4's keys takes {became}, where transformers 5 reads {value} from rope_parameters",
-                    f"write {key} beside rope_parameters: 'headstart export' does, or serve with a program that reads "
-                    "rope_parameters",
-                )
-            )
-    return found
 
 
 def _other_settings(served: Path, trained: Path | None) -> list[Difference]:
@@ -122,30 +87,6 @@ def _plain(value: Any) -> Any:
     return {key: held for key, held in value.items() if key != "type"} if isinstance(value, dict) else value
 
 
-def _too_few_positions(stored: Mapping[str, Any], longest: int) -> list[Difference]:
-    positions = stored.get("max_position_embeddings", stored.get("n_positions"))
-    if not isinstance(positions, int) or positions >= longest:
-        return []
-    return [
-        (
-            f"the draft holds {positions} positions, and texts here have up to {longest}: nothing is drafted behind",
-            "train a draft with as many positions as the texts need, or serve shorter texts",
-        )
-    ]
-
-
-def _taken_over(served: Path) -> list[Difference]:
-    part = next((part for part in _TAKES_OVER if part in str(served)), None)
-    if part is None:
-        return []
-    return [
-        (
-            f"the path of the served folder has {part!r} in it, by which vLLM chooses another method",
-            "rename the folder",
-        )
-    ]
-
-
 def _beside_target(target: CausalLM, served: Path | None) -> str:
     """Return a remark on a draft whose rope is not its target's, which is right only if it was trained so."""
     if served is None or is_vllm_heads(served) or isinstance(read := _as_read(served), str):
@@ -171,7 +112,7 @@ def compare_vocabularies(
         differences += _truncated(stored, target.vocab_size)
     else:
         differences += _other_tokens(tokenizer, served, trusted)
-        differences += _trimmed(stored)
+        differences += trimmed(stored)
     return joined(VOCABULARY, differences, f"both have {size} tokens", target=target.vocab_size, speculator=size)
 
 
@@ -180,12 +121,7 @@ def _sizes(size: Any, wanted: int, heads: bool) -> Sequence[Difference]:
         return ()
     if heads:
         return ((f"the served heads predict {size} tokens and the target knows {wanted}", _OWN_TARGET),)
-    found = f"the served draft knows {size} tokens and the target {wanted}"
-    remedy = (
-        "in vLLM set use_heterogeneous_vocab true; llama.cpp takes up to 128 more or fewer; transformers takes it for "
-        "another tokenizer; or pad the draft's embeddings to the target's size"
-    )
-    return ((found, remedy),)
+    return other_size(size, wanted)
 
 
 _OWN_TARGET = "serve heads that were trained on this target"
@@ -207,16 +143,3 @@ def _other_tokens(tokenizer: PreTrainedTokenizerBase, served: Path, trusted: boo
         found, _, remedy = str(error).rpartition("; ")
         return ((found or str(error), remedy if found else _REMEDY),)
     return ()
-
-
-def _trimmed(stored: Mapping[str, Any]) -> Sequence[Difference]:
-    name = stored.get(OUTPUT_TOKENS_KEY)
-    if name is None:
-        return ()
-    return (
-        (
-            f"the draft's lm_head is trimmed by {name}, which no server reads: it writes with the whole lm_head, "
-            "at the cost of the whole",
-            "compare with the figures of a draft that is not trimmed, or train one (draft.vocabulary=null)",
-        ),
-    )
