@@ -25,6 +25,7 @@ from trainer.commands.options import (
     PlanOptions,
     RealignOptions,
     RegenerateOptions,
+    ServeCommandOptions,
     VerifyOptions,
 )
 from trainer.commands.usage import BAD_INPUT, Command
@@ -260,6 +261,15 @@ def export(options: ExportOptions) -> None:
     from trainer.export import export as run_export
 
     print(run_export(**vars(options)))
+
+
+@app.command("serve-command", cls=Command)
+@takes(ServeCommandOptions)
+def serve_command(options: ServeCommandOptions) -> None:
+    """Print the command that serves an exported folder, with the planned depth; its traps go to standard error."""
+    from trainer.commands.serve_command import run_serve_command
+
+    run_serve_command(options)
 
 
 @app.command(cls=Command)

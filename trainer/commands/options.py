@@ -311,6 +311,22 @@ class ExportOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServeCommandOptions:
+    """Options of `headstart serve-command`."""
+
+    folder: Annotated[Path, Argument(help="Folder that 'headstart export' wrote, or that of a training run.")]
+    server: Annotated[
+        str | None, Option(help="vllm, llama.cpp, sglang or transformers; all that take the folder if not given.")
+    ] = None
+    target: Annotated[str | None, Option(help="Target, if it is not where the training run recorded it.")] = None
+    plan: Annotated[
+        Path | None, Option(help="plan.json of these weights, for the depth; by default the one in the folder.")
+    ] = None
+    depth: Annotated[int | None, Option(min=1, help="Tokens to draft at a time, in place of a plan's.")] = None
+    json: JsonFile = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class DiagnoseOptions(ModelOptions):
     """Options of `headstart diagnose`."""
 

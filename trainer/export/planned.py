@@ -1,11 +1,13 @@
 """A plan's part for the weights to export: their tree, and the depths by batch size that servers take."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from decoding.drafters.registry import parse_drafter
-from decoding.measure.planning.plan_file import read_plan
+from decoding.measure.planning.plan_file import Plan, read_plan
 from decoding.measure.redact import without_local_paths
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.rules.best_tree import Paths
@@ -30,6 +32,11 @@ class Planned:
         return max((depth for _, _, depth in self.schedule), default=0)
 
     @property
+    def alone(self) -> int:
+        """Depth of the best chain at batch size 1; 0 where none pays."""
+        return self.schedule[0][2] if self.schedule else 0
+
+    @property
     def listed(self) -> str:
         """The schedule as JSON: ``[[1,4,3],[5,16,0]]``."""
         return json.dumps(self.schedule, separators=(",", ":"))
@@ -49,7 +56,11 @@ class Planned:
 def read_planned(path: Path, source: Path) -> Planned:
     """Read a plan's part for the weights in ``source``; ValueError if it was made with other weights."""
     plan = read_plan(path)
-    drafter = plan.drafter_of(stored_fingerprint(source))
+    return planned_for(plan, plan.drafter_of(stored_fingerprint(source)))
+
+
+def planned_for(plan: Plan, drafter: Mapping[str, Any]) -> Planned:
+    """Return the part of a plan for one of its drafters."""
     tree = plan.best_of(drafter["drafter"])["best"]["tree"]
     hardware = plan.content["hardware"]
     machine = str(hardware.get("gpu") or f"{hardware['processor']}, {hardware['threads']} threads")

@@ -1,0 +1,112 @@
+"""The commands that serve an exported folder: one for each server that takes it, with its depth and its traps.
+
+`commands_of` is pure: it reads the folder's files and starts nothing. The model card and ``headstart serve-command``
+print the same commands.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from decoding.drafters.registry import parse_drafter
+from decoding.measure.planning.plan_file import read_plan
+from trainer.export import servers
+from trainer.export.exported import GGUF, MEDUSA_HEADS, VLLM_HEADS, Exported, read_exported
+from trainer.export.planned import Planned, planned_for, read_planned
+from trainer.export.served import Depth, ServedTarget, ServerCommand, Serving
+
+PLAN_NAME = "plan.json"
+_DRAFT_TOKENS = 4
+_PLAN = "; 'headstart plan' finds the best depth for a machine"
+_WRITERS: Mapping[str, Callable[[Serving], ServerCommand]] = {
+    "vllm": servers.vllm,
+    "llama.cpp": servers.llama_cpp,
+    "sglang": servers.sglang,
+    "transformers": servers.transformers,
+}
+SERVERS = tuple(_WRITERS)
+
+
+def commands_of(
+    folder: Path,
+    target: str | None = None,
+    planned: Planned | Path | None = None,
+    server: str | None = None,
+    depth: int | None = None,
+    shown: str | None = None,
+) -> tuple[ServerCommand, ...]:
+    """Return the commands of all servers that take an exported folder, or of one; empty where none takes it.
+
+    ``target``: Hub id or folder of the model that it drafts for; by default the one that its provenance names.
+    ``planned``: depths by batch size, read already or from a plan.json; by default the plan.json in the folder, if
+    there is one. ``depth``: tokens to draft at a time, in place of a plan's. ``shown``: the folder's name in the
+    commands, such as ``DIR`` on a model card; by default its path.
+
+    ValueError for a folder without a speculator, an unknown server, one that does not take the folder (with ``server``
+    alone), and a plan of other weights.
+    """
+    if server is not None and server not in SERVERS:
+        raise ValueError(f"server is {server!r}: give one of {', '.join(SERVERS)}")
+    if depth is not None and depth < 1:
+        raise ValueError(f"depth is {depth}: give at least 1")
+    exported = read_exported(Path(folder))
+    if server is not None and (reason := servers.refusal(server, exported)):
+        raise ValueError(reason)
+    if planned is None and (exported.folder / PLAN_NAME).is_file():
+        planned = exported.folder / PLAN_NAME
+    part = _planned(planned, exported) if isinstance(planned, Path) else planned
+    serving = Serving(
+        exported,
+        shown or str(exported.folder),
+        ServedTarget.named(exported.folder, target),
+        _depth(exported, part, depth),
+    )
+    names = [name for name in SERVERS if server in (None, name) and servers.refusal(name, exported) is None]
+    return tuple(_WRITERS[name](serving) for name in names)
+
+
+def refusals_of(folder: Path) -> dict[str, str]:
+    """Return one sentence for each server that does not take the folder; ValueError for one without a speculator."""
+    exported = read_exported(Path(folder))
+    reasons = {name: servers.refusal(name, exported) for name in SERVERS}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def _planned(path: Path, exported: Exported) -> Planned:
+    """Read a plan's part for these weights; where a format renames the weights, that of their kind."""
+    if exported.kind not in (VLLM_HEADS, MEDUSA_HEADS, GGUF):
+        return read_planned(path, exported.folder)
+    plan = read_plan(path)
+    found = [
+        held
+        for held in plan.content["drafters"]
+        if held["kind"] != "fixed" and parse_drafter(held["drafter"]).name == exported.spec
+    ]
+    if len(found) != 1:
+        raise ValueError(
+            f"{path} plans {len(found) or 'no'} drafters called {exported.spec}, and by the format of "
+            f"{exported.folder} its weights cannot be told among them: plan with these weights alone"
+        )
+    return planned_for(plan, found[0])
+
+
+def _depth(exported: Exported, planned: Planned | None, asked: int | None) -> Depth:
+    """Choose the tokens to draft: as asked, else as planned, else all heads, else `_DRAFT_TOKENS`."""
+    most, warnings = exported.most, []
+    if asked is not None:
+        if most is not None and asked > most:
+            warnings.append(f"{asked} tokens were asked for and there are {most}: {most} are drafted")
+        return Depth(min(asked, most or asked), "as asked", warnings=tuple(warnings))
+    if planned is not None and planned.deepest:
+        alone = planned.alone or planned.deepest
+        why = f"the plan's best chain at batch size 1, by the costs of headstart's own loop on {planned.machine}"
+        return Depth(alone, why, planned.schedule, planned.drawn)
+    if planned is not None and planned.schedule:
+        warnings.append(
+            f"the plan found no batch size at which a chain of these drafts pays on {planned.machine}: without "
+            "speculation the server may be faster"
+        )
+    drawn = planned is not None and planned.drawn
+    if most is not None:
+        why = f"as many as {'there are heads' if exported.is_heads else 'it drafts in one forward'}{_PLAN}"
+        return Depth(most, why, drawn=drawn, warnings=tuple(warnings))
+    return Depth(_DRAFT_TOKENS, f"a usual depth{_PLAN}", drawn=drawn, warnings=tuple(warnings))

