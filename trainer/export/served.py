@@ -107,7 +107,9 @@ class Serving:
 
     @property
     def has_other_size(self) -> bool:
-        """True if the draft's vocabulary is known to have another size than the target's."""
+        """True if a draft's vocabulary is known to have another size than the target's."""
+        if self.exported.is_heads:
+            return False
         mine, other = self.exported.vocab_size, self.target.vocab_size
         return self.exported.has_mask_row if other is None else mine not in (None, other)
 
