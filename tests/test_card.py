@@ -26,6 +26,8 @@ def report() -> dict[str, Any]:
     """A report as `evaluate` returns it: a lossless row, a lossy one, and a peer without acceptance."""
     figures = {
         "artefact": "heads",
+        "passes": 1996,
+        "prompts": 12,
         "speedup_of_totals": TOTALS,
         "tokens_per_pass": ESTIMATE,
         "conditional_acceptance": SHARES,
@@ -97,14 +99,14 @@ def card_of(
 
 def test_the_card_holds_every_figure_with_its_label_and_what_it_was_measured_on(tmp_path: Path) -> None:
     card = card_of(tmp_path, report=report())
-    rows = [line for line in card.splitlines() if line.startswith("| ") and "**" in line]
+    rows = [line for line in card.splitlines() if line.startswith(("| greedy", "| T=1")) and "**" in line]
     median = "median 1.71× [1.60, 1.82]"
     assert rows == [
-        f"| greedy | transformers generate | **lossless** | – | – | {median} | {median} | – |",
+        f"| greedy | transformers generate | **lossless** | – | – | {median} | {median} | – | – |",
         f"| greedy | medusa | **lossless** | 2.31 [2.20, 2.43] | 0.71 (2,812) / 0.48 (1,996) "
-        f"| 1.51× [1.40, 1.62]; {median} | {median} | {median} |",
+        f"| 1.51× [1.40, 1.62]; {median} | {median} | {median} | 1,996 (12) |",
         f"| T=1, typical | a\\|b | **lossy** | 2.31 [2.20, 2.43] | 0.71 (2,812) / 0.48 (1,996) "
-        f"| 1.51× [1.40, 1.62]; {median} | {median} | – |",
+        f"| 1.51× [1.40, 1.62]; {median} | {median} | – | 1,996 (12) |",
     ]
     assert "| greedy | medusa | 2 | 0.48 [0.45, 0.51] of 1,996 | 0.48 [0.45, 0.51] of 1,996 |" in card
     for fact in ("Example GPU", "Example CPU", "bfloat16", "12 prompts", "96 new tokens", "abc123def456"):
@@ -134,7 +136,7 @@ def test_figures_that_could_not_be_measured_are_dashes_on_the_card(tmp_path: Pat
     unmeasured = without_figures(report())
     unmeasured["rows"][1]["identical_to_plain"] = early
     card = card_of(tmp_path, report=unmeasured)
-    assert "| greedy | medusa | **lossless** | – | – / – | – | – | – |" in card and "None" not in card
+    assert "| greedy | medusa | **lossless** | – | – / – | – | – | – | 1,996 (12) |" in card and "None" not in card
     assert "- Greedy texts equal to plain decoding's, medusa: 11 of 12, one ended early." in card
     assert "one ended where the other went on, which rounding does not explain: a fault to report." in card
     unmeasured["rows"][1]["identical_to_plain"] = {**early, "ended_early": 0}
@@ -182,8 +184,8 @@ def test_a_provenance_with_gaps_is_shown_with_its_gaps(tmp_path: Path) -> None:
     ("target", "base_model", "argument"),
     [
         ("org/target-1b", "org/target-1b", "--target org/target-1b "),
-        ("/home/zoe/models/target", None, "--target target "),
-        ("../runs/my target", None, "--target 'my target' "),
+        ("/home/zoe/models/target", None, "--target TARGET "),
+        ("../runs/my target", None, "--target TARGET "),
     ],
 )
 def test_the_base_model_is_named_only_if_it_is_on_the_hub(

@@ -281,7 +281,7 @@ def test_a_report_measured_before_an_export_in_our_format_fits_what_was_exported
         assert "| T=1, typical |" in export_with(exported, tmp_path / f"again {kind}", report, format)
 
 
-def test_a_card_shows_the_rows_of_its_own_artefact_plain_decoding_and_transformers(
+def test_a_card_shows_the_rows_of_its_own_artefact_and_of_methods_without_one(
     heads_folder: Path, draft_folder: Path, tmp_path: Path
 ) -> None:
     report = report_of(heads=stored_fingerprint(heads_folder), draft=stored_fingerprint(draft_folder))
@@ -289,8 +289,9 @@ def test_a_card_shows_the_rows_of_its_own_artefact_plain_decoding_and_transforme
     for source, format in ((heads_folder, "headstart"), (draft_folder, "draft")):
         card = export_with(source, tmp_path / format, report, format)
         shown[format] = re.findall(r"^\| T=1, typical \| ([^|]+) \| \*\*", card, re.MULTILINE)
-    assert shown["headstart"] == ["medusa", "plain", "transformers generate"]
-    assert shown["draft"] == ["draft model", "plain", "transformers generate", "transformers assisted"]
+    others = ["prompt lookup", "plain", "transformers generate"]
+    assert shown["headstart"] == ["medusa", *others]
+    assert shown["draft"] == ["draft model", *others, "transformers assisted"]
 
 
 @pytest.mark.parametrize("format", ["headstart", "vllm"])
@@ -346,7 +347,7 @@ def test_a_failure_while_overwriting_leaves_the_earlier_export(
     export(heads_folder, tmp_path / "out", "headstart")
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
 
-    def fail(*_: object) -> str:
+    def fail(*_: object, **__: object) -> str:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from full_report import full_report, renamed
+from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from rich.console import Console
@@ -35,6 +36,8 @@ HOSTILE = [
     "```\n# heading\n```",
     "a\x1b[31mred\u202edetrever",
     "$x^$ \\(y\\)",
+    "a\n---\nlicense: mit",
+    "a</summary></details>",
 ]
 FEW_HOSTILE = ["<script>alert(1)</script>", "a\n\n# heading", "![x](http://evil.example/x.png)", "$x^$ \\(y\\)"]
 """They stand for all in `make check` where pages and pictures are made of them."""
@@ -78,13 +81,22 @@ def test_a_block_of_code_ends_where_it_should(content: str) -> None:
 @pytest.mark.parametrize("format", ["headstart", "vllm", "draft"])
 @pytest.mark.parametrize("hostile", FEW_HOSTILE)
 def test_a_card_has_the_same_parts_whatever_the_names_are(tmp_path: Path, format: str, hostile: str) -> None:
-    def card(name: str) -> list[str]:
+    def card(name: str) -> tuple[Any, list[str]]:
         found = card_of(tmp_path, format, hostile_provenance(name), hostile_report(name))
-        _, front_matter, body = found.split("---\n", 2)
-        assert "evil" not in front_matter and "heading" not in front_matter
-        return [kind for kind in kinds(body) if kind not in HARMLESS]
+        return shape(ModelCard(found).data.to_dict()), [
+            kind for kind in kinds(ModelCard(found).text) if kind not in HARMLESS
+        ]
 
     assert card(hostile) == card("harmless")
+
+
+def shape(metadata: Any) -> Any:
+    """Metadata without the words: of a text remains that it is one line."""
+    if isinstance(metadata, dict):
+        return {key: shape(value) for key, value in metadata.items()}
+    if isinstance(metadata, list):
+        return [shape(value) for value in metadata]
+    return metadata == one_line(metadata) if isinstance(metadata, str) else metadata
 
 
 def hostile_provenance(name: str) -> dict[str, Any]:
@@ -94,7 +106,7 @@ def hostile_provenance(name: str) -> dict[str, Any]:
         "versions": {name: name, "torch": name},
         "hardware": {"processor": name},
         "recipe": {"name": name, name: name, "target": name},
-        "data": {name: {"sha256": name, "rows": 3}},
+        "data": {name: {"sha256": name, "rows": 3, "source": name, "license": name}},
         "target": {"name": name, "fingerprint": name},
     }
 
@@ -106,7 +118,7 @@ def hostile_report(name: str) -> dict[str, Any]:
         {**row, "artefact": kind} for row in rows for kind in (("heads", "draft") if row.get("artefact") else (None,))
     ]
     hardware = {"processor": name, "threads": name, "gpu": name}
-    return {**found, "rows": rows, "hardware": hardware, "commit": name, "dtype": name}
+    return {**found, "rows": rows, "hardware": hardware, "commit": name, "dtype": name, "prompts_from": name}
 
 
 @pytest.mark.parametrize("hostile", FEW_HOSTILE[:1])

@@ -30,7 +30,7 @@ from decoding.measure.markdown import one_line, visible
 from decoding.measure.methods import Method, settings_of
 from decoding.measure.questions import Asker, Question, evenly, read_questions
 from decoding.measure.records import check_identity, open_records, provenances, record_files
-from decoding.measure.redact import published_command, without_local_paths
+from decoding.measure.redact import published_command, published_name, without_local_paths
 from decoding.measure.report import terminal_table, write_html
 from decoding.measure.samples import samples_of
 from decoding.measure.waves import waves_of
@@ -357,6 +357,7 @@ def _report(
         "commits": sorted({each["commit"] for each in known}),
         "processors": sorted({each["hardware"]["processor"] for each in known}),
         "processes": measurement.world,
+        "prompts_from": one_line(published_name(options.prompts)),
         "questions_in_file": asked.of,
         "prompts_left_out": asked.left_out,
         "prompts_cut": asked.cut,

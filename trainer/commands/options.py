@@ -306,6 +306,9 @@ class ExportOptions:
     shard_bytes: Annotated[
         int, Option(min=1, help="Greatest size of a file of weights, in bytes; more is written in shards.")
     ] = SHARD_BYTES
+    license: Annotated[
+        str | None, Option(help="Licence of the weights for their card, such as apache-2.0; none if not given.")
+    ] = None
     overwrite: Annotated[bool, Option(help="Replace an earlier export in the folder.")] = False
     trust_remote_code: Trusted = False
 

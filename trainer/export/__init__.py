@@ -11,6 +11,7 @@ from trainer.export.card import CARD_NAME, is_own_card, read_provenance, read_re
 from trainer.export.formats import FORMATS, HEADS, check_format, kind_held_in
 from trainer.export.formats import write as write_format
 from trainer.export.hub import push
+from trainer.export.licences import check_license, target_license
 from trainer.export.measured import Measured, read_measured
 from trainer.export.source import artefact_folder, target_of
 from trainer.files.folders import write_folder
@@ -46,6 +47,7 @@ def export(
     *,
     target: str | None = None,
     type: str | None = None,
+    license: str | None = None,
     trust_remote_code: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> ExportSummary:
@@ -56,14 +58,16 @@ def export(
     `decoding.measure.evaluate` whose figures go on the card. ``overwrite`` replaces an earlier export, never a folder
     that holds anything else. ``plan`` is a ``plan.json`` by `decoding.measure.planning` whose tree the format headstart
     stores, and whose depths by batch size go on the card. ``target``: the model that the artefact drafts for, if it is
-    not the one that the training run recorded. ``type``: one of the format's types of numbers. ``shard_bytes``: the
-    greatest size of a file of weights; heads and drafts that take more are written in shards.
+    not the one that the training run recorded. ``type``: one of the format's types of numbers. ``license``: the Hub's
+    identifier of the licence under which the weights are given away, for the card. ``shard_bytes``: the greatest size
+    of a file of weights; heads and drafts that take more are written in shards.
 
     `ValueError` for an unknown format or one that does not fit the artefact, a source without weights, a destination
     that is not empty, a report or a plan that is malformed or of other weights, and files that read back differently.
     """
     source, destination = artefact_folder(Path(source)), Path(destination)
     check_format(source, format, type)
+    check_license(license)
     _check_destination(source, destination, overwrite)
     provenance = read_provenance(source)
     measured = _measured(Path(report), source) if report is not None else None
@@ -74,7 +78,15 @@ def export(
         tree = planned.tree if planned else ()
         task = Task(source, folder, format, target or target_of(source), tree, type, trust_remote_code, shard_bytes)
         written = write_format(task)
-        card = render_card(written.artefact, provenance, measured, planned)
+        card = render_card(
+            written.artefact,
+            provenance,
+            measured,
+            planned,
+            compared=written.compared,
+            license=license,
+            target_license=target_license(task.target),
+        )
         (folder / CARD_NAME).write_text(card, encoding="utf-8")
         _give_all_files_one_mode(folder)
         _check_is_export(destination, {path.name for path in folder.iterdir()})

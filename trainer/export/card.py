@@ -5,33 +5,66 @@ Cards are published, so they hold no local path (see `without_local_paths`).
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import ModelCard, ModelCardData
-from jinja2 import Environment, StrictUndefined
+from huggingface_hub import ModelCard
+from jinja2 import Environment, StrictUndefined, Template
 from yaml import YAMLError
 
 from decoding.measure.markdown import code, fenced, one_line, text
 from decoding.measure.redact import basename, is_hub_id, without_local_paths
 from decoding.model.header import read_object
+from trainer import quickstart
 from trainer.export.artefact import Artefact
-from trainer.export.formats import FORMATS
 from trainer.export.measured import Measured
+from trainer.export.metadata import TAG, card_data, check_metadata, method_of
 
 if TYPE_CHECKING:
     from trainer.export.planned import Planned
 
 CARD_NAME = "README.md"
 PROVENANCE_NAME = "provenance.json"
-_TAG = "headstart"
-"""A tag of every card: `export` replaces no folder whose card lacks it."""
 _PROVENANCE_REMEDY = "the trainer writes it: copy it again from the training run, or remove it"
+_OBJECTS = ("recipe", "target", "versions", "hardware", "data", "imported")
 _UNKNOWN_TARGET = "TARGET"
 _ADAPTED_TARGET = "ADAPTED_TARGET"
 _NOT_RECORDED = "not recorded"
+_KINDS = {
+    "medusa": "Medusa heads",
+    "hydra": "Hydra heads",
+    "draft-model": "Draft model",
+    "parallel-draft": "Parallel draft",
+}
+
+
+@dataclass(frozen=True)
+class Data:
+    """One data set of a training run, as texts for the card."""
+
+    name: str
+    sha256: str
+    rows: str
+    source: str
+    license: str
+    hub_id: str | None
+    """Id of the Hub's data set that the rows come from; None if they come from elsewhere."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """The origin of weights that were not trained here, as texts for the card."""
+
+    source: str
+    on_hub: bool
+    revision: str
+    format: str
+    sha256: str
+    license: str
 
 
 @dataclass(frozen=True)
@@ -41,30 +74,45 @@ class Provenance:
     commit: str
     versions: str
     hardware: str
+    processes: str
     target: str
     fingerprint: str
     steps: str
     tokens: str
     settings: tuple[str, ...]
     """One line per stretch of steps that was trained under the same settings, such as the learning rate."""
-    data: tuple[tuple[str, str, str], ...]
-    """(file name, SHA-256, rows)"""
+    data: tuple[Data, ...]
     recipe: str
     """JSON"""
     adapted: bool
     """True where the target was trained too: the artefact then belongs to the adapted model, not to ``target``."""
+    imported: Imported | None
+
+    @property
+    def embedded(self) -> bool:
+        """True for the embedded target, which each machine builds for itself."""
+        return self.target == quickstart.NAME
+
+    @property
+    def on_hub(self) -> bool:
+        return is_hub_id(self.target)
+
+    @property
+    def hub_data(self) -> tuple[str, ...]:
+        """Ids of the Hub's data sets, each once."""
+        return tuple(dict.fromkeys(data.hub_id for data in self.data if data.hub_id is not None))
 
 
 def read_stored_provenance(source: Path) -> dict[str, Any] | None:
     """Read ``provenance.json`` beside the weights; None if there is none.
 
-    `ValueError` unless it is a JSON object whose recipe, target, versions, hardware and data are objects.
+    `ValueError` unless it is a JSON object whose recipe, target, versions, hardware, data and imported are objects.
     """
     path = source / PROVENANCE_NAME
     if not path.is_file():
         return None
     stored = read_object(path, _PROVENANCE_REMEDY)
-    objects = {key: _object(stored, key, path) for key in ("recipe", "target", "versions", "hardware", "data")}
+    objects = {key: _object(stored, key, path) for key in _OBJECTS}
     return {**stored, **objects}
 
 
@@ -73,23 +121,49 @@ def read_provenance(source: Path) -> Provenance | None:
     stored = read_stored_provenance(source)
     if stored is None:
         return None
-    path, recipe, target, data = source / PROVENANCE_NAME, stored["recipe"], stored["target"], stored["data"]
+    path, recipe, target = source / PROVENANCE_NAME, stored["recipe"], stored["target"]
     name = str(target.get("name") or recipe.get("target") or _UNKNOWN_TARGET)
     return Provenance(
         commit=_text(stored.get("commit")),
         versions=_pairs(stored["versions"]),
         hardware=_pairs(stored["hardware"]),
+        processes=_count(stored.get("num_processes")),
         target=name if is_hub_id(name) else one_line(without_local_paths(basename(name))) or _UNKNOWN_TARGET,
         fingerprint=_text(target.get("fingerprint")),
         steps=_count(stored.get("steps")),
         tokens=_count(stored.get("tokens")),
         settings=_settings(stored),
-        data=tuple(
-            (_text(basename(name)), _text(_object(data, name, path).get("sha256")), _count(data[name].get("rows")))
-            for name in data
-        ),
+        data=tuple(_data(name, _object(stored["data"], name, path)) for name in stored["data"]),
         recipe=json.dumps(without_local_paths(recipe), indent=2, ensure_ascii=False) if recipe else "",
         adapted=recipe.get("adapters") is not None,
+        imported=_imported(stored["imported"]) if stored["imported"] else None,
+    )
+
+
+def _data(name: str, about: dict[str, Any]) -> Data:
+    """Describe one data set; ``name`` is its file, its folder, or its id on the Hub."""
+    source = about.get("source")
+    hub_id = source if isinstance(source, str) and is_hub_id(source) else None
+    return Data(
+        name=_text(name if hub_id is not None and name.partition(":")[0] == hub_id else basename(name)),
+        sha256=_text(about.get("sha256")),
+        rows=_count(about.get("rows")),
+        source=_text(source),
+        license=_text(about.get("license")),
+        hub_id=hub_id,
+    )
+
+
+def _imported(about: dict[str, Any]) -> Imported:
+    source = str(about.get("source") or "")
+    on_hub = is_hub_id(source)
+    return Imported(
+        source=source if on_hub else _text(basename(source)),
+        on_hub=on_hub,
+        revision=_text(about.get("revision")),
+        format=_text(about.get("format")),
+        sha256=_text(about.get("sha256")),
+        license=_text(about.get("license")),
     )
 
 
@@ -118,34 +192,61 @@ def render_card(
     provenance: Provenance | None,
     measured: Measured | None,
     planned: "Planned | None" = None,
+    *,
+    compared: Sequence[str] = (),
+    license: str | None = None,
+    target_license: str | None = None,
 ) -> str:
     """Return the card: YAML front matter for the Hub, then Markdown. Missing facts are named as missing.
+
+    ``compared``: sentences on what was read back after writing. ``license`` is the artefact's, as its owner gives it;
+    ``target_license`` the one that the target's own card names.
 
     Every text from a recipe, a report or a name passes one of the filters `text`, `code`, `fenced` or `quoted`, so that
     it cannot act as Markdown.
     """
     target = provenance.target if provenance else _UNKNOWN_TARGET
-    kind = "draft-model" if artefact.is_draft else "hydra" if artefact.sequential else "medusa"
-    front_matter = ModelCardData(
-        library_name=FORMATS[artefact.format].library,
-        base_model=target if is_hub_id(target) else None,
-        tags=["speculative-decoding", kind, _TAG],
-        pipeline_tag="text-generation" if artefact.is_draft else None,
+    on_hub = provenance is not None and provenance.on_hub
+    kind = _KINDS[method_of(artefact)]
+    metadata = card_data(
+        artefact,
+        title=f"{kind} for {target}",
+        base_model=target if on_hub else None,
+        datasets=provenance.hub_data if provenance else (),
+        measured=measured,
+        license=license,
     )
+    card = _template().render(
+        front_matter=metadata.to_yaml(),
+        artefact=artefact,
+        kind=kind,
+        target=target,
+        target_argument=_target_argument(provenance),
+        provenance=provenance,
+        measured=measured,
+        planned=planned,
+        compared=compared,
+        license=license,
+        target_license=target_license,
+    )
+    check_metadata(card, metadata)
+    return card
+
+
+@cache
+def _template() -> Template:
     environment = Environment(  # the output is Markdown, not HTML
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False
     )
     environment.filters |= {"text": text, "code": code, "fenced": fenced, "quoted": json.dumps}
-    template = environment.from_string(files("trainer.export").joinpath("card.md.j2").read_text(encoding="utf-8"))
-    return template.render(
-        front_matter=front_matter.to_yaml(),
-        artefact=artefact,
-        target=target,
-        target_argument=_ADAPTED_TARGET if provenance and provenance.adapted else shlex.quote(target),
-        provenance=provenance,
-        measured=measured,
-        planned=planned,
-    )
+    return environment.from_string(files("trainer.export").joinpath("card.md.j2").read_text(encoding="utf-8"))
+
+
+def _target_argument(provenance: Provenance | None) -> str:
+    """Return the target as commands name it: its id on the Hub, else a word that the card explains."""
+    if provenance is not None and provenance.adapted:
+        return _ADAPTED_TARGET
+    return shlex.quote(provenance.target) if provenance is not None and provenance.on_hub else _UNKNOWN_TARGET
 
 
 def is_own_card(path: Path) -> bool:
@@ -156,7 +257,7 @@ def is_own_card(path: Path) -> bool:
         card = ModelCard(path.read_text(encoding="utf-8", errors="replace"), ignore_metadata_errors=True)
     except (ValueError, YAMLError):
         return False
-    return _TAG in (card.data.get("tags") or ())
+    return TAG in (card.data.get("tags") or ())
 
 
 def _object(stored: dict[str, Any], key: str, path: Path) -> dict[str, Any]:

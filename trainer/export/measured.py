@@ -1,18 +1,27 @@
 """Figures for an artefact's card, from a report by `decoding.measure.evaluate`, as texts for tables."""
 
-from collections.abc import Container, Iterator
+import math
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from decoding.measure.figures import NONE, estimate, greedy_sentence, identical, shares, speedup
+from decoding.measure.names import ARGMAX_DRAFTS, TRANSFORMERS
 
-_LABELS = ("lossless", "lossy")
+_LOSSLESS = "lossless"
+_LABELS = (_LOSSLESS, "lossy")
+_PEERS = TRANSFORMERS.split()[0]
+"""Beginning of the names of the methods that ``transformers`` itself decodes by."""
 
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """One method under one setting. Every figure has its interval or quartiles; a dash stands for a missing one."""
+    """One method under one setting. Every figure has its interval or quartiles; a dash stands for a missing one.
 
+    ``own``: the artefact drafted.
+    """
+
+    own: bool
     setting: str
     method: str
     label: str
@@ -22,8 +31,27 @@ class MeasuredRow:
     speedup_with_prefill: str
     over_transformers: str
     identical: str
+    passes: str
+    """Target passes and the prompts that they were counted on."""
     positions: tuple[tuple[str, str], ...]
     """At each drafted position, from 1: conditional and unconditional acceptance, with interval and count."""
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The artefact's fastest method at one temperature, in short. Lossless methods come before lossy ones."""
+
+    setting: str
+    method: str
+    label: str
+    speedup: str
+    """Ratio of the totals with its 95% interval; the median of paired runs where a report has no totals."""
+    over_transformers: str
+    tokens_per_pass: str
+    values: tuple[tuple[str, str, float], ...]
+    """(the metric's type, its name, its value) of each figure that was measured, for the Hub's metadata."""
+    limits: str
+    """A sentence on where this method does not gain; empty where it was not seen."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +61,8 @@ class Measured:
     hardware: str
     dtype: str
     prompts: str
+    prompts_from: str
+    """Name of the prompts' file; empty where the report has none."""
     cell: str
     """Length of the prompts and texts decoded at a time; empty for prompts of their own lengths, one at a time."""
     rounds: str
@@ -41,6 +71,8 @@ class Measured:
     greedy: str
     """A sentence on the greedy texts of these rows."""
     rows: tuple[MeasuredRow, ...]
+    best: tuple[Headline, ...]
+    """One for each temperature, greedy first."""
 
     @property
     def lossy(self) -> bool:
@@ -50,8 +82,8 @@ class Measured:
 def read_measured(report: dict[str, Any], name: str, kind: str, drafters: Container[str] | None = None) -> Measured:
     """Read the figures for the card of heads or a draft; ``name`` is the report's, for errors.
 
-    Rows of ``kind`` ("heads" or "draft") by one of ``drafters`` (None: by any) are kept, those of plain decoding, and
-    those of peers without an artefact.
+    Rows of ``kind`` ("heads" or "draft") by one of ``drafters`` (None: by any) are kept, and those of methods without
+    an artefact: plain decoding, ``transformers``, prompt lookup.
     `ValueError` if a row lacks its label or holds something else than a figure.
     """
     rows = report.get("rows")
@@ -64,18 +96,21 @@ def read_measured(report: dict[str, Any], name: str, kind: str, drafters: Contai
             raise ValueError(
                 f"{name} labels {row.get('method')!r} {row.get('label')!r}, not lossless or lossy: evaluate again"
             )
-    shown = list(_rows_of(rows, kind, drafters))
+    own = [row for row in rows if row.get("artefact") == kind and (drafters is None or row.get("drafter") in drafters)]
+    shown = [row for row in rows if row in own or row.get("artefact") is None]
     try:
         return Measured(
             hardware=_hardware(report.get("hardware") or {}),
             dtype=_said(report.get("dtype")),
             prompts=_count(report.get("prompts")),
+            prompts_from=str(report.get("prompts_from") or ""),
             cell=_cell(rows[0]),
             rounds=_count(report.get("rounds")),
             max_new_tokens=_count(report.get("max_new_tokens")),
             commit=_said(report.get("commit")),
             greedy=greedy_sentence({**report, "rows": shown}),
             rows=tuple(_row(row) for row in shown),
+            best=tuple(_headline(report, row) for row in _fastest(own)),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{name} holds something else than a figure ({error!r}): evaluate again") from error
@@ -87,18 +122,84 @@ def _cell(row: dict[str, Any]) -> str:
     return length + ("" if batch_size == 1 else f", decoded {_count(batch_size)} at a time")
 
 
-def _rows_of(rows: list[dict[str, Any]], kind: str, drafters: Container[str] | None) -> Iterator[dict[str, Any]]:
+def _fastest(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the best row of each temperature in the report's order: a lossless one if there is any, then by speed.
+
+    Rows that ``transformers`` decoded, and those that only count what drafts by argmax would have accepted, are passed
+    over.
+    """
+    groups: dict[Any, list[dict[str, Any]]] = {}
     for row in rows:
-        drafted_by, method = row.get("artefact"), str(row.get("method"))
-        own = drafted_by == kind and (drafters is None or row.get("drafter") in drafters)
-        if own or (drafted_by is None and (method == "plain" or method.startswith("transformers"))):
-            yield row
+        method = str(row.get("method"))
+        if not method.startswith(_PEERS) and not method.endswith(ARGMAX_DRAFTS):
+            groups.setdefault(row.get("temperature", row.get("setting")), []).append(row)
+    for group in groups.values():
+        yield max(group, key=lambda row: (row["label"] == _LOSSLESS, _speed(row) or 0.0, _tokens(row) or 0.0))
+
+
+def _speed(row: dict[str, Any]) -> float | None:
+    return _finite((row.get("speedup_of_totals") or {}).get("value")) or _finite(
+        (row.get("speedup") or {}).get("median")
+    )
+
+
+def _tokens(row: dict[str, Any]) -> float | None:
+    return _finite((row.get("tokens_per_pass") or {}).get("value"))
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _headline(report: dict[str, Any], row: dict[str, Any]) -> Headline:
+    speed, tokens = _speed(row), _tokens(row)
+    told = f"{_said(row.get('setting'))}, {_said(row.get('method'))}, {row['label']}"
+    values = (
+        ("speedup", f"speed-up over plain decoding ({told})", speed),
+        ("tokens_per_target_pass", f"tokens per target pass ({told})", tokens),
+    )
+    return Headline(
+        setting=_said(row.get("setting")),
+        method=_said(row.get("method")),
+        label=row["label"],
+        speedup=_short(row, "speedup"),
+        over_transformers=_short(row, "speedup_over_transformers"),
+        tokens_per_pass=estimate(row.get("tokens_per_pass")),
+        values=tuple((type, name, round(value, 4)) for type, name, value in values if value is not None),
+        limits=_limits(report, row),
+    )
+
+
+def _short(row: dict[str, Any], name: str) -> str:
+    """Format the ratio of the totals; the medians alone where there is none."""
+    totals = estimate(row.get(f"{name}_of_totals"), "×")
+    return speedup(row, name) if totals == NONE else totals
+
+
+def _limits(report: dict[str, Any], row: dict[str, Any]) -> str:
+    """Say where the row's method is slower than plain decoding, by the cells of the report."""
+    figure, setting = row.get("speedup_of_totals") or {}, _said(row.get("setting"))
+    speed = _speed(row)
+    if speed is None:
+        return ""
+    if speed <= 1:
+        return f"{setting}: no faster than plain decoding on these prompts."
+    if (low := _finite(figure.get("low"))) is not None and low <= 1:
+        return f"{setting}: these prompts do not show a gain, as the interval holds 1×."
+    if not report.get("grid"):
+        return ""
+    from decoding.measure.report.words import below_from, curve  # imports matplotlib
+
+    falls = (("batch ", below_from(curve(report, row, "batch_size"))), ("", below_from(curve(report, row, "context"))))
+    places = [f"{unit}{place:,}{'' if unit else ' tokens of context'}" for unit, place in falls if place is not None]
+    return f"{setting}: slower than plain decoding from {' and '.join(places)} on." if places else ""
 
 
 def _row(row: dict[str, Any]) -> MeasuredRow:
     conditional = row.get("conditional_acceptance") or []
     unconditional = row.get("unconditional_acceptance") or []
     return MeasuredRow(
+        own=row.get("artefact") is not None,
         setting=_said(row.get("setting")),
         method=_said(row.get("method")),
         label=row["label"],
@@ -108,8 +209,15 @@ def _row(row: dict[str, Any]) -> MeasuredRow:
         speedup_with_prefill=speedup(row, "speedup_with_prefill"),
         over_transformers=speedup(row, "speedup_over_transformers"),
         identical=identical(row.get("identical_to_plain")),
+        passes=_passes(row),
         positions=tuple((_of(share), _of(other)) for share, other in zip(conditional, unconditional, strict=True)),
     )
+
+
+def _passes(row: dict[str, Any]) -> str:
+    """Write ``294 (12)``: target passes, and the prompts that they were counted on."""
+    prompts = f" ({_count(row['prompts'])})" if row.get("prompts") is not None else ""
+    return NONE if row.get("passes") is None else f"{row['passes']:,}{prompts}"
 
 
 def _of(share: dict[str, Any]) -> str:

@@ -34,6 +34,10 @@ class DataSection(Section):
     """Put several short examples into one sequence; none attends to another."""
     bad_rows: Literal["stop", "skip"] = "stop"
     """Stop the run at a row that cannot be used, or skip the row; skipped rows are named and counted."""
+    source: str | None = None
+    """Where the rows of files come from, for the model card: a hub data set's ORG/NAME, or a few words."""
+    license: str | None = None
+    """Licence of the rows, for the model card, such as ``mit``; nothing else reads it."""
 
 
 class TrainingSection(Section):

@@ -7,6 +7,7 @@ from typing import Any
 
 from decoding.measure.machine import commit, hardware, versions
 from trainer.data.dataset import Dataset
+from trainer.recipe.common import DataSection
 from trainer.recipe.recipe import AnyRecipe
 
 FILE_NAME = "provenance.json"
@@ -33,11 +34,25 @@ def provenance(
         "versions": versions(),
         "hardware": hardware(),
         "recipe": content,
-        "data": {dataset.path: {"sha256": dataset.sha256, "rows": dataset.num_rows} for dataset in datasets},
+        "data": {dataset.path: _about(dataset, recipe.data) for dataset in datasets},
         "target": {"name": name, "fingerprint": target} if target else None,
         "steps": steps,
         "tokens": tokens,
         **launch,
+    }
+
+
+def _about(dataset: Dataset, section: DataSection) -> dict[str, Any]:
+    """Describe a data set: its digest and rows, and the source and licence that are known, else null.
+
+    A data set of the hub is its own source, by its id without the configuration.
+    """
+    hub_id = None if Path(dataset.path).exists() else dataset.path.partition(":")[0]
+    return {
+        "sha256": dataset.sha256,
+        "rows": dataset.num_rows,
+        "source": section.source if hub_id is None else hub_id,
+        "license": section.license,
     }
 
 
