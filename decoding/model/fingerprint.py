@@ -39,7 +39,7 @@ _ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safete
 _CHUNK = 1 << 24
 
 
-class _Stored(NamedTuple):
+class Stored(NamedTuple):
     """A tensor in a safetensors file: ``begin`` and ``end`` are the offsets of its bytes in the file."""
 
     name: str
@@ -87,7 +87,7 @@ def _stored_fingerprint(name: str, trust_remote_code: bool, files: tuple[tuple[s
     """Compute `stored_fingerprint`; ``files`` (names, sizes and times of a folder's files) is a key of the cache."""
     try:
         digest = hashlib.sha256(_json_bytes(_described(name, trust_remote_code)))
-        for tensor in sorted(_tensors_of(name)):
+        for tensor in sorted(tensors_of(name)):
             digest.update(f"{tensor.name}{tensor.shape}{tensor.dtype}".encode())
             _update_from_file(digest, tensor)
     except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError, HTTPError) as error:
@@ -137,8 +137,11 @@ def _sorted(value: Any) -> Any:
     return sorted(value, key=str) if isinstance(value, list) else value
 
 
-def _tensors_of(name: str) -> Iterator[_Stored]:
-    """Yield every tensor stored under a name: those that transformers would load, and a parallel draft's parts."""
+def tensors_of(name: str) -> Iterator[Stored]:
+    """Yield every tensor stored under a name: those that transformers would load, and a parallel draft's parts.
+
+    ValueError for a name without weights; OSError for one that is neither here nor to be had.
+    """
     if (parts := _file_of(name, PARALLEL_WEIGHTS)) is not None:
         yield from _tensors_in(parts)
     for single in (_ADAPTER_WEIGHTS, WEIGHTS_NAME):
@@ -164,7 +167,7 @@ def _file_of(name: str, file: str) -> Path | None:
     return Path(str(found)) if found is not None else None
 
 
-def _tensors_in(path: Path) -> Iterator[_Stored]:
+def _tensors_in(path: Path) -> Iterator[Stored]:
     """Yield the tensors of a safetensors file: eight bytes of length, a JSON header, then all bytes."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -174,10 +177,10 @@ def _tensors_in(path: Path) -> Iterator[_Stored]:
     for name, tensor in header.items():
         if name != "__metadata__":
             begin, end = (8 + length + offset for offset in tensor["data_offsets"])
-            yield _Stored(name, tensor["dtype"], tuple(tensor["shape"]), path, begin, end)
+            yield Stored(name, tensor["dtype"], tuple(tensor["shape"]), path, begin, end)
 
 
-def _update_from_file(digest: Any, tensor: _Stored) -> None:
+def _update_from_file(digest: Any, tensor: Stored) -> None:
     with tensor.path.open("rb") as file:
         file.seek(tensor.begin)
         left = tensor.end - tensor.begin

@@ -77,7 +77,7 @@ def load_model(
     """
     if device_map not in (None, "auto"):
         raise ValueError(f"device_map is {device_map!r}: give auto, or leave it out")
-    _check_folder(name)
+    check_folder(name)
     if Path(name).is_dir():
         check_model_folder(Path(name))
     logging.disable_progress_bar()  # the bar of reading weights ends before it is drawn
@@ -120,7 +120,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     return tokenizer
 
 
-def _check_folder(name: str) -> None:
+def check_folder(name: str) -> None:
     """Raise ValueError for a missing or incomplete local folder; the Hub client would call it a missing repository."""
     folder = Path(name)
     looks_local = folder.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1
@@ -250,7 +250,7 @@ def load_parallel_draft(
     """
     folder = parallel_folder(name)
     if folder is None:
-        _check_folder(name)
+        check_folder(name)
         raise ValueError(
             f"{name} holds no parallel draft ({PARALLEL_CONFIG} is missing): give draft:{name} if it is an ordinary one"
         )

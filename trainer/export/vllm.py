@@ -2,12 +2,18 @@
 
 Two habits of vLLM decide the config. It drops biases in silence unless ``medusa_fc_bias`` is true, and renames every
 config key that holds both "num" and "heads" to ``num_heads``, so the config never has a ``num_attention_heads``.
+
+Heads that share the target's lm_head carry a copy of it (``original_lm_head``): vLLM does not take the target's own.
+vLLM's ``token_map``, for heads that write a part of the vocabulary, is not written: vLLM 0.32 refuses each folder that
+has one.
 """
 
 import json
 import reprlib
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from decoding.model.header import check_tensors, check_whole, read_object
 from decoding.model.heads import CONFIG_NAME, MedusaConfig, MedusaHeads, loaded
@@ -17,7 +23,10 @@ from trainer.export.artefact import Task, Written
 from trainer.export.headstart import describe_heads
 from trainer.export.readback import check_stored
 from trainer.files.head_names import vllm_name
+from trainer.target.stored_lm_head import read_lm_head
 
+SHARED_LM_HEAD = "lm_heads.0.weight"
+"""Name of the one output layer of heads that share it."""
 _REMEDY = "export the heads again"
 
 
@@ -32,7 +41,7 @@ def vllm_config(config: MedusaConfig) -> dict[str, Any]:
         "num_heads": config.num_heads,
         "num_hidden_layers": config.num_layers,
         "medusa_fc_bias": True,
-        "original_lm_head": False,
+        "original_lm_head": config.shared_lm_head,
     }
 
 
@@ -45,17 +54,14 @@ def write(task: Task) -> Written:
             f"the heads in {source} read one another's tokens, which vLLM's Medusa heads do not: "
             "give format headstart, or train heads with heads.sequential=false"
         )
-    if heads.config.shared_lm_head:
-        raise ValueError(
-            f"the heads in {source} share the target's lm_head, a copy of which vLLM wants in their file: "
-            "give format headstart, or train heads with heads.shared_lm_head=false"
-        )
     if heads.config.markov_rank:
         raise ValueError(
             f"the heads in {source} add a bias of rank {heads.config.markov_rank} by the token before, which vLLM's "
             "Medusa heads do not: give format headstart, or train heads with heads.markov_rank=0"
         )
     state = {vllm_name(name): tensor for name, tensor in heads.state_dict().items()}
+    if heads.config.shared_lm_head:
+        state[SHARED_LM_HEAD] = _lm_head_of_target(task, heads.config)
     (folder / CONFIG_NAME).write_text(json.dumps(vllm_config(heads.config), indent=2) + "\n")
     write_weights(folder, state, task.shard_bytes)
     _read_config(folder)
@@ -64,14 +70,37 @@ def write(task: Task) -> Written:
     return Written(describe_heads(heads, task.format), (compared,))
 
 
+def _lm_head_of_target(task: Task, config: MedusaConfig) -> Tensor:
+    """Return the lm_head that heads without their own are for; ValueError if the target is unknown or not here."""
+    needed = f"the heads in {task.source} share their target's lm_head, a copy of which vLLM wants in their file"
+    if task.target is None:
+        raise ValueError(f"{needed}, but no provenance.json tells which target: give it as --target")
+    try:
+        lm_head = read_lm_head(task.target, task.trust_remote_code)
+    except ValueError as error:
+        raise ValueError(f"{needed}: {error} (or give --target, if the target is elsewhere)") from error
+    if lm_head.shape != (config.vocab_size, config.hidden_size):
+        raise ValueError(
+            f"{needed}, but that of {task.target} is {tuple(lm_head.shape)} and theirs would be "
+            f"{(config.vocab_size, config.hidden_size)}: give the target that they were trained on as --target"
+        )
+    return lm_head
+
+
 def read_vllm_heads(folder: Path) -> MedusaHeads:
     """Read heads from a folder in vLLM's format, in their stored dtype; their tree is the chain that vLLM drafts.
 
-    Stricter than vLLM, which ignores unknown tensors and leaves missing ones random: either is a `ValueError` here.
+    A copy of the target's lm_head is left out: such heads use the target's own. Stricter than vLLM, which ignores
+    unknown tensors and output layers that are missing: either is a `ValueError` here.
     """
     config = _read_config(folder)
+    header = weights_header(folder, _REMEDY)
+    if config.shared_lm_head:  # in the target's dtype, which may be another than that of the heads
+        copied = {name: header.pop(name) for name in (SHARED_LM_HEAD,) if name in header}
+        shape = (config.vocab_size, config.hidden_size)
+        check_tensors(folder / WEIGHTS_NAME, copied, [(SHARED_LM_HEAD, shape)], _REMEDY)
     expected = ((vllm_name(name), shape) for name, shape in config.shapes())
-    check_tensors(folder / WEIGHTS_NAME, weights_header(folder, _REMEDY), expected, _REMEDY)
+    check_tensors(folder / WEIGHTS_NAME, header, expected, _REMEDY)
     stored = read_weights(folder, _REMEDY)
     return loaded(config, {name: stored[vllm_name(name)] for name, _ in config.shapes()}, folder)
 
@@ -91,7 +120,8 @@ def _read_config(folder: Path) -> MedusaConfig:
         if num_heads > MOST_NODES:
             raise ValueError(f"num_heads is {num_heads}: give at most {MOST_NODES}")
         chain = tuple((0,) * depth for depth in range(1, num_heads + 1))
-        config = MedusaConfig(hidden_size, vocab_size, num_heads, num_layers, chain)
+        shared = stored.get("original_lm_head") is True
+        config = MedusaConfig(hidden_size, vocab_size, num_heads, num_layers, chain, shared_lm_head=shared)
     except ValueError as error:
         raise ValueError(f"{path} is not vLLM's Medusa config: {error}") from error
     expected = vllm_config(config)

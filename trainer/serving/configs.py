@@ -128,12 +128,14 @@ _OWN_TARGET = "serve heads that were trained on this target"
 
 
 def _truncated(stored: Mapping[str, Any], wanted: int) -> Sequence[Difference]:
-    """Return a truncated vocabulary of vLLM heads, which needs a ``token_map`` of its own."""
+    """Return a truncated vocabulary of vLLM heads; vLLM 0.32 refuses the ``token_map`` that it asks for with one."""
     size = stored.get("truncated_vocab_size", wanted)
     if size == wanted:
         return ()
-    found = f"the served heads write {size} of the {wanted} tokens (truncated_vocab_size)"
-    return ((found, f"{_REMEDY} with truncated_vocab_size {wanted}, or put a token_map into its weights"),)
+    found = (
+        f"the served heads write {size} of the {wanted} tokens (truncated_vocab_size): vLLM does not start with them"
+    )
+    return ((found, f"{_REMEDY} with truncated_vocab_size {wanted}"),)
 
 
 def _other_tokens(tokenizer: PreTrainedTokenizerBase, served: Path, trusted: bool) -> Sequence[Difference]:

@@ -34,10 +34,10 @@ class ReadHeads(NamedTuple):
 
 
 def read_vllm_heads(folder: Path, target: CausalLM, whole: bool = False) -> ReadHeads:
-    """Read heads as vLLM 0.32 does (``models/medusa.py``): unknown names are ignored, missing ones keep what they had.
+    """Read heads as vLLM 0.32 does (``models/medusa.py``): unknown names are ignored, missing output layers random.
 
     Without ``medusa_fc_bias`` the biases are dropped. ``whole``: read them nevertheless, as they were trained. Weights
-    that vLLM finds no tensor for, and leaves random, are zero here. ValueError for heads that do not fit the target.
+    that vLLM finds no tensor for are zero here. ValueError for heads that do not fit the target.
     """
     stored = _vllm_config(read_object(folder / "config.json", _REMEDY))
     config = _vllm_sizes(folder, stored)
@@ -56,7 +56,10 @@ def read_vllm_heads(folder: Path, target: CausalLM, whole: bool = False) -> Read
                 dropped.append(wanted)
             found = tensors.get(wanted) if whole else None
         elif (found := tensors.get(wanted)) is None:
-            faults.append(f"{wanted} is missing, so the server leaves random values there")
+            outcome = (
+                "the server does not start" if name.endswith((".bias", "linear.weight")) else "it drafts at random"
+            )
+            faults.append(f"{wanted} is missing, so {outcome}")
         state[name] = torch.zeros_like(tensor) if found is None or found.shape != tensor.shape else found
         if found is not None and found.shape != tensor.shape:
             faults.append(f"{wanted} has the shape {tuple(found.shape)}, not {tuple(tensor.shape)}")
