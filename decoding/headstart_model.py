@@ -16,6 +16,7 @@ from decoding.drafters.registry import DrafterLoader, parse_drafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
+from decoding.model.hub import only_cached, with_revision
 from decoding.model.loading import default_device, load_model
 from decoding.policies import Policy, named_policy
 from decoding.rules.controls import Processor, sampling_from_generation_config
@@ -49,9 +50,14 @@ class HeadstartModel:
         trust_remote_code: bool = False,
         policy: Policy | str = "fixed",
         tokenizer: PreTrainedTokenizerBase | None = None,
+        revision: str | None = None,
+        local_files_only: bool = False,
         **draft_options: Any,
     ) -> "HeadstartModel":
         """Load a target, and a drafter for it, from folders or the Hub.
+
+        A name on the Hub is ORG/NAME or ORG/NAME@REVISION, also in ``drafter``: ``"heads:ORG/NAME@v1"``. ``revision``
+        is another way to give the target's. With ``local_files_only`` the cache alone is read.
 
         ``drafter``: a name of the registry with its path and options, as ``--drafter`` takes it (``"lookup"``,
         ``"heads:runs/heads/final"``, ``"draft-tree:runs/draft/final,depth=5"``); or the folder or Hub id of heads or of
@@ -64,15 +70,20 @@ class HeadstartModel:
             raise ValueError(f"device is {device} and device_map is {device_map!r}: give one of them")
         if drafter is None and draft_options:
             raise ValueError(f"{', '.join(draft_options)} say how to draft, but there is no drafter: give one")
-        spec = None if drafter is None else parse_drafter(drafter, **draft_options)
-        target_tokenizer: PreTrainedTokenizerBase | str | None = tokenizer
-        if isinstance(target, str):
-            target_tokenizer = tokenizer or target
-            device = default_device() if device is None else torch.device(device)
-            target = load_model(target, dtype, device, trust_remote_code, device_map)
-        model = CausalLM(target)
-        loader = DrafterLoader(model, target_tokenizer, trust_remote_code)
-        return HeadstartModel(model, None if spec is None else loader.load(spec), policy)
+        if revision is not None:
+            if not isinstance(target, str):
+                raise ValueError(f"revision is {revision!r}, but the target is a model in memory: leave it out")
+            target = with_revision(target, revision)
+        with only_cached(local_files_only):
+            spec = None if drafter is None else parse_drafter(drafter, **draft_options)
+            target_tokenizer: PreTrainedTokenizerBase | str | None = tokenizer
+            if isinstance(target, str):
+                target_tokenizer = tokenizer or target
+                device = default_device() if device is None else torch.device(device)
+                target = load_model(target, dtype, device, trust_remote_code, device_map)
+            model = CausalLM(target)
+            loader = DrafterLoader(model, target_tokenizer, trust_remote_code)
+            return HeadstartModel(model, None if spec is None else loader.load(spec), policy)
 
     @property
     def device(self) -> torch.device:

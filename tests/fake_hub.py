@@ -1,15 +1,23 @@
-"""A server on the loopback that speaks the Hub's upload protocol and keeps all it was sent."""
+"""A server on the loopback that speaks the Hub's protocol: uploads, downloads by revision, and faults on demand.
+
+Large files come from another host than the Hub, as the real ones do, and that host must never see the token.
+"""
 
 import base64
 import hashlib
 import json
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+from urllib.parse import unquote
 
+import pytest
 import yaml
 
 TOKEN = "hf_ThisIsNoRealTokenOnlyATest"
@@ -27,120 +35,347 @@ class Request:
     def json(self) -> Any:
         return json.loads(self.body)
 
+    @property
+    def token(self) -> str | None:
+        """The token that was sent; None without one."""
+        sent = {name.lower(): value for name, value in self.headers.items()}.get("authorization")
+        return None if sent is None else sent.removeprefix("Bearer ")
+
+
+class Answer(NamedTuple):
+    status: int
+    content: Any
+    """bytes, or JSON values"""
+    headers: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass
+class Repository:
+    """Files by branch, tag or commit; a commit's name is the digest of its files."""
+
+    visibility: str = "private"
+    gated: bool = False
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    refs: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.commit({})
+
+    def commit(self, files: dict[str, bytes], branch: str = "main") -> str:
+        """Make ``files`` the content of a branch; returns the commit hash."""
+        listed = repr([(name, hashlib.sha256(content).hexdigest()) for name, content in sorted(files.items())])
+        name = hashlib.sha1(f"{self.refs.get(branch)} {listed}".encode()).hexdigest()
+        self.commits[name], self.refs[branch] = dict(files), name
+        return name
+
+    def resolved(self, revision: str) -> str | None:
+        return self.refs.get(revision, revision if revision in self.commits else None)
+
+    def files(self, revision: str = "main") -> dict[str, bytes]:
+        name = self.resolved(revision)
+        return {} if name is None else self.commits[name]
+
+
+def _refusal(status: int, code: str, message: str) -> Answer:
+    return Answer(status, {"error": message}, {"X-Error-Code": code, "X-Error-Message": message})
+
+
+def _is_large(name: str) -> bool:
+    return name.endswith((".safetensors", ".gguf"))
+
+
+def _git_oid(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
 
 @dataclass
 class FakeHub:
-    """Answers like the Hub, or with ``failures[path]`` instead: (status, message)."""
+    """Answers like the Hub, or with ``failures[path]`` instead: (status, message[, headers])."""
 
     address: str = ""
     requests: list[Request] = field(default_factory=list)
-    files: dict[str, bytes] = field(default_factory=dict)
+    repositories: dict[str, Repository] = field(default_factory=dict)
     blobs: dict[str, bytes] = field(default_factory=dict)
-    failures: dict[str, tuple[int, str]] = field(default_factory=dict)
-    visibility: str | None = None
-    """Of the repository, None before it exists"""
+    parts: dict[str, dict[int, bytes]] = field(default_factory=dict)
+    part_size: int | None = None
+    """Large files are taken in parts of so many bytes, if set."""
+    failures: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    drops: dict[str, list[str]] = field(default_factory=dict)
+    """Connections to cut, by the beginning of a path, one a request: in its ``request``, before its ``answer`` though
+    the work is done, or in the middle of its ``content``; None spares a request."""
 
-    def answer(self, request: Request) -> tuple[int, Any]:
-        path = request.path.split("?")[0]
+    # --- the repository of the uploads ---
+
+    @property
+    def visibility(self) -> str | None:
+        """None before it exists."""
+        return self.repositories[REPOSITORY].visibility if REPOSITORY in self.repositories else None
+
+    @visibility.setter
+    def visibility(self, value: str) -> None:
+        self.repositories.setdefault(REPOSITORY, Repository()).visibility = value
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        return self.repositories[REPOSITORY].files() if REPOSITORY in self.repositories else {}
+
+    @files.setter
+    def files(self, value: dict[str, bytes]) -> None:
+        self.repositories.setdefault(REPOSITORY, Repository()).commit(value)
+
+    def asked(self, part: str) -> list[str]:
+        """Return method and path of the requests whose path has this part."""
+        return [f"{r.method} {r.path.split('?')[0]}" for r in self.requests if part in r.path]
+
+    # --- answers ---
+
+    def answer(self, request: Request) -> Answer:
+        path = unquote(request.path.split("?")[0])
         if path in self.failures:
-            status, message = self.failures[path]
-            return status, {"error": message}
-        if request.method == "PUT":
-            self.blobs[path.rsplit("/", 1)[1]] = request.body
-            return 200, {}
-        answers = {
-            "/api/repos/create": self.create,
-            f"/api/models/{REPOSITORY}": self.describe,
-            "/api/validate-yaml": self.validate_yaml,
-            f"/api/models/{REPOSITORY}/preupload/main": self.preupload,
-            f"/{REPOSITORY}.git/info/lfs/objects/batch": self.batch,
-            "/verify": self.verify,
-            f"/api/models/{REPOSITORY}/commit/main": self.commit,
-        }
-        return answers[path](request) if path in answers else (404, {"error": f"no such path: {path}"})
+            status, message, *headers = self.failures[path]
+            return Answer(status, {"error": message}, *headers)
+        word = path.split("/")[1]
+        if word == "cdn":
+            return self.large_file(request, path.rsplit("/", 1)[1])
+        if word in ("storage", "part", "complete"):
+            return self.stored(request, path)
+        if path == "/verify":
+            return self.verify(request)
+        if path == "/api/validate-yaml":
+            return self.validate_yaml(request)
+        if path == "/api/repos/create":
+            return self.create(request)
+        if path.startswith("/api/models/"):
+            owner, name, *rest = path.removeprefix("/api/models/").split("/", 3)
+            return self.of_repository(request, f"{owner}/{name}", *rest)
+        if ".git/info/lfs/objects/batch" in path:
+            return self.batch(request)
+        if "/resolve/" in path:
+            repo_id, _, rest = path[1:].partition("/resolve/")
+            return self.file(request, repo_id, rest)
+        return Answer(404, {"error": f"no such path: {path}"})
 
-    def create(self, request: Request) -> tuple[int, Any]:
-        if self.visibility is not None:
-            return 409, {"error": "You already created this model repo", "url": f"{self.address}/{REPOSITORY}"}
-        self.visibility = request.json["visibility"]
-        return 200, {"url": f"{self.address}/{REPOSITORY}"}
+    def create(self, request: Request) -> Answer:
+        asked = request.json
+        repo_id = f"{asked.get('organization') or 'zoe'}/{asked['name'].split('/')[-1]}"
+        if repo_id in self.repositories:
+            return Answer(409, {"error": "You already created this model repo", "url": f"{self.address}/{repo_id}"})
+        self.repositories[repo_id] = Repository(asked["visibility"])
+        return Answer(200, {"url": f"{self.address}/{repo_id}"})
 
-    def describe(self, _: Request) -> tuple[int, Any]:
-        if self.visibility is None:
-            return 404, {"error": "Repository not found"}
-        return 200, {"id": REPOSITORY, "private": self.visibility == "private", "tags": [], "siblings": []}
+    def of_repository(self, request: Request, repo_id: str, word: str = "revision", rest: str = "main") -> Answer:
+        found = self.readable(request, repo_id)
+        if isinstance(found, Answer):
+            return found
+        if word == "branch":
+            exists = rest in found.refs
+            found.refs.setdefault(rest, found.refs.get("main", ""))
+            return Answer(409 if exists else 200, {})
+        if (name := found.resolved(rest)) is None and (word, rest) != ("revision", "main"):
+            return _refusal(404, "RevisionNotFound", f"Invalid rev id: {rest}")
+        if word == "revision":
+            listed = [{"rfilename": path} for path in found.files(rest)]
+            private = found.visibility == "private"
+            return Answer(200, {"id": repo_id, "sha": name, "private": private, "tags": [], "siblings": listed})
+        if word == "tree":
+            return Answer(200, [self.described(path, content) for path, content in found.files(rest).items()])
+        if word == "preupload":
+            return self.preupload(request, found.files(rest))
+        return self.commit(request, repo_id, found, rest)
 
-    def validate_yaml(self, request: Request) -> tuple[int, Any]:
+    def readable(self, request: Request, repo_id: str) -> Repository | Answer:
+        if request.token not in (None, TOKEN):
+            return Answer(401, {}, {"X-Error-Message": "Invalid credentials in Authorization header"})
+        found = self.repositories.get(repo_id)
+        if found is None or (found.visibility == "private" and request.token is None):
+            return _refusal(401 if request.token is None else 404, "RepoNotFound", "Repository not found")
+        return found
+
+    @staticmethod
+    def described(path: str, content: bytes) -> dict[str, Any]:
+        told = {"type": "file", "path": path, "size": len(content), "oid": _git_oid(content)}
+        oid = hashlib.sha256(content).hexdigest()
+        return told | ({"lfs": {"oid": oid, "size": len(content), "pointerSize": 134}} if _is_large(path) else {})
+
+    def file(self, request: Request, repo_id: str, rest: str) -> Answer:
+        found = self.readable(request, repo_id)
+        if isinstance(found, Answer):
+            return found
+        if found.gated:
+            return _refusal(403 if request.token else 401, "GatedRepo", f"Access to model {repo_id} is restricted")
+        commit, path = next((each for each in self.split(found, rest)), (None, ""))
+        if commit is None:
+            return _refusal(404, "RevisionNotFound", "Invalid rev id")
+        if path not in found.commits[commit]:
+            return _refusal(404, "EntryNotFound", "Entry not found")
+        content = found.commits[commit][path]
+        if not _is_large(path):
+            return ranged(request, content, {"ETag": f'"{_git_oid(content)}"', "X-Repo-Commit": commit})
+        oid = hashlib.sha256(content).hexdigest()
+        self.blobs[oid] = content
+        elsewhere = self.address.replace("127.0.0.1", "localhost")
+        linked = {"X-Linked-ETag": f'"{oid}"', "X-Linked-Size": str(len(content)), "X-Repo-Commit": commit}
+        return Answer(302, b"", {"Location": f"{elsewhere}/cdn/{oid}", **linked})
+
+    @staticmethod
+    def split(found: Repository, rest: str) -> Iterator[tuple[str, str]]:
+        """Yield (commit, path) of REVISION/PATH; a revision may hold slashes."""
+        for revision in [*found.refs, *found.commits]:
+            if rest.startswith(f"{revision}/"):
+                yield str(found.resolved(revision)), rest.removeprefix(f"{revision}/")
+
+    def large_file(self, request: Request, oid: str) -> Answer:
+        assert request.token is None, "the storage of large files is another host: no token for it"
+        return ranged(request, self.blobs[oid], {"ETag": f'"{oid}"'})
+
+    # --- uploads ---
+
+    def validate_yaml(self, request: Request) -> Answer:
         front_matter = yaml.safe_load(request.json["content"].split("---\n")[1])
         errors = [] if isinstance(front_matter, dict) else [{"message": "the front matter is no mapping"}]
-        return 400 if errors else 200, {"errors": errors, "warnings": []}
+        if not errors and not isinstance(front_matter.get("tags", []), list):
+            errors = [{"message": '"tags" must be an array'}]
+        return Answer(400 if errors else 200, {"errors": errors, "warnings": []})
 
-    def preupload(self, request: Request) -> tuple[int, Any]:
-        files = [
-            {
-                "path": file["path"],
-                "uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular",
-                "shouldIgnore": False,
-            }
-            for file in request.json["files"]
-        ]
-        return 200, {"files": files}
+    def preupload(self, request: Request, held: dict[str, bytes]) -> Answer:
+        files = []
+        for file in request.json["files"]:
+            path, content = file["path"], held.get(file["path"])
+            mode, digest = ("lfs", _sha256) if _is_large(path) else ("regular", _git_oid)
+            oid = None if content is None else digest(content)
+            files.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+        return Answer(200, {"files": files})
 
-    def batch(self, request: Request) -> tuple[int, Any]:
-        objects = [
-            {
-                **wanted,
-                "actions": {
-                    "upload": {"href": f"{self.address}/storage/{wanted['oid']}"},
-                    "verify": {"href": f"{self.address}/verify"},
-                },
-            }
-            for wanted in request.json["objects"]
-        ]
-        return 200, {"transfer": "basic", "objects": objects}
+    def batch(self, request: Request) -> Answer:
+        objects = []
+        for wanted in request.json["objects"]:
+            oid = wanted["oid"]
+            if oid in self.blobs:
+                objects.append(wanted)  # nothing is to be done
+                continue
+            upload: dict[str, Any] = {"href": f"{self.address}/storage/{oid}"}
+            if self.part_size is not None and wanted["size"] > self.part_size:
+                count = -(-wanted["size"] // self.part_size)
+                parts = {f"{part:05d}": f"{self.address}/part/{oid}/{part}" for part in range(1, count + 1)}
+                upload = {
+                    "href": f"{self.address}/complete/{oid}",
+                    "header": {"chunk_size": str(self.part_size), **parts},
+                }
+            objects.append({**wanted, "actions": {"upload": upload, "verify": {"href": f"{self.address}/verify"}}})
+        return Answer(200, {"transfer": "basic" if self.part_size is None else "multipart", "objects": objects})
 
-    def verify(self, request: Request) -> tuple[int, Any]:
+    def stored(self, request: Request, path: str) -> Answer:
+        assert request.token is None, "the storage of large files is another host: no token for it"
+        word, oid, *part = path.split("/")[1:]
+        if word == "storage":
+            self.blobs[oid] = request.body
+        elif word == "part":
+            self.parts.setdefault(oid, {})[int(part[0])] = request.body
+            return Answer(200, b"", {"ETag": f'"{hashlib.md5(request.body).hexdigest()}"'})
+        else:
+            held = self.parts[oid]
+            etags = {each["partNumber"]: each["etag"].strip('"') for each in request.json["parts"]}
+            assert etags == {number: hashlib.md5(content).hexdigest() for number, content in held.items()}
+            self.blobs[oid] = b"".join(held[number] for number in sorted(held))
+        return Answer(200, {})
+
+    def verify(self, request: Request) -> Answer:
         blob = self.blobs[request.json["oid"]]
-        same = hashlib.sha256(blob).hexdigest() == request.json["oid"] and len(blob) == request.json["size"]
-        return 200 if same else 422, {}
+        same = _sha256(blob) == request.json["oid"] and len(blob) == request.json["size"]
+        return Answer(200 if same else 422, {})
 
-    def commit(self, request: Request) -> tuple[int, Any]:
+    def commit(self, request: Request, repo_id: str, found: Repository, branch: str) -> Answer:
+        files = dict(found.files(branch))
         for entry in map(json.loads, request.body.splitlines()):
             value = entry["value"]
             if entry["key"] == "file":
-                self.files[value["path"]] = base64.b64decode(value["content"])
+                files[value["path"]] = base64.b64decode(value["content"])
             elif entry["key"] == "lfsFile":
-                self.files[value["path"]] = self.blobs[value["oid"]]
-        return 200, {"commitUrl": f"{self.address}/{REPOSITORY}/commit/1", "commitOid": "1" * 40}
+                files[value["path"]] = self.blobs[value["oid"]]
+        asks_pull = "create_pr=1" in request.path
+        number = 1 + sum(name.startswith("refs/pr/") for name in found.refs)
+        oid = found.commit(files, f"refs/pr/{number}" if asks_pull else branch)
+        pull = {"pullRequestUrl": f"{self.address}/{repo_id}/discussions/{number}"} if asks_pull else {}
+        return Answer(200, {"commitUrl": f"{self.address}/{repo_id}/commit/{oid}", "commitOid": oid, **pull})
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def ranged(request: Request, content: bytes, headers: dict[str, str]) -> Answer:
+    """Answer with the content, or with its end if the request asks for ``bytes=FIRST-``."""
+    asked = {name.lower(): value for name, value in request.headers.items()}.get("range")
+    if asked is None:
+        return Answer(200, content, headers)
+    first = int(asked.removeprefix("bytes=").partition("-")[0])
+    told = {"Content-Range": f"bytes {first}-{len(content) - 1}/{len(content)}"}
+    return Answer(206, content[first:], {**headers, **told})
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or every answer waits 40 ms for an acknowledgement
+    fake: FakeHub
+
+    def handle_any(self) -> None:
+        cut = self.cut()
+        length = int(self.headers.get("Content-Length") or 0)
+        if cut == "request":
+            self.rfile.read(length // 2)
+            self.hang_up()
+            return
+        request = Request(self.command, self.path, dict(self.headers), self.body(length))
+        self.fake.requests.append(request)
+        answer = self.fake.answer(request)
+        if cut == "answer":
+            self.hang_up()
+            return
+        raw = isinstance(answer.content, bytes)
+        encoded = answer.content if raw else json.dumps(answer.content).encode()
+        self.send_response(answer.status)
+        self.send_header("Content-Type", "application/octet-stream" if raw else "application/json")
+        self.send_header("Content-Length", str(len(encoded)))
+        for name, value in answer.headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(encoded[: len(encoded) // 2] if cut == "content" else encoded)
+        if cut == "content":
+            self.hang_up()
+
+    do_GET = do_HEAD = do_POST = do_PUT = handle_any
+
+    def cut(self) -> str | None:
+        for beginning, left in self.fake.drops.items():
+            if self.path.startswith(beginning) and left and self.command != "HEAD":
+                return left.pop(0)
+        return None
+
+    def body(self, length: int) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(length)
+        pieces = []
+        while size := int(self.rfile.readline(), 16):
+            pieces.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(pieces)
+
+    def hang_up(self) -> None:
+        self.close_connection = True
+        self.wfile.flush()
+        self.connection.shutdown(socket.SHUT_RDWR)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
 
 
 @contextmanager
 def serve() -> Iterator[FakeHub]:
     """A fake Hub behind real HTTP, for as long as the context lasts."""
     fake = FakeHub()
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True  # or every answer waits 40 ms for an acknowledgement
-
-        def handle_any(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            request = Request(self.command, self.path, dict(self.headers), body)
-            fake.requests.append(request)
-            status, content = fake.answer(request)
-            encoded = json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(encoded)))
-            self.end_headers()
-            self.wfile.write(encoded)
-
-        do_GET = do_POST = do_PUT = handle_any
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"fake": fake}))
     server.daemon_threads = True
     fake.address = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -151,3 +386,29 @@ def serve() -> Iterator[FakeHub]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def folder_on(hub: FakeHub, repo_id: str, folder: Path, visibility: str = "public", branch: str = "main") -> str:
+    """Put the files of a folder on the Hub; returns the commit hash."""
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return hub.repositories.setdefault(repo_id, Repository(visibility)).commit(files, branch)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
+    """Start a fake Hub in place of the real one, with an empty cache; nobody sleeps before a second attempt."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with serve() as fake:
+        # huggingface_hub reads its variables when it is imported, which some other test may have done by now.
+        here = {
+            "ENDPOINT": fake.address,
+            "HUGGINGFACE_CO_URL_TEMPLATE": fake.address + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_CACHE": str(tmp_path / "hub-cache"),
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_XET": True,
+        }
+        for name, value in here.items():
+            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+        yield fake

@@ -118,7 +118,7 @@ def test_adapters_are_known_by_their_weights_and_by_the_base_they_belong_to(tmp_
 
 
 def test_what_cannot_be_read_is_named_in_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nowhere' cannot be read"):
+    with pytest.raises(ValueError, match=r"there is no folder .*nowhere"):
         stored_fingerprint(tmp_path / "nowhere")
     tiny_model().save_pretrained(tmp_path / "short")
     weights = tmp_path / "short" / "model.safetensors"

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from decoding import headstart_model as model_module
-from decoding.drafters import Drafter, DraftModelDrafter, HybridDrafter, MedusaDrafter, PromptLookupDrafter, registry
+from decoding.drafters import Drafter, DraftModelDrafter, HybridDrafter, MedusaDrafter, PromptLookupDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
@@ -491,29 +491,6 @@ def test_a_speculator_is_known_by_what_it_is(
     ids = torch.tensor([list(b"ab ab a")])
     expected = generated(reader.model, ids, max_new_tokens=8)
     assert model.generate(ids, max_new_tokens=8).tolist() == expected.tolist()
-
-
-def test_heads_on_the_hub_are_known_by_their_config(
-    folder: Path, reader: CausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    def download(name: str, file: str) -> str:
-        asked.append((name, file))
-        if name == "org/nothing":
-            raise FileNotFoundError(name)
-        return str(folder / name.split("/")[1] / file)
-
-    monkeypatch.setattr(registry, "hf_hub_download", download)
-    monkeypatch.setattr(registry, "snapshot_download", lambda name, allow_patterns: str(folder / "heads"))
-    monkeypatch.setattr(registry, "load_draft", lambda name, target, *_: target)
-    kinds = [
-        type(drafter.first)
-        for name in ("heads", "draft", "nothing")
-        if isinstance(drafter := HeadstartModel.from_pretrained(reader.model, f"org/{name}").drafter, HybridDrafter)
-    ]
-    assert kinds == [MedusaDrafter, DraftModelDrafter, DraftModelDrafter]
-    assert asked == [("org/heads", "config.json"), ("org/draft", "config.json"), ("org/nothing", "config.json")]
 
 
 def test_a_draft_of_another_tokenizer_is_refused_where_the_targets_is_known(folder: Path, reader: CausalLM) -> None:

@@ -2,14 +2,13 @@
 
 A drafter is written as ``NAME[:PATH][,option=value,…]``: ``lookup``, ``heads:runs/heads/final``,
 ``draft-tree:runs/draft/final,depth=5``. A path alone means the heads or the draft in it, with a lookup beside them.
+A path is a folder, or ORG/NAME or ORG/NAME@REVISION on the Hub.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from huggingface_hub import hf_hub_download, snapshot_download
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters.base import Drafter
@@ -24,7 +23,8 @@ from decoding.drafters.parallel import ParallelDrafter
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
 from decoding.drafters.spec import WHOLE, DrafterSpec, Option, one_of, options_of, read_options, split_words, whole
 from decoding.model.causal_lm import CausalLM
-from decoding.model.heads import CONFIG_NAME, MedusaHeads
+from decoding.model.heads import MedusaHeads
+from decoding.model.hub import local_folder
 from decoding.model.loading import (
     is_heads_folder,
     load_draft,
@@ -34,7 +34,6 @@ from decoding.model.loading import (
     parallel_folder,
 )
 from decoding.model.parallel import ParallelDraft
-from decoding.model.stored import WEIGHT_FILES
 
 Weights = Literal["heads", "draft", "parallel draft", "heads or draft", "draft and tokenizer"]
 
@@ -255,21 +254,12 @@ def _entry_of(name: str, of: str | None) -> Entry:
 
 def _recognised(path: str | None, options: Mapping[str, Any]) -> str:
     assert path is not None
-    if _names_heads(path):
+    folder = local_folder(path, weights=False)
+    if is_heads_folder(folder):
         return "heads"
-    if parallel_folder(path) is not None:
+    if parallel_folder(folder) is not None:
         return "parallel"
     return "draft-tree" if options.keys() & _TREE.options.keys() else "draft"
-
-
-def _names_heads(name: str) -> bool:
-    """Return True for a folder, or a Hub id, of heads."""
-    if Path(name).exists():
-        return is_heads_folder(name)
-    try:
-        return is_heads_folder(Path(hf_hub_download(name, CONFIG_NAME)).parent)
-    except (OSError, ValueError):  # reading the draft raises the error
-        return False
 
 
 class DrafterLoader:
@@ -299,7 +289,7 @@ class DrafterLoader:
     def read_weights(self, weights: Weights, path: str) -> LoadedWeights:
         """Read weights of this kind; ValueError if they cannot be read or do not fit the target."""
         if weights == "heads":
-            return load_heads(_heads_folder(path), self._target)
+            return load_heads(path, self._target)
         tokenizer = self._target_tokenizer()
         if weights == "draft":
             return load_draft(path, self._target, tokenizer, self._trusted)
@@ -314,13 +304,3 @@ class DrafterLoader:
         if isinstance(self._tokenizer, str):
             self._tokenizer = load_tokenizer(self._tokenizer, self._trusted)
         return self._tokenizer
-
-
-def _heads_folder(name: str) -> Path:
-    """Return the folder of heads, downloaded if the name is a Hub id."""
-    if Path(name).exists():
-        return Path(name)
-    try:
-        return Path(snapshot_download(name, allow_patterns=[CONFIG_NAME, *WEIGHT_FILES]))
-    except (OSError, ValueError):  # `load_heads` raises the error, and lists the folders beside it
-        return Path(name)

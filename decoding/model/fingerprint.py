@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # base class of all errors of a download
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.hub import cached_file
 
+from decoding.model.hub import local_folder
 from decoding.model.loading import TOKENIZER_PROBE, first_line, is_heads_folder
 from decoding.model.parallel import CONFIG_NAME as PARALLEL_CONFIG
 from decoding.model.parallel import WEIGHTS_NAME as PARALLEL_WEIGHTS
-from decoding.model.stored import INDEX_NAME, WEIGHTS_NAME
+from decoding.model.stored import weight_files
 from decoding.model.vocabulary import OUTPUT_TOKENS_KEY, OUTPUT_TOKENS_NAME
 
 _DIGITS = 16
@@ -73,25 +72,23 @@ def stored_fingerprint(name: str | Path, trust_remote_code: bool = False) -> str
 
     ValueError if there is no such model, or a file of it cannot be read.
     """
-    name = str(name)
-    folder = Path(name)
-    files = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
-    states = [(path.name, path.stat()) for path in files]
+    folder = local_folder(name)
+    states = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
     return _stored_fingerprint(
-        name, trust_remote_code, tuple((file, state.st_size, state.st_mtime_ns) for file, state in states)
+        folder, trust_remote_code, tuple((file, state.st_size, state.st_mtime_ns) for file, state in states)
     )
 
 
 @lru_cache(maxsize=16)
-def _stored_fingerprint(name: str, trust_remote_code: bool, files: tuple[tuple[str, int, int], ...]) -> str:
-    """Compute `stored_fingerprint`; ``files`` (names, sizes and times of a folder's files) is a key of the cache."""
+def _stored_fingerprint(folder: Path, trust_remote_code: bool, files: tuple[tuple[str, int, int], ...]) -> str:
+    """Compute `stored_fingerprint`; ``files`` (names, sizes and times) is a key of the cache."""
     try:
-        digest = hashlib.sha256(_json_bytes(_described(name, trust_remote_code)))
-        for tensor in sorted(tensors_of(name)):
+        digest = hashlib.sha256(_json_bytes(_described(folder, trust_remote_code)))
+        for tensor in sorted(tensors_of(folder)):
             digest.update(f"{tensor.name}{tensor.shape}{tensor.dtype}".encode())
             _update_from_file(digest, tensor)
-    except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError, HTTPError) as error:
-        raise ValueError(f"what is stored under {name!r} cannot be read: {first_line(error)}") from error
+    except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"what is stored in {folder} cannot be read: {first_line(error)}") from error
     return digest.hexdigest()[:_DIGITS]
 
 
@@ -106,19 +103,19 @@ def prompts_fingerprint(prompts: Sequence[Sequence[int]]) -> str:
     return values_fingerprint([list(prompt) for prompt in prompts])
 
 
-def _described(name: str, trust_remote_code: bool) -> Any:
+def _described(folder: Path, trust_remote_code: bool) -> Any:
     """Return everything besides the weights that decides a model's outputs, as JSON values."""
-    if is_heads_folder(name):
-        return json.loads((Path(name) / "config.json").read_text())
-    if (adapters := _file_of(name, _ADAPTER_CONFIG)) is not None:
+    if is_heads_folder(folder):
+        return json.loads((folder / "config.json").read_text())
+    if (adapters := folder / _ADAPTER_CONFIG).is_file():
         config = json.loads(adapters.read_text())
         own = {key: _sorted(value) for key, value in config.items() if key not in _ADAPTERS_SAY_NOTHING}
         return {"adapters": own, "base": stored_fingerprint(config["base_model_name_or_path"], trust_remote_code)}
-    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).to_dict()
+    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code).to_dict()
     behaviour = _behaviour(config)
-    if (parts := _file_of(name, PARALLEL_CONFIG)) is not None:
+    if (parts := folder / PARALLEL_CONFIG).is_file():
         behaviour[PARALLEL_CONFIG] = json.loads(parts.read_text())
-    if OUTPUT_TOKENS_KEY in config and (listed := _file_of(name, OUTPUT_TOKENS_NAME)) is not None:
+    if OUTPUT_TOKENS_KEY in config and (listed := folder / OUTPUT_TOKENS_NAME).is_file():
         behaviour[OUTPUT_TOKENS_KEY] = json.loads(listed.read_text())
     return behaviour
 
@@ -137,34 +134,21 @@ def _sorted(value: Any) -> Any:
     return sorted(value, key=str) if isinstance(value, list) else value
 
 
-def tensors_of(name: str) -> Iterator[Stored]:
-    """Yield every tensor stored under a name: those that transformers would load, and a parallel draft's parts.
+def tensors_of(folder: Path) -> Iterator[Stored]:
+    """Yield every tensor stored in a folder: those that transformers would load, and a parallel draft's parts.
 
-    ValueError for a name without weights; OSError for one that is neither here nor to be had.
+    ValueError for a folder without weights.
     """
-    if (parts := _file_of(name, PARALLEL_WEIGHTS)) is not None:
+    if (parts := folder / PARALLEL_WEIGHTS).is_file():
         yield from _tensors_in(parts)
-    for single in (_ADAPTER_WEIGHTS, WEIGHTS_NAME):
-        if (path := _file_of(name, single)) is not None:
-            yield from _tensors_in(path)
-            return
-    index = _file_of(name, INDEX_NAME)
-    if index is None:
-        raise ValueError(f"{name} holds no weights: no {WEIGHTS_NAME} is there (pickled weights are not loaded)")
-    for shard in sorted(set(json.loads(index.read_text())["weight_map"].values())):
-        path = _file_of(name, shard)
-        if path is None:
-            raise ValueError(f"{name} lacks {shard}, which its {INDEX_NAME} names: fetch it again")
+    if (adapters := folder / _ADAPTER_WEIGHTS).is_file():
+        yield from _tensors_in(adapters)
+        return
+    files = weight_files(folder, "fetch or write it again")
+    if not files:
+        raise ValueError(f"{folder} holds no weights: no .safetensors file is there (pickled weights are not loaded)")
+    for path in sorted(files):
         yield from _tensors_in(path)
-
-
-def _file_of(name: str, file: str) -> Path | None:
-    """Return the path of a file of a folder or Hub id (downloaded if need be); None if there is no such file."""
-    if Path(name).is_dir():
-        path = Path(name) / file
-        return path if path.is_file() else None
-    found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
-    return Path(str(found)) if found is not None else None
 
 
 def _tensors_in(path: Path) -> Iterator[Stored]:

@@ -1,12 +1,10 @@
 """Loading of targets, drafts and heads from a folder or the Hub; every mismatch is found before anything runs."""
 
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (  # type: ignore[attr-defined]  # base class of all errors of a download
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError: base class of its clients' errors
     HTTPError,
     StrictDataclassError,
 )
@@ -20,17 +18,14 @@ from decoding.model.finite import check_finite
 from decoding.model.folder import adapted_model, check_model_folder
 from decoding.model.header import read_object
 from decoding.model.heads import CONFIG_NAME, FORMAT, MedusaHeads, read_config
+from decoding.model.hub import local_folder
 from decoding.model.parallel import CONFIG_NAME as PARALLEL_CONFIG
-from decoding.model.parallel import WEIGHTS_NAME as PARALLEL_WEIGHTS
 from decoding.model.parallel import ParallelDraft, ParallelParts, is_parallel_folder
 from decoding.model.parallel import read_config as read_parallel_config
 from decoding.model.vocabulary import read_output_tokens, trimmed_vocabulary
 
 TOKENIZER_PROBE = "def speculate(prompt):\n    return 'Zoë said: 3 + 4 = 7'  "
 """Text that tokenizers split differently: spaces at both ends of lines, digits, an accent."""
-
-_NAMED = 8
-"""Greatest number of folders that an error lists."""
 
 UNREADABLE = (
     OSError,
@@ -69,21 +64,20 @@ def load_model(
     trust_remote_code: bool = False,
     device_map: str | None = None,
 ) -> PreTrainedModel:
-    """Load a causal LM from a folder or a Hub id. Every weight must be stored there, in safetensors files.
+    """Load a causal LM from a folder or ORG/NAME[@REVISION]. Every weight must be stored there, in safetensors files.
 
-    ``dtype="auto"`` keeps the stored dtype. A folder's config is compared with its weights before the model is built.
+    ``dtype="auto"`` keeps the stored dtype. Its config is compared with its weights before the model is built.
     ``device_map="auto"`` lets accelerate spread the model over all devices, instead of moving it to ``device``.
     ValueError for a model that cannot be read, lacks weights, or is too large for the devices together.
     """
     if device_map not in (None, "auto"):
         raise ValueError(f"device_map is {device_map!r}: give auto, or leave it out")
-    check_folder(name)
-    if Path(name).is_dir():
-        check_model_folder(Path(name))
+    folder = model_folder(name)
+    check_model_folder(folder)
     logging.disable_progress_bar()  # the bar of reading weights ends before it is drawn
     try:
         read: Any = AutoModelForCausalLM.from_pretrained(
-            name,
+            str(folder),
             dtype=dtype,
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
@@ -91,7 +85,7 @@ def load_model(
             output_loading_info=True,
         )
     except UNREADABLE as error:
-        raise ValueError(f"no model could be read from {name!r}: {_readings(name)}{reason(error)}") from error
+        raise ValueError(f"no model could be read from {name!r}: {reason(error)}") from error
     model: PreTrainedModel = read[0]
     if missing := sorted(read[1]["missing_keys"]):
         raise ValueError(
@@ -110,50 +104,27 @@ def load_model(
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model's folder or Hub id; adapters saved without one use their base model's."""
-    if (base := adapted_model(Path(name))) is not None and not any(Path(name).glob("tokenizer*")):
-        name = base
+    """Load the tokenizer of a model's folder or hub id; adapters saved without one use their base model's."""
+    folder = local_folder(name, weights=False)
+    if (base := adapted_model(folder)) is not None and not any(folder.glob("tokenizer*")):
+        return load_tokenizer(base, trust_remote_code)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=trust_remote_code
+        )
     except UNREADABLE as error:
-        raise ValueError(f"no tokenizer could be read from {name!r}: {_readings(name)}{reason(error)}") from error
+        raise ValueError(f"no tokenizer could be read from {name!r}: {reason(error)}") from error
     return tokenizer
 
 
-def check_folder(name: str) -> None:
-    """Raise ValueError for a missing or incomplete local folder; the Hub client would call it a missing repository."""
-    folder = Path(name)
-    looks_local = folder.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1
-    if not looks_local:
-        return
-    if not folder.is_dir():
-        raise ValueError(
-            f"there is no folder {name}{_beside(folder)}: give a folder with a model, or a hub id such as ORG/NAME"
-        )
+def model_folder(name: str) -> Path:
+    """Return the local folder of a model, fetched if need be; ValueError if config or weights are missing in it."""
+    folder = local_folder(name)
     if not any((folder / config).is_file() for config in ("config.json", "adapter_config.json")):  # or adapters
         raise ValueError(f"{name} holds no model: config.json is missing")
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"{name} holds no weights: no .safetensors file is in it (pickled weights are not loaded)")
-
-
-def _readings(name: str) -> str:
-    """Begin the error for a name that is no local folder, and failed on the Hub: it may be a mistyped folder."""
-    if Path(name).exists():
-        return ""
-    return f"there is no such folder{_beside(Path(name))}, and loading it from the Hub failed: "
-
-
-def _beside(folder: Path) -> str:
-    """List the folders beside a missing one; in the working folder only those with a similar name."""
-    parent = folder.parent
-    if not parent.is_dir():
-        return ""
-    found = sorted(path.name for path in parent.iterdir() if path.is_dir())
-    if parent == Path("."):
-        close = get_close_matches(folder.name, found)
-        return f" (is it {' or '.join(close)}?)" if close else ""
-    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return f" ({parent}/ holds {', '.join(found[:_NAMED]) or 'no folders'}{more})"
+    return folder
 
 
 def first_line(error: BaseException) -> str:
@@ -200,11 +171,10 @@ def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedToken
         )
 
 
-def load_heads(folder: str | Path, target: CausalLM) -> MedusaHeads:
-    """Load heads in the target's dtype, on its device; their sizes are checked before their weights are read."""
-    if not Path(folder).is_dir():
-        raise ValueError(f"there is no folder {folder}{_beside(Path(folder))}: give one with Medusa heads")
-    read_config(Path(folder)).check_fits(target.hidden_size, target.vocab_size)
+def load_heads(name: str | Path, target: CausalLM) -> MedusaHeads:
+    """Load heads from a folder or hub id in the target's dtype, on its device; sizes are checked before weights."""
+    folder = local_folder(name)
+    read_config(folder).check_fits(target.hidden_size, target.vocab_size)
     return MedusaHeads.from_pretrained(folder, dtype=target.dtype, device=target.device)
 
 
@@ -230,27 +200,21 @@ def load_draft(
     return _load_draft_model(name, target, tokenizer, trust_remote_code, other_tokenizer)
 
 
-def parallel_folder(name: str) -> Path | None:
-    """Return the folder with the parts of a parallel draft, downloaded if the name is a Hub id; None if it has none."""
-    folder = Path(name)
-    if not folder.exists():
-        try:
-            folder = Path(snapshot_download(name, allow_patterns=[PARALLEL_CONFIG, PARALLEL_WEIGHTS]))
-        except (OSError, ValueError):  # reading the model raises the error
-            return None
+def parallel_folder(name: str | Path) -> Path | None:
+    """Return the folder of a parallel draft, its config fetched if the name is a hub id; None for any other model."""
+    folder = local_folder(name, weights=False)
     return folder if is_parallel_folder(folder) else None
 
 
 def load_parallel_draft(
     name: str, target: CausalLM, tokenizer: PreTrainedTokenizerBase | None, trust_remote_code: bool = False
 ) -> ParallelDraft:
-    """Load a parallel draft from a folder or a Hub id, its parts and its model, as `load_draft` loads a draft.
+    """Load a parallel draft from a folder or a hub id, its parts and its model, as `load_draft` loads a draft.
 
     ValueError, before the model is built, for parts that are missing or that do not fit the target.
     """
-    folder = parallel_folder(name)
-    if folder is None:
-        check_folder(name)
+    folder = model_folder(name)
+    if not is_parallel_folder(folder):
         raise ValueError(
             f"{name} holds no parallel draft ({PARALLEL_CONFIG} is missing): give draft:{name} if it is an ordinary one"
         )

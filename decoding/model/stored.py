@@ -49,10 +49,10 @@ def has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME))
 
 
-def weight_files(folder: Path, remedy: str) -> list[Path]:
-    """Return the file of the weights, or the shards that the index names; none where the folder has neither.
+def named_files(folder: Path, remedy: str) -> list[Path]:
+    """Return the file of the weights, or the shards that the index names, which may be missing; none without either.
 
-    ValueError with ``remedy`` unless each shard exists inside the folder.
+    ValueError with ``remedy`` for a shard that would be outside the folder.
     """
     if (folder / WEIGHTS_NAME).is_file():
         return [folder / WEIGHTS_NAME]
@@ -63,13 +63,21 @@ def weight_files(folder: Path, remedy: str) -> list[Path]:
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not isinstance(index.get("metadata", {}), dict):
         raise ValueError(f"{path} is no index of weights (weight_map: names of tensors and of their files): {remedy}")
-    shards = list(dict.fromkeys(map(_as_shard, weight_map.values())))
-    for shard in shards:
-        if shard is None or not (folder / shard).is_file():
-            wrong = next(name for name in weight_map.values() if _as_shard(name) == shard)
-            where = "is no file inside its folder" if shard is None else "is missing"
-            raise ValueError(f"{path} names {reprlib.repr(wrong)}, which {where}: {remedy}")
-    return [folder / shard for shard in shards if shard is not None]
+    if outside := [name for name in weight_map.values() if not _is_shard(name)]:
+        raise ValueError(f"{path} names {reprlib.repr(outside[0])}, which is no file inside its folder: {remedy}")
+    return [folder / name for name in dict.fromkeys(weight_map.values())]
+
+
+def weight_files(folder: Path, remedy: str) -> list[Path]:
+    """Return the file of the weights, or the shards that the index names; none where the folder has neither.
+
+    ValueError with ``remedy`` unless each shard exists inside the folder.
+    """
+    files = named_files(folder, remedy)
+    if missing := [path for path in files if not path.is_file()]:
+        name = reprlib.repr(str(missing[0].relative_to(folder)))
+        raise ValueError(f"{folder / INDEX_NAME} names {name}, which is missing: {remedy}")
+    return files
 
 
 def weights_header(folder: Path, remedy: str) -> dict[str, StoredTensor]:
@@ -90,9 +98,8 @@ def read_weights(folder: Path, remedy: str) -> dict[str, Tensor]:
     return dict(stored_weights(folder, remedy))
 
 
-def _as_shard(name: object) -> str | None:
-    """Return the name if it is one of a safetensors file inside the folder (symbolic links may leave it), else None."""
+def _is_shard(name: object) -> bool:
+    """Return True for the name of a safetensors file inside the folder (symbolic links may leave it)."""
     if not isinstance(name, str) or not name.endswith(".safetensors") or "\0" in name:
-        return None
-    outside = any(kind(name).is_absolute() or kind(name).drive or ".." in kind(name).parts for kind in _PATHS)
-    return None if outside else name
+        return False
+    return not any(kind(name).is_absolute() or kind(name).drive or ".." in kind(name).parts for kind in _PATHS)

@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils.hub import cached_file
 
 from decoding.model.causal_lm import CausalLM
+from decoding.model.hub import local_folder
 
 OUTPUT_TOKENS_KEY = "headstart_output_tokens"
 """Key in a draft's config.json: its value names the file beside it that lists the tokens of the trimmed lm_head."""
@@ -148,7 +148,7 @@ def read_output_tokens(model: PreTrainedModel, name: str) -> tuple[int, ...] | N
     if file_name != OUTPUT_TOKENS_NAME:
         raise ValueError(f"{name} is to be trimmed by {file_name!r}: only {OUTPUT_TOKENS_NAME} beside it is read")
     try:
-        tokens = json.loads(Path(str(cached_file(name, file_name))).read_text())
+        tokens = json.loads((local_folder(name, weights=False) / file_name).read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{name} is to be trimmed by its {file_name}, which cannot be read: {error}") from error
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):

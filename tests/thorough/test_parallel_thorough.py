@@ -1,6 +1,5 @@
 """Parallel drafts of every kind: the cases that the tests of `make check` leave out."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from test_parallel_lossless import OTHER_DRAFTERS, OTHER_PARTS
 
 from decoding.drafters import ParallelDrafter
 from decoding.model.causal_lm import CausalLM
-from decoding.model.loading import parallel_folder
 from decoding.rules.verify import BLOCK_VERIFICATION, TOKEN_REJECTION, Rule
 
 
@@ -53,19 +51,3 @@ def test_every_draw_of_a_tree_verified_gives_the_targets_distribution(
 @pytest.mark.parametrize(("kind", "settings"), OTHER_DRAFTERS)
 def test_the_loop_writes_the_targets_distribution(kind: type[ParallelDrafter], settings: dict[str, Any]) -> None:
     lossless_tests.test_the_loop_writes_the_targets_distribution(kind, settings)
-
-
-def test_the_parts_of_a_hub_id_are_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[tuple[str, list[str]]] = []
-
-    def download(name: str, allow_patterns: list[str]) -> str:
-        asked.append((name, allow_patterns))
-        if name == "zoe/nowhere":
-            raise OSError("no such repository")
-        return str(tmp_path)
-
-    monkeypatch.setattr("decoding.model.loading.snapshot_download", download)
-    assert parallel_folder("zoe/draft") is None, "an ordinary draft"
-    draft_of().parts.save_pretrained(tmp_path)
-    assert parallel_folder("zoe/draft") == tmp_path and parallel_folder("zoe/nowhere") is None
-    assert asked[0] == ("zoe/draft", ["parallel.json", "parallel.safetensors"])

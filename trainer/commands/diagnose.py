@@ -18,6 +18,7 @@ from decoding.measure.markdown import one_line
 from decoding.measure.redact import without_local_paths
 from decoding.metrics import Estimate
 from decoding.model.causal_lm import CausalLM
+from decoding.model.hub import local_folder
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.findings import PRINTED, account, write_findings
@@ -113,7 +114,6 @@ def _case(
     questions: Sequence[Question],
     note: str,
 ) -> Case:
-    folder = Path(resolve(options.target))
     temperature = options.temperature if options.temperature is not None else 1.0
     return Case(
         target,
@@ -123,7 +123,7 @@ def _case(
         DecodingConfig(options.max_new_tokens, eos_token_ids=eos_token_ids(target.model, tokenizer)),
         temperature,
         options.exported or _read_by_servers(speculator.named),
-        folder if folder.is_dir() else None,
+        local_folder(resolve(options.target), weights=False),
         options.draft_tokens,
         options.batch_size,
         options.trust_remote_code,
@@ -134,7 +134,7 @@ def _case(
 def _read_by_servers(named: Named) -> Path | None:
     """Return the speculator's own folder if a server can read it: heads in this project's format no server reads."""
     folder = named.folder
-    return None if folder is None or (named.kind == "heads" and not is_vllm_heads(folder)) else folder
+    return None if named.kind == "heads" and not is_vllm_heads(folder) else folder
 
 
 def _questions(
@@ -214,8 +214,6 @@ def _reported(report: Path | None, named: Named) -> str:
     """Return a remark on the figures of an evaluation, which may have drafted trees where servers draft chains."""
     if report is None:
         return ""
-    if named.folder is None:
-        raise ValueError(f"--report is compared by the weights of {named.path}, which is no local folder: leave it out")
     stored = read_report(report)
     names = drafters_of(stored, named.folder)
     rows = [row for row in stored.get("rows") or () if row.get("drafter") in names and row.get("tokens_per_pass")]

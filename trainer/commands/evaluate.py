@@ -35,6 +35,7 @@ from decoding.measure.report import terminal_table, write_html
 from decoding.measure.samples import samples_of
 from decoding.measure.waves import waves_of
 from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
+from decoding.model.hub import revisions, short_name
 from decoding.model.loading import eos_token_ids
 from trainer.commands.decode import Models, load_models, published_specs
 from trainer.commands.options import EvaluateOptions
@@ -284,6 +285,10 @@ def _made_by(
             "tokenizer": tokenizer_fingerprint(tokenizer),
             "prompts": prompts_fingerprint(prompts),
         },
+        "revisions": revisions(
+            {"target": resolve(options.target)}
+            | {name: spec.path for name, spec in zip(told, specs.values(), strict=True)}
+        ),
     }
 
 
@@ -346,7 +351,7 @@ def _report(
     measurement: Measurement,
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
-    title = options.title or f"{Path(options.target).name} on {Path(options.prompts).name}"
+    title = options.title or f"{short_name(options.target)} on {Path(options.prompts).name}"
     figures = report_of(measurement)
     known = provenances(options.output)
     return {

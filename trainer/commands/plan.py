@@ -16,11 +16,18 @@ from decoding.measure.planning.check import check_plan, check_rows
 from decoding.measure.planning.choose import LEAST_GAIN
 from decoding.measure.planning.make import PlanConfig, Planner
 from decoding.measure.planning.picture import check_table, plan_table, write_picture
-from decoding.measure.planning.plan_file import Plan, plan_fingerprints, read_plan, vllm_config, write_plan
+from decoding.measure.planning.plan_file import (
+    Plan,
+    plan_fingerprints,
+    read_plan,
+    vllm_config,
+    write_plan,
+)
 from decoding.measure.planning.sentences import verdict
 from decoding.measure.questions import read_prompts
 from decoding.measure.rows import without_nan
 from decoding.model.fingerprint import prompts_fingerprint, tokenizer_fingerprint
+from decoding.model.hub import revisions
 from decoding.model.loading import eos_token_ids, load_tokenizer, parse_dtype
 from decoding.policies import MeasuredPolicy, Policy, named_policy
 from trainer.commands.drafters import asked_drafters
@@ -92,6 +99,7 @@ def _made_by(options: PlanOptions, specs: Sequence[DrafterSpec]) -> dict[str, An
     return {
         **account(),
         "fingerprints": plan_fingerprints(resolve(options.target), specs, options.trust_remote_code),
+        "revisions": revisions({"target": resolve(options.target), **{str(spec): spec.path for spec in specs}}),
     }
 
 

@@ -20,6 +20,7 @@ from decoding.measure.proof.reference import Reference
 from decoding.measure.questions import read_prompts
 from decoding.measure.redact import published_name
 from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint
+from decoding.model.hub import revisions
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
 from decoding.speculation import named_rule
@@ -71,7 +72,7 @@ def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
     passed = all_pass([finding for findings in engines.values() for finding in findings])
     say(console, _verdict(passed, engines))
     if options.json is not None:
-        _write(options, given, figures, engines, passed)
+        _write(options, specs, given, figures, engines, passed)
     if options.json not in (None, PRINTED):
         say(console, f"written: {options.json}")
     return passed
@@ -223,7 +224,12 @@ def _progress(watched: Console, name: str) -> Iterator[tuple[Callable[[str, int]
 
 
 def _write(
-    options: VerifyOptions, given: _Input, figures: dict[str, Any], engines: dict[str, list[Finding]], passed: bool
+    options: VerifyOptions,
+    specs: Sequence[DrafterSpec],
+    given: _Input,
+    figures: dict[str, Any],
+    engines: dict[str, list[Finding]],
+    passed: bool,
 ) -> None:
     assert options.json is not None and options.target is not None
     report = {
@@ -234,6 +240,7 @@ def _write(
             "target": stored_fingerprint(resolve(options.target), options.trust_remote_code),
             "prompts": prompts_fingerprint(given.prompts),
         },
+        "revisions": revisions({"target": resolve(options.target), **{str(spec): spec.path for spec in specs}}),
         "power": figures,
         "engines": {name: [finding.as_json() for finding in findings] for name, findings in engines.items()},
     }

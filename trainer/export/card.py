@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 CARD_NAME = "README.md"
 PROVENANCE_NAME = "provenance.json"
 _PROVENANCE_REMEDY = "the trainer writes it: copy it again from the training run, or remove it"
-_OBJECTS = ("recipe", "target", "versions", "hardware", "data", "imported")
+_OBJECTS = ("recipe", "target", "revisions", "versions", "hardware", "data", "imported")
 _UNKNOWN_TARGET = "TARGET"
 _ADAPTED_TARGET = "ADAPTED_TARGET"
 _NOT_RECORDED = "not recorded"
@@ -77,6 +77,8 @@ class Provenance:
     processes: str
     target: str
     fingerprint: str
+    revision: str
+    """Commit of the target on the Hub; empty where it is from elsewhere."""
     steps: str
     tokens: str
     settings: tuple[str, ...]
@@ -106,7 +108,7 @@ class Provenance:
 def read_stored_provenance(source: Path) -> dict[str, Any] | None:
     """Read ``provenance.json`` beside the weights; None if there is none.
 
-    `ValueError` unless it is a JSON object whose recipe, target, versions, hardware, data and imported are objects.
+    `ValueError` unless it is a JSON object whose recipe, target and the other `_OBJECTS` are objects.
     """
     path = source / PROVENANCE_NAME
     if not path.is_file():
@@ -130,6 +132,7 @@ def read_provenance(source: Path) -> Provenance | None:
         processes=_count(stored.get("num_processes")),
         target=name if is_hub_id(name) else one_line(without_local_paths(basename(name))) or _UNKNOWN_TARGET,
         fingerprint=_text(target.get("fingerprint")),
+        revision=_text(stored["revisions"]["target"]).partition("@")[2] if "target" in stored["revisions"] else "",
         steps=_count(stored.get("steps")),
         tokens=_count(stored.get("tokens")),
         settings=_settings(stored),

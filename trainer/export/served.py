@@ -8,6 +8,7 @@ from typing import Any
 
 from decoding.measure.redact import is_hub_id
 from decoding.model.header import read_object
+from decoding.model.hub import hub_name
 from trainer import quickstart
 from trainer.export.card import read_stored_provenance
 from trainer.export.exported import Exported
@@ -77,6 +78,8 @@ class ServedTarget:
     vocab_size: int | None = None
     positions: int | None = None
     warnings: tuple[str, ...] = ()
+    revision: str | None = None
+    """Its commit on the Hub, or another revision; None where none is known."""
 
     @classmethod
     def named(cls, folder: Path, target: str | None) -> "ServedTarget":
@@ -87,12 +90,14 @@ class ServedTarget:
         if target is None and _is_adapted(folder) and not Path(name).is_dir():
             told = "the heads were trained jointly with adapters: give the adapted target's folder by --target"
             return cls(_UNKNOWN, warnings=(told,))
+        hub = hub_name(name)
+        name, revision = (name, None) if hub is None else (hub.repo_id, hub.revision)
         warnings = []
         if (_recorded(folder) if target is None else target) == quickstart.NAME:
             warnings.append("the target is headstart's embedded one, which is on this machine alone")
         elif not is_hub_id(name) and not Path(name).exists():
             warnings.append(f"the target {name} is no folder here and no ORG/NAME of the Hub: give it by --target")
-        return cls(name, *_sizes(Path(name)), tuple(warnings))
+        return cls(name, *_sizes(Path(name)), tuple(warnings), revision)
 
 
 @dataclass(frozen=True)

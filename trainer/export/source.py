@@ -15,7 +15,7 @@ def artefact_folder(source: Path) -> Path:
 
 
 def target_of(source: Path) -> str | None:
-    """Return the folder or hub id of the model that an artefact was trained for; None where it is not recorded.
+    """Return the folder or ORG/NAME@COMMIT of the model that an artefact was trained for; None if it is not recorded.
 
     Heads that were trained jointly with adapters belong to the adapted target beside them. A folder of another machine
     may not be here.
@@ -27,5 +27,5 @@ def target_of(source: Path) -> str | None:
         from trainer.heads.medusa2 import TARGET_FOLDER
 
         return str(source / TARGET_FOLDER)
-    name = stored["recipe"].get("target") or stored["target"].get("name")
+    name = stored["revisions"].get("target") or stored["recipe"].get("target") or stored["target"].get("name")
     return None if not name else quickstart.resolve(str(name))

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from decoding.model.causal_lm import CausalLM
+from decoding.model.hub import local_folder
 from trainer.data.batch import Example
 from trainer.data.dataset import Dataset
 from trainer.data.source import BatchSource, Offline
@@ -196,5 +197,7 @@ def _objective_from(
     recipe: MedusaRecipe, target: StoredTarget, store: FeatureStore, device: torch.device
 ) -> MedusaObjective:
     """Make the objective on stored features, for which the target need not be loaded."""
-    config = AutoConfig.from_pretrained(target.name, trust_remote_code=recipe.trust_remote_code)
+    config = AutoConfig.from_pretrained(
+        str(local_folder(target.name, weights=False)), trust_remote_code=recipe.trust_remote_code
+    )
     return MedusaObjective(StoredFeatures(store, config, device), recipe.heads, recipe.training.steps, target.dtype)

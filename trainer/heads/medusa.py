@@ -21,6 +21,7 @@ from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHead, MedusaHeads
+from decoding.model.hub import local_folder
 from decoding.model.lm_head import lm_head_input
 from decoding.rules.best_tree import FITTED_RANKS, best_tree
 from trainer.data.batch import Batch
@@ -163,7 +164,7 @@ def head_weights(section: HeadsSection, step: int, steps: int) -> tuple[float, .
 
 
 def initial_heads(lm_head: Float[Tensor, "vocab hidden"], section: HeadsSection) -> MedusaHeads:
-    """Return heads in fp32 where ``lm_head`` is: those in the folder ``heads.init``, else new ones that start as it."""
+    """Return heads in fp32 where ``lm_head`` is: those of ``heads.init``, else new ones that start as it."""
     config = MedusaConfig(
         hidden_size=lm_head.shape[1],
         vocab_size=lm_head.shape[0],
@@ -176,7 +177,7 @@ def initial_heads(lm_head: Float[Tensor, "vocab hidden"], section: HeadsSection)
     )
     if section.init is None:
         return MedusaHeads.for_lm_head(lm_head, config).float().to(lm_head.device)
-    heads = MedusaHeads.from_pretrained(section.init, torch.float32, lm_head.device).train()
+    heads = MedusaHeads.from_pretrained(local_folder(section.init), torch.float32, lm_head.device).train()
     wanted, found = replace(config, tree=()), replace(heads.config, tree=())
     if wanted != found:
         differing = next(name for name in vars(wanted) if getattr(wanted, name) != getattr(found, name))

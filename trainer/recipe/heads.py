@@ -22,7 +22,7 @@ class HeadsSection(Section):
     shared_lm_head: bool = False
     """Heads are residual blocks alone, which write through the target's own lm_head: far smaller."""
     init: str | None = None
-    """Folder of heads to start from, such as a Medusa-1 run's final/."""
+    """Folder or hub id of heads to start from, such as a Medusa-1 run's final/."""
     decay: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Head k weighs ``decay ** k``; without use under ``weighting: prefix_survival``."""
     weights: tuple[Annotated[float, Field(ge=0)], ...] | None = None

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from decoding.measure.machine import commit, hardware, versions
+from decoding.model.hub import hub_name, revisions
 from trainer.data.dataset import Dataset
+from trainer.quickstart import resolve
 from trainer.recipe.common import DataSection
 from trainer.recipe.recipe import AnyRecipe
 
@@ -29,6 +31,8 @@ def provenance(
     name = content.get("target")
     if name is not None and Path(name).is_dir():
         name = str(Path(name).resolve())  # never to be taken for a hub id
+    elif name is not None and (named := hub_name(name)) is not None:
+        name = named.repo_id  # its commit stands under the revisions
     return {
         "commit": commit(),
         "versions": versions(),
@@ -36,6 +40,7 @@ def provenance(
         "recipe": content,
         "data": {dataset.path: _about(dataset, recipe.data) for dataset in datasets},
         "target": {"name": name, "fingerprint": target} if target else None,
+        "revisions": revisions(_names(content)) if target else {},
         "steps": steps,
         "tokens": tokens,
         **launch,
@@ -53,6 +58,16 @@ def _about(dataset: Dataset, section: DataSection) -> dict[str, Any]:
         "rows": dataset.num_rows,
         "source": section.source if hub_id is None else hub_id,
         "license": section.license,
+    }
+
+
+def _names(recipe: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return the names of all models that a recipe reads, by their keys in it."""
+    heads, draft = recipe.get("heads") or {}, (recipe.get("draft") or {}).get("init") or {}
+    return {
+        "target": resolve(recipe["target"]),
+        "heads.init": heads.get("init"),
+        "draft.init.from_model": draft.get("from_model"),
     }
 
 

@@ -54,8 +54,8 @@ class Case:
     """A speculator to diagnose, with what is known of the server's side.
 
     ``served``: the folder of the speculator that the server reads, None where it is not known. ``target_folder``: the
-    target's, None for a Hub id. ``tokens``: drafted at a time; None takes the server's number, else the speculator's.
-    ``note``: appended to the figures of acceptance.
+    target's, None if it is not known. ``tokens``: drafted at a time; None takes the server's number, else the
+    speculator's. ``note``: appended to the figures of acceptance.
     """
 
     target: CausalLM

@@ -12,6 +12,7 @@ from decoding.drafters.parallel import ParallelDrafter
 from decoding.drafters.registry import parse_drafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads
+from decoding.model.hub import local_folder
 from decoding.model.loading import load_draft, load_heads, load_parallel_draft
 from decoding.model.parallel import ParallelDraft
 from trainer.serving.configs import is_vllm_heads
@@ -30,9 +31,9 @@ class Named(NamedTuple):
     tokens: int | None
 
     @property
-    def folder(self) -> Path | None:
-        """Its local folder; None for a name on the Hub."""
-        return Path(self.path) if Path(self.path).is_dir() else None
+    def folder(self) -> Path:
+        """Its folder; for a hub id that in the cache."""
+        return local_folder(self.path)
 
 
 class Speculator(NamedTuple):
@@ -76,8 +77,6 @@ def named_speculator(text: str) -> Named:
 
     ValueError for a drafter without trained weights.
     """
-    if Path(text).is_dir() and is_vllm_heads(Path(text)):
-        return Named("heads", text, None)
     spec = parse_drafter(text)
     kind = _KINDS.get(str(spec.options.get("of", spec.name)))
     if kind is None or spec.path is None:
@@ -85,6 +84,8 @@ def named_speculator(text: str) -> Named:
             f"{text!r} has no trained weights that a server could read in another way: give heads:PATH, draft:PATH, "
             "parallel:PATH or a folder"
         )
+    if is_vllm_heads(local_folder(spec.path, weights=False)):
+        return Named("heads", spec.path, None)
     tokens = spec.options.get("tokens")
     return Named(kind, spec.path, tokens if spec.name in ("draft", "parallel") else None)
 
@@ -94,7 +95,7 @@ def load_speculator(
 ) -> Speculator:
     """Load the weights for the target. Heads in vLLM's format are read whole, whatever their config says of biases."""
     if named.kind == "heads":
-        folder = Path(named.path)
+        folder = local_folder(named.path)
         if is_vllm_heads(folder):
             return Speculator(named, read_vllm_heads(folder, target, whole=True).heads)
         return Speculator(named, load_heads(folder, target))

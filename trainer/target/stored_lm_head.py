@@ -3,14 +3,13 @@
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # base class of all errors of a download
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from decoding.model.fingerprint import Stored, tensors_of
 from decoding.model.folder import adapted_model
-from decoding.model.loading import UNREADABLE, check_folder, reason
+from decoding.model.loading import UNREADABLE, model_folder, reason
 
 _OTHER_NAMES = ("embed_out.weight",)
 """Names of stored lm_heads that transformers renames when it reads them (GPT-NeoX)."""
@@ -22,13 +21,13 @@ def read_lm_head(name: str, trust_remote_code: bool = False) -> Tensor:
     Tied embeddings are read from their place. For adapters it is that of the model below them. ValueError for a model
     that is not here, or whose files hold no such weight in floats.
     """
-    check_folder(name)
+    folder = model_folder(name)
     try:
-        if (base := adapted_model(Path(name))) is not None:  # adapters leave the ends of the model alone
+        if (base := adapted_model(folder)) is not None:  # adapters leave the ends of the model alone
             return read_lm_head(base, trust_remote_code)
-        stored = {tensor.name: tensor for tensor in tensors_of(name)}
-        names = _names(name, trust_remote_code)
-    except (*UNREADABLE, HTTPError) as error:
+        stored = {tensor.name: tensor for tensor in tensors_of(folder)}
+        names = _names(folder, trust_remote_code)
+    except UNREADABLE as error:
         raise ValueError(f"the lm_head of {name!r} cannot be read: {reason(error)}") from error
     found = next((stored[each] for each in names if each in stored), None)
     if found is None:
@@ -36,9 +35,9 @@ def read_lm_head(name: str, trust_remote_code: bool = False) -> Tensor:
     return _read(found)
 
 
-def _names(name: str, trust_remote_code: bool) -> list[str]:
+def _names(folder: Path, trust_remote_code: bool) -> list[str]:
     """Return the names that the weight may have in the files, by the model's own code; no weights are made."""
-    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     weight = model.get_output_embeddings().weight

@@ -16,6 +16,7 @@ from decoding.measure.planning.step_costs import StepCosts, StepSeconds
 from decoding.model.cost_curve import Costs
 from decoding.model.fingerprint import stored_fingerprint, values_fingerprint
 from decoding.model.header import read_object
+from decoding.model.hub import short_name
 from decoding.policies import PLAIN, Budget
 
 FORMAT = "headstart plan 1"
@@ -71,8 +72,8 @@ class Plan:
         known = self.content["fingerprints"]
         if (found := stored_fingerprint(target, trusted)) != known["target"]:
             raise ValueError(
-                f"{self.name} was made for the target {known['target']}, but {Path(target).name} is {found}: {_REMEDY} "
-                "for this target"
+                f"{self.name} was made for the target {known['target']}, but {short_name(target)} is {found}: "
+                f"{_REMEDY} for this target"
             )
         if dtype != self.content["dtype"]:
             raise ValueError(
@@ -83,8 +84,8 @@ class Plan:
             path = parse_drafter(spec).path
             if path is not None and (found := stored_fingerprint(path, trusted)) != fingerprint:
                 raise ValueError(
-                    f"{self.name} was made with the drafter {fingerprint}, but {Path(path).name} is {found}: {_REMEDY} "
-                    "with these weights"
+                    f"{self.name} was made with the drafter {fingerprint}, but {short_name(path)} is {found}: "
+                    f"{_REMEDY} with these weights"
                 )
         if hardware() != self.content["hardware"]:
             told = f"{self.name} was made on another machine, or with other threads: its costs may not hold here"

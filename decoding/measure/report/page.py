@@ -101,6 +101,7 @@ def _about(report: Report) -> list[tuple[str, list[tuple[str, str]]]]:
         ("Command", {"command": report["command"]} if report.get("command") else None),
         ("Settings", report.get("settings")),
         ("Fingerprints", report.get("fingerprints")),
+        ("Revisions on the Hub", report.get("revisions")),
         ("Machine", report.get("hardware")),
         ("Versions", report.get("versions")),
     ]

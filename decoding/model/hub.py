@@ -1,0 +1,217 @@
+"""Names of models: a folder, or ``ORG/NAME`` or ``ORG/NAME@REVISION`` on the Hub, which is fetched into the cache.
+
+A revision is a branch, a tag, a pull request (``refs/pr/1``) or a commit hash; without one it is ``main``. A process
+resolves a revision once, so that config, weights and tokenizer are of one commit even while a branch moves.
+The Hub's own client does the work: its cache (HF_HOME, HF_HUB_CACHE), its offline mode (HF_HUB_OFFLINE), its token.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NamedTuple
+
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError: whichever client it uses
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in __all__
+
+from decoding.model.stored import WEIGHT_FILES, named_files
+
+_SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
+"""Config, tokenizer, template and what stands beside them; code is fetched with them, and run only if it is trusted."""
+_WEIGHTS = (*WEIGHT_FILES, "adapter_model.safetensors", "parallel.safetensors")
+"""Weights that are read here: not a second copy of them in another program's layout."""
+_FOLDERS = ("*/*",)
+_REVISION = re.compile(r"(?!.*(?:\.\.|//))[^\s\\~^:?*\[\x00-\x1f\x7f/,-][^\s\\~^:?*\[\x00-\x1f\x7f,]*")
+"""Names that git takes, less those that would leave the cache's folder or end a drafter's path."""
+_NAMED = 8
+"""Greatest number of folders that an error lists."""
+_LOG_IN = "run `hf auth login`, or set HF_TOKEN"
+
+_only_cached: ContextVar[bool] = ContextVar("only_cached", default=False)
+_commits: dict[tuple[str, str, str, str], str] = {}
+"""Commit of each (cache, endpoint, repository, revision) that this process has resolved."""
+
+
+class HubName(NamedTuple):
+    """A repository on the Hub and its branch, tag or commit; ``revision`` None is ``main``."""
+
+    repo_id: str
+    revision: str | None
+
+    def __str__(self) -> str:
+        return self.repo_id if self.revision is None else f"{self.repo_id}@{self.revision}"
+
+
+def hub_name(name: str | Path) -> HubName | None:
+    """Read a name of the form ORG/NAME[@REVISION]; None for a folder, which comes first, and for a path to one.
+
+    ValueError for a revision that git would not take.
+    """
+    name = str(name)
+    repo_id, at, revision = name.partition("@")
+    if Path(name).exists() or name.startswith(("/", ".", "~")) or repo_id.count("/") > 1:
+        return None
+    if at and _REVISION.fullmatch(revision) is None:
+        raise ValueError(f"{name!r} has {revision!r} as revision: give ORG/NAME@ and a branch, a tag or a commit hash")
+    return HubName(repo_id, revision if at else None)
+
+
+def with_revision(name: str, revision: str | None) -> str:
+    """Return ORG/NAME@REVISION for a hub id and its revision; ValueError if ``name`` is a folder or has another."""
+    if revision is None:
+        return name
+    named = hub_name(name)
+    if named is None or named.revision not in (None, revision):
+        remedy = "is a folder, which has none" if named is None else "has one already"
+        raise ValueError(f"revision is {revision!r}, but {name} {remedy}: leave it out")
+    return str(HubName(named.repo_id, revision))
+
+
+def local_folder(name: str | Path, weights: bool = True) -> Path:
+    """Return the folder of this name; for a hub id that of its snapshot in the cache, with what it lacks fetched.
+
+    Only files that are read here are fetched, and without ``weights`` none of those. ValueError, in one sentence, if
+    there is no such folder, repository or revision, if it may not be read, or if it is not cached and the Hub is out of
+    reach.
+    """
+    named = hub_name(name)
+    if named is None:
+        if not Path(name).is_dir():
+            raise ValueError(
+                f"there is no folder {name}{beside(Path(name))}: give a folder with a model, or a hub id such as "
+                "ORG/NAME or ORG/NAME@REVISION"
+            )
+        return Path(name)
+    folder = _snapshot(named, [*_SMALL, *(_WEIGHTS if weights else ())])
+    files = named_files(folder, "tell its author") if weights else []
+    if missing := [str(path.relative_to(folder)) for path in files if not path.is_file()]:  # shards of other names
+        _snapshot(named, missing, ())
+    return folder
+
+
+def commit_of(name: str | Path) -> str | None:
+    """Return the commit hash to which a hub id was resolved, or will be from now on; None for a folder."""
+    return None if hub_name(name) is None else local_folder(name, weights=False).name
+
+
+def revisions(names: Mapping[str, str | Path | None]) -> dict[str, str]:
+    """Return ORG/NAME@COMMIT under the key of each name that is a hub id: the very files that were read."""
+    told = {}
+    for key, name in names.items():
+        if name is not None and (named := hub_name(name)) is not None:
+            told[key] = f"{named.repo_id}@{commit_of(name)}"
+    return told
+
+
+def short_name(name: str) -> str:
+    """Return the last part of a folder's path, or NAME@REVISION of a hub id, for titles."""
+    named = hub_name(name)
+    return Path(name).name if named is None else str(named).partition("/")[2] or str(named)
+
+
+@contextmanager
+def only_cached(wanted: bool = True) -> Iterator[None]:
+    """Ask nothing of the Hub meanwhile, as HF_HUB_OFFLINE does for a whole process."""
+    before = _only_cached.set(wanted or _only_cached.get())
+    try:
+        yield
+    finally:
+        _only_cached.reset(before)
+
+
+def _snapshot(named: HubName, patterns: Sequence[str], ignored: Sequence[str] = _FOLDERS) -> Path:
+    """Fetch the repository's files of these patterns; return their folder, which is named after the commit."""
+    revision = named.revision or constants.DEFAULT_REVISION
+    place = (str(constants.HF_HUB_CACHE), str(constants.ENDPOINT), named.repo_id, revision)
+    try:
+        validate_repo_id(named.repo_id)
+        folder = snapshot_download(
+            named.repo_id,
+            revision=_commits.get(place, revision),
+            allow_patterns=list(patterns),
+            ignore_patterns=list(ignored),
+            local_files_only=_only_cached.get(),
+        )
+    except (HTTPError, OSError, HFValidationError, LocalEntryNotFoundError) as error:
+        problem = _explained(error, named)
+    else:
+        _commits[place] = Path(folder).name
+        return Path(folder)
+    # Raised here, outside the handler: an exception's context would hold the request and its header.
+    raise ValueError(
+        f"nothing can be read from {str(named)!r}: there is no such folder{beside(Path(str(named)))}, and loading it "
+        f"from the Hub failed: {problem}"
+    )
+
+
+def _explained(error: Exception, named: HubName) -> str:
+    """Say in one sentence why nothing was fetched, and what helps."""
+    repo_id, address = named.repo_id, re.sub(r"(?<=://)[^/@]*@", "", str(constants.ENDPOINT))
+    if isinstance(error, HFValidationError):
+        return "it is no hub id: give ORG/NAME or ORG/NAME@REVISION"
+    if isinstance(error, GatedRepoError):
+        return f"it is gated: accept its terms at {address}/{repo_id}, then {_LOG_IN}"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"{address} shows no {repo_id}: check the name; if it is private, {_LOG_IN}"
+    if isinstance(error, RevisionNotFoundError):
+        return f"{repo_id} has no revision {named.revision!r}: give a branch, a tag or a whole commit hash"
+    if isinstance(error, HfHubHTTPError):
+        return _refused(error.response.status_code, error, repo_id, address)
+    if isinstance(error, LocalEntryNotFoundError):
+        return _not_cached(error, named, address)
+    return f"{type(error).__name__}: {_one_line(error)}"
+
+
+def _refused(status: int, error: HfHubHTTPError, repo_id: str, address: str) -> str:
+    if status == 401:
+        return f"{address} does not accept the token (401): {_LOG_IN} to a valid one"
+    if status == 403:
+        return f"the token may not read {repo_id} (403): use one that may"
+    if status == 429:
+        return f"{address} got too many requests (429): wait a few minutes, or {_LOG_IN} for a higher limit"
+    return f"{address} answered {status} ({_one_line(error.server_message or error)}): try again later"
+
+
+def _not_cached(error: Exception, named: HubName, address: str) -> str:
+    """Say that the cache lacks it, and why the Hub was not asked or did not answer."""
+    cause = error.__cause__
+    fetch = f"fetch it once with `hf download {named.repo_id}" + (
+        f" --revision {named.revision}`" if named.revision else "`"
+    )
+    if isinstance(cause, OfflineModeIsEnabled):
+        return f"HF_HUB_OFFLINE is set and the cache lacks it or a part of it: {fetch}, or unset HF_HUB_OFFLINE"
+    if _only_cached.get():
+        return f"only the cache may be read, which lacks it or a part of it: {fetch}, or allow downloads"
+    if isinstance(cause, HfHubHTTPError):
+        return _refused(cause.response.status_code, cause, named.repo_id, address)
+    told = type(cause or error).__name__
+    return f"{address} cannot be reached ({told}) and the cache lacks it or a part of it: check the connection"
+
+
+def _one_line(text: object) -> str:
+    return " ".join(str(text).split())[:300]
+
+
+def beside(folder: Path) -> str:
+    """List the folders beside a missing one; in the working folder only those with a similar name."""
+    parent = folder.parent
+    if not parent.is_dir():
+        return ""
+    found = sorted(path.name for path in parent.iterdir() if path.is_dir())
+    if parent == Path("."):
+        close = get_close_matches(folder.name, found)
+        return f" (is it {' or '.join(close)}?)" if close else ""
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return f" ({parent}/ holds {', '.join(found[:_NAMED]) or 'no folders'}{more})"
