@@ -15,9 +15,9 @@ HOSTILE: tuple[Any, ...] = (
 def mutate(folder: Path, seed: int) -> str:
     """Break one file of an artefact; returns what was done."""
     draw = random.Random(seed)
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors"))
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".pt"))
     path = draw.choice([file for file in files if not file.name.startswith(("tokenizer", "generation"))])
-    kinds = _JSON if path.suffix == ".json" else _WEIGHTS
+    kinds = {".json": _JSON, ".safetensors": _WEIGHTS, ".pt": _PICKLE}[path.suffix]
     kind = draw.choice(kinds)
     return f"{path.name}: {kind.__name__[1:]} {kind(path, draw)}"
 
@@ -141,3 +141,4 @@ _WEIGHTS: tuple[Callable[[Path, random.Random], str], ...] = (
     *(_other_header,) * 5,
     *(_other_length, _other_bytes, _cut_off, _no_numbers, _missing),
 )
+_PICKLE: tuple[Callable[[Path, random.Random], str], ...] = (_other_bytes, _cut_off, _missing)

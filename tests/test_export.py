@@ -397,12 +397,15 @@ def test_another_user_may_read_the_weights_wherever_they_may_read_the_card(heads
 
 
 def test_every_format_refuses_what_it_cannot_hold(heads_folder: Path, draft_folder: Path, tmp_path: Path) -> None:
-    assert set(FORMATS) == {"headstart", "vllm", "draft"}
-    for source, format in ((heads_folder, "draft"), (draft_folder, "vllm"), (draft_folder, "headstart")):
+    assert {"headstart", "vllm", "medusa", "draft"} <= set(FORMATS)
+    for source, format in (
+        (heads_folder, "draft"),
+        *((draft_folder, format) for format in ("vllm", "medusa", "headstart")),
+    ):
         with pytest.raises(ValueError, match="cannot: give format"):
             export(source, tmp_path / "out", format)
-    with pytest.raises(ValueError, match="format is 'gguf': give one of headstart, vllm, draft"):
-        export(heads_folder, tmp_path / "out", "gguf")
+    with pytest.raises(ValueError, match="format is 'onnx': give one of headstart, vllm, medusa"):
+        export(heads_folder, tmp_path / "out", "onnx")
 
 
 def test_a_source_without_weights_or_tokenizer_is_refused(

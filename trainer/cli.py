@@ -21,6 +21,7 @@ from trainer.commands.options import (
     EvaluateOptions,
     ExportOptions,
     GenerateOptions,
+    ImportOptions,
     InspectOptions,
     PlanOptions,
     RealignOptions,
@@ -270,6 +271,15 @@ def serve_command(options: ServeCommandOptions) -> None:
     from trainer.commands.serve_command import run_serve_command
 
     run_serve_command(options)
+
+
+@app.command("import", cls=Command)
+@takes(ImportOptions)
+def import_heads(options: ImportOptions) -> None:
+    """Read published Medusa heads (FasterDecoding's file, or vLLM's) into this project's format."""
+    from trainer.export.imported import import_heads as run_import
+
+    print(run_import(**vars(options)))
 
 
 @app.command(cls=Command)

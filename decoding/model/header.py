@@ -72,10 +72,11 @@ def check_tensors(
         known.add(name)
     if unknown := sorted(header.keys() - known):
         raise ValueError(f"{path} does not fit its config: {unknown[0]} is unknown; {remedy}")
-    _check_one_float(path, header)
+    check_one_float(path, header)
 
 
-def _check_one_float(path: Path, header: Mapping[str, StoredTensor]) -> None:
+def check_one_float(path: Path, header: Mapping[str, StoredTensor]) -> None:
+    """Raise ValueError unless all tensors of weights have the same floating dtype."""
     dtypes = sorted({tensor.dtype for tensor in header.values()})
     if len(dtypes) > 1:
         raise ValueError(f"{path} mixes dtypes ({', '.join(dtypes)}): save the heads in one")

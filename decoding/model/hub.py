@@ -101,6 +101,21 @@ def local_folder(name: str | Path, weights: bool = True) -> Path:
     return folder
 
 
+def folder_with(name: str | Path, *wanted: Sequence[str]) -> Path:
+    """Return the folder of this name; for a hub id with the files of the first of these lists of patterns that it has.
+
+    Patterns are those of file names at the top of the repository. Errors: `local_folder`.
+    """
+    named = hub_name(name)
+    if named is None:
+        return local_folder(name)
+    for patterns in wanted:
+        folder = _snapshot(named, patterns)
+        if any(any(folder.glob(pattern)) for pattern in patterns):
+            break
+    return folder
+
+
 def commit_of(name: str | Path) -> str | None:
     """Return the commit hash to which a hub id was resolved, or will be from now on; None for a folder."""
     return None if hub_name(name) is None else local_folder(name, weights=False).name

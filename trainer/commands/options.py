@@ -294,7 +294,7 @@ class ExportOptions:
 
     source: Annotated[Path, Argument(help="Folder of a training run, or its final/ folder.")]
     destination: Annotated[Path, Argument(help="A new folder.")]
-    format: Annotated[str, Option(help="headstart or vllm for heads, draft for a draft.")]
+    format: Annotated[str, Option(help="headstart, vllm or medusa for heads, draft for a draft.")]
     report: Annotated[
         Path | None, Option(help="report.json of an evaluation of these weights, for the model card.")
     ] = None
@@ -327,6 +327,18 @@ class ServeCommandOptions:
     ] = None
     depth: Annotated[int | None, Option(min=1, help="Tokens to draft at a time, in place of a plan's.")] = None
     json: JsonFile = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions:
+    """Options of `headstart import`."""
+
+    source: Annotated[str, Argument(help="A folder of published heads, or ORG/NAME or ORG/NAME@REVISION on the hub.")]
+    destination: Annotated[Path, Argument(help="A new folder.")]
+    target: Annotated[
+        str | None, Option(help="Hub id or folder of the target, to check that the heads fit it; best given.")
+    ] = None
+    trust_remote_code: Trusted = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from importlib import import_module
 from pathlib import Path
 
 from trainer.export.artefact import Task, Written
+from trainer.files.folders import check_links
 
 HEADS, DRAFT, PARALLEL = "heads", "a draft model", "a parallel draft"
 
@@ -26,6 +27,7 @@ class Format:
 FORMATS = {
     "headstart": Format("headstart", (HEADS, PARALLEL), "headstart"),
     "vllm": Format("vllm", (HEADS,), "vllm"),
+    "medusa": Format("medusa", (HEADS,), "medusa"),
     "draft": Format("draft", (DRAFT, PARALLEL), "transformers"),
 }
 
@@ -47,13 +49,14 @@ def kind_held_in(source: Path) -> str:
 
 
 def check_format(source: Path, format: str, type: str | None = None) -> None:
-    """Refuse an unknown format or type, a folder without weights, and a format of the other kind of artefact."""
+    """Refuse an unknown format or type, a folder without weights, links out of it, and a format of another kind."""
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}: give one of {', '.join(FORMATS)}")
     if not (source / "config.json").is_file():
         raise ValueError(f"{source} holds nothing to export (no config.json): give the final folder of a training run")
     if not any(source.glob("*.safetensors")):
         raise ValueError(f"{source} holds no weights (no .safetensors file): give the final folder of a training run")
+    check_links(source)
     held, types = kind_held_in(source), FORMATS[format].types
     if held not in FORMATS[format].kinds:
         fitting = " or ".join(name for name, other in FORMATS.items() if held in other.kinds)

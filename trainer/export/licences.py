@@ -24,7 +24,7 @@ def check_license(license: str | None) -> None:
 
 
 def target_license(target: str | None) -> str | None:
-    """Return the licence that a target's own card names: the folder's README.md, or the Hub's in the cache.
+    """Return the licence that a model's own card names: the folder's README.md, or the Hub's in the cache.
 
     None where there is no card on this machine, or it names no licence.
     """

@@ -126,3 +126,15 @@ def check_can_be_folder(path: Path, name: str) -> None:
     in_the_way = next((place for place in (path, *path.parents) if place.is_file()), None)
     if in_the_way is not None:
         raise ValueError(f"{name} is {path}, but {in_the_way} is a file: give another folder")
+
+
+def check_links(folder: Path) -> None:
+    """Raise ValueError for a link in a folder that leads out of it: the file behind it would pass for the folder's own.
+
+    In the Hub's cache a snapshot's links lead to the blobs of its repository, and pass.
+    """
+    root = folder.resolve()
+    within = root.parents[1] if root.parent.name == "snapshots" else root
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(within):  # resolve fails for a circle
+            raise ValueError(f"{path} is a link out of its folder: put the file itself there, or remove the link")

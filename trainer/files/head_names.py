@@ -1,8 +1,9 @@
 """Names of Medusa heads' tensors, ours and those of other programs, in one table for all who write or read them."""
 
 import re
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Names(NamedTuple):
@@ -63,6 +64,15 @@ def read_by_vllm(name: str) -> str:
     name = name.replace("medusa_heads.", "")
     place = place_in(MEDUSA, name)
     return name if place is None else name_in(VLLM, place)
+
+
+def config_read_by_vllm(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config as vLLM's ``MedusaConfig`` reads it: keys with "num" and "heads" or "layers" are renamed."""
+    renamed = {}
+    for key, value in stored.items():
+        heads, layers = "num" in key and "heads" in key, "num" in key and "layers" in key
+        renamed["num_heads" if heads else "num_hidden_layers" if layers else key] = value
+    return renamed
 
 
 def _own_place(name: str) -> Place:

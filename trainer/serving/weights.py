@@ -16,7 +16,7 @@ from decoding.model.lm_head import lm_head_input
 from decoding.model.loading import load_model
 from decoding.model.parallel import ParallelDraft
 from decoding.model.stored import stored_weights, weights_header
-from trainer.files.head_names import read_by_vllm, vllm_name
+from trainer.files.head_names import config_read_by_vllm, read_by_vllm, vllm_name
 from trainer.serving.finding import TOP_1, Finding, equal, unknown
 
 _LEAST = 0.98
@@ -39,7 +39,7 @@ def read_vllm_heads(folder: Path, target: CausalLM, whole: bool = False) -> Read
     Without ``medusa_fc_bias`` the biases are dropped. ``whole``: read them nevertheless, as they were trained. Weights
     that vLLM finds no tensor for are zero here. ValueError for heads that do not fit the target.
     """
-    stored = _vllm_config(read_object(folder / "config.json", _REMEDY))
+    stored = config_read_by_vllm(read_object(folder / "config.json", _REMEDY))
     config = _vllm_sizes(folder, stored)
     config.check_fits(target.hidden_size, target.vocab_size)
     tensors = {read_by_vllm(name): tensor for name, tensor in stored_weights(folder, _REMEDY)}
@@ -81,15 +81,6 @@ def _vllm_sizes(folder: Path, stored: Mapping[str, Any]) -> MedusaConfig:
         raise ValueError(f"{folder} has {names} tensors, too few for {heads} heads of {layers} layers: {_REMEDY}")
     tree = tuple((0,) * depth for depth in range(1, heads + 1))
     return MedusaConfig(sizes["hidden_size"], sizes["vocab_size"], heads, layers, tree=tree)
-
-
-def _vllm_config(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config as vLLM's ``MedusaConfig`` reads it: keys with "num" and "heads" or "layers" are renamed."""
-    renamed = {}
-    for key, value in stored.items():
-        heads, layers = "num" in key and "heads" in key, "num" in key and "layers" in key
-        renamed["num_heads" if heads else "num_hidden_layers" if layers else key] = value
-    return renamed
 
 
 class ReadDraft(NamedTuple):
