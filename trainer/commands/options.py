@@ -303,6 +303,13 @@ class ExportOptions:
     ] = None
     target: Annotated[str | None, Option(help="Target, if it is not where the training run recorded it.")] = None
     type: Annotated[str | None, Option(help="Type of the stored numbers, for a format that has several.")] = None
+    prompts: Annotated[
+        Path | None,
+        Option(help=".jsonl file to decode prompts of with the written files; else the training's held-out data."),
+    ] = None
+    check_prompts: Annotated[
+        int, Option(min=0, help="Prompts decoded with the trained weights and with the written files; 0 decodes none.")
+    ] = 20
     shard_bytes: Annotated[
         int, Option(min=1, help="Greatest size of a file of weights, in bytes; more is written in shards.")
     ] = SHARD_BYTES

@@ -9,12 +9,17 @@ from trainer.recipe.common import DataSection
 
 def load_splits(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset]:
     """Load the training data and the held-out data, which is never packed. ValueError for rows that cannot be used."""
+    heldout = load_heldout_data(section, tokenizer)
+    return load_training_data(section, tokenizer), heldout
+
+
+def load_heldout_data(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """Load the held-out data alone, never packed."""
     apart = section.model_copy(update={"split": section.heldout_split, "packing": False})
     try:
-        heldout = load_dataset(resolve(section.heldout), apart, tokenizer)
+        return load_dataset(resolve(section.heldout), apart, tokenizer)
     except ValueError as error:
         raise ValueError(f"data.heldout: {error}") from error
-    return load_training_data(section, tokenizer), heldout
 
 
 def load_training_data(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Dataset:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from decoding.measure.redact import without_local_paths
 from decoding.model.header import SHARD_BYTES
+from trainer import quickstart
 from trainer.export.artefact import Task
 from trainer.export.card import CARD_NAME, is_own_card, read_provenance, read_report, render_card
 from trainer.export.formats import FORMATS, HEADS, check_format, kind_held_in
@@ -50,6 +51,8 @@ def export(
     license: str | None = None,
     trust_remote_code: bool = False,
     shard_bytes: int = SHARD_BYTES,
+    prompts: Path | None = None,
+    check_prompts: int = 20,
 ) -> ExportSummary:
     """Write the artefact in ``source`` to ``destination`` in one of `FORMATS`, with a model card.
 
@@ -61,6 +64,9 @@ def export(
     not the one that the training run recorded. ``type``: one of the format's types of numbers. ``license``: the Hub's
     identifier of the licence under which the weights are given away, for the card. ``shard_bytes``: the greatest size
     of a file of weights; heads and drafts that take more are written in shards.
+
+    The target decodes ``check_prompts`` prompts with the trained weights and with the files, if both are on this
+    machine: prompts of the .jsonl file ``prompts``, by default those that the training run held out.
 
     `ValueError` for an unknown format or one that does not fit the artefact, a source without weights, a destination
     that is not empty, a report or a plan that is malformed or of other weights, and files that read back differently.
@@ -90,11 +96,20 @@ def export(
         (folder / CARD_NAME).write_text(card, encoding="utf-8")
         _give_all_files_one_mode(folder)
         _check_is_export(destination, {path.name for path in folder.iterdir()})
-        compared.extend(written.compared)
+        compared.extend((*written.compared, *_reread(task, target, prompts, check_prompts)))
 
     write_folder(destination, write)
     files = {path.name: path.stat().st_size for path in sorted(destination.iterdir())}
     return ExportSummary(format, destination, files, tuple(compared))
+
+
+def _reread(task: Task, target: str | None, prompts: Path | None, count: int) -> tuple[str, ...]:
+    """Decode with the files; `trainer.export.reread` is imported here: `push` need not wait for torch."""
+    if not count:
+        return ()
+    from trainer.export.reread import Wanted, reread
+
+    return reread(task, Wanted(target and quickstart.resolve(target), prompts, count))
 
 
 def _measured(report: Path, source: Path) -> Measured:

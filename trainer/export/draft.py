@@ -1,6 +1,7 @@
 """A draft as a plain transformers folder: safetensors, config, tokenizer; a parallel one with its parts beside it."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,25 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from decoding.drafters.base import Drafter
+from decoding.drafters.draft_model import DraftModelDrafter
+from decoding.drafters.parallel import ParallelDrafter
+from decoding.model.causal_lm import CausalLM
 from decoding.model.finite import check_finite
 from decoding.model.header import read_object
-from decoding.model.loading import TOKENIZER_PROBE, load_model, load_tokenizer
+from decoding.model.loading import (
+    TOKENIZER_PROBE,
+    load_draft,
+    load_model,
+    load_parallel_draft,
+    load_tokenizer,
+)
 from decoding.model.parallel import ParallelParts, is_parallel_folder, read_config
 from decoding.model.vocabulary import read_output_tokens, write_output_tokens
 from decoding.rules.best_tree import Paths
 from trainer.export.artefact import Artefact, Task, Written
 from trainer.export.readback import check_bit_equal
+from trainer.export.source import chain_length
 from trainer.files.transformers4 import write_model
 
 _PROBE_LENGTH = 16
@@ -57,6 +69,23 @@ def write(task: Task) -> Written:
     count = sum(len(module.state_dict()) for module in modules)
     compared = f"{count} tensors, the logits of a probe of {_PROBE_LENGTH} tokens and the tokenizer"
     return Written(artefact, (f"{compared} read back equal, to the bit",))
+
+
+def drafters(task: Task, target: CausalLM) -> Iterator[Drafter]:
+    """Yield the trained draft and the written one: see `trainer.export.reread`.
+
+    In the format ``draft`` a parallel draft is read first as programs without mask tokens read it, as an ordinary
+    draft, and then with masks.
+    """
+    folders, trusted = (task.source, task.folder), task.trust_remote_code
+    if not is_parallel_folder(task.source) or task.format == "draft":
+        chain = (1,) * chain_length(task.source)
+        for folder in folders:
+            yield DraftModelDrafter(load_draft(str(folder), target, None, trusted), chain)
+    if is_parallel_folder(task.source):
+        for folder in folders:
+            tree = (task.tree or None) if folder == task.source else None
+            yield ParallelDrafter(load_parallel_draft(str(folder), target, None, trusted), tree=tree)
 
 
 def _check_plain(source: Path) -> None:

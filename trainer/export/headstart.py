@@ -1,8 +1,13 @@
 """Heads and parallel drafts in this project's own format."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
+from decoding.drafters.base import Drafter
+from decoding.drafters.medusa import MedusaDrafter
+from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads, read_config
+from decoding.model.loading import load_heads
 from trainer.export import draft
 from trainer.export.artefact import Artefact, Task, Written
 from trainer.export.formats import HEADS, kind_held_in
@@ -25,6 +30,15 @@ def describe_heads(heads: MedusaHeads, format: str) -> Artefact:
         sequential=config.sequential,
         markov_rank=config.markov_rank,
     )
+
+
+def drafters(task: Task, target: CausalLM) -> Iterator[Drafter]:
+    """Yield the trained weights and the written files as drafters of the written tree: see `trainer.export.reread`."""
+    if kind_held_in(task.source) != HEADS:
+        yield from draft.drafters(task, target)
+        return
+    yield MedusaDrafter(load_heads(task.source, target), task.tree or None)
+    yield MedusaDrafter(load_heads(task.folder, target))
 
 
 def write(task: Task) -> Written:

@@ -6,6 +6,7 @@ from trainer import quickstart
 from trainer.export.card import read_stored_provenance
 
 _FINAL = "final"
+_DRAFT_TOKENS = 4
 
 
 def artefact_folder(source: Path) -> Path:
@@ -27,5 +28,13 @@ def target_of(source: Path) -> str | None:
         from trainer.heads.medusa2 import TARGET_FOLDER
 
         return str(source / TARGET_FOLDER)
-    name = stored["revisions"].get("target") or stored["recipe"].get("target") or stored["target"].get("name")
+    name = stored["revisions"].get("target") or stored["target"].get("name") or stored["recipe"].get("target")
     return None if not name else quickstart.resolve(str(name))
+
+
+def chain_length(source: Path) -> int:
+    """Return the tokens that a draft was trained to draft at a time; 4 where that is not recorded."""
+    stored = read_stored_provenance(source)
+    section = stored["recipe"].get("draft") if stored else None
+    length = section.get("num_draft_tokens") if isinstance(section, dict) else None
+    return length if type(length) is int and length > 0 else _DRAFT_TOKENS

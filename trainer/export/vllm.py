@@ -10,14 +10,20 @@ has one.
 
 import json
 import reprlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from decoding.drafters.base import Drafter
+from decoding.drafters.medusa import MedusaDrafter
+from decoding.model.causal_lm import CausalLM
 from decoding.model.header import check_tensors, check_whole, read_object
 from decoding.model.heads import CONFIG_NAME, MedusaConfig, MedusaHeads, loaded
-from decoding.model.stored import WEIGHTS_NAME, read_weights, weights_header, write_weights
+from decoding.model.loading import load_heads
+from decoding.model.stored import WEIGHTS_NAME, read_weights, stored_weights, weights_header, write_weights
 from decoding.rules.tree import MOST_NODES
 from trainer.export.artefact import Task, Written
 from trainer.export.headstart import describe_heads
@@ -85,6 +91,26 @@ def _lm_head_of_target(task: Task, config: MedusaConfig) -> Tensor:
             f"{(config.vocab_size, config.hidden_size)}: give the target that they were trained on as --target"
         )
     return lm_head
+
+
+def drafters(task: Task, target: CausalLM) -> Iterator[Drafter]:
+    """Yield the trained heads and the written ones as drafters of vLLM's chain: see `trainer.export.reread`."""
+    trained = load_heads(task.source, target)
+    yield MedusaDrafter(trained, [(0,) * depth for depth in range(1, trained.config.num_heads + 1)])
+    del trained
+    written = read_vllm_heads(task.folder)
+    written.config.check_fits(target.hidden_size, target.vocab_size)
+    if written.config.shared_lm_head:
+        _check_same_lm_head(task.folder, target)
+    yield MedusaDrafter(written.to(target.device, target.dtype))
+
+
+def _check_same_lm_head(folder: Path, target: CausalLM) -> None:
+    """Refuse a copied lm_head that is another than the target's."""
+    lm_head: Any = target.model.get_output_embeddings()
+    copied = next(tensor for name, tensor in stored_weights(folder, _REMEDY) if name == SHARED_LM_HEAD)
+    if not torch.equal(copied.to(lm_head.weight), lm_head.weight):
+        raise ValueError(f"{folder} holds the lm_head of another target than prompts are decoded with: {_REMEDY}")
 
 
 def read_vllm_heads(folder: Path) -> MedusaHeads:
