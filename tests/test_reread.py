@@ -1,6 +1,7 @@
 """Exports decoded with: the same texts, passes and accepted tokens by the files as by the trained weights, or none."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,13 @@ def test_exported_heads_draft_as_the_trained_ones(heads: Path, tmp_path: Path, f
     sentence = export(heads.parent, tmp_path / "out", format).compared[-1]
     assert sentence.startswith(f"3 prompts of heldout.jsonl decoded with both (medusa, {tree}): texts equal 3/3, to pl")
     assert "to plain decoding's 3/3" in sentence and sentence.endswith("logits of 2 heads bit-equal")
+
+
+@pytest.mark.parametrize("change", [{"shared_lm_head": True}, {"sequential": True}, {"markov_rank": 3}])
+def test_heads_of_every_kind_are_decoded_with(heads: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    random_heads(replace(HEADS, **change), torch.bfloat16).save_pretrained(heads)
+    for format in ["headstart", "vllm"] if "shared_lm_head" in change else ["headstart"]:
+        assert "logits of 2 heads bit-equal" in export(heads, tmp_path / format, format).compared[-1]
 
 
 def test_a_draft_that_is_its_target_has_every_token_accepted(target_as_draft: Path, tmp_path: Path) -> None:
