@@ -27,6 +27,7 @@ PAGES = {  # page: the least number of links and paths in it
     "docs/multi-node.md": 1,
     "docs/plan.md": 0,
     "docs/python.md": 6,
+    "docs/serving.md": 4,
     "docs/training.md": 5,
     "docs/verify.md": 0,
 }

@@ -255,8 +255,8 @@ def test_the_target_is_the_one_of_the_provenance_and_doubts_about_it_are_told(
     [
         ({}, "vllm", r"headstart export \S+ NEW --format vllm"),
         ({}, "sglang", "sglang has no Medusa heads; vLLM has them, headstart too: headstart generate"),
-        ({"markov_rank": 2}, "vllm", "vllm does not know of a bias by the token before, by which .* heads:"),
-        ({"sequential": True, "num_layers": 1}, "vllm", "does not know of the tokens of the heads before"),
+        ({"markov_rank": 2}, "vllm", "no server knows of a bias by the token before, by which .*: headstart generate"),
+        ({"sequential": True, "num_layers": 1}, "vllm", "no server knows of the tokens of the heads before"),
     ],
 )
 def test_heads_in_our_own_format_are_refused_with_the_way_on(
@@ -344,7 +344,7 @@ def test_the_command_alone_goes_to_standard_output(heads: Path, capfd: pytest.Ca
     run_serve_command(ServeCommandOptions(folder=heads, target=TARGET))
     printed, told = capfd.readouterr()
     assert shlex.split(printed) == list(command(heads, "vllm").argv)
-    assert "  note: 3 tokens at a time" in told and "  warning: " in told and "not: sglang has no" in told
+    assert "  note: 3 tokens at a time" in told and "  warning: " in told and "not: sglang has no Medusa" in told
 
 
 def test_a_script_gets_json_and_an_exit_code(heads: Path, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ DRAFTS = (ROOT / "docs" / "drafts.md").read_text()
 PLAN = (ROOT / "docs" / "plan.md").read_text()
 EVALUATE = (ROOT / "docs" / "evaluate.md").read_text()
 DIAGNOSE = (ROOT / "docs" / "diagnose.md").read_text()
+SERVING = (ROOT / "docs" / "serving.md").read_text()
 VERIFY = (ROOT / "docs" / "verify.md").read_text()
 _TINY_RECIPE = (
     "training.steps=2 training.batch_size=2 training.micro_batch_size=2 data.max_length=64 evaluation.prompts=1 "
@@ -155,6 +156,19 @@ def test_every_command_of_the_page_on_plans_runs_in_the_order_given(
         run(command, desk, environment, warm)
     assert (desk / "runs" / "plan" / "plan.svg").is_file()
     assert "check" in json.loads((desk / "runs" / "checked" / "plan.json").read_text())
+
+
+def test_every_command_of_the_page_on_serving_runs_in_the_order_given(
+    desk: Path, environment: dict[str, str], warm: WarmProgram
+) -> None:
+    found = commands(SERVING)
+    assert len(found) == 4
+    for command in found:  # with the heads, the draft and the plan of the pages before
+        run(command, desk, environment, warm)
+    (served,) = json.loads((desk / "exported" / "draft.json").read_text())["commands"]
+    assert "num_assistant_tokens = 3" in served["shell"]
+    printed = subprocess.run(["sh"], input=served["shell"], cwd=desk, env=environment, capture_output=True, text=True)
+    assert printed.returncode == 0 and "Once upon a time" in printed.stdout, printed.stderr
 
 
 def test_every_command_of_the_page_on_evaluating_runs_in_the_order_given(

@@ -17,7 +17,7 @@ def run_serve_command(options: ServeCommandOptions) -> tuple[ServerCommand, ...]
     commands = commands_of(options.folder, options.target, options.plan, options.server, options.depth)
     refused = refusals_of(options.folder) if options.server is None else {}
     if not commands:
-        raise ValueError("; ".join(dict.fromkeys(refused.values())))
+        raise ValueError(next(iter(refused.values())))
     if options.json is not None:
         write_findings(options.json, {"commands": [_as_json(command) for command in commands], "refused": refused})
     if options.json != PRINTED:

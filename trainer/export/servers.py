@@ -28,9 +28,12 @@ def refusal(server: str, exported: Exported) -> str | None:
     ours = f"headstart generate --target TARGET --drafter {exported.spec}:{shlex.quote(str(folder))}"
     export = f"headstart export {shlex.quote(str(folder))} NEW --format"
     if exported.reads:
-        return f"{server} does not know of {' and of '.join(exported.reads)}, by which {folder} drafts: {ours}"
+        return f"no server knows of {' and of '.join(exported.reads)}, by which {folder} drafts: {ours}"
     if held == MEDUSA_HEADS and server == "vllm":
-        return f"{folder} holds {held}, which vLLM reads without their biases: headstart import, then --format vllm"
+        return (
+            f"{folder} holds {held}, whose biases vLLM drops and whose sizes it takes for 4096: headstart import, then "
+            "headstart export --format vllm"
+        )
     if held == OWN_HEADS and server == "vllm":
         return f"{folder} holds {held}: {export} vllm"
     if exported.is_heads:
@@ -47,14 +50,15 @@ def vllm(serving: Serving) -> ServerCommand:
     """Return the command for vLLM: `vllm serve` with a speculative config."""
     exported, depth = serving.exported, serving.depth
     config: dict[str, Any] = {"method": "medusa" if exported.is_heads else "draft_model", "model": serving.path}
-    notes = [_told(serving)]
+    notes: list[str] = []
     warnings = [f"{found}: {remedy}" for found, remedy in traps.taken_over(serving.path)]
     config["num_speculative_tokens"] = depth.tokens
     if exported.kind == DRAFT and depth.table:
         config |= {"num_speculative_tokens": depth.deepest, "num_speculative_tokens_per_batch_size": depth.table}
+        notes.append(f"{depth.tokens} tokens at a time at batch size 1: {depth.why}")
         notes.append("the table lists (first, last, depth) by batch size; its last depth holds for larger batches")
     else:
-        notes += _one_depth(serving, "vLLM", "--max-num-seqs")
+        notes += [_told(serving), *_one_depth(serving, "vLLM", "--max-num-seqs")]
     if exported.kind == PARALLEL:
         config["parallel_drafting"] = True
     if serving.has_other_size:
@@ -89,12 +93,12 @@ def llama_cpp(serving: Serving) -> ServerCommand:
     notes = [_told(serving), *_one_depth(serving, "llama.cpp", "--parallel")]
     if file != target:
         notes.append(
-            f"the target as GGUF, by llama.cpp's own script: python convert_hf_to_gguf.py {shlex.quote(target)} "
-            f"--outfile {shlex.quote(file)}"
+            f"the target as GGUF: headstart export {shlex.quote(target)} NEW --format gguf writes NEW/model.gguf, or "
+            f"llama.cpp's convert_hf_to_gguf.py {shlex.quote(target)} --outfile {shlex.quote(file)}"
         )
     notes.append("--spec-draft-p-min above 0 ends drafts early where the draft is unsure")
     notes.append("llama-server samples at temperature 0.8 unless the request or --temp says otherwise")
-    notes.append("options of llama.cpp build 11549; before 2026 they were -md FILE --draft-max K")
+    notes.append("tried with llama.cpp build 11549, which took --draft-max away")
     warnings = [
         f"llama.cpp wants the target's and the draft's vocabularies alike, up to {traps.MOST_OTHER_TOKENS} tokens more "
         "or fewer, and the same BOS and EOS"
