@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from decoding.model.header import read_header, read_object
-from decoding.model.heads import WEIGHTS_NAME
+from decoding.model.header import read_object
 from decoding.model.heads import read_config as read_heads_config
 from decoding.model.loading import is_heads_folder
 from decoding.model.parallel import is_parallel_folder
 from decoding.model.parallel import read_config as read_parallel_config
+from decoding.model.stored import weights_header
 from trainer.export.source import artefact_folder
 
 OWN_HEADS, VLLM_HEADS, MEDUSA_HEADS = "heads in headstart's own format", "heads in vLLM's format", "medusa heads"
@@ -48,10 +48,10 @@ class Exported:
     @property
     def lacks_lm_head(self) -> bool:
         """True if the config asks for an lm_head of its own and the weights hold none."""
-        path = self.folder / WEIGHTS_NAME
-        if self.config.get("tie_word_embeddings") is not False or not path.is_file():
+        if self.config.get("tie_word_embeddings") is not False:
             return False
-        return not any(name.startswith(_OUTPUT_LAYERS) for name in read_header(path, _REMEDY))
+        names = weights_header(self.folder, _REMEDY)
+        return bool(names) and not any(name.startswith(_OUTPUT_LAYERS) for name in names)
 
     @property
     def is_heads(self) -> bool:
