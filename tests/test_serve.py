@@ -295,6 +295,9 @@ def test_each_format_is_refused_by_the_servers_of_the_others(heads: Path, draft:
     assert refusals_of(heads).keys() == {"llama.cpp", "sglang", "transformers"}
     assert refusals_of(draft).keys() == {"llama.cpp"} and "--format gguf" in refusals_of(draft)["llama.cpp"]
     assert refusals_of(gguf).keys() == {"vllm", "sglang", "transformers"}
+    published = folder_of(heads.with_name("published"), medusa_num_heads=2, medusa_num_layers=1)
+    assert refusals_of(published).keys() == set(SERVERS)
+    assert f"headstart import {published} OURS" in refusals_of(published)["vllm"]
 
 
 @pytest.mark.parametrize(

@@ -31,13 +31,13 @@ def refusal(server: str, exported: Exported) -> str | None:
         return f"no server knows of {' and of '.join(exported.reads)}, by which {folder} drafts: {ours}"
     if held == MEDUSA_HEADS and server == "vllm":
         return (
-            f"{folder} holds {held}, whose biases vLLM drops and whose sizes it takes for 4096: headstart import, then "
-            "headstart export --format vllm"
+            f"{folder} holds {held}, whose biases vLLM drops and whose sizes it takes for 4096: headstart import "
+            f"{shlex.quote(str(folder))} OURS, then headstart export OURS NEW --format vllm"
         )
     if held == OWN_HEADS and server == "vllm":
         return f"{folder} holds {held}: {export} vllm"
     if exported.is_heads:
-        others = f"headstart too: {ours}" if held == OWN_HEADS else "headstart takes the folder they came from"
+        others = f"headstart too: {ours}" if held == OWN_HEADS else "and headstart import reads them"
         return f"{server} has no Medusa heads; vLLM has them, {others}"
     if held == GGUF:
         return f"{server} is not given {held} here: export the draft with --format draft"
