@@ -240,8 +240,8 @@ def test_the_wrong_sampling_of_a_known_build_is_told(heads: Path, draft: Path) -
         (None, None, "TARGET", "does not tell its target: give it by --target"),
         ({"recipe": {"target": "gone"}}, None, "gone", "the target gone is no folder here and no ORG/NAME"),
         ({"recipe": {"target": "org/t", "adapters": {}}}, None, "TARGET", "give the adapted target's folder"),
-        ({"recipe": {"target": "quickstart"}}, None, None, "embedded one, which is on this machine alone"),
-        ({}, "quickstart", None, "embedded one, which is on this machine alone"),
+        ({"recipe": {"target": "quickstart"}}, None, None, "embedded one, which only the machine that made it has"),
+        ({}, "quickstart", None, "embedded one, which only the machine that made it has"),
     ],
 )
 def test_the_target_is_the_one_of_the_provenance_and_doubts_about_it_are_told(
@@ -346,6 +346,8 @@ def test_the_plan_in_the_folder_gives_the_depth(tmp_path: Path) -> None:
     other = plan_of(tmp_path / "other.json", ("draft:final", "0" * 16))
     with pytest.raises(ValueError, match="was made with other weights"):
         command(tmp_path / "draft", "vllm", planned=other)
+    MedusaHeads(HEADS).save_pretrained(tmp_path / "own")
+    assert commands_of(tmp_path / "own", TARGET, other) == (), "no plan is read for a folder that no server takes"
 
 
 def test_weights_that_a_format_renames_are_found_in_a_plan_by_their_kind(heads: Path, tmp_path: Path) -> None:

@@ -51,6 +51,9 @@ def commands_of(
     exported = read_exported(Path(folder))
     if server is not None and (reason := servers.refusal(server, exported)):
         raise ValueError(reason)
+    names = [name for name in SERVERS if server in (None, name) and servers.refusal(name, exported) is None]
+    if not names:
+        return ()
     if planned is None and (exported.folder / PLAN_NAME).is_file():
         planned = exported.folder / PLAN_NAME
     part = _planned(planned, exported) if isinstance(planned, Path) else planned
@@ -60,7 +63,6 @@ def commands_of(
         ServedTarget.named(exported.folder, target),
         _depth(exported, part, depth),
     )
-    names = [name for name in SERVERS if server in (None, name) and servers.refusal(name, exported) is None]
     return tuple(_WRITERS[name](serving) for name in names)
 
 

@@ -94,7 +94,7 @@ class ServedTarget:
         name, revision = (name, None) if hub is None else (hub.repo_id, hub.revision)
         warnings = []
         if (_recorded(folder) if target is None else target) == quickstart.NAME:
-            warnings.append("the target is headstart's embedded one, which is on this machine alone")
+            warnings.append("the target is headstart's embedded one, which only the machine that made it has")
         elif not is_hub_id(name) and not Path(name).exists():
             warnings.append(f"the target {name} is no folder here and no ORG/NAME of the Hub: give it by --target")
         return cls(name, *_sizes(Path(name)), tuple(warnings), revision)

@@ -55,7 +55,7 @@ def vllm(serving: Serving) -> ServerCommand:
     config["num_speculative_tokens"] = depth.tokens
     if exported.kind == DRAFT and depth.table:
         config |= {"num_speculative_tokens": depth.deepest, "num_speculative_tokens_per_batch_size": depth.table}
-        notes.append(f"{depth.tokens} tokens at a time at batch size 1: {depth.why}")
+        notes.append(f"{depth.tokens} tokens at a time, in larger batches by the table: {depth.why}")
         notes.append("the table lists (first, last, depth) by batch size; its last depth holds for larger batches")
     else:
         notes += [_told(serving), *_one_depth(serving, "vLLM", "--max-num-seqs")]
