@@ -294,7 +294,7 @@ class ExportOptions:
 
     source: Annotated[Path, Argument(help="Folder of a training run, or its final/ folder.")]
     destination: Annotated[Path, Argument(help="A new folder.")]
-    format: Annotated[str, Option(help="headstart, vllm or medusa for heads, draft for a draft.")]
+    format: Annotated[str, Option(help="headstart, vllm or medusa for heads, draft or gguf for a draft.")]
     report: Annotated[
         Path | None, Option(help="report.json of an evaluation of these weights, for the model card.")
     ] = None
@@ -302,7 +302,7 @@ class ExportOptions:
         Path | None, Option(help="plan.json of these weights: its tree goes with them, its depths on the card.")
     ] = None
     target: Annotated[str | None, Option(help="Target, if it is not where the training run recorded it.")] = None
-    type: Annotated[str | None, Option(help="Type of the stored numbers, for a format that has several.")] = None
+    type: Annotated[str | None, Option(help="Type of the numbers in a gguf file: f32, f16, bf16 or q8_0.")] = None
     prompts: Annotated[
         Path | None,
         Option(help=".jsonl file to decode prompts of with the written files; else the training's held-out data."),

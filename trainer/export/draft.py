@@ -53,7 +53,7 @@ def write(task: Task) -> Written:
         write_output_tokens(folder, output_tokens)
     read_model, read_tokenizer = _load(folder)
     check_bit_equal(model.state_dict(), read_model.state_dict(), folder)
-    check_bit_equal({"logits": _probe_logits(model)}, {"logits": _probe_logits(read_model)}, folder)
+    check_bit_equal({"logits": probe_logits(model)}, {"logits": probe_logits(read_model)}, folder)
     _check_same_tokenizer(tokenizer, read_tokenizer, folder)
     parts = _write_parts(source, folder, model.dtype, task.tree)
     modules = [model] if parts is None else [model, parts]
@@ -160,7 +160,7 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 
 
 @torch.inference_mode()
-def _probe_logits(model: PreTrainedModel) -> torch.Tensor:
+def probe_logits(model: PreTrainedModel) -> torch.Tensor:
     """Return the logits (1, positions, vocab) of a fixed text whose token ids are spread over the vocabulary."""
     tokens = torch.arange(_PROBE_LENGTH) * max(model.config.vocab_size // _PROBE_LENGTH, 1) % model.config.vocab_size
     logits: torch.Tensor = model(tokens[None]).logits

@@ -14,8 +14,8 @@ HEADS, DRAFT, PARALLEL = "heads", "a draft model", "a parallel draft"
 class Format:
     """A format. ``module`` has ``write(task: Task) -> Written``; it is imported on use: `push` need not wait for torch.
 
-    ``library``: the Hub's ``library_name``. ``types``: types of numbers to choose among, the default first; empty where
-    the stored type is kept.
+    ``library``: the Hub's ``library_name``. ``types``: types of numbers to choose among, by default the nearest to the
+    stored one; empty where that is kept.
     """
 
     module: str
@@ -29,6 +29,7 @@ FORMATS = {
     "vllm": Format("vllm", (HEADS,), "vllm"),
     "medusa": Format("medusa", (HEADS,), "medusa"),
     "draft": Format("draft", (DRAFT, PARALLEL), "transformers"),
+    "gguf": Format("gguf", (DRAFT,), "gguf", ("f32", "f16", "bf16", "q8_0")),
 }
 
 

@@ -1,0 +1,244 @@
+"""A tokenizer as GGUF's metadata: what llama.cpp needs in order to split texts as the model's tokenizer does.
+
+llama.cpp splits by code of its own. A byte-level BPE is chosen there by the name of its pre-tokenizer, a
+sentencepiece-like one merges by scores. A tokenizer that neither reproduces is refused: the file would load, and
+texts would be split in a way that the model never saw.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""The pattern of tokenizers' ``ByteLevel`` with ``use_regex``."""
+_DIGIT = r"\p{N}"
+_CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CASELESS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2 = rf"{_CASELESS}|{_WORDS}|\p{{N}}|{_REST}"
+
+_NAMES: dict[tuple[tuple[str, ...], bool], str] = {
+    ((_GPT2,), False): "gpt-2",
+    ((_DIGIT, _GPT2), False): "smollm",
+    ((_LLAMA3,), True): "llama-bpe",
+    ((_LLAMA3,), False): "smaug-bpe",
+    ((_QWEN2,), False): "qwen2",
+}
+"""(patterns that texts are split by, in turn; ``ignore_merges``) -> llama.cpp's name (llama-vocab.cpp)."""
+
+_ENDS = frozenset(
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] "
+    "[EOS] <|end_of_text|> <end_of_utterance> <eos>".split()
+)
+"""Texts of the tokens that end a text in llama.cpp whatever a file says (llama-vocab.cpp, end-of-generation)."""
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_SPACE = "▁"
+_REMEDY = "serve it with a program that reads tokenizer.json, such as vLLM"
+
+
+class TokenType(IntEnum):
+    """Types of tokens in GGUF, by their published numbers."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer's metadata: keys below ``tokenizer.`` with their values, and remarks for whoever uses the file."""
+
+    metadata: dict[str, Any]
+    remarks: tuple[str, ...]
+
+
+def vocabulary_of(tokenizer: PreTrainedTokenizerBase, size: int, ends: Sequence[int]) -> Vocabulary:
+    """Return the metadata of a tokenizer for a model with ``size`` embeddings whose texts end with ``ends``.
+
+    ValueError for a tokenizer by which llama.cpp would split texts in another way.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise _refused(f"it is a {type(tokenizer).__name__} without tokenizer.json")
+    stored: dict[str, Any] = json.loads(backend.to_str())
+    model = stored["model"]
+    if model["type"] != "BPE":
+        raise _refused(f"its model is {model['type']}, not BPE")
+    if other := [key for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(key)]:
+        raise _refused(f"it has {other[0]} {model[other[0]]!r}")
+    describe = _sentencepiece if model.get("byte_fallback") else _byte_level
+    own, remarks = describe(stored)
+    tokens, types = _tokens(tokenizer, stored, size)
+    ggml: dict[str, Any] = {"tokens": tokens, "token_type": types, **own}
+    if "scores" in own:
+        ggml["scores"] = [own["scores"].get(token, 0.0) for token in tokens]
+    ggml |= _special_tokens(tokenizer, ends, size)
+    remarks += _remarks_on_ends(tokens, ends) + _remarks_on_added(stored)
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in ggml.items() if value is not None}
+    if isinstance(tokenizer.chat_template, str):
+        metadata["tokenizer.chat_template"] = tokenizer.chat_template
+    return Vocabulary(metadata, remarks)
+
+
+def _refused(reason: str) -> ValueError:
+    return ValueError(f"llama.cpp would split texts otherwise than this tokenizer, for {reason}: {_REMEDY}")
+
+
+def _tokens(
+    tokenizer: PreTrainedTokenizerBase, stored: Mapping[str, Any], size: int
+) -> tuple[list[str], list[TokenType]]:
+    """Return the text and the type of each row of the embeddings; rows without a token are unused."""
+    texts = {index: text for text, index in tokenizer.get_vocab().items()}
+    if (highest := max(texts)) >= size:
+        raise ValueError(
+            f"the tokenizer has token {highest} ({texts[highest]!r}), but the model has {size} embeddings, and in a "
+            "GGUF file each token has one: resize the model's embeddings, or remove the token"
+        )
+    added = {token["id"]: token for token in stored["added_tokens"]}
+    byte_fallback = stored["model"].get("byte_fallback")
+    types = []
+    for index in range(size):
+        text = texts.setdefault(index, f"[PAD{index}]")
+        if text == stored["model"].get("unk_token") and byte_fallback:
+            types.append(TokenType.UNKNOWN)
+        elif index in added:
+            types.append(TokenType.CONTROL if added[index]["special"] else TokenType.USER_DEFINED)
+        elif byte_fallback and _BYTE.fullmatch(text):
+            types.append(TokenType.BYTE)
+        else:
+            types.append(TokenType.NORMAL)
+        if text == f"[PAD{index}]":
+            types[-1] = TokenType.UNUSED
+    return [texts[index] for index in range(size)], types
+
+
+def _byte_level(stored: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the keys of a byte-level BPE: its merges, and llama.cpp's name of its pre-tokenizer."""
+    patterns = tuple(_patterns(stored["pre_tokenizer"]))
+    key = (patterns, bool(stored["model"].get("ignore_merges")))
+    if key not in _NAMES:
+        raise _refused(f"no pre-tokenizer of llama.cpp splits by {' then '.join(patterns) or 'bytes alone'}")
+    remarks: tuple[str, ...] = ()
+    normalizer = stored["normalizer"]
+    if normalizer is not None and normalizer["type"] == "NFC":
+        remarks = ("llama.cpp does not normalise texts to NFC: texts in another form are split otherwise there",)
+    elif normalizer is not None:
+        raise _refused(f"it changes texts by {normalizer['type']} first")
+    return {"model": "gpt2", "pre": _NAMES[key], "merges": [" ".join(pair) for pair in _merges(stored)]}, remarks
+
+
+def _patterns(pre_tokenizer: Mapping[str, Any] | None) -> list[str]:
+    """Return the patterns that a byte-level pre-tokenizer splits texts by, in turn."""
+    parts = [] if pre_tokenizer is None else pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    if not parts or parts[-1]["type"] != "ByteLevel" or parts[-1]["add_prefix_space"]:
+        raise _refused("its pre-tokenizer does not end with ByteLevel, or adds a space to texts")
+    found = []
+    for part in parts[:-1]:
+        if part["type"] == "Digits" and part["individual_digits"]:
+            found.append(_DIGIT)
+        elif part["type"] == "Split" and part["behavior"] == "Isolated" and not part["invert"]:
+            found.append(part["pattern"].get("Regex") or re.escape(part["pattern"]["String"]))
+        else:
+            raise _refused(f"its pre-tokenizer has a part {part['type']}")
+    return found + [_GPT2] * bool(parts[-1].get("use_regex", True))
+
+
+def _merges(stored: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the pairs that are merged, the first of them first."""
+    merges = stored["model"]["merges"]
+    pairs = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges]
+    if odd := [pair for pair in pairs if len(pair) != 2 or any(" " in part for part in pair)]:
+        raise _refused(f"it merges {odd[0]}, which holds a space")
+    return pairs
+
+
+def _sentencepiece(stored: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the keys of a BPE with byte fallback, which llama.cpp's sentencepiece merges by scores.
+
+    There any two neighbours whose joined text is a token merge, the highest score first. So every such pair must be
+    among the merges, and the pairs of one token must follow one another.
+    """
+    prefix, remarks = _space_prefix(stored)
+    scores: dict[str, float] = {}
+    pairs, previous = _merges(stored), ""
+    for rank, (left, right) in enumerate(pairs):
+        token = left + right
+        if token in scores and token != previous:
+            raise _refused(f"its merges into {token!r} do not follow one another")
+        scores.setdefault(token, -float(rank))
+        previous = token
+    vocabulary, merged, special = stored["model"]["vocab"], set(pairs), {t["content"] for t in stored["added_tokens"]}
+    for token in vocabulary.keys() - special:
+        if _BYTE.fullmatch(token):
+            continue
+        for cut in range(1, len(token)):
+            pair = (token[:cut], token[cut:])
+            if pair not in merged and pair[0] in vocabulary and pair[1] in vocabulary:
+                raise _refused(f"it does not merge {pair[0]!r} and {pair[1]!r}, though {token!r} is a token")
+    return {"model": "llama", "pre": "default", "scores": scores, "add_space_prefix": prefix}, remarks
+
+
+def _space_prefix(stored: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
+    """Return True if a space is put before texts, and remarks on texts that are split otherwise."""
+    normalizer, pre_tokenizer = stored["normalizer"], stored["pre_tokenizer"]
+    steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    if pre_tokenizer is None and steps == [{"type": "Prepend", "prepend": _SPACE}, replace]:
+        return True, ()
+    if pre_tokenizer is None and steps == [replace]:
+        return False, ()
+    if not steps and pre_tokenizer is not None and pre_tokenizer["type"] == "Metaspace":
+        if pre_tokenizer["replacement"] != _SPACE or pre_tokenizer.get("split", True):
+            raise _refused("its Metaspace splits texts at spaces, or replaces them by another sign")
+        if pre_tokenizer["prepend_scheme"] == "never":
+            return False, ()
+        remark = "llama.cpp puts a space before each text, also one that begins with a space or follows a special token"
+        return True, (remark,)
+    raise _refused("its normalizer and pre-tokenizer are not sentencepiece's")
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], size: int) -> dict[str, Any]:
+    """Return the ids of special tokens, and whether texts begin with the BOS and end with the EOS."""
+    plain = tokenizer("a b", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a b")["input_ids"]
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    begins, finishes = whole[:1] == [bos] != plain[:1], whole[-1:] == [eos] != plain[-1:]
+    if whole != [bos] * begins + plain + [eos] * finishes:
+        raise _refused(f"it makes {whole} of the tokens {plain}")
+    others = [end for end in ends if end != eos]
+    first = eos if eos in ends or not others else others.pop(0)
+    ids = {
+        "bos": bos,
+        "eos": first,
+        "eot": others[0] if others else None,
+        "eom": others[1] if len(others) > 1 else None,
+        "unknown": tokenizer.unk_token_id,
+        "padding": tokenizer.pad_token_id,
+    }
+    named = {f"{name}_token_id": index for name, index in ids.items() if index is not None and index < size}
+    return {**named, "add_bos_token": begins, "add_eos_token": finishes}
+
+
+def _remarks_on_ends(tokens: Sequence[str], ends: Sequence[int]) -> tuple[str, ...]:
+    """Return remarks on tokens that end a text in llama.cpp alone, or in the model alone."""
+    remarks = []
+    if only_there := [token for index, token in enumerate(tokens) if token in _ENDS and index not in ends]:
+        remarks.append(f"llama.cpp also ends texts at {', '.join(only_there)}, by that name")
+    if only_here := [tokens[index] for index in ends[3:] if tokens[index] not in _ENDS]:
+        remarks.append(f"llama.cpp does not end texts at {', '.join(only_here)}: a file names three such tokens")
+    return tuple(remarks)
+
+
+def _remarks_on_added(stored: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a remark on special tokens that take spaces with them, which llama.cpp's do not."""
+    wide = [token["content"] for token in stored["added_tokens"] if token["lstrip"] or token["rstrip"]]
+    return (f"llama.cpp leaves spaces beside {', '.join(wide)} in the text",) if wide else ()
