@@ -11,13 +11,13 @@ endif
 BIN = .venv/bin
 PYTEST = $(BIN)/python -m pytest -n 2
 
-.PHONY: demo test check format clean
+.PHONY: demo test check format clean engines
 
 demo: .venv/.ready
 	HF_HUB_OFFLINE=1 $(BIN)/python scripts/demo.py
 
 # Everything: lint, import layers, all tests with all their examples, those that take long first, types among them.
-test: lint
+test: lint engines
 	$(PYTEST) --dist loadfile --no-loadscope-reorder --hypothesis-profile thorough \
 		tests/system tests/thorough tests/gpu tests/test_*.py
 
@@ -37,8 +37,14 @@ format: .venv/.ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Other people's engines, for the tests that decode with what was exported.
+engines: .venv-engines/.ready
+
+.venv-engines/.ready: requirements-engines.lock scripts/engines.sh
+	sh scripts/engines.sh
+
 .venv/.ready: requirements.lock pyproject.toml scripts/setup.sh
 	sh scripts/setup.sh
 
 clean:
-	rm -rf .venv runs build *.egg-info
+	rm -rf .venv .venv-engines runs build *.egg-info

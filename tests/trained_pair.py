@@ -1,0 +1,78 @@
+"""A target and its draft, really trained, in seconds: on sentences of few words, by a byte-level BPE as the quickstart's."""
+
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from accelerate.state import AcceleratorState
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from trainer.recipe.reading import parse_recipe
+from trainer.run.train import run_recipe
+
+END = "<|end|>"
+CHAT = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+_NAMES = ("Ann", "Bob", "Eve", "Tim", "Zoë")
+_THINGS = ("apple", "book", "coin", "duck", "egg", "fan")
+
+
+def sentences(count: int, seed: int = 0) -> list[str]:
+    """Texts such as ``Ann has 12 apples. Bob has 3 coins. Ann gives Bob 12 apples.``"""
+    draw = random.Random(seed)
+    texts = []
+    for _ in range(count):
+        (giver, taker), (first, second) = draw.sample(_NAMES, 2), draw.sample(_THINGS, 2)
+        many, few = draw.randint(10, 99), draw.randint(2, 9)
+        has = f"{giver} has {many} {first}s. {taker} has {few} {second}s."
+        texts.append(f"{has} {giver} gives {taker} {many} {first}s. {taker}'s gift is {few} {second}s.")
+    return texts
+
+
+def bpe_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE that splits texts as the quickstart's does; token 0 is the end."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(sentences(100), trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END)
+    fast.chat_template = CHAT
+    return fast
+
+
+def train_pair(folder: Path, steps: int = 60, draft_steps: int = 12) -> tuple[Path, Path]:
+    """Train a target, and a draft of one of its layers; returns their folders."""
+    bpe_tokenizer().save_pretrained(folder / "tokenizer")
+    for name, count in (("train", 400), ("heldout", 4)):
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in sentences(count, seed=count))
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = {"tokenizer": str(folder / "tokenizer"), "max_position_embeddings": 256, **sizes}
+    target = _trained(folder, "pretrain", steps, model=model)
+    draft = {"check_costs": False, "init": {"from_target": {"layers": [0]}}}
+    return target, _trained(folder, "draft", draft_steps, target=str(target), dtype="fp32", draft=draft)
+
+
+def _trained(folder: Path, kind: str, steps: int, **sections: Any) -> Path:
+    """Train one recipe; returns its final folder."""
+    training = {"steps": steps, "batch_size": 16, "micro_batch_size": 16, "optimizer": "muon", "learning_rate": 2e-2}
+    content = {
+        "kind": kind,
+        "name": f"tiny {kind}",
+        "output": str(folder / kind),
+        "data": {"train": str(folder / "train.jsonl"), "heldout": str(folder / "heldout.jsonl"), "max_length": 48},
+        "training": {**training, "mixed_precision": "no"},
+        "evaluation": {"every": 1000, "prompts": 1, "prompt_tokens": 4, "max_new_tokens": 4},
+        "tracking": "none",
+        **sections,
+    }
+    AcceleratorState._reset_state(True)
+    try:
+        return Path(run_recipe(parse_recipe(content), Console(file=io.StringIO())))
+    finally:
+        AcceleratorState._reset_state(True)
