@@ -91,9 +91,15 @@ _GREEDY = {"temperature": 0, "cache_prompt": False}
 def _logprobs(server: Any, prompt: list[int], vocab_size: int) -> list[float]:
     """Return the log-probabilities of the token behind a text, by token id.
 
-    They come with a token that is made certain afterwards, an ``a``: llama.cpp keeps back one that is no whole character.
+    They come with a token that is made certain afterwards, an ``a``: llama.cpp keeps one back that is no whole
+    character.
     """
-    request = {"prompt": prompt, "n_predict": 1, "n_probs": vocab_size, "logit_bias": [[_tokenise(server, "a")[-1], 1e9]]}
+    request = {
+        "prompt": prompt,
+        "n_predict": 1,
+        "n_probs": vocab_size,
+        "logit_bias": [[_tokenise(server, "a")[-1], 1e9]],
+    }
     answer = _post(server, "/completion", {**request, **_GREEDY})
     listed = {entry["id"]: entry["logprob"] for entry in answer["completion_probabilities"][0]["top_logprobs"]}
     return [listed[token] for token in range(vocab_size)]

@@ -1,4 +1,4 @@
-"""A target and its draft, really trained, in seconds: on sentences of few words, by a byte-level BPE as the quickstart's."""
+"""A target and its draft, really trained in seconds, on sentences of few words, tokenized as the quickstart's."""
 
 import io
 import json

@@ -39,30 +39,21 @@ def write(task: Task) -> Written:
     tokenizer = load_tokenizer(str(task.source), task.trust_remote_code)
     vocabulary = vocabulary_of(tokenizer, model.config.vocab_size, eos_token_ids(model, tokenizer))
     metadata = {**metadata_of(model), "general.name": task.source.resolve().name, **vocabulary.metadata}
-    type = task.type or _TYPE_OF.get(model.dtype, "f32")
-    path = task.folder / FILE_NAME
+    type, path = task.type or _TYPE_OF.get(model.dtype, "f32"), task.folder / FILE_NAME
     write_file(path, metadata, tensors_of(model), type)
     compared = compare_file(path, metadata, tensors_of(model))
     change = _change_of_logits(model, path)
     if change and not compared.rounded:
         raise ValueError(f"{path.name} reads back with other logits than were written (by {change:.3g}): export again")
-    artefact = Artefact(
-        format=task.format,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        dtype=type,
-        hidden_size=model.config.hidden_size,
-        vocab_size=model.config.vocab_size,
-        layers=model.config.num_hidden_layers,
-    )
-    equal = f"{path.name}: {len(metadata)} keys, {compared.tensors - compared.rounded} of {compared.tensors} tensors"
-    if not compared.rounded:
-        told = f"{equal} and the logits of a probe, as transformers reads the file, are equal, to the bit"
-    else:
-        told = (
-            f"{equal} are equal, to the bit; the others are the weights rounded to {type}: the largest error of a "
-            f"weight is {compared.largest_error:.3g}, the largest change of a logit of a probe {change:.3g}"
+    told = f"{path.name}: {len(metadata)} keys, {compared.tensors - compared.rounded} of {compared.tensors} tensors"
+    if compared.rounded:
+        told += (
+            f" are equal, to the bit; the others are the weights rounded to {type}: a weight changes by at most "
+            f"{compared.largest_error:.3g}, a logit of a probe by {change:.3g}"
         )
-    return Written(artefact, (told, *remarks, *vocabulary.remarks))
+    else:
+        told += " and the logits of a probe, as transformers reads the file, are equal, to the bit"
+    return Written(_described(task.format, model, type), (told, *remarks, *vocabulary.remarks))
 
 
 def drafters(task: Task, target: CausalLM) -> tuple[Drafter, Drafter]:
@@ -70,8 +61,20 @@ def drafters(task: Task, target: CausalLM) -> tuple[Drafter, Drafter]:
     path = task.folder / FILE_NAME
     name = str(task.source)
     trained = load_draft(name, target, None, task.trust_remote_code)
-    exported = _read(path, trained.model.config, target.dtype).to(target.device)
+    exported = _read(path, trained.model.config, target.dtype)
+    exported.to(target.device)  # type: ignore[arg-type]  # transformers' stubs
     return DraftModelDrafter(trained), DraftModelDrafter(CausalLM(exported))
+
+
+def _described(format: str, model: PreTrainedModel, type: str) -> Artefact:
+    return Artefact(
+        format=format,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        dtype=type,
+        hidden_size=model.config.hidden_size,
+        vocab_size=model.config.vocab_size,
+        layers=model.config.num_hidden_layers,
+    )
 
 
 def _load(task: Task) -> tuple[PreTrainedModel, tuple[str, ...]]:
@@ -83,8 +86,8 @@ def _load(task: Task) -> tuple[PreTrainedModel, tuple[str, ...]]:
     if tokens is None:
         return model, ()
     remark = (
-        f"the draft is trimmed to {len(tokens):,} of {model.config.vocab_size:,} tokens, which llama.cpp does not know of: "
-        "its lm_head is written whole, drafts the same tokens, and costs more"
+        f"the draft is trimmed to {len(tokens):,} of {model.config.vocab_size:,} tokens, which llama.cpp does not know "
+        "of: its lm_head is written whole, drafts the same tokens, and costs more"
     )
     return with_filled_vocabulary(trimmed_vocabulary(model, tokens)), (remark,)
 
@@ -104,7 +107,7 @@ def _read(path: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTraine
 
 
 def _change_of_logits(model: PreTrainedModel, path: Path) -> float:
-    """Return the largest difference between the logits of a model and of its file, on a probe; 0 if equal to the bit."""
+    """Return the largest difference between the logits of a model and of its file, on a probe; 0 if none differs."""
     before, after = probe_logits(model), probe_logits(_read(path, model.config, model.dtype))
     difference: Tensor = (before.float() - after.float()).abs().max()
     return float(difference)

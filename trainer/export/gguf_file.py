@@ -25,12 +25,13 @@ _AGAIN = "export again, and check the disk if it happens twice"
 
 
 class Comparison(NamedTuple):
-    """A file compared with what was written: its tensors, and the largest error of those in q8_0."""
+    """A file compared with the trained weights."""
 
     tensors: int
     rounded: int
-    """Tensors that hold fewer bits than the trained weights."""
+    """Tensors with weights that the file's type has no number for."""
     largest_error: float
+    """Greatest difference of a weight."""
 
 
 def write_file(path: Path, metadata: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]], type: str) -> None:
@@ -83,21 +84,23 @@ def compare_file(path: Path, metadata: Mapping[str, Any], tensors: Iterable[tupl
         found = stored.get(name)
         if found is None:
             raise ValueError(f"{path.name} reads back without {name}: {_AGAIN}")
-        read = torch.from_numpy(np.array(quants.dequantize(found.data, found.tensor_type))).reshape(found.data.shape[0], -1)
-        read = read.reshape(values.shape)
-        error, allowed = (read - values).abs(), torch.zeros(())
-        if found.tensor_type == GGMLQuantizationType.Q8_0:
-            peaks = values.reshape(-1, 32).abs().amax(1, keepdim=True)
-            allowed = (peaks * (0.5 / 127 + 2.0**-11) + 2.0**-17).expand(-1, 32).reshape(values.shape)
-            largest = max(largest, float(error.max()))
-        else:
-            error = (read - values.to(_TORCH[found.tensor_type]).float()).abs()
-        if not bool((error <= allowed).all()):
+        read = torch.from_numpy(quants.dequantize(found.data, found.tensor_type).copy()).reshape(values.shape)
+        if not _is_rounded(read, values, found.tensor_type):
             raise ValueError(f"{path.name} reads back with another {name} than was written: {_AGAIN}")
         rounded += not torch.equal(read, values)
+        largest = max(largest, float((read - values).abs().max()))
     if more := sorted(stored.keys() - written):
         raise ValueError(f"{path.name} reads back with a tensor {more[0]} that was not written: {_AGAIN}")
     return Comparison(len(written), rounded, largest)
+
+
+def _is_rounded(read: Tensor, values: Tensor, kind: GGMLQuantizationType) -> bool:
+    """Return True if ``read`` is what ``values`` round to in a type of the file."""
+    if kind != GGMLQuantizationType.Q8_0:
+        return torch.equal(read, values.to(_TORCH[kind]).float())
+    peaks = values.reshape(-1, 32).abs().amax(1, keepdim=True)
+    allowed = peaks * (0.5 / 127 + 2.0**-11) + 2.0**-17  # f16 holds no steps below 2^-24, of which 127 add up
+    return bool(((read - values).reshape(-1, 32).abs() <= allowed).all())
 
 
 def _add(writer: GGUFWriter, key: str, value: Any) -> None:

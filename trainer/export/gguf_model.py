@@ -65,7 +65,9 @@ def tensors_of(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         stem, _, suffix = name.rpartition(".")
         theirs = names.get_name(stem)
         if theirs is None or suffix not in ("weight", "bias"):
-            raise ValueError(f"llama.cpp's {MODEL_ARCH_NAMES[architecture]} has no place for the tensor {name}: {_REMEDY}")
+            raise ValueError(
+                f"llama.cpp's {MODEL_ARCH_NAMES[architecture]} has no place for the tensor {name}: {_REMEDY}"
+            )
         values = tensor.detach().cpu()
         if architecture == MODEL_ARCH.LLAMA and ".q_proj." in name:
             values = _interleaved(values, config.num_attention_heads)
@@ -123,15 +125,15 @@ def _rope(config: PreTrainedConfig, architecture: MODEL_ARCH) -> dict[str, Any]:
         scaling = {"factor": float(rope["factor"]), "original_context_length": original}
         return {**base, "rope.scaling.type": kind, **{f"rope.scaling.{key}": value for key, value in scaling.items()}}
     raise ValueError(
-        f"the model's rotary embeddings are scaled by {kind} ({rope}), which a GGUF file of {config.model_type} written "
-        f"here cannot say: {_REMEDY}"
+        f"the model's rotary embeddings are scaled by {kind} ({rope}), which a GGUF file of a {config.model_type} "
+        f"written here cannot say: {_REMEDY}"
     )
 
 
 def _slowing(config: PreTrainedConfig) -> Tensor:
     """Return the numbers by which llama.cpp divides the rotary frequencies, (head size / 2,)."""
     size = _head_size(config)
-    unscaled = 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
+    unscaled: Tensor = 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
     scaled, _ = ROPE_INIT_FUNCTIONS[_rope_type(config)](config, torch.device("cpu"))
     return unscaled / scaled
 

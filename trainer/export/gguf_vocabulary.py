@@ -33,8 +33,10 @@ _NAMES: dict[tuple[tuple[str, ...], bool], str] = {
 """(patterns that texts are split by, in turn; ``ignore_merges``) -> llama.cpp's name (llama-vocab.cpp)."""
 
 _ENDS = frozenset(
-    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] "
-    "[EOS] <|end_of_text|> <end_of_utterance> <eos>".split()
+    {
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "</s>"),
+        *("<eos>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>"),
+    }
 )
 """Texts of the tokens that end a text in llama.cpp whatever a file says (llama-vocab.cpp, end-of-generation)."""
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")

@@ -1,0 +1,345 @@
+"""GGUF: what llama.cpp reads from a file is what was trained, and what it would misread is refused."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFReader
+from gguf.quants import dequantize
+from tiny_models import tiny_model
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from decoding.model.causal_lm import CausalLM
+from decoding.model.loading import load_model
+from decoding.model.vocabulary import write_output_tokens
+from trainer.export import export
+from trainer.export.artefact import Task
+from trainer.export.decoded import decode_greedily
+from trainer.export.gguf import drafters
+from trainer.export.gguf_vocabulary import TokenType, vocabulary_of
+
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3 = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+
+
+def byte_level(first: Any = None, **model: Any) -> PreTrainedTokenizerFast:
+    """260 tokens: an end, the 256 bytes, and ``h e``, ``l l`` and ``he ll`` merged."""
+    tokens = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "ll", "hell"]
+    merges = [("h", "e"), ("l", "l"), ("he", "ll")]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges, **model))
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not isinstance(first, pre_tokenizers.Split))
+    tokenizer.pre_tokenizer = last if first is None else pre_tokenizers.Sequence([first, last])
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|end|>", eos_token="<|end|>")
+
+
+def split(pattern: str) -> Any:
+    from tokenizers import Regex
+
+    return pre_tokenizers.Split(Regex(pattern), "isolated")
+
+
+def sentencepiece_like(merges: list[tuple[str, str]], *more: str) -> PreTrainedTokenizerFast:
+    """A BPE with byte fallback that writes a space as ▁ and begins each text with one."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "c"]
+    tokens += list(dict.fromkeys(left + right for left, right in merges)) + list(more)
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+SIZES = {"vocab": 264, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 64}
+
+
+@pytest.fixture
+def draft(tmp_path: Path) -> Path:
+    """A random Llama in fp32, two heads on one key, with a tokenizer of 260 of its 264 tokens."""
+    return written(tmp_path / "draft", "llama")
+
+
+def written(folder: Path, family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    tiny_model(family, **{**SIZES, **changes}).to(dtype).save_pretrained(folder)
+    byte_level().save_pretrained(folder)
+    return folder
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """A file's tensors by llama.cpp's names, as floats."""
+    reader = GGUFReader(folder / "model.gguf")
+    return {t.name: dequantize(t.data, t.tensor_type).reshape(t.shape[::-1]) for t in reader.tensors}
+
+
+def key(folder: Path, name: str) -> Any:
+    field = GGUFReader(folder / "model.gguf").get_field(name)
+    return None if field is None else field.contents()
+
+
+# --- weights -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "type", "stored"),
+    [
+        (torch.float32, None, 0),
+        (torch.bfloat16, None, 32),
+        (torch.bfloat16, "f32", 0),
+        (torch.float32, "f16", 1),
+    ],
+)
+def test_a_file_has_the_stored_type_or_the_one_asked_for(
+    tmp_path: Path, dtype: torch.dtype, type: str | None, stored: int
+) -> None:
+    summary = export(written(tmp_path / "draft", "llama", dtype), tmp_path / "out", "gguf", type=type)
+    assert sorted(summary.files) == ["README.md", "model.gguf"]
+    assert key(summary.folder, "general.file_type") == stored  # llama.cpp's number of the type
+    assert ("and the logits of a probe" in summary.compared[0]) == (type != "f16")
+
+
+def test_llama_cpps_names_hold_the_trained_weights_and_its_order_of_q_and_k(draft: Path, tmp_path: Path) -> None:
+    export(draft, tmp_path / "out", "gguf")
+    model, stored = AutoModelForCausalLM.from_pretrained(draft), tensors(tmp_path / "out")
+    layer = model.model.layers[1]
+    assert len(stored) == 2 * 9 + 3
+    assert np.array_equal(stored["token_embd.weight"], model.model.embed_tokens.weight.detach())
+    assert np.array_equal(stored["output.weight"], model.lm_head.weight.detach())
+    assert np.array_equal(stored["blk.1.ffn_down.weight"], layer.mlp.down_proj.weight.detach())
+    q = layer.self_attn.q_proj.weight.detach()  # two heads of 16 rows: row i is turned with row i + 8
+    order = [head * 16 + half * 8 + i for head in range(2) for i in range(8) for half in range(2)]
+    assert np.array_equal(stored["blk.1.attn_q.weight"], q[order])
+    assert np.array_equal(stored["blk.1.attn_v.weight"], layer.self_attn.v_proj.weight.detach())
+
+
+def test_a_tied_lm_head_is_not_written_twice(tmp_path: Path) -> None:
+    export(written(tmp_path / "draft", "llama", tie_word_embeddings=True), tmp_path / "out", "gguf")
+    assert "output.weight" not in tensors(tmp_path / "out")
+
+
+def test_q8_0_rounds_matrices_alone_and_tells_by_how_much(draft: Path, tmp_path: Path) -> None:
+    summary = export(draft, tmp_path / "out", "gguf", type="q8_0")
+    model, stored = AutoModelForCausalLM.from_pretrained(draft), tensors(tmp_path / "out")
+    embeddings = model.model.embed_tokens.weight.detach()
+    error = float((torch.from_numpy(stored["token_embd.weight"]) - embeddings).abs().max())
+    assert 0 < error < float(embeddings.abs().max()) / 200
+    assert np.array_equal(stored["output_norm.weight"], model.model.norm.weight.detach())
+    told = re.search(
+        r"(\d+) of 21 tensors are equal.* rounded to q8_0: a weight changes by at most ([\d.]+)", summary.compared[0]
+    )
+    assert told is not None and int(told[1]) == 5 and float(told[2]) >= error * 0.99
+
+
+def test_rows_that_q8_0_cannot_cut_into_blocks_of_32_are_stored_in_f16(tmp_path: Path) -> None:
+    export(written(tmp_path / "draft", "llama", intermediate_size=40), tmp_path / "out", "gguf", type="q8_0")
+    types = {t.name: t.tensor_type.name for t in GGUFReader(tmp_path / "out" / "model.gguf").tensors}
+    assert types["blk.0.ffn_down.weight"] == "F16" and types["blk.0.ffn_up.weight"] == "Q8_0"
+
+
+def test_a_weight_beyond_f16_is_refused(tmp_path: Path) -> None:
+    folder = written(tmp_path / "draft", "llama")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = 7e4
+    model.save_pretrained(folder)
+    with pytest.raises(ValueError, match=r"a weight is 7e\+04, beyond the range of f16: give type bf16 or f32"):
+        export(folder, tmp_path / "out", "gguf", type="f16")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_reads_back_differently_is_not_exported(
+    draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trainer.export import gguf_file
+
+    pack = gguf_file._packed
+
+    def pack_one_bit_wrong(tensor: torch.Tensor, kind: Any) -> np.ndarray[Any, Any]:
+        packed = pack(tensor, kind).copy()
+        packed.reshape(-1)[2] ^= 64
+        return packed
+
+    monkeypatch.setattr(gguf_file, "_packed", pack_one_bit_wrong)
+    for type in ("f32", "q8_0"):
+        with pytest.raises(
+            ValueError, match=r"model\.gguf reads back with another token_embd\.weight than was written"
+        ):
+            export(draft, tmp_path / "out", "gguf", type=type)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_exported_file_drafts_what_the_trained_draft_does(tmp_path: Path, family: str) -> None:
+    folder = written(tmp_path / "draft", family)
+    export(folder, tmp_path / "out", "gguf")
+    target = CausalLM(tiny_model("llama", seed=1, **SIZES))
+    trained, exported = drafters(Task(folder, tmp_path / "out", "gguf"), target)
+    prompts = [[5, 6, 7], [8, 9]]
+    before, after = (decode_greedily(target, drafter, prompts, 12) for drafter in (trained, exported))
+    assert before == after and before.drafted > 40
+
+
+def test_a_trimmed_draft_is_filled_and_drafts_the_same_tokens(draft: Path, tmp_path: Path) -> None:
+    write_output_tokens(draft, range(40, 200))
+    summary = export(draft, tmp_path / "out", "gguf")
+    assert "trimmed to 160 of 264 tokens, which llama.cpp does not know of" in summary.compared[1]
+    assert tensors(tmp_path / "out")["output.weight"].shape == (264, 32)
+    target = CausalLM(load_model(str(draft), torch.float32, torch.device("cpu")))
+    trained, exported = drafters(Task(draft, tmp_path / "out", "gguf"), target)
+    before, after = (decode_greedily(target, drafter, [[50, 60, 70]], 12) for drafter in (trained, exported))
+    assert before == after and sum(before.accepted) > 0
+
+
+# --- settings ------------------------------------------------------------------------------------------------------
+
+
+def test_scaled_rotary_embeddings_are_written_as_llama_cpp_reads_them(tmp_path: Path) -> None:
+    linear = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}
+    export(written(tmp_path / "linear", "qwen2", rope_parameters=linear), tmp_path / "out", "gguf")
+    assert key(tmp_path / "out", "qwen2.rope.freq_base") == 5e5
+    assert key(tmp_path / "out", "qwen2.rope.scaling.type") == "linear"
+    assert key(tmp_path / "out", "qwen2.rope.scaling.factor") == 4.0
+    slow = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    rope = {"rope_type": "llama3", "rope_theta": 1e4, **slow}
+    export(written(tmp_path / "llama3", "llama", rope_parameters=rope), tmp_path / "out 3", "gguf")
+    divisors = tensors(tmp_path / "out 3")["rope_freqs.weight"]
+    assert divisors[0] == 1 and divisors[-1] == 8 and sorted(divisors) == list(divisors)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "complaint"),
+    [
+        ("gpt2", {}, "a model of type gpt2 cannot be written as GGUF here, only llama, mistral, qwen2, qwen3"),
+        ("mistral", {"sliding_window": 5}, "attends to a window of 5 tokens, which llama.cpp would not"),
+        ("llama", {"hidden_act": "relu"}, "hidden_act is relu, and llama.cpp computes silu"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "scaled by dynamic"),
+        (
+            "qwen2",
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "rope_theta": 1e4,
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                }
+            },
+            "scaled by llama3 .* which a GGUF file of a qwen2",
+        ),
+    ],
+)
+def test_what_llama_cpp_would_compute_otherwise_is_refused(
+    tmp_path: Path, family: str, changes: dict[str, Any], complaint: str
+) -> None:
+    sizes = {"vocab": 264} if family == "gpt2" else SIZES
+    tiny_model(family, **{**sizes, **changes}).save_pretrained(tmp_path / "draft")
+    byte_level().save_pretrained(tmp_path / "draft")
+    with pytest.raises(ValueError, match=complaint):
+        export(tmp_path / "draft", tmp_path / "out", "gguf")
+    assert not (tmp_path / "out").exists()
+
+
+# --- tokenizers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "name"),
+    [
+        (byte_level(), "gpt-2"),
+        (byte_level(pre_tokenizers.Digits(individual_digits=True)), "smollm"),
+        (byte_level(split(QWEN2)), "qwen2"),
+        (byte_level(split(LLAMA3), ignore_merges=True), "llama-bpe"),
+        (byte_level(split(LLAMA3)), "smaug-bpe"),
+    ],
+)
+def test_a_pre_tokenizer_has_llama_cpps_name(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    metadata = vocabulary_of(tokenizer, 262, [0]).metadata
+    assert metadata["tokenizer.ggml.pre"] == name and metadata["tokenizer.ggml.model"] == "gpt2"
+    assert metadata["tokenizer.ggml.merges"] == ["h e", "l l", "he ll"]
+    assert metadata["tokenizer.ggml.tokens"][257:] == ["he", "ll", "hell", "[PAD260]", "[PAD261]"]
+    assert metadata["tokenizer.ggml.token_type"][-3:] == [TokenType.NORMAL, TokenType.UNUSED, TokenType.UNUSED]
+    assert metadata["tokenizer.ggml.token_type"][0] == TokenType.CONTROL
+    assert metadata["tokenizer.ggml.eos_token_id"] == 0 and metadata["tokenizer.ggml.add_bos_token"] is False
+
+
+def with_word_level() -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?")))
+
+
+def with_lowercase() -> PreTrainedTokenizerFast:
+    tokenizer = byte_level()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "complaint"),
+    [
+        (with_word_level(), "its model is WordLevel, not BPE"),
+        (with_lowercase(), "it changes texts by Lowercase first"),
+        (byte_level(split(r"\d+")), r"no pre-tokenizer of llama.cpp splits by \\d\+:"),
+        (byte_level(pre_tokenizers.Whitespace()), "its pre-tokenizer has a part Whitespace"),
+        (byte_level(pre_tokenizers.Digits(individual_digits=False)), "its pre-tokenizer has a part Digits"),
+        (byte_level(ignore_merges=True), "no pre-tokenizer of llama.cpp splits by"),
+        (sentencepiece_like([("a", "b"), ("b", "c"), ("ab", "c"), ("a", "bc")][:3]), "does not merge 'a' and 'bc'"),
+        (sentencepiece_like([("ab", "c"), ("a", "b"), ("b", "c"), ("a", "bc")]), "into 'abc' do not follow"),
+    ],
+)
+def test_a_tokenizer_that_splits_otherwise_than_llama_cpp_is_refused(
+    tokenizer: PreTrainedTokenizerFast, complaint: str
+) -> None:
+    with pytest.raises(ValueError, match=f"otherwise than this tokenizer, for .*{complaint}"):
+        vocabulary_of(tokenizer, len(tokenizer), [0])
+
+
+def test_a_sentencepiece_like_tokenizer_merges_by_scores_in_the_order_of_its_merges() -> None:
+    tokenizer = sentencepiece_like([("▁", "a"), ("b", "c"), ("▁a", "bc")])
+    metadata = vocabulary_of(tokenizer, len(tokenizer), [2]).metadata
+    assert metadata["tokenizer.ggml.model"] == "llama" and metadata["tokenizer.ggml.add_space_prefix"] is True
+    assert metadata["tokenizer.ggml.tokens"][-3:] == ["▁a", "bc", "▁abc"]
+    assert metadata["tokenizer.ggml.scores"][-3:] == [0.0, -1.0, -2.0]
+    types = metadata["tokenizer.ggml.token_type"]
+    assert types[:4] == [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL, TokenType.BYTE]
+    assert metadata["tokenizer.ggml.add_bos_token"] is True and metadata["tokenizer.ggml.add_eos_token"] is False
+
+
+def test_where_texts_end_is_written_and_what_differs_is_told() -> None:
+    tokenizer = sentencepiece_like([("a", "b")], "<eos>", "c1", "c2", "c3")
+    tokens = tokenizer.get_vocab()
+    ends = [2, tokens["c1"], tokens["c2"], tokens["c3"]]
+    vocabulary = vocabulary_of(tokenizer, len(tokenizer), ends)
+    named = [vocabulary.metadata[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot", "eom")]
+    assert named == ends[:3]
+    assert vocabulary.remarks == (
+        "llama.cpp also ends texts at <eos>, by that name",
+        "llama.cpp does not end texts at c3: a file names three such tokens",
+    )
+
+
+def test_a_token_without_an_embedding_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"has token 259 \('hell'\), but the model has 259 embeddings"):
+        vocabulary_of(byte_level(), 259, [0])
+
+
+def test_the_chat_template_goes_with_the_file(draft: Path, tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    (draft / "chat_template.jinja").write_text(template)
+    export(draft, tmp_path / "out", "gguf")
+    assert key(tmp_path / "out", "tokenizer.chat_template") == template
+
+
+def test_the_card_shows_llama_cpps_command(draft: Path, tmp_path: Path) -> None:
+    (draft / "provenance.json").write_text(json.dumps({"target": {"name": "org/target"}}))
+    card = (export(draft, tmp_path / "out", "gguf").folder / "README.md").read_text()
+    assert "library_name: gguf" in card
+    assert "llama-server -m TARGET.gguf -md DIR/model.gguf --spec-type draft-simple --spec-draft-n-max 4" in card
+    assert "from_pretrained" not in card and "vllm serve" not in card
