@@ -397,7 +397,7 @@ def test_another_user_may_read_the_weights_wherever_they_may_read_the_card(heads
 
 
 def test_every_format_refuses_what_it_cannot_hold(heads_folder: Path, draft_folder: Path, tmp_path: Path) -> None:
-    assert {"headstart", "vllm", "medusa", "draft"} <= set(FORMATS)
+    assert {"headstart", "vllm", "medusa", "draft", "gguf"} <= set(FORMATS)
     for source, format in (
         (heads_folder, "draft"),
         *((draft_folder, format) for format in ("vllm", "medusa", "headstart")),

@@ -1,6 +1,7 @@
 """A draft, or any other causal LM, as one GGUF file for llama.cpp and the programs built on it."""
 
 import io
+from collections.abc import Iterator
 from contextlib import redirect_stderr
 from pathlib import Path
 
@@ -12,14 +13,18 @@ from decoding.drafters import Drafter, DraftModelDrafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.finite import check_finite
 from decoding.model.loading import eos_token_ids, load_draft, load_model, load_tokenizer
+from decoding.model.stored import weights_header
 from decoding.model.vocabulary import read_output_tokens, trimmed_vocabulary, with_filled_vocabulary
 from trainer.export.artefact import Artefact, Task, Written
 from trainer.export.draft import probe_logits
 from trainer.export.gguf_vocabulary import vocabulary_of
+from trainer.export.source import chain_length
 
 FILE_NAME = "model.gguf"
 _TYPE_OF = {torch.bfloat16: "bf16", torch.float16: "f16"}
 """Stored dtype -> type of the file, if none is asked for; f32 for any other dtype."""
+_EXACT = {"F32": ("f32",), "F16": ("f16", "f32"), "BF16": ("bf16", "f32")}
+"""Type of stored weights, by its safetensors name -> types of the file that have a number for each of them."""
 _UNREAD = ("attention_bias", "mlp_bias", "head_dim", "rope_parameters")
 """Settings that llama.cpp takes from the tensors and from keys that transformers' reader of GGUF does not know."""
 
@@ -56,14 +61,22 @@ def write(task: Task) -> Written:
     return Written(_described(task.format, model, type), (told, *remarks, *vocabulary.remarks))
 
 
-def drafters(task: Task, target: CausalLM) -> tuple[Drafter, Drafter]:
-    """Return the trained draft and the exported file as drafters of chains of four, in the target's dtype."""
-    path = task.folder / FILE_NAME
-    name = str(task.source)
-    trained = load_draft(name, target, None, task.trust_remote_code)
-    exported = _read(path, trained.model.config, target.dtype)
+def drafters(task: Task, target: CausalLM) -> Iterator[Drafter]:
+    """Yield the trained draft and the exported file: see `trainer.export.reread`. Both draft in the target's dtype."""
+    chain = (1,) * chain_length(task.source)
+    trained = load_draft(str(task.source), target, None, task.trust_remote_code)
+    config = trained.model.config
+    yield DraftModelDrafter(trained, chain)
+    del trained
+    exported = _read(task.folder / FILE_NAME, config, target.dtype)
     exported.to(target.device)  # type: ignore[arg-type]  # transformers' stubs
-    return DraftModelDrafter(trained), DraftModelDrafter(CausalLM(exported))
+    yield DraftModelDrafter(CausalLM(exported), chain)
+
+
+def rounds(task: Task) -> bool:
+    """Return True if the file's type has no number for some of the stored weights."""
+    stored = {tensor.dtype for tensor in weights_header(task.source, "train the model again").values()}
+    return task.type is not None and any(task.type not in _EXACT.get(dtype, ()) for dtype in stored)
 
 
 def _described(format: str, model: PreTrainedModel, type: str) -> Artefact:
