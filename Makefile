@@ -11,7 +11,7 @@ endif
 BIN = .venv/bin
 PYTEST = $(BIN)/python -m pytest -n 2
 
-.PHONY: demo test check format clean engines
+.PHONY: demo test check format clean engines vllm
 
 demo: .venv/.ready
 	HF_HUB_OFFLINE=1 $(BIN)/python scripts/demo.py
@@ -25,6 +25,11 @@ test: lint engines
 check: lint
 	$(BIN)/mypy
 	$(PYTEST) --dist worksteal tests/gpu tests/test_*.py
+
+# Exports in real vLLM, before a release: its environment is made once, in the user's cache folder (3 GB).
+vllm: .venv/.ready
+	sh scripts/vllm.sh
+	HEADSTART_VLLM=1 $(BIN)/python -m pytest -s tests/system/test_vllm.py
 
 .PHONY: lint
 lint: .venv/.ready

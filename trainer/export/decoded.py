@@ -30,13 +30,21 @@ def decode_greedily(
     max_new_tokens: int,
     eos_token_ids: Sequence[int] = (),
     batch_size: int = 1,
+    overrun: int = 0,
 ) -> Decoded:
-    """Decode prompts of token ids by the loop itself; ``drafter`` None decodes plainly."""
-    config = DecodingConfig(max_new_tokens, eos_token_ids=tuple(eos_token_ids))
+    """Decode prompts of token ids by the loop itself; ``drafter`` None decodes plainly.
+
+    ``overrun``: room behind ``max_new_tokens`` for the drafts of a text's last steps. Where it is the drafter's depth,
+    every draft is whole, and what is accepted of it behind the text's end counts: so do servers count that draft to one
+    depth always (vLLM). The texts are cut at ``max_new_tokens``.
+    """
+    config = DecodingConfig(max_new_tokens + overrun, eos_token_ids=tuple(eos_token_ids))
     texts: list[tuple[int, ...]] = [()] * len(prompts)
     passes, drafted = 0, 0
     accepted: list[int] = []
     for place, step in Engine(target, drafter).steps(prompts, config, batch_size=batch_size):
+        if len(texts[place]) >= max_new_tokens:
+            continue
         texts[place] += step.tokens
         if step.is_prefill:
             continue
@@ -44,4 +52,4 @@ def decode_greedily(
         accepted += [0] * (step.accepted - len(accepted))
         for position in range(step.accepted):
             accepted[position] += 1
-    return Decoded(tuple(texts), passes, drafted, tuple(accepted))
+    return Decoded(tuple(text[:max_new_tokens] for text in texts), passes, drafted, tuple(accepted))

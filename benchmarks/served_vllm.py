@@ -1,0 +1,136 @@
+"""Texts and counters of real vLLM, for the proof that exports hold there: one process, one JSON task, one JSON answer.
+
+Run by the Python of vLLM's own environment (`make vllm` makes it); imports vLLM and the standard library alone. The
+task on standard input is ``{"cases": [case, ...]}``, a case being
+
+    {"artefact": NAME, "target": FOLDER, "speculation": vLLM's speculative_config or null, "prompts": [[id, ...], ...],
+     "batch_sizes": [1, 4], "max_new_tokens": 96}
+
+The answer on standard output has one result for each case and batch size. ``theirs`` holds vLLM's own counters: a pass
+is a step of one text behind its prefill; ``accepted`` are accepted drafted tokens by position, those behind a text's
+end included. A case that vLLM refuses has its ``error`` in place of texts and counts. Decoding is greedy, in fp32; end
+of text is ignored, so all texts have ``max_new_tokens`` tokens.
+"""
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # counters are in this process, and so is the engine
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+_COUNTERS = "vllm:spec_decode_num_"
+_LONGEST_ERROR = 500
+
+
+def main() -> None:
+    """Answer the task; whatever else is printed goes to standard error."""
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    os.environ.update(SETTINGS)
+    began = time.monotonic()
+    import vllm
+
+    imported = time.monotonic() - began
+    cases = json.load(sys.stdin)["cases"]
+    results = [result for case in cases for result in served(case)]
+    json.dump({"engine": "vllm", "version": vllm.__version__, "import_seconds": imported, "results": results}, answer)
+    answer.close()
+
+
+def served(case: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Start vLLM for a case and yield its results, one for each batch size; one with ``error`` if it does not start."""
+    about = {"artefact": case["artefact"], "speculation": case["speculation"]}
+    began = time.monotonic()
+    try:
+        llm = _started(case)
+    except Exception as error:  # noqa: BLE001  # of any library; it is the result
+        yield about | {"error": f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]}
+        _forget()
+        return
+    setup = time.monotonic() - began
+    for batch_size in case["batch_sizes"]:
+        yield about | {"batch_size": batch_size, "setup_seconds": setup} | _decoded(llm, case, batch_size)
+    del llm
+    _forget()
+
+
+def _started(case: dict[str, Any]) -> Any:
+    from vllm import LLM
+
+    return LLM(
+        model=case["target"],
+        dtype="float32",
+        enforce_eager=True,
+        max_num_seqs=max(case["batch_sizes"]),
+        max_model_len=max(map(len, case["prompts"])) + 2 * case["max_new_tokens"],
+        enable_prefix_caching=False,
+        speculative_config=case["speculation"],
+        disable_log_stats=False,  # which counts
+    )
+
+
+def _decoded(llm: Any, case: dict[str, Any], batch_size: int) -> dict[str, Any]:
+    """Return texts and counts of the prompts, ``batch_size`` of them in the engine at a time."""
+    from vllm import SamplingParams
+
+    count = case["max_new_tokens"]
+    greedy = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": prompt} for prompt in case["prompts"]]
+    before, began, texts = _counters(llm), time.monotonic(), []
+    for first in range(0, len(prompts), batch_size):
+        outputs = llm.generate(prompts[first : first + batch_size], greedy, use_tqdm=False)
+        texts += [list(output.outputs[0].token_ids) for output in outputs]
+    seconds, after = time.monotonic() - began, _counters(llm)
+    counted = {name: _difference(after[name], before[name]) for name in after}
+    plain = {"passes": sum(len(text) - 1 for text in texts), "drafted": 0, "accepted": []}
+    theirs = {
+        "passes": counted["drafts"],
+        "drafted": counted["draft_tokens"],
+        "accepted": counted["accepted_tokens_per_pos"],
+    }
+    speculation = llm.llm_engine.vllm_config.speculative_config
+    return {
+        "method": None if speculation is None else speculation.method,
+        "prompts": len(prompts),
+        "texts": texts,
+        "theirs": plain if speculation is None else theirs,
+        "seconds": seconds,
+    }
+
+
+def _counters(llm: Any) -> dict[str, Any]:
+    """Return vLLM's counters of speculation, the beginning of their names cut off; zeros before the first draft."""
+    found: dict[str, Any] = {"drafts": 0, "draft_tokens": 0, "accepted_tokens_per_pos": []}
+    for metric in llm.get_metrics():
+        if metric.name.startswith(_COUNTERS):
+            found[metric.name.removeprefix(_COUNTERS)] = getattr(metric, "values", None) or getattr(metric, "value", 0)
+    return found
+
+
+def _difference(after: Any, before: Any) -> Any:
+    if not isinstance(after, list):
+        return after - before
+    return [count - earlier for count, earlier in zip(after, before or [0] * len(after), strict=True)]
+
+
+def _forget() -> None:
+    """Let the engine go, so that the next one can be started in this process."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    gc.collect()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+#!/bin/sh
+# Create the environment of vLLM at its pinned versions, once: in the user's cache folder (or HEADSTART_CACHE), 3 GB.
+# `make vllm` calls this. Prints the seconds that the installation took, or none if it is there already.
+set -eu
+cd "$(dirname "$0")/.."
+folder=$(.venv/bin/python benchmarks/vllm_engine.py)
+[ -e "$folder/.ready" ] && exit 0
+python=${PYTHON:-python3}
+began=$(date +%s)
+echo "installing vLLM for the CPU (3 GB) to $folder"
+[ -x "$folder/bin/python" ] || "$python" -m venv "$folder"
+pip="$folder/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps"
+torch=$(grep '^torch==' requirements-vllm.lock)
+if [ "$(uname -s)" = Linux ]; then # the CPU's build, which is gigabytes smaller
+    $pip "$torch+cpu" 2>/dev/null || $pip "$torch+cpu" --extra-index-url https://download.pytorch.org/whl/cpu
+fi
+$pip --requirement requirements-vllm.lock
+touch "$folder/.ready"
+echo "installed in $(($(date +%s) - began)) s"

@@ -1,0 +1,119 @@
+"""A small target for real engines, and speculators that learnt its texts, of which it accepts some."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_models import tiny_model
+from tiny_tokenizer import byte_tokenizer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
+from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.model.lm_head import lm_head_input
+from decoding.model.parallel import ParallelConfig, ParallelParts
+from trainer.drafts.mask_token import add_mask_token
+from trainer.drafts.start import draft_from_target, write_draft
+
+TOKENS = 3
+"""Tokens that heads and parallel drafts draft."""
+CHAIN = tuple((0,) * depth for depth in range(1, TOKENS + 1))
+_TEMPLATE = "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}{{ '[a]' }}"
+_SIZES: dict[str, Any] = {
+    "vocab": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,  # the least that vLLM's attention on a CPU takes
+    "max_position_embeddings": 256,
+    "initializer_range": 0.06,  # texts that can be learnt
+    "eos_token_id": 0,
+}
+_TEXTS, _PROMPT_TOKENS, _TEXT_TOKENS = 96, 8, 48
+
+
+def prompts(count: int, seed: int) -> list[list[int]]:
+    """Random printable characters."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn: list[list[int]] = torch.randint(33, 127, (count, _PROMPT_TOKENS), generator=generator).tolist()
+    return drawn
+
+
+class Desk:
+    """A target in ``folder``/target, and its own texts to train on: (texts, positions), prompts included."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.tokenizer = folder, byte_tokenizer(_TEMPLATE)
+        model = tiny_model("llama", **_SIZES)
+        model.save_pretrained(folder / "target")
+        self.tokenizer.save_pretrained(folder / "target")
+        self.target = CausalLM(model)
+        asked = prompts(_TEXTS, seed=1)
+        written = Engine(self.target).decode(asked, DecodingConfig(_TEXT_TOKENS), batch_size=_TEXTS)
+        self.texts = torch.tensor([[*prompt, *text.tokens] for prompt, text in zip(asked, written, strict=True)])
+
+    def write_heads(self, name: str, shared: bool = False, bias: float = 0.0) -> Path:
+        """Train heads on the texts, all of whose biases start ``bias`` wide, and so stay about as wide."""
+        torch.manual_seed(0)
+        sizes = self.target.hidden_size, self.target.vocab_size, TOKENS, 1
+        heads = MedusaHeads.for_target(self.target.model, MedusaConfig(*sizes, CHAIN, shared_lm_head=shared))
+        for parameter in heads.parameters():
+            if parameter.ndim == 1:
+                nn.init.normal_(parameter, std=bias)
+        states = lm_head_input(self.target.model, {"input_ids": self.texts}).detach()
+        lm_head: Any = self.target.model.get_output_embeddings()
+        length = self.texts.shape[1] - TOKENS - 1
+        labels = torch.stack([self.texts[:, head + 2 :][:, :length] for head in range(TOKENS)])
+        _fit(heads.parameters(), lambda: _loss(heads(states[:, :length], lm_head), labels))
+        heads.save_pretrained(self.folder / name)
+        recipe = {"recipe": {"target": str(self.folder / "target")}, "target": {"name": "target"}}
+        return _with_provenance(self.folder / name, recipe)
+
+    def write_draft(self, name: str) -> Path:
+        """Train the target's first layer to write on as the target does."""
+        draft = draft_from_target(self.target.model, 1).train()
+        _fit(draft.parameters(), lambda: _loss(draft(self.texts).logits[:, :-1], self.texts[:, 1:]))
+        write_draft(CausalLM(draft.eval()), self.tokenizer, self.folder / name)
+        return self.folder / name
+
+    def write_parallel(self, name: str) -> Path:
+        """Train a copy of the target, with a mask token of its own, to write several tokens in one forward."""
+        draft = draft_from_target(self.target.model, 2)
+        mask = add_mask_token(draft, self.tokenizer)
+        sizes = {"vocab_size": mask + 1, "outputs": mask + 1, "hidden_size": self.target.hidden_size}
+        parts = ParallelParts(ParallelConfig(TOKENS, mask, tree=CHAIN, **sizes))
+        generator = torch.Generator().manual_seed(0)
+
+        def loss() -> Tensor:
+            end = int(torch.randint(_PROMPT_TOKENS, self.texts.shape[1] - TOKENS, (), generator=generator))
+            masks = torch.full((len(self.texts), TOKENS - 1), mask)
+            logits = draft(torch.cat((self.texts[:, :end], masks), 1)).logits[:, -TOKENS:]
+            return _loss(logits, self.texts[:, end : end + TOKENS])
+
+        _fit(draft.train().parameters(), loss)
+        write_draft(CausalLM(draft.eval()), self.tokenizer, self.folder / name)
+        parts.save_pretrained(self.folder / name)
+        return self.folder / name
+
+
+def _fit(parameters: Any, loss: Callable[[], Tensor], steps: int = 40) -> None:
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+
+
+def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+
+
+def _with_provenance(folder: Path, content: dict[str, Any]) -> Path:
+    (folder / "provenance.json").write_text(json.dumps(content))
+    return folder

@@ -1,0 +1,218 @@
+"""What was exported, in real vLLM: our greedy texts, our counts, and the figures that show each known trap.
+
+Needs the environment that `make vllm` makes, 3 GB, and runs by that command alone.
+"""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served_models import CHAIN, TOKENS, Desk, prompts
+from whole_runs import running, wait_until
+
+from decoding.drafters import DraftModelDrafter, MedusaDrafter
+from decoding.drafters.parallel import ParallelDrafter
+from decoding.model.loading import load_draft, load_heads, load_parallel_draft
+from decoding.model.stored import read_weights, write_weights
+from trainer.export import export
+
+ROOT = Path(__file__).resolve().parents[2]
+with pytest.MonkeyPatch.context() as patched:
+    patched.syspath_prepend(str(ROOT / "benchmarks"))
+    from vllm_engine import Case, python, serve
+
+ASKED_FOR = "HEADSTART_VLLM" in os.environ and python() is not None
+pytestmark = pytest.mark.skipif(not ASKED_FOR, reason="runs in vLLM's own environment, by `make vllm`")
+
+PROMPTS, MAX_NEW_TOKENS, DRAFT_TOKENS = 6, 40, 4
+DEADLINE = 240.0
+Row = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
+    return Desk(tmp_path_factory.mktemp("served"))
+
+
+def medusa(folder: Path, tokens: int = TOKENS) -> Row:
+    return {"method": "medusa", "model": str(folder), "num_speculative_tokens": tokens}
+
+
+def damaged(folder: Path, name: str, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> Path:
+    """A copy of an exported folder whose config and tensors were changed."""
+    copy = folder.with_name(name)
+    shutil.copytree(folder, copy)
+    config, tensors = json.loads((copy / "config.json").read_text()), read_weights(copy, "export again")
+    change(config, tensors)
+    (copy / "config.json").write_text(json.dumps(config))
+    write_weights(copy, tensors)
+    return copy
+
+
+def without_output_layers(_: dict[str, Any], tensors: dict[str, Any]) -> None:
+    for name in [name for name in tensors if name.startswith("lm_heads.")]:
+        tensors[f"head_{name}"] = tensors.pop(name)
+
+
+def without_bias_key(config: dict[str, Any], _: dict[str, Any]) -> None:
+    del config["medusa_fc_bias"]
+
+
+def cases_of(desk: Desk) -> list[Case]:
+    """Every export and every trap, each a start of vLLM."""
+    folder, target = desk.folder, desk.target
+    heads = {"heads": {}, "shared": {"shared": True}, "biased": {"bias": 2.0}}
+    trained = {name: desk.write_heads(f"{name}-run", **given) for name, given in heads.items()}
+    for name, source in trained.items():
+        export(source, folder / name, "vllm", shard_bytes=30_000 if name == "biased" else 10**9)
+    export(desk.write_draft("draft-run"), folder / "draft", "draft")
+    export(desk.write_parallel("parallel-run"), folder / "parallel", "draft")
+    own = {name: load_heads(source, target) for name, source in trained.items()}
+    draft = load_draft(str(folder / "draft"), target, desk.tokenizer)
+    parallel = load_parallel_draft(str(folder / "parallel"), target, desk.tokenizer)
+    drafts = {"method": "draft_model", "num_speculative_tokens": DRAFT_TOKENS, "model": str(folder / "draft")}
+    at_once = {"parallel_drafting": True, "use_heterogeneous_vocab": True, "model": str(folder / "parallel")}
+    return [
+        # First: what lies in memory then is no weights of an earlier case.
+        Case("silent", medusa(damaged(folder / "heads", "silent", without_output_layers)), batch_sizes=(1,)),
+        Case("plain"),
+        Case("draft", drafts, DraftModelDrafter(draft, (1,) * DRAFT_TOKENS)),
+        Case("parallel draft", {**drafts, **at_once, "num_speculative_tokens": TOKENS}, ParallelDrafter(parallel)),
+        *(Case(name, medusa(folder / name), MedusaDrafter(own[name], CHAIN)) for name in trained),
+        Case("fewer than heads", medusa(folder / "heads", TOKENS - 1), MedusaDrafter(own["heads"], CHAIN[:-1])),
+        Case("more than heads", medusa(folder / "heads", TOKENS + 1), batch_sizes=(1,)),
+        Case("no biases", medusa(damaged(folder / "biased", "biases", without_bias_key)), batch_sizes=(1,)),
+        Case("eagle", medusa(Path(shutil.copytree(folder / "heads", folder / "eagle3-heads"))), batch_sizes=(1,)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def found(desk: Desk) -> Row:
+    """The rows of all cases, by name and batch size, from one process of vLLM."""
+    rows = serve(desk.folder / "target", desk.target, cases_of(desk), prompts(PROMPTS, seed=9), MAX_NEW_TOKENS)
+    print(f"\nvLLM {rows[0]['version']}, imported in {rows[0]['import_seconds']:.0f} s")
+    for row in rows:
+        print(told(row))
+    return {(row["artefact"], row.get("batch_size")): row for row in rows}
+
+
+def told(row: Row) -> str:
+    if "error" in row:
+        return f"{row['artefact']}: {row['error'][:100]}"
+    counts = "; ".join(f"{side} {row[side]}" for side in ("theirs", "ours") if side in row)
+    return (
+        f"{row['artefact']}, batch of {row['batch_size']}, started in {row['setup_seconds']:.1f} s: "
+        f"{row['equal']}/{row['prompts']} texts equal; {counts}"
+    )
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("name", ["draft", "parallel draft", "heads", "shared", "biased", "fewer than heads"])
+def test_an_export_writes_our_text_in_as_many_passes_as_here(found: Row, name: str, batch_size: int) -> None:
+    row = found[name, batch_size]
+    assert row["equal"] == row["prompts"] == PROMPTS
+    assert row["theirs"] == row["ours"]
+    accepted, passes = row["theirs"]["accepted"], row["theirs"]["passes"]
+    assert 0 < accepted[0] < passes, "neither none nor all"
+    assert row["theirs"]["drafted"] == passes * len(accepted)
+    # Every pass writes the target's own token and the accepted ones; the last may reach behind the text's end.
+    assert 0 <= passes + sum(accepted) - PROMPTS * (MAX_NEW_TOKENS - 1) < PROMPTS * len(accepted)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_plain_decoding_writes_our_text_a_token_a_pass(found: Row, batch_size: int) -> None:
+    row = found["plain", batch_size]
+    assert row["equal"] == PROMPTS and row["theirs"] == row["ours"]
+    assert row["theirs"] == {"passes": PROMPTS * (MAX_NEW_TOKENS - 1), "drafted": 0, "accepted": []}
+
+
+def test_without_output_layers_next_to_nothing_is_accepted_and_nothing_said(found: Row) -> None:
+    row = found["silent", 1]
+    assert row["equal"] == PROMPTS
+    assert sum(row["theirs"]["accepted"]) < 0.2 * sum(found["heads", 1]["theirs"]["accepted"])
+
+
+def test_without_the_key_of_the_biases_fewer_tokens_are_accepted_and_nothing_is_said(found: Row) -> None:
+    row, whole = found["no biases", 1], found["biased", 1]
+    assert row["equal"] == PROMPTS
+    assert sum(row["theirs"]["accepted"]) < 0.8 * sum(whole["theirs"]["accepted"])
+
+
+def test_a_path_with_eagle3_is_taken_for_eagle_and_ends_vllm(found: Row) -> None:
+    assert "Eagle3MedusaModel" in found["eagle", None]["error"]
+
+
+def test_more_tokens_than_heads_end_vllm(found: Row) -> None:
+    assert f"not initialized from checkpoint: {{'blocks.{TOKENS}." in found["more than heads", None]["error"]
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def served(desk: Desk, heads: Path) -> Iterator[str]:
+    """The server of `vllm serve`, of the target with heads; gives its base address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    interpreter = python()
+    assert interpreter is not None
+    # The program vllm itself asks for the version of a package of that name, which this build for CPUs lacks.
+    command = [str(interpreter), "-m", "vllm.entrypoints.openai.api_server", "--model", str(desk.folder / "target")]
+    command += ["--dtype", "float32"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny", "--enforce-eager"]
+    command += ["--max-num-seqs", "4", "--generation-config", "vllm", "--speculative-config", json.dumps(medusa(heads))]
+    settings = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+    def is_up() -> bool:
+        with suppress(OSError):
+            return bool(urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).status == 200)
+        return False
+
+    with running(command, desk.folder, os.environ | settings) as process:
+        wait_until(is_up, process, DEADLINE)
+        yield f"http://127.0.0.1:{port}/v1"
+
+
+def regenerate(folder: Path, *words: str) -> list[Row]:
+    command = [sys.executable, "-c", "from trainer.cli import main; main()", "regenerate"]
+    command += ["--prompts", "prompts.jsonl", "--max-new-tokens", "24", "--output", "answers.jsonl", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    for name in folder.glob("answers.jsonl*"):
+        name.unlink()
+    return rows
+
+
+def test_a_real_server_that_speculates_regenerates_the_answers_of_this_process(desk: Desk) -> None:
+    pytest.importorskip("openai", reason="an endpoint is asked by the openai package")
+    if not (desk.folder / "regenerate").is_dir():
+        export(desk.write_heads("regenerate-run"), desk.folder / "regenerate", "vllm")
+    asked = [{"prompt": "".join(map(chr, prompt))} for prompt in prompts(8, seed=4)]
+    (desk.folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    own = regenerate(desk.folder, "--target", "target", "--dtype", "fp32")
+    with served(desk, desk.folder / "regenerate") as address:
+        other = regenerate(desk.folder, "--endpoint", address, "--model", "tiny", "--concurrency", "4")
+        page = urllib.request.urlopen(address.removesuffix("v1") + "metrics", timeout=DEADLINE).read().decode()
+    accepted = re.search(r"^vllm:spec_decode_num_accepted_tokens_total\S* (\S+)$", page, re.MULTILINE)
+    assert accepted is not None and float(accepted[1]) > 0, "the server speculated"
+    for row in own:
+        row.pop("answer_tokens", None)  # which a server does not tell
+    assert other == own
+    assert len(own) >= 6 and len({json.dumps(row["messages"][-1]) for row in own}) > 1
