@@ -152,7 +152,7 @@ def test_a_repository_without_heads_and_a_name_that_leaves_the_cache_are_refused
     theirs = publish(tmp_path / "theirs", random_tensors())
     hub.repositories["zoe/other"] = Repository("public")
     names = ("README.md", "../medusa_lm_head.safetensors", "model-/../../../model.safetensors")
-    hub.repositories["zoe/other"].commit({name: b"outside" for name in names})
+    hub.repositories["zoe/other"].commit(dict.fromkeys(names, b"outside"))
     with pytest.raises(ValueError, match="holds no published heads: there is no medusa_lm_head"):
         import_heads("zoe/other", tmp_path / "ours")
     folder_on(hub, "zoe/heads", theirs)

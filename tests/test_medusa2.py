@@ -23,7 +23,8 @@ from trainer.heads.medusa2 import TARGET_FOLDER, Medusa2Objective
 from trainer.recipe.heads import AdaptersSection, HeadsSection
 from trainer.recipe.loss import LossSection
 from trainer.recipe.reading import parse_recipe
-from trainer.run.train import Evaluator, run_recipe
+from trainer.run.heldout import Evaluator
+from trainer.run.train import run_recipe
 from trainer.target.hidden import OnlineTarget
 
 HEADS = HeadsSection(num_heads=2, decay=0.5)

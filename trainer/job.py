@@ -83,6 +83,9 @@ class Kind(Protocol):
     def small(self, rows: int, scratch: Path) -> AnyRecipe:
         """Cut the recipe down for a measurement: with ``stored``, at most ``rows`` rows, stored in ``scratch``."""
 
+    def without_store(self) -> AnyRecipe:
+        """Return the recipe without ``stored``, for weights that are trained already."""
+
     def assemble(self, device: torch.device, place: Place, check_costs: bool = False) -> "Job":
         """Load and check everything the recipe names, and write what is missing of ``stored``.
 

@@ -131,6 +131,9 @@ class PretrainKind:
     def small(self, rows: int, scratch: Path) -> PretrainRecipe:
         return self.recipe
 
+    def without_store(self) -> PretrainRecipe:
+        return self.recipe
+
     def assemble(self, device: torch.device, place: Place, check_costs: bool = False) -> "PretrainJob":
         recipe, tokenizer = self.recipe, load_tokenizer(self.tokenizer)
         dataset, heldout = load_splits(recipe.data, tokenizer)

@@ -2,10 +2,16 @@
 
 accelerate has no way to FSDP on a CPU, so `fully_shard` is called here as accelerate calls it under
 recipes/accelerate/fsdp.yaml: on the module as a whole. Exits with 0 if every process finds everything right.
+
+Usage: launched_fsdp.py FOLDER. FOLDER/made_by.json has a recipe and its job's identity: a checkpoint of its heads after
+one step, sharded, goes to FOLDER/checkpoints.
 """
 
 import copy
+import json
 import os
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +25,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from decoding.model.causal_lm import CausalLM
+from decoding.model.loading import load_model
 from trainer.data.batch import collate
 from trainer.heads.medusa import MedusaObjective
+from trainer.recipe.heads import MedusaRecipe
+from trainer.recipe.reading import parse_recipe
+from trainer.run.checkpoint import Checkpoints, Progress, Saved
 from trainer.run.distributed import sharded_precision, whole_parameters
 from trainer.run.optimizer import build_optimizers
 from trainer.run.state import gather_moments, gather_weights, load_moments, load_weights
+from trainer.target.hidden import OnlineTarget
 
 BOTH: Any = SimpleNamespace(distributed_type=DistributedType.FSDP)  # all that `whole_parameters` asks an accelerator
 
@@ -74,9 +86,25 @@ def check_rounding(mine: slice) -> None:
         assert torch.allclose(shard_of_it.full_tensor(), mean, rtol=1e-5, atol=0), f"gradient of {name}"
 
 
-def main() -> None:
+def save_checkpoint(folder: Path, mine: slice) -> None:
+    """Train the recipe's heads for a step, sharded, and save them as the loop would."""
+    made_by = json.loads((folder / "made_by.json").read_text())
+    recipe = parse_recipe(made_by["recipe"])
+    assert isinstance(recipe, MedusaRecipe)
+    target = OnlineTarget(CausalLM(load_model(recipe.target, torch.float32)))
+    objective = MedusaObjective(target, recipe.heads, recipe.training.steps, torch.float32)
+    optimizers = shard(objective)
+    step(objective, optimizers, mine, 2)
+    saved = Saved(Progress(1, 100), gather_weights(objective.module), gather_moments(objective.module, optimizers))
+    if get_rank() == 0:
+        launch = {"recipe": made_by["recipe"], "launch": {"distributed_type": "FSDP", "num_processes": 2}}
+        Checkpoints(folder / "checkpoints", 1, made_by["identity"], None, launch).save(saved)
+
+
+def main(folder: Path) -> None:
     init_process_group("gloo")
     mine = slice(get_rank(), None, 2)
+    save_checkpoint(folder, mine)
     check_rounding(mine)
     whole, sharded = heads_objective(0), heads_objective(0)
     of_whole, of_sharded = build_optimizers(whole.module, SECTION), shard(sharded)
@@ -112,5 +140,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))
     os._exit(0)  # gloo's threads sometimes abort while the interpreter is taken down

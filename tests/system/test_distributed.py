@@ -16,13 +16,19 @@ import torch
 import yaml
 from launched_heads import STEPS, run
 from safetensors.torch import load_file
-from tiny_training import Recorder, cpu_accelerator, interrupt
+from tiny_training import Recorder, cpu_accelerator, interrupt, recipe_content
 from torch import nn
 from whole_runs import ACCELERATE, DIRECT, ROOT, SCRIPT, losses, provenance, write_recipe, write_workshop
 from whole_runs import run as run_program
 
+from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.heads import MedusaHeads
+from trainer.export import export
+from trainer.recipe.reading import parse_recipe
+from trainer.run.consolidate import consolidate
+from trainer.run.kinds import kind_of
 from trainer.run.loop import Interrupted
+from trainer.terminal.place import Place
 
 DEADLINE = 240.0
 TYPES = {"ddp": "MULTI_CPU", "zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
@@ -171,18 +177,30 @@ def test_what_zero_wrote_is_gone_on_from_in_one_process(
         assert figures == pytest.approx(alone[0][step], abs=1e-4)
 
 
-def run_sharded(script: str) -> None:
+def run_sharded(script: str, *arguments: str) -> None:
     """Run one of this folder's scripts in two processes, to a good end."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [str(ROOT / "tests" / "system" / script)]
+    command += [str(ROOT / "tests" / "system" / script), *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def test_heads_sharded_as_fsdp_does_train_save_and_resume_as_whole_ones() -> None:
-    run_sharded("launched_fsdp.py")
+def test_heads_sharded_as_fsdp_does_train_save_and_resume_as_whole_ones(tmp_path: Path) -> None:
+    """One process makes an artefact of the checkpoint that they leave behind."""
+    workshop = write_workshop(tmp_path)
+    recipe = parse_recipe(recipe_content(workshop, "medusa"))
+    job = kind_of(recipe).assemble(torch.device("cpu"), Place())
+    made_by = {"recipe": recipe.model_dump(mode="json"), "identity": dict(job.identity)}
+    (workshop / "made_by.json").write_text(json.dumps(made_by))
+    run_sharded("launched_fsdp.py", str(workshop))
+    summary = export(workshop, tmp_path / "out", "headstart")
+    assert "step-00000001: the weights after step 1 of 4" in summary.compared[0]
+    assert "texts equal 2/2" in summary.compared[-1]
+    (checkpoint,) = (workshop / "checkpoints").iterdir()
+    trained, made = load_file(checkpoint / "weights.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert made and all(torch.equal(tensor, trained[f"heads.{name}"]) for name, tensor in made.items())
 
 
 def test_two_launchers_that_know_of_each_other_train_as_one(tmp_path: Path, alone: Any) -> None:
@@ -232,3 +250,11 @@ def test_heads_and_adapters_train_together_under_zero_3_as_in_one_process(tmp_pa
         ours, theirs = (load_file(workshop / name / "final" / part) for name in ("one", "two"))
         assert {name: tensor.shape for name, tensor in ours.items()} == {name: t.shape for name, t in theirs.items()}
         assert all(torch.allclose(ours[name], theirs[name], atol=1e-3) for name in ours)
+    consolidate(workshop / "two" / "checkpoints" / "step-00000005", tmp_path / "made" / "final")
+    for part in (".", "target"):
+        assert stored_fingerprint(tmp_path / "made" / "final" / part) == stored_fingerprint(
+            workshop / "two" / "final" / part
+        )
+    assert provenance(workshop / "two") == {
+        key: value for key, value in provenance(tmp_path / "made").items() if key != "checkpoint"
+    }

@@ -292,7 +292,7 @@ class CompareOptions:
 class ExportOptions:
     """Options of `headstart export`."""
 
-    source: Annotated[Path, Argument(help="Folder of a training run, or its final/ folder.")]
+    source: Annotated[Path, Argument(help="Folder of a training run, its final/ folder, or one of its checkpoints.")]
     destination: Annotated[Path, Argument(help="A new folder.")]
     format: Annotated[str, Option(help="headstart, vllm or medusa for heads, draft or gguf for a draft.")]
     report: Annotated[

@@ -87,6 +87,10 @@ class DraftKind:
         draft = section.model_copy(update={"teacher": teacher})
         return self.recipe.model_copy(update={"draft": draft, **with_few_rows(self.recipe, rows)})
 
+    def without_store(self) -> DraftRecipe:
+        draft = self.recipe.draft.model_copy(update={"teacher": None})
+        return self.recipe.model_copy(update={"draft": draft})
+
     def _write_cache(self, section: TeacherSection, device: torch.device, place: Place) -> TeacherStore:
         target = self._as_teacher(self._load_target(device), device)
         return self._cache(section, target, load_training_data(self.recipe.data, target.tokenizer), place)

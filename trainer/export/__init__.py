@@ -9,12 +9,12 @@ from decoding.model.header import SHARD_BYTES
 from trainer import quickstart
 from trainer.export.artefact import Task
 from trainer.export.card import CARD_NAME, is_own_card, read_provenance, read_report, render_card
-from trainer.export.formats import FORMATS, HEADS, check_format, kind_held_in
+from trainer.export.formats import FORMATS, HEADS, check_format, check_name, kind_held_in
 from trainer.export.formats import write as write_format
 from trainer.export.hub import push
 from trainer.export.licences import check_license, target_license
 from trainer.export.measured import Measured, read_measured
-from trainer.export.source import artefact_folder, target_of
+from trainer.export.source import artefact_folder, opened, target_of
 from trainer.files.folders import write_folder
 
 if TYPE_CHECKING:
@@ -56,8 +56,9 @@ def export(
 ) -> ExportSummary:
     """Write the artefact in ``source`` to ``destination`` in one of `FORMATS`, with a model card.
 
-    ``source`` is a run's folder, or its ``final`` folder. The destination appears whole or not at all, and only after
-    the written files were read back and found equal to the bit. ``report`` is a ``report.json`` by
+    ``source`` is a run's folder, its ``final`` folder or one of its checkpoints; of a run that was stopped before its
+    end the newest is taken. The destination appears whole or not at all, and only after the written files were read
+    back and found equal to the bit. ``report`` is a ``report.json`` by
     `decoding.measure.evaluate` whose figures go on the card. ``overwrite`` replaces an earlier export, never a folder
     that holds anything else. ``plan`` is a ``plan.json`` by `decoding.measure.planning` whose tree the format headstart
     stores, and whose depths by batch size go on the card. ``target``: the model that the artefact drafts for, if it is
@@ -71,36 +72,38 @@ def export(
     `ValueError` for an unknown format or one that does not fit the artefact, a source without weights, a destination
     that is not empty, a report or a plan that is malformed or of other weights, and files that read back differently.
     """
-    source, destination = artefact_folder(Path(source)), Path(destination)
-    check_format(source, format, type)
+    source, destination = Path(source), Path(destination)
     check_license(license)
-    _check_destination(source, destination, overwrite)
-    provenance = read_provenance(source)
-    measured = _measured(Path(report), source) if report is not None else None
-    planned = _planned(Path(plan), source) if plan is not None else None
-    compared: list[str] = []
+    check_name(format)
+    _check_destination(artefact_folder(source), destination, overwrite)
+    with opened(source, destination) as (source, told):
+        check_format(source, format, type)
+        provenance = read_provenance(source)
+        measured = _measured(Path(report), source) if report is not None else None
+        planned = _planned(Path(plan), source) if plan is not None else None
+        compared = list(told)
 
-    def write(folder: Path) -> None:
-        tree = planned.tree if planned else ()
-        task = Task(source, folder, format, target or target_of(source), tree, type, trust_remote_code, shard_bytes)
-        written = write_format(task)
-        card = render_card(
-            written.artefact,
-            provenance,
-            measured,
-            planned,
-            compared=written.compared,
-            license=license,
-            target_license=target_license(task.target),
-        )
-        (folder / CARD_NAME).write_text(card, encoding="utf-8")
-        _give_all_files_one_mode(folder)
-        _check_is_export(destination, {path.name for path in folder.iterdir()})
-        compared.extend((*written.compared, *_reread(task, target, prompts, check_prompts)))
+        def write(folder: Path) -> None:
+            tree = planned.tree if planned else ()
+            task = Task(source, folder, format, target or target_of(source), tree, type, trust_remote_code, shard_bytes)
+            written = write_format(task)
+            card = render_card(
+                written.artefact,
+                provenance,
+                measured,
+                planned,
+                compared=written.compared,
+                license=license,
+                target_license=target_license(task.target),
+            )
+            (folder / CARD_NAME).write_text(card, encoding="utf-8")
+            _give_all_files_one_mode(folder)
+            _check_is_export(destination, {path.name for path in folder.iterdir()})
+            compared.extend((*written.compared, *_reread(task, target, prompts, check_prompts)))
 
-    write_folder(destination, write)
-    files = {path.name: path.stat().st_size for path in sorted(destination.iterdir())}
-    return ExportSummary(format, destination, files, tuple(compared))
+        write_folder(destination, write)
+        files = {path.name: path.stat().st_size for path in sorted(destination.iterdir())}
+        return ExportSummary(format, destination, files, tuple(compared))
 
 
 def _reread(task: Task, target: str | None, prompts: Path | None, count: int) -> tuple[str, ...]:

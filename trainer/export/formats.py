@@ -49,10 +49,15 @@ def kind_held_in(source: Path) -> str:
     return PARALLEL if is_parallel_folder(source) else DRAFT
 
 
-def check_format(source: Path, format: str, type: str | None = None) -> None:
-    """Refuse an unknown format or type, a folder without weights, links out of it, and a format of another kind."""
+def check_name(format: str) -> None:
+    """Refuse an unknown format."""
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}: give one of {', '.join(FORMATS)}")
+
+
+def check_format(source: Path, format: str, type: str | None = None) -> None:
+    """Refuse an unknown format or type, a folder without weights, links out of it, and a format of another kind."""
+    check_name(format)
     if not (source / "config.json").is_file():
         raise ValueError(f"{source} holds nothing to export (no config.json): give the final folder of a training run")
     if not any(source.glob("*.safetensors")):

@@ -1,6 +1,9 @@
 """The artefact of a training run: its folder, and the model that it drafts for."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from trainer import quickstart
 from trainer.export.card import read_stored_provenance
@@ -13,6 +16,35 @@ def artefact_folder(source: Path) -> Path:
     """Return the folder with the weights: ``source``, or its ``final`` folder if it is a run's."""
     final = source / _FINAL
     return final if not (source / "config.json").is_file() and (final / "config.json").is_file() else source
+
+
+@contextmanager
+def opened(source: Path, destination: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Yield the folder with the weights of a run or a checkpoint, and what is to be told of it.
+
+    Of a checkpoint, or of the newest one of a run that has no ``final`` folder, the artefact is made beside
+    ``destination`` and removed in the end. Errors: `trainer.run.consolidate.consolidate`.
+    """
+    folder = artefact_folder(source)
+    checkpoint = None if (folder / "config.json").is_file() else _checkpoint_in(folder)
+    if checkpoint is None:
+        yield folder, ()
+        return
+    from trainer.run.consolidate import consolidate
+
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{destination.name}.", dir=destination.parent) as scratch:
+        made = Path(scratch) / _FINAL
+        yield made, (consolidate(checkpoint, made),)
+
+
+def _checkpoint_in(folder: Path) -> Path | None:
+    """Return the folder itself if it is a checkpoint, or the newest checkpoint of a run; None if there is none."""
+    if not folder.is_dir():
+        return None
+    from trainer.run.checkpoint import newest_checkpoint
+
+    return newest_checkpoint(folder) or newest_checkpoint(folder / "checkpoints")
 
 
 def target_of(source: Path) -> str | None:

@@ -89,6 +89,9 @@ class HeadsKind:
         features = self.recipe.features.model_copy(update=changes)
         return self.recipe.model_copy(update={"features": features, **with_few_rows(self.recipe, rows)})
 
+    def without_store(self) -> MedusaRecipe:
+        return self.recipe.model_copy(update={"features": None})
+
     def _write_features(self, section: FeaturesSection, device: torch.device, place: Place) -> FeatureStore:
         target = load_target(self.recipe, device)
         return _features(section, target, load_training_data(self.recipe.data, target.tokenizer), place)

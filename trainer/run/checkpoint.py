@@ -69,13 +69,19 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: Path, keep: int, identity: Mapping[str, Any], settings: Mapping[str, Any] | None = None
+        self,
+        folder: Path,
+        keep: int,
+        identity: Mapping[str, Any],
+        settings: Mapping[str, Any] | None = None,
+        made_by: Mapping[str, Any] | None = None,
     ) -> None:
+        """``made_by``: the run's recipe and launch as JSON values, from which `read_apart` makes an artefact."""
         self._folder = folder
         self._keep = keep
         self._identity = json.loads(json.dumps(dict(identity)))
         self._settings: dict[str, Any] = json.loads(json.dumps(dict(settings or {})))
-        self._made_by = {"commit": commit(), "versions": versions()}
+        self._made_by = {**(made_by or {}), "commit": commit(), "versions": versions()}
         self.stretches: list[dict[str, Any]] = [{"first_step": 0, **self._settings}]
         """The settings of each stretch of steps and the first step, from 0, that was trained by them."""
         self.unreadable: list[Unreadable] = []
@@ -151,7 +157,7 @@ class Checkpoints:
             except (OSError, ValueError, SafetensorError) as error:
                 self.unreadable.append(Unreadable(folder, " ".join(str(error).split()) or type(error).__name__))
                 continue
-            if changed := _differences(identity, self._identity):
+            if changed := differences(identity, self._identity):
                 raise ValueError(
                     f"{folder} was made by a recipe with another {', '.join(changed)}: give the recipe another output "
                     f"folder, or remove {self._folder} to start over"
@@ -167,13 +173,46 @@ class Checkpoints:
         return None
 
 
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any], section: str = "") -> list[str]:
+class Apart(NamedTuple):
+    """A checkpoint apart from its run: what it was made by, its identity and stretches, and the weights alone."""
+
+    recipe: dict[str, Any]
+    launch: dict[str, Any]
+    identity: dict[str, Any]
+    stretches: list[dict[str, Any]]
+    progress: Progress
+    weights: Tensors
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Return ``folder`` if it is a checkpoint, else the newest in it; None if it holds none."""
+    if (folder / _STATE).is_file() and (folder / _WEIGHTS).is_file():
+        return folder
+    found = sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=_step_of)
+    return found[-1] if found else None
+
+
+def read_apart(folder: Path) -> Apart:
+    """Read a checkpoint without its run and without the optimizer's state; ValueError if any of it is damaged."""
+    try:
+        check_seal(folder)
+        identity, stretches, progress = _read_state(folder / _STATE)
+        weights = load_file(folder / _WEIGHTS)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"the checkpoint {folder} cannot be read ({error}): give another") from error
+    match json.loads((folder / _STATE).read_text()):
+        case {"recipe": dict() as recipe, "launch": dict() as launch}:
+            return Apart(recipe, launch, identity, stretches, progress, weights)
+    raise ValueError(f"{folder / _STATE} holds no recipe: resume the run, and export what it finishes")
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], section: str = "") -> list[str]:
     """Return the keys of ``now`` that differ from before, plain values as well: ``training.steps (8, now 12)``."""
     found = []
     for key, value in sorted(now.items()):
         old, name = before.get(key), f"{section}{key}"
         if isinstance(value, dict) and isinstance(old, dict):
-            found += _differences(old, value, f"{name}.")
+            found += differences(old, value, f"{name}.")
         elif old != value:
             plain = section and not isinstance(old, dict | list) and not isinstance(value, dict | list)
             found.append(f"{name} ({_shown(old)}, now {_shown(value)})" if plain else name)

@@ -1,7 +1,7 @@
 """From a recipe to a finished folder: assemble, train, evaluate, write."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,22 +9,19 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from rich.console import Console
-from safetensors import safe_open
 
-from decoding.model.finite import check_finite
 from trainer import quickstart
-from trainer.files.folders import write_folder
 from trainer.files.lock import hold
 from trainer.job import Job, Kind, trained_numbers
 from trainer.recipe.recipe import AnyRecipe
 from trainer.run.checkpoint import Checkpoints, Progress
 from trainer.run.distributed import build_accelerator, describe, whole_parameters
 from trainer.run.embedded import ensure_answered
-from trainer.run.heldout import Evaluator, Watch, evaluator_at_end
+from trainer.run.finish import finish
+from trainer.run.heldout import Watch, evaluator_at_end
 from trainer.run.kinds import check_folders, kind_of
 from trainer.run.log import Log
 from trainer.run.loop import Hooks, on_main, train
-from trainer.run.provenance import provenance, write_provenance
 from trainer.run.tracking import address_of, is_installed, tracker_of
 from trainer.terminal.console import say, standard_error
 from trainer.terminal.place import Place
@@ -62,7 +59,8 @@ def _run(kind: Kind, accelerator: Accelerator, place: Place) -> None:
     begun = any((output / CHECKPOINTS).glob("step-*"))
     job = kind.assemble(accelerator.device, place, check_costs=not begun)
     keep, settings = recipe.checkpoint.keep, _settings(recipe, place.world)
-    checkpoints = Checkpoints(output / CHECKPOINTS, keep, job.identity, settings)
+    made_by = {"recipe": recipe.model_dump(mode="json"), "launch": describe(accelerator)}
+    checkpoints = Checkpoints(output / CHECKPOINTS, keep, job.identity, settings, made_by)
     _announce(place, kind, job)
     with Log(recipe, accelerator, place.console) as log:
         if (address := address_of(accelerator)) is not None:
@@ -85,17 +83,17 @@ def _run(kind: Kind, accelerator: Accelerator, place: Place) -> None:
             Hooks(log.step, watch.evaluate, on_begin),
         )
 
-        def finish() -> None:
+        def end() -> None:
             finished = watch.choose_weights(progress)
             evaluator = evaluator_at_end(job, accelerator.device)
-            _finish(job, evaluator, output / FINAL, finished, checkpoints, accelerator)
+            finish(job, recipe, evaluator, output / FINAL, finished, checkpoints.stretches, describe(accelerator))
             if evaluator is not None:
                 log.evaluation(progress, evaluator.evaluate(job.objective), finished.step)
                 log.forecast()
             place.say(_end(recipe, progress, finished))
 
         with whole_parameters(accelerator, job.objective.module):
-            on_main(accelerator, finish)
+            on_main(accelerator, end)
         accelerator.wait_for_everyone()
 
 
@@ -103,13 +101,6 @@ def _settings(recipe: AnyRecipe, num_processes: int) -> dict[str, Any]:
     """Return the settings that may change where a run goes on, and that change the figures of its steps."""
     names = ("learning_rate", "mixed_precision", "micro_batch_size")
     return {**{name: getattr(recipe.training, name) for name in names}, "num_processes": num_processes}
-
-
-def _as_trained(recipe: AnyRecipe, stretches: Sequence[Mapping[str, Any]]) -> AnyRecipe:
-    """Return the recipe with the settings of its last stretch of steps; they may have been changed after that."""
-    names = type(recipe.training).model_fields
-    last = {name: value for name, value in stretches[-1].items() if name in names} if stretches else {}
-    return recipe.model_copy(update={"training": recipe.training.model_copy(update=last)})
 
 
 def _end(recipe: AnyRecipe, progress: Progress, finished: Progress) -> str:
@@ -121,48 +112,6 @@ def _end(recipe: AnyRecipe, progress: Progress, finished: Progress) -> str:
     if progress.step < steps:
         line += f"; ended at step {progress.step} of {steps}, after {section.patience} evaluations without a new best"
     return line
-
-
-def _finish(
-    job: Job,
-    evaluator: Evaluator | None,
-    destination: Path,
-    progress: Progress,
-    checkpoints: Checkpoints,
-    accelerator: Accelerator,
-) -> None:
-    """Choose the heads' tree; write the artefact with its provenance, whole or not at all.
-
-    ValueError if a weight is not finite in the dtype that is written.
-    """
-    objective = job.objective
-    objective.module.eval()  # the target may be part of it
-    if evaluator is not None:  # and by other texts than are evaluated
-        job.choose_tree(evaluator.target, lambda: evaluator.greedy_texts(job.dataset))
-    stretches = [stretch for stretch in checkpoints.stretches if stretch["first_step"] < progress.step]
-    made_from = provenance(
-        _as_trained(job.recipe, stretches),
-        (job.dataset, job.heldout),
-        job.target.fingerprint if job.target else None,
-        progress.step,
-        progress.tokens,
-        {**describe(accelerator), "stretches": stretches},
-    )
-
-    def write(folder: Path) -> None:
-        objective.save(folder)
-        _check_weights(folder)
-        write_provenance(folder, made_from)
-
-    write_folder(destination, write)
-
-
-def _check_weights(folder: Path) -> None:
-    for path in sorted(folder.rglob("*.safetensors")):
-        with safe_open(path, framework="pt") as stored:
-            for name in stored.keys():  # noqa: SIM118  # not a mapping
-                remedy = "lower training.learning_rate, or set dtype to one with a wider range, such as bf16"
-                check_finite({name: stored.get_tensor(name)}, f"what was to be written as {path.name}", remedy)
 
 
 def ensure_built(target: str | None) -> None:
