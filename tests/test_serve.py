@@ -108,6 +108,8 @@ def test_a_depth_that_is_asked_for_goes_before_a_plan(draft: Path) -> None:
     found = command(draft, "vllm", planned=PLAN, depth=5)
     assert vllm_config(found)["num_speculative_tokens"] == 5 and "per_batch_size" not in found.shell
     assert noted(found, "5 tokens at a time: as asked")
+    drawn = command(draft, "vllm", planned=replace(PLAN, drawn=True), depth=5)
+    assert vllm_config(drawn)["draft_sample_method"] == "probabilistic", "the plan still says how it drafted"
     assert vllm_config(command(draft, "vllm"))["num_speculative_tokens"] == 4
 
 
@@ -178,7 +180,7 @@ def test_a_path_by_which_vllm_takes_another_method_is_told(tmp_path: Path, name:
 def test_more_tokens_than_heads_are_not_asked_of_the_server(heads: Path) -> None:
     found = command(heads, "vllm", depth=9)
     assert vllm_config(found)["num_speculative_tokens"] == 3
-    assert warned(found, "9 tokens were asked for and there are 3: 3 are drafted")
+    assert warned(found, "9 tokens were asked for and there are 3") and noted(found, "as many as there are heads")
 
 
 def test_a_trimmed_draft_is_right_but_slower_in_every_server(draft: Path) -> None:
@@ -369,6 +371,9 @@ def test_weights_that_a_format_renames_are_found_in_a_plan_by_their_kind(heads: 
     one = plan_of(tmp_path / "one.json", ("heads:final", "0" * 16), ("draft:d", "1" * 16))
     assert vllm_config(command(heads, "vllm", planned=one))["num_speculative_tokens"] == 2
     two = plan_of(tmp_path / "two.json", ("heads:a", "0" * 16), ("heads:b", "1" * 16))
+    few = folder_of(tmp_path / "few", **{**VLLM_HEADS, "num_heads": 1})
+    with pytest.raises(ValueError, match=r"plans 2 tokens, and .*few drafts 1 at most"):
+        command(few, "vllm", planned=one)
     with pytest.raises(ValueError, match=r"plans 2 drafters called heads.*plan with these weights alone"):
         command(heads, "vllm", planned=two)
 

@@ -88,27 +88,28 @@ def _planned(path: Path, exported: Exported) -> Planned:
             f"{path} plans {len(found) or 'no'} drafters called {exported.spec}, and by the format of "
             f"{exported.folder} its weights cannot be told among them: plan with these weights alone"
         )
-    return planned_for(plan, found[0])
+    planned = planned_for(plan, found[0])
+    if exported.most is not None and planned.deepest > exported.most:
+        raise ValueError(f"{path} plans {planned.deepest} tokens, and {exported.folder} drafts {exported.most} at most")
+    return planned
 
 
 def _depth(exported: Exported, planned: Planned | None, asked: int | None) -> Depth:
     """Choose the tokens to draft: as asked, else as planned, else all heads, else `_DRAFT_TOKENS`."""
-    most, warnings = exported.most, []
+    most, drawn = exported.most, planned is not None and planned.drawn
+    all_of_them = f"as many as {'there are heads' if exported.is_heads else 'it drafts in one forward'}"
+    if asked is not None and most is not None and asked > most:
+        return Depth(most, all_of_them, drawn=drawn, warnings=(f"{asked} tokens were asked for and there are {most}",))
     if asked is not None:
-        if most is not None and asked > most:
-            warnings.append(f"{asked} tokens were asked for and there are {most}: {most} are drafted")
-        return Depth(min(asked, most or asked), "as asked", warnings=tuple(warnings))
+        return Depth(asked, "as asked", drawn=drawn)
     if planned is not None and planned.deepest:
-        alone = planned.alone or planned.deepest
         why = f"the plan's best chain at batch size 1, by the costs of headstart's own loop on {planned.machine}"
-        return Depth(alone, why, planned.schedule, planned.drawn)
+        return Depth(planned.alone or planned.deepest, why, planned.schedule, drawn)
+    warnings = []
     if planned is not None and planned.schedule:
         warnings.append(
             f"the plan found no batch size at which a chain of these drafts pays on {planned.machine}: without "
             "speculation the server may be faster"
         )
-    drawn = planned is not None and planned.drawn
-    if most is not None:
-        why = f"as many as {'there are heads' if exported.is_heads else 'it drafts in one forward'}{_PLAN}"
-        return Depth(most, why, drawn=drawn, warnings=tuple(warnings))
-    return Depth(_DRAFT_TOKENS, f"a usual depth{_PLAN}", drawn=drawn, warnings=tuple(warnings))
+    tokens, why = (_DRAFT_TOKENS, "a usual depth") if most is None else (most, all_of_them)
+    return Depth(tokens, f"{why}{_PLAN}", drawn=drawn, warnings=tuple(warnings))
