@@ -6,29 +6,18 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_hub import REPOSITORY, TOKEN, FakeHub, serve
+from fake_hub import REPOSITORY, TOKEN, FakeHub
+from fake_hub import hub as hub
 
 from trainer.export.artefact import Artefact
 from trainer.export.card import render_card
-from trainer.export.hub import push
+from trainer.export.hub import upload
 
 WEIGHTS = b"\x02\x00\x00\x00\x00\x00\x00\x00{}" + bytes(range(256)) * 8
 CONFIG = b'{"num_heads": 2}\n'
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A fake Hub, and a fake token in the environment."""
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    # huggingface_hub reads HF_HUB_DISABLE_XET when it is imported, which some other test may have done by now.
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-    with serve() as fake:
-        yield fake
 
 
 @pytest.fixture
@@ -55,28 +44,32 @@ def test_a_push_delivers_every_byte_to_a_private_repository_and_keeps_the_token_
     """In a process of its own, with every logger at its most talkative, so that all it prints can be searched."""
     program = (
         "import logging, sys; logging.basicConfig(level=1)\n"
-        "from trainer.export.hub import push\n"
+        "from trainer.export.hub import upload\n"
         "from huggingface_hub.utils import logging as hub_logging; hub_logging.set_verbosity_debug()\n"
-        "print(push(sys.argv[1], sys.argv[2], endpoint=sys.argv[3]))\n"
+        "print(upload(sys.argv[1], sys.argv[2]))\n"
     )
-    environment = {**os.environ, "HF_HUB_DISABLE_XET": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    settings = {"HF_ENDPOINT": hub.address, "HF_HUB_DISABLE_XET": "1", "HF_DEBUG": "1"}
+    environment = {**os.environ, **settings, "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(
-        [sys.executable, "-c", program, str(folder), REPOSITORY, hub.address],
+        [sys.executable, "-c", program, str(folder), REPOSITORY],
         capture_output=True,
         text=True,
         env=environment,
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().splitlines()[-1] == f"{hub.address}/{REPOSITORY}"
+    assert f"{hub.address}/{REPOSITORY}: sent" in done.stdout
+    assert (
+        done.stdout.strip().splitlines()[-1] == f"read it as {REPOSITORY}@{hub.repositories[REPOSITORY].refs['main']}"
+    )
     assert TOKEN not in done.stdout + done.stderr and "preupload" in done.stderr, "the logs were on, without the token"
     assert hub.files == {path.name: path.read_bytes() for path in folder.iterdir()}
     assert hub.files["model.safetensors"] == WEIGHTS and len(hub.files) == 3
     assert hub.visibility == "private"
-    asked = [f"{r.method} {r.path.split('?')[0]}".replace(f"/api/models/{REPOSITORY}", "") for r in hub.requests]
-    assert list(dict.fromkeys(asked)) == [  # each kind once: the card is validated twice
+    asked = [each.replace(f"/api/models/{REPOSITORY}", "") for each in hub.asked("/") if "agent-harnesses" not in each]
+    assert list(dict.fromkeys(asked)) == [  # each kind once
+        "POST /api/validate-yaml",  # before there is a repository
         "POST /api/repos/create",
-        "POST /api/validate-yaml",
         "POST /preupload/main",
         f"POST /{REPOSITORY}.git/info/lfs/objects/batch",
         f"PUT /storage/{hashlib.sha256(WEIGHTS).hexdigest()}",
@@ -84,13 +77,13 @@ def test_a_push_delivers_every_byte_to_a_private_repository_and_keeps_the_token_
         "POST /commit/main",
     ]
     check_token_is_in_headers_only(hub)
-    for request in hub.requests:
-        sent = request.headers.get("authorization", request.headers.get("Authorization"))
-        assert sent == (None if request.method == "PUT" else f"Bearer {TOKEN}")
+    without = {request.path.split("/")[1] for request in hub.requests if request.token is None}
+    assert without == {"storage", "api"}, "another host, and the first look at the card, need no token"
+    assert all(request.token in (None, TOKEN) for request in hub.requests)
 
 
 def test_a_repository_is_public_only_if_asked(hub: FakeHub, folder: Path) -> None:
-    push(folder, REPOSITORY, public=True, endpoint=hub.address)
+    upload(folder, REPOSITORY, public=True)
     assert hub.visibility == "public"
 
 
@@ -100,7 +93,7 @@ def test_a_push_to_a_repository_that_exists_replaces_its_files(
 ) -> None:
     hub.visibility = visibility
     hub.files = {"config.json": b"old", "LICENSE": b"kept"}
-    push(folder, REPOSITORY, public=public, endpoint=hub.address)
+    upload(folder, REPOSITORY, public=public)
     assert hub.files["config.json"] == CONFIG and hub.files["LICENSE"] == b"kept"
 
 
@@ -110,14 +103,14 @@ def test_nothing_is_sent_to_a_repository_of_the_other_visibility(
 ) -> None:
     hub.visibility = visibility
     with pytest.raises(ValueError, match=f"exists and is {visibility}"):
-        push(folder, REPOSITORY, public=public, endpoint=hub.address)
+        upload(folder, REPOSITORY, public=public)
     assert hub.files == {} and hub.blobs == {}
 
 
 def test_a_token_that_may_not_create_still_writes_to_a_repository_that_exists(hub: FakeHub, folder: Path) -> None:
     hub.visibility = "private"
     hub.failures["/api/repos/create"] = (403, "no right to create")
-    push(folder, REPOSITORY, endpoint=hub.address)
+    upload(folder, REPOSITORY)
     assert hub.files["config.json"] == CONFIG
 
 
@@ -128,6 +121,7 @@ CREATE, COMMIT = "/api/repos/create", f"/api/models/{REPOSITORY}/commit/main"
     ("path", "status", "complaint"),
     [
         (CREATE, 401, r"does not accept the token \(401\): run `hf auth login`"),
+        (CREATE, 402, r"asks for payment \(402\), saying 'refused for"),
         (CREATE, 403, r"may not write to zoe/target-heads \(403\)"),
         (CREATE, 404, r"knows no zoe/target-heads \(404\)"),
         (CREATE, 500, r"answered 500, saying .*: nothing was published"),
@@ -149,7 +143,7 @@ def test_whatever_the_hub_refuses_is_one_sentence_without_the_token(
     caplog.set_level(logging.DEBUG)
     hub.failures[path] = (status, f"refused for Bearer {TOKEN}\nsee the manual")
     with pytest.raises(ValueError, match=complaint) as raised:
-        push(folder, REPOSITORY, endpoint=hub.address)
+        upload(folder, REPOSITORY)
     assert "\n" not in str(raised.value) and TOKEN not in repr(raised.value)
     assert raised.value.__cause__ is None and raised.value.__context__ is None, "either would hold the request"
     assert TOKEN not in caplog.text and TOKEN not in "".join(capfd.readouterr())
@@ -157,18 +151,132 @@ def test_whatever_the_hub_refuses_is_one_sentence_without_the_token(
     check_token_is_in_headers_only(hub)
 
 
-def test_a_hub_that_cannot_be_reached_is_named(hub: FakeHub, folder: Path) -> None:
+def test_a_hub_that_cannot_be_reached_is_named(hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://zoe:password@127.0.0.1:1")
     with pytest.raises(ValueError, match=r"the upload to http://127\.0\.0\.1:1 failed") as raised:
-        push(folder, REPOSITORY, endpoint="http://zoe:password@127.0.0.1:1")
+        upload(folder, REPOSITORY)
     assert "password" not in str(raised.value)
     assert hub.requests == []
 
 
-def test_a_card_that_the_hub_does_not_accept_stops_the_upload(hub: FakeHub, folder: Path) -> None:
-    (folder / "README.md").write_text("---\njust words\n---\n")
-    with pytest.raises(ValueError, match="the front matter is no mapping"):
-        push(folder, REPOSITORY, endpoint=hub.address)
-    assert hub.files == {} and hub.blobs == {}
+@pytest.mark.parametrize(
+    ("front_matter", "reason"),
+    [("just words", "repo card metadata block should be a dict"), ("tags: one", '"tags" must be an array')],
+)
+def test_a_card_that_the_hub_does_not_accept_makes_no_repository(
+    hub: FakeHub, folder: Path, front_matter: str, reason: str
+) -> None:
+    (folder / "README.md").write_text(f"---\n{front_matter}\n---\n")
+    with pytest.raises(ValueError) as raised:
+        upload(folder, REPOSITORY)
+    assert str(raised.value) == f"{hub.address} does not accept the card's metadata ({reason}): correct README.md"
+    assert hub.repositories == {} and hub.blobs == {}
+
+
+# --- broken connections, and a Hub that asks to wait ------------------------------------------------------------------
+
+
+def digest(content: bytes = WEIGHTS) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+@pytest.mark.parametrize("part_size", [None, 1000])
+@pytest.mark.parametrize("cut", ["request", "answer"])
+@pytest.mark.parametrize(
+    "beginning",
+    ["/storage/", "/part/", "/complete/", "/verify", "/api/repos/create", COMMIT, f"/api/models/{REPOSITORY}"],
+)
+def test_an_upload_goes_on_after_a_broken_connection(
+    hub: FakeHub, folder: Path, beginning: str, cut: str, part_size: int | None
+) -> None:
+    """In the middle of a request, or before the answer to one that the Hub has done."""
+    hub.part_size, hub.drops = part_size, {beginning: [cut]}
+    pushed = upload(folder, REPOSITORY)
+    other_way = ("/part/", "/complete/") if part_size is None else ("/storage/",)
+    assert hub.drops[beginning] == ([cut] if beginning in other_way else []), "the connection did break"
+    assert hub.files == {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert pushed.commit == hub.repositories[REPOSITORY].refs["main"]
+    assert len(hub.repositories[REPOSITORY].commits) == 2, "the empty one, and one of all files"
+
+
+def test_large_files_go_in_parts(hub: FakeHub, folder: Path) -> None:
+    hub.part_size = 1000
+    upload(folder, REPOSITORY)
+    assert hub.asked("/part/") == [f"PUT /part/{digest()}/{number}" for number in (1, 2, 3)]
+    assert [len(part) for part in hub.parts[digest()].values()] == [1000, 1000, len(WEIGHTS) - 2000]
+    assert hub.files["model.safetensors"] == WEIGHTS
+
+
+def test_a_second_push_sends_only_what_is_missing(hub: FakeHub, folder: Path) -> None:
+    hub.failures[COMMIT] = (507, "the disk is full")
+    with pytest.raises(ValueError, match=r"no room for these files \(507\), saying 'the disk is full': free some"):
+        upload(folder, REPOSITORY)
+    assert hub.asked("/storage/") == [f"PUT /storage/{digest()}"] and hub.files == {}
+    hub.failures.clear()
+    assert upload(folder, REPOSITORY).changed
+    again = upload(folder, REPOSITORY)
+    assert hub.asked("/storage/") == [f"PUT /storage/{digest()}"], "it was there"
+    assert not again.changed and "nothing was sent, as the repository holds these very files" in str(again)
+    assert len(hub.asked("/commit/main")) == 2 and again.commit == hub.repositories[REPOSITORY].refs["main"]
+
+
+@pytest.mark.parametrize("headers", [{"Retry-After": "7"}, {"RateLimit": '"api";r=0;t=7'}])
+def test_a_hub_that_asks_to_wait_is_waited_for(
+    hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
+) -> None:
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        hub.failures.clear()
+
+    monkeypatch.setattr("time.sleep", wait)
+    hub.failures[COMMIT] = (429, "slow down", headers)
+    assert upload(folder, REPOSITORY).changed and waits == [7]
+
+
+def test_a_hub_that_asks_for_a_long_wait_is_told_of(
+    hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("time.sleep", waits.append)
+    hub.failures[COMMIT] = (429, "slow down", {"Retry-After": "1800"})
+    with pytest.raises(ValueError, match=r"too many requests \(429\), saying 'slow down': push again in 1800 seconds"):
+        upload(folder, REPOSITORY)
+    assert waits == []
+
+
+# --- branches and pull requests ---------------------------------------------------------------------------------------
+
+
+def test_a_branch_is_made_and_main_stays(hub: FakeHub, folder: Path) -> None:
+    first = upload(folder, REPOSITORY)
+    (folder / "config.json").write_bytes(b"{}")
+    second = upload(folder, REPOSITORY, revision="v2/wide", message="Wider heads")
+    refs = hub.repositories[REPOSITORY].refs
+    assert refs == {"main": first.commit, "v2/wide": second.commit} and first.commit != second.commit
+    assert hub.repositories[REPOSITORY].files("v2/wide")["config.json"] == b"{}"
+    assert second.name == f"{REPOSITORY}@{second.commit}" and hub.asked("/storage/").count("PUT") == 0
+    sent = [request for request in hub.requests if "/commit/v2%2Fwide" in request.path][-1]
+    assert json.loads(sent.body.splitlines()[0])["value"]["summary"] == "Wider heads"
+    assert not upload(folder, REPOSITORY, revision="v2/wide").changed
+
+
+def test_a_pull_request_leaves_main_and_is_opened_once(hub: FakeHub, folder: Path) -> None:
+    hub.visibility = "private"
+    before = dict(hub.repositories[REPOSITORY].refs)
+    pushed = upload(folder, REPOSITORY, pull_request=True)
+    assert pushed.pull_request == f"{hub.address}/{REPOSITORY}/discussions/1"
+    assert hub.repositories[REPOSITORY].refs == {**before, "refs/pr/1": pushed.commit}
+    hub.drops[COMMIT] = ["answer"]
+    (folder / "config.json").write_bytes(b"{}")
+    with pytest.raises(
+        ValueError, match=r"failed \(RemoteProtocolError.*discussions for a pull request, then push again"
+    ):
+        upload(folder, REPOSITORY, pull_request=True)
+    assert "refs/pr/3" not in hub.repositories[REPOSITORY].refs
+    with pytest.raises(ValueError, match="a pull request goes to main, but revision is 'v2': give one of the two"):
+        upload(folder, REPOSITORY, pull_request=True, revision="v2")
 
 
 # --- refused before any request ------------------------------------------------------------------------------------
@@ -179,7 +287,7 @@ def test_a_pickle_is_never_uploaded(hub: FakeHub, folder: Path, name: str) -> No
     (folder / "inner").mkdir()
     (folder / "inner" / name).write_bytes(b"\x80\x04.")
     with pytest.raises(ValueError, match="may be a pickle"):
-        push(folder, REPOSITORY, endpoint=hub.address)
+        upload(folder, REPOSITORY)
     assert hub.requests == []
 
 
@@ -188,7 +296,7 @@ def test_a_file_that_holds_the_token_is_never_uploaded(hub: FakeHub, folder: Pat
     with (folder / name).open("ab") as file:
         file.write(f"my token: {TOKEN}\n".encode())
     with pytest.raises(ValueError, match="contains your token") as raised:
-        push(folder, REPOSITORY, endpoint=hub.address)
+        upload(folder, REPOSITORY)
     assert TOKEN not in str(raised.value) and name in str(raised.value)
     assert hub.requests == []
 
@@ -197,16 +305,16 @@ def test_a_file_that_holds_the_token_is_never_uploaded(hub: FakeHub, folder: Pat
 def test_a_folder_without_an_exported_artefact_is_refused(hub: FakeHub, folder: Path, name: str) -> None:
     (folder / name).unlink()
     with pytest.raises(ValueError, match=rf"{name} is missing\): export first"):
-        push(folder, REPOSITORY, endpoint=hub.address)
+        upload(folder, REPOSITORY)
     with pytest.raises(ValueError, match="there is no folder"):
-        push(folder / "nowhere", REPOSITORY, endpoint=hub.address)
+        upload(folder / "nowhere", REPOSITORY)
     assert hub.requests == []
 
 
 @pytest.mark.parametrize("repo_id", ["heads", "a/b/c", "zoe/", "/heads", "zoe/with blank", "zoe/a--b", "zoe/x.git", ""])
 def test_a_malformed_repository_id_is_refused(hub: FakeHub, folder: Path, repo_id: str) -> None:
     with pytest.raises(ValueError, match="give ORG/NAME"):
-        push(folder, repo_id, endpoint=hub.address)
+        upload(folder, repo_id)
     assert hub.requests == []
 
 
@@ -215,5 +323,13 @@ def test_without_a_token_the_message_says_where_to_get_one(
 ) -> None:
     monkeypatch.setattr("trainer.export.hub.get_token", lambda: None)
     with pytest.raises(ValueError, match="run `hf auth login`, or set HF_TOKEN"):
-        push(folder, REPOSITORY, endpoint=hub.address)
+        upload(folder, REPOSITORY)
+    assert hub.requests == []
+
+
+def test_a_link_out_of_the_folder_is_refused(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret.json").write_text("{}")
+    (folder / "notes.json").symlink_to(tmp_path / "secret.json")
+    with pytest.raises(ValueError, match=r"notes\.json is a link out of the folder: put the file itself there"):
+        upload(folder, REPOSITORY)
     assert hub.requests == []

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
 from inspect import signature
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -24,6 +23,7 @@ from trainer.commands.options import (
     ImportOptions,
     InspectOptions,
     PlanOptions,
+    PushOptions,
     RealignOptions,
     RegenerateOptions,
     ServeCommandOptions,
@@ -283,19 +283,12 @@ def import_heads(options: ImportOptions) -> None:
 
 
 @app.command(cls=Command)
-def push(
-    folder: Annotated[Path, typer.Argument(help="A folder that 'headstart export' wrote.")],
-    repository: Annotated[str, typer.Argument(help="ORG/NAME on the hub.")],
-    public: Annotated[bool, typer.Option(help="Make the repository public; it is private otherwise.")] = False,
-) -> None:
-    """Upload an exported folder to the Hugging Face Hub."""
+@takes(PushOptions)
+def push(options: PushOptions) -> None:
+    """Upload a run, or an exported folder, to the Hugging Face Hub: weights, card, provenance, report and plan."""
+    from trainer.export.push import push as run_push
 
-    def work() -> None:
-        from trainer.export import push as run_push
-
-        print(run_push(folder, repository, public=public))
-
-    raise typer.Exit(guarded(work, _debug()))
+    print(run_push(**vars(options)))
 
 
 def main() -> None:

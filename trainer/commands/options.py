@@ -321,6 +321,29 @@ class ExportOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PushOptions:
+    """Options of `headstart push`."""
+
+    source: Annotated[Path, Argument(help="Folder of a training run, or one that 'headstart export' wrote.")]
+    repository: Annotated[str, Argument(help="ORG/NAME on the Hub.")]
+    format: Annotated[
+        str | None, Option(help="Format to export a run in; headstart if not given, draft for a draft.")
+    ] = None
+    report: Annotated[
+        Path | None, Option(help="report.json of an evaluation of these weights; else the one in the run's folder.")
+    ] = None
+    plan: Annotated[Path | None, Option(help="plan.json of these weights; else the one in the run's folder.")] = None
+    target: Annotated[str | None, Option(help="Target, if it is not where the training run recorded it.")] = None
+    type: Annotated[str | None, Option(help="Type of the stored numbers, for a format that has several.")] = None
+    license: Annotated[str | None, Option(help="Licence of the weights for their card, such as apache-2.0.")] = None
+    public: Annotated[bool, Option("--public", help="Make the repository public; it is private otherwise.")] = False
+    revision: Annotated[str | None, Option(help="Branch to push to, made if it is missing; main if not given.")] = None
+    pull_request: Annotated[bool, Option("--pull-request", help="Open a pull request in place of a commit.")] = False
+    message: Annotated[str | None, Option(help="Message of the commit.")] = None
+    trust_remote_code: Trusted = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServeCommandOptions:
     """Options of `headstart serve-command`."""
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from decoding.measure.redact import without_local_paths
 from decoding.model.header import SHARD_BYTES
 from trainer import quickstart
-from trainer.export.artefact import Task
+from trainer.export.artefact import BESIDE, Task
 from trainer.export.card import CARD_NAME, is_own_card, read_provenance, read_report, render_card
 from trainer.export.formats import FORMATS, HEADS, check_format, check_name, kind_held_in
 from trainer.export.formats import write as write_format
-from trainer.export.hub import push
 from trainer.export.licences import check_license, target_license
 from trainer.export.measured import Measured, read_measured
+from trainer.export.push import push
 from trainer.export.source import artefact_folder, opened, target_of
 from trainer.files.folders import write_folder
 
@@ -53,6 +53,7 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     prompts: Path | None = None,
     check_prompts: int = 20,
+    repository: str | None = None,
 ) -> ExportSummary:
     """Write the artefact in ``source`` to ``destination`` in one of `FORMATS`, with a model card.
 
@@ -64,7 +65,8 @@ def export(
     stores, and whose depths by batch size go on the card. ``target``: the model that the artefact drafts for, if it is
     not the one that the training run recorded. ``type``: one of the format's types of numbers. ``license``: the Hub's
     identifier of the licence under which the weights are given away, for the card. ``shard_bytes``: the greatest size
-    of a file of weights; heads and drafts that take more are written in shards.
+    of a file of weights; heads and drafts that take more are written in shards. ``repository``: ORG/NAME that the
+    folder is for. Provenance, report and plan go with the weights, without local paths.
 
     The target decodes ``check_prompts`` prompts with the trained weights and with the files, if both are on this
     machine: prompts of the .jsonl file ``prompts``, by default those that the training run held out.
@@ -97,6 +99,7 @@ def export(
                 target_license=target_license(task.target),
             )
             (folder / CARD_NAME).write_text(card, encoding="utf-8")
+            _write_beside(folder, source, format, report, plan, repository)
             _give_all_files_one_mode(folder)
             _check_is_export(destination, {path.name for path in folder.iterdir()})
             compared.extend((*written.compared, *_reread(task, target, prompts, check_prompts)))
@@ -133,6 +136,15 @@ def _planned(plan: Path, source: Path) -> "Planned":
     return read_planned(plan, source)
 
 
+def _write_beside(
+    folder: Path, source: Path, format: str, report: Path | None, plan: Path | None, repository: str | None
+) -> None:
+    """Write provenance, report and plan beside the weights; imported here, as it reads plans with torch's help."""
+    from trainer.export.beside import write_beside
+
+    write_beside(folder, source, format, report, plan, repository)
+
+
 def _check_destination(source: Path, destination: Path, overwrite: bool) -> None:
     """Refuse a destination that is the source, holds it, is no folder, or has files and no ``overwrite``."""
     if destination.resolve() in (source.resolve(), *source.resolve().parents):
@@ -149,7 +161,8 @@ def _check_is_export(destination: Path, names: set[str]) -> None:
         return
     if not is_own_card(destination / CARD_NAME):
         raise ValueError(f"{destination} holds something else than an export of headstart's: give another folder")
-    others = sorted(path.name for path in destination.iterdir() if path.name not in names or not path.is_file())
+    own = names.union(BESIDE)  # an earlier export may have had a report or a plan
+    others = sorted(path.name for path in destination.iterdir() if path.name not in own or not path.is_file())
     if others:
         raise ValueError(
             f"{destination} also holds {others[0]}, which this export would not replace: give another folder"

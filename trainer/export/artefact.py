@@ -9,6 +9,10 @@ from decoding.model.header import SHARD_BYTES
 if TYPE_CHECKING:
     from decoding.rules.best_tree import Paths
 
+PROVENANCE_NAME, REPORT_NAME, PLAN_NAME = "provenance.json", "report.json", "plan.json"
+BESIDE = (PROVENANCE_NAME, REPORT_NAME, PLAN_NAME)
+"""Names of what an exported folder tells of its weights, beside the card."""
+
 
 @dataclass(frozen=True)
 class Task:

@@ -20,7 +20,7 @@ from decoding.measure.markdown import code, fenced, one_line, text
 from decoding.measure.redact import basename, is_hub_id, without_local_paths
 from decoding.model.header import read_object
 from trainer import quickstart
-from trainer.export.artefact import Artefact
+from trainer.export.artefact import PROVENANCE_NAME, Artefact
 from trainer.export.measured import Measured
 from trainer.export.metadata import TAG, card_data, check_metadata, method_of
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from trainer.export.planned import Planned
 
 CARD_NAME = "README.md"
-PROVENANCE_NAME = "provenance.json"
 _PROVENANCE_REMEDY = "the trainer writes it: copy it again from the training run, or remove it"
 _OBJECTS = ("recipe", "target", "revisions", "versions", "hardware", "data", "imported")
 _UNKNOWN_TARGET = "TARGET"
