@@ -156,6 +156,8 @@ class FakeHub:
         return Answer(404, {"error": f"no such path: {path}"})
 
     def create(self, request: Request) -> Answer:
+        if request.token != TOKEN:
+            return Answer(401, {"error": "Invalid username or password."})
         asked = request.json
         repo_id = f"{asked.get('organization') or 'zoe'}/{asked['name'].split('/')[-1]}"
         if repo_id in self.repositories:
@@ -231,7 +233,8 @@ class FakeHub:
     # --- uploads ---
 
     def validate_yaml(self, request: Request) -> Answer:
-        front_matter = yaml.safe_load(request.json["content"].split("---\n")[1])
+        _, marker, rest = request.json["content"].partition("---\n")
+        front_matter = yaml.safe_load(rest.partition("---\n")[0]) if marker else {}
         errors = [] if isinstance(front_matter, dict) else [{"message": "the front matter is no mapping"}]
         if not errors and not isinstance(front_matter.get("tags", []), list):
             errors = [{"message": '"tags" must be an array'}]

@@ -213,8 +213,8 @@ class _Upload:
                 raise
             try:
                 self.api.repo_info(self.repo_id)
-            except HfHubHTTPError:
-                raise refusal from None
+            except HfHubHTTPError as other:
+                raise (other if refusal.response.status_code == 409 else refusal) from None
             return False
         return True
 
