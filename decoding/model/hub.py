@@ -29,7 +29,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from decoding.model.stored import WEIGHT_FILES, named_files
 
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "README.md")
-"""Config, tokenizer, template, card and what stands beside them; code is fetched with them, and run only if it is trusted."""
+"""Config, tokenizer, template, card and what stands beside them; code comes too, and is run only if it is trusted."""
 _WEIGHTS = (*WEIGHT_FILES, "adapter_model.safetensors", "parallel.safetensors")
 """Weights that are read here: not a second copy of them in another program's layout."""
 _FOLDERS = ("*/*",)

@@ -1,4 +1,4 @@
-"""What lies beside the weights in an exported folder: provenance, report and plan, in the form that is published.
+"""Provenance, report and plan beside the weights in an exported folder, in the form that is published.
 
 That form holds no path of this machine and no secret.
 """

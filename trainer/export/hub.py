@@ -147,7 +147,7 @@ class _Upload:
     def run(self) -> Pushed | str:
         """Upload; return the result, or the reason of a failure in one sentence.
 
-        A step that failed by chance is done again: what had been done by then is found done.
+        After a failure that passes all is done again: what the Hub has by then is not sent twice.
         """
         for left in range(_TRIES - 1, -1, -1):
             try:

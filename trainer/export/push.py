@@ -33,9 +33,9 @@ def push(
     `export`, the others those of `upload`; so are the errors.
     """
     source = Path(source)
-    check_access(repository)
     if not source.is_dir():
         raise ValueError(f"there is no folder {source}: give a run's folder, or one that headstart export wrote")
+    check_access(repository)
 
     def sent(folder: Path) -> Pushed:
         return upload(folder, repository, public=public, revision=revision, pull_request=pull_request, message=message)
