@@ -13,6 +13,7 @@ from trainer.export.artefact import Artefact
 from trainer.export.card import read_provenance, render_card
 from trainer.export.licences import check_license, target_license
 from trainer.export.measured import Measured, read_measured
+from trainer.export.served import ServerCommand
 
 HEADS = Artefact("vllm", 1234, "bfloat16", hidden_size=8, vocab_size=12, layers=2, heads=2, tree_nodes=4)
 DRAFT = Artefact("draft", 1234, "bfloat16", hidden_size=8, vocab_size=12, layers=2)
@@ -46,7 +47,11 @@ def card(
 
 
 def first_screen(card: ModelCard) -> str:
-    return str(card.text).split("<details>")[0]
+    return str(card.text).split("<details>")[0].replace("\N{NO-BREAK SPACE}", " ")
+
+
+def test_a_narrow_table_breaks_no_interval(tmp_path: Path) -> None:
+    assert "**1.50× [1.30,\N{NO-BREAK SPACE}1.70]**" in card(tmp_path, measured=measured(row("tree", 0, 1.5))).text
 
 
 # --- the first screen ----------------------------------------------------------------------------------------------
@@ -80,13 +85,17 @@ def test_a_lossy_method_is_on_the_first_screen_only_where_there_is_no_other(tmp_
     [
         ([row("tree", 0, 0.7)], "greedy: no faster than plain decoding on these prompts."),
         ([row("tree", 1, 1.1)], "T=1: these prompts do not show a gain, as the interval holds 1×."),
-        ([row("tree", 0, 1.5)], None),
+        (
+            [row("tree", 0, 1.5), row("prompt lookup", 0, 1.6, artefact=None)],
+            "greedy: faster on these prompts, and without any weights, was prompt lookup, 1.60× [1.40, 1.80].",
+        ),
+        ([row("tree", 0, 1.5), row("prompt lookup", 0, 1.4, artefact=None)], None),
     ],
 )
 def test_the_first_screen_says_where_nothing_is_gained(tmp_path: Path, rows: Any, limit: str | None) -> None:
     screen = first_screen(card(tmp_path, PROVENANCE, measured=measured(*rows)))
-    assert (limit or "**Limits.**") in screen
-    assert ("no faster" in screen or "show a gain" in screen) == (limit is not None)
+    assert (limit or "**Limits.**") in screen.replace("\\", "")
+    assert any(words in screen for words in ("no faster", "show a gain", "without any weights")) == (limit is not None)
 
 
 def test_the_first_screen_says_from_which_batch_on_it_is_slower(tmp_path: Path) -> None:
@@ -103,9 +112,25 @@ def test_everything_behind_the_first_screen_is_folded(tmp_path: Path) -> None:
     assert behind == [""] * (len(behind) - 1) + ["Trained and exported with Headstart."]
 
 
+COMMANDS = (
+    ServerCommand("vllm", ("vllm", "serve", "TARGET", "--config", '{"model":"DIR"}'), ("tried with 0.1",), ("a|b",)),
+    ServerCommand("transformers", ("python", "-c", "import transformers\n")),
+)
+
+
+def test_the_first_servers_command_is_on_the_first_screen_and_all_are_behind_it(tmp_path: Path) -> None:
+    found = card(tmp_path, commands=COMMANDS)
+    command = """vllm serve TARGET --config '{"model":"DIR"}'"""
+    assert f"```sh\nhf download ORG/NAME --local-dir DIR\n{command}\n```\n" in first_screen(found)
+    assert f"**vLLM**\n\n```sh\n{command}\n```\n\n- tried with 0.1\n- Warning: a\\|b\n" in found.text
+    assert "hf download zoe/heads --local-dir DIR\n" in card(tmp_path, commands=COMMANDS, repository="zoe/heads").text
+    assert "**transformers**\n\n```python\nimport transformers\n```\n" in found.text
+    assert "`TARGET` is the model that these weights were trained for." in found.text
+
+
 def test_the_card_tells_what_was_read_back(tmp_path: Path) -> None:
-    text = card(tmp_path, compared=("12 tensors read back bit-equal", "a|b")).text
-    assert "read the files back:\n\n- 12 tensors read back bit-equal\n- a\\|b\n" in text
+    text = card(tmp_path, compared=("12 tensors read back bit-equal", "a|b", "no target in /home/zoe/models")).text
+    assert "read the files back:\n\n- 12 tensors read back bit-equal\n- a\\|b\n- no target in models\n" in text
 
 
 # --- metadata ------------------------------------------------------------------------------------------------------
@@ -180,7 +205,7 @@ def test_a_licence_that_the_hub_cannot_know_is_refused(license: str) -> None:
 @pytest.mark.parametrize("artefact", [HEADS, DRAFT])
 def test_the_card_for_the_embedded_target_gives_no_command_that_cannot_work(tmp_path: Path, artefact: Artefact) -> None:
     embedded = {**PROVENANCE, "recipe": {"target": "quickstart"}, "target": {"name": "quickstart"}}
-    text = card(tmp_path, embedded, artefact).text
+    text = card(tmp_path, embedded, artefact, commands=COMMANDS).text
     assert "**No other machine has this target.**" in text and "```sh\nmake demo\n```" in text
     for command in ("vllm serve", "headstart generate", "from_pretrained", "hf download", "Commands for each server"):
         assert command not in text

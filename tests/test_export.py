@@ -189,9 +189,9 @@ def test_heads_that_read_tokens_are_exported_in_our_format_and_refused_by_vllms(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({}, ["# Medusa heads for", "2401.10774", "with bias and a Linear from 8 to 12 tokens", "- medusa"]),
-        ({"sequential": True}, ["# Hydra heads for", "2402.05109", "and the tokens t+1 to t+k+1, head k", "- hydra"]),
-        ({"markov_rank": 3}, ["# Medusa heads for", "A bias of rank 3 by the token before", "- medusa"]),
+        ({}, ["# Medusa heads\n", "2401.10774", "with bias and a Linear from 8 to 12 tokens", "- medusa"]),
+        ({"sequential": True}, ["# Hydra heads\n", "2402.05109", "and the tokens t+1 to t+k+1, head k", "- hydra"]),
+        ({"markov_rank": 3}, ["# Medusa heads\n", "A bias of rank 3 by the token before", "- medusa"]),
         ({"shared_lm_head": True}, ["with bias and writes through the target's lm_head from 8 to 12 tokens"]),
     ],
 )

@@ -341,5 +341,5 @@ def test_the_card_shows_llama_cpps_command(draft: Path, tmp_path: Path) -> None:
     (draft / "provenance.json").write_text(json.dumps({"target": {"name": "org/target"}}))
     card = (export(draft, tmp_path / "out", "gguf").folder / "README.md").read_text()
     assert "library_name: gguf" in card
-    assert "llama-server -m TARGET.gguf -md DIR/model.gguf --spec-type draft-simple --spec-draft-n-max 4" in card
+    assert "llama-server -m target.gguf -md DIR/model.gguf --spec-type draft-simple --spec-draft-n-max 4" in card
     assert "from_pretrained" not in card and "vllm serve" not in card

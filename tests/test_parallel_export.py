@@ -36,7 +36,7 @@ def test_our_own_format_holds_the_draft_and_its_parts_to_the_bit(tmp_path: Path)
         assert all(torch.equal(tensor, state[name]) for name, tensor in mine.state_dict().items())
     assert stored_fingerprint(out) == stored_fingerprint(source)
     card = (out / "README.md").read_text()
-    assert "# Parallel draft for" in card and "--drafter parallel:DIR" in card
+    assert "# Parallel draft\n" in card and "--drafter parallel:DIR" in card
     assert "It drafts 4 tokens in one forward" in card and "A bias of rank 3 by the token before" in card
     assert "reads the target's last hidden state at each token and is of no use with another model" in card
 

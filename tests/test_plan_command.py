@@ -270,8 +270,8 @@ def test_an_export_takes_the_planned_tree_and_tells_the_depths(
     assert MedusaHeads.from_pretrained(tmp_path / "heads").config.tree == ((0,), (1,), (0, 0))
     export(models / "heads", tmp_path / "vllm", "vllm", plan=path)
     card = (tmp_path / "vllm" / "README.md").read_text()
-    assert "`[[1,2],[2,2,0]]`" not in card and "`[[1,1,2],[2,2,0]]`" in card
-    assert '"num_speculative_tokens":4}' in card  # vLLM would not start with a schedule for heads
+    assert "as (first, last, depth), are \\[\\[1,1,2\\],\\[2,2,0\\]\\]" in card
+    assert '"num_speculative_tokens":2}' in card  # vLLM would not start with a schedule for heads
     export(models / "draft", tmp_path / "draft", "draft", plan=path)
     card = (tmp_path / "draft" / "README.md").read_text()
     command = next(line for line in card.splitlines() if line.startswith("vllm serve"))

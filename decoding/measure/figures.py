@@ -24,15 +24,20 @@ def estimate(figure: Figure, unit: str = "") -> str:
     return _with_range(figure, "value", "low", "high", unit)
 
 
+def spread(figure: Figure, unit: str = "") -> str:
+    """Format a median and its quartiles: ``2.52× [2.36, 2.57]``."""
+    return _with_range(figure, "median", "low_quartile", "high_quartile", unit)
+
+
 def counted(figure: Figure) -> str:
     """Format a share and its number of observations: ``0.89 (312)``."""
     text = number(figure["value"]) if figure else NONE
     return text if text == NONE or figure is None else f"{text} ({figure['observations']:,})"
 
 
-def shares(figures: Sequence[Figure] | None, most: int | None = None, between: str = " ") -> str:
+def shares(figures: Sequence[Figure] | None, most: int | None = None) -> str:
     """Format the shares of the first ``most`` positions (None: all), each with its number of observations."""
-    return between.join(counted(figure) for figure in (figures or [])[:most]) or NONE
+    return " ".join(counted(figure) for figure in (figures or [])[:most]) or NONE
 
 
 def speedup(row: dict[str, Any], name: str = "speedup") -> str:
@@ -40,7 +45,7 @@ def speedup(row: dict[str, Any], name: str = "speedup") -> str:
 
     First comes the ratio of all tokens/s, then the median ratio of paired runs.
     """
-    median = _with_range(row.get(name), "median", "low_quartile", "high_quartile", "×")
+    median = spread(row.get(name), "×")
     totals = estimate(row.get(f"{name}_of_totals"), "×")
     parts = [part for part in (totals, f"median {median}" if median != NONE else NONE) if part != NONE]
     return "; ".join(parts) or NONE

@@ -8,7 +8,16 @@ from decoding.measure.redact import without_local_paths
 from decoding.model.header import SHARD_BYTES
 from trainer import quickstart
 from trainer.export.artefact import BESIDE, Task
-from trainer.export.card import CARD_NAME, is_own_card, read_provenance, read_report, render_card
+from trainer.export.card import (
+    CARD_NAME,
+    FOLDER_NAME,
+    Provenance,
+    is_own_card,
+    read_provenance,
+    read_report,
+    render_card,
+    target_argument,
+)
 from trainer.export.formats import FORMATS, HEADS, check_format, check_name, kind_held_in
 from trainer.export.formats import write as write_format
 from trainer.export.licences import check_license, target_license
@@ -19,6 +28,7 @@ from trainer.files.folders import write_folder
 
 if TYPE_CHECKING:
     from trainer.export.planned import Planned
+    from trainer.export.served import ServerCommand
 
 __all__ = ["FORMATS", "ExportSummary", "export", "push"]
 
@@ -89,20 +99,21 @@ def export(
             tree = planned.tree if planned else ()
             task = Task(source, folder, format, target or target_of(source), tree, type, trust_remote_code, shard_bytes)
             written = write_format(task)
+            _write_beside(folder, source, format, report, plan, repository)
+            _check_is_export(destination, {CARD_NAME, *(path.name for path in folder.iterdir())})
+            compared.extend((*written.compared, *_reread(task, target, prompts, check_prompts)))
             card = render_card(
                 written.artefact,
                 provenance,
                 measured,
-                planned,
-                compared=written.compared,
+                commands=_commands(task, planned, provenance),
+                compared=compared,
                 license=license,
                 target_license=target_license(task.target),
+                repository=repository,
             )
             (folder / CARD_NAME).write_text(card, encoding="utf-8")
-            _write_beside(folder, source, format, report, plan, repository)
             _give_all_files_one_mode(folder)
-            _check_is_export(destination, {path.name for path in folder.iterdir()})
-            compared.extend((*written.compared, *_reread(task, target, prompts, check_prompts)))
 
         write_folder(destination, write)
         files = {path.name: path.stat().st_size for path in sorted(destination.iterdir())}
@@ -143,6 +154,13 @@ def _write_beside(
     from trainer.export.beside import write_beside
 
     write_beside(folder, source, format, report, plan, repository)
+
+
+def _commands(task: Task, planned: "Planned | None", provenance: Provenance | None) -> "tuple[ServerCommand, ...]":
+    """Return the card's commands for servers; their module is imported here: `push` need not wait for torch."""
+    from trainer.export.serve import commands_of
+
+    return commands_of(task.folder, task.target, planned, shown=FOLDER_NAME, shown_target=target_argument(provenance))
 
 
 def _check_destination(source: Path, destination: Path, overwrite: bool) -> None:

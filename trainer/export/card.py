@@ -25,14 +25,17 @@ from trainer.export.measured import Measured
 from trainer.export.metadata import TAG, card_data, check_metadata, method_of
 
 if TYPE_CHECKING:
-    from trainer.export.planned import Planned
+    from trainer.export.served import ServerCommand
 
 CARD_NAME = "README.md"
 _PROVENANCE_REMEDY = "the trainer writes it: copy it again from the training run, or remove it"
 _OBJECTS = ("recipe", "target", "revisions", "versions", "hardware", "data", "imported")
+FOLDER_NAME = "DIR"
+"""The artefact's folder in the card's commands."""
 _UNKNOWN_TARGET = "TARGET"
 _ADAPTED_TARGET = "ADAPTED_TARGET"
 _NOT_RECORDED = "not recorded"
+_SERVERS = {"vllm": "vLLM", "sglang": "SGLang"}
 _KINDS = {
     "medusa": "Medusa heads",
     "hydra": "Hydra heads",
@@ -193,26 +196,29 @@ def render_card(
     artefact: Artefact,
     provenance: Provenance | None,
     measured: Measured | None,
-    planned: "Planned | None" = None,
     *,
+    commands: "Sequence[ServerCommand]" = (),
     compared: Sequence[str] = (),
     license: str | None = None,
     target_license: str | None = None,
+    repository: str | None = None,
 ) -> str:
     """Return the card: YAML front matter for the Hub, then Markdown. Missing facts are named as missing.
 
+    ``commands``: those of the servers that take the artefact, with `FOLDER_NAME` and `target_argument` as names.
     ``compared``: sentences on what was read back after writing. ``license`` is the artefact's, as its owner gives it;
-    ``target_license`` the one that the target's own card names.
+    ``target_license`` the one that the target's own card names. ``repository``: ORG/NAME that the folder is for.
 
-    Every text from a recipe, a report or a name passes one of the filters `text`, `code`, `fenced` or `quoted`, so that
+    Every text from a recipe, a report or a name passes one of the filters `text`, `code` or `fenced`, so that
     it cannot act as Markdown.
     """
     target = provenance.target if provenance else _UNKNOWN_TARGET
     on_hub = provenance is not None and provenance.on_hub
     kind = _KINDS[method_of(artefact)]
+    title = kind if target == _UNKNOWN_TARGET else f"{kind} for {target}"
     metadata = card_data(
         artefact,
-        title=f"{kind} for {target}",
+        title=title,
         base_model=target if on_hub else None,
         datasets=provenance.hub_data if provenance else (),
         measured=measured,
@@ -222,17 +228,31 @@ def render_card(
         front_matter=metadata.to_yaml(),
         artefact=artefact,
         kind=kind,
+        title=title,
         target=target,
-        target_argument=_target_argument(provenance),
+        target_known=target != _UNKNOWN_TARGET,
+        target_argument=target_argument(provenance),
         provenance=provenance,
         measured=measured,
-        planned=planned,
+        commands=commands,
+        servers=_SERVERS,
         compared=compared,
         license=license,
         target_license=target_license,
+        repository=repository or "ORG/NAME",
     )
     check_metadata(card, metadata)
     return card
+
+
+def _published(sentence: str) -> str:
+    """Escape a sentence that may name folders of this machine, without their paths."""
+    return text(without_local_paths(sentence))
+
+
+def _figure(figure: str) -> str:
+    """Keep an interval on one line: narrow tables break before its bracket."""
+    return figure.replace(", ", ",\N{NO-BREAK SPACE}")
 
 
 @cache
@@ -240,12 +260,12 @@ def _template() -> Template:
     environment = Environment(  # the output is Markdown, not HTML
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False
     )
-    environment.filters |= {"text": text, "code": code, "fenced": fenced, "quoted": json.dumps}
+    environment.filters |= {"text": text, "code": code, "fenced": fenced, "figure": _figure, "published": _published}
     return environment.from_string(files("trainer.export").joinpath("card.md.j2").read_text(encoding="utf-8"))
 
 
-def _target_argument(provenance: Provenance | None) -> str:
-    """Return the target as commands name it: its id on the Hub, else a word that the card explains."""
+def target_argument(provenance: Provenance | None) -> str:
+    """Return the target's name in the card's commands: its id on the Hub, else a word that the card explains."""
     if provenance is not None and provenance.adapted:
         return _ADAPTED_TARGET
     return shlex.quote(provenance.target) if provenance is not None and provenance.on_hub else _UNKNOWN_TARGET

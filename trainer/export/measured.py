@@ -3,15 +3,22 @@
 import math
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from decoding.measure.figures import NONE, estimate, greedy_sentence, identical, shares, speedup
+from decoding.measure.figures import NONE, estimate, greedy_sentence, identical, speedup, spread
 from decoding.measure.names import ARGMAX_DRAFTS, TRANSFORMERS
 
 _LOSSLESS = "lossless"
 _LABELS = (_LOSSLESS, "lossy")
 _PEERS = TRANSFORMERS.split()[0]
 """Beginning of the names of the methods that ``transformers`` itself decodes by."""
+
+
+class Ratio(NamedTuple):
+    """A speed-up: all tokens over all seconds with a 95% interval, and the median [quartiles] of paired runs."""
+
+    totals: str
+    median: str
 
 
 @dataclass(frozen=True)
@@ -26,10 +33,9 @@ class MeasuredRow:
     method: str
     label: str
     tokens_per_pass: str
-    acceptance: str
-    speedup: str
-    speedup_with_prefill: str
-    over_transformers: str
+    speedup: Ratio
+    speedup_with_prefill: Ratio
+    over_transformers: Ratio
     identical: str
     passes: str
     """Target passes and the prompts that they were counted on."""
@@ -97,7 +103,7 @@ def read_measured(report: dict[str, Any], name: str, kind: str, drafters: Contai
                 f"{name} labels {row.get('method')!r} {row.get('label')!r}, not lossless or lossy: evaluate again"
             )
     own = [row for row in rows if row.get("artefact") == kind and (drafters is None or row.get("drafter") in drafters)]
-    shown = [row for row in rows if row in own or row.get("artefact") is None]
+    shown = [row for row in rows if row in own or row in _without_weights(rows)]
     try:
         return Measured(
             hardware=_hardware(report.get("hardware") or {}),
@@ -132,9 +138,18 @@ def _fastest(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for row in rows:
         method = str(row.get("method"))
         if not method.startswith(_PEERS) and not method.endswith(ARGMAX_DRAFTS):
-            groups.setdefault(row.get("temperature", row.get("setting")), []).append(row)
+            groups.setdefault(_temperature(row), []).append(row)
     for group in groups.values():
         yield max(group, key=lambda row: (row["label"] == _LOSSLESS, _speed(row) or 0.0, _tokens(row) or 0.0))
+
+
+def _without_weights(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if row.get("artefact") is None]
+
+
+def _temperature(row: dict[str, Any]) -> Any:
+    """Return the temperature, or the setting's name in a report without temperatures."""
+    return row.get("temperature", row.get("setting"))
 
 
 def _speed(row: dict[str, Any]) -> float | None:
@@ -177,22 +192,37 @@ def _short(row: dict[str, Any], name: str) -> str:
 
 
 def _limits(report: dict[str, Any], row: dict[str, Any]) -> str:
-    """Say where the row's method is slower than plain decoding, by the cells of the report."""
-    figure, setting = row.get("speedup_of_totals") or {}, _said(row.get("setting"))
-    speed = _speed(row)
+    """Say where the row's method gains nothing, by the cells of the report, or less than a method without weights."""
+    speed, setting = _speed(row), _said(row.get("setting"))
     if speed is None:
         return ""
     if speed <= 1:
         return f"{setting}: no faster than plain decoding on these prompts."
-    if (low := _finite(figure.get("low"))) is not None and low <= 1:
+    low = _finite((row.get("speedup_of_totals") or {}).get("low"))
+    if low is not None and low <= 1:
         return f"{setting}: these prompts do not show a gain, as the interval holds 1×."
+    falls = _falls(report, row)
+    faster = [
+        f"{_said(other.get('method'))}, {_short(other, 'speedup')}"
+        for other in _without_weights(report["rows"])
+        if other["label"] == row["label"]
+        and _temperature(other) == _temperature(row)
+        and (_speed(other) or 0.0) > speed
+    ]
+    told = [f"slower than plain decoding from {falls} on"] if falls else []
+    told += [f"faster on these prompts, and without any weights, was {' and '.join(faster)}"] if faster else []
+    return f"{setting}: {'; '.join(told)}." if told else ""
+
+
+def _falls(report: dict[str, Any], row: dict[str, Any]) -> str:
+    """Return the batch size and the context from which on the row's method is slower than plain decoding; or ""."""
     if not report.get("grid"):
         return ""
     from decoding.measure.report.words import below_from, curve  # imports matplotlib
 
     falls = (("batch ", below_from(curve(report, row, "batch_size"))), ("", below_from(curve(report, row, "context"))))
     places = [f"{unit}{place:,}{'' if unit else ' tokens of context'}" for unit, place in falls if place is not None]
-    return f"{setting}: slower than plain decoding from {' and '.join(places)} on." if places else ""
+    return " and ".join(places)
 
 
 def _row(row: dict[str, Any]) -> MeasuredRow:
@@ -204,14 +234,17 @@ def _row(row: dict[str, Any]) -> MeasuredRow:
         method=_said(row.get("method")),
         label=row["label"],
         tokens_per_pass=estimate(row.get("tokens_per_pass")),
-        acceptance=shares(conditional, between=" / "),
-        speedup=speedup(row),
-        speedup_with_prefill=speedup(row, "speedup_with_prefill"),
-        over_transformers=speedup(row, "speedup_over_transformers"),
+        speedup=_ratio(row, "speedup"),
+        speedup_with_prefill=_ratio(row, "speedup_with_prefill"),
+        over_transformers=_ratio(row, "speedup_over_transformers"),
         identical=identical(row.get("identical_to_plain")),
         passes=_passes(row),
         positions=tuple((_of(share), _of(other)) for share, other in zip(conditional, unconditional, strict=True)),
     )
+
+
+def _ratio(row: dict[str, Any], name: str) -> Ratio:
+    return Ratio(estimate(row.get(f"{name}_of_totals"), "×"), spread(row.get(name), "×"))
 
 
 def _passes(row: dict[str, Any]) -> str:
@@ -230,7 +263,7 @@ def _hardware(hardware: dict[str, Any]) -> str:
     """Name the accelerator, if there was one, and the processor with its threads."""
     processor = _said(hardware.get("processor"))
     if hardware.get("threads"):
-        processor += f" ({hardware['threads']} threads)"
+        processor += f" ({hardware['threads']} thread{'' if hardware['threads'] == 1 else 's'})"
     return f"{_said(hardware['gpu'])}, {processor}" if hardware.get("gpu") else processor
 
 

@@ -1,6 +1,5 @@
 """A plan's part for the weights to export: their tree, and the depths by batch size that servers take."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,22 +34,6 @@ class Planned:
     def alone(self) -> int:
         """Depth of the best chain at batch size 1; 0 where none pays."""
         return self.schedule[0][2] if self.schedule else 0
-
-    @property
-    def listed(self) -> str:
-        """The schedule as JSON: ``[[1,4,3],[5,16,0]]``."""
-        return json.dumps(self.schedule, separators=(",", ":"))
-
-    @property
-    def vllm(self) -> str:
-        """The schedule as members of vLLM's config of a draft model, a comma before each; empty without one.
-
-        For other methods see `decoding.measure.planning.plan_file.vllm_config`.
-        """
-        if not self.deepest:
-            return ""
-        drawn = ',"draft_sample_method":"probabilistic"' if self.drawn else ""  # else vLLM drafts by argmax
-        return f',"num_speculative_tokens_per_batch_size":{self.listed}{drawn}'
 
 
 def read_planned(path: Path, source: Path) -> Planned:

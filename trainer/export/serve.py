@@ -33,13 +33,15 @@ def commands_of(
     server: str | None = None,
     depth: int | None = None,
     shown: str | None = None,
+    shown_target: str | None = None,
 ) -> tuple[ServerCommand, ...]:
     """Return the commands of all servers that take an exported folder, or of one; empty where none takes it.
 
     ``target``: Hub id or folder of the model that it drafts for; by default the one that its provenance names.
     ``planned``: depths by batch size, read already or from a plan.json; by default the plan.json in the folder, if
     there is one. ``depth``: tokens to draft at a time, in place of a plan's. ``shown``: the folder's name in the
-    commands, such as ``DIR`` on a model card; by default its path.
+    commands, such as ``DIR`` on a model card; by default its path. ``shown_target``: the target's name in the commands,
+    which the card explains; ``target`` then gives its sizes alone.
 
     ValueError for a folder without a speculator, an unknown server, one that does not take the folder (with ``server``
     alone), and a plan of other weights.
@@ -57,12 +59,8 @@ def commands_of(
     if planned is None and (exported.folder / PLAN_NAME).is_file():
         planned = exported.folder / PLAN_NAME
     part = _planned(planned, exported) if isinstance(planned, Path) else planned
-    serving = Serving(
-        exported,
-        shown or str(exported.folder),
-        ServedTarget.named(exported.folder, target),
-        _depth(exported, part, depth),
-    )
+    served = ServedTarget.shown(shown_target, target) if shown_target else ServedTarget.named(exported.folder, target)
+    serving = Serving(exported, shown or str(exported.folder), served, _depth(exported, part, depth))
     return tuple(_WRITERS[name](serving) for name in names)
 
 

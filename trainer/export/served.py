@@ -99,6 +99,11 @@ class ServedTarget:
             warnings.append(f"the target {name} is no folder here and no ORG/NAME of the Hub: give it by --target")
         return cls(name, *_sizes(Path(name)), tuple(warnings), revision)
 
+    @classmethod
+    def shown(cls, name: str, target: str | None) -> "ServedTarget":
+        """Return a target by a name for others; its sizes are those of ``target``, if that is a folder here."""
+        return cls(name) if target is None else cls(name, *_sizes(Path(quickstart.resolve(target))))
+
 
 @dataclass(frozen=True)
 class Serving:
