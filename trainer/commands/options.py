@@ -310,6 +310,10 @@ class ExportOptions:
     check_prompts: Annotated[
         int, Option(min=0, help="Prompts decoded with the trained weights and with the written files; 0 decodes none.")
     ] = 20
+    adapters: Annotated[
+        str | None,
+        Option(help="Target beside heads trained with adapters: merged, or the adapter alone if it was kept so."),
+    ] = None
     shard_bytes: Annotated[
         int, Option(min=1, help="Greatest size of a file of weights, in bytes; more is written in shards.")
     ] = SHARD_BYTES

@@ -64,22 +64,26 @@ def export(
     prompts: Path | None = None,
     check_prompts: int = 20,
     repository: str | None = None,
+    adapters: str | None = None,
 ) -> ExportSummary:
     """Write the artefact in ``source`` to ``destination`` in one of `FORMATS`, with a model card.
 
     ``source`` is a run's folder, its ``final`` folder or one of its checkpoints; of a run that was stopped before its
     end the newest is taken. The destination appears whole or not at all, and only after the written files were read
-    back and found equal to the bit. ``report`` is a ``report.json`` by
-    `decoding.measure.evaluate` whose figures go on the card. ``overwrite`` replaces an earlier export, never a folder
-    that holds anything else. ``plan`` is a ``plan.json`` by `decoding.measure.planning` whose tree the format headstart
-    stores, and whose depths by batch size go on the card. ``target``: the model that the artefact drafts for, if it is
-    not the one that the training run recorded. ``type``: one of the format's types of numbers. ``license``: the Hub's
-    identifier of the licence under which the weights are given away, for the card. ``shard_bytes``: the greatest size
-    of a file of weights; heads and drafts that take more are written in shards. ``repository``: ORG/NAME that the
-    folder is for. Provenance, report and plan go with the weights, without local paths.
+    back and found equal to the bit. ``report`` is a ``report.json`` by `decoding.measure.evaluate` whose figures go on
+    the card. ``overwrite`` replaces an earlier export, never a folder that holds anything else. ``plan`` is a
+    ``plan.json`` by `decoding.measure.planning` whose tree the format headstart stores, and whose depths by batch size
+    go on the card. ``target``: the model that the artefact drafts for, if it is not the one that the training run
+    recorded. ``type``: one of the format's types of numbers. ``license``: the Hub's identifier of the licence under
+    which the weights are given away, for the card. ``shard_bytes``: the greatest size of a file of weights; heads and
+    drafts that take more are written in shards. ``repository``: ORG/NAME that the folder is for. Provenance, report and
+    plan go with the weights, without local paths.
 
     The target decodes ``check_prompts`` prompts with the trained weights and with the files, if both are on this
     machine: prompts of the .jsonl file ``prompts``, by default those that the training run held out.
+
+    Heads that were trained jointly with adapters get the adapted target beside them, in ``target``: ``merged``, or the
+    ``adapter`` alone, by default as trained in our own format and merged in others.
 
     `ValueError` for an unknown format or one that does not fit the artefact, a source without weights, a destination
     that is not empty, a report or a plan that is malformed or of other weights, and files that read back differently.
@@ -88,26 +92,29 @@ def export(
     check_license(license)
     check_name(format)
     _check_destination(artefact_folder(source), destination, overwrite)
-    with opened(source, destination) as (source, told):
+    with opened(source, destination) as (source, made):
         check_format(source, format, type)
+        form = _form_of(source, format, adapters)
         provenance = read_provenance(source)
         measured = _measured(Path(report), source) if report is not None else None
         planned = _planned(Path(plan), source) if plan is not None else None
-        compared = list(told)
+        compared = list(made)
 
         def write(folder: Path) -> None:
             tree = planned.tree if planned else ()
             task = Task(source, folder, format, target or target_of(source), tree, type, trust_remote_code, shard_bytes)
             written = write_format(task)
+            told = (*written.compared, *_write_target(task, form))
             _write_beside(folder, source, format, report, plan, repository)
-            _check_is_export(destination, {CARD_NAME, *(path.name for path in folder.iterdir())})
-            compared.extend((*written.compared, *_reread(task, target, prompts, check_prompts)))
+            _check_is_export(destination, {CARD_NAME, *_names_in(folder)})
+            compared.extend((*told, *_reread(task, target, prompts, check_prompts)))
             card = render_card(
                 written.artefact,
                 provenance,
                 measured,
-                commands=_commands(task, planned, provenance),
-                compared=compared,
+                commands=_commands(task, planned, provenance, form),
+                compared=without_local_paths(compared),
+                adapted=form,
                 license=license,
                 target_license=target_license(task.target),
                 repository=repository,
@@ -116,8 +123,26 @@ def export(
             _give_all_files_one_mode(folder)
 
         write_folder(destination, write)
-        files = {path.name: path.stat().st_size for path in sorted(destination.iterdir())}
+        files = {name: (destination / name).stat().st_size for name in _names_in(destination)}
         return ExportSummary(format, destination, files, tuple(compared))
+
+
+def _form_of(source: Path, format: str, asked: str | None) -> str | None:
+    """Return the form of the adapted target beside Medusa-2 heads; its module is imported for those alone."""
+    if asked is None and not (source / "target").is_dir():
+        return None
+    from trainer.export.adapted import form_of
+
+    return form_of(source, format, asked)
+
+
+def _write_target(task: Task, form: str | None) -> tuple[str, ...]:
+    """Write the adapted target beside its heads, if there is one."""
+    if form is None:
+        return ()
+    from trainer.export.adapted import write_target
+
+    return (write_target(task, form),)
 
 
 def _reread(task: Task, target: str | None, prompts: Path | None, count: int) -> tuple[str, ...]:
@@ -156,11 +181,14 @@ def _write_beside(
     write_beside(folder, source, format, report, plan, repository)
 
 
-def _commands(task: Task, planned: "Planned | None", provenance: Provenance | None) -> "tuple[ServerCommand, ...]":
+def _commands(
+    task: Task, planned: "Planned | None", provenance: Provenance | None, adapted: str | None
+) -> "tuple[ServerCommand, ...]":
     """Return the card's commands for servers; their module is imported here: `push` need not wait for torch."""
     from trainer.export.serve import commands_of
 
-    return commands_of(task.folder, task.target, planned, shown=FOLDER_NAME, shown_target=target_argument(provenance))
+    shown = target_argument(provenance, adapted)
+    return commands_of(task.folder, task.target, planned, shown=FOLDER_NAME, shown_target=shown)
 
 
 def _check_destination(source: Path, destination: Path, overwrite: bool) -> None:
@@ -180,15 +208,21 @@ def _check_is_export(destination: Path, names: set[str]) -> None:
     if not is_own_card(destination / CARD_NAME):
         raise ValueError(f"{destination} holds something else than an export of headstart's: give another folder")
     own = names.union(BESIDE)  # an earlier export may have had a report or a plan
-    others = sorted(path.name for path in destination.iterdir() if path.name not in own or not path.is_file())
-    if others:
+    if others := [name for name in _names_in(destination) if name not in own]:
         raise ValueError(
             f"{destination} also holds {others[0]}, which this export would not replace: give another folder"
         )
 
 
+def _names_in(folder: Path) -> list[str]:
+    """Return the names of all that is in a folder and its folders, but of folders that hold something."""
+    found = (path for path in sorted(folder.rglob("*")) if not path.is_dir() or not any(path.iterdir()))
+    return [path.relative_to(folder).as_posix() for path in found]
+
+
 def _give_all_files_one_mode(folder: Path) -> None:
     """Give every file the card's mode: safetensors writes for the owner alone, and servers run as other users."""
     mode = (folder / CARD_NAME).stat().st_mode
-    for path in folder.iterdir():
-        path.chmod(mode)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)

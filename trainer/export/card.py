@@ -34,6 +34,7 @@ FOLDER_NAME = "DIR"
 """The artefact's folder in the card's commands."""
 _UNKNOWN_TARGET = "TARGET"
 _ADAPTED_TARGET = "ADAPTED_TARGET"
+_TARGET_BESIDE = "DIR/target"
 _NOT_RECORDED = "not recorded"
 _SERVERS = {"vllm": "vLLM", "sglang": "SGLang"}
 _KINDS = {
@@ -202,12 +203,14 @@ def render_card(
     license: str | None = None,
     target_license: str | None = None,
     repository: str | None = None,
+    adapted: str | None = None,
 ) -> str:
     """Return the card: YAML front matter for the Hub, then Markdown. Missing facts are named as missing.
 
     ``commands``: those of the servers that take the artefact, with `FOLDER_NAME` and `target_argument` as names.
     ``compared``: sentences on what was read back after writing. ``license`` is the artefact's, as its owner gives it;
     ``target_license`` the one that the target's own card names. ``repository``: ORG/NAME that the folder is for.
+    ``adapted``: the form of the adapted target beside heads, ``merged`` or ``adapter``; None where there is none.
 
     Every text from a recipe, a report or a name passes one of the filters `text`, `code` or `fenced`, so that
     it cannot act as Markdown.
@@ -231,7 +234,8 @@ def render_card(
         title=title,
         target=target,
         target_known=target != _UNKNOWN_TARGET,
-        target_argument=target_argument(provenance),
+        target_argument=target_argument(provenance, adapted),
+        adapted=adapted,
         provenance=provenance,
         measured=measured,
         commands=commands,
@@ -264,8 +268,10 @@ def _template() -> Template:
     return environment.from_string(files("trainer.export").joinpath("card.md.j2").read_text(encoding="utf-8"))
 
 
-def target_argument(provenance: Provenance | None) -> str:
-    """Return the target's name in the card's commands: its id on the Hub, else a word that the card explains."""
+def target_argument(provenance: Provenance | None, adapted: str | None = None) -> str:
+    """Return the target's name in the card's commands: a folder there, its id on the Hub, or a word explained there."""
+    if adapted is not None:
+        return _TARGET_BESIDE
     if provenance is not None and provenance.adapted:
         return _ADAPTED_TARGET
     return shlex.quote(provenance.target) if provenance is not None and provenance.on_hub else _UNKNOWN_TARGET

@@ -26,10 +26,12 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads
 from decoding.model.lm_head import lm_head_input
 from decoding.model.loading import eos_token_ids
+from trainer.export.adapted import form_beside
 from trainer.export.artefact import Task
 from trainer.export.decoded import Decoded, decode_greedily
 from trainer.export.formats import FORMATS
 from trainer.export.questions import NotHere, Questions, Target, read_questions, read_target
+from trainer.heads.medusa2 import TARGET_FOLDER
 
 _NEAR_TIE = 1e-3
 """Difference of two logits in fp32 below which a pass over several tokens may write the other token."""
@@ -53,6 +55,8 @@ class _Reading(NamedTuple):
 
     drafter: str
     decoded: Decoded
+    plain: Decoded
+    """The same prompts without a drafter."""
     logits: Float[Tensor, "heads positions vocab"] | None
 
 
@@ -73,29 +77,33 @@ def reread(task: Task, wanted: Wanted) -> tuple[str, ...]:
 
 
 def _sentences(task: Task, wanted: Wanted, target: Target, drafters: Iterable[Drafter]) -> Iterator[str]:
-    comparison: _Comparison | None = None
+    trained: _Side | None = None
+    exported: _Side | None = None
     ours: _Reading | None = None
     for drafter in drafters:
-        if comparison is None:
+        if trained is None or exported is None:
             limits = [limit for limit in (target.model.max_positions, drafter.max_positions) if limit is not None]
             questions = read_questions(task.source, wanted.prompts, wanted.count, target, min(limits, default=None))
-            comparison = _Comparison(task, target, questions)
-        reading = comparison.read(drafter)
+            trained = _Side(target, questions)
+            beside = form_beside(task.folder) if wanted.target is None else None
+            own = (
+                None if beside is None else read_target(str(task.folder / TARGET_FOLDER), True, task.trust_remote_code)
+            )
+            exported = trained if own is None else _Side(own, questions)
+        reading = (trained if ours is None else exported).read(drafter)
         del drafter  # before the next one is loaded
         if ours is None:
             ours = reading
         else:
-            yield comparison.sentence(ours, reading)
+            yield _sentence(task, questions, ours, reading)
             ours = None
 
 
-class _Comparison:
-    """The same prompts decoded with one drafter and another, and plainly."""
+class _Side:
+    """A target that answers the prompts, plainly and with drafters."""
 
-    def __init__(self, task: Task, target: Target, questions: Questions) -> None:
-        module: Any = import_module(f"trainer.export.{FORMATS[task.format].module}")
-        self._folder, self._target, self._questions = task.folder, target, questions
-        self._rounded = hasattr(module, "rounds") and bool(module.rounds(task))
+    def __init__(self, target: Target, questions: Questions) -> None:
+        self._target, self._questions = target, questions
         self._ends = eos_token_ids(target.model.model, target.tokenizer)
         self._plain = self._decode(None)
 
@@ -112,48 +120,58 @@ class _Comparison:
             margin = margin_of(self._target.model, self._questions.prompts[place], text, plain)
             if margin is not None and (isinstance(margin, str) or margin > _NEAR_TIE):
                 raise ValueError(
-                    f"with the {drafter.label} {self._place(place, text, plain)} is not the target's own text: "
-                    "please report this, with the model's name"
+                    f"with the {drafter.label} {_place(self._questions, place, text, plain)} is not the target's own "
+                    "text: please report this, with the model's name"
                 )
         if isinstance(drafter, MedusaDrafter):
             text = (*self._questions.prompts[0], *self._plain.texts[0])
             logits = heads_logits(drafter.heads, self._target.model, text)
-        return _Reading(drafter.label, decoded, logits)
+        return _Reading(drafter.label, decoded, self._plain, logits)
 
-    def sentence(self, ours: _Reading, theirs: _Reading) -> str:
-        """Return the sentence on a pair, the trained weights first. ValueError where they differ."""
-        questions, count = self._questions, len(self._questions.prompts)
-        if not self._rounded:
-            self._check_equal(ours, theirs)
-        equal = sum(a == b for a, b in zip(ours.decoded.texts, theirs.decoded.texts, strict=True))
-        plain = sum(a == b for a, b in zip(theirs.decoded.texts, self._plain.texts, strict=True))
-        parts = [f"texts equal {equal}/{count}, to plain decoding's {plain}/{count}"]
-        if plain < count:
-            parts[0] += f" (others part where two logits are within {_NEAR_TIE})"
-        if self._rounded:
-            parts += [f"trained: {_counts(ours.decoded)}", f"exported: {_counts(theirs.decoded)}"]
-        else:
-            parts.append(_counts(theirs.decoded))
-            if ours.logits is not None:
-                parts.append(f"logits of {len(ours.logits)} heads bit-equal")
-        return f"{count} prompts of {questions.name} decoded with both ({theirs.drafter}): {'; '.join(parts)}"
 
-    def _check_equal(self, ours: _Reading, theirs: _Reading) -> None:
-        wrong = f"{self._folder} decodes otherwise than the trained weights"
-        remedy = "export again, and report this if it happens twice"
-        if ours.logits is not None and (theirs.logits is None or not torch.equal(ours.logits, theirs.logits)):
-            raise ValueError(f"{wrong}: the heads' logits differ after prompt 1 of {self._questions.name}; {remedy}")
-        for place, (mine, other) in enumerate(zip(ours.decoded.texts, theirs.decoded.texts, strict=True)):
-            if mine != other:
-                raise ValueError(f"{wrong}: {self._place(place, other, mine)} differs; {remedy}")
-        if ours.decoded != theirs.decoded:
-            raise ValueError(f"{wrong}: {_counts(ours.decoded)}, exported {_counts(theirs.decoded)}; {remedy}")
+def _sentence(task: Task, questions: Questions, ours: _Reading, theirs: _Reading) -> str:
+    """Return the sentence on a pair, the trained weights first. ValueError where they differ."""
+    module: Any = import_module(f"trainer.export.{FORMATS[task.format].module}")
+    rounded = hasattr(module, "rounds") and bool(module.rounds(task))
+    beside = form_beside(task.folder)
+    rounded |= beside is not None and beside != form_beside(task.source)  # merging rounds weights with their adapters
+    if not rounded:
+        _check_equal(task.folder, questions, ours, theirs)
+    count = len(questions.prompts)
+    equal, plain = _equal(ours.decoded, theirs.decoded), _equal(theirs.decoded, theirs.plain)
+    parts = [f"texts equal {equal}/{count}, to plain decoding's {plain}/{count}"]
+    if plain < count:
+        parts[0] += f" (others part where two logits are within {_NEAR_TIE})"
+    if rounded:
+        parts += [f"trained: {_counts(ours.decoded)}", f"exported: {_counts(theirs.decoded)}"]
+    else:
+        parts.append(_counts(theirs.decoded))
+        if ours.logits is not None:
+            parts.append(f"logits of {len(ours.logits)} heads bit-equal")
+    return f"{count} prompts of {questions.name} decoded with both ({theirs.drafter}): {'; '.join(parts)}"
 
-    def _place(self, place: int, text: Sequence[int], other: Sequence[int]) -> str:
-        """Name the first token, from 1, at which two texts of a prompt part."""
-        ends = min(len(text), len(other))
-        token = next((index for index in range(ends) if text[index] != other[index]), ends)
-        return f"token {token + 1} after prompt {place + 1} of {self._questions.name}"
+
+def _equal(some: Decoded, others: Decoded) -> int:
+    return sum(mine == other for mine, other in zip(some.texts, others.texts, strict=True))
+
+
+def _check_equal(folder: Path, questions: Questions, ours: _Reading, theirs: _Reading) -> None:
+    wrong = f"{folder} decodes otherwise than the trained weights"
+    remedy = "export again, and report this if it happens twice"
+    if ours.logits is not None and (theirs.logits is None or not torch.equal(ours.logits, theirs.logits)):
+        raise ValueError(f"{wrong}: the heads' logits differ after prompt 1 of {questions.name}; {remedy}")
+    for place, (mine, other) in enumerate(zip(ours.decoded.texts, theirs.decoded.texts, strict=True)):
+        if mine != other:
+            raise ValueError(f"{wrong}: {_place(questions, place, other, mine)} differs; {remedy}")
+    if ours.decoded != theirs.decoded:
+        raise ValueError(f"{wrong}: {_counts(ours.decoded)}, exported {_counts(theirs.decoded)}; {remedy}")
+
+
+def _place(questions: Questions, place: int, text: Sequence[int], other: Sequence[int]) -> str:
+    """Name the first token, from 1, at which two texts of a prompt part."""
+    ends = min(len(text), len(other))
+    token = next((index for index in range(ends) if text[index] != other[index]), ends)
+    return f"token {token + 1} after prompt {place + 1} of {questions.name}"
 
 
 def _counts(decoded: Decoded) -> str:
