@@ -3,6 +3,7 @@
 import filecmp
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -79,7 +80,8 @@ def _write_merged(task: Task, source: Path, folder: Path) -> str:
     from peft import PeftModel
 
     stored = read_stored_provenance(task.source)
-    dtype = parse_dtype(str(stored["recipe"]["dtype"])) if stored and "dtype" in stored["recipe"] else "auto"
+    trained_in = stored["recipe"].get("dtype") if stored else None
+    dtype: torch.dtype | Literal["auto"] = parse_dtype(str(trained_in)) if trained_in is not None else "auto"
     base = load_model(str(adapted_model(source)), dtype, torch.device("cpu"), task.trust_remote_code)
     model = PeftModel.from_pretrained(base, str(source))
     merged = merged_weights(model)
