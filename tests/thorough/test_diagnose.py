@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafters import DraftModelDrafter
 from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.commands.diagnose import run_diagnose
 from trainer.commands.evaluate import run_evaluate
 from trainer.commands.options import DiagnoseOptions, EvaluateOptions
@@ -340,6 +341,12 @@ def test_a_draft_of_an_unchanged_target_still_fits(desk: Desk, tmp_path: Path) -
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
+def test_heads_that_no_server_reads_need_something_to_be_compared_with(desk: Desk, tmp_path: Path) -> None:
+    MedusaHeads(MedusaConfig(16, 128)).save_pretrained(tmp_path / "heads")
+    with pytest.raises(ValueError, match=r"there is nothing to compare heads:.* with: give a server's --endpoint"):
+        diagnosed(desk, speculator=f"heads:{tmp_path / 'heads'}", exported=None, target="/nowhere/at/all")
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -348,7 +355,6 @@ def test_a_draft_of_an_unchanged_target_still_fits(desk: Desk, tmp_path: Path) -
         ({"base": "ORG/BASE"}, "only --stale compares with"),
         ({"stale": True, "counters": "accept len: 2.0"}, "not a server: leave out --counters, --exported"),
         ({"exported": Path("nowhere")}, "no folder that a server reads"),
-        ({"speculator": "draft:ORG/DRAFT", "exported": None}, "there is nothing to compare draft:ORG/DRAFT with"),
         ({"report": Path("nowhere.json")}, "there is no report nowhere.json"),
         ({"speculator": "lookup"}, "no trained weights"),
         ({"counters": "hello"}, "no counts of a known server are in 'hello'"),

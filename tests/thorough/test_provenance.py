@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from fake_hub import FakeHub, folder_on
+from fake_hub import hub as hub
 from rich.console import Console
 from tiny_models import tiny_model
 from tiny_training import recipe_content, tiny_tokenizer, write_corpus, write_target
@@ -21,6 +23,8 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import fingerprint, stored_fingerprint
 from decoding.model.heads import MedusaHeads
 from decoding.model.loading import load_heads, load_model
+from trainer.export import export
+from trainer.export.source import target_of
 from trainer.job import shared_identity
 from trainer.recipe.reading import parse_recipe
 from trainer.recipe.recipe import AnyRecipe
@@ -255,3 +259,21 @@ def test_a_draft_is_known_by_the_weights_it_starts_from_wherever_they_lie(run_fo
     for name, seed in (("one", 1), ("moved", 1), ("other", 2)):
         write_target(run_folder / name, seed=seed, num_hidden_layers=1)
     assert identity("one") == identity("moved") != identity("other")
+
+
+def test_models_of_the_hub_are_recorded_by_their_commits_and_read_so_again(run_folder: Path, hub: FakeHub) -> None:
+    """Though the branch that the recipe names moves on while the run is exported."""
+    commit = folder_on(hub, "zoe/target", run_folder / "target", branch="v1")
+    heads, _ = run(run_folder, "medusa", output="first", target="zoe/target@v1")
+    earlier = folder_on(hub, "zoe/heads", heads)
+    write_target(run_folder / "another", seed=4)
+    folder_on(hub, "zoe/target", run_folder / "another", branch="v1")
+    final, _ = run(run_folder, "medusa", output="second", target="zoe/target@v1", heads={"init": "zoe/heads"})
+    stored = json.loads((final / FILE_NAME).read_text())
+    assert stored["revisions"] == {"target": f"zoe/target@{commit}", "heads.init": f"zoe/heads@{earlier}"}
+    fingerprinted = stored_fingerprint(run_folder / "target")
+    assert stored["target"] == {"name": "zoe/target", "fingerprint": fingerprinted}
+    assert target_of(final) == f"zoe/target@{commit}" and stored_fingerprint(f"zoe/target@{commit}") == fingerprinted
+    export(final, run_folder / "exported", "headstart")
+    card = (run_folder / "exported" / "README.md").read_text()
+    assert "base_model: zoe/target\n" in card and f"revision `{commit}`" in card
