@@ -113,7 +113,7 @@ def test_a_round_trip_through_both_formats_keeps_every_bit_and_every_accepted_to
     assert next(first.parameters()).dtype == torch.bfloat16
     export(tmp_path / "ours", tmp_path / "vllm", "vllm")
     import_heads(str(tmp_path / "vllm"), tmp_path / "again")
-    export(tmp_path / "again", tmp_path / "medusa", "medusa", target="ORG/TARGET")
+    export(tmp_path / "again", tmp_path / "medusa", "medusa", target="ORG/TARGET", check_prompts=0)
     again, stored = load_file(tmp_path / "medusa" / "medusa_lm_head.safetensors"), random_tensors(torch.bfloat16)
     assert again.keys() == stored.keys() and all(torch.equal(again[name], stored[name]) for name in stored)
     chain = [(0,) * depth for depth in range(1, HEADS + 1)]
@@ -186,6 +186,15 @@ def test_biases_that_vllm_drops_are_read_and_noted(tmp_path: Path) -> None:
     assert any("the biases are read, though vLLM drops them" in note for note in summary.notes)
 
 
+def test_weights_of_two_dtypes_are_kept_in_one_that_holds_both(tmp_path: Path) -> None:
+    tensors = {name: tensor.bfloat16() if "linear" in name else tensor for name, tensor in random_tensors().items()}
+    summary = import_heads(str(publish(tmp_path / "theirs", tensors)), tmp_path / "ours")
+    assert "the weights have the dtypes BF16 and F32: all are kept in one that holds both" in summary.notes
+    read = load_file(tmp_path / "ours" / "model.safetensors")
+    assert torch.equal(read["heads.1.blocks.0.linear.weight"].bfloat16(), tensors["1.0.linear.weight"])
+    assert torch.equal(read["heads.1.lm_head.weight"], tensors["1.2.weight"])
+
+
 def changed(name: str, value: Any) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     return lambda tensors: {**tensors, name: value}
 
@@ -197,7 +206,7 @@ def changed(name: str, value: Any) -> Callable[[dict[str, Tensor]], dict[str, Te
         (lambda held: without(held, "1.2.weight"), r"but nothing for heads\.1\.lm_head\.weight"),
         (changed("0.0.linear.weight", torch.ones(8, HIDDEN)), r"0\.0\.linear\.weight in the shape \(8, 16\), not"),
         (changed("0.0.linear.bias", torch.full((HIDDEN,), torch.nan)), "16 of the 16 values .* are NaN"),
-        (changed("0.0.linear.bias", torch.ones(HIDDEN).half()), r"mixes dtypes \(F16, F32\)"),
+        (changed("0.0.linear.bias", torch.ones(HIDDEN).int()), "holds weights of dtype I32: heads have one of BF16"),
         (changed("0.2.bias", torch.ones(16)), "holds 0.2.bias, which is part of some head and unknown"),
         (changed("0.5.weight", torch.ones(16, HIDDEN)), "holds 0.5.weight, but its heads have 2 layers before it"),
         (changed("token_map", torch.ones(4)), "predict a trimmed vocabulary"),

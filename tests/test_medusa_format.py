@@ -10,9 +10,10 @@ import torch
 from published_heads import HEADS, HIDDEN, LAYERS, VOCAB, expected_logits, random_tensors, saved_target
 from safetensors.torch import load_file
 
+from decoding.drafters.medusa import MedusaDrafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from trainer.export import export
+from trainer.export import ExportSummary, export
 from trainer.export.artefact import Task
 from trainer.export.decoded import decode_greedily
 from trainer.export.medusa import drafters
@@ -21,18 +22,23 @@ CONFIG = MedusaConfig(HIDDEN, VOCAB, HEADS, LAYERS, ((0,), (1,), (0, 0), (1, 0),
 FILE = "medusa_lm_head.safetensors"
 
 
-def written_heads(folder: Path, config: MedusaConfig = CONFIG) -> Path:
+def written_heads(folder: Path, config: MedusaConfig = CONFIG, dtype: torch.dtype = torch.float32) -> Path:
     """Heads whose every tensor is random, biases included."""
     heads = MedusaHeads(config)
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.copy_(torch.randn(parameter.shape))
-    heads.save_pretrained(folder)
+    heads.to(dtype).save_pretrained(folder)
     return folder
 
 
+def export_medusa(source: Path, destination: Path, target: str | None = "ORG/TARGET") -> ExportSummary:
+    """Export without decoding, for which the target would have to be there."""
+    return export(source, destination, "medusa", target=target, check_prompts=0)
+
+
 def test_the_file_has_the_names_that_three_programs_look_for_and_a_config_of_three_keys(tmp_path: Path) -> None:
-    export(written_heads(tmp_path / "run"), tmp_path / "out", "medusa", target="ORG/TARGET")
+    export_medusa(written_heads(tmp_path / "run"), tmp_path / "out")
     ours, theirs = load_file(tmp_path / "run" / "model.safetensors"), load_file(tmp_path / "out" / FILE)
     assert {name: tuple(tensor.shape) for name, tensor in theirs.items()} == {
         name: tuple(tensor.shape) for name, tensor in random_tensors().items()
@@ -47,7 +53,7 @@ def test_the_file_has_the_names_that_three_programs_look_for_and_a_config_of_thr
 
 
 def test_the_file_gives_the_trained_logits_by_the_published_formula(tmp_path: Path) -> None:
-    export(written_heads(tmp_path / "run"), tmp_path / "out", "medusa", target="ORG/TARGET")
+    export_medusa(written_heads(tmp_path / "run"), tmp_path / "out")
     hidden = torch.randn(5, HIDDEN)
     ours = MedusaHeads.from_pretrained(tmp_path / "run")(hidden)
     assert torch.allclose(expected_logits(load_file(tmp_path / "out" / FILE), hidden), ours, rtol=0, atol=1e-6)
@@ -56,7 +62,7 @@ def test_the_file_gives_the_trained_logits_by_the_published_formula(tmp_path: Pa
 def test_heads_that_share_the_lm_head_get_a_copy_of_the_targets_each(tmp_path: Path) -> None:
     target = saved_target(tmp_path / "target")
     run = written_heads(tmp_path / "run", replace(CONFIG, shared_lm_head=True))
-    summary = export(run, tmp_path / "out", "medusa", target=str(target))
+    summary = export_medusa(run, tmp_path / "out", str(target))
     lm_head = load_file(target / "model.safetensors")["lm_head.weight"]
     theirs = load_file(tmp_path / "out" / FILE)
     assert all(torch.equal(theirs[f"{head}.{LAYERS}.weight"], lm_head) for head in range(HEADS))
@@ -66,12 +72,7 @@ def test_heads_that_share_the_lm_head_get_a_copy_of_the_targets_each(tmp_path: P
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}], ids=["own", "tied"])
 def test_the_copied_lm_head_is_the_one_that_the_target_writes_with(changes: dict[str, Any], tmp_path: Path) -> None:
     target = saved_target(tmp_path / "target", **changes)
-    export(
-        written_heads(tmp_path / "run", replace(CONFIG, shared_lm_head=True)),
-        tmp_path / "out",
-        "medusa",
-        target=str(target),
-    )
+    export_medusa(written_heads(tmp_path / "run", replace(CONFIG, shared_lm_head=True)), tmp_path / "out", str(target))
     stored = load_file(target / "model.safetensors")
     expected = stored["model.embed_tokens.weight" if changes else "lm_head.weight"]
     assert torch.equal(load_file(tmp_path / "out" / FILE)["0.2.weight"], expected)
@@ -79,14 +80,14 @@ def test_the_copied_lm_head_is_the_one_that_the_target_writes_with(changes: dict
 
 def test_a_local_target_is_named_without_its_path(tmp_path: Path) -> None:
     target = saved_target(tmp_path / "target")
-    summary = export(written_heads(tmp_path / "run"), tmp_path / "out", "medusa", target=str(target))
+    summary = export_medusa(written_heads(tmp_path / "run"), tmp_path / "out", str(target))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["base_model_name_or_path"] == "target"
     assert "put a folder or hub id there that the reader finds" in str(summary)
 
 
 def test_heads_without_a_known_target_are_refused_as_readers_would_load_a_default_one(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"do not tell their target.*give it as target"):
-        export(written_heads(tmp_path / "run"), tmp_path / "out", "medusa")
+        export_medusa(written_heads(tmp_path / "run"), tmp_path / "out", None)
     assert not (tmp_path / "out").exists()
 
 
@@ -99,13 +100,19 @@ def test_heads_without_a_known_target_are_refused_as_readers_would_load_a_defaul
 )
 def test_heads_that_read_tokens_are_refused(change: dict[str, Any], complaint: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=complaint):
-        export(written_heads(tmp_path / "run", replace(CONFIG, **change)), tmp_path / "out", "medusa", target="O/T")
+        export_medusa(written_heads(tmp_path / "run", replace(CONFIG, **change)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_the_exported_files_draft_as_the_trained_heads_do(tmp_path: Path, tiny_llama: CausalLM) -> None:
-    export(written_heads(tmp_path / "run"), tmp_path / "out", "medusa", target="ORG/TARGET")
-    trained, exported = drafters(Task(tmp_path / "run", tmp_path / "out", "medusa"), tiny_llama)
+@pytest.mark.parametrize("shared", [False, True], ids=["own lm_head", "shared"])
+def test_the_exported_files_draft_as_the_trained_heads_do(shared: bool, tmp_path: Path, tiny_llama: CausalLM) -> None:
+    """Also bf16 heads with a copy of an lm_head in fp32, which stays what it is."""
+    run = written_heads(tmp_path / "run", replace(CONFIG, shared_lm_head=shared), torch.bfloat16)
+    export_medusa(run, tmp_path / "out", str(saved_target(tmp_path / "target")))
+    trained, exported = drafters(Task(run, tmp_path / "out", "medusa"), tiny_llama)
     assert trained.max_nodes == exported.max_nodes == len(CONFIG.tree) + 1
     ours, theirs = (decode_greedily(tiny_llama, each, [[3, 1, 4], [1, 5]], 24) for each in (trained, exported))
     assert ours == theirs and ours.drafted > 0
+    assert isinstance(trained, MedusaDrafter) and isinstance(exported, MedusaDrafter)
+    hidden, lm_head = torch.randn(4, HIDDEN), tiny_llama.model.get_output_embeddings()
+    assert torch.equal(trained.heads(hidden, lm_head), exported.heads(hidden))

@@ -16,7 +16,7 @@ _MOST_BYTES = 256 << 20
 """Greatest size of a JSON file, in bytes; the index of the largest models has a few MiB."""
 SHARD_BYTES = 5 * 10**9
 """Greatest size of a file of weights, in bytes; a larger tensor has a file of its own."""
-_FLOATS = ("BF16", "F16", "F32", "F64")
+FLOATS = ("BF16", "F16", "F32", "F64")
 """Dtypes that heads may have, by their safetensors names."""
 
 
@@ -72,16 +72,15 @@ def check_tensors(
         known.add(name)
     if unknown := sorted(header.keys() - known):
         raise ValueError(f"{path} does not fit its config: {unknown[0]} is unknown; {remedy}")
-    check_one_float(path, header)
+    _check_one_float(path, header)
 
 
-def check_one_float(path: Path, header: Mapping[str, StoredTensor]) -> None:
-    """Raise ValueError unless all tensors of weights have the same floating dtype."""
+def _check_one_float(path: Path, header: Mapping[str, StoredTensor]) -> None:
     dtypes = sorted({tensor.dtype for tensor in header.values()})
     if len(dtypes) > 1:
         raise ValueError(f"{path} mixes dtypes ({', '.join(dtypes)}): save the heads in one")
-    if other := [dtype for dtype in dtypes if dtype not in _FLOATS]:
-        raise ValueError(f"{path} holds weights of dtype {other[0]}: save the heads in one of {', '.join(_FLOATS)}")
+    if other := [dtype for dtype in dtypes if dtype not in FLOATS]:
+        raise ValueError(f"{path} holds weights of dtype {other[0]}: save the heads in one of {', '.join(FLOATS)}")
 
 
 def check_whole(key: str, value: object, least: int = 1) -> None:

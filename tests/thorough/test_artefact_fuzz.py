@@ -39,14 +39,14 @@ def write_vllm_heads(folder: Path) -> None:
 
 def write_medusa_heads(folder: Path) -> None:
     write_heads(folder.parent / "own")
-    export(folder.parent / "own", folder, "medusa", target="ORG/TARGET")
+    export(folder.parent / "own", folder, "medusa", target="ORG/TARGET", check_prompts=0)
 
 
 def write_pickled_heads(folder: Path) -> None:
     """FasterDecoding's file; most of its bytes are weights, of which any other byte makes other ones."""
     config = MedusaConfig(4, 8, num_heads=3, tree=((0,),))
     MedusaHeads(config).save_pretrained(folder.parent / "own")
-    export(folder.parent / "own", folder, "medusa", target="ORG/TARGET")
+    export(folder.parent / "own", folder, "medusa", target="ORG/TARGET", check_prompts=0)
     torch.save(load_file(folder / "medusa_lm_head.safetensors"), folder / "medusa_lm_head.pt")
     (folder / "medusa_lm_head.safetensors").unlink()
 

@@ -135,9 +135,9 @@ def _provenance(origin: Mapping[str, Any], target: str | None, trust_remote_code
 
 def _described(heads: MedusaHeads) -> str:
     config = heads.config
-    dtype = str(next(heads.parameters()).dtype).removeprefix("torch.")
+    dtype, plural = str(next(heads.parameters()).dtype).removeprefix("torch."), "" if config.num_layers == 1 else "s"
     return (
-        f"{config.num_heads} Medusa heads of {config.num_layers} layers, {config.hidden_size} wide, "
+        f"{config.num_heads} Medusa heads of {config.num_layers} layer{plural}, {config.hidden_size} wide, "
         f"{config.vocab_size:,} tokens, {dtype}"
     )
 

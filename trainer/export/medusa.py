@@ -7,6 +7,7 @@ no part of it.
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,10 +23,10 @@ from decoding.model.hub import hub_name
 from decoding.model.loading import load_heads
 from trainer.export.artefact import Task, Written
 from trainer.export.headstart import describe_heads
-from trainer.export.published import MEDUSA_NAME, find_published, read_published
-from trainer.export.readback import check_bit_equal
+from trainer.export.plain_heads import check_plain, lm_head_of_target
+from trainer.export.published import MEDUSA_NAME, find_published, read_published, tensors_of
+from trainer.export.readback import check_each
 from trainer.files.head_names import medusa_name
-from trainer.target.stored_lm_head import read_lm_head
 
 
 def write(task: Task) -> Written:
@@ -40,15 +41,17 @@ def write(task: Task) -> Written:
     state, config = heads.state_dict(), heads.config
     if config.shared_lm_head:
         config = replace(config, shared_lm_head=False)
-        state |= _copies(config, task, next(iter(state.values())) if state else None)
+        lm_head = lm_head_of_target(task, config)
+        state |= {name: lm_head for name, _ in config.shapes() if name.endswith("lm_head.weight")}
     named = hub_name(task.target)
     base = published_name(task.target) if named is None else named.repo_id
     (task.folder / CONFIG_NAME).write_text(json.dumps(_described(config, base), indent=2) + "\n")
     _save({medusa_name(name, config.num_layers): tensor for name, tensor in state.items()}, task)
     published = find_published(task.folder)
-    if published.notes or published.format != "medusa":
-        raise ValueError(f"{task.folder} reads back differently: {'; '.join(published.notes)}: export again")
-    check_bit_equal(state, read_published(published).state_dict(), task.folder)
+    if published.config != replace(config, tree=published.config.tree):
+        raise ValueError(f"{task.folder} reads back with other sizes than were written: export again")
+    own = {stored: name for name, stored in published.names.items()}
+    check_each(state, ((own[name], tensor) for name, tensor in tensors_of(published, set(own))), task.folder)
     compared = [f"{len(state)} tensors read back bit-equal under the names of FasterDecoding's files"]
     if heads.config.shared_lm_head:
         compared.append(f"each head has a copy of the lm_head of {base}, which the trained heads share")
@@ -61,26 +64,13 @@ def write(task: Task) -> Written:
     return Written(describe_heads(heads, task.format), tuple(compared))
 
 
-def drafters(task: Task, target: CausalLM) -> tuple[Drafter, Drafter]:
-    """Return drafters by the trained heads and by the exported files alone, both of the trained heads' tree."""
+def drafters(task: Task, target: CausalLM) -> Iterator[Drafter]:
+    """Yield the trained heads and the written ones as drafters of the trained tree: see `trainer.export.reread`."""
     trained = load_heads(task.source, target)
-    exported = read_published(find_published(task.folder)).to(target.device, target.dtype)
     tree = task.tree or trained.config.tree
-    return MedusaDrafter(trained, tree), MedusaDrafter(exported, tree)
-
-
-def check_plain(config: MedusaConfig, task: Task) -> None:
-    """Raise ValueError for heads that read tokens, for which only our own format has a place."""
-    if config.sequential:
-        raise ValueError(
-            f"the heads in {task.source} read one another's tokens, for which format {task.format} has no place: "
-            "give format headstart, or train heads with heads.sequential=false"
-        )
-    if config.markov_rank:
-        raise ValueError(
-            f"the heads in {task.source} add a bias of rank {config.markov_rank} by the token before, for which format "
-            f"{task.format} has no place: give format headstart, or train heads with heads.markov_rank=0"
-        )
+    yield MedusaDrafter(trained, tree)
+    del trained
+    yield MedusaDrafter(read_published(find_published(task.folder)).to(target.device, target.dtype), tree)
 
 
 def _described(config: MedusaConfig, base: str) -> dict[str, Any]:
@@ -89,15 +79,6 @@ def _described(config: MedusaConfig, base: str) -> dict[str, Any]:
         "medusa_num_heads": config.num_heads,
         "medusa_num_layers": config.num_layers,
     }
-
-
-def _copies(config: MedusaConfig, task: Task, like: Tensor | None) -> dict[str, Tensor]:
-    """Return the target's lm_head under the name of each head's output layer: one tensor, not copies of it."""
-    assert task.target is not None
-    weight = read_lm_head(task.target, task.trust_remote_code)
-    config.check_fits(weight.shape[1], weight.shape[0])
-    weight = weight if like is None else weight.to(like.dtype)
-    return {name: weight for name, _ in config.shapes() if name.endswith("lm_head.weight")}
 
 
 def _save(tensors: dict[str, Tensor], task: Task) -> None:

@@ -9,6 +9,7 @@ import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from decoding.model.header import StoredTensor, check_one_float, read_header, read_object
+from decoding.model.header import FLOATS, StoredTensor, read_header, read_object
 from decoding.model.heads import CONFIG_NAME, FORMAT, MedusaConfig, MedusaHeads, loaded
 from decoding.model.stored import weight_files
 from decoding.rules.tree import MOST_NODES
@@ -75,10 +76,10 @@ def find_published(folder: Path, vocab_size: int | None = None) -> Published:
     one_lm_head = _one_lm_head(claims, header) if format == "vllm" else None
     config = _config(folder, header, places, one_lm_head, vocab_size or claims.get("vocab_size"))
     names, missing = _names(folder, config, header, places, shared=one_lm_head)
-    check_one_float(folder, {name: header[name] for name in names.values()})
-    used = {*names.values(), one_lm_head}
+    used = {*names.values(), *([] if one_lm_head is None else [one_lm_head])}
     notes = (
         *_differing(folder, format, claims, config),
+        *_dtypes(folder, {header[name].dtype for name in used}),
         *_remarks(config, claims, format, missing, one_lm_head),
         *_left_out(folder, sorted(header.keys() - used)),
     )
@@ -86,8 +87,9 @@ def find_published(folder: Path, vocab_size: int | None = None) -> Published:
 
 
 def read_published(published: Published, one_lm_head: bool = False) -> MedusaHeads:
-    """Read the heads in their stored dtype; a missing bias is zero. ValueError for a weight that is not finite.
+    """Read the heads in their stored dtype, or the one that holds all of theirs; a missing bias is zero.
 
+    ValueError for a weight that is not finite.
     ``one_lm_head``: their single output layer is the target's, so that the heads share it; else each has a copy.
     """
     config, names = published.config, dict(published.names)
@@ -96,7 +98,7 @@ def read_published(published: Published, one_lm_head: bool = False) -> MedusaHea
         if not one_lm_head:
             names |= {name: published.one_lm_head for name, _ in config.shapes() if name.endswith("lm_head.weight")}
     stored = dict(tensors_of(published, set(names.values())))
-    dtype = next(stored[names[name]].dtype for name in names)  # a single output layer may have another
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in stored.values()))
     weights = {
         name: stored[names[name]].to(dtype, copy=True) if name in names else torch.zeros(shape, dtype=dtype)
         for name, shape in config.shapes()
@@ -243,6 +245,14 @@ def _differing(folder: Path, format: str, claims: Mapping[str, Any], config: Med
             raise ValueError(f"{folder / CONFIG_NAME} says {key} is {claimed}, but the weights hold {size}: {_REMEDY}")
         if type(claimed) is not int or claimed != size:
             yield f"{CONFIG_NAME} says {key} is {reprlib.repr(claimed)}, the weights hold {size}: the weights decide"
+
+
+def _dtypes(folder: Path, found: set[str]) -> Iterator[str]:
+    """Yield a note on weights of several dtypes; ValueError for one that is no float."""
+    if others := sorted(found - set(FLOATS)):
+        raise ValueError(f"{folder} holds weights of dtype {others[0]}: heads have one of {', '.join(FLOATS)}")
+    if len(found) > 1:
+        yield f"the weights have the dtypes {' and '.join(sorted(found))}: all are kept in one that holds both"
 
 
 def _remarks(

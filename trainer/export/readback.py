@@ -11,15 +11,16 @@ from decoding.model.stored import stored_weights
 
 def check_stored(written: Mapping[str, Tensor], folder: Path) -> None:
     """Compare the folder's weights with what was written, one tensor in memory at a time; errors: `check_bit_equal`."""
-    _check_each(written, stored_weights(folder, "export again"), folder)
+    check_each(written, stored_weights(folder, "export again"), folder)
 
 
 def check_bit_equal(written: Mapping[str, Tensor], read: Mapping[str, Tensor], folder: Path) -> None:
     """Raise `ValueError` unless both hold the same names, dtypes, shapes and bits. Equal NaNs count as equal."""
-    _check_each(written, read.items(), folder)
+    check_each(written, read.items(), folder)
 
 
-def _check_each(written: Mapping[str, Tensor], read: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+def check_each(written: Mapping[str, Tensor], read: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """Compare tensors one by one as they are read; errors: `check_bit_equal`."""
     missing = set(written)
     for name, other in read:
         if name not in missing:
