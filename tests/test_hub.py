@@ -330,6 +330,6 @@ def test_without_a_token_the_message_says_where_to_get_one(
 def test_a_link_out_of_the_folder_is_refused(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "secret.json").write_text("{}")
     (folder / "notes.json").symlink_to(tmp_path / "secret.json")
-    with pytest.raises(ValueError, match=r"notes\.json is a link out of the folder: put the file itself there"):
+    with pytest.raises(ValueError, match=r"notes\.json is a link out of its folder: put the file itself there"):
         upload(folder, REPOSITORY)
     assert hub.requests == []

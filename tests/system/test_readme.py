@@ -33,6 +33,7 @@ DRAFTS = (ROOT / "docs" / "drafts.md").read_text()
 PLAN = (ROOT / "docs" / "plan.md").read_text()
 EVALUATE = (ROOT / "docs" / "evaluate.md").read_text()
 DIAGNOSE = (ROOT / "docs" / "diagnose.md").read_text()
+ARTEFACTS = (ROOT / "docs" / "artefacts.md").read_text()
 SERVING = (ROOT / "docs" / "serving.md").read_text()
 VERIFY = (ROOT / "docs" / "verify.md").read_text()
 _TINY_RECIPE = (
@@ -170,6 +171,17 @@ def test_every_command_of_the_page_on_serving_runs_in_the_order_given(
     program.write_text(served["argv"][2])
     done = warm.run([str(program)], desk, seconds=60)
     assert done.returncode == 0 and "Once upon a time" in done.stdout, done.stderr
+
+
+def test_every_command_of_the_page_on_artefacts_runs_in_the_order_given(
+    desk: Path, environment: dict[str, str], warm: WarmProgram
+) -> None:
+    found = commands(ARTEFACTS)
+    assert len(found) == 2
+    for command in found:  # with the heads that the README trains
+        run(command, desk, environment, warm)
+    trained, imported = (desk / folder / "model.safetensors" for folder in ("runs/heads/final", "imported/heads"))
+    assert trained.read_bytes() == imported.read_bytes()
 
 
 def test_every_command_of_the_page_on_evaluating_runs_in_the_order_given(

@@ -16,6 +16,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RevisionNo
 from huggingface_hub.errors import HTTPError as ClientError  # type: ignore[attr-defined]  # whichever client it uses
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in __all__
 
+from trainer.files.folders import check_links
+
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _WEIGHTS = ("*.safetensors", "*.gguf")
 _MESSAGE = "Upload with Headstart"
@@ -115,11 +117,10 @@ def _check_folder(folder: Path) -> None:
     for there, name in ((has_weights, "model.safetensors"), ((folder / "README.md").is_file(), "README.md")):
         if not there:
             raise ValueError(f"{folder} holds no exported artefact ({name} is missing): export first")
+    check_links(folder)
     for path in sorted(folder.rglob("*")):
         if path.suffix.lower() in PICKLES:
             raise ValueError(f"{path} may be a pickle, which runs code when it is loaded: remove it, then push again")
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise ValueError(f"{path} is a link out of the folder: put the file itself there, then push again")
 
 
 def _refuse_token_in_files(folder: Path, token: str) -> None:
