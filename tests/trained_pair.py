@@ -3,6 +3,7 @@
 import io
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,24 +33,27 @@ def sentences(count: int, seed: int = 0) -> list[str]:
     return texts
 
 
-def bpe_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE that splits texts as the quickstart's does; token 0 is the end."""
+def bpe_tokenizer(texts: Sequence[str] = (), use_regex: bool = True) -> PreTrainedTokenizerFast:
+    """A byte-level BPE that splits texts as the quickstart's does; token 0 is the end.
+
+    Trained on ``texts``, by default sentences; without ``use_regex`` its tokens go beyond words.
+    """
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(sentences(100), trainer)
+    tokenizer.train_from_iterator(texts or sentences(100), trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END)
     fast.chat_template = CHAT
     return fast
 
 
-def train_pair(folder: Path, steps: int = 60, draft_steps: int = 12) -> tuple[Path, Path]:
+def train_pair(folder: Path, steps: int = 70, draft_steps: int = 10) -> tuple[Path, Path]:
     """Train a target, and a draft of one of its layers; returns their folders."""
     bpe_tokenizer().save_pretrained(folder / "tokenizer")
     for name, count in (("train", 400), ("heldout", 4)):
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in sentences(count, seed=count))
+        lines = "".join(json.dumps({"text": text + END}) + "\n" for text in sentences(count, seed=count))
         (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = {"tokenizer": str(folder / "tokenizer"), "max_position_embeddings": 256, **sizes}

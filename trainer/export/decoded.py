@@ -21,6 +21,8 @@ class Decoded:
     """Drafted tokens: nodes of the trees, whether or not the text had room for them."""
     accepted: tuple[int, ...]
     """Accepted drafted tokens at each position, from the first."""
+    ended: tuple[int, ...]
+    """Accepted tokens that ended their text and had drafted tokens behind them: llama.cpp does not count them."""
 
 
 def decode_greedily(
@@ -42,6 +44,7 @@ def decode_greedily(
     texts: list[tuple[int, ...]] = [()] * len(prompts)
     passes, drafted = 0, 0
     accepted: list[int] = []
+    ended: list[int] = []
     for place, step in Engine(target, drafter).steps(prompts, config, batch_size=batch_size):
         if len(texts[place]) >= max_new_tokens:
             continue
@@ -49,7 +52,11 @@ def decode_greedily(
         if step.is_prefill:
             continue
         passes, drafted = passes + 1, drafted + step.drafted
-        accepted += [0] * (step.accepted - len(accepted))
+        unseen = [0] * (step.accepted - len(accepted))
+        accepted, ended = accepted + unseen, ended + unseen
         for position in range(step.accepted):
             accepted[position] += 1
-    return Decoded(tuple(text[:max_new_tokens] for text in texts), passes, drafted, tuple(accepted))
+        if len(step.tokens) == step.accepted < step.drafted and step.tokens[-1] in eos_token_ids:
+            ended[step.accepted - 1] += 1
+    cut = tuple(text[:max_new_tokens] for text in texts)
+    return Decoded(cut, passes, drafted, tuple(accepted), tuple(ended))

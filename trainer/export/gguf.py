@@ -43,7 +43,7 @@ def write(task: Task) -> Written:
     model, remarks = _load(task)
     tokenizer = load_tokenizer(str(task.source), task.trust_remote_code)
     vocabulary = vocabulary_of(tokenizer, model.config.vocab_size, eos_token_ids(model, tokenizer))
-    metadata = {**metadata_of(model), "general.name": task.source.resolve().name, **vocabulary.metadata}
+    metadata = {**metadata_of(model), **vocabulary.metadata}
     type, path = task.type or _TYPE_OF.get(model.dtype, "f32"), task.folder / FILE_NAME
     write_file(path, metadata, tensors_of(model), type)
     compared = compare_file(path, metadata, tensors_of(model))

@@ -1,0 +1,214 @@
+"""What was exported as GGUF, in real llama.cpp: our texts, our counts, our logits and our tokens, and two controls.
+
+Needs the environment that `make engines` makes, of which `make test` takes care.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+from trained_pair import bpe_tokenizer, sentences, train_pair
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from decoding.drafters import DraftModelDrafter
+from decoding.model.causal_lm import CausalLM
+from decoding.model.loading import eos_token_ids, load_model, load_tokenizer
+from trainer.export import export
+
+ROOT = Path(__file__).resolve().parents[2]
+with pytest.MonkeyPatch.context() as patched:
+    patched.syspath_prepend(str(ROOT / "benchmarks"))
+    from llama_cpp_engine import PYTHON, Case, serve
+
+pytestmark = pytest.mark.skipif(not PYTHON.is_file(), reason="runs in the engines' own environment, by `make engines`")
+
+TYPES = ("f32", "f16", "bf16", "q8_0")
+PROMPTS, MAX_NEW_TOKENS, DRAFT_TOKENS = 12, 48, 4
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3 = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+TEXTS = (
+    *sentences(4, seed=2),
+    Path(__file__).read_text(encoding="utf-8")[:3000],
+    "  Ann's\t12345 egg-s,\n\n\n   DON'T she'll  1 22 333\r\n  ",
+    "Zoë has ½ naïve café… 数字 12 卵 🦆🦆 e\u0301 ²³",
+    "Tim<|end|>Eve has 9 fans.<|end|>",
+    "",
+)
+SLOWED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+STRETCHED = {"factor": 4.0, "original_max_position_embeddings": 64}
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
+    "tied": ("llama", {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "llama3": ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **SLOWED}}),
+    "yarn": ("qwen3", {"head_dim": 32, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, **STRETCHED}}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+}
+Row = dict[str, Any]
+
+
+def split_by(*parts: Any) -> PreTrainedTokenizerFast:
+    """A byte-level BPE whose tokens go beyond words, digits and lines, so that the pre-tokenizer shows."""
+    tokenizer = bpe_tokenizer([*TEXTS, "12345 " * 99], use_regex=False)
+    by_words = not any(isinstance(part, pre_tokenizers.Split) for part in parts)
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_words)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*parts, last])
+    return tokenizer
+
+
+def sentencepiece_like() -> PreTrainedTokenizerFast:
+    """A BPE with byte fallback, merged in the order of its tokens, that begins texts with <s> and a space."""
+    words = ["▁A", "nn", "▁Ann", "ha", "▁h", "as", "▁ha", "▁has", "gg", "egg", "▁egg", "▁▁", "▁▁▁▁", "12"]
+    letters = ["▁", *"AEBTZabcdefghijklmnopqrstuvwxyz0123456789.,'"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters, *words]
+    known = {token: i for i, token in enumerate(tokens)}
+    pairs = [(word[:cut], word[cut:]) for word in words for cut in range(1, len(word))]
+    merges = [(left, right) for left, right in pairs if left in known and right in known]
+    tokenizer = Tokenizer(models.BPE(vocab=known, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+TOKENIZERS = {
+    "gpt-2": split_by,
+    "smollm": lambda: split_by(pre_tokenizers.Digits(individual_digits=True)),
+    "qwen2": lambda: split_by(pre_tokenizers.Split(Regex(QWEN2), "isolated")),
+    "smaug-bpe": lambda: split_by(pre_tokenizers.Split(Regex(LLAMA3), "isolated")),
+    "sentencepiece": sentencepiece_like,
+}
+
+
+class Desk:
+    """A trained pair, and random models of other architectures and tokenizers, as folders and as GGUF files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.pair = train_pair(folder)
+        self.target, self.draft = (CausalLM(load_model(str(path), torch.float32)) for path in self.pair)
+        self.tokenizer = load_tokenizer(str(self.pair[0]))
+        self.ends = eos_token_ids(self.target.model, self.tokenizer)
+        cut = [self.tokenizer(text)["input_ids"] for text in sentences(PROMPTS, seed=5)]
+        self.prompts = [tokens[: 4 + place] for place, tokens in enumerate(cut)]
+        self.probed = tuple(tuple(tokens[:count]) for tokens in cut[:3] for count in (1, 9, len(tokens)))
+        self.random: dict[str, CausalLM] = {}
+
+    def file(self, source: Path, name: str, type: str = "f32") -> Path:
+        return export(source, self.folder / "gguf" / name, "gguf", type=type, check_prompts=0).folder / "model.gguf"
+
+    def random_file(self, name: str, tokenizer: PreTrainedTokenizerFast, family: str, **changes: Any) -> Path:
+        """A random model's file; large weights, so that logits differ by whole numbers."""
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "initializer_range": 0.1}
+        rows = self.target.vocab_size + 8  # transformers gives every tokenizer of a qwen2 one token more
+        model = tiny_model(family, rows, **{**sizes, "max_position_embeddings": 256, **changes})
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.5)
+        model.save_pretrained(self.folder / name)
+        tokenizer.save_pretrained(self.folder / name)
+        self.random[name] = CausalLM(model)
+        return self.file(self.folder / name, name)
+
+    def with_other_embeddings(self) -> Path:
+        """The trained draft, each of its tokens given the embedding of the one before."""
+        folder = self.folder / "damaged"
+        shutil.copytree(self.pair[1], folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        with torch.no_grad():
+            embeddings = model.get_input_embeddings().weight
+            embeddings.copy_(embeddings.roll(1, dims=0))
+        model.save_pretrained(folder)
+        return self.file(folder, "damaged-gguf")
+
+    def cases(self) -> list[Case]:
+        target, draft = (
+            {type: self.file(folder, f"{kind}-{type}", type) for type in TYPES}
+            for kind, folder in zip(("target", "draft"), self.pair, strict=True)
+        )
+        own = DraftModelDrafter(self.draft, (1,) * DRAFT_TOKENS)
+        found = [Case(f"plain {type}", target[type], probed=self.probed) for type in TYPES]
+        found += [Case(f"draft {type}", target[type], draft[type], drafter=own) for type in TYPES]
+        found.append(Case("damaged", target["f32"], self.with_other_embeddings(), drafter=own))
+        for name, (family, changes) in ARCHITECTURES.items():
+            found.append(Case(name, self.random_file(name, bpe_tokenizer(), family, **changes), probed=self.probed))
+        for name, make in TOKENIZERS.items():
+            found.append(Case(f"split {name}", self.random_file(f"split-{name}", make(), "llama"), texts=TEXTS))
+        return found
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
+    return Desk(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="module")
+def found(desk: Desk) -> dict[str, Row]:
+    """The rows of all cases by name, from one process of llama.cpp."""
+    rows = serve(desk.target, desk.cases(), desk.prompts, MAX_NEW_TOKENS, desk.ends)
+    return {row["artefact"]: row for row in rows}
+
+
+def test_plain_decoding_writes_our_text_a_token_a_pass(found: dict[str, Row]) -> None:
+    row = found["plain f32"]
+    assert row["engine"] == "llama.cpp" and row["equal"] == row["prompts"] == PROMPTS
+    assert row["theirs"] == row["ours"]
+    assert len({tuple(text) for text in row["texts"]}) > 3, "the texts differ"
+    assert sum(text[-1] == 0 for text in row["texts"]) > 1, "some end before they are cut"
+
+
+def test_a_trained_draft_writes_our_text_in_as_many_passes_as_here(found: dict[str, Row]) -> None:
+    row = found["draft f32"]
+    assert row["equal"] == row["prompts"] == PROMPTS
+    assert row["theirs"] == row["ours"]
+    accepted, drafted = row["theirs"]["accepted"], row["theirs"]["drafted"]
+    assert len(accepted) == DRAFT_TOKENS and 0.1 * drafted < sum(accepted) < 0.9 * drafted, "neither none nor all"
+    assert row["theirs"]["passes"] < found["plain f32"]["theirs"]["passes"]
+
+
+@pytest.mark.parametrize("type", TYPES)
+def test_every_type_speculates_without_loss_against_its_own_target(found: dict[str, Row], type: str) -> None:
+    plain, drafted = found[f"plain {type}"], found[f"draft {type}"]
+    assert drafted["texts"] == plain["texts"]
+    assert sum(drafted["theirs"]["accepted"]) > 0.1 * drafted["theirs"]["drafted"]
+
+
+def test_a_damaged_draft_shows_in_the_counts_and_not_in_the_text(found: dict[str, Row]) -> None:
+    row = found["damaged"]
+    assert row["equal"] == PROMPTS
+    assert sum(row["theirs"]["accepted"]) < sum(row["ours"]["accepted"]) / 2
+
+
+@torch.inference_mode()
+def error_of(model: CausalLM, probed: tuple[tuple[int, ...], ...], logprobs: list[list[float]]) -> float:
+    """The largest difference of a log-probability."""
+    ours = torch.stack([model.model(torch.tensor([text])).logits[0, -1].log_softmax(-1) for text in probed])
+    return float((ours - torch.tensor(logprobs)).abs().max())
+
+
+def test_logits_are_ours_within_rounding(desk: Desk, found: dict[str, Row]) -> None:
+    errors = {type: error_of(desk.target, desk.probed, found[f"plain {type}"]["logprobs"]) for type in TYPES}
+    assert errors["f32"] < 1e-3
+    assert all(1e-3 < errors[type] < 1 for type in ("bf16", "q8_0")), errors
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_and_scaling_has_our_logits(desk: Desk, found: dict[str, Row], name: str) -> None:
+    assert error_of(desk.random[name], desk.probed, found[name]["logprobs"]) < 1e-3
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_llama_cpp_splits_texts_as_the_tokenizer_does(desk: Desk, found: dict[str, Row], name: str) -> None:
+    tokenizer = load_tokenizer(str(desk.folder / f"split-{name}"))
+    for text, tokens in zip(TEXTS, found[f"split {name}"]["tokenised"], strict=True):
+        assert tokens == tokenizer(text)["input_ids"], text
+
+
+def test_the_texts_tell_the_tokenizers_apart(found: dict[str, Row]) -> None:
+    split = [str(found[f"split {name}"]["tokenised"]) for name in TOKENIZERS]
+    assert len(set(split)) == len(TOKENIZERS)
