@@ -50,6 +50,7 @@ def test_shared_heads_take_one_copy_of_their_targets_lm_head_with_them(tmp_path:
     ]
     assert torch.equal(stored["lm_heads.0.weight"], lm_head), "in fp32, as the target stores it"
     assert summary.compared[0].startswith("5 tensors read back bit-equal")
+    assert "with a copy of the target's lm_head" in (tmp_path / "out" / "README.md").read_text()
     read = read_vllm_heads(tmp_path / "out")
     assert read.config == heads.config
     assert all(torch.equal(tensor, read.state_dict()[name]) for name, tensor in heads.state_dict().items())
