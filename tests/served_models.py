@@ -72,8 +72,9 @@ class Desk:
         labels = torch.stack([self.texts[:, head + 2 :][:, :length] for head in range(TOKENS)])
         _fit(heads.parameters(), lambda: _loss(heads(states[:, :length], lm_head), labels))
         heads.save_pretrained(self.folder / name)
-        recipe = {"recipe": {"target": str(self.folder / "target")}, "target": {"name": "target"}}
-        return _with_provenance(self.folder / name, recipe)
+        provenance = {"target": {"name": str(self.folder / "target")}}
+        (self.folder / name / "provenance.json").write_text(json.dumps(provenance))
+        return self.folder / name
 
     def write_draft(self, name: str) -> Path:
         """Train the target's first layer to write on as the target does."""
@@ -112,8 +113,3 @@ def _fit(parameters: Any, loss: Callable[[], Tensor], steps: int = 40) -> None:
 
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-
-
-def _with_provenance(folder: Path, content: dict[str, Any]) -> Path:
-    (folder / "provenance.json").write_text(json.dumps(content))
-    return folder
