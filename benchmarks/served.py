@@ -1,0 +1,184 @@
+"""Comparison of exports in other people's engines with our own loop: greedy texts, passes, accepted drafts.
+
+One row for each engine and artefact, in fp32: how many texts equal our plain decoding's, and both sides' counts. An
+engine without its environment is left out: `make engines` makes llama.cpp's, `make vllm` makes vLLM's.
+
+    python benchmarks/served.py --target FOLDER --draft RUN --heads RUN --shared-heads RUN --parallel RUN \
+        --prompts FILE.jsonl --output FILE.json
+"""
+
+# ruff: noqa: E402  # waiting of threads is set before torch is imported
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from decoding.threads import spin_briefly
+
+spin_briefly()  # before torch is imported
+
+import llama_cpp_engine
+import torch
+import vllm_engine
+from rich.table import Table
+from transformers import PreTrainedTokenizerBase
+
+from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter
+from decoding.drafters.parallel import ParallelDrafter
+from decoding.measure.machine import commit, hardware, versions
+from decoding.measure.questions import read_prompts
+from decoding.measure.redact import basename
+from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import MedusaHeads
+from decoding.model.loading import (
+    eos_token_ids,
+    load_draft,
+    load_heads,
+    load_model,
+    load_parallel_draft,
+    load_tokenizer,
+)
+from trainer.export import export
+from trainer.export.source import artefact_folder
+from trainer.terminal.console import standard_output
+from trainer.terminal.quiet import quiet_libraries
+
+DRAFT_TOKENS = 4
+ARTEFACTS = ("draft", "heads", "shared-heads", "parallel")
+
+
+class Bench(NamedTuple):
+    """A target in fp32, the folders of what was trained for it, and an empty folder to export to."""
+
+    folder: str
+    target: CausalLM
+    tokenizer: PreTrainedTokenizerBase
+    trained: dict[str, Path]
+    exported: Path
+
+    def export(self, name: str, format: str, **options: Any) -> Path:
+        """Return the folder of an export; it is decoded with here, not once more at the export."""
+        folder = self.exported / f"{name}-{format}"
+        source = Path(self.folder) if name == "target" else self.trained[name]
+        export(source, folder, format, target=self.folder, check_prompts=0, **options)
+        return folder
+
+
+def vllm_cases(bench: Bench) -> list[vllm_engine.Case]:
+    """Return a start of vLLM for plain decoding and for each artefact; heads also with fewer drafted than there are."""
+    cases = [vllm_engine.Case("plain decoding")]
+
+    def case(artefact: str, drafter: Drafter, **speculation: Any) -> None:
+        cases.append(vllm_engine.Case(artefact, speculation, drafter))
+
+    if "draft" in bench.trained:
+        folder = str(bench.export("draft", "draft"))
+        chain = DraftModelDrafter(load_draft(folder, bench.target, bench.tokenizer), (1,) * DRAFT_TOKENS)
+        case("draft", chain, method="draft_model", model=folder, num_speculative_tokens=DRAFT_TOKENS)
+    for name, told in (("heads", "Medusa heads"), ("shared-heads", "heads that share the lm_head")):
+        if name not in bench.trained:
+            continue
+        folder, heads = str(bench.export(name, "vllm")), load_heads(bench.trained[name], bench.target)
+        most = heads.config.num_heads
+        for tokens in (most, most - 1) if name == "heads" and most > 1 else (most,):
+            case(told, _chain(heads, tokens), method="medusa", model=folder, num_speculative_tokens=tokens)
+    if "parallel" in bench.trained:
+        folder = str(bench.export("parallel", "draft"))
+        parallel = load_parallel_draft(folder, bench.target, bench.tokenizer)
+        at_once = {
+            "parallel_drafting": True,
+            "use_heterogeneous_vocab": True,
+            "num_speculative_tokens": parallel.tokens,
+        }
+        case("parallel draft", ParallelDrafter(parallel), method="draft_model", model=folder, **at_once)
+    return cases
+
+
+def _chain(heads: MedusaHeads, tokens: int) -> Drafter:
+    return MedusaDrafter(heads, tuple((0,) * depth for depth in range(1, tokens + 1)))
+
+
+def llama_cpp_cases(bench: Bench) -> list[llama_cpp_engine.Case]:
+    """Return a start of llama.cpp for plain decoding and one with the draft, by files in fp32."""
+    target = bench.export("target", "gguf", type="f32") / "model.gguf"
+    cases = [llama_cpp_engine.Case("plain decoding", target)]
+    if "draft" in bench.trained:
+        draft = bench.export("draft", "gguf", type="f32") / "model.gguf"
+        own = load_draft(str(bench.trained["draft"]), bench.target, bench.tokenizer)
+        drafter = DraftModelDrafter(own, (1,) * DRAFT_TOKENS)
+        cases.append(llama_cpp_engine.Case("draft", target, draft, DRAFT_TOKENS, drafter))
+    return cases
+
+
+def measure(bench: Bench, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[dict[str, Any]]:
+    """Return the rows of every engine whose environment is there."""
+    rows = []
+    if llama_cpp_engine.PYTHON.is_file():
+        ends = eos_token_ids(bench.target.model, bench.tokenizer)
+        rows += llama_cpp_engine.serve(bench.target, llama_cpp_cases(bench), prompts, max_new_tokens, ends)
+    if vllm_engine.python() is not None:
+        rows += vllm_engine.serve(Path(bench.folder), bench.target, vllm_cases(bench), prompts, max_new_tokens)
+    if not rows:
+        raise SystemExit("no engine is here: make engines, or make vllm")
+    return [{key: value for key, value in row.items() if key not in _LEFT_OUT} for row in rows]
+
+
+_LEFT_OUT = ("texts", "logprobs", "tokenised")
+
+
+def without_folders(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row fit to publish: folders of exports by their last part."""
+    speculation = row.get("speculation") or {}
+    cut = {key: basename(value) if isinstance(value, str) else value for key, value in speculation.items()}
+    return {**row, "speculation": cut or None}
+
+
+def table(report: dict[str, Any]) -> Table:
+    """Return the rows for a terminal."""
+    shown = Table("engine", "artefact", "batch", "texts equal", "passes", "drafted", "accepted by position", "start")
+    for row in report["rows"]:
+        theirs, ours = row.get("theirs") or {}, row.get("ours") or {}
+        shown.add_row(
+            row["engine"],
+            row["artefact"],
+            str(row.get("batch_size", 1)),
+            row.get("error") or f"{row['equal']}/{row['prompts']}",
+            *(f"{theirs.get(key)} / {ours.get(key)}" for key in ("passes", "drafted", "accepted")),
+            f"{row.get('setup_seconds', 0):.1f} s",
+        )
+    return shown
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="folder of the target")
+    for name in ARTEFACTS:
+        parser.add_argument(f"--{name}", type=Path, help="folder of a training run; left out if not given")
+    parser.add_argument("--prompts", required=True, help=".jsonl file")
+    parser.add_argument("--limit", type=int, default=20, help="prompts")
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--output", type=Path, required=True, help="JSON to write")
+    options = vars(parser.parse_args(arguments))
+    quiet_libraries()
+
+    model, tokenizer = load_model(options["target"], torch.float32), load_tokenizer(options["target"])
+    given = {name: options[name.replace("-", "_")] for name in ARTEFACTS}
+    trained = {name: artefact_folder(folder) for name, folder in given.items() if folder is not None}
+    prompts = read_prompts(options["prompts"], tokenizer, options["limit"])
+    with tempfile.TemporaryDirectory() as exported:
+        bench = Bench(options["target"], CausalLM(model), tokenizer, trained, Path(exported))
+        rows = measure(bench, prompts, options["max_new_tokens"])
+    report = {
+        "target": basename(options["target"]), "prompts": len(prompts), "set": basename(options["prompts"]),
+        "max_new_tokens": options["max_new_tokens"], "dtype": "fp32", "rows": [without_folders(row) for row in rows],
+        "hardware": hardware(), "versions": versions(), "commit": commit(),
+    }  # fmt: skip
+    options["output"].parent.mkdir(parents=True, exist_ok=True)
+    options["output"].write_text(json.dumps(report, indent=1) + "\n")
+    standard_output(width=160).print(table(report))
+
+
+if __name__ == "__main__":
+    main()
