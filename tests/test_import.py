@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -350,6 +351,33 @@ def test_the_origin_is_recorded_and_no_training_is_claimed(tmp_path: Path) -> No
     export(tmp_path / "ours", tmp_path / "out", "vllm")
     card = (tmp_path / "out" / "README.md").read_text()
     assert "imported; Headstart did not train them" in card and str(tmp_path) not in card
+
+
+def test_an_export_of_our_own_that_comes_back_is_not_called_untrained(tmp_path: Path) -> None:
+    theirs = publish(tmp_path / "theirs", random_tensors())
+    for content in ('{"recipe": {"name": "x"}}', '{"recipe": {}}', '{"recipe": 3}', "[]"):
+        (theirs / "provenance.json").write_text(content)
+        import_heads(str(theirs), tmp_path / "ours")
+        export(tmp_path / "ours", tmp_path / "out", "vllm", overwrite=True)
+        card = (tmp_path / "out" / "README.md").read_text()
+        assert ("the provenance beside them says that Headstart trained them" in card) == ("name" in content)
+        assert ("Headstart did not train them" in card) == ("name" not in content)
+        shutil.rmtree(tmp_path / "ours")
+
+
+def test_code_of_a_target_does_not_run_when_its_lm_head_is_read(tmp_path: Path) -> None:
+    target, plain = saved_target(tmp_path / "target"), saved_target(tmp_path / "plain")
+    config = json.loads((target / "config.json").read_text())
+    code = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (target / "config.json").write_text(json.dumps({**config, "model_type": "unheard-of", "auto_map": code}))
+    (target / "code.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\n")
+    theirs = publish(tmp_path / "theirs", without(random_tensors(), f".{LAYERS}.weight"))
+    with pytest.raises(ValueError, match="contains custom code which must be executed"):
+        import_heads(str(theirs), tmp_path / "ours", target=str(target))
+    import_heads(str(theirs), tmp_path / "ours", target=str(plain))
+    with pytest.raises(ValueError, match="contains custom code which must be executed"):
+        export(tmp_path / "ours", tmp_path / "out", "medusa", target=str(target), check_prompts=0)
+    assert not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()
 
 
 def test_the_command_prints_what_was_read(tmp_path: Path) -> None:

@@ -68,6 +68,8 @@ class Imported:
     format: str
     sha256: str
     license: str
+    trained: bool
+    """True where a training run of Headstart's left its provenance beside them."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,7 @@ def _imported(about: dict[str, Any]) -> Imported:
         format=_text(about.get("format")),
         sha256=_text(about.get("sha256")),
         license=_text(about.get("license")),
+        trained=bool(about.get("provenance")),
     )
 
 

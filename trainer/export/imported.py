@@ -18,6 +18,8 @@ from decoding.model.heads import CONFIG_NAME, MedusaHeads
 from decoding.model.hub import folder_with, hub_name, revisions
 from decoding.model.stored import WEIGHT_FILES
 from trainer import quickstart
+from trainer.export.artefact import PROVENANCE_NAME
+from trainer.export.card import read_stored_provenance
 from trainer.export.licences import target_license
 from trainer.export.published import MEDUSA_NAME, PICKLE_NAME, Published, find_published, read_published, tensors_of
 from trainer.export.readback import check_stored
@@ -70,7 +72,7 @@ def import_heads(
     if destination.is_symlink() or destination.is_file() or (destination.is_dir() and any(destination.iterdir())):
         raise ValueError(f"the destination {destination} is not empty: give a new folder")
     folder = folder_with(source, (MEDUSA_NAME, *WEIGHT_FILES), (PICKLE_NAME,))
-    folder_with(source, (CONFIG_NAME, _CARD))
+    folder_with(source, (CONFIG_NAME, _CARD, PROVENANCE_NAME))
     target = None if target is None else quickstart.resolve(target)
     lm_head = None if target is None else read_lm_head(target, trust_remote_code)
     published = find_published(folder, None if lm_head is None else len(lm_head))
@@ -110,9 +112,22 @@ def _origin(published: Published, source: str) -> dict[str, Any]:
         "base_model": published.base_model,
         "sha256": _digest(files),
         "license": target_license(str(published.folder)),
+        "provenance": _earlier(published.folder),
         "commit": commit(),
         "versions": versions(),
     }
+
+
+def _earlier(folder: Path) -> dict[str, Any] | None:
+    """Return the provenance that an earlier training run left beside the heads; None where there is none to be read.
+
+    Nobody vouches for it: it is kept as what their publisher says.
+    """
+    try:
+        stored = read_stored_provenance(folder)
+    except ValueError:
+        return None
+    return stored if stored is not None and stored["recipe"] else None
 
 
 def _digest(files: Mapping[str, str]) -> str:
