@@ -78,6 +78,8 @@ def test_prompts_of_a_file_and_another_target_are_taken_where_they_are_given(hea
     summary = export(heads, tmp_path / "out", "headstart", **asked, check_prompts=2)
     assert summary.compared[-1].startswith("2 prompts of mine.jsonl decoded with both")
     assert len(export(heads, tmp_path / "none", "headstart", **asked, check_prompts=0).compared) == 1
+    with pytest.raises(ValueError, match=r"there is no file nowhere: give a .jsonl file of prompts"):
+        export(heads, tmp_path / "never", "headstart", prompts=Path("nowhere"))
 
 
 def test_without_target_or_prompts_the_export_says_what_to_give(heads: Path, tmp_path: Path) -> None:

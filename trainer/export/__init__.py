@@ -91,6 +91,8 @@ def export(
     source, destination = Path(source), Path(destination)
     check_license(license)
     check_name(format)
+    if prompts is not None and not Path(prompts).is_file():
+        raise ValueError(f"there is no file {prompts}: give a .jsonl file of prompts, one a line, as --prompts")
     _check_destination(artefact_folder(source), destination, overwrite)
     with opened(source, destination) as (source, made):
         check_format(source, format, type)

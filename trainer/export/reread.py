@@ -148,7 +148,8 @@ def _sentence(task: Task, questions: Questions, ours: _Reading, theirs: _Reading
         parts.append(_counts(theirs.decoded))
         if ours.logits is not None:
             parts.append(f"logits of {len(ours.logits)} heads bit-equal")
-    return f"{count} prompts of {questions.name} decoded with both ({theirs.drafter}): {'; '.join(parts)}"
+    prompts = f"{count} prompt{'s' if count > 1 else ''} of {questions.name}"
+    return f"{prompts} decoded with both ({theirs.drafter}): {'; '.join(parts)}"
 
 
 def _equal(some: Decoded, others: Decoded) -> int:
