@@ -168,11 +168,12 @@ def test_a_draft_is_related_to_its_target_by_no_word_of_the_hubs(
 
 def test_data_of_the_hub_is_linked_and_licences_are_named_or_not_recorded(tmp_path: Path) -> None:
     of_hub = {"sha256": "ab", "rows": 7, "source": "org/set"}
-    data = {"org/set:main": of_hub, "/home/zoe/more.jsonl": {"sha256": "cd", "rows": 8, "license": "CC BY 4.0"}}
+    of_file = {"sha256": "cd", "rows": 8, "source": "my notes", "license": "CC BY 4.0"}
+    data = {"org/set:main": of_hub, "/home/zoe/more.jsonl": of_file}
     found = card(tmp_path, {**PROVENANCE, "data": data})
     link = "[`org/set`](https://huggingface.co/datasets/org/set)"
     assert f"| org/set:main | 7 | {link} | not recorded (see its card) | ab |\n" in found.text
-    assert "| more.jsonl | 8 | not recorded | CC BY 4.0 | cd |\n" in found.text
+    assert "| more.jsonl | 8 | my notes | CC BY 4.0 | cd |\n" in found.text
     assert found.data.datasets == ["org/set"]
     assert "datasets" not in card(tmp_path, PROVENANCE).data.to_dict()
 
