@@ -46,8 +46,9 @@ def serve(
     """Decode prompts of token ids greedily in llama.cpp and here; return a row for each case.
 
     ``target`` is the model of the targets' files, in fp32; ``ends`` are its EOS ids. All cases share one process, which
-    has ``seconds``. A row that llama.cpp refused has its ``error``, and neither texts nor counts. `RuntimeError` if the
-    process fails.
+    has ``seconds``. ``ours`` of a row counts accepted tokens as llama.cpp does, without ``ended``: those that ended a
+    text with drafted tokens behind them. A row that llama.cpp refused has its ``error``, and neither texts nor counts.
+    `RuntimeError` if the process fails.
     """
     from trainer.export.decoded import decode_greedily
 
@@ -76,6 +77,7 @@ def serve(
         if case.draft is None or case.drafter is not None:
             ours = plain if case.draft is None else decode_greedily(target, case.drafter, prompts, max_new_tokens, ends)
             accepted = [count - ended for count, ended in zip(ours.accepted, ours.ended, strict=True)]
+            row["ended"] = sum(ours.ended)
             row["ours"] = {"passes": ours.passes, "drafted": ours.drafted, "accepted": accepted}
     return rows
 

@@ -49,7 +49,7 @@ def bpe_tokenizer(texts: Sequence[str] = (), use_regex: bool = True) -> PreTrain
     return fast
 
 
-def train_pair(folder: Path, steps: int = 70, draft_steps: int = 10) -> tuple[Path, Path]:
+def train_pair(folder: Path, steps: int = 70, draft_steps: int = 6) -> tuple[Path, Path]:
     """Train a target, and a draft of one of its layers; returns their folders."""
     bpe_tokenizer().save_pretrained(folder / "tokenizer")
     for name, count in (("train", 400), ("heldout", 4)):

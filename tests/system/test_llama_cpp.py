@@ -15,6 +15,7 @@ from trained_pair import bpe_tokenizer, sentences, train_pair
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from decoding.drafters import DraftModelDrafter
+from decoding.measure.evaluate import margin_of
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids, load_model, load_tokenizer
 from trainer.export import export
@@ -166,15 +167,21 @@ def test_a_trained_draft_writes_our_text_in_as_many_passes_as_here(found: dict[s
     row = found["draft f32"]
     assert row["equal"] == row["prompts"] == PROMPTS
     assert row["theirs"] == row["ours"]
-    accepted, drafted = row["theirs"]["accepted"], row["theirs"]["drafted"]
-    assert len(accepted) == DRAFT_TOKENS and 0.1 * drafted < sum(accepted) < 0.9 * drafted, "neither none nor all"
+    accepted, passes = row["theirs"]["accepted"], row["theirs"]["passes"]
+    assert len(accepted) == DRAFT_TOKENS and 0 < accepted[0] < passes, "neither none nor all"
+    assert row["ended"] > 0, "texts end inside a draft, where llama.cpp counts otherwise"
     assert row["theirs"]["passes"] < found["plain f32"]["theirs"]["passes"]
 
 
 @pytest.mark.parametrize("type", TYPES)
-def test_every_type_speculates_without_loss_against_its_own_target(found: dict[str, Row], type: str) -> None:
+def test_every_type_speculates_without_loss_against_its_own_target(
+    desk: Desk, found: dict[str, Row], type: str
+) -> None:
+    """But for near-ties in q8_0, whose products llama.cpp rounds otherwise for one token than for several."""
     plain, drafted = found[f"plain {type}"], found[f"draft {type}"]
-    assert drafted["texts"] == plain["texts"]
+    for prompt, text, own in zip(desk.prompts, drafted["texts"], plain["texts"], strict=True):
+        margin = margin_of(desk.target, prompt, text, own)
+        assert margin is None or (type == "q8_0" and isinstance(margin, float) and margin < 0.2)
     assert sum(drafted["theirs"]["accepted"]) > 0.1 * drafted["theirs"]["drafted"]
 
 
