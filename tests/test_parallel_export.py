@@ -87,7 +87,7 @@ def test_the_fitted_tree_is_exported_and_named_on_the_card(tmp_path: Path) -> No
 
 def test_a_parallel_draft_has_no_form_of_heads(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match="a parallel draft, which format 'vllm' cannot: give format headstart or draft"
+        ValueError, match="a parallel draft, which format 'vllm' does not take: give format headstart or draft"
     ):
         export(saved(tmp_path / "run"), tmp_path / "out", "vllm")
 

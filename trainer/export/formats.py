@@ -65,8 +65,9 @@ def check_format(source: Path, format: str, type: str | None = None) -> None:
     check_links(source)
     held, types = kind_held_in(source), FORMATS[format].types
     if held not in FORMATS[format].kinds:
-        fitting = " or ".join(name for name, other in FORMATS.items() if held in other.kinds)
-        raise ValueError(f"{source} holds {held}, which format {format!r} cannot: give format {fitting}")
+        *others, last = [name for name, other in FORMATS.items() if held in other.kinds]
+        fitting = f"{', '.join(others)} or {last}"
+        raise ValueError(f"{source} holds {held}, which format {format!r} does not take: give format {fitting}")
     if type is not None and type not in types:
         remedy = f"give one of {', '.join(types)}" if types else "leave it out: this format keeps the stored type"
         raise ValueError(f"the type of format {format!r} is {type!r}: {remedy}")
