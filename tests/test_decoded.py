@@ -23,7 +23,24 @@ def test_a_draft_at_a_texts_end_is_counted_up_to_it_or_whole(
     target = CausalLM(counting_model())
     drafter = DraftModelDrafter(target, (1,) * 4)
     found = decode_greedily(target, drafter, [[3]], 4, overrun=overrun)
-    assert found == Decoded(((4, 5, 6, 7),), 1, drafted, accepted)
+    assert found == Decoded(((4, 5, 6, 7),), 1, drafted, accepted, ended=(0,) * len(accepted))
+
+
+@pytest.mark.parametrize(
+    ("end", "written", "ended"),
+    [
+        # The prefill writes 4, and of the draft 5 to 8 the second ends the text: 7 and 8 are behind it.
+        (6, (4, 5, 6), (0, 1)),
+        # The draft's last token ends the text, and none is behind it.
+        (8, (4, 5, 6, 7, 8), (0, 0, 0, 0)),
+    ],
+)
+def test_a_token_that_ends_its_text_inside_a_draft_is_told_apart(
+    end: int, written: tuple[int, ...], ended: tuple[int, ...]
+) -> None:
+    target = CausalLM(counting_model())
+    found = decode_greedily(target, DraftModelDrafter(target, (1,) * 4), [[3]], 12, eos_token_ids=[end])
+    assert found == Decoded((written,), 1, 4, (1,) * len(ended), ended)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
