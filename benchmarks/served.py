@@ -92,7 +92,13 @@ def vllm_cases(bench: Bench) -> list[vllm_engine.Case]:
             "use_heterogeneous_vocab": True,
             "num_speculative_tokens": parallel.tokens,
         }
-        case("parallel draft", ParallelDrafter(parallel), method="draft_model", model=folder, **at_once)
+        case(
+            "parallel draft",
+            ParallelDrafter(parallel, tokens=parallel.tokens),
+            method="draft_model",
+            model=folder,
+            **at_once,
+        )
     return cases
 
 
