@@ -1,6 +1,7 @@
 """The command line: what it prints, its exit codes, its one-line errors."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
@@ -22,6 +23,7 @@ from decoding.model.loading import load_tokenizer
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import SAMPLED_VERIFY
 from trainer.cli import BAD_INPUT, app, guarded
+from trainer.commands.artefact_options import ExportOptions, ImportOptions, PushOptions, ServeCommandOptions
 from trainer.commands.options import (
     CompareOptions,
     DiagnoseOptions,
@@ -162,17 +164,21 @@ OPTIONS = [
     CompareOptions,
     DiagnoseOptions,
     EvaluateOptions,
+    ExportOptions,
     GenerateOptions,
+    ImportOptions,
     PlanOptions,
+    PushOptions,
     RealignOptions,
     RegenerateOptions,
+    ServeCommandOptions,
     VerifyOptions,
 ]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_defaults_and_help_of_the_options_stand_in_one_place(options: type) -> None:
-    name = options.__name__.removesuffix("Options").lower()
+    name = re.sub("(?<=[a-z])(?=[A-Z])", "-", options.__name__.removesuffix("Options")).lower()
     command = get_command(app).commands[name]  # type: ignore[attr-defined]  # a group's
     shown = {option.name: (option.default, option.required) for option in command.params if option.name != "help"}
     assert shown.keys() == {field.name for field in fields(options)}

@@ -379,7 +379,7 @@ def test_weights_that_a_format_renames_are_found_in_a_plan_by_their_kind(heads: 
 
 
 def test_the_command_alone_goes_to_standard_output(heads: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from trainer.commands.options import ServeCommandOptions
+    from trainer.commands.artefact_options import ServeCommandOptions
     from trainer.commands.serve_command import run_serve_command
 
     run_serve_command(ServeCommandOptions(folder=heads, target=TARGET))

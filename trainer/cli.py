@@ -14,19 +14,16 @@ import typer
 from decoding.measure.markdown import one_line
 from decoding.measure.redact import without_secrets
 from decoding.threads import spin_briefly
+from trainer.commands.artefact_options import ExportOptions, ImportOptions, PushOptions, ServeCommandOptions
 from trainer.commands.options import (
     CompareOptions,
     DiagnoseOptions,
     EvaluateOptions,
-    ExportOptions,
     GenerateOptions,
-    ImportOptions,
     InspectOptions,
     PlanOptions,
-    PushOptions,
     RealignOptions,
     RegenerateOptions,
-    ServeCommandOptions,
     VerifyOptions,
 )
 from trainer.commands.usage import BAD_INPUT, Command

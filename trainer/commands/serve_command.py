@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from trainer.commands.artefact_options import ServeCommandOptions
 from trainer.commands.findings import PRINTED, write_findings
-from trainer.commands.options import ServeCommandOptions
 from trainer.export.serve import commands_of, refusals_of
 from trainer.export.served import ServerCommand
 from trainer.terminal.console import say, standard_error

@@ -1,0 +1,102 @@
+"""Options of the commands on finished artefacts: export, push, serve-command and import.
+
+This module imports no PyTorch, so that ``--help`` need not wait for it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from decoding.model.header import SHARD_BYTES
+from trainer.commands.options import JsonFile, Trusted
+
+RecordedTarget = Annotated[str | None, Option(help="Target, if it is not where the training run recorded it.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Options of `headstart export`."""
+
+    source: Annotated[Path, Argument(help="Folder of a training run, its final/ folder, or one of its checkpoints.")]
+    destination: Annotated[Path, Argument(help="A new folder.")]
+    format: Annotated[str, Option(help="headstart, vllm or medusa for heads, draft or gguf for a draft.")]
+    report: Annotated[
+        Path | None, Option(help="report.json of an evaluation of these weights, for the model card.")
+    ] = None
+    plan: Annotated[
+        Path | None, Option(help="plan.json of these weights: its tree goes with them, its depths on the card.")
+    ] = None
+    target: RecordedTarget = None
+    type: Annotated[str | None, Option(help="Type of the numbers in a gguf file: f32, f16, bf16 or q8_0.")] = None
+    prompts: Annotated[
+        Path | None,
+        Option(help=".jsonl file to decode prompts of with the written files; else the training's held-out data."),
+    ] = None
+    check_prompts: Annotated[
+        int, Option(min=0, help="Prompts decoded with the trained weights and with the written files; 0 decodes none.")
+    ] = 20
+    adapters: Annotated[
+        str | None,
+        Option(help="Target beside heads trained with adapters: merged, or the adapter alone if it was kept so."),
+    ] = None
+    shard_bytes: Annotated[
+        int, Option(min=1, help="Greatest size of a file of weights, in bytes; more is written in shards.")
+    ] = SHARD_BYTES
+    license: Annotated[
+        str | None, Option(help="Licence of the weights for their card, such as apache-2.0; none if not given.")
+    ] = None
+    overwrite: Annotated[bool, Option(help="Replace an earlier export in the folder.")] = False
+    trust_remote_code: Trusted = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushOptions:
+    """Options of `headstart push`."""
+
+    source: Annotated[Path, Argument(help="Folder of a training run, or one that 'headstart export' wrote.")]
+    repository: Annotated[str, Argument(help="ORG/NAME on the Hub.")]
+    format: Annotated[
+        str | None, Option(help="Format to export a run in; headstart if not given, draft for a draft.")
+    ] = None
+    report: Annotated[
+        Path | None, Option(help="report.json of an evaluation of these weights; else the one in the run's folder.")
+    ] = None
+    plan: Annotated[Path | None, Option(help="plan.json of these weights; else the one in the run's folder.")] = None
+    target: RecordedTarget = None
+    type: Annotated[str | None, Option(help="Type of the stored numbers, for a format that has several.")] = None
+    license: Annotated[str | None, Option(help="Licence of the weights for their card, such as apache-2.0.")] = None
+    public: Annotated[bool, Option("--public", help="Make the repository public; it is private otherwise.")] = False
+    revision: Annotated[str | None, Option(help="Branch to push to, made if it is missing; main if not given.")] = None
+    pull_request: Annotated[bool, Option("--pull-request", help="Open a pull request in place of a commit.")] = False
+    message: Annotated[str | None, Option(help="Message of the commit.")] = None
+    trust_remote_code: Trusted = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeCommandOptions:
+    """Options of `headstart serve-command`."""
+
+    folder: Annotated[Path, Argument(help="Folder that 'headstart export' wrote, or that of a training run.")]
+    server: Annotated[
+        str | None, Option(help="vllm, llama.cpp, sglang or transformers; all that take the folder if not given.")
+    ] = None
+    target: RecordedTarget = None
+    plan: Annotated[
+        Path | None, Option(help="plan.json of these weights, for the depth; by default the one in the folder.")
+    ] = None
+    depth: Annotated[int | None, Option(min=1, help="Tokens to draft at a time, in place of a plan's.")] = None
+    json: JsonFile = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions:
+    """Options of `headstart import`."""
+
+    source: Annotated[str, Argument(help="A folder of published heads, or ORG/NAME or ORG/NAME@REVISION on the hub.")]
+    destination: Annotated[Path, Argument(help="A new folder.")]
+    target: Annotated[
+        str | None, Option(help="Hub id or folder of the target, to check that the heads fit it; best given.")
+    ] = None
+    trust_remote_code: Trusted = False
