@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from fake_hub import REPOSITORY, FakeHub
+from fake_hub import hub as hub
 from peft import PeftModel
 from test_medusa2 import disturb, objective_on
 from test_reread import run_of
@@ -14,7 +16,8 @@ from tiny_models import full_forward
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import load_model
-from trainer.export import export
+from trainer.export import export, push
+from trainer.export.adapted import form_of
 
 
 def run_with_adapters(folder: Path, form: str) -> Path:
@@ -46,6 +49,24 @@ def test_our_own_format_keeps_the_form_of_the_target_beside_the_heads(tmp_path: 
     card = (out / "README.md").read_text()
     assert "--target DIR/target --drafter heads:DIR" in card and str(tmp_path) not in card
     assert export(final, out, "headstart", overwrite=True, check_prompts=0).files.keys() == summary.files.keys()
+
+
+def test_adapters_of_a_folder_of_this_machine_are_pushed_merged(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its path would be of no use to others, and tells of this machine; a model of the Hub keeps its adapters."""
+    final, out = run_with_adapters(tmp_path, "adapter"), tmp_path / "out"
+    export(final, out, "headstart", check_prompts=0)
+    with pytest.raises(
+        ValueError, match=r"adapter_config.json names .*target, a folder of this machine: export with -"
+    ):
+        push(out, REPOSITORY)
+    assert hub.requests == []
+    push(final, REPOSITORY)
+    assert "target/model.safetensors" in hub.files and "target/adapter_config.json" not in hub.files
+    assert not [name for name, content in hub.files.items() if str(tmp_path).encode() in content]
+    monkeypatch.setattr("trainer.export.adapted.is_hub_id", lambda name: True)
+    assert form_of(final, "headstart", None, published=True) == "adapter"
 
 
 def test_for_other_programs_the_adapters_are_merged_as_training_merges_them(tmp_path: Path) -> None:

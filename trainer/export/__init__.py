@@ -96,7 +96,7 @@ def export(
     _check_destination(artefact_folder(source), destination, overwrite)
     with opened(source, destination) as (source, made):
         check_format(source, format, type)
-        form = _form_of(source, format, adapters)
+        form = _form_of(source, format, adapters, published=repository is not None)
         provenance = read_provenance(source)
         measured = _measured(Path(report), source) if report is not None else None
         planned = _planned(Path(plan), source) if plan is not None else None
@@ -108,7 +108,7 @@ def export(
             written = write_format(task)
             told = (*written.compared, *_write_target(task, form))
             _write_beside(folder, source, format, report, plan, repository)
-            _check_is_export(destination, {CARD_NAME, *_names_in(folder)})
+            _check_replaces_all(destination, {CARD_NAME, *_names_in(folder)})
             compared.extend((*told, *_reread(task, target, prompts, check_prompts)))
             card = render_card(
                 written.artefact,
@@ -129,13 +129,13 @@ def export(
         return ExportSummary(format, destination, files, tuple(compared))
 
 
-def _form_of(source: Path, format: str, asked: str | None) -> str | None:
+def _form_of(source: Path, format: str, asked: str | None, published: bool) -> str | None:
     """Return the form of the adapted target beside Medusa-2 heads; its module is imported for those alone."""
     if asked is None and not (source / "target").is_dir():
         return None
     from trainer.export.adapted import form_of
 
-    return form_of(source, format, asked)
+    return form_of(source, format, asked, published)
 
 
 def _write_target(task: Task, form: str | None) -> tuple[str, ...]:
@@ -194,21 +194,23 @@ def _commands(
 
 
 def _check_destination(source: Path, destination: Path, overwrite: bool) -> None:
-    """Refuse a destination that is the source, holds it, is no folder, or has files and no ``overwrite``."""
+    """Refuse a destination that is the source, holds it, is no folder, or has files that may not be replaced."""
     if destination.resolve() in (source.resolve(), *source.resolve().parents):
         raise ValueError(f"the destination {destination} is or holds the source {source}: give another folder")
     if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
         raise ValueError(f"the destination {destination} is no folder: give another")
-    if not overwrite and destination.is_dir() and any(destination.iterdir()):
-        raise ValueError(f"the destination {destination} is not empty: give another folder, or overwrite it")
-
-
-def _check_is_export(destination: Path, names: set[str]) -> None:
-    """Refuse to overwrite a folder that is no export (its card tells) or holds files that this export lacks."""
     if not destination.is_dir() or not any(destination.iterdir()):
         return
+    if not overwrite:
+        raise ValueError(f"the destination {destination} is not empty: give another folder, or overwrite it")
     if not is_own_card(destination / CARD_NAME):
         raise ValueError(f"{destination} holds something else than an export of headstart's: give another folder")
+
+
+def _check_replaces_all(destination: Path, names: set[str]) -> None:
+    """Refuse to overwrite an export that holds files which this one lacks."""
+    if not destination.is_dir():
+        return
     own = names.union(BESIDE)  # an earlier export may have had a report or a plan
     if others := [name for name in _names_in(destination) if name not in own]:
         raise ValueError(

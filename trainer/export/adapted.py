@@ -31,14 +31,16 @@ def form_beside(heads: Path) -> str | None:
     return MERGED if adapted_model(target) is None else ADAPTER
 
 
-def form_of(source: Path, format: str, asked: str | None) -> str | None:
+def form_of(source: Path, format: str, asked: str | None, published: bool = False) -> str | None:
     """Return the form in which the adapted target is exported: as trained, and merged for other programs.
 
+    It is merged as well where it is to be ``published`` and the model below the adapters is a folder of this machine.
     None for an artefact without one. ValueError if ``asked`` is none of the forms, or cannot be had.
     """
     trained = form_beside(source)
     if asked is None:
-        return trained if trained is None or format == "headstart" else MERGED
+        local = published and trained == ADAPTER and not is_hub_id(str(adapted_model(source / TARGET_FOLDER)))
+        return trained if trained is None or (format == "headstart" and not local) else MERGED
     if asked not in (MERGED, ADAPTER):
         raise ValueError(f"adapters is {asked!r}: give {MERGED} or {ADAPTER}")
     if trained is None:

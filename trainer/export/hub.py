@@ -16,6 +16,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RevisionNo
 from huggingface_hub.errors import HTTPError as ClientError  # type: ignore[attr-defined]  # whichever client it uses
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in __all__
 
+from decoding.measure.redact import is_hub_id
+from decoding.model.header import read_object
 from trainer.files.folders import check_links
 
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
@@ -121,6 +123,10 @@ def _check_folder(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         if path.suffix.lower() in PICKLES:
             raise ValueError(f"{path} may be a pickle, which runs code when it is loaded: remove it, then push again")
+        if path.name == "adapter_config.json":
+            base = read_object(path, "export again").get("base_model_name_or_path")
+            if not is_hub_id(str(base)):
+                raise ValueError(f"{path} names {base}, a folder of this machine: export with --adapters merged")
 
 
 def _refuse_token_in_files(folder: Path, token: str) -> None:
