@@ -1,5 +1,6 @@
 """The table of docs/serving.md: engines and artefacts, as `benchmarks/served.py` compares them."""
 
+from collections.abc import Callable
 from typing import Any
 
 from decoding.measure.figures import NONE
@@ -9,10 +10,10 @@ Report = dict[str, Any]
 
 
 def served_table(report: Report) -> str:
-    """Return a row for every engine, artefact and batch size: equal texts, and both sides' counts."""
+    """Return a row for every engine, artefact and batch size: equal texts, and the counts of both sides."""
     lines = [
-        "| engine | artefact | drafted at a time | batch | texts equal to ours | passes: theirs, ours "
-        "| accepted at each position: theirs, ours | start |",
+        "| engine | artefact | drafted at a time | batch | texts equal | target passes | accepted at each position "
+        "| seconds to start |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in report["rows"]:
@@ -21,11 +22,10 @@ def served_table(report: Report) -> str:
             text(row["engine"]),
             text(row["artefact"]),
             str(speculation.get("num_speculative_tokens") or speculation.get("tokens") or NONE),
-            str(row.get("batch_size", 1)),
+            str(row["batch_size"]),
             f"**{row['equal']}/{row['prompts']}**",
-            ", ".join(_count(row[side].get("passes")) for side in ("theirs", "ours")),
-            ", ".join(_accepted(row[side]) for side in ("theirs", "ours")),
-            f"{row['setup_seconds']:.0f} s",
+            *(_beside(write(row["theirs"][key]), write(row["ours"][key])) for key, write in _COUNTS.items()),
+            f"{row['setup_seconds']:.1f}",
         )
         lines.append(f"| {' | '.join(cells)} |")
     engines = ", ".join(dict.fromkeys(f"{row['engine']}: {row['version']}" for row in report["rows"]))
@@ -37,13 +37,11 @@ def served_table(report: Report) -> str:
     )
 
 
-def _accepted(side: Report) -> str:
-    """Write accepted drafts by position, or their total where an engine counts no more."""
-    accepted = side.get("accepted")
-    if isinstance(accepted, list):
-        return "/".join(map(str, accepted)) or NONE
-    return _count(accepted)
+def _beside(theirs: str, ours: str) -> str:
+    return f"{theirs}, as here" if theirs == ours else f"{theirs}; here {ours}"
 
 
-def _count(value: int | None) -> str:
-    return NONE if value is None else f"{value:,}"
+_COUNTS: dict[str, Callable[[Any], str]] = {
+    "passes": lambda count: f"{count:,}",
+    "accepted": lambda counts: "/".join(map(str, counts)) or "none",
+}
