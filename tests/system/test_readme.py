@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import scripted_endpoint
 import torch
-from fake_hub import REPOSITORY, TOKEN, serve
+from fake_hub import REPOSITORY, TOKEN, FakeHub, folder_on, serve
 from speculating_server import SpeculatingServer
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
@@ -82,21 +82,27 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def environment(desk: Path) -> Iterator[dict[str, str]]:
-    """A cache of its own with a target trained for one step, the fake Hub, and this interpreter's commands."""
+def hub() -> Iterator[FakeHub]:
     with serve() as hub:
-        yield {
-            **os.environ,
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "HEADSTART_CACHE": str(desk / "cache"),
-            "HEADSTART_QUICKSTART_STEPS": "1",
-            "HF_ENDPOINT": hub.address,
-            "HF_TOKEN": TOKEN,
-            "HF_HUB_DISABLE_XET": "1",
-            "NO_PROXY": "127.0.0.1",
-        }
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def environment(desk: Path, hub: FakeHub) -> dict[str, str]:
+    """Caches of its own, one with a target trained for one step, the fake Hub, and this interpreter's commands."""
+    return {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "HEADSTART_CACHE": str(desk / "cache"),
+        "HEADSTART_QUICKSTART_STEPS": "1",
+        "HF_HOME": str(desk / "home"),
+        "HF_ENDPOINT": hub.address,
+        "HF_TOKEN": TOKEN,
+        "HF_HUB_DISABLE_XET": "1",
+        "NO_PROXY": "127.0.0.1",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -173,10 +179,28 @@ def test_every_command_of_the_page_on_serving_runs_in_the_order_given(
     assert done.returncode == 0 and "Once upon a time" in done.stdout, done.stderr
 
 
+def test_what_is_pushed_is_decoded_with_by_its_revision_online_and_offline(
+    desk: Path, environment: dict[str, str], warm: WarmProgram, hub: FakeHub
+) -> None:
+    """The second time nothing is asked of the Hub, whatever its branch became; in a process that begins offline."""
+    folder_on(hub, "ORG/TARGET", desk / "ORG" / "NAME")
+    push, generate = commands(ARTEFACTS.partition("## The Hub")[2].partition("## Imports")[0])
+    pushed = run(push, desk, environment, warm)  # the heads that the README trains
+    commit = hub.repositories[REPOSITORY].refs["main"]
+    assert f"read it as {REPOSITORY}@{commit}" in pushed
+    generate += " --dtype fp32"
+    online = run(generate, desk, environment, warm)
+    hub.repositories[REPOSITORY].commit({"config.json": b"{}"})
+    hub.requests.clear()
+    offline = run(generate.replace("@main", f"@{commit}"), desk, environment | {"HF_HUB_OFFLINE": "1"})
+    assert offline.splitlines()[0] == online.splitlines()[0]
+    assert hub.requests == []
+
+
 def test_every_command_of_the_page_on_imports_runs_in_the_order_given(
     desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
-    found = commands(ARTEFACTS.partition("## Imports")[2])  # those before it: test_hub_system.py
+    found = commands(ARTEFACTS.partition("## Imports")[2])
     assert len(found) == 2 and len(commands(ARTEFACTS)) == 4
     for command in found:  # with the heads that the README trains
         run(command, desk, environment, warm)
@@ -226,7 +250,8 @@ def test_every_command_of_the_page_on_verifying_runs_in_the_order_given(
     assert caught["verdict"] == "PASS" and sum(bool(each["failures"]) for each in caught["engines"]) == 7
 
 
-def run(command: str, desk: Path, environment: dict[str, str], warm: WarmProgram | None = None) -> None:
+def run(command: str, desk: Path, environment: dict[str, str], warm: WarmProgram | None = None) -> str:
+    """Run a command that must go well and keep the token to itself; return its standard output."""
     words = shlex.split(command.replace("ORG/HEADS", REPOSITORY))
     words += TINY.get(" ".join(words[:2]), "").split()
     if "evaluate" in words and "--batch-size" in words:
@@ -239,6 +264,7 @@ def run(command: str, desk: Path, environment: dict[str, str], warm: WarmProgram
         done = subprocess.run(words, cwd=desk, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     assert TOKEN not in done.stdout + done.stderr
+    return done.stdout
 
 
 def _run_the_python_block(page: str, desk: Path, environment: dict[str, str]) -> str:
