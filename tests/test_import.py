@@ -207,7 +207,7 @@ def changed(name: str, value: Any) -> Callable[[dict[str, Tensor]], dict[str, Te
         (lambda held: without(held, "1.2.weight"), r"but nothing for heads\.1\.lm_head\.weight"),
         (changed("0.0.linear.weight", torch.ones(8, HIDDEN)), r"0\.0\.linear\.weight in the shape \(8, 16\), not"),
         (changed("0.0.linear.bias", torch.full((HIDDEN,), torch.nan)), "16 of the 16 values .* are NaN"),
-        (changed("0.0.linear.bias", torch.ones(HIDDEN).int()), "holds weights of dtype I32: heads have one of BF16"),
+        (changed("0.0.linear.bias", torch.ones(HIDDEN).int()), "holds weights of dtype I32: give heads in one of BF16"),
         (changed("0.2.bias", torch.ones(16)), "holds 0.2.bias, which is part of some head and unknown"),
         (changed("0.5.weight", torch.ones(16, HIDDEN)), "holds 0.5.weight, but its heads have 2 layers before it"),
         (changed("token_map", torch.ones(4)), "predict a trimmed vocabulary"),

@@ -32,7 +32,8 @@ _PROVENANCE_REMEDY = "the trainer writes it: copy it again from the training run
 _OBJECTS = ("recipe", "target", "revisions", "versions", "hardware", "data", "imported")
 FOLDER_NAME = "DIR"
 """The artefact's folder in the card's commands."""
-_UNKNOWN_TARGET = "TARGET"
+UNKNOWN_TARGET = "TARGET"
+"""The target's name in the commands where no folder and no id of the Hub is known."""
 _ADAPTED_TARGET = "ADAPTED_TARGET"
 _TARGET_BESIDE = "DIR/target"
 _NOT_RECORDED = "not recorded"
@@ -129,13 +130,13 @@ def read_provenance(source: Path) -> Provenance | None:
     if stored is None:
         return None
     path, recipe, target = source / PROVENANCE_NAME, stored["recipe"], stored["target"]
-    name = str(target.get("name") or recipe.get("target") or _UNKNOWN_TARGET)
+    name = str(target.get("name") or recipe.get("target") or UNKNOWN_TARGET)
     return Provenance(
         commit=_text(stored.get("commit")),
         versions=_pairs(stored["versions"]),
         hardware=_pairs(stored["hardware"]),
         processes=_count(stored.get("num_processes")),
-        target=name if is_hub_id(name) else one_line(without_local_paths(basename(name))) or _UNKNOWN_TARGET,
+        target=name if is_hub_id(name) else one_line(without_local_paths(basename(name))) or UNKNOWN_TARGET,
         fingerprint=_text(target.get("fingerprint")),
         revision=_text(stored["revisions"]["target"]).partition("@")[2] if "target" in stored["revisions"] else "",
         steps=_count(stored.get("steps")),
@@ -218,10 +219,10 @@ def render_card(
     Every text from a recipe, a report or a name passes one of the filters `text`, `code` or `fenced`, so that
     it cannot act as Markdown.
     """
-    target = provenance.target if provenance else _UNKNOWN_TARGET
+    target = provenance.target if provenance else UNKNOWN_TARGET
     on_hub = provenance is not None and provenance.on_hub
     kind = _KINDS[method_of(artefact)]
-    title = kind if target == _UNKNOWN_TARGET else f"{kind} for {target}"
+    title = kind if target == UNKNOWN_TARGET else f"{kind} for {target}"
     metadata = card_data(
         artefact,
         title=title,
@@ -236,7 +237,7 @@ def render_card(
         kind=kind,
         title=title,
         target=target,
-        target_known=target != _UNKNOWN_TARGET,
+        target_known=target != UNKNOWN_TARGET,
         target_argument=target_argument(provenance, adapted),
         adapted=adapted,
         provenance=provenance,
@@ -277,7 +278,7 @@ def target_argument(provenance: Provenance | None, adapted: str | None = None) -
         return _TARGET_BESIDE
     if provenance is not None and provenance.adapted:
         return _ADAPTED_TARGET
-    return shlex.quote(provenance.target) if provenance is not None and provenance.on_hub else _UNKNOWN_TARGET
+    return shlex.quote(provenance.target) if provenance is not None and provenance.on_hub else UNKNOWN_TARGET
 
 
 def is_own_card(path: Path) -> bool:

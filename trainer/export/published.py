@@ -127,7 +127,7 @@ def _files(folder: Path) -> tuple[Path, ...]:
         return (folder / PICKLE_NAME,)
     raise ValueError(
         f"{folder} holds no published heads: there is no {MEDUSA_NAME}, no model.safetensors, whole or in shards, "
-        f"and no {PICKLE_NAME}"
+        f"and no {PICKLE_NAME}; give the folder or the repository that has one"
     )
 
 
@@ -155,7 +155,8 @@ def _places(folder: Path, header: Iterable[str]) -> tuple[str, dict[Place, str]]
     if not formats:
         raise ValueError(
             f"{folder} holds no Medusa heads that are known here: no tensor has a name such as 0.0.linear.weight "
-            f"(medusa) or blocks.0.layers.0.weight (vllm), the first is {reprlib.repr(min(header, default=None))}"
+            f"(medusa) or blocks.0.layers.0.weight (vllm), the first is {reprlib.repr(min(header, default=None))}; "
+            "give a folder that has them"
         )
     if len(formats) > 1:
         raise ValueError(f"{folder} mixes tensors of the formats {' and '.join(formats)}: {_REMEDY}")
@@ -198,7 +199,7 @@ def _config(
     try:
         return MedusaConfig((*hidden, 0)[0], vocab_size, num_heads, num_layers, chain, shared_lm_head=shared)  # type: ignore[arg-type]  # checked there
     except ValueError as error:
-        raise ValueError(f"{folder} holds no heads of these sizes: {error}") from error
+        raise ValueError(f"{folder} holds no heads of these sizes ({error}): {_REMEDY}") from error
 
 
 def _names(
@@ -250,7 +251,7 @@ def _differing(folder: Path, format: str, claims: Mapping[str, Any], config: Med
 def _dtypes(folder: Path, found: set[str]) -> Iterator[str]:
     """Yield a note on weights of several dtypes; ValueError for one that is no float."""
     if others := sorted(found - set(FLOATS)):
-        raise ValueError(f"{folder} holds weights of dtype {others[0]}: heads have one of {', '.join(FLOATS)}")
+        raise ValueError(f"{folder} holds weights of dtype {others[0]}: give heads in one of {', '.join(FLOATS)}")
     if len(found) > 1:
         yield f"the weights have the dtypes {' and '.join(sorted(found))}: all are kept in one that holds both"
 
@@ -277,7 +278,8 @@ def _left_out(folder: Path, others: list[str]) -> Iterator[str]:
         )
     if unknown := [name for name in others if _OF_HEADS.match(name)]:
         raise ValueError(
-            f"{folder} holds {unknown[0]}, which is part of some head and unknown here: these are no plain Medusa heads"
+            f"{folder} holds {unknown[0]}, which is part of some head and unknown here: give plain Medusa heads, as no "
+            "others can be imported"
         )
     if others:
         yield f"{len(others)} other tensors are left out ({others[0]}, …)"

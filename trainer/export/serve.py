@@ -10,12 +10,12 @@ from pathlib import Path
 from decoding.drafters.registry import parse_drafter
 from decoding.measure.planning.plan_file import read_plan
 from trainer.export import servers
+from trainer.export.artefact import PLAN_NAME
 from trainer.export.exported import GGUF, MEDUSA_HEADS, VLLM_HEADS, Exported, read_exported
 from trainer.export.planned import Planned, planned_for, read_planned
 from trainer.export.served import Depth, ServedTarget, ServerCommand, Serving
+from trainer.export.source import USUAL_DRAFT_TOKENS
 
-PLAN_NAME = "plan.json"
-_DRAFT_TOKENS = 4
 _PLAN = "; 'headstart plan' finds the best depth for a machine"
 _WRITERS: Mapping[str, Callable[[Serving], ServerCommand]] = {
     "vllm": servers.vllm,
@@ -93,7 +93,7 @@ def _planned(path: Path, exported: Exported) -> Planned:
 
 
 def _depth(exported: Exported, planned: Planned | None, asked: int | None) -> Depth:
-    """Choose the tokens to draft: as asked, else as planned, else all heads, else `_DRAFT_TOKENS`."""
+    """Choose the tokens to draft: as asked, else as planned, else all heads, else `USUAL_DRAFT_TOKENS`."""
     most, drawn = exported.most, planned is not None and planned.drawn
     all_of_them = f"as many as {'there are heads' if exported.is_heads else 'it drafts in one forward'}"
     if asked is not None and most is not None and asked > most:
@@ -109,5 +109,5 @@ def _depth(exported: Exported, planned: Planned | None, asked: int | None) -> De
             f"the plan found no batch size at which a chain of these drafts pays on {planned.machine}: without "
             "speculation the server may be faster"
         )
-    tokens, why = (_DRAFT_TOKENS, "a usual depth") if most is None else (most, all_of_them)
+    tokens, why = (USUAL_DRAFT_TOKENS, "a usual depth") if most is None else (most, all_of_them)
     return Depth(tokens, f"{why}{_PLAN}", drawn=drawn, warnings=tuple(warnings))

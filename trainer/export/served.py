@@ -10,11 +10,9 @@ from decoding.measure.redact import is_hub_id
 from decoding.model.header import read_object
 from decoding.model.hub import hub_name
 from trainer import quickstart
-from trainer.export.card import read_stored_provenance
+from trainer.export.card import UNKNOWN_TARGET, read_stored_provenance
 from trainer.export.exported import Exported
 from trainer.export.source import target_of
-
-_UNKNOWN = "TARGET"
 
 
 @dataclass(frozen=True)
@@ -85,11 +83,11 @@ class ServedTarget:
     def named(cls, folder: Path, target: str | None) -> "ServedTarget":
         """Return the target by its name, or by the provenance in ``folder``; its sizes are read from a local folder."""
         name = quickstart.resolve(target) if target is not None else target_of(folder)
-        if name is None or name == _UNKNOWN:
-            return cls(_UNKNOWN, warnings=("the folder does not tell its target: give it by --target",))
+        if name is None or name == UNKNOWN_TARGET:
+            return cls(UNKNOWN_TARGET, warnings=("the folder does not tell its target: give it by --target",))
         if target is None and _is_adapted(folder) and not Path(name).is_dir():
             told = "the heads were trained jointly with adapters: give the adapted target's folder by --target"
-            return cls(_UNKNOWN, warnings=(told,))
+            return cls(UNKNOWN_TARGET, warnings=(told,))
         hub = hub_name(name)
         name, revision = (name, None) if hub is None else (hub.repo_id, hub.revision)
         warnings = []

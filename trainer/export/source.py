@@ -9,7 +9,8 @@ from trainer import quickstart
 from trainer.export.card import read_stored_provenance
 
 _FINAL = "final"
-_DRAFT_TOKENS = 4
+USUAL_DRAFT_TOKENS = 4
+"""Depth of a draft's chain where neither its training nor a plan tells one."""
 
 
 def artefact_folder(source: Path) -> Path:
@@ -65,8 +66,8 @@ def target_of(source: Path) -> str | None:
 
 
 def chain_length(source: Path) -> int:
-    """Return the tokens that a draft was trained to draft at a time; 4 where that is not recorded."""
+    """Return the tokens that a draft was trained to draft at a time; the usual depth where that is not recorded."""
     stored = read_stored_provenance(source)
     section = stored["recipe"].get("draft") if stored else None
     length = section.get("num_draft_tokens") if isinstance(section, dict) else None
-    return length if type(length) is int and length > 0 else _DRAFT_TOKENS
+    return length if type(length) is int and length > 0 else USUAL_DRAFT_TOKENS

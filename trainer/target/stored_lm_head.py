@@ -31,7 +31,7 @@ def read_lm_head(name: str, trust_remote_code: bool = False) -> Tensor:
         raise ValueError(f"the lm_head of {name!r} cannot be read: {reason(error)}") from error
     found = next((stored[each] for each in names if each in stored), None)
     if found is None:
-        raise ValueError(f"the weights of {name} hold no lm_head ({' or '.join(names)})")
+        raise ValueError(f"the weights of {name} hold no lm_head ({' or '.join(names)}): give the whole model")
     return _read(found)
 
 
