@@ -8,8 +8,9 @@ task on standard input is ``{"cases": [case, ...]}``, a case being
 
 The answer on standard output has one result for each case and batch size. ``theirs`` holds vLLM's own counters: a pass
 is a step of one text behind its prefill; ``accepted`` are accepted drafted tokens by position, those behind a text's
-end included. A case that vLLM refuses has its ``error`` in place of texts and counts. Decoding is greedy, in fp32; end
-of text is ignored, so all texts have ``max_new_tokens`` tokens.
+end included. Passes of plain decoding, which vLLM does not count, are its tokens behind the first. A case that vLLM
+refuses has its ``error`` in place of texts and counts. Decoding is greedy, in fp32; end of text is ignored, so all
+texts have ``max_new_tokens`` tokens.
 """
 
 import gc
