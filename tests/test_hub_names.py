@@ -31,8 +31,6 @@ from decoding.model.hub import (
 )
 from decoding.model.loading import load_model, load_tokenizer
 from decoding.model.vocabulary import write_output_tokens
-from trainer.learning.lora import with_adapters
-from trainer.recipe.heads import AdaptersSection
 
 MODEL = "zoe/model"
 
@@ -138,12 +136,6 @@ def test_target_heads_and_drafts_come_by_revision_with_all_that_belongs_to_them(
         joined = drafter(f"zoe/{name}@v1")
         assert isinstance(joined, HybridDrafter) and type(joined.first) is kind, "known by what it is"
     assert load_tokenizer("zoe/target@v1").get_vocab() == byte_tokenizer().get_vocab()
-
-
-def test_adapters_of_a_model_from_the_hub_name_its_repository_not_the_cache(hub: FakeHub, folders: Path) -> None:
-    commit = folder_on(hub, MODEL, folders / "target")
-    adapted = with_adapters(load_model(f"{MODEL}@{commit}", torch.float32), AdaptersSection(rank=1), "adapters")
-    assert adapted.peft_config["default"].base_model_name_or_path == MODEL
 
 
 def test_weights_in_shards_of_any_name_are_fetched_and_other_layouts_are_not(

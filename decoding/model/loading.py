@@ -18,7 +18,7 @@ from decoding.model.finite import check_finite
 from decoding.model.folder import adapted_model, check_model_folder
 from decoding.model.header import read_object
 from decoding.model.heads import CONFIG_NAME, FORMAT, MedusaHeads, read_config
-from decoding.model.hub import hub_name, local_folder
+from decoding.model.hub import local_folder
 from decoding.model.parallel import CONFIG_NAME as PARALLEL_CONFIG
 from decoding.model.parallel import ParallelDraft, ParallelParts, is_parallel_folder
 from decoding.model.parallel import read_config as read_parallel_config
@@ -87,8 +87,6 @@ def load_model(
     except UNREADABLE as error:
         raise ValueError(f"no model could be read from {name!r}: {reason(error)}") from error
     model: PreTrainedModel = read[0]
-    if (named := hub_name(name)) is not None:
-        model.name_or_path = named.repo_id  # not the cache's folder: adapters on it name their model so
     if missing := sorted(read[1]["missing_keys"]):
         raise ValueError(
             f"the weights of {name} lack {missing[0]}, one of {len(missing)} that its config asks for, and would have "
