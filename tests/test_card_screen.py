@@ -33,8 +33,9 @@ def row(method: str, temperature: float, value: float, **changes: Any) -> dict[s
     } | changes
 
 
-def measured(*rows: dict[str, Any], **changes: Any) -> Measured:
-    return read_measured({**report(), "prompts_from": "mine.jsonl", "rows": list(rows), **changes}, "r", "heads")
+def measured(*rows: dict[str, Any], chains: bool = False, **changes: Any) -> Measured:
+    content = {**report(), "prompts_from": "mine.jsonl", "rows": list(rows), **changes}
+    return read_measured(content, "r", "heads", chains=chains)
 
 
 def card(
@@ -78,6 +79,22 @@ def test_the_first_screen_has_the_fastest_lossless_method_of_each_temperature(tm
 def test_a_lossy_method_is_on_the_first_screen_only_where_there_is_no_other(tmp_path: Path) -> None:
     found = measured(row("typical", 1, 2.5, label="lossy"))
     assert "| text | **lossy** |" in first_screen(card(tmp_path, PROVENANCE, measured=found))
+
+
+def test_where_servers_draft_chains_the_first_screen_has_a_chain_s_figures_or_says_that_it_has_a_tree_s(
+    tmp_path: Path,
+) -> None:
+    rows = (
+        row("heads, a tree", 0, 1.5, shape="tree"),
+        row("heads, a chain", 0, 1.4, shape="chain"),
+        row("heads, a tree", 1, 1.25, shape="tree"),
+        row("typical chain", 1, 2.5, label="lossy", shape="chain"),
+    )
+    screen = first_screen(card(tmp_path, measured=measured(*rows, chains=True)))
+    assert "| drafted by | heads, a chain | heads, a tree |\n" in screen
+    assert "The figures above (T=1) are of a tree. Servers draft one chain from this format" in screen
+    screen = first_screen(card(tmp_path, measured=measured(*rows)))
+    assert "| drafted by | heads, a tree | heads, a tree |\n" in screen and "are of a tree" not in screen
 
 
 @pytest.mark.parametrize(

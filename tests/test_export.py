@@ -408,11 +408,22 @@ def test_every_format_refuses_what_it_cannot_hold(heads_folder: Path, draft_fold
         export(heads_folder, tmp_path / "out", "onnx")
 
 
+@pytest.mark.parametrize("format", ["vllm", "medusa"])
+def test_an_export_in_a_format_of_others_is_exported_again_by_way_of_the_import(
+    heads_folder: Path, tmp_path: Path, format: str
+) -> None:
+    export(heads_folder, tmp_path / "out", format, check_prompts=0, target="org/model")
+    with pytest.raises(ValueError, match=r"holds (heads in vLLM's format|medusa heads): headstart import .*out OURS"):
+        export(tmp_path / "out", tmp_path / "again", "headstart")
+
+
 def test_a_source_without_weights_or_tokenizer_is_refused(
     heads_folder: Path, draft_folder: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=r"no config\.json"):
+    with pytest.raises(ValueError, match=r"there is no folder .*nowhere: give that of a training run"):
         export(tmp_path / "nowhere", tmp_path / "out", "vllm")
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        export(tmp_path, tmp_path / "out", "vllm")
     (heads_folder / "model.safetensors").rename(heads_folder / "model.bin")
     with pytest.raises(ValueError, match="holds no weights"):
         export(heads_folder, tmp_path / "out", "vllm")

@@ -18,7 +18,7 @@ from trainer.export.card import (
     render_card,
     target_argument,
 )
-from trainer.export.formats import FORMATS, HEADS, check_format, check_name, kind_held_in
+from trainer.export.formats import FORMATS, HEADS, TREES, check_format, check_name, kind_held_in
 from trainer.export.formats import write as write_format
 from trainer.export.licences import check_license, target_license
 from trainer.export.measured import Measured, read_measured
@@ -98,7 +98,7 @@ def export(
         check_format(source, format, type)
         form = _form_of(source, format, adapters, published=repository is not None)
         provenance = read_provenance(source)
-        measured = _measured(Path(report), source) if report is not None else None
+        measured = _measured(Path(report), source, format) if report is not None else None
         planned = _planned(Path(plan), source) if plan is not None else None
         compared = list(made)
 
@@ -156,13 +156,14 @@ def _reread(task: Task, target: str | None, prompts: Path | None, count: int) ->
     return reread(task, Wanted(target and quickstart.resolve(target), prompts, count))
 
 
-def _measured(report: Path, source: Path) -> Measured:
+def _measured(report: Path, source: Path, format: str) -> Measured:
     """Read the report's figures for the card; `ValueError` where the report measured other weights than ``source``."""
     from trainer.export.match import check_measured, drafters_of
 
     kind = "heads" if kind_held_in(source) == HEADS else "draft"
     stored = read_report(report)
-    measured = read_measured(without_local_paths(stored), str(report), kind, drafters_of(stored, source))
+    drafters = drafters_of(stored, source)
+    measured = read_measured(without_local_paths(stored), str(report), kind, drafters, chains=format not in TREES)
     check_measured(stored, str(report), source, kind)
     return measured
 
@@ -202,7 +203,7 @@ def _check_destination(source: Path, destination: Path, overwrite: bool) -> None
     if not destination.is_dir() or not any(destination.iterdir()):
         return
     if not overwrite:
-        raise ValueError(f"the destination {destination} is not empty: give another folder, or overwrite it")
+        raise ValueError(f"the destination {destination} is not empty: give another folder, or --overwrite")
     if not is_own_card(destination / CARD_NAME):
         raise ValueError(f"{destination} holds something else than an export of headstart's: give another folder")
 

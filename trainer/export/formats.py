@@ -32,6 +32,9 @@ FORMATS = {
     "gguf": Format("gguf", (DRAFT,), "gguf", ("f32", "f16", "bf16", "q8_0")),
 }
 
+TREES = ("headstart",)
+"""Formats whose readers draft trees; with the others servers draft one chain."""
+
 
 def write(task: Task) -> Written:
     """Write a task's files and read them back; ValueError for a difference, and for what the format cannot hold."""
@@ -58,11 +61,14 @@ def check_name(format: str) -> None:
 def check_format(source: Path, format: str, type: str | None = None) -> None:
     """Refuse an unknown format or type, a folder without weights, links out of it, and a format of another kind."""
     check_name(format)
+    if not source.is_dir():
+        raise ValueError(f"there is no folder {source}: give that of a training run, or its final folder")
     if not (source / "config.json").is_file():
         raise ValueError(f"{source} holds nothing to export (no config.json): give the final folder of a training run")
     if not any(source.glob("*.safetensors")):
         raise ValueError(f"{source} holds no weights (no .safetensors file): give the final folder of a training run")
     check_links(source)
+    _refuse_published(source)
     held, types = kind_held_in(source), FORMATS[format].types
     if held not in FORMATS[format].kinds:
         *others, last = [name for name, other in FORMATS.items() if held in other.kinds]
@@ -71,3 +77,12 @@ def check_format(source: Path, format: str, type: str | None = None) -> None:
     if type is not None and type not in types:
         remedy = f"give one of {', '.join(types)}" if types else "leave it out: this format keeps the stored type"
         raise ValueError(f"the type of format {format!r} is {type!r}: {remedy}")
+
+
+def _refuse_published(source: Path) -> None:
+    """Refuse heads in others' formats, which only the import reads; `ValueError` for a malformed config too."""
+    from trainer.export.exported import MEDUSA_HEADS, VLLM_HEADS, read_exported
+
+    kind = read_exported(source).kind
+    if kind in (VLLM_HEADS, MEDUSA_HEADS):
+        raise ValueError(f"{source} holds {kind}: headstart import {source} OURS, then export OURS")

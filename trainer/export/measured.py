@@ -56,6 +56,8 @@ class Headline:
     tokens_per_pass: str
     values: tuple[tuple[str, str, float], ...]
     """(the metric's type, its name, its value) of each figure that was measured, for the Hub's metadata."""
+    of_tree: bool
+    """True for the figures of a tree in a format of which servers draft one chain."""
     limits: str
     """A sentence on where this method does not gain; empty where it was not seen."""
 
@@ -85,11 +87,14 @@ class Measured:
         return any(row.label == "lossy" for row in self.rows)
 
 
-def read_measured(report: dict[str, Any], name: str, kind: str, drafters: Container[str] | None = None) -> Measured:
+def read_measured(
+    report: dict[str, Any], name: str, kind: str, drafters: Container[str] | None = None, chains: bool = False
+) -> Measured:
     """Read the figures for the card of heads or a draft; ``name`` is the report's, for errors.
 
     Rows of ``kind`` ("heads" or "draft") by one of ``drafters`` (None: by any) are kept, and those of methods without
-    an artefact: plain decoding, ``transformers``, prompt lookup.
+    an artefact: plain decoding, ``transformers``, prompt lookup. ``chains``: servers draft chains with the artefact, so
+    a row of one comes before any row of a tree.
     `ValueError` if a row lacks its label or holds something else than a figure.
     """
     rows = report.get("rows")
@@ -116,7 +121,7 @@ def read_measured(report: dict[str, Any], name: str, kind: str, drafters: Contai
             commit=_said(report.get("commit")),
             greedy=greedy_sentence({**report, "rows": shown}),
             rows=tuple(_row(row) for row in shown),
-            best=tuple(_headline(report, row) for row in _fastest(own)),
+            best=tuple(_headline(report, row, chains) for row in _fastest(own, chains)),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{name} holds something else than a figure ({error!r}): evaluate again") from error
@@ -128,11 +133,11 @@ def _cell(row: dict[str, Any]) -> str:
     return length + ("" if batch_size == 1 else f", decoded {_count(batch_size)} at a time")
 
 
-def _fastest(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _fastest(rows: Sequence[dict[str, Any]], chains: bool) -> Iterator[dict[str, Any]]:
     """Yield the best row of each temperature in the report's order: a lossless one if there is any, then by speed.
 
-    Rows that ``transformers`` decoded, and those that only count what drafts by argmax would have accepted, are passed
-    over.
+    With ``chains`` a chain comes before any tree that is as lossless, whatever their speeds. Rows that ``transformers``
+    decoded, and those that only count what drafts by argmax would have accepted, are passed over.
     """
     groups: dict[Any, list[dict[str, Any]]] = {}
     for row in rows:
@@ -140,7 +145,15 @@ def _fastest(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         if not method.startswith(_PEERS) and not method.endswith(ARGMAX_DRAFTS):
             groups.setdefault(_temperature(row), []).append(row)
     for group in groups.values():
-        yield max(group, key=lambda row: (row["label"] == _LOSSLESS, _speed(row) or 0.0, _tokens(row) or 0.0))
+        yield max(group, key=lambda row: _merit(row, chains))
+
+
+def _merit(row: dict[str, Any], chains: bool) -> tuple[bool, bool, float, float]:
+    return row["label"] == _LOSSLESS, not (chains and _is_tree(row)), _speed(row) or 0.0, _tokens(row) or 0.0
+
+
+def _is_tree(row: dict[str, Any]) -> bool:
+    return row.get("shape") == "tree"
 
 
 def _without_weights(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -166,7 +179,7 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _headline(report: dict[str, Any], row: dict[str, Any]) -> Headline:
+def _headline(report: dict[str, Any], row: dict[str, Any], chains: bool) -> Headline:
     speed, tokens = _speed(row), _tokens(row)
     told = f"{_said(row.get('setting'))}, {_said(row.get('method'))}, {row['label']}"
     values = (
@@ -181,6 +194,7 @@ def _headline(report: dict[str, Any], row: dict[str, Any]) -> Headline:
         over_transformers=_short(row, "speedup_over_transformers"),
         tokens_per_pass=estimate(row.get("tokens_per_pass")),
         values=tuple((type, name, round(value, 4)) for type, name, value in values if value is not None),
+        of_tree=chains and _is_tree(row),
         limits=_limits(report, row),
     )
 
