@@ -21,7 +21,10 @@ class ExportOptions:
 
     source: Annotated[Path, Argument(help="Folder of a training run, its final/ folder, or one of its checkpoints.")]
     destination: Annotated[Path, Argument(help="A new folder.")]
-    format: Annotated[str, Option(help="headstart, vllm or medusa for heads, draft or gguf for a draft.")]
+    format: Annotated[
+        str,
+        Option(help="For heads: headstart, vllm, medusa; a draft: draft, gguf; a parallel draft: headstart, draft."),
+    ]
     report: Annotated[
         Path | None, Option(help="report.json of an evaluation of these weights, for the model card.")
     ] = None
