@@ -18,7 +18,7 @@ def served_table(report: Report) -> str:
     ]
     for row in report["rows"]:
         if "error" in row:
-            raise ValueError(f"{row['engine']} refused {row['artefact']}: {row['error']}; mend that, then measure again")
+            raise ValueError(f"{row['engine']} refused {row['artefact']} ({row['error']}): mend that, measure again")
         speculation = row["speculation"] or {}
         cells = (
             text(row["engine"]),

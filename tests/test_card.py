@@ -10,8 +10,9 @@ from huggingface_hub import ModelCard
 
 from decoding.measure.redact import basename, is_hub_id, without_local_paths
 from trainer.export.artefact import Artefact
-from trainer.export.card import read_provenance, read_report, render_card
-from trainer.export.measured import read_measured
+from trainer.export.card import render_card
+from trainer.export.measured import read_measured, read_report
+from trainer.export.origin import read_provenance
 
 ESTIMATE = {"value": 2.314, "low": 2.2, "high": 2.43, "observations": 12}
 SPREAD = {"median": 1.712, "low_quartile": 1.6, "high_quartile": 1.82, "observations": 12}

@@ -10,9 +10,10 @@ from test_card import ESTIMATE, PROVENANCE, SPREAD, TOTALS, report
 from test_markdown import HARMLESS, kinds
 
 from trainer.export.artefact import Artefact
-from trainer.export.card import read_provenance, render_card
+from trainer.export.card import render_card
 from trainer.export.licences import check_license, target_license
 from trainer.export.measured import Measured, read_measured
+from trainer.export.origin import read_provenance
 from trainer.export.served import ServerCommand
 
 HEADS = Artefact("vllm", 1234, "bfloat16", hidden_size=8, vocab_size=12, layers=2, heads=2, tree_nodes=4)

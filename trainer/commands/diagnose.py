@@ -26,8 +26,8 @@ from trainer.commands.options import DiagnoseOptions
 from trainer.commands.served import check_endpoint, connect
 from trainer.commands.target import read_target
 from trainer.data.conversations import read_conversations
-from trainer.export.card import read_report
 from trainer.export.match import drafters_of
+from trainer.export.measured import read_report
 from trainer.quickstart import resolve
 from trainer.run.acceptance import read_heldout
 from trainer.serving.configs import is_vllm_heads

@@ -8,20 +8,12 @@ from decoding.measure.redact import without_local_paths
 from decoding.model.header import SHARD_BYTES
 from trainer import quickstart
 from trainer.export.artefact import BESIDE, Task
-from trainer.export.card import (
-    CARD_NAME,
-    FOLDER_NAME,
-    Provenance,
-    is_own_card,
-    read_provenance,
-    read_report,
-    render_card,
-    target_argument,
-)
+from trainer.export.card import CARD_NAME, FOLDER_NAME, is_own_card, render_card, target_argument
 from trainer.export.formats import FORMATS, HEADS, TREES, check_format, check_name, kind_held_in
 from trainer.export.formats import write as write_format
 from trainer.export.licences import check_license, target_license
-from trainer.export.measured import Measured, read_measured
+from trainer.export.measured import Measured, read_measured, read_report
+from trainer.export.origin import Provenance, read_provenance
 from trainer.export.push import push
 from trainer.export.source import artefact_folder, opened, target_of
 from trainer.files.folders import write_folder

@@ -12,7 +12,7 @@ from decoding.model.finite import check_finite
 from decoding.model.folder import adapted_model
 from decoding.model.loading import load_model, load_tokenizer, parse_dtype
 from trainer.export.artefact import Task
-from trainer.export.card import read_stored_provenance
+from trainer.export.origin import read_stored_provenance
 from trainer.export.readback import check_stored
 from trainer.files.transformers4 import write_model
 from trainer.heads.medusa2 import TARGET_FOLDER

@@ -12,7 +12,8 @@ from decoding.measure.planning.plan_file import read_plan
 from decoding.measure.redact import basename, is_hub_id, published_name, without_local_paths
 from decoding.model.fingerprint import stored_fingerprint
 from trainer.export.artefact import PLAN_NAME, PROVENANCE_NAME, REPORT_NAME
-from trainer.export.card import read_report, read_stored_provenance
+from trainer.export.measured import read_report
+from trainer.export.origin import read_stored_provenance
 
 _OUR_FORMATS = ("headstart", "draft")
 """Formats that this project decodes with, so that a plan can be used with what was exported."""

@@ -19,8 +19,8 @@ from decoding.model.hub import folder_with, hub_name, revisions
 from decoding.model.stored import WEIGHT_FILES
 from trainer import quickstart
 from trainer.export.artefact import PROVENANCE_NAME
-from trainer.export.card import read_stored_provenance
 from trainer.export.licences import target_license
+from trainer.export.origin import read_stored_provenance
 from trainer.export.published import MEDUSA_NAME, PICKLE_NAME, Published, find_published, read_published, tensors_of
 from trainer.export.readback import check_stored
 from trainer.files.folders import sha256_of, write_folder

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from decoding.model.fingerprint import stored_fingerprint
-from trainer.export.card import read_stored_provenance
+from trainer.export.origin import read_stored_provenance
 from trainer.heads.medusa2 import TARGET_FOLDER
 
 _REMEDY = "measure this one with `headstart evaluate`, or export without a report"

@@ -3,10 +3,12 @@
 import math
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from decoding.measure.figures import NONE, estimate, greedy_sentence, identical, speedup, spread
 from decoding.measure.names import ARGMAX_DRAFTS, TRANSFORMERS
+from decoding.model.header import read_object
 
 _LOSSLESS = "lossless"
 _LABELS = (_LOSSLESS, "lossy")
@@ -85,6 +87,14 @@ class Measured:
     @property
     def lossy(self) -> bool:
         return any(row.label == "lossy" for row in self.rows)
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """Read a report by `decoding.measure.evaluate`; `ValueError` if it is missing or no JSON object."""
+    remedy = "give the report.json that `headstart evaluate` wrote"
+    if not path.is_file():
+        raise ValueError(f"there is no report {path}: {remedy}, or export without one")
+    return read_object(path, remedy)
 
 
 def read_measured(

@@ -13,7 +13,7 @@ from decoding.model.hub import only_cached
 from decoding.model.loading import default_device, load_model, load_tokenizer
 from trainer.data.dataset import heldout_prompts
 from trainer.data.splits import load_heldout_data
-from trainer.export.card import read_stored_provenance
+from trainer.export.origin import read_stored_provenance
 from trainer.quickstart import resolve
 from trainer.recipe.reading import parse_recipe
 from trainer.run.acceptance import read_heldout

@@ -10,8 +10,8 @@ from decoding.measure.redact import is_hub_id
 from decoding.model.header import read_object
 from decoding.model.hub import hub_name
 from trainer import quickstart
-from trainer.export.card import UNKNOWN_TARGET, read_stored_provenance
 from trainer.export.exported import Exported
+from trainer.export.origin import UNKNOWN_TARGET, read_stored_provenance
 from trainer.export.source import target_of
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from trainer import quickstart
-from trainer.export.card import read_stored_provenance
+from trainer.export.origin import read_stored_provenance
 
 _FINAL = "final"
 USUAL_DRAFT_TOKENS = 4
