@@ -96,14 +96,14 @@ def test_generate_and_evaluate_draft_as_planned(models: Path, plan_path: Path, t
     path = planned_as(plan_path, tmp_path, form, 1.5)
     shared = ("--target", str(models / "target"), "--dtype", "fp32", "--max-new-tokens", "8", "--plan", str(path))
     code, output = run("generate", "--prompt", "def f", *shared)
-    assert code == 0 and "medusa, tree of 2 (lossless)" in output
+    assert code == 0 and "medusa, chain of 2 (lossless)" in output
     code, output = run(
         "evaluate", "--prompts", str(models / "prompts.jsonl"), *shared, "--output", str(tmp_path / "report"),
         "--settings", "greedy",
     )  # fmt: skip
     assert code == 0, output
     report = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert "medusa, tree of 2" in {row["method"] for row in report["rows"]}
+    assert "medusa, chain of 2" in {row["method"] for row in report["rows"]}
 
 
 def test_where_the_plan_finds_no_gain_generate_decodes_plainly_and_says_so(

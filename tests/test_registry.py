@@ -36,6 +36,7 @@ SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
     "heads:PATH/heads,dynamic_nodes=5": (MedusaDrafter, {"dynamic_nodes": 5}, "medusa, dynamic tree of 4"),
     "heads:PATH/heads,sampled=false": (MedusaDrafter, {"max_nodes": 10}, "medusa, deterministic tree of 9"),
     "heads:PATH/heads,tree=0/1/0.0": (MedusaDrafter, {"max_nodes": 4, "max_depth": 2}, "medusa, tree of 3"),
+    "heads:PATH/heads,tree=0/0.0": (MedusaDrafter, {"max_nodes": 3, "max_depth": 2}, "medusa, chain of 2"),
     "draft:PATH/draft": (DraftModelDrafter, {"branching": (1, 1, 1, 1)}, "draft model, 4 tokens"),
     "draft:PATH/draft,tokens=2,stop_below=0.25": (
         DraftModelDrafter,

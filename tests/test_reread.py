@@ -50,7 +50,7 @@ def target_as_draft(tmp_path: Path) -> Path:
     return final
 
 
-@pytest.mark.parametrize(("format", "tree"), [("headstart", "tree of 3"), ("vllm", "tree of 2")])
+@pytest.mark.parametrize(("format", "tree"), [("headstart", "tree of 3"), ("vllm", "chain of 2")])
 def test_exported_heads_draft_as_the_trained_ones(heads: Path, tmp_path: Path, format: str, tree: str) -> None:
     sentence = export(heads.parent, tmp_path / "out", format).compared[-1]
     assert sentence.startswith(f"3 prompts of heldout.jsonl decoded with both (medusa, {tree}): texts equal 3/3, to pl")

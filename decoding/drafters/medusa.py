@@ -67,7 +67,9 @@ class MedusaDrafter(Drafter):
     @property
     def label(self) -> str:
         kind = "dynamic " if self._static is None else "" if self._drawn is not None else "deterministic "
-        return f"{self.name}, {kind}tree of {self.max_nodes - 1}"
+        nodes = self.max_nodes - 1
+        shape = "chain" if self._static is not None and nodes == self.max_depth else "tree"
+        return f"{self.name}, {kind}{shape} of {nodes}"
 
     @property
     def budgets(self) -> tuple[Budget, ...]:
