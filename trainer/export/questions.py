@@ -47,7 +47,7 @@ class Questions(NamedTuple):
 def read_target(name: str | None, asked: bool, trusted: bool) -> Target:
     """Load a target. `NotHere` where nobody named it, or, unless the user asked for it, where it is not on the disk."""
     if name is None:
-        raise NotHere("nothing records the target of these weights; give it as --target")
+        raise NotHere("nothing records a target that these weights draft for; if there is one, give it as --target")
     try:
         with only_cached(not asked):
             model = CausalLM(load_model(name, torch.float32, default_device(), trusted))
