@@ -121,7 +121,10 @@ def test_a_sigterm_saves_and_exits_143_with_one_line(workshop: Path) -> None:
     ("override", "message"),
     [
         ("training.stepps=3", "unknown key 'training.stepps'; did you mean 'steps'?"),
-        ("target=./nowhere", "or a hub id such as ORG/NAME or ORG/NAME@REVISION"),
+        (
+            "target=./nowhere",
+            "there is no folder ./nowhere: give a folder with a model, or a hub id such as ORG/NAME or ORG/NAME@REVISION",
+        ),
     ],
 )
 def test_a_bad_recipe_exits_2_with_one_line(workshop: Path, override: str, message: str) -> None:
