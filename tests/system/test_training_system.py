@@ -123,7 +123,8 @@ def test_a_sigterm_saves_and_exits_143_with_one_line(workshop: Path) -> None:
         ("training.stepps=3", "unknown key 'training.stepps'; did you mean 'steps'?"),
         (
             "target=./nowhere",
-            "there is no folder ./nowhere: give a folder with a model, or a hub id such as ORG/NAME or ORG/NAME@REVISION",
+            "there is no folder ./nowhere: give a folder with a model, "
+            "or a hub id such as ORG/NAME or ORG/NAME@REVISION",
         ),
     ],
 )
