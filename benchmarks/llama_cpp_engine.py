@@ -1,11 +1,11 @@
 """Real llama.cpp in its own environment: its texts, counts and logits beside those of our own loop."""
 
-import json
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from engine_worker import answer_of
 
 if TYPE_CHECKING:
     from decoding.drafters import Drafter
@@ -64,7 +64,7 @@ def serve(
         }
         for case in cases
     ]
-    answer = _answer({"cases": task}, seconds)
+    answer = answer_of("llama.cpp", PYTHON, WORKER, {"cases": task}, seconds)
     plain = decode_greedily(target, None, prompts, max_new_tokens, ends)
     rows = []
     for case, result in zip(cases, answer["results"], strict=True):
@@ -80,14 +80,3 @@ def serve(
             row["ended"] = sum(ours.ended)
             row["ours"] = {"passes": ours.passes, "drafted": ours.drafted, "accepted": accepted}
     return rows
-
-
-def _answer(task: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Run the worker on a task and return its answer."""
-    done = subprocess.run(
-        [PYTHON, WORKER], input=json.dumps(task), capture_output=True, text=True, timeout=seconds, check=False
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"llama.cpp ended with {done.returncode}: {done.stderr[-3000:]}")
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer

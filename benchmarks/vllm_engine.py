@@ -6,13 +6,13 @@ python benchmarks/vllm_engine.py    prints the folder of the environment, which 
 import hashlib
 import json
 import os
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import platformdirs
+from engine_worker import answer_of
 
 if TYPE_CHECKING:
     from decoding.drafters import Drafter
@@ -75,7 +75,9 @@ def serve(
         }
         for case in cases
     ]
-    answer = _answer({"cases": task}, seconds)
+    interpreter = python()
+    assert interpreter is not None, "the caller has looked"
+    answer = answer_of("vLLM", interpreter, WORKER, {"cases": task}, seconds)
     plain = decode_greedily(target, None, prompts, max_new_tokens)
     ours = {"plain": plain}
     for case in cases:
@@ -89,19 +91,6 @@ def serve(
 
 def _key(speculation: dict[str, Any] | None) -> str:
     return "plain" if speculation is None else json.dumps(speculation, sort_keys=True)
-
-
-def _answer(task: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Run the worker on a task and return its answer."""
-    interpreter = python()
-    assert interpreter is not None, "the caller has looked"
-    done = subprocess.run(
-        [interpreter, WORKER], input=json.dumps(task), capture_output=True, text=True, timeout=seconds, check=False
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"vLLM ended with {done.returncode}: {done.stderr[-3000:]}")
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
 
 
 def _row(answer: dict[str, Any], result: dict[str, Any], plain: "Decoded", ours: "Decoded | None") -> dict[str, Any]:

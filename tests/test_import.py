@@ -333,6 +333,9 @@ def test_the_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
     for path in blobs.iterdir():
         (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
     import_heads(str(snapshot), tmp_path / "ours")
+    import_heads(str(blobs), tmp_path / "without links")
+    followed, plain = (tmp_path / name / "model.safetensors" for name in ("ours", "without links"))
+    assert followed.read_bytes() == plain.read_bytes() and not followed.is_symlink()
 
 
 # --- the record ----------------------------------------------------------------------------------------------------
