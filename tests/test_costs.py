@@ -1,7 +1,7 @@
 """Whether a draft could pay, by costs that are given; and that costs are measured in the target's own passes."""
 
 import io
-from collections.abc import Sequence
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,8 @@ from rich.console import Console
 from tiny_models import tiny_model
 from tiny_training import recipe_content, write_corpus, write_target
 
-from decoding.model import cost_curve
 from decoding.model.causal_lm import CausalLM
-from decoding.model.cost_curve import Costs, measure_costs
+from decoding.model.cost_curve import Costs, _Passes, measure_costs
 from decoding.model.vocabulary import trimmed_vocabulary
 from trainer.drafts import costs as costs_module
 from trainer.drafts import job as job_module
@@ -95,15 +94,24 @@ def test_costs_are_counted_in_passes_of_the_target_over_one_token(monkeypatch: p
     """What looks cheaper over more tokens is noise: the pass over 3 is taken to cost as much as that over 2."""
     target, draft = CausalLM(tiny_model()), CausalLM(tiny_model(num_hidden_layers=1))
 
-    def clock(model: CausalLM, sizes: Sequence[int], repeats: int = 15) -> dict[int, float]:
-        if model is draft:
-            return {1: 0.5}
-        return {**{size: 2.0 + size for size in sizes}, 1: 2.0, 2: 4.5, 3: 4.0}
-
-    monkeypatch.setattr(cost_curve, "measure_cost_curve", clock)
+    seconds = {target: {**{size: 2.0 + size for size in SIZES}, 1: 2.0, 2: 4.5, 3: 4.0}, draft: {1: 0.5}}
+    monkeypatch.setattr(_Passes, "seconds", lambda passes, size: seconds[passes.model][size])
     found = measure_costs(target, draft, SIZES)
     assert found.draft_step == 0.25 and list(found.target_pass) == list(SIZES)
     assert [found.pass_over(size) / found.pass_over(1) for size in (1, 2, 3, 4, 17)] == [1.0, 2.25, 2.25, 3.0, 9.5]
+
+
+def test_a_machine_that_gets_slower_meanwhile_slows_target_and_draft_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their passes take turns: a draft of half a target's pass costs half of one, whatever the machine does."""
+    target, draft = CausalLM(tiny_model()), CausalLM(tiny_model(num_hidden_layers=1))
+    turns = itertools.count()
+
+    def clock(passes: _Passes, size: int) -> float:
+        slowness = 1 + next(turns) // (1 + len(SIZES))
+        return slowness * (1.0 if passes.model is target else 0.5)
+
+    monkeypatch.setattr(_Passes, "seconds", clock)
+    assert measure_costs(target, draft, SIZES).draft_step == 0.5
 
 
 def test_a_draft_of_a_trimmed_vocabulary_is_measured_like_any_other() -> None:

@@ -13,6 +13,9 @@ import torch
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.tree import TokenTree
 
+PREFIX = 128
+"""Cached tokens behind which passes are measured, where nothing else is asked for."""
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -56,10 +59,51 @@ def _interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
     return low + slope * (at - left) if at <= right else high + max(0.0, slope) * (at - right)
 
 
+class _Passes:
+    """Passes over new tokens of ``rows`` texts behind ``prefix`` cached tokens each, ready to be timed."""
+
+    def __init__(self, model: CausalLM, sizes: Sequence[int], prefix: int, rows: int) -> None:
+        most = max(sizes)
+        if model.max_positions is not None and prefix + most > model.max_positions:
+            prefix = max(1, model.max_positions - most)
+        self.model, self.prefix, self.rows = model, prefix, rows
+        self.cache = model.new_cache(prefix + most, rows)
+        # Different tokens: a mixture of experts reads the experts of each.
+        tokens = [(10 + 7919 * place) % model.vocab_size for place in range(prefix + most)]
+        model.prefill([tokens[:prefix]] * rows, self.cache)
+        self.trees = {size: [TokenTree.chain(tokens[-size:], model.device)] * rows for size in sizes}
+
+    def seconds(self, size: int) -> float:
+        """Time a pass over ``size`` new tokens in each row, and forget the tokens."""
+        begin = time.perf_counter()
+        self.model.verify(self.trees[size], self.cache)
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        passed = time.perf_counter() - begin
+        for row in range(self.rows):
+            self.cache.truncate(row, self.prefix)
+        return passed
+
+
+def _medians(passes: Sequence[tuple[_Passes, int]], repeats: int, seconds: float = math.inf) -> list[float]:
+    """Time each of ``passes`` ``repeats`` times and return their medians; a pass is a model's, over a size.
+
+    They take turns, so that what else the machine does hits all alike. After ``seconds`` no further round begins; at
+    least three are measured.
+    """
+    warm_up, began = 2, time.perf_counter()
+    rounds: list[list[float]] = []
+    for repeat in range(warm_up + repeats):
+        if repeat >= warm_up + 3 and time.perf_counter() - began > seconds:
+            break
+        rounds.append([model.seconds(size) for model, size in passes])
+    return [statistics.median(times) for times in zip(*rounds[warm_up:], strict=True)]
+
+
 def measure_cost_curve(
     model: CausalLM,
     sizes: Sequence[int] = (1, 2, 4, 8, 16, 32),
-    prefix: int = 128,
+    prefix: int = PREFIX,
     repeats: int = 15,
     rows: int = 1,
     seconds: float = math.inf,
@@ -68,29 +112,8 @@ def measure_cost_curve(
 
     Each of ``rows`` texts has n new tokens. After ``seconds`` no further round begins; at least three are measured.
     """
-    longest = prefix + max(sizes)
-    if model.max_positions is not None and longest > model.max_positions:
-        prefix = max(1, model.max_positions - max(sizes))
-    cache = model.new_cache(prefix + max(sizes), rows)
-    # Different tokens: a mixture of experts reads the experts of each.
-    tokens = [(10 + 7919 * place) % model.vocab_size for place in range(prefix + max(sizes))]
-    model.prefill([tokens[:prefix]] * rows, cache)
-    trees = {size: [TokenTree.chain(tokens[-size:], model.device)] * rows for size in sizes}
-    samples: dict[int, list[float]] = {size: [] for size in sizes}
-    warm_up, began = 2, time.perf_counter()
-    for repeat in range(warm_up + repeats):  # sizes take turns, so that drift hits all alike
-        if repeat >= warm_up + 3 and time.perf_counter() - began > seconds:
-            break
-        for size in sizes:
-            begin = time.perf_counter()
-            model.verify(trees[size], cache)
-            if model.device.type == "cuda":
-                torch.cuda.synchronize(model.device)
-            if repeat >= warm_up:
-                samples[size].append(time.perf_counter() - begin)
-            for row in range(rows):
-                cache.truncate(row, prefix)
-    return {size: statistics.median(times) for size, times in samples.items()}
+    passes = _Passes(model, sizes, prefix, rows)
+    return dict(zip(sizes, _medians([(passes, size) for size in sizes], repeats, seconds), strict=True))
 
 
 def measure_costs(target: CausalLM, draft: CausalLM, sizes: Sequence[int], at_once: int = 1) -> Costs:
@@ -100,7 +123,6 @@ def measure_costs(target: CausalLM, draft: CausalLM, sizes: Sequence[int], at_on
 
     A pass that looks cheaper than one over fewer tokens is noise, and is taken to cost as much as that one.
     """
-    curve = measure_cost_curve(target, sizes, repeats=7)
-    rising = accumulate((curve[size] for size in sizes), max)
-    forward = measure_cost_curve(draft, (at_once,))[at_once]
-    return Costs(dict(zip(sizes, rising, strict=True)), dict.fromkeys((1, at_once), forward))
+    passes, drafting = _Passes(target, sizes, PREFIX, 1), _Passes(draft, (at_once,), PREFIX, 1)
+    forward, *curve = _medians([(drafting, at_once), *((passes, size) for size in sizes)], repeats=7)
+    return Costs(dict(zip(sizes, accumulate(curve, max), strict=True)), dict.fromkeys((1, at_once), forward))

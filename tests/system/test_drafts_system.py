@@ -109,12 +109,12 @@ def test_a_run_killed_between_two_times_of_writing_goes_on_to_the_same_draft(alo
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_draft_that_cannot_pay_is_refused_before_its_first_step(workshop: Path, processes: int) -> None:
-    """It has six times the target's layers. Of two processes the first measures, and the run ends for both."""
+    """It has 24 times the target's layers. Of two processes the first measures, and the run ends for both."""
     path, output = recipe(workshop, f"slow-{processes}")
     content = yaml.safe_load(Path(path).read_text())
     content["draft"] |= {"check_costs": True, "vocabulary": None}
     layers = load_model(str(workshop / "target"), parse_dtype("fp32")).config.num_hidden_layers
-    content["draft"]["init"] = {"from_config": {"num_hidden_layers": 6 * layers}}
+    content["draft"]["init"] = {"from_config": {"num_hidden_layers": 24 * layers}}
     Path(path).write_text(yaml.safe_dump(content))
     done = finish([*(DIRECT if processes == 1 else TWO_PROCESSES), path], workshop)
     assert "draft.check_costs=false" in done.stderr and not losses(output)
