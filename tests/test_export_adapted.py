@@ -67,6 +67,8 @@ def test_adapters_of_a_folder_of_this_machine_are_pushed_merged(
     assert not [name for name, content in hub.files.items() if str(tmp_path).encode() in content]
     monkeypatch.setattr("trainer.export.adapted.is_hub_id", lambda name: True)
     assert form_of(final, "headstart", None, published=True) == "adapter"
+    told = str(push(final, "team/other", adapters="merged", check_prompts=0))
+    assert "the adapted target beside them, merged from its adapters" in told and "texts equal" not in told
 
 
 def test_for_other_programs_the_adapters_are_merged_as_training_merges_them(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.heads import MedusaHeads
 from decoding.model.hub import local_folder
 from trainer.cli import app
+from trainer.commands.artefact_options import PushOptions
 from trainer.export import export, push
 from trainer.export.beside import published_plan, published_provenance
 
@@ -105,6 +106,10 @@ def test_an_exported_folder_goes_as_it_lies_there(hub: FakeHub, run: Path, tmp_p
     assert "report.json" not in hub.files, "only what is given to an export goes into its folder"
     with pytest.raises(ValueError, match="is exported already, and format is of the export: leave it out, or give the"):
         push(tmp_path / "out", REPOSITORY, format="headstart")
+    with pytest.raises(ValueError, match="and check_prompts is of the export"):
+        push(tmp_path / "out", REPOSITORY, check_prompts=0)
+    options = PushOptions(source=tmp_path / "out", repository=REPOSITORY)
+    assert "nothing was sent" in str(push(**vars(options))), "the command's own defaults are of no export"
 
 
 def test_of_several_reports_one_must_be_given(hub: FakeHub, run: Path, tmp_path: Path) -> None:

@@ -11,25 +11,24 @@ from typer import Argument, Option
 
 from decoding.model.header import SHARD_BYTES
 from trainer.commands.options import JsonFile, Trusted
+from trainer.export.artefact import CHECK_PROMPTS
 
 RecordedTarget = Annotated[str | None, Option(help="Target, if it is not where the training run recorded it.")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """Options of `headstart export`."""
+class ExportChoices:
+    """Options of an export, also of the one that a push of a run makes first."""
 
-    source: Annotated[Path, Argument(help="Folder of a training run, its final/ folder, or one of its checkpoints.")]
-    destination: Annotated[Path, Argument(help="A new folder.")]
-    format: Annotated[
-        str,
-        Option(help="For heads: headstart, vllm, medusa; a draft: draft, gguf; a parallel draft: headstart, draft."),
-    ]
     report: Annotated[
-        Path | None, Option(help="report.json of an evaluation of these weights, for the model card.")
+        Path | None,
+        Option(help="report.json of an evaluation of these weights, for the model card; a push finds the run's own."),
     ] = None
     plan: Annotated[
-        Path | None, Option(help="plan.json of these weights: its tree goes with them, its depths on the card.")
+        Path | None,
+        Option(
+            help="plan.json of these weights: its tree goes with them, its depths on the card; a push finds the run's."
+        ),
     ] = None
     target: RecordedTarget = None
     type: Annotated[str | None, Option(help="Type of the numbers in a gguf file: f32, f16, bf16 or q8_0.")] = None
@@ -39,7 +38,7 @@ class ExportOptions:
     ] = None
     check_prompts: Annotated[
         int, Option(min=0, help="Prompts decoded with the trained weights and with the written files; 0 decodes none.")
-    ] = 20
+    ] = CHECK_PROMPTS
     adapters: Annotated[
         str | None,
         Option(help="Target beside heads trained with adapters: merged, or the adapter alone if it was kept so."),
@@ -50,12 +49,24 @@ class ExportOptions:
     license: Annotated[
         str | None, Option(help="Licence of the weights for their card, such as apache-2.0; none if not given.")
     ] = None
-    overwrite: Annotated[bool, Option(help="Replace an earlier export in the folder.")] = False
     trust_remote_code: Trusted = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class PushOptions:
+class ExportOptions(ExportChoices):
+    """Options of `headstart export`."""
+
+    source: Annotated[Path, Argument(help="Folder of a training run, its final/ folder, or one of its checkpoints.")]
+    destination: Annotated[Path, Argument(help="A new folder.")]
+    format: Annotated[
+        str,
+        Option(help="For heads: headstart, vllm, medusa; a draft: draft, gguf; a parallel draft: headstart, draft."),
+    ]
+    overwrite: Annotated[bool, Option(help="Replace an earlier export in the folder.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushOptions(ExportChoices):
     """Options of `headstart push`."""
 
     source: Annotated[Path, Argument(help="Folder of a training run, or one that 'headstart export' wrote.")]
@@ -63,18 +74,10 @@ class PushOptions:
     format: Annotated[
         str | None, Option(help="Format to export a run in; headstart if not given, draft for a draft.")
     ] = None
-    report: Annotated[
-        Path | None, Option(help="report.json of an evaluation of these weights; else the one in the run's folder.")
-    ] = None
-    plan: Annotated[Path | None, Option(help="plan.json of these weights; else the one in the run's folder.")] = None
-    target: RecordedTarget = None
-    type: Annotated[str | None, Option(help="Type of the stored numbers, for a format that has several.")] = None
-    license: Annotated[str | None, Option(help="Licence of the weights for their card, such as apache-2.0.")] = None
     public: Annotated[bool, Option("--public", help="Make the repository public; it is private otherwise.")] = False
     revision: Annotated[str | None, Option(help="Branch to push to, made if it is missing; main if not given.")] = None
     pull_request: Annotated[bool, Option("--pull-request", help="Open a pull request in place of a commit.")] = False
     message: Annotated[str | None, Option(help="Message of the commit.")] = None
-    trust_remote_code: Trusted = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from decoding.measure.redact import without_local_paths
 from decoding.model.header import SHARD_BYTES
 from trainer import quickstart
-from trainer.export.artefact import BESIDE, Task
+from trainer.export.artefact import BESIDE, CHECK_PROMPTS, Task
 from trainer.export.card import CARD_NAME, FOLDER_NAME, is_own_card, render_card, target_argument
 from trainer.export.formats import FORMATS, HEADS, TREES, check_format, check_name, kind_held_in
 from trainer.export.formats import write as write_format
@@ -54,7 +54,7 @@ def export(
     trust_remote_code: bool = False,
     shard_bytes: int = SHARD_BYTES,
     prompts: Path | None = None,
-    check_prompts: int = 20,
+    check_prompts: int = CHECK_PROMPTS,
     repository: str | None = None,
     adapters: str | None = None,
 ) -> ExportSummary:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from decoding.model.header import SHARD_BYTES
 
@@ -12,6 +12,23 @@ if TYPE_CHECKING:
 PROVENANCE_NAME, REPORT_NAME, PLAN_NAME = "provenance.json", "report.json", "plan.json"
 BESIDE = (PROVENANCE_NAME, REPORT_NAME, PLAN_NAME)
 """Names of what an exported folder tells of its weights, beside the card."""
+CHECK_PROMPTS = 20
+"""Prompts that are decoded with the written files, where nothing else is asked for."""
+
+
+class ExportKeywords(TypedDict, total=False):
+    """Options of `trainer.export.export`, which tells their meaning, that a push of a run takes too."""
+
+    report: Path | None
+    plan: Path | None
+    target: str | None
+    type: str | None
+    prompts: Path | None
+    check_prompts: int
+    adapters: str | None
+    shard_bytes: int
+    license: str | None
+    trust_remote_code: bool
 
 
 @dataclass(frozen=True)
