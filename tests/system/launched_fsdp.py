@@ -9,7 +9,6 @@ one step, sharded, goes to FOLDER/checkpoints.
 
 import copy
 import json
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,4 +140,3 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    os._exit(0)  # gloo's threads sometimes abort while the interpreter is taken down

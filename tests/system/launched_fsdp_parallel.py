@@ -3,8 +3,6 @@
 As in launched_fsdp.py, `fully_shard` is called as accelerate calls it. Exits with 0 if every process finds it right.
 """
 
-import os
-
 import torch
 from launched_fsdp import SECTION, close, shard, step
 from launched_heads import EXAMPLES
@@ -57,4 +55,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # gloo's threads sometimes abort while the interpreter is taken down

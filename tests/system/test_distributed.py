@@ -1,11 +1,8 @@
 """One run under every launcher: the same losses, whole artefacts, and a resume that does not ask who wrote."""
 
 import json
-import os
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +15,18 @@ from launched_heads import STEPS, run
 from safetensors.torch import load_file
 from tiny_training import Recorder, cpu_accelerator, interrupt, recipe_content
 from torch import nn
-from whole_runs import ACCELERATE, DIRECT, ROOT, SCRIPT, losses, provenance, write_recipe, write_workshop
+from whole_runs import (
+    ACCELERATE,
+    DIRECT,
+    ROOT,
+    SCRIPT,
+    TORCHRUN,
+    losses,
+    provenance,
+    start,
+    write_recipe,
+    write_workshop,
+)
 from whole_runs import run as run_program
 
 from decoding.model.fingerprint import stored_fingerprint
@@ -30,24 +38,20 @@ from trainer.run.kinds import kind_of
 from trainer.run.loop import Interrupted
 from trainer.terminal.place import Place
 
-DEADLINE = 240.0
 TYPES = {"ddp": "MULTI_CPU", "zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 WRAPPERS = {"ddp": "DistributedDataParallel", "zero1": "DeepSpeedEngine", "zero2": "DeepSpeedEngine"}
 WRAPPERS["zero3"] = "DeepSpeedEngine"
 
 
-def launch(
-    kind: str, folder: Path, part: str, options: Sequence[str] = ("--main_process_port", "0")
-) -> subprocess.CompletedProcess[str]:
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "HF_"))}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    if kind == "ddp":
-        env["ACCELERATE_USE_CPU"] = "true"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *options]
-    command += ["--config_file", str(ROOT / "recipes" / "accelerate" / f"{kind}.yaml")]
-    command += [str(ROOT / "tests" / "system" / "launched_heads.py"), str(folder), part]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE, check=False)
+def command_of(kind: str, folder: Path, part: str, options: Sequence[str] = ("--main_process_port", "0")) -> list[str]:
+    config = str(ROOT / "recipes" / "accelerate" / f"{kind}.yaml")
+    script = str(ROOT / "tests" / "system" / "launched_heads.py")
+    return [*ACCELERATE, "--quiet", *options, "--config_file", config, script, str(folder), part]
+
+
+def cpu_of(kind: str) -> str | None:
+    """The value of ACCELERATE_USE_CPU, which accelerate needs for DDP and DeepSpeed does not bear."""
+    return "true" if kind == "ddp" else None
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +95,11 @@ def chain_begins(folder: Path) -> None:
 
 
 def finish(kind: str, folder: Path) -> None:
-    """Both parts: the first ends as it was killed."""
-    first = launch(kind, folder, "first")
+    """Both parts: the first, as users launch it, ends as it was killed."""
+    first = start(command_of(kind, folder, "first"), folder, ACCELERATE_USE_CPU=cpu_of(kind))
     assert first.returncode != 0 and (folder / "straight" / "figures.json").exists(), first.stderr[-4000:]
     assert not (folder / "killed" / "figures.json").exists()
-    second = launch(kind, folder, "second")
-    assert second.returncode == 0, second.stderr[-4000:]
+    run_program(command_of(kind, folder, "second"), folder, ACCELERATE_USE_CPU=cpu_of(kind))
 
 
 def noted(folder: Path) -> dict[str, Any]:
@@ -177,14 +180,10 @@ def test_what_zero_wrote_is_gone_on_from_in_one_process(
         assert figures == pytest.approx(alone[0][step], abs=1e-4)
 
 
-def run_sharded(script: str, *arguments: str) -> None:
+def run_sharded(script: str, folder: Path) -> None:
     """Run one of this folder's scripts in two processes, to a good end."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [str(ROOT / "tests" / "system" / script), *arguments]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    two = [*TORCHRUN, "--standalone", "--nproc_per_node", "2"]
+    run_program([*two, str(ROOT / "tests" / "system" / script), str(folder)], folder)
 
 
 def test_heads_sharded_as_fsdp_does_train_save_and_resume_as_whole_ones(tmp_path: Path) -> None:
@@ -194,7 +193,7 @@ def test_heads_sharded_as_fsdp_does_train_save_and_resume_as_whole_ones(tmp_path
     job = kind_of(recipe).assemble(torch.device("cpu"), Place())
     made_by = {"recipe": recipe.model_dump(mode="json"), "identity": dict(job.identity)}
     (workshop / "made_by.json").write_text(json.dumps(made_by))
-    run_sharded("launched_fsdp.py", str(workshop))
+    run_sharded("launched_fsdp.py", workshop)
     summary = export(workshop, tmp_path / "out", "headstart")
     assert "step-00000001: the weights after step 1 of 4" in summary.compared[0]
     assert "texts equal 2/2" in summary.compared[-1]
@@ -211,7 +210,7 @@ def test_two_launchers_that_know_of_each_other_train_as_one(tmp_path: Path, alon
     chain_begins(tmp_path / "killed")
     with ThreadPoolExecutor() as pool:
         ranks = [[*machines, "--machine_rank", str(rank), "--main_process_port", str(port)] for rank in range(2)]
-        ended = list(pool.map(lambda options: launch("ddp", tmp_path, "second", options), ranks))
+        ended = list(pool.map(lambda options: start(command_of("ddp", tmp_path, "second", options), tmp_path), ranks))
     assert [done.returncode for done in ended] == [0, 0], ended[0].stderr[-3000:] + ended[1].stderr[-3000:]
     found = noted(tmp_path / "killed")
     assert found["num_processes"] == 2 and list(found["figures"]) == ["3", "4", "5", "6", "7", "8"]

@@ -89,7 +89,7 @@ def test_so_do_two_processes_that_share_the_parameters(alone: Path, workshop: Pa
     path, output = recipe(workshop, "zero3")
     config = str(ROOT / "recipes" / "accelerate" / "zero3.yaml")
     command = [*ACCELERATE, "--config_file", config, "--main_process_port", "0", SCRIPT, path]
-    run(command, workshop, ACCELERATE_USE_CPU=None, CUDA_VISIBLE_DEVICES="")
+    run(command, workshop, ACCELERATE_USE_CPU=None)
     assert provenance(output)["zero_stage"] == 3
     assert written(output) == written(alone)
     for step, loss in losses(alone).items():

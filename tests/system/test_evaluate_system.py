@@ -1,11 +1,10 @@
 """An evaluation as a whole program: dealt over two processes, which go on where one was killed."""
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
-from whole_runs import ACCELERATE, DEADLINE, ROOT, environment, write_workshop
+from whole_runs import ACCELERATE, ROOT, run, write_workshop
 
 from trainer.commands.evaluate import run_evaluate
 from trainer.commands.options import EvaluateOptions
@@ -57,10 +56,7 @@ def test_two_processes_go_on_where_one_was_killed_with_the_same_texts(tmp_path: 
         "--output",
         str(dealt),
     ]
-    done = subprocess.run(
-        [*TWO, *paths], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=DEADLINE, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run([*TWO, *paths], ROOT)
     assert runs(dealt) == runs(alone) and (dealt / "runs-1.jsonl").is_file()
     report = json.loads((dealt / "report.json").read_text())
     assert report["processes"] == 2 and report["asked"]["turns"] == "all" and report["prompts"] == 6

@@ -39,7 +39,7 @@ def test_a_run_killed_twelve_times_equals_the_one_that_was_never_killed(tmp_path
     recipes = [write_recipe(workshop, "medusa", output, steps=STEPS, every=2) for output in (whole, killed)]
     run([*DIRECT, recipes[0]], workshop)
     program = [sys.executable, str(ROOT / "tests" / "system" / "killed_often.py"), recipes[1], str(killed)]
-    done = finish([*program, str(KILLS), "7"], workshop, PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
+    done = finish([*program, str(KILLS), "7"], workshop)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert len(done.stdout.split()) == KILLS
     assert list(losses(whole)) == list(range(1, STEPS + 1)) and losses(killed) == losses(whole)

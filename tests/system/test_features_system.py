@@ -1,6 +1,5 @@
 """Features as a user makes them: killed in the middle and gone on with, written by two processes, trained from."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +7,9 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from test_training_system import DIRECT, TWO_PROCESSES, finish, run, running, wait_until
 from tiny_models import counting_model
 from tiny_training import counting_text, recipe_content, tiny_tokenizer, write_rows
+from whole_runs import DIRECT, HEADSTART, TWO_PROCESSES, finish, run, running, wait_until
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
@@ -20,7 +19,7 @@ from trainer.data.dataset import load_dataset
 from trainer.recipe.common import DataSection
 from trainer.target.features import FeatureIdentity, FeatureStore
 
-COMMAND = [sys.executable, "-c", "from trainer.cli import main; main()", "features"]
+COMMAND = [*HEADSTART, "features"]
 ROWS, LENGTH = 3000, 24
 SHARDS = 72  # 42 rows of 24 tokens in a shard of 1,024
 

@@ -3,14 +3,13 @@
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from test_realign import STALE, options, write_workshop
 from test_realign import run as realign
-from whole_runs import ROOT, environment, losses, run, running, wait_until
+from whole_runs import HEADSTART, losses, run, running, wait_until
 
 from decoding.drafters import DraftModelDrafter
 from decoding.engine import Engine
@@ -18,27 +17,26 @@ from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_draft, load_model, load_tokenizer
 
-REALIGN = [sys.executable, "-c", "from trainer.cli import main; main()", "realign"]
 STEPS = 30
 
 
 def command(output: str) -> list[str]:
     words = ["--target", "tuned", "--draft", STALE, "--prompts", "prompts.jsonl", "--output", output]
     words += ["--max-new-tokens", "12", "--steps", str(STEPS), "--learning-rate", "0.1", "--dtype", "fp32"]
-    return [*REALIGN, *words]
+    return [*HEADSTART, "realign", *words]
 
 
 def test_a_killed_realignment_typed_again_ends_with_the_draft_of_one_that_was_not(tmp_path: Path) -> None:
     """Killed among the steps of the training, past its first checkpoint; the other one is done in this process."""
     workshop = write_workshop(tmp_path)
     whole = realign(options(workshop, output=workshop / "whole", steps=STEPS))
-    killed, path = workshop / "killed", {"PYTHONPATH": str(ROOT)}
-    with running(command("killed"), workshop, {**environment(), **path}) as process:
+    killed = workshop / "killed"
+    with running(command("killed"), workshop) as process:
         wait_until(lambda: (killed / "checkpoints" / "step-00000003").exists(), process)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     assert not (killed / "final").exists() and not (killed / "realigned.json").exists()
-    said = run(command("killed"), workshop, **path)
+    said = run(command("killed"), workshop)
     assert "realigned draft: step 30" in said and "accepted/drafted" in said
     ours, theirs = (load_file(workshop / name / "final" / "model.safetensors") for name in ("killed", "whole"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

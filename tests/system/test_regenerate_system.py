@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
@@ -15,12 +14,9 @@ from typing import Any
 import pytest
 from tiny_models import tiny_model
 from tiny_training import tiny_tokenizer, write_rows
-from whole_runs import running, wait_until
+from whole_runs import HEADSTART, run, running, wait_until
 
-ROOT = Path(__file__).resolve().parents[2]
-HEADSTART = [sys.executable, "-c", "from trainer.cli import main; main()", "regenerate"]
 SERVE = str(Path(sys.executable).with_name("transformers"))
-DEADLINE = 240.0
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }} "
     "{% if message['role'] == 'assistant' %}<eos> {% endif %}{% endfor %}"
@@ -41,19 +37,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def environment() -> dict[str, str]:
-    """One thread a process, no network but the loopback, no keys."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "OPENAI_"))}
-    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_PROXY": "127.0.0.1", "PYTHONPATH": str(ROOT)}
-    return {**env, **settings, "CUDA_VISIBLE_DEVICES": ""}
-
-
 def regenerate(desk: Path, *words: str) -> str:
-    done = subprocess.run(
-        [*HEADSTART, *words], cwd=desk, env=environment(), capture_output=True, text=True, timeout=DEADLINE
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return run([*HEADSTART, "regenerate", *words], desk)
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -73,8 +58,8 @@ def served(desk: Path, model: str) -> Iterator[str]:
             return bool(urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).status == 200)
         return False
 
-    with running([*command, "--dtype", "float32"], desk, environment()) as process:
-        wait_until(is_up, process, DEADLINE)
+    with running([*command, "--dtype", "float32"], desk) as process:
+        wait_until(is_up, process)
         yield f"http://127.0.0.1:{port}/v1"
 
 
@@ -100,8 +85,8 @@ def test_a_run_that_is_killed_and_started_again_writes_the_bytes_of_one_that_was
     words += ["--temperature", "1", "--n", "2", "--seed", "11", "--limit", "60"]
     regenerate(desk, *words, "--output", "whole.jsonl")
     output = desk / "killed.jsonl"
-    with running([*HEADSTART, *words, "--output", output.name], desk, environment()) as process:
-        wait_until(lambda: output.is_file() and output.stat().st_size > 1000, process, DEADLINE)
+    with running([*HEADSTART, "regenerate", *words, "--output", output.name], desk) as process:
+        wait_until(lambda: output.is_file() and output.stat().st_size > 1000, process)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     whole = (desk / "whole.jsonl").read_bytes()

@@ -1,12 +1,11 @@
 """A teacher cache as a user makes it: killed in the middle and gone on with, or written by two processes."""
 
-import sys
 from pathlib import Path
 
 import yaml
 from tiny_models import counting_model
 from tiny_training import counting_text, recipe_content, tiny_tokenizer, write_rows
-from whole_runs import TWO_PROCESSES, run, running, wait_until
+from whole_runs import HEADSTART, TWO_PROCESSES, run, running, wait_until
 
 ROWS, LENGTH = 3000, 24
 SHARDS = 69  # 44 rows of 23 positions in a shard of 1,024
@@ -34,11 +33,8 @@ def test_a_killed_run_goes_on_and_two_processes_write_the_same_bytes(tmp_path: P
     tiny_tokenizer().save_pretrained(tmp_path / "target")
     write_rows(tmp_path / "train.jsonl", [{"text": counting_text(row, LENGTH)} for row in range(ROWS)])
     write_rows(tmp_path / "heldout.jsonl", [{"text": "a b c d e f g h"}])
-    headstart = tmp_path / "headstart.py"
-    headstart.write_text("from trainer.cli import main\n\nmain()\n")
-
     killed = tmp_path / "killed"
-    command = [sys.executable, str(headstart), "features", write_recipe(tmp_path, "killed")]
+    command = [*HEADSTART, "features", write_recipe(tmp_path, "killed")]
     with running(command, tmp_path) as process:
         wait_until(lambda: len(shards_of(killed)) >= 6, process)
         process.kill()
@@ -48,7 +44,7 @@ def test_a_killed_run_goes_on_and_two_processes_write_the_same_bytes(tmp_path: P
     said = run(command, tmp_path)
     assert f"teacher cache: {ROWS * (LENGTH - 1):,} positions in" in said and "positions/s" in said
 
-    run([*TWO_PROCESSES[:-1], str(headstart), "features", write_recipe(tmp_path, "two")], tmp_path)
+    run([*TWO_PROCESSES[:-1], "-m", "trainer.cli", "features", write_recipe(tmp_path, "two")], tmp_path)
     whole = shards_of(killed)
     assert len(whole) == 2 * SHARDS and before.items() < whole.items()
     assert whole == shards_of(tmp_path / "two")

@@ -1,9 +1,11 @@
 """The `headstart` program and the repository's scripts with their imports done once: a process that forks for each run.
 
 Loading torch, transformers and the commands takes most of the time of a command on a tiny model. Each command still
-has a process, arguments, a folder, output and an exit code of its own; the environment is the forking process's.
+has a process, arguments, a folder, output and an exit code of its own; its environment is the forking process's, with
+changes. ``accelerate launch`` and ``torchrun`` are the real launchers, but for forking what they would start.
 
-Run as a program, it reads {"words", "folder", "output", "seconds"}, one a line, and answers with the exit code.
+Run as a program, it reads {"words", "folder", "output", "seconds", "changes"}, one a line, and answers with the exit
+code.
 """
 
 import contextlib
@@ -27,12 +29,19 @@ class WarmProgram:
     def __init__(self, process: "subprocess.Popen[str]", outputs: Path) -> None:
         self._process, self._outputs, self._asked = process, outputs, 0
 
-    def run(self, words: Sequence[str], folder: Path, seconds: int) -> "subprocess.CompletedProcess[str]":
-        """Run a command line that begins with ``headstart`` or a script's path; after ``seconds`` it is killed."""
+    def run(
+        self, words: Sequence[str], folder: Path, seconds: int, changes: Mapping[str, str | None] | None = None
+    ) -> "subprocess.CompletedProcess[str]":
+        """Run a command line that begins with ``headstart``, ``accelerate launch``, ``torchrun`` or a script.
+
+        After ``seconds`` it is killed. ``changes`` of the environment, None to remove a variable, must be of such that
+        nothing reads when it is imported.
+        """
         assert self._process.stdin is not None and self._process.stdout is not None
         self._asked += 1
         output = self._outputs / str(self._asked)
         asked = {"words": list(words), "folder": str(folder), "output": str(output), "seconds": seconds}
+        asked["changes"] = dict(changes or {})
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         code = self._process.stdout.readline()
@@ -67,28 +76,69 @@ def _load() -> None:
 
 def _run(asked: Mapping[str, Any]) -> int:
     """Run a command in this process, which does nothing else; return its exit code."""
+    os.setpgid(0, 0)
     signal.alarm(asked["seconds"])
     os.chdir(asked["folder"])
+    for name, value in asked["changes"].items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for target, suffix in ((1, ".out"), (2, ".err")):
-        os.dup2(os.open(asked["output"] + suffix, os.O_WRONLY | os.O_CREAT, 0o600), target)
-    sys.argv = list(asked["words"])
+        os.dup2(os.open(asked["output"] + suffix, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), target)
     try:
-        if sys.argv[0] == "headstart":
-            from trainer.cli import main
-
-            main()
-        else:
-            runpy.run_path(sys.argv[0], run_name="__main__")
+        _run_program(*asked["words"])
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0
 
 
+def _run_program(*words: str) -> None:
+    """Run a command line as the interpreter would."""
+    program, *arguments = words[1:] if words[0] == "-u" else words  # which launchers put before a script
+    sys.argv = [program, *arguments]
+    if program == "headstart":
+        from trainer.cli import main
+
+        main()
+    elif program == "accelerate":
+        from accelerate.commands.launch import main as launch
+
+        _fork_the_launched()
+        del sys.argv[1]
+        launch()
+    elif program == "torchrun":
+        from torch.distributed.run import main as launch
+
+        _fork_the_launched()
+        launch()
+    elif program == "-m":
+        sys.argv = arguments
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(program, run_name="__main__")
+
+
+def _fork_the_launched() -> None:
+    """Make torch's launcher, which is accelerate's as well, fork its processes."""
+    import torch.distributed.run as torchrun
+
+    launcher = torchrun.elastic_launch
+
+    def forking(config: Any, entrypoint: str) -> Any:
+        config.start_method = "fork"
+        return launcher(config, _run_program)
+
+    torchrun.elastic_launch = forking
+
+
 def _fork_for(asked: Mapping[str, Any]) -> int:
     child = os.fork()
     if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # what it launched and left
+        return code
     code = 1
     try:
         code = _run(asked)

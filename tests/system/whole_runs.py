@@ -25,7 +25,9 @@ ONE_PROCESS = [*ACCELERATE, "--config_file", str(ROOT / "recipes" / "accelerate"
 TWO_PROCESSES = [*ACCELERATE, "--config_file", str(ROOT / "recipes" / "accelerate" / "ddp.yaml")]
 TWO_PROCESSES += ["--main_process_port", "0", SCRIPT]
 DIRECT = [sys.executable, SCRIPT]
-DEADLINE = 120.0
+HEADSTART = [sys.executable, "-c", "from trainer.cli import main; main()"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+DEADLINE = 240.0
 STEPS = 40
 
 
@@ -53,9 +55,12 @@ def write_recipe(workshop: Path, kind: str, output: Path, every: int = 5, **trai
 
 def environment(**changes: str | None) -> dict[str, str]:
     """One thread a process, the CPU only, no network, no keys."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB_", "HF_", "ACCELERATE_"))}
-    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", **changes}
-    return {**env, **{key: value for key, value in settings.items() if value is not None}}
+    others = ("WANDB_", "HF_", "ACCELERATE_", "OPENAI_")
+    env = {key: value for key, value in os.environ.items() if not key.startswith(others)}
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "system")))
+    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_PROXY": "127.0.0.1", "PYTHONWARNINGS": "ignore"}
+    settings |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
+    return {**env, **{key: value for key, value in {**settings, **changes}.items() if value is not None}}
 
 
 @cache
@@ -63,13 +68,31 @@ def _warm() -> WarmProgram:
     """The process that forks for every run in one process, until the tests end."""
     open_until_then = ExitStack()
     atexit.register(open_until_then.close)
-    return open_until_then.enter_context(warm_program(environment(PYTHONPATH=str(ROOT))))
+    return open_until_then.enter_context(warm_program(environment()))
+
+
+def _forked_as(command: list[str]) -> list[str] | None:
+    """The words of the same command for the process that forks; None if it takes no such command."""
+    for started, forked in (
+        (HEADSTART, ["headstart"]),
+        (TORCHRUN, ["torchrun"]),
+        (ACCELERATE, ["accelerate", "launch"]),
+    ):
+        if command[: len(started)] == started:
+            return None if command[: len(ONE_PROCESS)] == ONE_PROCESS else [*forked, *command[len(started) :]]
+    return command[1:] if command[1].endswith(".py") else None
 
 
 def finish(command: list[str], cwd: Path, **changes: str | None) -> subprocess.CompletedProcess[str]:
-    """Run to an end; forked where it can be, which spares a run in one process its imports."""
-    if command[:2] == DIRECT and not changes:
-        return _warm().run(command[1:], cwd, int(DEADLINE))
+    """Run to an end; forked where it can be, which spares each process its imports."""
+    words = _forked_as(command)
+    if words is not None and changes.keys() <= {"ACCELERATE_USE_CPU"}:  # nothing reads it when it is imported
+        return _warm().run(words, cwd, int(DEADLINE), changes)
+    return start(command, cwd, **changes)
+
+
+def start(command: list[str], cwd: Path, **changes: str | None) -> subprocess.CompletedProcess[str]:
+    """Run to an end as users do, in new processes."""
     return subprocess.run(
         command, cwd=cwd, env=environment(**changes), capture_output=True, text=True, timeout=DEADLINE, check=False
     )
