@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
@@ -288,6 +289,13 @@ def test_debug_shows_the_traceback(models: Path, monkeypatch: pytest.MonkeyPatch
 def test_every_command_explains_itself(command: str) -> None:
     code, output = run(command, "--help")
     assert code == 0 and len(output) > 200
+
+
+def test_help_does_not_wait_for_the_imports_of_the_work() -> None:
+    """They take seconds; and what the command line asks other libraries to leave unsaid is asked before they load."""
+    program = "import sys, trainer.cli; print(*{'torch', 'transformers', 'huggingface_hub'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
 
 
 def test_no_secret_and_no_control_character_of_a_file_reaches_an_error(capsys: pytest.CaptureFixture[str]) -> None:

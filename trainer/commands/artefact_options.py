@@ -11,7 +11,6 @@ from typer import Argument, Option
 
 from decoding.model.header import SHARD_BYTES
 from trainer.commands.options import JsonFile, Trusted
-from trainer.export.artefact import CHECK_PROMPTS
 
 RecordedTarget = Annotated[str | None, Option(help="Target, if it is not where the training run recorded it.")]
 
@@ -38,7 +37,7 @@ class ExportChoices:
     ] = None
     check_prompts: Annotated[
         int, Option(min=0, help="Prompts decoded with the trained weights and with the written files; 0 decodes none.")
-    ] = CHECK_PROMPTS
+    ] = 20
     adapters: Annotated[
         str | None,
         Option(help="Target beside heads trained with adapters: merged, or the adapter alone if it was kept so."),
