@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import trainer.run.checkpoint
-from trainer.files.folders import write_folder
+from trainer.files.folders import scratch_beside, write_folder
 from trainer.recipe.common import TrainingSection
 from trainer.run.checkpoint import Checkpoints, Progress, Saved
 from trainer.run.optimizer import build_optimizers
@@ -417,3 +417,14 @@ def test_another_process_reads_the_checkpoint_that_the_first_has_chosen(tmp_path
     saved = checkpoints(tmp_path).read(2)
     assert saved.progress == Progress(2, 200) and saved.non_finite() == []
     assert all(torch.equal(saved.weights[name], tensor) for name, tensor in gather_weights(model).items())
+
+
+def test_a_scratch_folder_is_removed_in_the_end_and_after_a_kill_by_the_next(tmp_path: Path) -> None:
+    killed, running = (tmp_path / f".out.{process}.scratch" for process in (4194304, 1))  # no number is so high
+    for folder in (killed, running):
+        (folder / "final").mkdir(parents=True)
+    with scratch_beside(tmp_path / "out") as scratch:
+        assert scratch.parent == tmp_path and list(scratch.iterdir()) == []
+        assert not killed.exists() and running.exists()
+        (scratch / "half").touch()
+    assert not scratch.exists()

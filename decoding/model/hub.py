@@ -37,7 +37,7 @@ _REVISION = re.compile(r"(?!.*(?:\.\.|//))[^\s\\~^:?*\[\x00-\x1f\x7f/,-][^\s\\~^
 """Names that git takes, less those that would leave the cache's folder or end a drafter's path."""
 _NAMED = 8
 """Greatest number of folders that an error lists."""
-_LOG_IN = "run `hf auth login`, or set HF_TOKEN"
+LOG_IN = "run `hf auth login`, or set HF_TOKEN"
 
 _only_cached: ContextVar[bool] = ContextVar("only_cached", default=False)
 _commits: dict[tuple[str, str, str, str], str] = {}
@@ -173,30 +173,30 @@ def _snapshot(named: HubName, patterns: Sequence[str], ignored: Sequence[str] = 
 
 def _explained(error: Exception, named: HubName) -> str:
     """Say in one sentence why nothing was fetched, and what helps."""
-    repo_id, address = named.repo_id, re.sub(r"(?<=://)[^/@]*@", "", str(constants.ENDPOINT))
+    repo_id, address = named.repo_id, without_login(constants.ENDPOINT)
     if isinstance(error, HFValidationError):
         return "it is no hub id: give ORG/NAME or ORG/NAME@REVISION"
     if isinstance(error, GatedRepoError):
-        return f"it is gated: accept its terms at {address}/{repo_id}, then {_LOG_IN}"
+        return f"it is gated: accept its terms at {address}/{repo_id}, then {LOG_IN}"
     if isinstance(error, RepositoryNotFoundError):
-        return f"{address} shows no {repo_id}: check the name; if it is private, {_LOG_IN}"
+        return f"{address} shows no {repo_id}: check the name; if it is private, {LOG_IN}"
     if isinstance(error, RevisionNotFoundError):
         return f"{repo_id} has no revision {named.revision!r}: give a branch, a tag or a whole commit hash"
     if isinstance(error, HfHubHTTPError):
         return _refused(error.response.status_code, error, repo_id, address)
     if isinstance(error, LocalEntryNotFoundError):
         return _not_cached(error, named, address)
-    return f"{type(error).__name__}: {_one_line(error)}"
+    return f"{type(error).__name__}: {shortened(error)}"
 
 
 def _refused(status: int, error: HfHubHTTPError, repo_id: str, address: str) -> str:
     if status == 401:
-        return f"{address} does not accept the token (401): {_LOG_IN} to a valid one"
+        return f"{address} does not accept the token (401): {LOG_IN} to a valid one"
     if status == 403:
         return f"the token may not read {repo_id} (403): use one that may"
     if status == 429:
-        return f"{address} got too many requests (429): wait a few minutes, or {_LOG_IN} for a higher limit"
-    return f"{address} answered {status} ({_one_line(error.server_message or error)}): try again later"
+        return f"{address} got too many requests (429): wait a few minutes, or {LOG_IN} for a higher limit"
+    return f"{address} answered {status} ({shortened(error.server_message or error)}): try again later"
 
 
 def _not_cached(error: Exception, named: HubName, address: str) -> str:
@@ -215,8 +215,14 @@ def _not_cached(error: Exception, named: HubName, address: str) -> str:
     return f"{address} cannot be reached ({told}) and the cache lacks it or a part of it: check the connection"
 
 
-def _one_line(text: object) -> str:
+def shortened(text: object) -> str:
+    """Return what another program says on one line, at most 300 characters of it."""
     return " ".join(str(text).split())[:300]
+
+
+def without_login(address: object) -> str:
+    """Return the Hub's address without a user's name and password in it."""
+    return re.sub(r"(?<=://)[^/@]*@", "", str(address))
 
 
 def beside(folder: Path) -> str:

@@ -18,6 +18,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from decoding.measure.redact import is_hub_id
 from decoding.model.header import read_object
+from decoding.model.hub import LOG_IN, shortened, without_login
 from trainer.files.folders import check_links
 
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
@@ -87,7 +88,7 @@ def upload(
     token = check_access(repo_id)
     _refuse_token_in_files(folder, token)
     api = HfApi(token=token, library_name="headstart")
-    address = re.sub(r"(?<=://)[^/@]*@", "", str(api.endpoint))
+    address = without_login(api.endpoint)
     work = _Upload(api, folder, repo_id, public, revision, pull_request, message or _MESSAGE, address)
     problem = work.run()
     if isinstance(problem, str):
@@ -107,7 +108,7 @@ def check_access(repo_id: str) -> str:
         raise ValueError(f"the repository id is {repo_id!r}: give ORG/NAME, of letters, digits, '-', '_' and '.'")
     token = get_token()
     if not token:
-        raise ValueError("there is no token for the Hub: run `hf auth login`, or set HF_TOKEN")
+        raise ValueError(f"there is no token for the Hub: {LOG_IN}")
     return token
 
 
@@ -237,8 +238,8 @@ class _Upload:
 
     def _failed(self, error: Exception) -> str:
         if str(error).startswith("Invalid metadata in README.md"):
-            return f"{self.address} does not accept the card's metadata ({_one_line(error)}): correct README.md"
-        told = f"{type(error).__name__}: {_one_line(error)}"
+            return f"{self.address} does not accept the card's metadata ({shortened(error)}): correct README.md"
+        told = f"{type(error).__name__}: {shortened(error)}"
         return f"the upload to {self.address} failed ({told}): {self._remedy()}"
 
     def _remedy(self) -> str:
@@ -248,9 +249,9 @@ class _Upload:
 
     def _explain(self, error: HfHubHTTPError) -> str:
         status, repo_id, address = error.response.status_code, self.repo_id, self.address
-        said = f", saying {_one_line(error.server_message)!r}" if error.server_message else ""
+        said = f", saying {shortened(error.server_message)!r}" if error.server_message else ""
         if status == 401:
-            return f"{address} does not accept the token (401): run `hf auth login`, or set HF_TOKEN to a valid one"
+            return f"{address} does not accept the token (401): {LOG_IN} to a valid one"
         if status == 402:
             return f"{address} asks for payment (402){said}: free some of its storage, or push to another organisation"
         if status == 403:
@@ -280,8 +281,4 @@ def _errors_in(answer: str) -> str:
         told = [str(each["message"]) for each in json.loads(answer)["errors"]]
     except (ValueError, KeyError, TypeError):
         told = []
-    return _one_line("; ".join(told) or answer)
-
-
-def _one_line(text: object) -> str:
-    return " ".join(str(text).split())[:300]
+    return shortened("; ".join(told) or answer)

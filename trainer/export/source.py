@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from trainer import quickstart
 from trainer.export.origin import read_stored_provenance
+from trainer.files.folders import scratch_beside
 
 _FINAL = "final"
 USUAL_DRAFT_TOKENS = 4
@@ -33,9 +33,8 @@ def opened(source: Path, destination: Path) -> Iterator[tuple[Path, tuple[str, .
         return
     from trainer.run.consolidate import consolidate
 
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{destination.name}.", dir=destination.parent) as scratch:
-        made = Path(scratch) / _FINAL
+    with scratch_beside(destination) as scratch:
+        made = scratch / _FINAL
         yield made, (consolidate(checkpoint, made),)
 
 

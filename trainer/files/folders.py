@@ -3,7 +3,8 @@
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -88,16 +89,37 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@contextmanager
+def scratch_beside(destination: Path) -> Iterator[Path]:
+    """Yield an empty hidden folder beside ``destination``, on the same disk, and remove it in the end.
+
+    Those that killed processes left for the same destination are removed too.
+    """
+    for left, _ in _left_by_dead(destination, ("scratch",)):
+        shutil.rmtree(left, ignore_errors=True)
+    folder = destination.with_name(f".{destination.name}.{os.getpid()}.scratch")
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _clear_what_a_kill_left(destination: Path) -> None:
     """Put back folders that dead processes were replacing, and remove the halves that they left."""
-    for left in destination.parent.glob(f".{destination.name}.*.*"):
-        process, kind = left.name.rsplit(".", 2)[1:]
-        if kind not in ("partial", "replaced") or (process.isdigit() and _is_running(int(process))):
-            continue
+    for left, kind in _left_by_dead(destination, ("partial", "replaced")):
         if kind == "replaced" and not destination.exists():
             left.rename(destination)
         else:
             shutil.rmtree(left, ignore_errors=True)
+
+
+def _left_by_dead(destination: Path, kinds: Sequence[str]) -> Iterator[tuple[Path, str]]:
+    """Yield the hidden folders beside ``destination`` that no running process still needs, with their kinds."""
+    for left in sorted(destination.parent.glob(f".{destination.name}.*.*")):
+        process, kind = left.name.rsplit(".", 2)[1:]
+        if kind in kinds and not (process.isdigit() and _is_running(int(process))):
+            yield left, kind
 
 
 def _is_running(process: int) -> bool:
