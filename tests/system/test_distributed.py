@@ -21,12 +21,14 @@ from whole_runs import (
     ROOT,
     SCRIPT,
     TORCHRUN,
+    TWO_PROCESSES,
     losses,
     provenance,
     start,
     write_recipe,
     write_workshop,
 )
+from whole_runs import finish as run_to_an_end
 from whole_runs import run as run_program
 
 from decoding.model.fingerprint import stored_fingerprint
@@ -184,6 +186,15 @@ def run_sharded(script: str, folder: Path) -> None:
     """Run one of this folder's scripts in two processes, to a good end."""
     two = [*TORCHRUN, "--standalone", "--nproc_per_node", "2"]
     run_program([*two, str(ROOT / "tests" / "system" / script), str(folder)], folder)
+
+
+@pytest.mark.parametrize("launcher", [[*TORCHRUN, "--standalone", "--nproc_per_node", "2"], TWO_PROCESSES[:-1]])
+def test_a_launch_fails_with_the_process_that_fails(tmp_path: Path, launcher: list[str]) -> None:
+    """Or no test here that launches could fail: their processes are forked."""
+    script = tmp_path / "fails.py"
+    script.write_text("import os\n\nassert os.environ['RANK'] == '0', 'planted'\n")
+    done = run_to_an_end([*launcher, str(script)], tmp_path)
+    assert done.returncode != 0 and "AssertionError: planted" in done.stderr
 
 
 def test_heads_sharded_as_fsdp_does_train_save_and_resume_as_whole_ones(tmp_path: Path) -> None:
