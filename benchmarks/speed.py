@@ -3,7 +3,10 @@
 Everything is a ratio of runs that took turns in one process. The widened target computes exactly what the small one
 does (`decoding.measure.widen`), so its acceptance is the small one's: figures of it say "widened".
 
-    python benchmarks/speed.py --target FOLDER --draft FOLDER --heads FOLDER --prompts FILE.jsonl --output FILE.json
+Two tables each: the methods that the goals compare, on many prompts, and every way to draft, on few. Batches follow.
+
+    python benchmarks/speed.py --target FOLDER --draft FOLDER --heads medusa=FOLDER markov=FOLDER --parallel FOLDER \\
+        --prompts FILE.jsonl --output FILE.json
 """
 
 # ruff: noqa: E402  # idle threads are told to sleep before torch is imported
@@ -11,8 +14,8 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +26,31 @@ spin_briefly()  # before torch is imported
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
 from decoding.drafters.base import DraftRequest, TextDrafter, TextSession, TextStart, chain_budgets
 from decoding.drafters.registry import named_drafter
-from decoding.generate import DecodingConfig
 from decoding.measure.evaluate import evaluate
-from decoding.measure.figures import number
 from decoding.measure.machine import commit, hardware, versions
-from decoding.measure.methods import EvaluationConfig, Method, our_method, standard_methods
+from decoding.measure.methods import EvaluationConfig, Method, our_method, settings_of, standard_methods
+from decoding.measure.names import PLAIN, TRANSFORMERS
 from decoding.measure.questions import read_prompts
 from decoding.measure.report import markdown_table
-from decoding.measure.widen import widened_heads, widened_to
+from decoding.measure.widen import widened_heads, widened_parallel, widened_to
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import measure_cost_curve
 from decoding.model.heads import MedusaHeads
-from decoding.model.loading import eos_token_ids, load_draft, load_heads, load_model, load_tokenizer, parse_dtype
+from decoding.model.loading import (
+    eos_token_ids,
+    load_draft,
+    load_heads,
+    load_model,
+    load_parallel_draft,
+    load_tokenizer,
+    parse_dtype,
+)
+from decoding.model.parallel import ParallelDraft
 from decoding.policies import Budget, MeasuredPolicy
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
@@ -47,6 +58,8 @@ from decoding.rules.tree import TokenTree
 from trainer.terminal.console import standard_output
 
 BEST = ", measured"
+DEPTH = 4
+CHAIN = f"draft model, {DEPTH} tokens"
 
 
 class WrongDrafter(TextDrafter):
@@ -69,42 +82,65 @@ class WrongDrafter(TextDrafter):
         return Proposal(TokenTree.chain([request.tokens[-1], *[7] * depth]), ProposalKind.DETERMINISTIC)
 
 
-def drafters_for(draft: CausalLM | None, heads: MedusaHeads | None) -> dict[str, Drafter]:
-    """Make every drafter whose weights are given, and the lookup, which needs none."""
-    drafters: dict[str, Drafter] = {}
-    if draft is not None:
-        drafters["draft model, 4 tokens"] = named_drafter("draft", draft)
-        drafters["draft tree"] = named_drafter("draft-tree", draft, depth=6, width=3, nodes=16)
-        drafters["draft and lookup"] = named_drafter("hybrid", draft, of="draft", lookup_tokens=8)
-    if heads is not None:
-        drafters[f"medusa, tree of {len(heads.config.tree)}"] = named_drafter("heads", heads)
-        drafters["medusa, dynamic tree"] = named_drafter("heads", heads, dynamic_nodes=16)
-    drafters["prompt lookup"] = named_drafter("lookup")
-    return drafters
+@dataclass(frozen=True)
+class Trained:
+    """What was trained for a target: a draft, heads by name, a parallel draft; or a part of these."""
+
+    draft: CausalLM | None
+    heads: Mapping[str, MedusaHeads]
+    parallel: ParallelDraft | None
+
+    def widened(self, width: int) -> "Trained":
+        """Return the same for the target widened to ``width``; an ordinary draft needs no change."""
+        heads = {name: widened_heads(each, width) for name, each in self.heads.items()}
+        return Trained(self.draft, heads, None if self.parallel is None else widened_parallel(self.parallel, width))
+
+    def drafters(self) -> dict[str, Drafter]:
+        """Make every way to draft with these, and the two that need no weights."""
+        found: dict[str, Drafter] = {}
+        if self.draft is not None:
+            found[CHAIN] = named_drafter("draft", self.draft, tokens=DEPTH)
+            found["draft tree"] = named_drafter("draft-tree", self.draft, depth=6, width=3, nodes=16)
+            found["draft and lookup"] = named_drafter("hybrid", self.draft, of="draft", lookup_tokens=8)
+            found["draft over lookup (cascade)"] = named_drafter("cascade", self.draft)
+        for name, heads in self.heads.items():
+            found[f"{name}, tree of {len(heads.config.tree)}"] = named_drafter("heads", heads)
+            found[f"{name} and lookup"] = named_drafter("hybrid", heads, of="heads", lookup_tokens=8)
+        if self.parallel is not None:
+            found["parallel, 6 tokens"] = named_drafter("parallel", self.parallel, tokens=6)
+            found["parallel and lookup"] = named_drafter("hybrid", self.parallel, of="parallel", lookup_tokens=8)
+        return {**found, "prompt lookup": named_drafter("lookup"), "lookahead": named_drafter("lookahead")}
+
+    def measured(self) -> dict[str, Drafter]:
+        """Make the larger drafts that the measured policy cuts down at every step."""
+        found: dict[str, Drafter] = {}
+        if self.draft is not None:
+            found["draft model, up to 8"] = named_drafter("draft", self.draft, tokens=8)
+            found["draft tree of 32"] = named_drafter("draft-tree", self.draft, depth=8, width=4, nodes=32)
+        for name, heads in self.heads.items():
+            found[f"{name}, dynamic tree of 32"] = named_drafter("heads", heads, dynamic_nodes=32)
+        return found
 
 
-def methods_for(
-    target: CausalLM, draft: CausalLM | None, heads: MedusaHeads | None, config: EvaluationConfig
-) -> list[Method]:
-    """Make plain decoding, the peers and every drafter; larger drafts under the measured policy; a useless drafter."""
-    methods = standard_methods(target, drafters_for(draft, heads), config)
-    for setting, temperature in (("greedy", 0.0), *((f"T={each:g}", each) for each in config.temperatures)):
-        decoding = DecodingConfig(
-            config.max_new_tokens, SamplingConfig(temperature), eos_token_ids=config.eos_token_ids
-        )
-        if draft is not None:
-            name = f"draft model, up to 8{BEST}"
-            deep = named_drafter("draft", draft, tokens=8)
-            methods.append(our_method(target, setting, name, deep, decoding, MeasuredPolicy()))
-            name = f"draft tree{BEST}"
-            tree = named_drafter("draft-tree", draft, depth=8, width=4, nodes=32)
-            methods.append(our_method(target, setting, name, tree, decoding, MeasuredPolicy()))
-        if heads is not None:
-            name = f"medusa, dynamic tree{BEST}"
-            medusa = named_drafter("heads", heads, dynamic_nodes=32)
-            methods.append(our_method(target, setting, name, medusa, decoding, MeasuredPolicy()))
-        methods.append(our_method(target, setting, f"wrong tokens{BEST}", WrongDrafter(), decoding, MeasuredPolicy()))
-    return methods
+def compared_methods(target: CausalLM, trained: Trained, config: EvaluationConfig) -> list[Method]:
+    """Make what the goals compare: plain decoding, the peers, the draft at their depth, and a useless drafter."""
+    drafters = {name: drafter for name, drafter in trained.drafters().items() if name == CHAIN}
+    methods = standard_methods(target, drafters, config)
+    return methods + _under_policy(target, {"wrong tokens": WrongDrafter()}, config)
+
+
+def all_methods(target: CausalLM, trained: Trained, config: EvaluationConfig) -> list[Method]:
+    """Make plain decoding, the peers and every way to draft, fixed; the larger ones under the measured policy."""
+    methods = standard_methods(target, trained.drafters(), config)
+    return methods + _under_policy(target, trained.measured(), config)
+
+
+def _under_policy(target: CausalLM, drafters: Mapping[str, Drafter], config: EvaluationConfig) -> list[Method]:
+    return [
+        our_method(target, setting.name, f"{name}{BEST}", drafter, setting.decoding(config), MeasuredPolicy())
+        for setting in settings_of(config)
+        for name, drafter in drafters.items()
+    ]
 
 
 def context_curve(target: CausalLM, lengths: Sequence[int], repeats: int) -> list[dict[str, float]]:
@@ -142,7 +178,7 @@ def _transformers_step(target: CausalLM, length: int, repeats: int) -> float:
 
 
 def goals(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Compare each figure with its goal."""
+    """Compare each figure with its goal; speed-ups are medians of paired runs, which a busy moment moves little."""
     found: list[dict[str, Any]] = []
 
     def add(goal: str, wanted: float, measured: float | None, at_most: bool = False) -> None:
@@ -150,79 +186,60 @@ def goals(report: dict[str, Any]) -> list[dict[str, Any]]:
         found.append({"goal": goal, "wanted": wanted, "measured": measured, "at_most": at_most, "met": met})
 
     for name, part in report["targets"].items():
-        rows = {(row["setting"], row["method"]): row for row in part["speed"]["rows"]}
-
-        def gain(method: str, setting: str = "greedy", rows: dict[Any, Any] = rows) -> float | None:
-            """The median of paired runs over plain decoding: a moment in which the machine was busy moves it little."""
-            row = rows.get((setting, method))
-            return row["speedup"]["median"] if row else None
-
-        def ratio(method: str, peer: str, setting: str = "greedy") -> float | None:
-            a, b = gain(method, setting), gain(peer, setting)
-            return a / b if a and b else None
-
-        def best(contains: str, setting: str, rows: dict[Any, Any] = rows) -> str:
-            fitting = [key for key in rows if key[0] == setting and contains in key[1] and "transformers" not in key[1]]
-            return max(fitting, key=lambda key: rows[key]["speedup"]["median"], default=("", ""))[1]
-
-        add(f"{name}: plain over transformers generate", 1.0, ratio("plain", "transformers generate"))
-        same = ratio("draft model, 4 tokens", "transformers assisted, 4 tokens")
-        add(f"{name}: draft over assisted generation, same draft and depth", 1.1, same)
-        defaults = ratio(best("draft", "greedy"), "transformers assisted, its defaults")
-        add(f"{name}: best draft policy over assisted generation's defaults", 1.5, defaults)
-        if part["widened"]:
-            for setting, wanted in (("greedy", 2.0), ("T=1", 1.5)):
-                chosen = max(
-                    (best("draft", setting), best("medusa", setting)),
-                    key=lambda method, at=setting: gain(method, at) or 0,
-                )
-                add(f"{name}: best of draft and Medusa over plain, {setting}", wanted, ratio(chosen, "plain", setting))
-        split = [row["time_split"]["overhead"] for row in rows.values() if row.get("time_split")]
+        compared = _gains(part["compared"], "greedy")
+        assisted = f"transformers assisted, {DEPTH} tokens"
+        add(f"{name}: plain over transformers generate", 1.03, _ratio(compared, PLAIN, TRANSFORMERS))
+        add(f"{name}: draft over assisted generation, same draft and depth", 1.15, _ratio(compared, CHAIN, assisted))
+        add(f"{name}: a useless drafter over plain", 0.95, _ratio(compared, f"wrong tokens{BEST}", PLAIN))
+        for setting, wanted in (("greedy", 2.0), ("T=1", 1.5)) if part["widened"] else ():
+            ours = {
+                row: gain
+                for row, gain in _gains(part["drafters"], setting).items()
+                if not row.startswith("transformers")
+            }
+            add(f"{name}: the fastest way to draft over plain, {setting}", wanted, max(ours.values(), default=None))
+        best = max((gain for row, gain in _gains(part["drafters"], "greedy").items() if "draft" in row), default=None)
+        defaults = _gains(part["drafters"], "greedy").get("transformers assisted, its defaults")
+        add(f"{name}: best draft over assisted generation's defaults", 1.5, best and defaults and best / defaults)
+        split = [row["time_split"]["overhead"] for row in part["drafters"]["rows"] if row.get("time_split")]
         limit = 0.04 if part["widened"] else 0.15
-        add(f"{name}: time in neither model's forward, median of methods", limit, statistics.median(split), True)
-        add(f"{name}: time in neither model's forward, worst method", limit, max(split), True)
-        add(f"{name}: a useless drafter over plain", 0.95, ratio(f"wrong tokens{BEST}", "plain"))
-        for row in part["batches"]:
-            if row["batch_size"] == 8 and part["widened"] and row["method"].startswith("draft model, 4 tokens"):
+        add(f"{name}: time in neither model's forward, worst method", limit, max(split), at_most=True)
+        for row in part["batches"]["rows"]:
+            if part["widened"] and row["drafter"] == CHAIN:
                 measured = row["speedup_over_transformers"]["median"]
-                add(f"{name}: batch 8, {row['method']} over transformers", 1.3, measured)
+                add(f"{name}: batch {row['batch_size']}, {row['method']} over transformers", 1.4, measured)
     return found
+
+
+def _gains(report: dict[str, Any], setting: str) -> dict[str, float]:
+    """Return method -> median of paired speed-ups over plain decoding."""
+    return {row["method"]: row["speedup"]["median"] for row in report["rows"] if row["setting"] == setting}
+
+
+def _ratio(gains: Mapping[str, float], method: str, peer: str) -> float | None:
+    return gains[method] / gains[peer] if method in gains and peer in gains else None
 
 
 def measure(
     target: CausalLM,
-    draft: CausalLM | None,
-    heads: MedusaHeads | None,
+    trained: Trained,
     prompts: Sequence[Sequence[int]],
-    eos: tuple[int, ...],
+    config: EvaluationConfig,
     options: argparse.Namespace,
     widened: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Measure all figures of one target."""
     short: bool = options.short
-    config = EvaluationConfig(
-        max_new_tokens=16 if short else options.max_new_tokens,
-        rounds=1 if short else options.rounds,
-        eos_token_ids=eos,
-        settings=("greedy", "sampling"),
-        argmax_twins=False,
-    )
-    methods = methods_for(target, draft, heads, config)
-    speed = evaluate(target, methods, prompts, config)
-    batched = {name: drafter for name, drafter in drafters_for(draft, heads).items() if "tree" not in name}
-    in_batches = replace(
-        config,
-        settings=("greedy",),
-        policies=("fixed", "measured"),
-        batch_sizes=(2,) if short else (8,),
-        rounds=1 if short else 2,
-    )
-    batches = evaluate(target, standard_methods(target, batched, in_batches), prompts, in_batches)["rows"]
-    lengths = (128, 256) if short else (128, 256, 512, 1024, 2048, 4096, 8192)
+    some = prompts[: options.drafter_limit]
+    greedy = replace(config, settings=("greedy",))
+    in_batches = replace(greedy, policies=("fixed", "measured"), batch_sizes=(2,) if short else (8,))
+    batched = {name: drafter for name, drafter in trained.drafters().items() if name in (CHAIN, "prompt lookup")}
+    lengths = (128, 256) if short else (128, 512, 2048, 8192)
     return {
         "widened": widened,
-        "speed": speed,
-        "batches": batches,
+        "compared": evaluate(target, compared_methods(target, trained, greedy), prompts, greedy),
+        "drafters": evaluate(target, all_methods(target, trained, config), some, config),
+        "batches": evaluate(target, standard_methods(target, batched, in_batches), prompts, in_batches),
         "context": context_curve(target, lengths, 5 if short else 15),
     }
 
@@ -230,19 +247,9 @@ def measure(
 def show(report: dict[str, Any], console: Console) -> None:
     """Print the figures as tables."""
     for name, part in report["targets"].items():
-        console.print(f"\n{name}\n\n{markdown_table(part['speed'])}\n", markup=False, highlight=False, soft_wrap=True)
-        table = Table("batch", "method", "tokens/s", "over plain", "over transformers", "same as plain", title=name)
-        for row in part["batches"]:
-            same = row["identical_to_plain"]
-            table.add_row(
-                str(row["batch_size"]),
-                row["method"],
-                number(row["tokens_per_second"]["value"], 0),
-                f"{number(row['speedup']['median'])}×",
-                f"{number(row['speedup_over_transformers']['median'])}×",
-                f"{same['identical']}/{same['of']}",
-            )
-        console.print(table)
+        for title in ("compared", "drafters", "batches"):
+            lines = f"\n{name}: {title}\n\n{markdown_table(part[title])}\n"
+            console.print(lines, markup=False, highlight=False, soft_wrap=True)
         table = Table("context", "one token, ms", "eight tokens, ms", "transformers, ms", title=name)
         for row in part["context"]:
             table.add_row(*(f"{row[key]:.4g}" for key in row))
@@ -255,39 +262,65 @@ def show(report: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="folder or hub id of the target")
     parser.add_argument("--draft", help="folder of a draft of it")
-    parser.add_argument("--heads", help="folder of Medusa heads on it")
+    parser.add_argument("--heads", nargs="+", default=[], metavar="NAME=FOLDER", help="heads on it")
+    parser.add_argument("--parallel", help="folder of a parallel draft of it")
     parser.add_argument("--prompts", required=True, help=".jsonl file")
     parser.add_argument("--prompt-field")
-    parser.add_argument("--limit", type=int, default=12, help="prompts to decode")
-    parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=2, help="how often each method decodes each prompt")
+    parser.add_argument("--limit", type=int, default=20, help="prompts of the compared methods and of batches")
+    parser.add_argument("--drafter-limit", type=int, default=6, help="prompts of all ways to draft")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3, help="how often each method decodes each prompt")
     parser.add_argument("--widen", type=float, default=150e6, help="parameters to widen to; 0 for not at all")
+    parser.add_argument("--only-widened", action="store_true", help="leave the target itself out")
     parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--output", type=Path, required=True, help="JSON to write")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="JSON to write; what it holds of other targets stays"
+    )
     parser.add_argument("--short", action="store_true", help="a run of a minute, to see that everything works")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
 
+
+def _trained(options: argparse.Namespace, target: CausalLM, tokenizer: PreTrainedTokenizerBase) -> Trained:
+    named = dict(each.split("=", 1) for each in options.heads)
+    return Trained(
+        load_draft(options.draft, target, tokenizer) if options.draft else None,
+        {name: load_heads(folder, target) for name, folder in named.items()},
+        load_parallel_draft(options.parallel, target, tokenizer) if options.parallel else None,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parse(arguments)
+    short: bool = options.short
     model = load_model(options.target, parse_dtype(options.dtype))
     tokenizer = load_tokenizer(options.target)
     target = CausalLM(model)
-    draft = load_draft(options.draft, target, tokenizer) if options.draft else None
-    heads = load_heads(options.heads, target) if options.heads else None
-    prompts = read_prompts(options.prompts, tokenizer, 2 if options.short else options.limit, options.prompt_field)
-    eos = eos_token_ids(model, tokenizer)
-    console = standard_output(width=150)
+    trained = _trained(options, target, tokenizer)
+    prompts = read_prompts(options.prompts, tokenizer, 2 if short else options.limit, options.prompt_field)
+    config = EvaluationConfig(
+        max_new_tokens=8 if short else options.max_new_tokens,
+        rounds=1 if short else options.rounds,
+        eos_token_ids=eos_token_ids(model, tokenizer),
+        settings=("greedy", "sampling"),
+        argmax_twins=False,
+    )
     report: dict[str, Any] = {"hardware": hardware(), "versions": versions(), "commit": commit(), "targets": {}}
+    if options.output.exists():
+        report["targets"] = json.loads(options.output.read_text())["targets"]
     name = Path(options.target).name
-    report["targets"][name] = measure(target, draft, heads, prompts, eos, options, None)
+    if not options.only_widened:
+        report["targets"][name] = measure(target, trained, prompts, config, options, None)
     if options.widen:
         wide, stand_in = widened_to(model, int(options.widen))
-        wide_heads = widened_heads(heads, stand_in["width"]) if heads else None
         wide_name = f"{name}, widened to {stand_in['parameters'] / 1e6:.0f}M"
-        report["targets"][wide_name] = measure(CausalLM(wide), draft, wide_heads, prompts, eos, options, stand_in)
+        wide_trained = trained.widened(stand_in["width"])
+        report["targets"][wide_name] = measure(CausalLM(wide), wide_trained, prompts, config, options, stand_in)
     report["goals"] = goals(report)
+    console = standard_output(width=150)
     show(report, console)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(report, indent=1) + "\n")
