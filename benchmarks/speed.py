@@ -84,7 +84,7 @@ class WrongDrafter(TextDrafter):
 
 @dataclass(frozen=True)
 class Trained:
-    """What was trained for a target: a draft, heads by name, a parallel draft; or a part of these."""
+    """Everything trained for a target: a draft, heads by name, a parallel draft; or a part of these."""
 
     draft: CausalLM | None
     heads: Mapping[str, MedusaHeads]
