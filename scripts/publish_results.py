@@ -1,7 +1,7 @@
 """Put a report's figures where readers see them: benchmarks/results/, the README, docs/measured.md and its plot.
 
 Usage: scripts/publish_results.py REPORT NAME; the pages show those with NAME quickstart, drafters, policies,
-accepted, drafts, spec_bench, spec_bench_sampled, crossover, planned, served.
+accepted, drafts, spec_bench, spec_bench_sampled, crossover, planned, served, speed.
 """
 
 import json
@@ -16,6 +16,7 @@ from drafts_page import publish as publish_drafts
 from evaluated_tables import cells_table, predictions_table, tasks_table, trees_table
 from matplotlib import pyplot as plt
 from served_table import served_table
+from speed_table import goals_table
 
 from decoding.measure.figures import NONE, estimate, greedy_sentence, number
 from decoding.measure.markdown import text
@@ -259,6 +260,7 @@ PLACES: dict[str, dict[str, Blocks]] = {
     "spec_bench_sampled": {"docs/measured.md": (("spec_bench_sampled", tasks_table),)},
     "crossover": {"docs/measured.md": (("crossover", cells_table),)},
     "planned": {"docs/plan.md": (("planned", predictions_table), ("trees", trees_table))},
+    "speed": {"docs/measured.md": (("speed", goals_table),)},
     "served": {"docs/serving.md": (("served", served_table),)},
     "accepted": {
         "README.md": (("lead", lead_table),),

@@ -53,6 +53,7 @@ COUNTS = {
     "spec_bench_sampled": 1,
     "crossover": 1,
     "planned": 2,
+    "speed": 1,
     "served": 1,
     "accepted": 6,
 }
