@@ -63,7 +63,7 @@ class CascadeDrafter(TextDrafter):
 
     @property
     def max_positions(self) -> int | None:
-        return self.draft.max_positions
+        return self.draft.max_text
 
     @property
     def budgets(self) -> tuple[Budget, ...]:

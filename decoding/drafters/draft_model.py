@@ -72,7 +72,7 @@ class DraftModelDrafter(Drafter):
 
     @property
     def max_positions(self) -> int | None:
-        return self.draft.max_positions
+        return self.draft.max_text
 
     @property
     def budgets(self) -> tuple[Budget, ...]:

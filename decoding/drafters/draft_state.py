@@ -15,10 +15,10 @@ from decoding.rules.tree import TokenTree
 
 def check_draft(draft: CausalLM, target: CausalLM, max_length: int) -> None:
     """Raise ValueError for a draft whose context is too short, or that writes tokens unknown to the target."""
-    if draft.max_positions is not None and max_length > draft.max_positions:
+    if draft.max_text is not None and max_length > draft.max_text:
         raise ValueError(
-            f"the text may grow to {max_length} tokens but the draft's context holds {draft.max_positions}: "
-            "give a shorter prompt, a lower max_new_tokens, or another draft"
+            f"the text may grow to {max_length} tokens but the draft's context holds {draft.max_text}: "
+            "give a shorter prompt, a lower max_new_tokens, or a draft with a window (draft.window)"
         )
     if draft.output_tokens is not None and (largest := int(draft.output_tokens.max())) >= target.vocab_size:
         raise ValueError(
@@ -35,7 +35,11 @@ def shared_tokens(draft: CausalLM, target: CausalLM) -> int:
 class DraftState:
     """Cache of a draft on a batch, and the `TextRows` beside it.
 
-    Between two steps the cache holds each row's text and, after it, the nodes of its last tree that were run.
+    Between two steps the cache holds each row's text and, after it, the nodes of its last tree that were run. Of a
+    draft whose every layer has a window, it holds the end of the text that these windows reach: of a prompt only the
+    ``layers * (window - 1)`` last tokens run, on which the windows of all layers together depend, and a row that is
+    full drops all but the last ``window - 1`` keys. The logits are those of a forward over the whole text with a band
+    for a mask.
     """
 
     def __init__(
@@ -46,14 +50,17 @@ class DraftState:
         self.draft = draft
         self._vocab_size = target.vocab_size
         self.rows = TextRows(sampling, target.vocab_size, draft.device)
-        self.cache = draft.new_cache(max_length + max_nodes, rows)
+        # Steps of fixed shapes know no dropped positions: their windows are in the masks alone.
+        self._window = None if draft.is_static or draft.window == 1 else draft.window
+        self._max_nodes = max_nodes
+        self.cache = draft.new_cache(min(max_length, self._most_held()) + max_nodes, rows)
         self._lease = self.cache.take()
         self._committed = [0] * rows
         self._run_trees: dict[int, tuple[TokenTree, int]] = {}
         """Last tree of each row, and the number of its nodes below the root that follow the text in the cache."""
 
     def admit(self, slot: int, start: TextStart) -> None:
-        self.cache.truncate(slot, 0)
+        self.cache.clear(slot)
         self._committed[slot] = 0
         self._run_trees.pop(slot, None)
         self.rows.admit(slot, start)
@@ -99,15 +106,37 @@ class DraftState:
         """
         fresh = [slot for slot, text in enumerate(texts) if self._committed[slot] == 0 and len(text) > 1]
         if fresh:
-            own = None if added is None else [added[slot][:-1] for slot in fresh]
-            self.draft.prefill([self._known(texts[slot][:-1]) for slot in fresh], self.cache, fresh, own)
+            unseen = [max(0, len(texts[slot]) - 1 - self._reach()) for slot in fresh]
+            for slot, dropped in zip(fresh, unseen, strict=True):
+                self.cache.clear(slot, dropped)
+            prompts = [self._known(texts[slot][dropped:-1]) for slot, dropped in zip(fresh, unseen, strict=True)]
+            own = None
+            if added is not None:
+                own = [added[slot][dropped:-1] for slot, dropped in zip(fresh, unseen, strict=True)]
+            self.draft.prefill(prompts, self.cache, fresh, own)
             for slot in fresh:
                 self._committed[slot] = len(texts[slot]) - 1
         return fresh
 
+    def _reach(self) -> int:
+        """Return the number of tokens before the next one on which its logits depend."""
+        return 1 << 62 if self._window is None else self.draft.num_layers * (self._window - 1)
+
+    def _most_held(self) -> int:
+        """Return the positions of a row's text that the cache is made for: at least two windows, for rare copies."""
+        return 1 << 62 if self._window is None else max(self._reach(), 2 * self._window)
+
+    def _make_room(self, slot: int, new: int) -> None:
+        """Drop what lies before the window if the row has no room for ``new`` tokens and a tree."""
+        if self._window is None or self.cache.lengths[slot] + new + self._max_nodes <= self.cache.capacity:
+            return
+        self.cache.drop_first(slot, max(0, self.cache.lengths[slot] - (self._window - 1)))
+
     def _take_new(self, texts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return each text's tokens that the cache lacks, which run now."""
         blocks = [self._known(text[self._committed[slot] :]) for slot, text in enumerate(texts)]
+        for slot, block in enumerate(blocks):
+            self._make_room(slot, len(block))
         self._committed[: len(texts)] = [len(text) for text in texts]
         return blocks
 
@@ -124,7 +153,7 @@ class DraftState:
         # Without the text's last token, which the next draft runs first (a lossy rule may write one that it rejected).
         path = tree.follow(text[self._committed[slot] : -1])
         kept = [node - 1 for node in path if node <= run]
-        self.cache.commit(slot, self._committed[slot], kept)
+        self.cache.commit(slot, self._committed[slot] - self.cache.dropped[slot], kept)
         self._committed[slot] += len(kept)
 
     def remember(self, trees: Sequence[TokenTree], run: Sequence[int]) -> None:

@@ -96,7 +96,7 @@ class OtherTokenizerSession:
     def propose(self, request: DraftRequest) -> Proposal:
         depth = min(request.max_depth, request.max_nodes - 1, self._drafter.num_draft_tokens)
         own = self._own_tokens(request.tokens)
-        room = len(own) if self._draft.max_positions is None else self._draft.max_positions - len(own)
+        room = len(own) if self._draft.max_text is None else self._draft.max_text - len(own)
         if depth < 1 or not own or room < self._drafter.num_draft_tokens:
             return Proposal.root_only(request.tokens[-1], self._target.device)
         written = self._continue(own)

@@ -81,7 +81,7 @@ class ParallelDrafter(Drafter):
 
     @property
     def max_positions(self) -> int | None:
-        return self.draft.model.max_positions
+        return self.draft.model.max_text
 
     @property
     def reads_states(self) -> bool:

@@ -25,6 +25,14 @@ def windows(text_config: PreTrainedConfig) -> dict[str, int | None]:
     return {"full_attention": None if types else window}
 
 
+def attention_window(text_config: PreTrainedConfig) -> int | None:
+    """Return the largest window of a model whose every layer has one; None if a layer attends to the whole text."""
+    found = windows(text_config)
+    kinds = layer_types(text_config) or tuple(found)
+    sizes = [found.get(kind) for kind in kinds]
+    return None if None in sizes else max(size for size in sizes if size is not None)
+
+
 def max_positions(text_config: PreTrainedConfig) -> int | None:
     """Return the greatest length of a text, in tokens; None if the config sets no limit.
 
@@ -41,6 +49,28 @@ def _rope_parameters(text_config: PreTrainedConfig) -> list[dict[str, Any]]:
     """Return the parameters of the rotary embeddings: one set, or one for each layer type."""
     rope = getattr(text_config, "rope_parameters", None) or {}
     return [part for part in (rope, *rope.values()) if isinstance(part, dict)]
+
+
+def has_fixed_rope(text_config: PreTrainedConfig) -> bool:
+    """Return True if positions enter by rotary embeddings of constant frequencies alone.
+
+    Attention then depends on the distances between tokens, not on their places, so that a place has no limit.
+    """
+    found = _rope_parameters(text_config)
+    fixed = {"default", "linear", "llama3", "yarn"}
+    alone = not getattr(text_config, "alibi", False)
+    return alone and bool(found) and all(part.get("rope_type", "default") in fixed for part in found)
+
+
+def max_text(text_config: PreTrainedConfig) -> int | None:
+    """Return the greatest length of a text that a draft can follow, in tokens; None for no limit.
+
+    That is `max_positions`, unless the draft attends to a window no longer than that in every layer and its rotary
+    embeddings are fixed (`has_fixed_rope`): it then meets no distance that it was not made for.
+    """
+    limit, window = max_positions(text_config), attention_window(text_config)
+    within = limit is None or (window is not None and window <= limit and has_fixed_rope(text_config))
+    return None if within else limit
 
 
 def refuse_changing_rope(text_config: PreTrainedConfig) -> None:

@@ -1,8 +1,9 @@
 """A preallocated key-value cache on transformers' own interface: append a block, keep one path of it, drop the rest.
 
-Every row of a batch has its own length and starts at position 0 of its slot, so the key at index i belongs to position
-i of its text. Nothing is concatenated or recomputed: a step writes its keys and values after each row's committed
-prefix, attention reads views of the buffers, and `commit` moves the accepted nodes together (in a chain none moves).
+Every row of a batch has its own length. The key at index i of its slot belongs to position i of its text, or to
+position ``dropped[slot] + i`` if the row has dropped its first positions, to which no window reaches any more. Nothing
+is concatenated or recomputed: a step writes its keys and values after each row's committed prefix, attention reads
+views of the buffers, and `commit` moves the accepted nodes together (in a chain none moves).
 """
 
 import itertools
@@ -106,8 +107,10 @@ class PreallocatedCache(Cache):
 
     ``capacity`` is the initial size in positions, not a limit: a longer text doubles the buffers (one copy, amortised).
     Sliding-window layers keep all positions here, so that rejected tokens can always be dropped; the window is in the
-    mask. ``lengths[slot]`` is the number of positions that a row holds. ``text`` holds the tokens of row 0 whose keys
-    are cached for certain; the decoding loop updates it in caches that serve several calls.
+    mask. A draft whose layers all have windows drops what lies before them (`drop_first`). ``lengths[slot]`` is the
+    number of positions that a row holds, ``dropped[slot]`` the number of its text's positions before these. ``text``
+    holds the tokens of row 0 whose keys are cached for certain; the decoding loop updates it in caches that serve
+    several calls.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class PreallocatedCache(Cache):
         self.rows = rows
         self.capacity = max(capacity, 1)
         self.lengths = [0] * rows
+        self.dropped = [0] * rows
         self.block: _Block | None = None
         self.buffers = 0
         """Number of the current buffers: a CUDA graph recorded on other buffers is invalid."""
@@ -183,7 +187,7 @@ class PreallocatedCache(Cache):
     def restart(self, capacity: int) -> None:
         """Drop all texts; give the buffers, with room for ``capacity``, to a new generation. Older ones lose them."""
         self.lease += 1
-        self.lengths = [0] * self.rows
+        self.lengths, self.dropped = [0] * self.rows, [0] * self.rows
         self.block, self.text = None, ()
         self.reserve(capacity)
 
@@ -262,6 +266,20 @@ class PreallocatedCache(Cache):
         assert length <= self.lengths[slot], f"cannot truncate {self.lengths[slot]} positions to {length}"
         self.lengths[slot] = length
 
+    def clear(self, slot: int, dropped: int = 0) -> None:
+        """Empty a row, for a text whose first ``dropped`` positions will not be run."""
+        self.lengths[slot], self.dropped[slot] = 0, dropped
+
+    @torch.inference_mode()
+    def drop_first(self, slot: int, count: int) -> None:
+        """Drop the first ``count`` positions that a row holds; the others move to the front of its slot."""
+        kept = self.lengths[slot] - count
+        assert kept >= 0, f"cannot drop {count} of {self.lengths[slot]} positions"
+        for held in self._held:
+            for buffer in (held.keys[:, slot], held.values[:, slot]):
+                buffer[..., :kept, :] = buffer[..., count : count + kept, :].clone()  # they may overlap
+        self.lengths[slot], self.dropped[slot] = kept, self.dropped[slot] + count
+
     def contents(self, slot: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each layer's keys and values of a row's first ``length`` positions: views, (heads, length, dim)."""
         for layer in self._own_layers:
@@ -283,8 +301,9 @@ class PreallocatedCache(Cache):
             for held in self._held:
                 for buffer in (held.keys, held.values):
                     buffer[:, to, :, :length] = buffer[:, slot, :, :length]
-        self.lengths[slot] = 0
-        self.lengths[to] = length
+        dropped = self.dropped[slot]
+        self.clear(slot)
+        self.lengths[to], self.dropped[to] = length, dropped
 
 
 def _positions(starts: Sequence[int], size: int, device: torch.device) -> Tensor:

@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decoding.model.architecture import (
+    attention_window,
+    has_fixed_rope,
     key_devices,
     max_positions,
+    max_text,
     refuse_changing_rope,
     refuse_several_devices,
     windows,
@@ -135,13 +138,18 @@ class CausalLM:
         self.hidden_size: int = getattr(model.get_output_embeddings(), "in_features", text_config.hidden_size)
         self.vocab_size: int = text_config.vocab_size
         self.max_positions = max_positions(text_config)
+        self.max_text = max_text(text_config)
+        """Length of the longest text that it can follow as a draft, in tokens; None if nothing limits it."""
+        self.window = attention_window(text_config)
+        """Number of tokens, its own included, that a token attends to in every layer; None for the whole text."""
+        self._last_place = None if has_fixed_rope(text_config) else self.max_positions
         self._masks = TreeMasks(model, windows(text_config))
         self._static: StaticSteps | None = None
         self._static_cache: PreallocatedCache | None = None
         if static is not None:
             refuse_changing_rope(text_config)
             refuse_several_devices(model)
-            self._static = StaticSteps(model, self._forward, self.windows(), self.max_positions, self.dtype, static)
+            self._static = StaticSteps(model, self._forward, self.windows(), self._last_place, self.dtype, static)
 
     @property
     def is_static(self) -> bool:
@@ -186,15 +194,15 @@ class CausalLM:
         added: Sequence[Float[Tensor, "tokens width"]] | None = None,
         keep_states: bool = False,
     ) -> ModelOutput:
-        """Run whole texts into empty ``slots`` of the cache (None: the first ones).
+        """Run whole texts, or what follows the positions that a row dropped, into empty ``slots`` of the cache.
 
         Returns hidden state and logits of each text's last token, (rows, hidden) and (rows, vocab). Shorter texts are
         padded on the right, where none of their tokens attends. Texts run in groups of up to `_PREFILL_TOKENS` tokens,
         which bounds the memory of a pass.
 
-        ``added``: additions to the embeddings of each text's tokens. With ``keep_states`` the states of all
-        positions are returned too. They outlive the pass: 8 KiB a token for an 8B model in bf16, so 2 GiB for 32 texts
-        of 8k tokens.
+        ``slots`` None: the first ones. ``added``: additions to the embeddings of each text's tokens. With
+        ``keep_states`` the states of all positions are returned too. They outlive the pass: 8 KiB a token for an 8B
+        model in bf16, so 2 GiB for 32 texts of 8k tokens.
         """
         slots = range(len(texts)) if slots is None else slots
         assert not any(cache.lengths[slot] for slot in slots), "these rows are not empty"
@@ -219,6 +227,8 @@ class CausalLM:
         tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=self.device)
         cache.begin(slots, longest, self.device)
         positions = torch.arange(longest, device=self.device)[None]
+        if any(dropped := [cache.dropped[slot] for slot in slots]):
+            positions = positions + torch.tensor(dropped, device=self.device)[:, None]
         with added_to_embeddings(self.model, None if added is None else self._stack(added, longest)):
             output = self._run(self.model, tokens, positions, cache, None, self._last_of(lengths), keep_states)
         cache.end(lengths)
@@ -317,9 +327,10 @@ class CausalLM:
             [tree.shape.depth_tensor[skipped:] for tree, skipped in zip(trees, first, strict=True)], size
         )
         starts = [cache.lengths[row] - skipped for row, skipped in enumerate(first)]
-        positions = depths + torch.tensor(starts).to(self.device, non_blocking=True)[:, None]
-        if self.max_positions is not None:  # a row that is done may be padded past the end of the position table
-            positions.clamp_(max=self.max_positions - 1)
+        places = [start + dropped for start, dropped in zip(starts, cache.dropped, strict=False)]
+        positions = depths + torch.tensor(places).to(self.device, non_blocking=True)[:, None]
+        if self._last_place is not None:  # a row that is done may be padded past the end of the position table
+            positions.clamp_(max=self._last_place - 1)
         uniform = len(set(starts)) == 1
         if uniform and size == 1 and not any(first) and not any(self.windows().values()):
             masks = None  # one token per row: `transformers` builds the masks of its layers

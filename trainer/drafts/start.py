@@ -30,6 +30,7 @@ from decoding.model.vocabulary import (
     with_filled_vocabulary,
     write_output_tokens,
 )
+from decoding.model.windowed import with_window
 from trainer.data.batch import Example
 from trainer.drafts.mask_token import add_mask_token, new_parts, trained_parts
 from trainer.files.transformers4 import write_model
@@ -61,6 +62,8 @@ def initial_draft(
     """
     init = section.init
     model = _started(target, tokenizer, init, trust_remote_code)
+    if section.window is not None:
+        model = _with_window(model, section.window)
     model.to(target.device, torch.float32)  # type: ignore[arg-type]  # transformers' stubs
     draft = CausalLM(model)
     given = "from_model" if init.from_model else "from_config" if init.from_config else "from_target"
@@ -103,6 +106,13 @@ def _started(
         return draft_from_config(target.model, init.from_config, trust_remote_code)
     assert init.from_target is not None, "the section sees to it"
     return draft_from_target(target.model, init.from_target.layers, trust_remote_code)
+
+
+def _with_window(model: PreTrainedModel, window: int) -> PreTrainedModel:
+    try:
+        return with_window(model, window)
+    except ValueError as error:
+        raise ValueError(f"draft.window: {error}") from error
 
 
 def write_draft(draft: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -295,9 +305,9 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, trust_remote
 
 def check_reads(draft: CausalLM, target: CausalLM, key: str, examples: Sequence[Example], longest: int) -> None:
     """Refuse a draft, named by the recipe's ``key``, that cannot read the data's tokens, or ``longest`` of them."""
-    if draft.max_positions is not None and draft.max_positions < longest:
+    if draft.max_text is not None and draft.max_text < longest:
         raise ValueError(
-            f"the context of the draft from {key} holds {draft.max_positions} tokens, but it would read "
+            f"the context of the draft from {key} holds {draft.max_text} tokens, but it would read "
             f"{longest}: lower data.max_length and the evaluation's tokens, or give another draft"
         )
     if draft.vocab_size < target.vocab_size:  # one family pads its vocabularies to several sizes

@@ -151,6 +151,10 @@ class DraftSection(Section):
     vocabulary: Annotated[int, Field(ge=2)] | None = None
     """Size of the draft's output vocabulary: the most frequent tokens of the training answers. The draft reads every
     token. None: it writes every token too."""
+    window: Annotated[int, Field(ge=2)] | None = None
+    """Tokens that each token attends to in every layer of the draft, its own included, in training and decoding; None:
+    those of the architecture. The time and memory of a step then do not grow with the text, which may be longer than
+    the draft's context. A Llama becomes a Mistral with the same weights, which servers read with its window."""
     loss: Annotated[LossSection, default_term("forward_kl")] = LossSection(forward_kl=1.0)
     policy: PolicySection = PolicySection()
     teacher: TeacherSection | None = None

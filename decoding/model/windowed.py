@@ -1,0 +1,51 @@
+"""A draft's sliding window: the same weights in an architecture that has one, so that every program heeds it."""
+
+import copy
+
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+_OF_FAMILY = {"llama": "mistral", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3"}
+"""Model type -> the type of the same arithmetic with a window. A Llama without biases is a Mistral without a window."""
+
+
+def with_window(model: PreTrainedModel, window: int) -> PreTrainedModel:
+    """Return a model of these very parameters whose every layer attends to ``window`` tokens, its own included.
+
+    The window stands in the config where transformers and servers look for it. ValueError for a family without windows,
+    for a Llama with biases, and for a window outside of 2 to the model's context.
+    """
+    config = _windowed(model.config.get_text_config(decoder=True), window)
+    windowed: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+    windowed.load_state_dict(model.state_dict(keep_vars=True), assign=True)
+    windowed.tie_weights()
+    windowed.generation_config = copy.deepcopy(model.generation_config)
+    windowed.train(model.training)
+    return windowed
+
+
+def _windowed(config: PreTrainedConfig, window: int) -> PreTrainedConfig:
+    kind = _OF_FAMILY.get(config.model_type)
+    if kind is None:
+        raise ValueError(
+            f"the draft is a {config.model_type} model, which cannot be given a window of {window} tokens: give a "
+            f"draft of the type {', '.join(_OF_FAMILY)}, or leave the window out"
+        )
+    if biases := [
+        name for name in ("attention_bias", "mlp_bias") if kind == "mistral" and getattr(config, name, False)
+    ]:
+        raise ValueError(
+            f"the draft has {' and '.join(biases)}, which no family of models with windows has: leave the window of "
+            f"{window} tokens out, or give a draft without biases"
+        )
+    if not 2 <= window <= config.max_position_embeddings:
+        raise ValueError(
+            f"the draft's window is {window} tokens: give 2 to {config.max_position_embeddings}, the longest distance "
+            "that the draft was made for"
+        )
+    own = type(AutoConfig.for_model(kind))
+    known = own().to_dict().keys() - {"model_type", "architectures"}
+    fields = {name: value for name, value in config.to_dict().items() if name in known} | {"sliding_window": window}
+    if "use_sliding_window" in fields:
+        layers = config.num_hidden_layers
+        fields |= {"use_sliding_window": True, "max_window_layers": 0, "layer_types": ["sliding_attention"] * layers}
+    return own.from_dict(fields)

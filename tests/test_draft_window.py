@@ -1,0 +1,178 @@
+"""A draft with a sliding window: it drafts by its forward over the whole text, and holds only the end of it."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from drafter_checks import accept_some, request
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import full_forward, naive_greedy, tiny_model
+from tiny_parallel import logits_after, states_before, tiny_parallel_draft
+from tiny_training import tiny_tokenizer
+from torch import Tensor
+
+from decoding.drafters import DraftModelDrafter, DraftTreeDrafter, ParallelDrafter
+from decoding.drafters.base import DraftRequest, TextStart
+from decoding.drafters.draft_state import DraftState
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
+from decoding.model.causal_lm import CausalLM
+from decoding.model.loading import load_draft
+from decoding.model.windowed import with_window
+from decoding.rules.sampling import GeneratorSource, SamplingConfig
+from trainer.drafts.start import write_draft
+
+WINDOW = 6
+LONG = 240
+"""Tokens of a text; the tiny models' contexts hold 96."""
+FAMILIES = ["llama", "qwen2", "qwen3"]
+SAMPLED = SamplingConfig(1.0)
+
+
+def windowed(family: str = "llama", window: int = WINDOW, **changes: object) -> CausalLM:
+    return CausalLM(with_window(tiny_model(family, seed=3, **changes), window))
+
+
+@torch.inference_mode()
+def by_a_band(draft: CausalLM, text: list[int], window: int) -> Tensor:
+    """Return the logits after a text by one forward over all of it, with a band for a mask that is written out here."""
+    place = torch.arange(len(text))
+    distance = place[:, None] - place
+    mask = torch.zeros(1, 1, len(text), len(text))
+    mask.masked_fill_((distance < 0) | (distance >= window), torch.finfo(mask.dtype).min)
+    kinds = draft.windows()
+    given = dict.fromkeys(kinds, mask) if len(kinds) > 1 else mask
+    logits: Tensor = draft.model(torch.tensor([text]), attention_mask=given, use_cache=False).logits[0, -1]
+    return logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_within_the_window_nothing_changes_and_beyond_it_nothing_is_seen(family: str) -> None:
+    whole, cut = tiny_model(family, seed=3), windowed(family).model
+    text = [(7 * i * i + i) % 16 for i in range(40)]
+    torch.testing.assert_close(full_forward(whole, text[:WINDOW]), full_forward(cut, text[:WINDOW]), rtol=0, atol=0)
+    reach = 2 * (WINDOW - 1) + 1  # of two layers, the last token included
+    unseen = [*((token + 1) % 16 for token in text[:-reach]), *text[-reach:]]
+    torch.testing.assert_close(full_forward(cut, unseen)[-1], full_forward(cut, text)[-1], rtol=0, atol=2e-5)
+    assert not torch.allclose(full_forward(whole, unseen)[-1], full_forward(whole, text)[-1], atol=1e-3)
+
+
+@examples(18)
+@given(family=st.sampled_from(FAMILIES), seed=st.integers(0, 2**32 - 1))
+def test_each_q_is_that_of_a_band_over_the_whole_text(family: str, seed: int) -> None:
+    """Three rows of prompts of any length, trees, tokens that no draft wrote, steps without drafts, a row moved."""
+    chance, target = random.Random(seed), CausalLM(tiny_model("llama"))
+    draft = windowed(family)
+    session = DraftModelDrafter(draft, (2, 1, 2)).open(target, SAMPLED, 3, LONG)
+    texts = [[chance.randrange(16) for _ in range(chance.choice([1, 4, 30, 150]))] for _ in range(3)]
+    for slot in range(3):
+        session.admit(slot, TextStart(1, GeneratorSource.from_seed(seed + slot)))
+    for step in range(12):
+        if step == 8:
+            session.move(2, 0)
+            texts = [texts[2], texts[1]]
+        for text, proposal in zip(texts, session.propose([request(text) for text in texts]), strict=True):
+            assert proposal.q is not None
+            for node, children in enumerate(proposal.tree.shape.children):
+                if children:
+                    path = [proposal.tree.token_list[at] for at in proposal.tree.shape.path(node)]
+                    wanted = by_a_band(draft, [*text, *path], WINDOW).softmax(-1)
+                    torch.testing.assert_close(proposal.q[node], wanted, rtol=0, atol=2e-5)
+            text += accept_some(proposal, chance) + [1, 2, 3][: chance.choice([0, 0, 3])]
+
+
+def test_a_parallel_draft_sees_text_and_masks_through_its_window() -> None:
+    target = CausalLM(tiny_model("llama"))
+    whole = tiny_parallel_draft(target)
+    draft = type(whole)(CausalLM(with_window(whole.model.model, WINDOW)), whole.parts)
+    session = ParallelDrafter(draft).open(target, SAMPLED, 1, LONG)
+    session.admit(0, TextStart(1, GeneratorSource.from_seed(0)))
+    text, known = [i * i % 16 for i in range(70)], 0
+    for _ in range(9):
+        states = states_before(target, text)[known:]
+        known = len(text)
+        (proposal,) = session.propose([DraftRequest(list(text), torch.empty(0), 9, 99, states)])
+        assert proposal.q is not None
+        chain = proposal.tree.token_list[1:]
+        for place in range(len(chain)):
+            wanted = logits_after(draft, target, text, chain[:place]).softmax(-1)
+            torch.testing.assert_close(proposal.q[place], wanted, rtol=0, atol=2e-5)
+        text += [*chain[:2], 7]
+
+
+def test_the_cache_holds_two_windows_and_a_tree_however_long_the_text() -> None:
+    target, draft = CausalLM(tiny_model("llama", max_position_embeddings=9000)), windowed()
+    sizes = []
+    for length in (40, 400, 4000):
+        state = DraftState(draft, target, SamplingConfig(), 1, length + 100, 5)
+        state.admit(0, TextStart(1, GeneratorSource.from_seed(0)))
+        text = [i % 16 for i in range(length)]
+        for _ in range(40):
+            state.catch_up([text])
+            assert state.cache.lengths[0] + state.cache.dropped[0] == len(text)
+            text += [1, 2]
+        sizes.append(state.cache.capacity)
+    assert sizes == [2 * WINDOW + 5] * 3
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_draft_with_a_window_drafts_for_texts_longer_than_its_context(attention: str) -> None:
+    model = tiny_model("llama", max_position_embeddings=300)
+    target, draft = CausalLM(model), windowed(attention=attention)
+    assert (draft.max_positions, draft.max_text, draft.window) == (96, None, WINDOW)
+    prompts = [[i % 13 for i in range(120)], [3, 1, 4]]
+    for drafter in (DraftModelDrafter(draft, (1, 1, 1)), DraftTreeDrafter(draft, 3, 2, 6)):
+        results = Engine(target, drafter).decode(prompts, DecodingConfig(max_new_tokens=24), batch_size=2)
+        assert [result.tokens for result in results] == [naive_greedy(model, prompt, 24) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "context"),
+    [
+        ("llama", {}, 96),
+        ("qwen2-mixed", {}, 96),
+        ("gpt2", {}, 96),
+        ("mistral", {}, None),
+        ("mistral", {"sliding_window": 97}, 96),
+        ("mistral", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, 96),
+    ],
+)
+def test_a_context_ends_where_a_layer_sees_the_whole_text_or_positions_are_not_only_distances(
+    family: str, changes: dict[str, object], context: int | None
+) -> None:
+    draft, target = CausalLM(tiny_model(family, **changes)), CausalLM(tiny_model("llama"))
+    assert draft.max_text == context
+    if context is not None:
+        with pytest.raises(ValueError, match=r"may grow to 97 tokens .* holds 96: .* or a draft with a window"):
+            DraftModelDrafter(draft).open(target, SamplingConfig(), 1, 97)
+
+
+def test_the_window_shares_the_weights_and_comes_back_from_a_folder(tmp_path: Path) -> None:
+    whole = tiny_model("llama", tie_word_embeddings=True, vocab=16)
+    draft = with_window(whole, 7)
+    assert draft.config.model_type == "mistral" and draft.config.sliding_window == 7
+    assert not {"attention_bias", "mlp_bias", "pretraining_tp"} & draft.config.to_dict().keys()
+    assert {id(parameter) for parameter in draft.parameters()} == {id(parameter) for parameter in whole.parameters()}
+    write_draft(CausalLM(draft), tiny_tokenizer(), tmp_path)
+    again = load_draft(str(tmp_path), CausalLM(whole), None)
+    text = [i % 16 for i in range(50)]
+    assert again.window == 7 and torch.equal(full_forward(again.model, text), full_forward(draft, text))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "window", "message"),
+    [
+        ("gpt2", {}, 5, "gpt2 model, which cannot be given a window of 5 tokens: give a draft of the type llama, mis"),
+        ("llama", {"attention_bias": True}, 5, "has attention_bias, which no family of models with windows has"),
+        ("llama", {}, 97, "the draft's window is 97 tokens: give 2 to 96, the longest distance"),
+        ("qwen2", {}, 1, "the draft's window is 1 tokens: give 2 to 96"),
+    ],
+)
+def test_a_window_that_a_draft_cannot_have_is_refused(
+    family: str, changes: dict[str, object], window: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        with_window(tiny_model(family, **changes), window)
