@@ -59,7 +59,7 @@ def has_fixed_rope(text_config: PreTrainedConfig) -> bool:
     found = _rope_parameters(text_config)
     fixed = {"default", "linear", "llama3", "yarn"}
     alone = not getattr(text_config, "alibi", False)
-    return alone and bool(found) and all(part.get("rope_type", "default") in fixed for part in found)
+    return alone and any(found) and all(part.get("rope_type", "default") in fixed for part in found)
 
 
 def max_text(text_config: PreTrainedConfig) -> int | None:
