@@ -46,7 +46,9 @@ def offer(best: Best, step: int, figure: float) -> bool:
 
 def restored(best: Best) -> float:
     module = module_of(-1.0)
-    best.restore(module)
+    latest = best.latest()
+    assert latest is not None
+    best.restore(module, latest.progress.step)
     assert module.seen == module.weight.item()
     return module.weight.item()
 

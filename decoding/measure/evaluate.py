@@ -287,15 +287,31 @@ def measure_acceptance(
 
     Prompt i is decoded with the seed ``config.seed + i``. ``on_text`` is called after each text, for a progress bar.
     """
+    return acceptance(count_steps(target, drafter, prompts, config, batch_size, on_text=on_text))
+
+
+def count_steps(
+    target: CausalLM,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    config: DecodingConfig,
+    batch_size: int = 1,
+    seeds: Sequence[int] | None = None,
+    on_text: Callable[[], None] = lambda: None,
+) -> list[list[StepCount]]:
+    """Decode the prompts as `measure_acceptance` does; return the counts of each text's steps without its prefill.
+
+    ``seeds``: one for each prompt, in place of those that follow from the config.
+    """
     texts: list[list[StepCount]] = [[] for _ in prompts]
     room = [config.max_new_tokens for _ in prompts]
-    for place, step in Engine(target, drafter).steps(prompts, config, batch_size=batch_size):
+    for place, step in Engine(target, drafter).steps(prompts, config, batch_size=batch_size, seeds=seeds):
         if not step.is_prefill:
             texts[place].append(step.counts)
         room[place] -= len(step.tokens)
         if not room[place] or (step.tokens and step.tokens[-1] in config.eos_token_ids):
             on_text()
-    return acceptance(texts)
+    return texts
 
 
 def write_report(report: dict[str, Any], path: Path) -> None:

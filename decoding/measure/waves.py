@@ -64,13 +64,13 @@ def waves_of(tasks: Sequence[str | None], batch_size: int) -> list[Wave]:
         if batch_size == 1:
             groups += [[place] for place in places]
         else:
-            groups += _equal_parts(places, max(1, round(len(places) / (2 * batch_size))))
+            groups += equal_parts(places, max(1, round(len(places) / (2 * batch_size))))
     if batch_size == 1:
         groups.sort()
     return [Wave(index, tuple(places)) for index, places in enumerate(groups)]
 
 
-def _equal_parts(places: Sequence[int], parts: int) -> list[list[int]]:
+def equal_parts(places: Sequence[int], parts: int) -> list[list[int]]:
     """Cut a list into ``parts`` consecutive lists whose lengths differ by one at most."""
     ends = [round(len(places) * part / parts) for part in range(parts + 1)]
     return [list(places[begin:end]) for begin, end in pairwise(ends)]

@@ -52,8 +52,10 @@ def watched_run(folder: Path, dies_at: tuple[str, int] | None = None) -> tuple[P
 
 def outcome(progress: Progress, watched: Watched) -> tuple[Progress, Any, list[float]]:
     """Where it ended, what was best, and the weights that are finished."""
-    watched.best.restore(watched.module)
-    return progress, watched.best.latest(), [parameter.sum().item() for parameter in watched.module.parameters()]
+    latest = watched.best.latest()
+    assert latest is not None
+    watched.best.restore(watched.module, latest.progress.step)
+    return progress, latest, [parameter.sum().item() for parameter in watched.module.parameters()]
 
 
 def test_a_run_killed_anywhere_ends_at_the_same_step_with_the_same_best_weights(

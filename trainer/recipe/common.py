@@ -74,6 +74,9 @@ class EvaluationSection(Section):
     prompt_tokens: Annotated[int, Field(ge=1)] = 64
     """Length of the prompt taken from a plain text, which has no prompt of its own."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 64
+    batch_size: Annotated[int, Field(ge=1)] = 4
+    """Most prompts decoded at a time. Whole batches are dealt over the processes, so that each prompt has the same
+    others beside it, and the figures are the same, at any number of processes."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     keep: Literal["last", "best"] = "last"
     """Weights of the finished run: those of the last step, or those with the most tokens per target pass."""

@@ -35,7 +35,7 @@ class Evaluated(NamedTuple):
 
 
 class Best:
-    """The best evaluation of one run. Main process only."""
+    """The best evaluation of one run. Main process only, but for `restore`."""
 
     def __init__(
         self, folder: Path, section: EvaluationSection, identity: Any, checkpoint_steps: Callable[[], Sequence[int]]
@@ -84,11 +84,9 @@ class Best:
         waited = step - (best.progress.step if best else 0)
         return waited >= self._section.patience * self._section.every
 
-    def restore(self, module: nn.Module) -> None:
-        """Load the best weights into a module that is whole."""
-        best = self.latest()
-        assert best is not None, "there is a best"
-        place = self._place(best.progress.step)
+    def restore(self, module: nn.Module, step: int) -> None:
+        """Load the weights of a step that was the best into a module that is whole; any process may."""
+        place = self._place(step)
         _check_whole(place)
         load_weights(module, load_file(place / _WEIGHTS))
 

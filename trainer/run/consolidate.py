@@ -12,7 +12,7 @@ from rich.console import Console
 
 from trainer.recipe.reading import parse_recipe
 from trainer.run.checkpoint import differences, read_apart
-from trainer.run.finish import finish
+from trainer.run.finish import choose_tree, finish
 from trainer.run.heldout import evaluator_at_end
 from trainer.run.kinds import kind_of
 from trainer.run.state import load_weights
@@ -41,8 +41,8 @@ def consolidate(checkpoint: Path, destination: Path, console: Console | None = N
             "trained on"
         )
     load_weights(job.objective.module, apart.weights)
-    evaluator = evaluator_at_end(job, device)
+    choose_tree(job, evaluator_at_end(job, device))
     origin = {**apart.launch, "checkpoint": checkpoint.name}
-    finish(job, recipe, evaluator, destination, apart.progress, apart.stretches, origin)
+    finish(job, recipe, destination, apart.progress, apart.stretches, origin)
     done, steps = apart.progress.step, recipe.training.steps
     return f"made of the checkpoint {checkpoint}: the weights after step {done} of {steps}, not the run's finished ones"

@@ -15,24 +15,29 @@ from trainer.run.heldout import Evaluator
 from trainer.run.provenance import provenance, write_provenance
 
 
+def choose_tree(job: Job, evaluator: Evaluator | None) -> None:
+    """Fit the tree of finished heads by other texts than are evaluated; a chain stays where there is no evaluator.
+
+    Every process must call this, and gets the same tree.
+    """
+    job.objective.module.eval()  # the target may be part of it
+    if evaluator is not None:
+        job.choose_tree(evaluator.target, lambda: evaluator.greedy_texts(job.dataset))
+
+
 def finish(
     job: Job,
     recipe: AnyRecipe,
-    evaluator: Evaluator | None,
     destination: Path,
     progress: Progress,
     stretches: Sequence[Mapping[str, Any]],
     origin: Mapping[str, Any],
 ) -> None:
-    """Choose the heads' tree; write the artefact with its provenance, whole or not at all.
+    """Write the artefact with its provenance, whole or not at all.
 
     ``recipe``: the run's own; ``origin``: further entries of the provenance, such as the launch. ValueError if a weight
     is not finite in the dtype that is written.
     """
-    objective = job.objective
-    objective.module.eval()  # the target may be part of it
-    if evaluator is not None:  # and by other texts than are evaluated
-        job.choose_tree(evaluator.target, lambda: evaluator.greedy_texts(job.dataset))
     stretches = [stretch for stretch in stretches if stretch["first_step"] < progress.step]
     made_from = provenance(
         _as_trained(recipe, stretches),
@@ -44,7 +49,7 @@ def finish(
     )
 
     def write(folder: Path) -> None:
-        objective.save(folder)
+        job.objective.save(folder)
         _check_weights(folder)
         write_provenance(folder, made_from)
 

@@ -1,16 +1,19 @@
 """The held-out evaluations of a run, and the decisions made by them."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
-from decoding.measure.evaluate import measure_acceptance
+from decoding.measure.evaluate import count_steps
+from decoding.measure.waves import equal_parts
+from decoding.metrics import StepCount, acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids
 from decoding.rules.sampling import SamplingConfig
@@ -20,18 +23,30 @@ from trainer.learning.objective import Objective
 from trainer.recipe.common import EvaluationSection
 from trainer.run.best import CRITERION, Best
 from trainer.run.checkpoint import Checkpoints, Progress
+from trainer.run.dealing import Row, dealt
 from trainer.run.log import Evaluation, Log
+from trainer.run.loop import agreed, on_main
 from trainer.target.loading import StoredTarget, Target
 
 
 class Evaluator:
-    """The real decoding loop on the same prompts, with the same seeds, every time."""
+    """The real decoding loop on the same prompts, with the same seeds and in the same batches, every time.
+
+    The batches are dealt over the processes of the accelerator (None: one process), all of which must call each method
+    together and get the same from it: every prompt has a seed of its own, and in bf16, where a near-tie may fall
+    otherwise beside other texts, the same texts beside it at any number of processes.
+    """
 
     def __init__(
-        self, target: CausalLM, tokenizer: PreTrainedTokenizerBase, heldout: Dataset, section: EvaluationSection
+        self,
+        target: CausalLM,
+        tokenizer: PreTrainedTokenizerBase,
+        heldout: Dataset,
+        section: EvaluationSection,
+        accelerator: Accelerator | None = None,
     ) -> None:
         self.target = target
-        self._section = section
+        self._section, self._accelerator = section, accelerator
         self.prompts = self._prompts_of(heldout)
         sampling = SamplingConfig(section.temperature)
         ends = eos_token_ids(target.model, tokenizer)
@@ -46,7 +61,17 @@ class Evaluator:
         """Measure the present weights: tokens per target pass, and conditional acceptance by position (from 1)."""
         drafter = objective.drafter()
         assert drafter is not None
-        found = measure_acceptance(self.target, drafter, self.prompts, self.config)
+
+        def count(batch: Sequence[int]) -> Iterator[Row]:
+            prompts, seeds = [self.prompts[place] for place in batch], [self.config.seed + place for place in batch]
+            counted = count_steps(self.target, drafter, prompts, self.config, len(batch), seeds)
+            for place, steps in zip(batch, counted, strict=True):
+                yield from ((place, *step) for step in steps)
+
+        texts: list[list[StepCount]] = [[] for _ in self.prompts]
+        for place, *step in self._dealt(self.prompts, count, 1 + len(StepCount._fields)):
+            texts[place].append(StepCount(*step))
+        found = acceptance(texts)
         figures = {
             CRITERION: found.tokens_per_pass.value,
             **{f"acceptance_{position}": share.value for position, share in enumerate(found.conditional, start=1)},
@@ -57,34 +82,51 @@ class Evaluator:
         """Return the target's own answers to prompts of another set, as (tokens, prompt length)."""
         config = replace(self.config, sampling=SamplingConfig())
         prompts = self._prompts_of(dataset)
-        return [((*prompt, *Engine(self.target).decode(prompt, config).tokens), len(prompt)) for prompt in prompts]
+
+        def decode(batch: Sequence[int]) -> Iterator[Row]:
+            texts = Engine(self.target).decode([prompts[place] for place in batch], config, batch_size=len(batch))
+            for place, text in zip(batch, texts, strict=True):
+                yield from ((place, token) for token in text.tokens)
+
+        texts = [list(prompt) for prompt in prompts]
+        for place, token in self._dealt(prompts, decode, 2):
+            texts[place].append(token)
+        return [(tuple(text), len(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
+
+    def _dealt(
+        self, prompts: Sequence[object], work: Callable[[Sequence[int]], Iterator[Row]], width: int
+    ) -> list[Row]:
+        """Deal the places of the prompts, in batches of about equal size that no number of processes changes."""
+        batches = equal_parts(range(len(prompts)), -(-len(prompts) // self._section.batch_size))
+        return dealt(self._accelerator, batches, work, width)
 
 
-def evaluator_of(job: Job) -> Evaluator | None:
+def evaluator_of(job: Job, accelerator: Accelerator) -> Evaluator | None:
     """Return the evaluator of a run under way; None if no target is loaded or the recipe asks for no prompts."""
-    return _evaluator(job, job.target)
+    return _evaluator(job, job.target, accelerator)
 
 
-def evaluator_at_end(job: Job, device: torch.device) -> Evaluator | None:
+def evaluator_at_end(job: Job, device: torch.device, accelerator: Accelerator | None = None) -> Evaluator | None:
     """Return the evaluator of finished weights, for which a target that was let go is loaded again on ``device``."""
-    return _evaluator(job, job.target_again(device)) if job.recipe.evaluation.prompts else None
+    return _evaluator(job, job.target_again(device), accelerator) if job.recipe.evaluation.prompts else None
 
 
-def _evaluator(job: Job, target: StoredTarget | None) -> Evaluator | None:
+def _evaluator(job: Job, target: StoredTarget | None, accelerator: Accelerator | None) -> Evaluator | None:
     if not isinstance(target, Target) or not job.recipe.evaluation.prompts:
         return None
-    return Evaluator(target.model, job.tokenizer, job.heldout, job.recipe.evaluation)
+    return Evaluator(target.model, job.tokenizer, job.heldout, job.recipe.evaluation, accelerator)
 
 
 class Watch:
     """The evaluations during a run, which choose the weights to finish and end the run's patience.
 
-    Main process only, where parameters are whole.
+    Every process takes part where parameters are whole; the main process alone writes, says and decides.
     """
 
-    def __init__(self, job: Job, log: Log, checkpoints: Checkpoints) -> None:
+    def __init__(self, job: Job, log: Log, checkpoints: Checkpoints, accelerator: Accelerator) -> None:
         self._objective, self._log, self._section = job.objective, log, job.recipe.evaluation
-        self._evaluator = evaluator_of(job)
+        self._accelerator = accelerator
+        self._evaluator = evaluator_of(job, accelerator)
         self._evaluated_at: int | None = None
         self._best: Best | None = None
         if self._section.decides:
@@ -94,17 +136,25 @@ class Watch:
             self._best = Best(Path(job.recipe.output) / "best", self._section, comparable, checkpoints.steps)
 
     def check(self) -> None:
-        """Raise ValueError where the best weights on the disk are damaged."""
+        """Raise ValueError where the best weights on the disk are damaged. Main process only."""
         if self._best is not None:
             self._best.check()
 
     def evaluate(self, progress: Progress) -> bool:
-        """Evaluate the present weights if a target is loaded; True when patience has run out."""
+        """Evaluate the present weights if a target is loaded; True on the main process when patience has run out.
+
+        Every process must call this.
+        """
         if self._evaluator is None:
             return False
         evaluation = self._evaluator.evaluate(self._objective)
-        self._log.evaluation(progress, evaluation)
         self._evaluated_at = progress.step
+        enough: list[bool] = []
+        on_main(self._accelerator, lambda: enough.append(self._judge(progress, evaluation)))
+        return any(enough)
+
+    def _judge(self, progress: Progress, evaluation: Evaluation) -> bool:
+        self._log.evaluation(progress, evaluation)
         if self._best is None:
             return False
         figure = evaluation.figures[CRITERION]
@@ -125,13 +175,22 @@ class Watch:
             )
 
     def choose_weights(self, progress: Progress) -> Progress:
-        """Load the weights to finish into the module at the end of training; returns their progress."""
-        if self._best is None or self._section.keep == "last":
+        """Load the weights to finish into the module at the end of training; returns their progress.
+
+        Every process must call this: the main process chooses, all read the same folder.
+        """
+        best = self._best
+        if best is None or self._section.keep == "last":
             return progress
         if self._evaluated_at != progress.step:
             self.evaluate(progress)
-        best = self._best.latest()
-        if best is None or best.progress == progress:
-            return progress
-        self._best.restore(self._objective.module)
-        return best.progress
+
+        def choose(_: None) -> list[Row]:
+            found = best.latest()
+            return [astuple(found.progress if found else progress)]
+
+        (row,) = dealt(self._accelerator, [None], choose, 2)  # one share, which is the first process's
+        chosen = Progress(*row)
+        if chosen != progress:
+            agreed(self._accelerator, lambda: best.restore(self._objective.module, chosen.step))
+        return chosen

@@ -34,7 +34,9 @@ class Hooks(NamedTuple):
     on_step: Callable[[Progress, dict[str, float]], None]
     """On every process, after each optimizer step, with its figures."""
     evaluate: Callable[[Progress], bool]
-    """On the main process, while the others wait, and once more where a run resumes at that step; True ends the run."""
+    """On every process, with whole parameters, and once more where a run resumes at that step; True on one ends it.
+
+    An error must be one on all processes: see `agreed`."""
     on_begin: Callable[[Progress], None] = lambda progress: None
     """On the main process, before the first step, with the progress of the checkpoint that the run resumes."""
 
@@ -98,10 +100,8 @@ def train(
 
 def _evaluate(hooks: Hooks, objective: Objective, accelerator: Accelerator, progress: Progress) -> bool:
     """Return True on every process if the run ends here."""
-    enough: list[bool] = []
     with whole_parameters(accelerator, objective.module):
-        on_main(accelerator, lambda: enough.append(hooks.evaluate(progress)))
-        return any_process(accelerator, any(enough))
+        return any_process(accelerator, hooks.evaluate(progress))
 
 
 def _step(

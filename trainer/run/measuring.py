@@ -74,14 +74,14 @@ def quiet() -> Console:
 
 
 def measure(kind: Kind, job: Job, processes: int, steps: int, examples: Sequence[Example]) -> Measured:
-    """Do ``steps`` steps of each phase after one to warm up, an evaluation of one prompt, and a forward.
+    """Do ``steps`` steps of each phase after one to warm up, one batch of an evaluation, and a forward.
 
     One process does its share of a batch, as each of ``processes`` would. ``examples`` are those to be written.
     The measurement trains the objective: assemble another job to train.
     """
     paces = tuple(_pace(kind, job, phase, processes, steps) for phase in kind.phases())
     peak = peak_memory()
-    return Measured(paces, _evaluation_seconds(job), _writing_seconds(job, examples) / processes, peak)
+    return Measured(paces, _evaluation_seconds(job, processes), _writing_seconds(job, examples) / processes, peak)
 
 
 def _pace(kind: Kind, job: Job, phase: Phase, processes: int, steps: int) -> Pace:
@@ -111,16 +111,17 @@ def _pace(kind: Kind, job: Job, phase: Phase, processes: int, steps: int) -> Pac
     return Pace(phase, statistics.median(taken) + each, min(taken) + each, max(taken) + each)
 
 
-def _evaluation_seconds(job: Job) -> float:
-    """Return the seconds of a whole evaluation, by one of its prompts; 0 where no target is loaded to evaluate with."""
+def _evaluation_seconds(job: Job, processes: int) -> float:
+    """Return the seconds of a whole evaluation, by one of its batches; 0 where no target is loaded to evaluate with."""
     section = job.recipe.evaluation
-    if not isinstance(job.target, Target):
+    if not isinstance(job.target, Target) or not section.prompts:
         return 0.0
-    one = section.model_copy(update={"prompts": 1})
+    batches = -(-section.prompts // section.batch_size)
+    one = section.model_copy(update={"prompts": -(-section.prompts // batches)})
     evaluator = Evaluator(job.target.model, job.tokenizer, job.heldout, one)
     start = time.perf_counter()
     evaluator.evaluate(job.objective)
-    return (time.perf_counter() - start) * section.prompts
+    return (time.perf_counter() - start) * -(-batches // processes)
 
 
 def _writing_seconds(job: Job, examples: Sequence[Example]) -> float:

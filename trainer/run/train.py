@@ -17,11 +17,11 @@ from trainer.recipe.recipe import AnyRecipe
 from trainer.run.checkpoint import Checkpoints, Progress
 from trainer.run.distributed import build_accelerator, describe, whole_parameters
 from trainer.run.embedded import ensure_answered
-from trainer.run.finish import finish
-from trainer.run.heldout import Watch, evaluator_at_end
+from trainer.run.finish import choose_tree, finish
+from trainer.run.heldout import Evaluator, Watch, evaluator_at_end
 from trainer.run.kinds import check_folders, kind_of
 from trainer.run.log import Log
-from trainer.run.loop import Hooks, on_main, train
+from trainer.run.loop import Hooks, agreed, on_main, train
 from trainer.run.tracking import address_of, is_installed, tracker_of
 from trainer.terminal.console import say, standard_error
 from trainer.terminal.place import Place
@@ -65,7 +65,7 @@ def _run(kind: Kind, accelerator: Accelerator, place: Place) -> None:
     with Log(recipe, accelerator, place.console) as log:
         if (address := address_of(accelerator)) is not None:
             say(place.console, f"figures also go to {address}")
-        watch = Watch(job, log, checkpoints)
+        watch = Watch(job, log, checkpoints, accelerator)
         on_main(accelerator, watch.check)
 
         def on_begin(progress: Progress) -> None:
@@ -83,18 +83,38 @@ def _run(kind: Kind, accelerator: Accelerator, place: Place) -> None:
             Hooks(log.step, watch.evaluate, on_begin),
         )
 
-        def end() -> None:
-            finished = watch.choose_weights(progress)
-            evaluator = evaluator_at_end(job, accelerator.device)
-            finish(job, recipe, evaluator, output / FINAL, finished, checkpoints.stretches, describe(accelerator))
-            if evaluator is not None:
-                log.evaluation(progress, evaluator.evaluate(job.objective), finished.step)
-                log.forecast()
-            place.say(_end(recipe, progress, finished))
-
         with whole_parameters(accelerator, job.objective.module):
-            on_main(accelerator, end)
+            finished = watch.choose_weights(progress)
+            _finish(job, recipe, accelerator, log, checkpoints, progress, finished)
+        place.say(_end(recipe, progress, finished))
         accelerator.wait_for_everyone()
+
+
+def _finish(
+    job: Job,
+    recipe: AnyRecipe,
+    accelerator: Accelerator,
+    log: Log,
+    checkpoints: Checkpoints,
+    progress: Progress,
+    finished: Progress,
+) -> None:
+    """Write the artefact of the weights of step ``finished``, then evaluate it; every process takes part."""
+    loaded: list[Evaluator | None] = []
+    agreed(accelerator, lambda: loaded.append(evaluator_at_end(job, accelerator.device, accelerator)))
+    (evaluator,) = loaded
+    agreed(accelerator, lambda: choose_tree(job, evaluator))
+    destination, origin = Path(recipe.output) / FINAL, describe(accelerator)
+    on_main(accelerator, lambda: finish(job, recipe, destination, finished, checkpoints.stretches, origin))
+    if evaluator is None:
+        return
+    evaluation = evaluator.evaluate(job.objective)
+
+    def note() -> None:
+        log.evaluation(progress, evaluation, finished.step)
+        log.forecast()
+
+    on_main(accelerator, note)
 
 
 def _settings(recipe: AnyRecipe, num_processes: int) -> dict[str, Any]:
