@@ -15,6 +15,7 @@ from whole_runs import (
     finish,
     kill_group,
     losses,
+    metrics,
     provenance,
     run,
     running,
@@ -45,7 +46,7 @@ def recipe(workshop: Path, name: str) -> tuple[str, Path]:
     path = Path(write_recipe(workshop, "draft", output, every=5, steps=STEPS, micro_batch_size=2))
     content: dict[str, Any] = yaml.safe_load(path.read_text())
     content["draft"] |= {"policy": POLICY, "vocabulary": 10, "num_draft_tokens": 2}
-    content["evaluation"] |= {"every": 4, "keep": "best"}
+    content["evaluation"] |= {"every": 4, "keep": "best", "batch_size": 1}
     path.write_text(yaml.safe_dump(content))
     return str(path), output
 
@@ -65,6 +66,11 @@ def written(output: Path) -> list[Any]:
     return sorted((row["step"], row["position"], row["kind"], row["tokens"]) for row in rows)
 
 
+def evaluated(output: Path) -> list[Any]:
+    """The lines of all evaluations, but for the tokens trained so far."""
+    return [{**line, "tokens": 0} for line in metrics(output) if "heldout/tokens_per_pass" in line]
+
+
 def test_its_batches_are_mixed_of_the_datas_rows_the_drafts_and_the_loops(alone: Path, workshop: Path) -> None:
     kinds = {kind for _, _, kind, _ in written(alone)}
     assert kinds == {"draft", "loop"} and len(written(alone)) >= STEPS * 8 // 2
@@ -79,7 +85,7 @@ def test_two_processes_write_and_learn_what_one_does(alone: Path, workshop: Path
     path, output = recipe(workshop, "pair")
     run([*TWO_PROCESSES, path], workshop)
     assert provenance(output)["num_processes"] == 2
-    assert written(output) == written(alone)
+    assert written(output) == written(alone) and evaluated(output) == evaluated(alone)
     for step, loss in losses(alone).items():
         assert losses(output)[step] == pytest.approx(loss, rel=1e-4)
 
@@ -91,7 +97,7 @@ def test_so_do_two_processes_that_share_the_parameters(alone: Path, workshop: Pa
     command = [*ACCELERATE, "--config_file", config, "--main_process_port", "0", SCRIPT, path]
     run(command, workshop, ACCELERATE_USE_CPU=None)
     assert provenance(output)["zero_stage"] == 3
-    assert written(output) == written(alone)
+    assert written(output) == written(alone) and evaluated(output) == evaluated(alone)
     for step, loss in losses(alone).items():
         assert losses(output)[step] == pytest.approx(loss, rel=1e-4)
 
