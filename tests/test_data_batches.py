@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import FAMILIES, full_forward, tiny_model
+from tiny_models import ATTENTIONS, FAMILIES, full_forward, tiny_model
 from tiny_training import tiny_tokenizer, write_rows
 
 from trainer.data.batch import Batch, Example, batch_indices, check_documents_are_apart, collate, pack
@@ -130,9 +130,20 @@ def test_a_packed_document_is_seen_as_if_it_were_alone(family: str, attention: s
     torch.testing.assert_close(logits[1, 7:15], full_forward(model, range(7, 15)), rtol=0, atol=1e-4)
 
 
-def test_a_batch_without_packing_is_given_with_its_attention_mask() -> None:
-    inputs = collate([example(1, 2, 3), example(4, 5)]).model_inputs()
-    assert inputs["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]] and "position_ids" not in inputs
+@pytest.mark.parametrize(("family", "attention"), ATTENTIONS)
+def test_padding_needs_no_mask(family: str, attention: str) -> None:
+    """Each text of a padded batch is computed as with a mask, and whatever stands at the padding."""
+    model = tiny_model(family, attention=attention)
+    batch = collate([example(*range(12)), example(4, 5, 6), example(7, 1, 8, 2, 8, 1, 8)])
+    inputs = batch.model_inputs()
+    assert inputs["attention_mask"] is None and "position_ids" not in inputs
+    own = batch.attention_mask.bool()
+    with torch.no_grad():
+        masked = model(input_ids=batch.tokens, attention_mask=batch.attention_mask, use_cache=False).logits[own]
+        logits = model(**inputs, use_cache=False).logits[own]
+        other = model(**{**inputs, "input_ids": batch.tokens.where(own, 9)}, use_cache=False).logits[own]
+    torch.testing.assert_close(logits, masked, rtol=0, atol=2e-5)
+    torch.testing.assert_close(other, logits, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
