@@ -202,7 +202,9 @@ class Batch:
             return [Proposal.root_only(text.tokens[-1], self.target.device) for text in self.texts]
         return self.session.propose(
             [
-                DraftRequest(text.tokens, text.hidden, depth, budget.nodes, text.hand_over_states())
+                DraftRequest(
+                    text.tokens, text.hidden, depth, budget.nodes, text.hand_over_states(), text.asked_before()
+                )
                 for text, depth in zip(self.texts, depths, strict=True)
             ]
         )
@@ -230,7 +232,8 @@ class Batch:
             text.keep_states(states.clone() if self.target.is_static else states)
         self.cache.commit(row, start, kept)
         tokens = (*(tree.token_list[node] for node in path), verdict.token)
-        self._remember([*text.tokens, *tokens[:-1]])
+        if self.serves_calls:  # the root's keys are cached too
+            self.cache.text += (text.tokens[-1], *tokens[:-1])
         logprobs = self._logprobs(tree, verdict, logits)
         emitted = text.emit(tokens, self.stop)
         # Tokens after the end of a text count neither as offered nor as accepted.
@@ -291,7 +294,8 @@ class Batch:
             if self.keeps_states:
                 text.keep_states(torch.zeros_like(text.hidden)[None])
                 text.keep_states(output.states[index])
-            self._remember(text.tokens)
+            if self.serves_calls:
+                self.cache.text = list(text.tokens)
             logprobs = self._logprobs(proposals[index].tree, verdict, output.logits[index, None])
             emitted = text.emit((verdict.token,), self.stop)
             step = Step(emitted, 0, 0, 0, is_prefill=True, logprobs=logprobs)
@@ -304,10 +308,6 @@ class Batch:
         It is 0 for a drafter that reads the target's states: the cache holds no states of earlier calls.
         """
         return self.cache.rewind(prompt[:1] if self.keeps_states else prompt)
-
-    def _remember(self, tokens: Sequence[int]) -> None:
-        if self.serves_calls:
-            self.cache.text = tuple(tokens)
 
     def _logprobs(self, tree: TokenTree, verdict: Verdict, logits: Tensor) -> tuple[float, ...]:
         """Return the log-probability of each token of a verdict, by the target's own logits at the node before it."""

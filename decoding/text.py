@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from decoding.rules.history import History
+from decoding.rules.history import GrowingText, History
 from decoding.rules.sampling import GeneratorSource
 from decoding.stopping import StopCheck
 
@@ -16,12 +16,13 @@ class Text:
 
     def __init__(self, place: int, prompt: Sequence[int], seed: int, max_new_tokens: int, history: History) -> None:
         self.place = place
-        self.tokens = list(map(int, prompt))
+        self.tokens = GrowingText(map(int, prompt))
         self.prompt_length = len(prompt)
         self.finished = False
         self.hidden = torch.empty(0)
         """Input of the lm_head from which the target wrote the last token, (hidden,)."""
         self._states: list[Tensor] = []
+        self._asked = 0
         # Two streams of one seed: draws for the draft do not change the target's draws.
         self.source = GeneratorSource.from_seed(seed, "verify")
         self.draft_source = GeneratorSource.from_seed(seed, "draft")
@@ -42,10 +43,16 @@ class Text:
         states, self._states = self._states, []
         return torch.cat(states) if states else None
 
+    def asked_before(self) -> int | None:
+        """Return the number of tokens at the last call, all of them kept since; None at the first call."""
+        before, self._asked = self._asked, len(self.tokens)
+        return before or None
+
     def emit(self, tokens: tuple[int, ...], stop: StopCheck) -> tuple[int, ...]:
         """Append ``tokens`` up to the end of the text, if it is among them; return the appended ones."""
         room = self._longest - len(self.tokens)
-        kept, ended = stop.cut(self.tokens[self.prompt_length :], tokens[:room])
+        begin = max(self.prompt_length, len(self.tokens) - stop.reach)
+        kept, ended = stop.cut(self.tokens[begin:], tokens[:room])
         self.tokens += kept
         self.finished = ended or len(kept) >= room
         return kept

@@ -359,9 +359,9 @@ def test_truncating_to_more_than_there_is_is_our_own_bug(tiny_llama: CausalLM) -
 )
 def test_a_new_prompt_keeps_what_it_begins_with(tiny_llama: CausalLM, prompt: list[int], kept: int) -> None:
     cache = filled(tiny_llama, PREFIX)
-    cache.text = tuple(PREFIX)
+    cache.text = list(PREFIX)
     assert cache.rewind(prompt) == kept
-    assert cache.lengths == [kept] and cache.text == tuple(PREFIX[:kept])
+    assert cache.lengths == [kept] and cache.text == PREFIX[:kept]
     tiny_llama.append([prompt[kept:]], cache)
     assert_holds(tiny_llama, cache, prompt)
 
@@ -369,7 +369,7 @@ def test_a_new_prompt_keeps_what_it_begins_with(tiny_llama: CausalLM, prompt: li
 def test_what_was_rewound_is_not_promised_any_more(tiny_llama: CausalLM) -> None:
     """Else a call that breaks off behind its rewind would leave a text whose keys are gone."""
     cache = filled(tiny_llama, PREFIX)
-    cache.text = tuple(PREFIX)
+    cache.text = list(PREFIX)
     assert cache.rewind([3, 1, 9]) == 2
     assert cache.rewind([*PREFIX, 9]) == 2
 

@@ -12,6 +12,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import GeneratorSource, SamplingConfig
+from decoding.rules.tree import common_length
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class DraftRequest:
     ``states``, for a drafter that reads them: the inputs of the target's lm_head from which the text's tokens were
     written, a row for each token since the row's last request, the prompt's tokens included. The text's first token was
     written from none: its row is zero.
+
+    ``shared``: number of leading tokens that are those of the row's last request, so that a session need not compare
+    them with what it remembers; None if it is unknown. The texts of the loop only grow.
     """
 
     tokens: Sequence[int]
@@ -32,6 +36,16 @@ class DraftRequest:
     max_depth: int
     max_nodes: int
     states: Float[Tensor, "tokens hidden"] | None = None
+    shared: int | None = None
+
+    def common_with(self, held: list[int], asked: int) -> int:
+        """Return the length of the text's common beginning with ``held``.
+
+        The first ``asked`` tokens of ``held`` are those of an earlier request. Tokens known to be shared with it are not
+        read.
+        """
+        known = min(self.shared or 0, asked)
+        return known + common_length(self.tokens[known : len(held)], held[known:])
 
 
 @dataclass(frozen=True)

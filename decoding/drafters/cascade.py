@@ -28,7 +28,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import GeneratorSource, SamplingConfig, adjusted_logits, probabilities
-from decoding.rules.tree import TokenTree, TreeShape, common_length
+from decoding.rules.tree import TokenTree, TreeShape
 from decoding.rules.verify import Verdict, sampled_verify
 
 _APART = 16
@@ -92,7 +92,7 @@ class CascadeDrafter(TextDrafter):
 
 
 class CascadeSession:
-    """A session on one text. The draft's cache holds the keys of ``_held``: the text, then the tokens drafted last."""
+    """A session on one text."""
 
     def __init__(
         self,
@@ -108,7 +108,14 @@ class CascadeSession:
         self._sampling = sampling
         self._source = source
         self._lease = state.cache.lease
-        self._held: list[int] = []
+        self._text: list[int] = []
+        """Tokens of the last request and, behind them, the chain drafted then."""
+        self._asked = 0
+        """Number of its tokens that are the request's."""
+        self._held = 0
+        """Number of its leading tokens whose keys the draft's cache holds."""
+        self._inner_shares = 0
+        """Number of its leading tokens that are those of the inner drafter's last request."""
 
     def observe(self, proposal: Proposal, logits: Float[Tensor, "nodes vocab"]) -> None:
         """Do nothing: the text holds everything that the session needs."""
@@ -120,48 +127,55 @@ class CascadeSession:
         if depth < 1:
             return Proposal.root_only(request.tokens[-1], device)
         self._state.cache.check(self._lease)
-        self._drop_refused(request.tokens)
-        text, q_rows = list(request.tokens), list[Tensor]()
-        while (missing := len(request.tokens) + depth - len(text)) > 0:
-            guess = self._guess(text, missing - 1)
-            logits = self._run(text, guess.tree)
-            verdict, q = self._judge(request.tokens, text[len(request.tokens) :], guess, logits)
-            self._keep(text, guess.tree, verdict.path)
+        self._follow(request)
+        length, q_rows = len(request.tokens), list[Tensor]()
+        while (missing := length + depth - len(self._text)) > 0:
+            guess = self._guess(missing - 1)
+            logits = self._run(guess.tree)
+            verdict, q = self._judge(request.tokens, self._text[length:], guess, logits)
+            self._keep(guess.tree, verdict.path)
             self._inner.observe(guess, logits)
-            text += [guess.tree.token_list[node] for node in verdict.path]
             q_rows += q
             if verdict.token == logits.shape[1]:
                 break
-            text.append(verdict.token)
-        tree = TokenTree.chain(text[len(request.tokens) - 1 :], device)
+            self._text.append(verdict.token)
+        tree = TokenTree.chain(self._text[length - 1 :], device)
         if self._sampling.greedy:
             return Proposal(tree, ProposalKind.DETERMINISTIC)
         return Proposal(tree, ProposalKind.SAMPLED, torch.cat(q_rows)[: len(tree) - 1])
 
-    def _guess(self, text: Sequence[int], room: int) -> Proposal:
+    def _guess(self, room: int) -> Proposal:
         """Let the inner drafter propose up to ``room`` tokens after the chain so far."""
         if room < 1:
-            return Proposal.root_only(text[-1], self._drafter.draft.device)
+            return Proposal.root_only(self._text[-1], self._drafter.draft.device)
+        shared, self._inner_shares = self._inner_shares, len(self._text)
         # Without a hidden state: the draft may not have written the text's last token, and its size may not fit.
-        return self._inner.propose(DraftRequest(text, torch.empty(0), room, self._drafter.inner.max_nodes))
+        request = DraftRequest(self._text, torch.empty(0), room, self._drafter.inner.max_nodes, shared=shared)
+        return self._inner.propose(request)
 
-    def _drop_refused(self, tokens: Sequence[int]) -> None:
-        """Keep the keys of tokens that became text, without the last one, which runs again as the root."""
-        del self._held[common_length(tokens[:-1], self._held) :]
-        self._state.cache.truncate(0, len(self._held))
+    def _follow(self, request: DraftRequest) -> None:
+        """Replace the drafted tokens that were refused by what became text instead, and drop their keys.
 
-    def _run(self, text: Sequence[int], tree: TokenTree) -> Float[Tensor, "nodes vocab"]:
+        The text's last token runs again, as the root.
+        """
+        common = request.common_with(self._text, self._asked)
+        self._asked = len(request.tokens)
+        self._text[common:] = request.tokens[common:]
+        self._held = min(self._held, common, len(self._text) - 1)
+        self._inner_shares = min(self._inner_shares, common)
+        self._state.cache.truncate(0, self._held)
+
+    def _run(self, tree: TokenTree) -> Float[Tensor, "nodes vocab"]:
         """Run the text's tokens that the cache lacks, then the tree, in one pass; return the logits at its nodes."""
         draft, cache = self._drafter.draft, self._state.cache
-        lacking = list(text[len(self._held) : -1])
-        # The prompt, or text of steps without a draft, gets its own pass: without a tree's mask, and without logits at
-        # all its positions.
+        lacking = self._text[self._held : -1]
+        # The prompt, or text of steps without a draft, gets its own pass, without a tree's mask.
         if len(lacking) > (_APART if self._held else 0):
             draft.append([self._known(lacking)], cache)
-            self._held, lacking = [*self._held, *lacking], []
+            self._held, lacking = len(self._text) - 1, []
         block = _behind(lacking, tree)
         known = TokenTree.of_list(self._known(block.token_list), block.shape, draft.device)
-        return self._state.over_target_vocabulary(draft.verify([known], cache).logits[0, len(lacking) :])
+        return self._state.over_target_vocabulary(draft.verify([known], cache, read=len(tree)).logits[0])
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
         # A token that only the target knows is read as the draft's last token, as in `DraftState`.
@@ -185,12 +199,12 @@ class CascadeSession:
         verdict = sampled_verify(guess, _or_none(q) if self._sampling.processors else q, self._source)
         return verdict, [q[[0, *verdict.path]]]
 
-    def _keep(self, text: Sequence[int], tree: TokenTree, path: Sequence[int]) -> None:
-        """Keep the keys of the text and of the path below the root, from the block that has just run."""
-        start = len(self._held)
-        lacking = len(text) - 1 - start
-        self._state.cache.commit(0, start, [*range(lacking), *(lacking + node for node in (0, *path))])
-        self._held = [*text, *(tree.token_list[node] for node in path)]
+    def _keep(self, tree: TokenTree, path: Sequence[int]) -> None:
+        """Append the path below the root to the text, and keep its keys, from the block that has just run."""
+        lacking = len(self._text) - 1 - self._held
+        self._state.cache.commit(0, self._held, [*range(lacking), *(lacking + node for node in (0, *path))])
+        self._text += [tree.token_list[node] for node in path]
+        self._held = len(self._text)
 
 
 def _or_none(q: Float[Tensor, "nodes vocab"]) -> Float[Tensor, "nodes vocab_and_none"]:

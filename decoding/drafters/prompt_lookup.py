@@ -16,7 +16,6 @@ from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
-from decoding.rules.tree import common_length
 
 
 class PromptLookupDrafter(TextDrafter):
@@ -76,7 +75,7 @@ class PromptLookupSession:
     def propose(self, request: DraftRequest) -> Proposal:
         tokens = request.tokens
         # The index ends before the last token, so the suffix itself is not in it: every match is an earlier one.
-        self._follow(tokens[:-1])
+        self._follow(request)
         depth = min(request.max_depth, self._drafter.num_draft_tokens)
         trie = TokenTrie(tokens[-1])
         branches = 0
@@ -97,14 +96,15 @@ class PromptLookupSession:
             for end in islice(reversed(ends), self._LOOKS * self._drafter.num_branches):
                 yield end, size
 
-    def _follow(self, tokens: Sequence[int]) -> None:
-        """Change the index from the text that it holds to ``tokens``, one token at a time."""
-        common = common_length(tokens, self._indexed)
+    def _follow(self, request: DraftRequest) -> None:
+        """Change the index from the text that it holds to the request's, one token at a time."""
+        before_last = len(request.tokens) - 1
+        common = min(request.common_with(self._indexed, len(self._indexed)), before_last)
         while len(self._indexed) > common:
             for ngram in self._ngrams_at_end():
                 self._ends[ngram].pop()
             self._indexed.pop()
-        for token in tokens[len(self._indexed) :]:
+        for token in request.tokens[len(self._indexed) : before_last]:
             self._indexed.append(token)
             for ngram in self._ngrams_at_end():
                 self._ends.setdefault(ngram, []).append(len(self._indexed))

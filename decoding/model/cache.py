@@ -130,7 +130,7 @@ class PreallocatedCache(Cache):
         self.buffers = 0
         """Number of the current buffers: a CUDA graph recorded on other buffers is invalid."""
         self.lease = 0
-        self.text: tuple[int, ...] = ()
+        self.text: list[int] = []
         self._held: tuple[_Buffers, ...] = ()
         """Buffers of each device; empty before the first block."""
         self._handed_out: tuple[_Buffers, ...] = self._held
@@ -188,7 +188,7 @@ class PreallocatedCache(Cache):
         """Drop all texts; give the buffers, with room for ``capacity``, to a new generation. Older ones lose them."""
         self.lease += 1
         self.lengths, self.dropped = [0] * self.rows, [0] * self.rows
-        self.block, self.text = None, ()
+        self.block, self.text = None, []
         self.reserve(capacity)
 
     def take(self) -> int:

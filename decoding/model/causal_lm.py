@@ -287,16 +287,26 @@ class CausalLM:
 
     @torch.inference_mode()
     def verify(
-        self, trees: Sequence[TokenTree], cache: PreallocatedCache, first: Sequence[int] | None = None
+        self,
+        trees: Sequence[TokenTree],
+        cache: PreallocatedCache,
+        first: Sequence[int] | None = None,
+        read: int | None = None,
     ) -> ModelOutput:
         """Run a tree after each row, each node attending to its row's prefix and its own path.
 
         The nodes of row i before ``first[i]`` are in the cache already (a tree drafted level by level); the others run.
-        Returns (rows, nodes, hidden) and (rows, nodes, vocab); rows with fewer nodes than others are padded.
+        Returns (rows, nodes, hidden) and (rows, nodes, vocab); rows with fewer nodes than others are padded. With
+        ``read`` each row's last ``read`` nodes alone, and dynamic shapes spare the lm_head the others.
         """
+        first = first or [0] * len(trees)
+        select = None
+        if read is not None:
+            select = self._last_of([len(tree) - skipped for tree, skipped in zip(trees, first, strict=True)], read)
         if self._static is not None and self._static.fits(trees):
-            return ModelOutput(*self._static.run(trees, cache, first))
-        return self._run_trees(trees, cache, first or [0] * len(trees), None)
+            output = ModelOutput(*self._static.run(trees, cache, first))
+            return output if select is None else ModelOutput(select(output.hidden), select(output.logits))
+        return self._run_trees(trees, cache, first, select)
 
     def _last_of(self, lengths: Sequence[int], count: int = 1) -> Callable[[Tensor], Tensor]:
         """Return a function that selects each row's last ``count`` own positions, (rows, count, hidden)."""

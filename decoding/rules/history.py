@@ -9,6 +9,10 @@ from decoding.rules.sampling import HistoryRows, SamplingConfig
 from decoding.rules.tree import TokenTree
 
 
+class GrowingText(list[int]):
+    """Tokens of a text to which more are added, and of which none is ever changed or removed."""
+
+
 class History:
     """The history of one text, updated as the text grows. Costs nothing if no control reads the history."""
 
@@ -21,6 +25,8 @@ class History:
         self._device = torch.device(device)
         self._tokens: list[int] | None = None
         """The text that the tensors below describe; None before the first call and after an interrupted one."""
+        self._given: Sequence[int] = ()
+        """The object that the last call was given."""
         self._seen: Tensor | None = None
         self._counts: Tensor | None = None
         self._text: Tensor | None = None
@@ -30,31 +36,29 @@ class History:
 
         It consists of ``tokens``, the whole text so far, which ends with the root of ``tree``, and of the path from
         below the root down to the node, the node included. Only tokens appended since the last call are read; a text
-        that does not continue the previous call's text is read from its start.
+        that does not continue the previous call's text is read from its start. A `GrowingText` that is given again
+        continues it, and is not compared with it.
         """
         if not self._sampling.needs_history:
             return HistoryRows()
         assert tokens[-1] == tree.token_list[0], "the root of the tree is the last token of the text"
-        self._follow(tokens if isinstance(tokens, list) else list(tokens))
+        self._follow(tokens)
         path_tokens = [
             [tree.token_list[ancestor] for ancestor in tree.shape.path(node)]
             for node in (range(len(tree)) if nodes is None else nodes)
         ]
         return self._rows(path_tokens)
 
-    def _follow(self, tokens: list[int]) -> None:
+    def _follow(self, tokens: Sequence[int]) -> None:
         text, self._tokens = self._tokens, None  # stays None if this call is interrupted: the next one starts over
-        known = 0
-        if text is not None:
-            known = len(text)
-            text += tokens[known:]
-        # Comparing the whole text takes two nanoseconds per token, as both lists hold the same objects.
-        if text != tokens:
+        continues = tokens is self._given and isinstance(tokens, GrowingText)
+        if text is None or not (continues or list(tokens[: len(text)]) == text):
             self._start_over()
-            known, text = 0, list(tokens)
-        if len(tokens) > known:
-            self._read(tokens[known:], known)
-        self._tokens = text
+            text = []
+        if fresh := list(tokens[len(text) :]):
+            self._read(fresh, len(text))
+            text += fresh
+        self._tokens, self._given = text, tokens
 
     def _start_over(self) -> None:
         if self._sampling.needs_seen:

@@ -46,9 +46,9 @@ def passes_of(draft: CausalLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     passes: list[int] = []
     verify = draft.verify
 
-    def counted(trees, cache, first=None):  # type: ignore[no-untyped-def]
+    def counted(trees, cache, first=None, read=None):  # type: ignore[no-untyped-def]
         passes.append(len(trees[0]))
-        return verify(trees, cache, first)
+        return verify(trees, cache, first, read)
 
     monkeypatch.setattr(draft, "verify", counted)
     return passes

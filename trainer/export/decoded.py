@@ -41,7 +41,7 @@ def decode_greedily(
     depth always (vLLM). The texts are cut at ``max_new_tokens``.
     """
     config = DecodingConfig(max_new_tokens + overrun, eos_token_ids=tuple(eos_token_ids))
-    texts: list[tuple[int, ...]] = [()] * len(prompts)
+    texts: list[list[int]] = [[] for _ in prompts]
     passes, drafted = 0, 0
     accepted: list[int] = []
     ended: list[int] = []
@@ -58,5 +58,5 @@ def decode_greedily(
             accepted[position] += 1
         if len(step.tokens) == step.accepted < step.drafted and step.tokens[-1] in eos_token_ids:
             ended[step.accepted - 1] += 1
-    cut = tuple(text[:max_new_tokens] for text in texts)
+    cut = tuple(tuple(text[:max_new_tokens]) for text in texts)
     return Decoded(cut, passes, drafted, tuple(accepted), tuple(ended))

@@ -79,13 +79,13 @@ class TargetBackend:
     def _decode(
         self, prompts: Sequence[tuple[int, ...]], config: DecodingConfig, on_tokens: Callable[[int], None]
     ) -> list[tuple[int, ...]]:
-        tokens: list[tuple[int, ...]] = [()] * len(prompts)
         if not prompts:
-            return tokens
+            return []
+        tokens: list[list[int]] = [[] for _ in prompts]
         for place, step in Engine(self._target, self._drafter).steps(prompts, config, batch_size=self._batch_size):
             tokens[place] += step.tokens
             on_tokens(len(step.tokens))
-        return tokens
+        return [tuple(text) for text in tokens]
 
     def _take(self, text: "_Text", prompt: tuple[int, ...], tokens: tuple[int, ...]) -> None:
         text.truncated = tokens[-1] not in self._config.eos_token_ids

@@ -38,12 +38,12 @@ class EngineWriter:
         config = replace(self.config, max_new_tokens=max_new_tokens, seed=seed)
         if greedy:
             config = replace(config, sampling=replace(config.sampling, temperature=0.0), rule=None)
-        tokens: list[tuple[int, ...]] = [()] * len(prompts)
+        tokens: list[list[int]] = [[] for _ in prompts]
         for place, step in self.engine.steps(prompts, config, batch_size=self.batch_size):
             tokens[place] += step.tokens
             if step.is_prefill:
                 self.on_answer()
-        return [Written(tuple(prompt), text) for prompt, text in zip(prompts, tokens, strict=True)]
+        return [Written(tuple(prompt), tuple(text)) for prompt, text in zip(prompts, tokens, strict=True)]
 
 
 def accepts_itself(
