@@ -41,8 +41,8 @@ class DraftRequest:
     def common_with(self, held: list[int], asked: int) -> int:
         """Return the length of the text's common beginning with ``held``.
 
-        The first ``asked`` tokens of ``held`` are those of an earlier request. Tokens known to be shared with it are not
-        read.
+        The first ``asked`` tokens of ``held`` are those of an earlier request. Tokens known to be shared with that one
+        are not read.
         """
         known = min(self.shared or 0, asked)
         return known + common_length(self.tokens[known : len(held)], held[known:])
