@@ -390,7 +390,7 @@ def test_a_batch_knows_which_examples_it_is_made_of(tmp_path: Path) -> None:
     """Over one epoch of four every example comes once, and its tokens are those of its place in the data set."""
 
     class Noting(ToyObjective):
-        def inputs(self, batch: Batch, step: int) -> tuple[Tensor, ...]:
+        def inputs(self, batch: Batch, step: int, ahead: Any = None) -> tuple[Tensor, ...]:
             for row, example in enumerate(batch.examples):
                 length = len(UNEVEN[example].tokens)
                 assert tuple(batch.tokens[row, :length].tolist()) == UNEVEN[example].tokens

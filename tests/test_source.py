@@ -68,7 +68,7 @@ def test_the_loop_lets_a_source_write_before_the_steps_that_need_it_and_logs_its
 
 def test_micro_batches_are_cut_of_the_rows_in_their_order(tmp_path: Path) -> None:
     class Noting(ToyObjective):
-        def inputs(self, batch: Batch, step: int) -> tuple[Tensor, ...]:
+        def inputs(self, batch: Batch, step: int, ahead: Any = None) -> tuple[Tensor, ...]:
             seen.append((step, batch.tokens[:, 1].tolist(), batch.examples))
             return super().inputs(batch, step)
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_tokenizer
-from trainer.data.batch import Batch, Example
+from trainer.data.batch import Batch, Example, flat_rows
 from trainer.data.dataset import Dataset
 from trainer.data.source import BatchSource, Offline
 from trainer.data.splits import load_splits
@@ -41,10 +41,10 @@ class LanguageModelTraining(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: Batch) -> TermSums:
-        labelled = batch.labelled(1)
-        logits = self.model(**batch.model_inputs(), use_cache=False).logits[labelled]
-        labels = batch.shifted(1)[labelled]
+    def forward(self, batch: Batch, places: Int[Tensor, " labels"]) -> TermSums:
+        """Return the sums over the labels, whose places are those in the flattened batch."""
+        logits = flat_rows(self.model(**batch.model_inputs(), use_cache=False).logits, places)
+        labels = batch.tokens.flatten()[places + 1]
         loss = nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
         return TermSums(loss[None], (logits.argmax(-1) == labels).sum()[None])
 
@@ -79,8 +79,11 @@ class PretrainObjective:
     def rates(self, step: int) -> Mapping[str, float]:
         return EVERYWHERE_THE_SAME
 
-    def inputs(self, batch: Batch, step: int) -> tuple[Any, ...]:
-        return (batch,)
+    def ahead(self, batch: Batch, step: int) -> Int[Tensor, " labels"]:
+        return batch.label_places(1)
+
+    def inputs(self, batch: Batch, step: int, ahead: Int[Tensor, " labels"] | None = None) -> tuple[Any, ...]:
+        return batch, self.ahead(batch, step) if ahead is None else ahead
 
     def observe(self, hits: Float[Tensor, " terms"], counts: Float[Tensor, " terms"]) -> None:
         """Nothing here depends on the hits."""

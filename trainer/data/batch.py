@@ -5,7 +5,7 @@ the number of processes that share a batch.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,12 +43,22 @@ class Batch:
     """Index of the token's document within its row, from 0; -1 on padding."""
     examples: tuple[int, ...]
     """Index of each row's example in the data set; -1 for a sequence from elsewhere."""
+    packed: bool
+    """True where a row has several documents."""
 
-    def to(self, device: torch.device) -> "Batch":
-        moved: dict[str, Any] = {
-            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
+        """Copy to a device; ``non_blocking``: from pinned memory, without a wait."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "Batch":
+        """Copy to memory from which a GPU reads by itself."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        changed: dict[str, Any] = {
+            name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
-        return replace(self, **moved)
+        return replace(self, **changed)
 
     def labelled(self, ahead: int) -> Bool[Tensor, "batch positions"]:
         """Mark the positions t whose label, token t + ``ahead``, is trained and in the same document."""
@@ -57,6 +67,13 @@ class Batch:
             same = self.documents[:, ahead:] == self.documents[:, :-ahead]
             found[:, :-ahead] = self.trained[:, ahead:] & same
         return found
+
+    def label_places(self, ahead: int) -> Int[Tensor, " labels"]:
+        """Return where `labelled` is True, as places in the flattened batch, in order.
+
+        A GPU is waited for: to be called on the host, before the batch is moved.
+        """
+        return self.labelled(ahead).flatten().nonzero()[:, 0]
 
     def shifted(self, ahead: int) -> Int[Tensor, "batch positions"]:
         """Return token t + ``ahead`` at each position t; 0 behind the end, where no position is labelled."""
@@ -73,7 +90,7 @@ class Batch:
         positions, and each document would see the ones before it. OPT and Falcon never look at them: see
         `check_documents_are_apart`.
         """
-        if not bool((self.documents > 0).any()):
+        if not self.packed:
             return {"input_ids": self.tokens, "attention_mask": None}
         return {"input_ids": self.tokens, "attention_mask": None, "position_ids": self.positions()}
 
@@ -87,6 +104,11 @@ class Batch:
         """Return each token's place within its document, from 0."""
         place = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
         return place - torch.where(self.begins(), place, 0).cummax(1).values
+
+
+def flat_rows(values: Tensor, places: Int[Tensor, " places"]) -> Tensor:
+    """Return some rows of (batch, positions, *) by their places in the flattened batch."""
+    return values.flatten(0, 1).index_select(0, places)
 
 
 @torch.no_grad()
@@ -115,7 +137,8 @@ def collate(examples: Sequence[Example], indices: Sequence[int] = ()) -> Batch:
         trained[row, :length] = torch.tensor(example.trained)
         lengths = torch.tensor(example.lengths or (length,))
         documents[row, :length] = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    return Batch(tokens, attention_mask, trained, documents, tuple(indices))
+    packed = any(len(example.lengths) > 1 for example in examples)
+    return Batch(tokens, attention_mask, trained, documents, tuple(indices), packed)
 
 
 def cut(example: Example, length: int) -> Example | None:

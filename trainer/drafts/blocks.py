@@ -30,10 +30,14 @@ class Blocks(NamedTuple):
     """Positions t + j, whose next token mask j predicts; the row's last one for masks behind its end."""
     trained: Bool[Tensor, "batch anchors depth"]
     """True where that next token is trained, and in the anchor's document."""
+    masks: Int[Tensor, " masks"]
+    """Where ``trained`` is True, as places in it, flattened."""
 
 
 def sample_blocks(batch: Batch, anchors: int, depth: int, seed: int, step: int) -> Blocks:
     """Draw up to ``anchors`` of each row's positions whose next token is trained, with ``depth`` masks behind each.
+
+    To be called on the host, before the batch is moved: a GPU would be waited for.
 
     The draw depends on the seed, the step and the row's own tokens alone: neither on the rows beside it, nor on the
     number of processes, nor on an interruption.
@@ -52,7 +56,8 @@ def sample_blocks(batch: Batch, anchors: int, depth: int, seed: int, step: int) 
     ahead = torch.arange(1, depth + 1, device=found.device)
     places = (found[..., None] + ahead).clamp(max=batch.tokens.shape[1] - 1)
     same = _at(batch.documents, places) == _at(batch.documents, found)[..., None]
-    return Blocks(found, given, places, given[..., None] & _at(labelled, places) & same)
+    trained = given[..., None] & _at(labelled, places) & same
+    return Blocks(found, given, places, trained, trained.flatten().nonzero()[:, 0])
 
 
 def _drawn(possible: Int[Tensor, " possible"], count: int, key: str) -> Int[Tensor, " drawn"]:
@@ -70,32 +75,39 @@ def _at(values: Tensor, places: Int[Tensor, "batch *places"]) -> Tensor:
 class Labels(NamedTuple):
     """Positions of a forward that predict trained tokens, row by row: those of one term of the loss."""
 
-    places: Bool[Tensor, "batch positions"]
-    """Marks the positions in the forward, whose rows may be longer than the batch's."""
+    places: Int[Tensor, " labels"]
+    """Places in the flattened forward, whose rows may be longer than the batch's."""
     labels: Int[Tensor, " labels"]
     before: Int[Tensor, " labels"]
     """The tokens before the labels."""
 
 
-def text_labels(batch: Batch, blocks: Blocks | None = None) -> Labels:
-    """Return the labels of the text's own positions."""
-    places = batch.labelled(1)
+def text_labels(batch: Batch, places: Int[Tensor, " labels"], blocks: Blocks | None = None) -> Labels:
+    """Return the labels of the text's own positions; ``places`` are those of the batch's labels one token ahead."""
     masks = 0 if blocks is None else blocks.places[0].numel()
-    return Labels(F.pad(places, (0, masks)), batch.shifted(1)[places], batch.tokens[places])
+    row = places.div(batch.tokens.shape[1], rounding_mode="floor")
+    tokens = batch.tokens.flatten()
+    return Labels(places + row * masks, tokens[places + 1], tokens[places])
 
 
 def mask_labels(batch: Batch, blocks: Blocks) -> Labels:
     """Return the labels of the masks, whose tokens before are the text's true ones."""
-    places = F.pad(blocks.trained.flatten(1), (batch.tokens.shape[1], 0))
-    labels, before = (_at(values, blocks.places)[blocks.trained] for values in (batch.shifted(1), batch.tokens))
-    return Labels(places, labels, before)
+    positions, masks = batch.tokens.shape[1], blocks.places[0].numel()
+    row = blocks.masks.div(masks, rounding_mode="floor")
+    text, tokens = _places_of_masks(batch, blocks), batch.tokens.flatten()
+    return Labels(blocks.masks + (row + 1) * positions, tokens[text + 1], tokens[text])
 
 
 def rows_of_masks(batch: Batch, blocks: Blocks) -> Int[Tensor, " labels"]:
     """Return the row of `text_labels` that predicts the same token, for each of `mask_labels`."""
-    labelled = batch.labelled(1)
-    rows = labelled.flatten().cumsum(0).view(labelled.shape) - 1
-    return _at(rows, blocks.places)[blocks.trained]
+    rows = batch.labelled(1).flatten().cumsum(0) - 1
+    return rows[_places_of_masks(batch, blocks)]
+
+
+def _places_of_masks(batch: Batch, blocks: Blocks) -> Int[Tensor, " labels"]:
+    """Return the place in the flattened batch that predicts the same token as each trained mask."""
+    row = blocks.masks.div(blocks.places[0].numel(), rounding_mode="floor")
+    return row * batch.tokens.shape[1] + blocks.places.flatten()[blocks.masks]
 
 
 def written_from(

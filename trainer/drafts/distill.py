@@ -17,8 +17,8 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.embeddings import added_to_embeddings
 from decoding.model.lm_head import lm_head_input, run_in_lm_head
 from decoding.model.parallel import ParallelParts
-from trainer.data.batch import Batch
-from trainer.drafts.blocks import Labels, text_labels
+from trainer.data.batch import Batch, flat_rows
+from trainer.drafts.blocks import Blocks, Labels, text_labels
 from trainer.drafts.drafter import AnyDraft, drafter_of
 from trainer.drafts.start import InitialDraft, write_draft
 from trainer.learning.fused import Bias, fused_loss
@@ -38,9 +38,33 @@ if TYPE_CHECKING:  # slow to import, and not of use to every draft
 class TeacherSource(Protocol):
     """Source of the target's distribution: the target itself, or its logits on disk."""
 
-    def for_batch(self, batch: Batch) -> Teacher:
-        """Return the target's distribution at the positions whose next token is trained, row by row."""
+    def read(self, batch: Batch) -> Mapping[str, Tensor] | None:
+        """Return what is on a disk for a batch, on the host; None: the target is to be run."""
         ...
+
+    def for_batch(
+        self,
+        batch: Batch,
+        places: Int[Tensor, " labels"] | None = None,
+        stored: Mapping[str, Tensor] | None = None,
+    ) -> Teacher:
+        """Return the target's distribution at the positions whose next token is trained, row by row.
+
+        ``places`` are those positions in the flattened batch, ``stored`` is what `read` gave, on the batch's device;
+        without them they are found, or read, here.
+        """
+        ...
+
+
+class DraftAhead(NamedTuple):
+    """Parts of a draft's step that are ready before the target runs."""
+
+    places: Int[Tensor, " labels"]
+    """Places of the labels one token ahead in the flattened batch."""
+    stored: Mapping[str, Tensor] | None = None
+    """The teacher's rows, read from a disk."""
+    blocks: Blocks | None = None
+    """The masks of a parallel draft."""
 
 
 class OnlineTeacher:
@@ -53,13 +77,23 @@ class OnlineTeacher:
         """Return the target's hidden states, as its lm_head reads them."""
         return self._target.hidden(batch)
 
-    def of_states(self, batch: Batch, states: Float[Tensor, "batch positions hidden"]) -> HiddenTeacher:
+    def of_states(
+        self, places: Int[Tensor, " labels"], states: Float[Tensor, "batch positions hidden"]
+    ) -> HiddenTeacher:
         """Return the teacher whose states are known; losses turn them into logits a chunk at a time."""
-        return HiddenTeacher(states[batch.labelled(1)], self._target.lm_head, self._target.transform)
+        return HiddenTeacher(flat_rows(states, places), self._target.lm_head, self._target.transform)
 
-    def for_batch(self, batch: Batch) -> HiddenTeacher:
+    def read(self, batch: Batch) -> None:
+        """Return None: nothing is on a disk."""
+
+    def for_batch(
+        self,
+        batch: Batch,
+        places: Int[Tensor, " labels"] | None = None,
+        stored: Mapping[str, Tensor] | None = None,
+    ) -> HiddenTeacher:
         """Return the target's hidden states at the labelled positions."""
-        return self.of_states(batch, self.states(batch))
+        return self.of_states(batch.label_places(1) if places is None else places, self.states(batch))
 
 
 class TaughtLabels(NamedTuple):
@@ -154,7 +188,7 @@ class DistillTraining(nn.Module):
         if self._loss.hidden:
             own = inputs.labels[0]
             assert isinstance(own.teacher, HiddenTeacher), "the recipe asks for hidden states of the target itself"
-            losses.append(self._hidden_loss(hidden[own.at.places], own.teacher.hidden)[None])
+            losses.append(self._hidden_loss(flat_rows(hidden, own.at.places), own.teacher.hidden)[None])
             hits.append(torch.full_like(losses[-1], torch.nan))  # there is nothing to hit
         return TermSums(torch.cat(losses), torch.cat(hits).detach())
 
@@ -180,7 +214,7 @@ class DistillTraining(nn.Module):
                 bias = Bias(embedded[begin : begin + count], self._logits.known(output))
             begin += count
             imitated = labels.teacher if self._mix.soft else None
-            x = self._logits.scaled(hidden[labels.at.places])
+            x = self._logits.scaled(flat_rows(hidden, labels.at.places))
             found = fused_loss(x, weight, labels.at.labels, self._mix, imitated, bias=bias, **known)
             losses.append(found.loss)
             hits.append(found.accepted if self._mix.soft else found.correct.to(found.loss.dtype))
@@ -234,10 +268,14 @@ class DistillObjective:
     def counts(self, batch: Batch, step: int = 0) -> Float[Tensor, " terms"]:
         return batch.labelled(1).sum().expand(len(self.terms)).clone()
 
-    def inputs(self, batch: Batch, step: int) -> tuple[Any, ...]:
+    def ahead(self, batch: Batch, step: int) -> DraftAhead:
+        return DraftAhead(batch.label_places(1), self._teacher.read(batch) if self._needs_teacher else None)
+
+    def inputs(self, batch: Batch, step: int, ahead: DraftAhead | None = None) -> tuple[Any, ...]:
         self.module.train()  # an evaluation or a generation leaves it as it decodes
-        teacher = self._teacher.for_batch(batch) if self._needs_teacher else None
-        return (DraftInputs(batch.model_inputs(), (TaughtLabels(text_labels(batch), teacher),)),)
+        ahead = ahead or self.ahead(batch, step)
+        teacher = self._teacher.for_batch(batch, ahead.places, ahead.stored) if self._needs_teacher else None
+        return (DraftInputs(batch.model_inputs(), (TaughtLabels(text_labels(batch, ahead.places), teacher),)),)
 
     def observe(self, hits: Float[Tensor, " terms"], counts: Float[Tensor, " terms"]) -> None:
         """Nothing here depends on the hits."""

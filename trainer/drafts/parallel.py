@@ -31,7 +31,14 @@ from trainer.drafts.blocks import (
     text_labels,
     written_from,
 )
-from trainer.drafts.distill import DistillObjective, DraftInputs, OnlineTeacher, TaughtLabels, TeacherSource
+from trainer.drafts.distill import (
+    DistillObjective,
+    DraftAhead,
+    DraftInputs,
+    OnlineTeacher,
+    TaughtLabels,
+    TeacherSource,
+)
 from trainer.drafts.mask_token import even_out_mask_row
 from trainer.drafts.rank_accuracies import rank_accuracies
 from trainer.drafts.start import InitialDraft, write_draft
@@ -72,22 +79,31 @@ class ParallelObjective(DistillObjective):
         text, masks = batch.labelled(1).sum(), self._blocks(batch, step).trained.sum()
         return torch.stack([masks if term == "masked" else text for term in self.terms])
 
-    def inputs(self, batch: Batch, step: int) -> tuple[Any, ...]:
+    def ahead(self, batch: Batch, step: int) -> DraftAhead:
+        return super().ahead(batch, step)._replace(blocks=self._blocks(batch, step))
+
+    def inputs(self, batch: Batch, step: int, ahead: DraftAhead | None = None) -> tuple[Any, ...]:
         self.module.train()  # an evaluation or a generation leaves it as it decodes
-        blocks, (teacher, states) = self._blocks(batch, step), self._taught(batch)
+        ahead = ahead or self.ahead(batch, step)
+        blocks, (teacher, states) = ahead.blocks, self._taught(batch, ahead)
+        assert blocks is not None, "`ahead` draws the blocks"
         behind = None if teacher is None else teacher.rows(rows_of_masks(batch, blocks))
-        labels = TaughtLabels(text_labels(batch, blocks), teacher), TaughtLabels(mask_labels(batch, blocks), behind)
+        of_text = TaughtLabels(text_labels(batch, ahead.places, blocks), teacher)
+        labels = of_text, TaughtLabels(mask_labels(batch, blocks), behind)
         dtype = self.module.base.dtype
         given = model_inputs(batch, blocks, self._parts.config.mask_token, self._windows, dtype)
         return (DraftInputs(given, labels, states),)
 
-    def _taught(self, batch: Batch) -> tuple[Teacher | None, Float[Tensor, "batch positions hidden"] | None]:
+    def _taught(
+        self, batch: Batch, ahead: DraftAhead
+    ) -> tuple[Teacher | None, Float[Tensor, "batch positions hidden"] | None]:
         """Return the teacher of the labelled positions, and the states that the draft reads, by one forward."""
         if not self._parallel.reads_target:
-            return (self._teacher.for_batch(batch) if self._needs_teacher else None), None
+            taught = self._teacher.for_batch(batch, ahead.places, ahead.stored) if self._needs_teacher else None
+            return taught, None
         assert isinstance(self._teacher, OnlineTeacher), "the recipe refuses a draft that reads a cache's target"
         states = self._teacher.states(batch)
-        teacher = self._teacher.of_states(batch, states) if self._needs_teacher else None
+        teacher = self._teacher.of_states(ahead.places, states) if self._needs_teacher else None
         return teacher, written_from(batch, states)
 
     def writing_draft(self) -> ParallelDraft:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from decoding.drafters import Drafter
@@ -24,13 +24,13 @@ from decoding.model.heads import MedusaConfig, MedusaHead, MedusaHeads
 from decoding.model.hub import local_folder
 from decoding.model.lm_head import lm_head_input
 from decoding.rules.best_tree import FITTED_RANKS, best_tree
-from trainer.data.batch import Batch
+from trainer.data.batch import Batch, flat_rows
 from trainer.learning.fused import Bias, FusedLoss, fused_loss, label_probabilities
 from trainer.learning.losses import LossMix, prefix_survival
 from trainer.learning.objective import EVERYWHERE_THE_SAME, TermSums
 from trainer.learning.teachers import HiddenTeacher, Teacher, TopKTeacher
 from trainer.recipe.heads import HeadsSection
-from trainer.target.hidden import HiddenStates, TopLogits
+from trainer.target.hidden import HiddenStates, StoredStates, TopLogits
 from trainer.target.logits import LogitTransform
 
 
@@ -46,6 +46,19 @@ class HeadInputs:
     """The target's lm_head, for heads that share it and for soft targets."""
     top_k: TopLogits | None = None
     transform: LogitTransform | None = None
+    places: tuple[Int[Tensor, " labels"], ...] | None = None
+    """Places of each head's labels, as by `head_places`; None: they are found here."""
+
+    def places_of(self, k: int) -> Int[Tensor, " labels"]:
+        """Return the places of head k's labels in the flattened batch."""
+        return self.batch.label_places(k + 2) if self.places is None else self.places[k]
+
+
+class HeadsAhead(NamedTuple):
+    """Parts of `HeadInputs` that are ready before the target runs."""
+
+    places: tuple[Int[Tensor, " labels"], ...]
+    stored: StoredStates | None
 
 
 class MedusaTraining(nn.Module):
@@ -96,12 +109,12 @@ class MedusaTraining(nn.Module):
     def _head(
         self, k: int, inputs: HeadInputs, bias: Bias | None, survival: Float[Tensor, "batch positions heads"] | None
     ) -> FusedLoss:
-        rows, places = inputs.batch.labelled(k + 2).nonzero(as_tuple=True)
+        places = inputs.places_of(k)
         loss = partial(
             fused_loss,
             mix=LossMix.of(self._section.loss, None if self.acceptance is None else self.acceptance[k]),
-            teacher=_teacher(inputs, rows, places + k + 1) if self._section.loss.soft else None,
-            row_weights=None if survival is None else survival[rows, places, k],
+            teacher=_teacher(inputs, places + k + 1) if self._section.loss.soft else None,
+            row_weights=None if survival is None else survival[..., k].flatten()[places],
         )
         sums: FusedLoss = self._at_labels(k, inputs, bias, loss)
         return sums
@@ -113,28 +126,31 @@ class MedusaTraining(nn.Module):
         for k in range(len(self.heads.heads)):
             found: Tensor = self._at_labels(k, inputs, bias, label_probabilities)
             labelled.append(inputs.batch.labelled(k + 2))
-            of_labels.append(torch.zeros_like(labelled[k], dtype=found.dtype).masked_scatter(labelled[k], found))
+            flat = torch.zeros_like(labelled[k], dtype=found.dtype).flatten()
+            of_labels.append(flat.scatter(0, inputs.places_of(k), found).view_as(labelled[k]))
         q, known = torch.stack(of_labels, -1), torch.stack(labelled, -1)
         return prefix_survival(q.flatten(0, 1), known.flatten(0, 1), self._section.survival_alpha).view_as(q)
 
     def _at_labels(self, k: int, inputs: HeadInputs, bias: Bias | None, read: Callable[..., Any]) -> Any:
         """Return ``read(states, weight, labels=..., bias=...)`` at the labels of head k, by its output layer's weight.
 
-        Head k at position t predicts token t+2+k. The order of labels is that of the batch's ``labelled(k + 2)``.
+        Head k at position t predicts token t+2+k. The order of labels is that of the batch's ``label_places(k + 2)``.
+        A label stands in its state's row: in the flattened batch too, it is ``k + 2`` places behind its state.
         """
         head: MedusaHead = self.heads.heads[k]  # type: ignore[assignment]  # ModuleList's items
         ahead = k + 2
-        rows, places = inputs.batch.labelled(ahead).nonzero(as_tuple=True)
+        places = inputs.places_of(k)
         dtype = head.blocks[0].linear.weight.dtype  # type: ignore[union-attr]
         embedded = None
         if inputs.embedded is not None:  # of the tokens t+1 .. t+1+k, which are drafted before this head's own
             before = places[:, None] + torch.arange(1, ahead, device=places.device)
-            embedded = inputs.embedded[rows[:, None], before].to(dtype)  # type: ignore[arg-type]
-        x = head.features(inputs.hidden[rows, places].to(dtype), embedded)  # type: ignore[arg-type]
+            embedded = inputs.embedded.flatten(0, 1)[before].to(dtype)  # type: ignore[arg-type]
+        hidden = flat_rows(inputs.hidden, places)
+        x = head.features(hidden.to(dtype), embedded)  # type: ignore[arg-type]
         read = partial(
             read,
-            labels=inputs.batch.tokens[rows, places + ahead],
-            bias=None if bias is None else Bias(bias.hidden[rows, places + ahead - 1], bias.weight),
+            labels=inputs.batch.tokens.flatten()[places + ahead],
+            bias=None if bias is None else Bias(flat_rows(bias.hidden, places + ahead - 1), bias.weight),
         )
         if head.lm_head is not None:  # inside its forward, for the same reason as the bias
             return head.lm_head(x, read=read)
@@ -142,13 +158,12 @@ class MedusaTraining(nn.Module):
         return read(x, inputs.lm_head)
 
 
-def _teacher(inputs: HeadInputs, rows: Tensor, places: Tensor) -> Teacher:
-    """Return the target's own distribution at these positions, which predict what the head predicts."""
+def _teacher(inputs: HeadInputs, places: Int[Tensor, " labels"]) -> Teacher:
+    """Return the target's own distribution at these places, which predict what the head predicts."""
     if inputs.top_k is not None:
-        tokens, logits, log_total = (tensor[rows, places] for tensor in inputs.top_k)
-        return TopKTeacher(tokens, logits, log_total)
+        return TopKTeacher(*(flat_rows(tensor, places) for tensor in inputs.top_k))
     assert inputs.lm_head is not None, "soft targets want the target's lm_head"
-    return HiddenTeacher(inputs.hidden[rows, places].detach(), inputs.lm_head, inputs.transform)
+    return HiddenTeacher(flat_rows(inputs.hidden, places).detach(), inputs.lm_head, inputs.transform)
 
 
 def head_weights(section: HeadsSection, step: int, steps: int) -> tuple[float, ...]:
@@ -211,18 +226,23 @@ class MedusaObjective:
     def counts(self, batch: Batch, step: int = 0) -> Float[Tensor, " terms"]:
         return head_counts(batch, len(self.terms))
 
-    def inputs(self, batch: Batch, step: int) -> tuple[Any, ...]:
+    def ahead(self, batch: Batch, step: int) -> HeadsAhead:
+        return HeadsAhead(head_places(batch, len(self.terms)), self._states.read(batch, self._section.loss.soft))
+
+    def inputs(self, batch: Batch, step: int, ahead: HeadsAhead | None = None) -> tuple[Any, ...]:
         states, section = self._states, self._section
-        top_k = states.top_k(batch) if section.loss.soft else None
+        places, stored = ahead or self.ahead(batch, step)
+        top_k = None if stored is None else stored.top_k
         uses_lm_head = section.shared_lm_head or (section.loss.soft and top_k is None)
         return (
             HeadInputs(
                 batch,
-                states.hidden(batch),
+                states.hidden(batch) if stored is None else stored.hidden,
                 states.embedded(batch.tokens) if section.sequential else None,
                 self._lm_head_on(batch.tokens.device) if uses_lm_head else None,
                 top_k,
                 states.transform,
+                places,
             ),
         )
 
@@ -252,6 +272,11 @@ class MedusaObjective:
 def head_counts(batch: Batch, num_heads: int) -> Float[Tensor, " heads"]:
     """Count the labels of each head."""
     return torch.stack([batch.labelled(k + 2).sum() for k in range(num_heads)])
+
+
+def head_places(batch: Batch, num_heads: int) -> tuple[Int[Tensor, " labels"], ...]:
+    """Return the places of each head's labels in the flattened batch."""
+    return tuple(batch.label_places(k + 2) for k in range(num_heads))
 
 
 def heads_for_decoding(heads: MedusaHeads, dtype: torch.dtype) -> MedusaHeads:

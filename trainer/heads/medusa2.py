@@ -1,12 +1,13 @@
 """The Medusa-2 objective: heads and the target's LoRA adapters, trained jointly (2401.10774, section 2.2.2)."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -15,13 +16,14 @@ from decoding.drafters.registry import named_drafter
 from decoding.model.architecture import is_spread
 from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import lm_head_input, run_in_lm_head
-from trainer.data.batch import Batch
+from trainer.data.batch import Batch, flat_rows
 from trainer.files.transformers4 import write_model
 from trainer.heads.medusa import (
     HeadInputs,
     MedusaTraining,
     fit_tree,
     head_counts,
+    head_places,
     head_weights,
     heads_for_decoding,
     initial_heads,
@@ -30,6 +32,7 @@ from trainer.learning.fused import fused_loss
 from trainer.learning.lora import base_of, merged_weights, refuse_embeddings, wake, with_adapters
 from trainer.learning.losses import LossMix
 from trainer.learning.objective import TermSums
+from trainer.learning.spans import span
 from trainer.learning.teachers import HiddenTeacher
 from trainer.recipe.heads import AdaptersSection, HeadsSection
 from trainer.target.logits import check_logits, logit_scale, logit_transform
@@ -52,16 +55,21 @@ class JointTraining(nn.Module):
         self._transform, self._scale = logit_transform(config), logit_scale(config)
 
     def forward(
-        self, batch: Batch, joint: bool, teacher: Float[Tensor, "batch positions hidden"] | None = None
+        self,
+        batch: Batch,
+        joint: bool,
+        places: Sequence[Int[Tensor, " labels"]],
+        teacher: Float[Tensor, "batch positions hidden"] | None = None,
     ) -> TermSums:
         """Return losses (heads + 1,). Without ``joint`` the target stands still.
 
-        ``teacher`` holds the hidden states of the target without adapters, for the divergence from it; without them
-        the target's own loss is the cross entropy on the data.
+        ``places`` are those of each term's labels, in the flattened batch. ``teacher`` holds the hidden states of the
+        target without adapters, for the divergence from it; without them the target's own loss is the cross entropy on
+        the data.
         """
-        with torch.set_grad_enabled(joint):
+        with nullcontext() if joint else span("target"), torch.set_grad_enabled(joint):
             hidden = lm_head_input(self._target, batch.model_inputs())
-        losses, hits = run_in_lm_head(self._target, hidden, partial(self._losses, batch, teacher))
+        losses, hits = run_in_lm_head(self._target, hidden, partial(self._losses, batch, places, teacher))
         if not joint:  # data parallelism waits for the gradient of everything that is trained
             still = [p for p in self.model.parameters() if p.requires_grad and p.numel()]
             losses = losses + 0 * sum((p.sum() for p in still), torch.zeros((), device=losses.device))
@@ -72,17 +80,20 @@ class JointTraining(nn.Module):
         """The target itself: peft replaced layers inside it."""
         return base_of(self.model)
 
-    def _losses(self, batch: Batch, teacher: Tensor | None, hidden: Tensor, lm_head: Tensor) -> TermSums:
+    def _losses(
+        self, batch: Batch, places: Sequence[Tensor], teacher: Tensor | None, hidden: Tensor, lm_head: Tensor
+    ) -> TermSums:
         embedded = None
         if self.heads.heads.config.sequential:
             with torch.no_grad():
                 embedded = self._target.get_input_embeddings()(batch.tokens)  # type: ignore[operator]  # nn.Module's
-        inputs = HeadInputs(batch, hidden, embedded, lm_head, transform=self._transform)
+        *of_heads, at = places
+        inputs = HeadInputs(batch, hidden, embedded, lm_head, transform=self._transform, places=tuple(of_heads))
         losses, hits = self.heads(inputs)
-        labelled, labels = batch.labelled(1), batch.shifted(1)
-        was = None if teacher is None else HiddenTeacher(teacher[labelled], lm_head, self._transform)
+        was = None if teacher is None else HiddenTeacher(flat_rows(teacher, at), lm_head, self._transform)
         mix = LossMix({"cross_entropy": 1.0} if was is None else {"forward_kl": 1.0})
-        own = fused_loss(hidden[labelled] * self._scale, lm_head, labels[labelled], mix, was)
+        labels = batch.tokens.flatten()[at + 1]
+        own = fused_loss(flat_rows(hidden, at) * self._scale, lm_head, labels, mix, was)
         own_hits = own.correct
         if self.heads.hit_name == "acceptance":  # of the target by itself there is none
             own_hits = torch.full_like(own.accepted, torch.nan) if was is None else own.accepted
@@ -131,19 +142,24 @@ class Medusa2Objective:
     def observe(self, hits: Float[Tensor, " terms"], counts: Float[Tensor, " terms"]) -> None:
         self.module.heads.observe(hits[:-1], counts[:-1])
 
-    def inputs(self, batch: Batch, step: int) -> tuple[Any, ...]:
+    def ahead(self, batch: Batch, step: int) -> tuple[Int[Tensor, " labels"], ...]:
+        return (*head_places(batch, self._section.num_heads), batch.label_places(1))
+
+    def inputs(
+        self, batch: Batch, step: int, ahead: tuple[Int[Tensor, " labels"], ...] | None = None
+    ) -> tuple[Any, ...]:
         joint = self._is_joint(step)
         self.module.eval()
         teacher = self._as_it_was(batch) if joint and self._adapters.base_loss == "forward_kl" else None
         if joint:
             wake(self.module.model)
-        return batch, joint, teacher
+        return batch, joint, ahead or self.ahead(batch, step), teacher
 
     @torch.no_grad()
     def _as_it_was(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
         """Return the hidden states of the target with its adapters switched off."""
         model = self.module.model
-        with model.disable_adapter():
+        with span("target"), model.disable_adapter():
             return lm_head_input(model.get_base_model(), batch.model_inputs())
 
     def drafter(self) -> Drafter:

@@ -48,8 +48,17 @@ class Objective(Protocol):
     def counts(self, batch: Batch, step: int) -> Float[Tensor, " terms"]:
         """Return the number of labels that each term has in this batch at a step (from 0)."""
 
-    def inputs(self, batch: Batch, step: int) -> tuple[Any, ...]:
-        """Run the frozen models without gradients; return the arguments for the module."""
+    def ahead(self, batch: Batch, step: int) -> Any:
+        """Return what `inputs` needs beside a batch on the host and needs no model for, such as rows from a disk.
+
+        Called in a thread, while another micro batch trains. Tensors in tuples and mappings are moved to the device.
+        """
+
+    def inputs(self, batch: Batch, step: int, ahead: Any = None) -> tuple[Any, ...]:
+        """Run the frozen models without gradients; return the arguments for the module.
+
+        ``ahead`` is `ahead`'s result for the same batch, moved to the batch's device; None: it is made here.
+        """
 
     def observe(self, hits: Float[Tensor, " terms"], counts: Float[Tensor, " terms"]) -> None:
         """Take the mean hits of a step over its whole batch of all processes, and the labels that they are means of.

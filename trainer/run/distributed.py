@@ -107,11 +107,11 @@ class Runner(Protocol):
     def backward(self, loss: Tensor) -> None:
         """Add to the gradients."""
 
-    def clip(self) -> float:
-        """Clip the gradients; returns their norm before."""
+    def clip(self) -> Tensor | None:
+        """Clip the gradients; returns their norm before, on its device; None where that is known after `step` alone."""
 
-    def step(self) -> None:
-        """Step the optimizers, and begin gradients anew."""
+    def step(self) -> list[float]:
+        """Step the optimizers, and begin gradients anew; returns the gradients' norm where `clip` did not."""
 
 
 def prepare(
@@ -143,14 +143,16 @@ class _Plain:
     def backward(self, loss: Tensor) -> None:
         self._accelerator.backward(loss)
 
-    def clip(self) -> float:
-        norm = self._accelerator.clip_grad_norm_(self.module.parameters(), self._max_norm)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    def clip(self) -> Tensor:
+        norm: Any = self._accelerator.clip_grad_norm_(self.module.parameters(), self._max_norm)
+        whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return whole
 
-    def step(self) -> None:
+    def step(self) -> list[float]:
         for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        return []
 
 
 class _Zero:
@@ -186,13 +188,13 @@ class _Zero:
     def backward(self, loss: Tensor) -> None:
         self.engine.backward(loss, scale_wrt_gas=False)
 
-    def clip(self) -> float:
+    def clip(self) -> None:
+        """Do nothing: `step` clips."""
+
+    def step(self) -> list[float]:
         self.engine.step()
         self._begun = False
-        return float(self.engine.get_global_grad_norm())
-
-    def step(self) -> None:
-        """Do nothing: `clip` has stepped already."""
+        return [float(self.engine.get_global_grad_norm())]
 
 
 @contextmanager

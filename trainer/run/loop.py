@@ -4,7 +4,8 @@ import contextlib
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -14,12 +15,13 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.data.batch import Batch, collate
 from trainer.data.source import BatchSource
 from trainer.learning.objective import Objective
+from trainer.learning.spans import span
 from trainer.recipe.common import TrainingSection
 from trainer.run.checkpoint import Checkpoints, Progress, Saved
 from trainer.run.distributed import Runner, prepare, whole_parameters
+from trainer.run.feed import Feed, MicroBatch, send
 from trainer.run.optimizer import build_optimizers, set_learning_rates
 from trainer.run.state import gather_moments, gather_weights, load_moments, load_weights
 
@@ -76,21 +78,24 @@ def train(
     if saved:
         load_moments(objective.module, optimizers, saved.moments, runner.engine)
     del saved
-    with _stop_signals() as stop_requested:
+    feed = Feed(objective, source, section, _my_positions(section, accelerator), accelerator.device)
+    with _stop_signals() as stop_requested, feed:
         while progress.step < section.steps:
             due = progress.step > 0 and progress.step % evaluate_every == 0
-            if due and _evaluate(hooks, objective, accelerator, progress):
+            if due and _evaluate(hooks, objective, accelerator, feed, progress):
                 _save(accelerator, checkpoints, objective, optimizers, runner, progress)
                 break
             written = _write(source, objective, section, accelerator, progress.step)
+            notes = {**written, _STOP: float(stop_requested())}
             try:
-                figures, tokens = _step(objective, runner, optimizers, source, section, accelerator, progress)
+                done = _step(objective, runner, optimizers, feed, section, accelerator, progress, notes)
             except _NotFinite as error:
                 raise ValueError(f"{error}; {checkpoints.last_good()}: {_REMEDY}") from None
-            progress = Progress(progress.step + 1, progress.tokens + tokens)
-            hooks.on_step(progress, figures | written)
+            progress = Progress(progress.step + 1, progress.tokens + done.tokens)
+            hooks.on_step(progress, done.figures)
             last = progress.step == section.steps
-            stop = any_process(accelerator, stop_requested())
+            # One process looks anew; several have to agree, and have sent word along with the figures.
+            stop = done.stop if accelerator.num_processes > 1 else stop_requested()
             if stop or last or progress.step % checkpoint_every == 0:
                 _save(accelerator, checkpoints, objective, optimizers, runner, progress)
             if stop and not last:
@@ -98,50 +103,108 @@ def train(
     return progress
 
 
-def _evaluate(hooks: Hooks, objective: Objective, accelerator: Accelerator, progress: Progress) -> bool:
+def _evaluate(hooks: Hooks, objective: Objective, accelerator: Accelerator, feed: Feed, progress: Progress) -> bool:
     """Return True on every process if the run ends here."""
+    feed.settle()  # a CUDA graph cannot be captured while another thread allocates
     with whole_parameters(accelerator, objective.module):
         return any_process(accelerator, hooks.evaluate(progress))
+
+
+class _Done(NamedTuple):
+    """A step's figures of all processes together, its labels of the first term, and True if a process is to stop."""
+
+    figures: dict[str, float]
+    tokens: int
+    stop: bool
 
 
 def _step(
     objective: Objective,
     runner: Runner,
     optimizers: Sequence[Optimizer],
-    source: BatchSource,
+    feed: Feed,
     section: TrainingSection,
     accelerator: Accelerator,
     progress: Progress,
-) -> tuple[dict[str, float], int]:
-    """Do one step over the whole batch: the loss is Σ weight * sum / count with counts over all processes."""
+    notes: Mapping[str, float],
+) -> _Done:
+    """Do one step over the whole batch: the loss is Σ weight * sum / count with counts over all processes.
+
+    ``notes`` are figures to be summed over the processes. All figures come to the host at once, before the optimizers'
+    step: a loss or a gradient that is not finite changes neither weights nor moments.
+    """
     step = progress.step
     _seed_step(section.seed, step, accelerator.process_index)
     learning_rate = learning_rate_at(step, section)
     set_learning_rates(optimizers, learning_rate, objective.rates(step))
-    micro_batches = _my_micro_batches(step, source, section, accelerator)
-    counts: Tensor = accelerator.reduce(sum(objective.counts(batch, step) for batch in micro_batches), "sum")
-    weights = torch.tensor(objective.weights(step), device=counts.device)
+    mine, micro_batches = feed.step(step)
+    counts = _summed(accelerator, mine)
+    weights = send(torch.tensor(objective.weights(step)), counts.device)
     scale: Float[Tensor, " terms"] = weights / counts.clamp(min=1)
-    sums = torch.zeros(2, len(objective.terms), dtype=_widest(counts.device), device=counts.device)
-    for index, batch in enumerate(micro_batches):
-        with runner.accumulating(last=index == len(micro_batches) - 1):
-            losses, hits = runner.module(*objective.inputs(batch, step))
-            # Data parallelism averages gradients over processes; the counts are of all of them, so the sum is wanted.
-            runner.backward((losses * scale).sum() * accelerator.num_processes)
-        sums += torch.stack([losses.detach(), hits.detach()])
-    sums = accelerator.reduce(sums, "sum") / counts.clamp(min=1)
-    loss = float((sums[0] * weights).sum())
-    _check_finite("loss", loss, progress)
+    sums = _accumulate(objective, runner, micro_batches, step, scale, accelerator)
+    noted = send(torch.tensor(list(notes.values()), dtype=sums.dtype), sums.device)
+    summed, noted = _summed(accelerator, torch.cat([sums.flatten(), noted])).split([sums.numel(), len(notes)])
+    means = summed.view_as(sums) / counts.clamp(min=1)
     norm = runner.clip()
-    _check_finite("gradient's norm", norm, progress)
-    runner.step()
-    objective.observe(sums[1], counts)
-    figures = {"loss": loss, "learning_rate": learning_rate, "grad_norm": norm}
-    for position, term in enumerate(objective.terms):
-        figures[f"loss/{term}"] = float(sums[0, position])
-        if not sums[1, position].isnan():
-            figures[f"{objective.hit_name}/{term}"] = float(sums[1, position])
-    return figures, int(counts[0])
+    on_host = _on_host((means[0] * weights).sum(), means, counts, noted, torch.zeros(0) if norm is None else norm)
+    (loss,), terms, (tokens, *_), said, norms = on_host
+    _check_finite("loss", [loss], progress)
+    _check_finite("gradient's norm", norms, progress)
+    with span("optimizer"):
+        norms += runner.step()
+    _check_finite("gradient's norm", norms, progress)
+    objective.observe(means[1], counts)
+    said_by_name = dict(zip(notes, said, strict=True))
+    stop = said_by_name.pop(_STOP) > 0
+    figures = {"loss": loss, "learning_rate": learning_rate, "grad_norm": norms[0]}
+    return _Done(figures | _by_term(objective, terms) | said_by_name, round(tokens), stop)
+
+
+def _accumulate(
+    objective: Objective,
+    runner: Runner,
+    micro_batches: Iterable[MicroBatch],
+    step: int,
+    scale: Float[Tensor, " terms"],
+    accelerator: Accelerator,
+) -> Float[Tensor, "2 terms"]:
+    """Add up a step's gradients; return the sums of this process's losses and hits."""
+    sums = torch.zeros(2, len(scale), dtype=_widest(scale.device), device=scale.device)
+    for batch, ahead, last in micro_batches:
+        with runner.accumulating(last):
+            inputs = objective.inputs(batch, step, ahead)
+            with span("forward"):
+                losses, hits = runner.module(*inputs)
+            with span("backward"):
+                # Data parallelism averages gradients over processes; the counts are of all, so the sum is wanted.
+                runner.backward((losses * scale).sum() * accelerator.num_processes)
+        sums += torch.stack([losses.detach(), hits.detach()])
+    return sums
+
+
+def _summed(accelerator: Accelerator, values: Tensor) -> Tensor:
+    with span("communication"):
+        summed: Tensor = accelerator.reduce(values, "sum")
+    return summed
+
+
+def _on_host(*values: Tensor) -> list[list[float]]:
+    """Copy tensors to the host as flat lists of numbers, in one transfer: the only one of a step."""
+    wide, device = _widest(values[0].device), values[0].device
+    flat = torch.cat([value.detach().flatten().to(device, wide) for value in values])
+    with span("transfer"):
+        numbers = iter(flat.tolist())
+    return [list(islice(numbers, value.numel())) for value in values]
+
+
+def _by_term(objective: Objective, means: Sequence[float]) -> dict[str, float]:
+    """Return the figures of each term, by the means of all losses and then of all hits."""
+    figures = {}
+    for term, loss, hit in zip(objective.terms, means, means[len(objective.terms) :], strict=False):
+        figures[f"loss/{term}"] = loss
+        if not math.isnan(hit):
+            figures[f"{objective.hit_name}/{term}"] = hit
+    return figures
 
 
 def _widest(device: torch.device) -> torch.dtype:
@@ -153,12 +216,14 @@ class _NotFinite(Exception):  # which the loop turns into a sentence that knows 
     """A figure of a step is NaN or infinite."""
 
 
+_STOP = "stop"  # the note of a process that was asked to stop
 _REMEDY = "lower training.learning_rate, or set training.mixed_precision=no, and start again to resume"
 
 
-def _check_finite(name: str, value: float, progress: Progress) -> None:
-    if not math.isfinite(value):
-        raise _NotFinite(f"the {name} is {value} at step {progress.step + 1}")
+def _check_finite(name: str, values: Iterable[float], progress: Progress) -> None:
+    for value in values:
+        if not math.isfinite(value):
+            raise _NotFinite(f"the {name} is {value} at step {progress.step + 1}")
 
 
 def check_batch_divides(section: TrainingSection, processes: int) -> None:
@@ -178,25 +243,12 @@ def _my_positions(section: TrainingSection, accelerator: Accelerator) -> range:
 
 def _write(
     source: BatchSource, objective: Objective, section: TrainingSection, accelerator: Accelerator, step: int
-) -> dict[str, float]:
-    """Let the source write where a step needs it; its figures, of all processes together."""
+) -> Mapping[str, float]:
+    """Let the source write where a step needs it; return the figures of this process."""
     if not source.writes_at(step):
         return {}
     with whole_parameters(accelerator, objective.module):
-        figures = source.write(step, _my_positions(section, accelerator))
-    values = torch.tensor(list(figures.values()), dtype=_widest(accelerator.device), device=accelerator.device)
-    sums: Tensor = accelerator.reduce(values, "sum")
-    return dict(zip(figures, sums.tolist(), strict=True))
-
-
-def _my_micro_batches(
-    step: int, source: BatchSource, section: TrainingSection, accelerator: Accelerator
-) -> list[Batch]:
-    examples = source.examples_at(step, _my_positions(section, accelerator))
-    size = section.micro_batch_size
-    shares = [examples[start : start + size] for start in range(0, len(examples), size)]
-    batches = (collate([each.example for each in share], [each.place for each in share]) for share in shares)
-    return [batch.to(accelerator.device) for batch in batches]
+        return source.write(step, _my_positions(section, accelerator))
 
 
 def _seed_step(seed: int, step: int, process: int) -> None:

@@ -20,7 +20,7 @@ from decoding.model.lm_head import capture_lm_head_input, last_position
 from trainer.data.batch import Batch, Example
 from trainer.files.shards import digest_of_each
 from trainer.recipe.heads import FeaturesSection
-from trainer.target.hidden import TopLogits
+from trainer.target.hidden import StoredStates, TopLogits
 from trainer.target.loading import Target
 from trainer.target.logits import logit_transform
 from trainer.target.store import BATCH_TOKENS, Column, Identity, Store, ensure_store, tokens_of_a_forward
@@ -169,15 +169,14 @@ class StoredFeatures:
     def _embedding(self) -> Float[Tensor, "vocab hidden"]:
         return self._store.embedding.to(self._device)
 
+    def read(self, batch: Batch, top_k: bool) -> StoredStates:
+        return StoredStates(self._store.hidden(batch), self._store.top_k(batch) if top_k else None)
+
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
-        return self._store.hidden(batch).to(self._device)
+        raise AssertionError("stored features are read, and no target is run")
 
     def embedded(self, tokens: Int[Tensor, "batch positions"]) -> Float[Tensor, "batch positions hidden"]:
         return nn.functional.embedding(tokens, self._embedding)
-
-    def top_k(self, batch: Batch) -> TopLogits | None:
-        found = self._store.top_k(batch)
-        return None if found is None else TopLogits(*(tensor.to(self._device) for tensor in found))
 
 
 def ensure_features(

@@ -12,6 +12,7 @@ from torch import Tensor
 from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import lm_head_input
 from trainer.data.batch import Batch
+from trainer.learning.spans import span
 from trainer.target.logits import LogitTransform, check_logits, logit_transform
 
 
@@ -21,6 +22,14 @@ class TopLogits(NamedTuple):
     tokens: Int[Tensor, "batch positions k"]
     logits: Float[Tensor, "batch positions k"]
     log_total: Float[Tensor, "batch positions"]
+
+
+class StoredStates(NamedTuple):
+    """Tensors of a batch that were read from a disk."""
+
+    hidden: Float[Tensor, "batch positions hidden"]
+    top_k: TopLogits | None
+    """None where they were not stored, or not asked for."""
 
 
 class HiddenStates(Protocol):
@@ -33,14 +42,17 @@ class HiddenStates(Protocol):
     def lm_head(self) -> Float[Tensor, "vocab hidden"]:
         """The weight of the target's lm_head."""
 
+    def read(self, batch: Batch, top_k: bool) -> StoredStates | None:
+        """Return what is on a disk for a batch, on the batch's device; None: the target is to be run.
+
+        ``top_k``: the best logits too.
+        """
+
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
-        """Return what the lm_head reads, on the batch's device."""
+        """Return what the lm_head reads, on the batch's device, by a run of the target."""
 
     def embedded(self, tokens: Int[Tensor, "batch positions"]) -> Float[Tensor, "batch positions hidden"]:
         """Return the target's own embeddings of tokens."""
-
-    def top_k(self, batch: Batch) -> TopLogits | None:
-        """Return the target's best logits; None where they are not on disk."""
 
 
 class OnlineTarget:
@@ -56,15 +68,16 @@ class OnlineTarget:
         weight: Tensor = self._model.get_output_embeddings().weight
         return weight
 
+    def read(self, batch: Batch, top_k: bool) -> None:
+        """Return None: nothing is on a disk."""
+
     @torch.no_grad()
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
-        hidden = lm_head_input(self._model, batch.model_inputs())
+        with span("target"):
+            hidden = lm_head_input(self._model, batch.model_inputs())
         return hidden.to(batch.tokens.device)  # a target spread over devices ends on another
 
     @torch.no_grad()
     def embedded(self, tokens: Int[Tensor, "batch positions"]) -> Float[Tensor, "batch positions hidden"]:
         embeddings: Tensor = self._model.get_input_embeddings()(tokens)
         return embeddings.to(tokens.device)
-
-    def top_k(self, batch: Batch) -> TopLogits | None:
-        return None

@@ -10,7 +10,7 @@ quotient in bf16 would be rounded once more. The total and the sample are at the
 three in a vocabulary of more than 65,536 tokens: a row of 60 tokens in bf16 is 244 or 304 bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -157,16 +157,21 @@ def sample_tail(
 class TeacherStore(Store[TeacherIdentity]):
     """A teacher cache to read, memory-mapped."""
 
-    def for_batch(self, batch: Batch) -> SampledTailTeacher:
-        """Return the teacher of the labelled positions, ordered as ``x[batch.labelled(1)]``, on the batch's device.
+    def read(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the columns of the labelled positions, ordered as ``x[batch.labelled(1)]``, on the host."""
+        columns = {name: self._column(name, batch) for name in self._identity.columns()}
+        counts = [len(rows) for rows in columns["log_total"]]
+        assert counts == batch.labelled(1).sum(1).tolist(), "the batch trains what the cache was written for"
+        return {name: torch.cat(rows) for name, rows in columns.items()}
+
+    def for_batch(
+        self, batch: Batch, places: Tensor | None = None, stored: Mapping[str, Tensor] | None = None
+    ) -> SampledTailTeacher:
+        """Return the teacher of the labelled positions, on the device of ``stored``.
 
         Its logits are fp32, divided by the temperature of the cache.
         """
-        identity, device = self._identity, batch.tokens.device
-        columns = {name: self._column(name, batch) for name in identity.columns()}
-        counts = [len(rows) for rows in columns["log_total"]]
-        assert counts == batch.labelled(1).sum(1).tolist(), "the batch trains what the cache was written for"
-        whole = {name: torch.cat(rows).to(device) for name, rows in columns.items()}
+        identity, whole = self._identity, self.read(batch) if stored is None else stored
         tokens = whole["ids"].long()
         if "high_ids" in whole:
             tokens += whole["high_ids"].long() * _TWO_BYTES

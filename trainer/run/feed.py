@@ -1,0 +1,132 @@
+"""The micro batches of the training loop: each is prepared in a thread while the one before it trains."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from accelerate.utils import recursively_apply
+from jaxtyping import Int
+from torch import Tensor
+
+from trainer.data.batch import Batch, collate
+from trainer.data.source import BatchSource
+from trainer.learning.objective import Objective
+from trainer.learning.spans import span
+from trainer.recipe.common import TrainingSection
+
+Tensors = TypeVar("Tensors")
+
+
+class MicroBatch(NamedTuple):
+    """A micro batch of a step, and what `Objective.ahead` made for it."""
+
+    batch: Batch
+    ahead: Any
+    last: bool
+    """True for the last of its step."""
+
+
+class _Prepared(NamedTuple):
+    """A micro batch on the host, with the labels of each term in this process's share of the whole step."""
+
+    micro_batch: MicroBatch
+    counts: Int[Tensor, " terms"]
+
+
+class Feed:
+    """This process's share of the batches, one micro batch ahead of the training, over the ends of steps too.
+
+    A micro batch is a function of its step and its place in it alone, so nothing depends on what was prepared before.
+    What goes wrong in the thread is raised where the micro batch is taken. A step before which the source writes is
+    not begun ahead. To be entered; on leaving, the thread has ended.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        source: BatchSource,
+        section: TrainingSection,
+        positions: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        """``positions``: this process's places in a step's batch."""
+        self._objective, self._source, self._section = objective, source, section
+        self._positions, self._device = positions, device
+        self._per_step = len(positions) // section.micro_batch_size
+        self._thread = ThreadPoolExecutor(1, "micro batches")
+        self._next: tuple[tuple[int, int], Future[_Prepared]] | None = None
+        self._collated: tuple[int, list[Batch], Int[Tensor, " terms"]] | None = None  # touched by the thread alone
+
+    def __enter__(self) -> "Feed":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def step(self, step: int) -> tuple[Int[Tensor, " terms"], Iterator[MicroBatch]]:
+        """Return the labels of each term in this process's share of a step (from 0), and its micro batches."""
+        first = self._take(step, 0)
+        return send(first.counts, self._device), self._from(step, first)
+
+    def settle(self) -> None:
+        """Wait until the thread rests."""
+        if self._next is not None:
+            wait([self._next[1]])
+
+    def _from(self, step: int, prepared: _Prepared) -> Iterator[MicroBatch]:
+        for index in range(self._per_step):
+            if index:
+                prepared = self._take(step, index)
+            yield send(prepared.micro_batch, self._device)
+
+    def _take(self, step: int, index: int) -> _Prepared:
+        """Return a micro batch, and begin the one after it."""
+        if self._next is None or self._next[0] != (step, index):
+            self._begin(step, index)
+        assert self._next is not None
+        with span("data"):
+            prepared = self._next[1].result()
+        self._next = None
+        if index + 1 < self._per_step:
+            self._begin(step, index + 1)
+        elif step + 1 < self._section.steps and not self._source.writes_at(step + 1):
+            self._begin(step + 1, 0)
+        return prepared
+
+    def _begin(self, step: int, index: int) -> None:
+        self._next = (step, index), self._thread.submit(self._prepare, step, index)
+
+    def _prepare(self, step: int, index: int) -> _Prepared:
+        if self._collated is None or self._collated[0] != step:
+            self._collated = step, *self._collate(step)
+        _, batches, counts = self._collated
+        batch, last = batches[index], index + 1 == self._per_step
+        return _Prepared(pinned(MicroBatch(batch, self._objective.ahead(batch, step), last), self._device), counts)
+
+    def _collate(self, step: int) -> tuple[list[Batch], Int[Tensor, " terms"]]:
+        """Return a step's batches on the host: the loss of the first depends on the labels of all."""
+        examples, size = self._source.examples_at(step, self._positions), self._section.micro_batch_size
+        shares = [examples[start : start + size] for start in range(0, len(examples), size)]
+        batches = [collate([each.example for each in share], [each.place for each in share]) for share in shares]
+        return batches, torch.stack([self._objective.counts(batch, step) for batch in batches]).sum(0)
+
+
+def send(values: Tensors, device: torch.device) -> Tensors:
+    """Move the tensors among some values to a device, for which nothing waits if they are `pinned`, or few."""
+    sent: Tensors = recursively_apply(
+        lambda value: value.to(device, non_blocking=True), pinned(values, device), test_type=_is_tensor
+    )
+    return sent
+
+
+def pinned(values: Tensors, device: torch.device) -> Tensors:
+    """Copy the tensors among some values to memory from which a device reads by itself, if it is a GPU."""
+    if device.type != "cuda":
+        return values
+    copied: Tensors = recursively_apply(lambda value: value.pin_memory(), values, test_type=_is_tensor)
+    return copied
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor | Batch)
