@@ -1,7 +1,8 @@
 """The fused loss against the plain formulas, gradients included."""
 
 import math
-from typing import get_args
+from collections.abc import Callable
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from loss_references import (
     one,
     reference,
 )
+from torch import Tensor
 from torch.nn import functional as F
 
 from trainer.learning import fused
@@ -188,6 +190,23 @@ def test_accepted_is_the_overlap_of_both_distributions(
     assert not found.accepted.requires_grad
 
 
+class Anew(torch.autograd.Function):
+    """A loss that is computed again for each backward: gradcheck asks a graph twice, and `fused_loss` answers once."""
+
+    @staticmethod
+    def forward(ctx: Any, loss_of: Callable[..., Tensor], *given: Tensor) -> Tensor:
+        ctx.loss_of = loss_of
+        ctx.save_for_backward(*given)
+        return loss_of(*given)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        given = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        with torch.enable_grad():
+            loss = ctx.loss_of(*given)
+        return None, *torch.autograd.grad(loss, given, gradient)
+
+
 @pytest.mark.parametrize("term", [term for term in get_args(Term) if term not in WITHOUT_GRADIENT_INSIDE])
 @pytest.mark.parametrize(("kind", "temperature"), [("hidden", 1.5), ("top_k", 1.0)])
 def test_every_term_passes_gradcheck(term: Term, kind: str, temperature: float) -> None:
@@ -195,9 +214,20 @@ def test_every_term_passes_gradcheck(term: Term, kind: str, temperature: float) 
     hidden, labels = hidden[:3], labels[:3]
     teacher, _ = a_teacher(kind)
     mix = LossMix({term: 0.7}, temperature)
-    assert torch.autograd.gradcheck(
-        lambda h, w: fused_loss(h, w, labels, mix, teacher, soft_cap=3.0, chunk=2).loss, (hidden, weight)
-    )
+
+
+    def loss_of(h: Tensor, w: Tensor) -> Tensor:
+        return fused_loss(h, w, labels, mix, teacher, soft_cap=3.0, chunk=2).loss
+
+    assert torch.autograd.gradcheck(lambda *given: Anew.apply(loss_of, *given), (hidden, weight))
+
+
+def test_a_second_backward_of_one_graph_is_refused_and_never_scaled_twice() -> None:
+    hidden, weight, labels = inputs()
+    loss = fused_loss(hidden, weight, labels, CROSS_ENTROPY).loss
+    torch.autograd.grad(2 * loss, (hidden, weight), retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, (hidden, weight))
 
 
 def test_against_a_teacher_that_excludes_all_tokens_but_one_forward_kl_and_acceptance_are_the_cross_entropy() -> None:

@@ -4,7 +4,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from loss_references import HIDDEN, TEACHERS, VOCAB, a_teacher, gradients, inputs, keep_best, one
+from loss_references import HIDDEN, TEACHERS, VOCAB, a_teacher, assert_same, gradients, inputs, keep_best, one
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,7 +31,7 @@ class LargestTensor(TorchDispatchMode):
         for tensor in made if isinstance(made, (tuple, list)) else (made,):
             if isinstance(tensor, Tensor):
                 self.numbers = max(self.numbers, tensor.numel())
-        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)  # with ``out`` or without
         return made
 
 
@@ -107,9 +107,8 @@ def test_a_teacher_beside_a_cross_entropy_only_says_what_is_accepted() -> None:
     hidden, weight, labels = inputs()
     plain = fused_loss(hidden, weight, labels, CROSS_ENTROPY)
     watched = fused_loss(hidden, weight, labels, CROSS_ENTROPY, a_teacher("hidden")[0])
-    assert torch.equal(plain.loss, watched.loss) and watched.accepted > 0 == plain.accepted
-    ours, theirs = gradients(watched.loss, hidden, weight), gradients(plain.loss, hidden, weight)
-    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+    assert watched.accepted > 0 == plain.accepted
+    assert_same(watched.loss, plain.loss, hidden, weight, tolerance=1e-13)
 
 
 def test_a_teacher_learns_nothing() -> None:

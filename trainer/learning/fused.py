@@ -138,7 +138,8 @@ class _FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, loss_gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        scaled = [None if saved is None else saved * loss_gradient.to(saved.dtype) for saved in ctx.saved_tensors]
+        # In place, for a copy of a weight's gradient costs as much as a product: a graph is good for one backward.
+        scaled = [None if saved is None else saved.mul_(loss_gradient.to(saved.dtype)) for saved in ctx.saved_tensors]
         return *scaled, *(None,) * (10 - len(scaled))
 
 
@@ -149,18 +150,45 @@ class _Pair:
         self.hidden, self.weight = hidden.to(dtype), weight.to(dtype)
         self._dtype = weight.dtype
         self._of_hidden = torch.empty_like(hidden) if learns_hidden else None
-        self._of_weight = torch.zeros_like(weight, dtype=_wide(dtype)) if learns else None
+        self._of_weight = torch.empty_like(weight, dtype=_wide(dtype)) if learns else None
+        if self._of_weight is not None and not len(hidden):
+            self._of_weight.zero_()
 
     def take(self, rows: slice, gradient: Float[Tensor, "rows outputs"]) -> None:
-        """Add what a chunk's gradient with respect to the logits gives."""
+        """Add what a chunk's gradient with respect to the logits gives; the first chunk starts the sums."""
         if self._of_hidden is not None:
             self._of_hidden[rows] = gradient @ self.weight
         if self._of_weight is not None:
-            self._of_weight += gradient.T @ self.hidden[rows]
+            add_product(self._of_weight, gradient.T, self.hidden[rows], onto=rows.start > 0)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of the inputs and of the weight, each in its tensor's dtype."""
         return self._of_hidden, None if self._of_weight is None else self._of_weight.to(self._dtype)
+
+
+def add_product(
+    sums: Float[Tensor, "outputs hidden"],
+    left: Float[Tensor, "outputs rows"],
+    right: Float[Tensor, "rows hidden"],
+    onto: bool,
+) -> None:
+    """Add ``left @ right`` to fp32 or fp64 sums, or overwrite them unless ``onto``.
+
+    A product of half precision is summed in fp32; a device that adds it as it is computed never rounds it.
+    """
+    if left.dtype == sums.dtype:
+        torch.addmm(sums, left, right, beta=int(onto), out=sums)
+    elif _sums_products(sums.device):
+        torch.addmm(sums, left, right, out_dtype=sums.dtype, beta=int(onto), out=sums)
+    else:  # in one product: in parts of its rows it takes a sixth longer
+        product = left @ right
+        _ = sums.add_(product) if onto else sums.copy_(product)
+
+
+def _sums_products(device: torch.device) -> bool:
+    """Return True where a product of half precision can be added to fp32 sums as it is computed (sm80 and later)."""
+    on_nvidia = device.type == "cuda" and torch.version.cuda is not None
+    return on_nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _product_dtype(hidden: Tensor) -> torch.dtype:
@@ -217,7 +245,7 @@ def _turn_into_gradient(
     written = layer.outputs_of(labels)
     for block in _blocks(logits, 0 if target is None else target.logits.shape[1]):
         scores, right = layer.scores(logits[block]), written[block]
-        correct += (scores.argmax(-1) == right).sum()
+        correct += _hits(scores, right)
         known = None if target is None else target.block(block)
         weighted = None if row_weights is None else row_weights[block]
         block_loss, block_accepted, gradient = _mixed(scores, right, mix, known, layer, weighted)
@@ -249,18 +277,38 @@ def _mixed(
             if mix.temperature != 1:
                 gradient.div_(mix.temperature)
     if "cross_entropy" in mix.weights:
-        if log_q is None or mix.temperature != 1:
-            log_q, q = scores.log_softmax(-1), None
-        factor = mix.weights["cross_entropy"] * (right >= 0)[:, None].to(log_q.dtype)
+        factor = mix.weights["cross_entropy"] * (right >= 0)[:, None].to(scores.dtype)
         label = right.clamp(min=0)[:, None]
-        losses = losses - (factor * log_q.gather(1, label))[:, 0]
-        hard = (log_q.exp_() if q is None else q).mul_(factor).scatter_add_(1, label, -factor)
+        if log_q is None or q is None or mix.temperature != 1:
+            log_label, q = _softmaxed(scores, label)
+        else:
+            log_label = log_q.gather(1, label)
+        losses = losses - (factor * log_label)[:, 0]
+        hard = q.mul_(factor).scatter_add_(1, label, -factor)
         gradient = hard if gradient is None else gradient.add_(hard)
     assert gradient is not None, "a mix without divergences is a cross entropy"
     if row_weights is not None:
         weights = row_weights.to(gradient.dtype)
         losses, gradient = losses * weights, gradient.mul_(weights[:, None])
     return losses.sum(), accepted, gradient
+
+
+def _softmaxed(
+    scores: Float[Tensor, "rows outputs"], label: Int[Tensor, "rows 1"]
+) -> tuple[Float[Tensor, "rows 1"], Float[Tensor, "rows outputs"]]:
+    """Return the label's log probability and the softmax, by one exponential of each logit (a log softmax adds one)."""
+    best = scores.amax(-1, keepdim=True)
+    q = (scores - best).exp_()
+    total = q.sum(-1, keepdim=True)
+    return scores.gather(1, label) - best - total.log(), q.div_(total)
+
+
+def _hits(scores: Float[Tensor, "rows outputs"], right: Int[Tensor, " rows"]) -> Int[Tensor, ""]:
+    """Count the rows whose argmax is ``right``; on a CPU an argmax is slow, and only rows that may hit are asked."""
+    if scores.device.type == "cpu":
+        likely = scores.gather(1, right.clamp(min=0)[:, None])[:, 0] == scores.amax(-1)
+        scores, right = scores[likely], right[likely]
+    return (scores.argmax(-1) == right).sum()
 
 
 def _divergences(sides: Comparison, mix: LossMix) -> tuple[Float[Tensor, " rows"], Float[Tensor, "rows outcomes"]]:
