@@ -22,9 +22,16 @@ from decoding.model.lm_head import capture_lm_head_input
 from trainer.data.batch import Example, collate
 from trainer.files.shards import Layout
 from trainer.heads.medusa import MedusaObjective
-from trainer.recipe.heads import FeaturesSection, HeadsSection
+from trainer.recipe.heads import FeaturesSection, HeadsSection, StatesDtype
 from trainer.target import store as stores
-from trainer.target.features import FeatureIdentity, FeatureStore, FeatureWriter, StoredFeatures, ensure_features
+from trainer.target.features import (
+    FeatureIdentity,
+    FeatureStore,
+    FeatureWriter,
+    StoredFeatures,
+    ensure_features,
+    quantised,
+)
 from trainer.target.hidden import OnlineTarget
 from trainer.target.store import estimate_bytes, write_store
 from trainer.terminal import progress
@@ -35,12 +42,17 @@ SHARD_TOKENS = 30  # three shards of EXAMPLES
 FAMILIES = ["llama", "gpt2", "qwen3-moe", "gemma2", "gemma3", "granite"]
 
 
-def identity_of(target: CausalLM, examples: Sequence[Example] = EXAMPLES, top_k: int = 0) -> FeatureIdentity:
-    return FeatureIdentity.of(target, fingerprint(target.model), tiny_tokenizer(), examples, top_k)
+def identity_of(
+    target: CausalLM, examples: Sequence[Example] = EXAMPLES, top_k: int = 0, states: StatesDtype = "target"
+) -> FeatureIdentity:
+    section = FeaturesSection(folder="features", top_k=top_k, states=states)
+    return FeatureIdentity.of(target, fingerprint(target.model), tiny_tokenizer(), examples, section)
 
 
-def write(target: CausalLM, folder: Path, top_k: int = 0, **options: Any) -> FeatureIdentity:
-    identity = identity_of(target, top_k=top_k)
+def write(
+    target: CausalLM, folder: Path, top_k: int = 0, states: StatesDtype = "target", **options: Any
+) -> FeatureIdentity:
+    identity = identity_of(target, top_k=top_k, states=states)
     write_store(FeatureWriter(target, identity), EXAMPLES, folder, SHARD_TOKENS, **options)
     return identity
 
@@ -146,6 +158,33 @@ def test_a_bf16_target_is_stored_in_bf16(tmp_path: Path) -> None:
     found = store.top_k(batch)
     assert found is not None
     assert store.hidden(batch).dtype == store.lm_head.dtype == found.logits.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_in_int8_come_back_within_half_a_scale_and_best_logits_to_the_bit(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    target = CausalLM(tiny_model().to(dtype))  # type: ignore[arg-type]  # transformers' stubs
+    exact, rounded = tmp_path / "exact", tmp_path / "rounded"
+    stores = [
+        FeatureStore.open(folder, write(target, folder, top_k=3, states=states))
+        for folder, states in ((exact, "target"), (rounded, "int8"))
+    ]
+    batch = collate(EXAMPLES, range(12))
+    states, found = (store.hidden(batch) for store in stores)
+    assert found.dtype == dtype and not torch.equal(found, states)
+    scale = states.float().abs().amax(-1, keepdim=True) / 127
+    spacing = torch.finfo(dtype).eps * states.float().abs()  # of the dtype that numbers are read back in
+    assert ((found.float() - states.float()).abs() <= scale / 2 * (1 + 1e-5) + spacing).all()
+    for ours, theirs in zip(*(store.top_k(batch) for store in stores), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_states_in_int8_by_hand() -> None:
+    """A largest magnitude of 254 makes a scale of 2; a token of zeros has no scale, and stays zeros."""
+    rounded, scale = quantised(torch.tensor([[254.0, -3.0, 2.9, 0.0], [0.0, 0.0, 0.0, 0.0]]))
+    assert rounded.dtype == torch.int8 and rounded.tolist() == [[127, -2, 1, 0], [0, 0, 0, 0]]
+    assert scale.tolist() == [2.0, 0.0]
 
 
 @pytest.mark.parametrize("top_k", [0, 4])
@@ -345,7 +384,9 @@ def test_a_manifest_with_a_wrong_length_does_not_shift_what_is_read(tiny_llama: 
     assert written_at(stored.folder) == before  # the manifest alone was wrong
 
 
-@pytest.mark.parametrize("what", ["target", "tokenizer", "data", "hidden_size", "vocab_size", "dtype", "top_k"])
+@pytest.mark.parametrize(
+    "what", ["target", "tokenizer", "data", "hidden_size", "vocab_size", "dtype", "top_k", "states"]
+)
 def test_features_made_with_something_else_are_refused_by_its_name(
     tiny_llama: CausalLM, stored: Stored, what: str
 ) -> None:
@@ -365,7 +406,8 @@ def test_an_identity_changes_with_the_target_the_tokenizer_and_each_token(tiny_l
     assert identity_of(tiny_llama, [first._replace(lengths=(1, 3)), *EXAMPLES[1:]]).data != base.data
     assert identity_of(CausalLM(tiny_model(seed=1))).target != base.target
     words = ("<unk>", "<eos>", "<user>", "<assistant>", *"bacdefghijkl")
-    other = FeatureIdentity.of(tiny_llama, base.target, tiny_tokenizer(words=words), EXAMPLES, 0)
+    section = FeaturesSection(folder="features")
+    other = FeatureIdentity.of(tiny_llama, base.target, tiny_tokenizer(words=words), EXAMPLES, section)
     assert other.tokenizer != base.tokenizer and other.data == base.data
 
 
@@ -382,12 +424,17 @@ def disk_with(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
 
 
-@pytest.mark.parametrize("top_k", [0, 3])
-def test_the_estimate_is_what_the_files_take(tiny_llama: CausalLM, tmp_path: Path, top_k: int) -> None:
-    """12 examples of 87 tokens at 16 fp32 numbers, and with top_k 3 tokens, 3 logits and a total of 4 bytes each."""
-    identity = write(tiny_llama, tmp_path, top_k=top_k)
+@pytest.mark.parametrize(("top_k", "states", "size"), [(0, "target", 64), (3, "target", 64 + 28), (0, "int8", 16 + 4)])
+def test_the_estimate_is_what_the_files_take(
+    tiny_llama: CausalLM, tmp_path: Path, top_k: int, states: StatesDtype, size: int
+) -> None:
+    """12 examples of 87 tokens at 16 fp32 numbers, and with top_k 3 tokens, 3 logits and a total of 4 bytes each.
+
+    In int8 a token is 16 bytes and its scale.
+    """
+    identity = write(tiny_llama, tmp_path, top_k=top_k, states=states)
     estimate = estimate_bytes(EXAMPLES, identity)
-    assert estimate == 87 * (64 + (28 if top_k else 0)) + 2 * 16 * 16 * 4
+    assert estimate == 87 * size + 2 * 16 * 16 * 4
     taken = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     assert estimate < taken < estimate + 4 * 400  # of four files' headers
 

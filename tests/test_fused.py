@@ -215,7 +215,6 @@ def test_every_term_passes_gradcheck(term: Term, kind: str, temperature: float) 
     teacher, _ = a_teacher(kind)
     mix = LossMix({term: 0.7}, temperature)
 
-
     def loss_of(h: Tensor, w: Tensor) -> Tensor:
         return fused_loss(h, w, labels, mix, teacher, soft_cap=3.0, chunk=2).loss
 

@@ -19,6 +19,7 @@ from trainer.learning.fused import fused_loss
 from trainer.learning.losses import LossMix, divergence
 from trainer.recipe.common import DataSection
 from trainer.recipe.draft import TeacherSection
+from trainer.recipe.heads import FeaturesSection
 from trainer.target import teacher_cache
 from trainer.target.features import FeatureIdentity, FeatureWriter
 from trainer.target.loading import Target
@@ -305,7 +306,8 @@ def test_a_target_with_rounded_weights_is_another_one(tiny_llama: CausalLM, tmp_
 
 
 def test_a_folder_of_features_is_no_teacher_cache(tiny_llama: CausalLM, tmp_path: Path) -> None:
-    features = FeatureIdentity.of(tiny_llama, fingerprint(tiny_llama.model), tiny_tokenizer(), EXAMPLES, 0)
+    section = FeaturesSection(folder="features")
+    features = FeatureIdentity.of(tiny_llama, fingerprint(tiny_llama.model), tiny_tokenizer(), EXAMPLES, section)
     write_store(FeatureWriter(tiny_llama, features), EXAMPLES, tmp_path, 1000)
     before = files_of(tmp_path)
     with pytest.raises(ValueError, match=r"holds something else than a teacher cache: give draft\.teacher\.folder"):

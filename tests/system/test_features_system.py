@@ -17,6 +17,7 @@ from decoding.model.loading import load_model
 from trainer.data.batch import collate
 from trainer.data.dataset import load_dataset
 from trainer.recipe.common import DataSection
+from trainer.recipe.heads import FeaturesSection
 from trainer.target.features import FeatureIdentity, FeatureStore
 
 COMMAND = [*HEADSTART, "features"]
@@ -63,9 +64,10 @@ def test_a_kill_in_the_middle_costs_no_finished_shard(workshop: Path, tmp_path: 
     assert len(sealed(folder)) == SHARDS and before.items() < sealed(folder).items()
 
     target, tokenizer = CausalLM(load_model(str(workshop / "target"), torch.float32)), tiny_tokenizer()
-    section = DataSection(train=str(workshop / "train.jsonl"), heldout="", max_length=32)
-    examples = load_dataset(section.train, section, tokenizer).examples
-    identity = FeatureIdentity.of(target, stored_fingerprint(workshop / "target"), tokenizer, examples, 0)
+    data = DataSection(train=str(workshop / "train.jsonl"), heldout="", max_length=32)
+    examples = load_dataset(data.train, data, tokenizer).examples
+    section = FeaturesSection(folder=str(folder))
+    identity = FeatureIdentity.of(target, stored_fingerprint(workshop / "target"), tokenizer, examples, section)
     hidden = FeatureStore.open(folder, identity).hidden(collate(examples, range(ROWS)))
     # The counting target's state is 4 at the index of its last token and 0 elsewhere.
     expected = 4 * torch.nn.functional.one_hot(torch.tensor([example.tokens for example in examples]), 16)

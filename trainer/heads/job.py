@@ -131,7 +131,7 @@ class HeadsJob:
 
     def writer(self, examples: Sequence[Example]) -> FeatureWriter | None:
         features = self.recipe.features
-        return None if features is None else feature_writer(self._loaded, examples, features.top_k)
+        return None if features is None else feature_writer(self._loaded, examples, features)
 
     def target_again(self, device: torch.device) -> Target:
         if isinstance(self.target, Target):
@@ -172,19 +172,21 @@ class HeadsJob:
 
 
 def _identity(recipe: MedusaRecipe, target: StoredTarget, dataset: Dataset) -> dict[str, Any]:
-    """See `trainer.job.Job.identity`; soft losses also depend on how many of the target's logits were stored."""
+    """See `trainer.job.Job.identity`; soft losses also depend on the number of logits that were stored."""
     content = shared_identity(recipe, target, dataset)
     content["heads"].pop("tree_nodes")
     if recipe.adapters is not None:
         content["adapters"].pop("export")
     if recipe.heads.loss.soft:
         content["features.top_k"] = recipe.features.top_k if recipe.features else 0
+    if recipe.features is not None and recipe.features.states != "target":
+        content["features.states"] = recipe.features.states
     return content
 
 
 def _features(section: FeaturesSection, target: Target, dataset: Dataset, place: Place) -> FeatureStore:
     """Return the features of the training data, written where they are not there yet."""
-    writer = feature_writer(target, dataset.examples, section.top_k)
+    writer = feature_writer(target, dataset.examples, section)
     return ensure_features(writer, dataset.examples, section, place)
 
 

@@ -80,12 +80,17 @@ class AdaptersSection(LoraSection):
     """Content of final/target: the whole target with the adapters merged into it, or the adapters alone."""
 
 
+StatesDtype = Literal["target", "int8"]
+
+
 class FeaturesSection(Section):
     """Train from the target's hidden states, written to disk once, instead of running the target at every step."""
 
     folder: str
     top_k: Annotated[int, Field(ge=0)] = 0
     """Best logits of the target stored at each position, for soft losses without its lm_head; 0: none."""
+    states: StatesDtype = "target"
+    """Hidden states in the target's dtype, or rounded to int8 with a scale for each token: half the disk of bf16."""
     shard_tokens: Annotated[int, Field(ge=1024)] = 262_144
     keep_target: bool = True
     """Keep the target beside the heads for the evaluations in between. False: the target is loaded at the start to

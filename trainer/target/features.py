@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int8
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -19,7 +19,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import capture_lm_head_input, last_position
 from trainer.data.batch import Batch, Example
 from trainer.files.shards import digest_of_each
-from trainer.recipe.heads import FeaturesSection
+from trainer.recipe.heads import FeaturesSection, StatesDtype
 from trainer.target.hidden import StoredStates, TopLogits
 from trainer.target.loading import Target
 from trainer.target.logits import logit_transform
@@ -40,6 +40,7 @@ class FeatureIdentity(Identity):
 
     hidden_size: int
     top_k: int
+    states: StatesDtype = "target"
 
     @staticmethod
     def of(
@@ -47,22 +48,25 @@ class FeatureIdentity(Identity):
         fingerprint: str,
         tokenizer: PreTrainedTokenizerBase,
         examples: Sequence[Example],
-        top_k: int,
+        section: FeaturesSection,
     ) -> "FeatureIdentity":
-        """Return the identity of these examples' features; ``top_k`` 0: no logits; ValueError if too large."""
-        if top_k > target.vocab_size:
-            raise ValueError(f"features.top_k is {top_k} but the target knows {target.vocab_size} tokens")
+        """Return the identity of these examples' features; ValueError for more logits than the target has."""
+        if section.top_k > target.vocab_size:
+            raise ValueError(f"features.top_k is {section.top_k} but the target knows {target.vocab_size} tokens")
         return FeatureIdentity(
             **Identity.of_target(target, fingerprint, tokenizer),
             data=digest_of_each((example.tokens, example.lengths) for example in examples),
             hidden_size=target.hidden_size,
-            top_k=top_k,
+            top_k=section.top_k,
+            states=section.states,
         )
 
     def columns(self) -> dict[str, Column]:
-        """Return the hidden state; with ``top_k`` also the best tokens, their logits and the log total."""
+        """Return the state, its scale if in int8; with ``top_k`` the best tokens, their logits and the log total."""
         dtype, best = self.torch_dtype, (self.top_k,)
         columns = {"hidden": Column(dtype, (self.hidden_size,))}
+        if self.states == "int8":
+            columns = {"hidden": Column(torch.int8, (self.hidden_size,)), "scale": Column(torch.float32)}
         if self.top_k:
             columns |= {"tokens": Column(torch.int32, best), "logits": Column(dtype, best)}
             columns["log_total"] = Column(torch.float32)
@@ -112,11 +116,25 @@ class FeatureWriter:
             logits: Tensor = model(**inputs, use_cache=False).logits
         mask = batch.attention_mask.bool()
         found = {"hidden": captured[0][mask.to(captured[0].device)]}
+        if self.identity.states == "int8":
+            found["hidden"], found["scale"] = quantised(found["hidden"])
         if top_k:
             logits = logits[mask.to(logits.device)]
             found["logits"], found["tokens"] = logits.topk(top_k)
             found["log_total"] = torch.cat([rows.float().logsumexp(-1) for rows in logits.split(_LOGIT_ROWS)])
         return found
+
+
+def quantised(
+    states: Float[Tensor, "tokens hidden"],
+) -> tuple[Int8[Tensor, "tokens hidden"], Float[Tensor, " tokens"]]:
+    """Round each token's numbers to -127 to 127 times a scale of its own, the largest magnitude over 127, in fp32.
+
+    A number read back as ``rounded * scale`` is off by half a scale at most.
+    """
+    wide = states.float()
+    scale = wide.abs().amax(-1) / 127
+    return (wide / scale.where(scale > 0, 1.0)[:, None]).round_().to(torch.int8), scale
 
 
 class FeatureStore(Store[FeatureIdentity]):
@@ -134,7 +152,10 @@ class FeatureStore(Store[FeatureIdentity]):
 
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
         """Return what the target's lm_head reads, in the target's dtype on the batch's device; zeros on padding."""
-        return self._padded("hidden", batch)
+        hidden = self._padded("hidden", batch)
+        if self._identity.states == "target":
+            return hidden
+        return (hidden * self._padded("scale", batch)[..., None]).to(self._identity.torch_dtype)
 
     def top_k(self, batch: Batch) -> TopLogits | None:
         """Return the best logits, zeros on padding; None where they were not stored."""
@@ -191,7 +212,7 @@ def ensure_features(
     return FeatureStore.open(folder, writer.identity, verify=False)  # each process has verified its share
 
 
-def feature_writer(target: Target, examples: Sequence[Example], top_k: int) -> FeatureWriter:
+def feature_writer(target: Target, examples: Sequence[Example], section: FeaturesSection) -> FeatureWriter:
     """Return the writer of these examples' features, whose identity stored features must have to be used."""
-    identity = FeatureIdentity.of(target.model, target.fingerprint, target.tokenizer, examples, top_k)
+    identity = FeatureIdentity.of(target.model, target.fingerprint, target.tokenizer, examples, section)
     return FeatureWriter(target.model, identity)
