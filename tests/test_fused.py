@@ -26,7 +26,7 @@ from loss_references import (
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainer.learning import fused
+from trainer.learning import products
 from trainer.learning.fused import Bias, fused_loss, label_probabilities
 from trainer.learning.losses import LossMix
 from trainer.learning.teachers import HiddenTeacher
@@ -75,7 +75,7 @@ def test_correct_counts_the_argmaxes_that_are_right(order: list[int] | None) -> 
 def test_a_fused_loss_is_the_plain_formula_and_so_are_its_gradients(
     weights: dict[Term, float], kind: str, temperature: float, chunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "_BLOCK_BYTES", 2 * VOCAB * 8)  # two rows: chunks of 5 are softmaxed in three blocks
+    monkeypatch.setattr(products, "_BLOCK_BYTES", 2 * VOCAB * 8)  # two rows: chunks of 5 are softmaxed in three blocks
     hidden, weight, labels = inputs()
     teacher, target = a_teacher(kind)
     mix = LossMix(weights, temperature, beta=0.3, eta=2.0)
@@ -112,7 +112,7 @@ def test_one_share_of_lk_for_all_tokens_is_fused_as_the_formula_says(kind: str) 
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_label_probabilities_are_the_softmax_at_the_labels(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "_BLOCK_BYTES", 2 * VOCAB * 8)
+    monkeypatch.setattr(products, "_BLOCK_BYTES", 2 * VOCAB * 8)
     hidden, weight, labels = inputs()
     bias = Bias(torch.randn(TOKENS, 2, dtype=hidden.dtype), torch.randn(VOCAB, 2, dtype=hidden.dtype))
     logits = hidden @ weight.T + (bias.hidden @ bias.weight.T if biased else 0)
@@ -144,7 +144,7 @@ def test_row_weights_multiply_each_tokens_loss_and_leave_the_hits_alone(weights:
 def test_a_draft_that_knows_some_tokens_and_caps_its_logits_is_compared_by_the_same_formula(
     weights: dict[Term, float], known: list[int], soft_cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "_BLOCK_BYTES", 2 * VOCAB * 8)
+    monkeypatch.setattr(products, "_BLOCK_BYTES", 2 * VOCAB * 8)
     hidden, weight, labels = inputs(outputs=len(known))
     tokens = torch.tensor(known)
     teacher, target = a_teacher("hidden")

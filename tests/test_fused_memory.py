@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.learning import fused
+from trainer.learning import products
 from trainer.learning.fused import fused_loss
 from trainer.learning.losses import LossMix
 from trainer.learning.teachers import HiddenTeacher, SampledTailTeacher
@@ -62,7 +62,7 @@ def test_no_tensor_is_larger_than_the_logits_of_a_chunk(kind: str, term: Term) -
 
 
 def test_the_default_chunk_holds_a_set_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "CHUNK_BYTES", 3 * VOCAB * 8 + 5)
+    monkeypatch.setattr(products, "CHUNK_BYTES", 3 * VOCAB * 8 + 5)
     hidden, weight, labels = inputs()
     with LargestTensor() as watched:
         fused_loss(hidden, weight, labels, CROSS_ENTROPY)
@@ -70,7 +70,7 @@ def test_the_default_chunk_holds_a_set_number_of_bytes(monkeypatch: pytest.Monke
 
 
 def test_a_chunk_is_small_enough_for_a_teacher_of_more_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "CHUNK_BYTES", 3 * VOCAB * 8)
+    monkeypatch.setattr(products, "CHUNK_BYTES", 3 * VOCAB * 8)
     hidden, weight, labels = inputs(outputs=2)
     teacher, _ = a_teacher("hidden")
     with LargestTensor() as watched:
@@ -78,9 +78,44 @@ def test_a_chunk_is_small_enough_for_a_teacher_of_more_tokens(monkeypatch: pytes
     assert watched.products == 4 * 5
 
 
+@pytest.mark.parametrize(
+    ("device", "vocab", "compared", "rows"),
+    [
+        ("cpu", 4096, False, 16_384),
+        ("cpu", 131_072, True, 512),
+        ("cuda", 4096, False, 4096),
+        ("cuda", 131_072, False, 4096),
+        ("cuda", 262_144, False, 2048),
+        ("cuda", 131_072, True, 1024),
+    ],
+)
+def test_a_chunk_of_bf16_logits_has_the_rows_that_keep_its_device_busy(
+    device: str, vocab: int, compared: bool, rows: int
+) -> None:
+    assert products.chunk_rows(vocab, 2, torch.device(device), compared) == rows
+    held = products.held_bytes(10**6, vocab, 2, torch.device(device), 2 if compared else 1, softmaxed=8)
+    at_once = 8 * min(rows * vocab * 4, 256 * 2**20) if device == "cuda" else 0
+    assert held == rows * vocab * 2 * (2 if compared else 1) + at_once
+
+
+def test_softmaxing_a_chunk_on_a_gpu_is_cut_into_blocks_of_a_set_size() -> None:
+    logits = torch.empty(4096, 131_072, dtype=torch.bfloat16, device="meta")
+    found = list(products.blocks(logits, 0))
+    assert len(found) == 8 and found[0] == slice(0, 512) and found[-1] == slice(3584, 4096)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_products_are_summed_where_they_stay_and_the_first_overwrites(dtype: torch.dtype) -> None:
+    left, right = torch.randint(-3, 4, (7, 4)).to(dtype), torch.randint(-3, 4, (4, 5)).to(dtype)  # exact in bf16
+    sums = torch.full((7, 5), torch.nan, dtype=products.wide_dtype(dtype))
+    products.add_product(sums, left, right, onto=False)
+    products.add_product(sums, left, right, onto=True)
+    assert torch.equal(sums, 2 * (left.double() @ right.double()).to(sums.dtype))
+
+
 def test_a_frozen_weight_and_a_frozen_input_cost_no_product() -> None:
     hidden, weight, labels = inputs()
-    for h, w, products in (
+    for h, w, expected in (
         (hidden, weight, 3),
         (hidden, weight.detach(), 2),
         (hidden.detach(), weight, 2),
@@ -88,7 +123,7 @@ def test_a_frozen_weight_and_a_frozen_input_cost_no_product() -> None:
     ):
         with LargestTensor() as watched:
             loss = fused_loss(h, w, labels, CROSS_ENTROPY).loss
-        assert watched.products == products and loss.requires_grad == (products > 1)
+        assert watched.products == expected and loss.requires_grad == (expected > 1)
     with LargestTensor() as watched, torch.no_grad():
         loss = fused_loss(hidden, weight, labels, CROSS_ENTROPY).loss
     assert watched.products == 1 and not loss.requires_grad

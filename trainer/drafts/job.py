@@ -31,16 +31,17 @@ from trainer.job import (
     trained_itemsize,
     with_few_rows,
 )
-from trainer.learning.fused import CHUNK_BYTES
+from trainer.learning.liger import check_liger
 from trainer.learning.memory import frozen_forward_bytes, layer_bytes
 from trainer.learning.objective import GreedyTexts
+from trainer.learning.products import held_bytes
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.draft import DraftRecipe, TeacherSection
 from trainer.target.loading import Target, load_target
 from trainer.target.teacher_cache import TeacherStore, TeacherWriter, ensure_teacher_cache, teacher_writer
 from trainer.terminal.place import Place
 
-_SOFTMAXED = 8  # tensors of fp32 that a divergence makes of a chunk's logits on a GPU; on a CPU they are in its cache
+_SOFTMAXED = 8  # tensors of fp32 that a divergence makes of a block of logits
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,8 @@ class DraftKind:
 
     def assemble(self, device: torch.device, place: Place, check_costs: bool = False) -> "DraftJob":
         """See `trainer.job.Kind.assemble`; the draft is made of the target before that is rounded to teach."""
+        if self.recipe.draft.loss.backend == "liger":
+            check_liger(device)
         recipe, target = self.recipe, self._load_target(device)
         dataset, heldout = load_splits(recipe.data, target.tokenizer)
         torch.manual_seed(recipe.training.seed)  # for weights that start at random
@@ -181,9 +184,8 @@ class DraftJob:
             seen = largest.positions**2 // rows * (1 + self.objective.module.base.dtype.itemsize)
         draft = CausalLM(self.objective.module.base)
         lm_head = self.objective.module.base.get_output_embeddings().weight
-        softmaxed = 0 if lm_head.device.type == "cpu" else 4 * _SOFTMAXED // itemsize
-        chunk = min(CHUNK_BYTES, largest.trained * len(lm_head) * itemsize)
-        logits = chunk * ((1 if section.teacher else 2) + softmaxed)
+        sides = 1 if section.teacher else 2
+        logits = held_bytes(largest.trained, len(lm_head), itemsize, lm_head.device, sides, _SOFTMAXED)
         gradients = largest.trained * draft.hidden_size * itemsize
         gradients += 8 * lm_head.numel() if lm_head.requires_grad else 0
         layers = largest.positions * draft.num_layers * layer_bytes(draft, itemsize, adapted=section.lora is not None)

@@ -26,9 +26,10 @@ from trainer.job import (
     trained_numbers,
     with_few_rows,
 )
-from trainer.learning.fused import CHUNK_BYTES
+from trainer.learning.liger import check_liger
 from trainer.learning.memory import frozen_bytes, frozen_forward_bytes, layer_bytes
 from trainer.learning.objective import GreedyTexts
+from trainer.learning.products import held_bytes
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.heads import FeaturesSection, MedusaRecipe
 from trainer.target.features import FeatureStore, FeatureWriter, StoredFeatures, ensure_features, feature_writer
@@ -98,6 +99,8 @@ class HeadsKind:
 
     def assemble(self, device: torch.device, place: Place, check_costs: bool = False) -> "HeadsJob":
         """See `trainer.job.Kind.assemble`; the costs of heads are small, and not checked."""
+        if self.recipe.heads.loss.backend == "liger":
+            check_liger(device)
         recipe, target = self.recipe, load_target(self.recipe, device)
         dataset, heldout = load_splits(recipe.data, target.tokenizer)
         torch.manual_seed(recipe.training.seed)  # for heads that start at random
@@ -146,8 +149,8 @@ class HeadsJob:
         recipe, target, itemsize = self.recipe, self._loaded.model, trained_itemsize(self.recipe)
         head = 4 * target.hidden_size * (2 + 3 * recipe.heads.num_layers)
         heads = largest.trained * head * recipe.heads.num_heads
-        chunk = min(CHUNK_BYTES, largest.trained * target.vocab_size * itemsize)
-        heads += chunk * (1 if target.device.type == "cpu" else 3)
+        softmaxed = 8 if recipe.heads.loss.soft else 3
+        heads += held_bytes(largest.trained, target.vocab_size, itemsize, target.device, 1, softmaxed)
         # Each head keeps a gradient of the bias's output layer, and what that layer reads.
         per_rank = largest.positions + recipe.heads.num_heads * (target.vocab_size + largest.trained)
         heads += 4 * recipe.heads.markov_rank * per_rank

@@ -4,7 +4,7 @@ Losses are sums, not means: the loop divides them by the count over the whole ba
 steps, which makes accumulation and data parallelism exact.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,13 +12,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from trainer.learning.liger import check_liger, cross_entropy_into_gradient
 from trainer.learning.losses import Comparison, LossMix
+from trainer.learning.products import Product, blocks, chunks, product_dtype, wide_dtype
 from trainer.learning.teachers import KnownLogits, Teacher
-
-CHUNK_BYTES = 128 * 2**20
-"""Logits of a chunk: fewer slow down the products with the weight, more take memory and gain no speed."""
-_BLOCK_BYTES = 2 * 2**20
-"""fp32 rows that are softmaxed together on a CPU: they stay in its cache."""
 
 
 class Bias(NamedTuple):
@@ -65,11 +62,14 @@ def fused_loss(
 
     The gradient of a chunk overwrites its logits: at most ``chunk`` rows of logits are held, and as many of the
     teacher's, and nothing is computed twice. Products run in autocast's dtype, the softmax in fp32. Raises ValueError
-    for a divergence without a teacher, and for a teacher that does not fit.
+    for a divergence without a teacher, for a teacher that does not fit, and for Liger's kernel where it cannot run.
     After Liger Kernel, 2410.10989, section 3.2.
     """
     if teacher is None and mix.soft:
         raise ValueError(f"the loss is mixed of {', '.join(mix.weights)}, which needs a teacher: give one")
+    if mix.backend == "liger":
+        assert teacher is None and not mix.soft, "Liger's kernel compares with no teacher, which recipes refuse"
+        check_liger(hidden.device)
     layer = _Outputs(len(weight), tokens, soft_cap)
     if not torch.is_grad_enabled():  # which `apply` hides from the function
         hidden, weight = hidden.detach(), weight.detach()
@@ -88,13 +88,13 @@ def label_probabilities(
     chunk: int | None = None,
 ) -> Float[Tensor, " tokens"]:
     """Return the probability of each token's label by the logits of `fused_loss`, in as little memory."""
-    dtype = _product_dtype(hidden)
-    pairs = [_Pair(*pair, dtype, False, False) for pair in ((hidden, weight), bias) if pair is not None]
-    found = torch.empty(len(hidden), dtype=_wide(dtype), device=hidden.device)
+    dtype = product_dtype(hidden)
+    pairs = [Product(*pair, dtype, False, False) for pair in ((hidden, weight), bias) if pair is not None]
+    found = torch.empty(len(hidden), dtype=wide_dtype(dtype), device=hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):
-        for rows, logits in _chunks(pairs, 0, chunk):
+        for rows, logits in chunks(pairs, 0, chunk):
             label, written = labels[rows, None], found[rows]
-            for block in _blocks(logits, 0):
+            for block in blocks(logits, 0):
                 scores = logits[block].to(found.dtype)
                 written[block] = (scores.gather(1, label[block])[:, 0] - scores.logsumexp(-1)).exp()
     return found
@@ -115,14 +115,14 @@ class _FusedLoss(torch.autograd.Function):
         layer: "_Outputs",
         chunk: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype, width = _product_dtype(hidden), 0 if teacher is None else teacher.width
-        wide = _wide(dtype)
-        sums = FusedLoss(*(torch.zeros((), dtype=kind, device=hidden.device) for kind in (wide, torch.long, wide)))
-        pairs = [_Pair(hidden, weight, dtype, *ctx.needs_input_grad[:2])]
+        dtype, width = product_dtype(hidden), 0 if teacher is None else teacher.width
+        kinds = (wide_dtype(dtype), torch.long, wide_dtype(dtype))
+        sums = FusedLoss(*(torch.zeros((), dtype=kind, device=hidden.device) for kind in kinds))
+        pairs = [Product(hidden, weight, dtype, *ctx.needs_input_grad[:2])]
         if bias_hidden is not None and bias_weight is not None:
-            pairs.append(_Pair(bias_hidden, bias_weight, dtype, *ctx.needs_input_grad[2:4]))
+            pairs.append(Product(bias_hidden, bias_weight, dtype, *ctx.needs_input_grad[2:4]))
         with torch.autocast(hidden.device.type, enabled=False):
-            for rows, logits in _chunks(pairs, width, chunk):
+            for rows, logits in chunks(pairs, width, chunk):
                 target = None
                 if teacher is not None:
                     target = teacher.known_logits(rows.start, rows.stop, mix.temperature).to(hidden.device)
@@ -143,93 +143,6 @@ class _FusedLoss(torch.autograd.Function):
         return *scaled, *(None,) * (10 - len(scaled))
 
 
-class _Pair:
-    """Inputs and weight of one of the products that make the logits, and their gradients as they are summed."""
-
-    def __init__(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype, learns_hidden: bool, learns: bool) -> None:
-        self.hidden, self.weight = hidden.to(dtype), weight.to(dtype)
-        self._dtype = weight.dtype
-        self._of_hidden = torch.empty_like(hidden) if learns_hidden else None
-        self._of_weight = torch.empty_like(weight, dtype=_wide(dtype)) if learns else None
-        if self._of_weight is not None and not len(hidden):
-            self._of_weight.zero_()
-
-    def take(self, rows: slice, gradient: Float[Tensor, "rows outputs"]) -> None:
-        """Add what a chunk's gradient with respect to the logits gives; the first chunk starts the sums."""
-        if self._of_hidden is not None:
-            self._of_hidden[rows] = gradient @ self.weight
-        if self._of_weight is not None:
-            add_product(self._of_weight, gradient.T, self.hidden[rows], onto=rows.start > 0)
-
-    def gradients(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of the inputs and of the weight, each in its tensor's dtype."""
-        return self._of_hidden, None if self._of_weight is None else self._of_weight.to(self._dtype)
-
-
-def add_product(
-    sums: Float[Tensor, "outputs hidden"],
-    left: Float[Tensor, "outputs rows"],
-    right: Float[Tensor, "rows hidden"],
-    onto: bool,
-) -> None:
-    """Add ``left @ right`` to fp32 or fp64 sums, or overwrite them unless ``onto``.
-
-    A product of half precision is summed in fp32; a device that adds it as it is computed never rounds it.
-    """
-    if left.dtype == sums.dtype:
-        torch.addmm(sums, left, right, beta=int(onto), out=sums)
-    elif _sums_products(sums.device):
-        torch.addmm(sums, left, right, out_dtype=sums.dtype, beta=int(onto), out=sums)
-    else:  # in one product: in parts of its rows it takes a sixth longer
-        product = left @ right
-        _ = sums.add_(product) if onto else sums.copy_(product)
-
-
-def _sums_products(device: torch.device) -> bool:
-    """Return True where a product of half precision can be added to fp32 sums as it is computed (sm80 and later)."""
-    on_nvidia = device.type == "cuda" and torch.version.cuda is not None
-    return on_nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _product_dtype(hidden: Tensor) -> torch.dtype:
-    device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _rows_within(size: int, width: int, dtype: torch.dtype) -> int:
-    return max(1, size // (width * dtype.itemsize))
-
-
-def _chunks(
-    pairs: Sequence[_Pair], width: int, chunk: int | None
-) -> Iterator[tuple[slice, Float[Tensor, "rows outputs"]]]:
-    """Yield the summed products of ``chunk`` tokens at a time, always in the same memory.
-
-    ``width`` is the number of the teacher's logits for a token, which share the memory of a chunk.
-    """
-    hidden, weight = pairs[0].hidden, pairs[0].weight
-    chunk = chunk or _rows_within(CHUNK_BYTES, max(len(weight), width), weight.dtype)
-    held = torch.empty(min(chunk, len(hidden)), len(weight), dtype=weight.dtype, device=hidden.device)
-    for start in range(0, len(hidden), chunk):
-        rows = slice(start, min(start + chunk, len(hidden)))
-        logits = torch.mm(hidden[rows], weight.T, out=held[: rows.stop - start])
-        for pair in pairs[1:]:
-            logits.addmm_(pair.hidden[rows], pair.weight.T)
-        yield rows, logits
-
-
-def _blocks(logits: Float[Tensor, "rows outputs"], width: int) -> Iterator[slice]:
-    """Yield the rows that are softmaxed together: on a CPU as many as its cache holds, on a GPU all at once."""
-    on_processor = logits.device.type == "cpu"
-    widest = max(logits.shape[1], width)
-    size = _rows_within(_BLOCK_BYTES, widest, _wide(logits.dtype)) if on_processor else max(1, len(logits))
-    return (slice(start, start + size) for start in range(0, len(logits), size))
-
-
 def _turn_into_gradient(
     logits: Float[Tensor, "rows outputs"],
     labels: Int[Tensor, " rows"],
@@ -239,11 +152,14 @@ def _turn_into_gradient(
     row_weights: Float[Tensor, " rows"] | None,
 ) -> FusedLoss:
     """Overwrite a linear layer's products with the loss's gradient with respect to these products; return the loss."""
-    wide = _wide(logits.dtype)
-    loss, accepted = (torch.zeros((), dtype=wide, device=logits.device) for _ in range(2))
+    loss, accepted = (torch.zeros((), dtype=wide_dtype(logits.dtype), device=logits.device) for _ in range(2))
     correct = torch.zeros((), dtype=torch.long, device=logits.device)
     written = layer.outputs_of(labels)
-    for block in _blocks(logits, 0 if target is None else target.logits.shape[1]):
+    if mix.backend == "liger":
+        factor = mix.weights["cross_entropy"]
+        loss, correct = cross_entropy_into_gradient(logits, written, factor, row_weights, layer.soft_cap)
+        return FusedLoss(loss, correct, accepted)
+    for block in blocks(logits, 0 if target is None else target.logits.shape[1]):
         scores, right = layer.scores(logits[block]), written[block]
         correct += _hits(scores, right)
         known = None if target is None else target.block(block)
@@ -329,19 +245,19 @@ class _Outputs:
 
     def __init__(self, count: int, tokens: Int[Tensor, " outputs"] | None, soft_cap: float | None) -> None:
         assert tokens is None or len(tokens) == count, "one token for each row of the weight"
-        self._count, self._tokens, self._cap = count, tokens, soft_cap
+        self._count, self._tokens, self.soft_cap = count, tokens, soft_cap
         self._sorted = None if tokens is None else tokens.sort()
 
     def scores(self, products: Float[Tensor, "rows outputs"]) -> Float[Tensor, "rows outputs"]:
         """Return the logits of products, in fp32 or fp64."""
-        scores = products.to(_wide(products.dtype))
-        return scores if self._cap is None else (scores / self._cap).tanh_().mul_(self._cap)
+        scores = products.to(wide_dtype(products.dtype))
+        return scores if self.soft_cap is None else (scores / self.soft_cap).tanh_().mul_(self.soft_cap)
 
     def through_cap(
         self, gradient: Float[Tensor, "rows outputs"], scores: Float[Tensor, "rows outputs"]
     ) -> Float[Tensor, "rows outputs"]:
         """Turn the gradient with respect to the logits into the one with respect to the products."""
-        return gradient if self._cap is None else gradient.mul_(1 - (scores / self._cap).square_())
+        return gradient if self.soft_cap is None else gradient.mul_(1 - (scores / self.soft_cap).square_())
 
     def outputs_of(self, tokens: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
         """Return the output that writes each of the target's tokens; -1 where none does."""

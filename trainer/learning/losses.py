@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from trainer.recipe.loss import Divergence, LossSection, Term
+from trainer.recipe.loss import Backend, Divergence, LossSection, Term
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class LossMix:
     """Rate at which ``lk`` turns from the KL to the TVD as acceptance rises."""
     share: Float[Tensor, ""] | None = None
     """λ of ``lk``, one for all tokens; None: each token's own, by ``eta``."""
+    backend: Backend = "torch"
+    """``liger``: a cross entropy alone, by the kernel of `trainer.learning.liger`."""
 
     def __post_init__(self) -> None:
         if not self.weights or not self.weights.keys() <= set(get_args(Term)):
@@ -53,7 +55,7 @@ class LossMix:
         ``acceptance``: the mean acceptance that ``lk`` follows; None: each token's own.
         """
         share = None if acceptance is None else torch.exp(-section.lk_eta * acceptance)
-        return LossMix(section.mix, section.temperature, section.jsd_beta, section.lk_eta, share)
+        return LossMix(section.mix, section.temperature, section.jsd_beta, section.lk_eta, share, section.backend)
 
     @property
     def soft(self) -> bool:

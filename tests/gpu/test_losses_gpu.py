@@ -1,0 +1,89 @@
+"""The fused losses on a GPU: the CPU's values and gradients, sums that are never rounded, and Liger's kernel."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from loss_references import MIXES, TOKENS, VOCAB, a_teacher, gradients, inputs
+from torch import Tensor
+
+from trainer.learning.fused import fused_loss
+from trainer.learning.losses import LossMix
+from trainer.learning.products import add_product
+from trainer.learning.teachers import HiddenTeacher, Teacher, TopKTeacher
+from trainer.recipe.loss import Term
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+needs_liger = pytest.mark.skipif(find_spec("liger_kernel") is None, reason="needs liger-kernel")
+
+
+def on_gpu(given: Any) -> Any:
+    if isinstance(given, HiddenTeacher | TopKTeacher):
+        return type(given)(*(on_gpu(part) for part in given))
+    if isinstance(given, Tensor):
+        return given.detach().cuda().requires_grad_(given.requires_grad)
+    return given
+
+
+def check_same(mix: LossMix, reference: LossMix, teacher: Teacher | None = None, **options: Any) -> None:
+    """Compare a loss on the GPU with one on the CPU, both in fp32."""
+    hidden, weight, labels = inputs(torch.float32, outputs=len(options.get("tokens", range(VOCAB))))
+    expected = fused_loss(hidden, weight, labels, reference, teacher, **options)
+    given = [on_gpu(each) for each in (hidden, weight, labels)]
+    found = fused_loss(*given, mix, on_gpu(teacher), **{name: on_gpu(each) for name, each in options.items()})
+    assert found.correct == expected.correct
+    assert torch.allclose(found.loss.cpu(), expected.loss, rtol=1e-5)
+    assert torch.allclose(found.accepted.cpu(), expected.accepted, rtol=1e-5)
+    ours, theirs = gradients(found.loss, *given[:2]), gradients(expected.loss, hidden, weight)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(mine.cpu(), other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("weights", MIXES, ids="+".join)
+@pytest.mark.parametrize("kind", ["hidden", "top_k"])
+@pytest.mark.parametrize("chunk", [5, None])
+def test_a_fused_loss_is_the_cpus(weights: dict[Term, float], kind: str, chunk: int | None) -> None:
+    check_same(LossMix(weights), LossMix(weights), a_teacher(kind, dtype=torch.float32)[0], chunk=chunk)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_half_precision_are_summed_without_rounding(dtype: torch.dtype) -> None:
+    left, right = (torch.randn(*shape, device="cuda", dtype=dtype) for shape in ((300, 4, 64), (4, 64, 200)))
+    sums = torch.full((300, 200), torch.nan, device="cuda")
+    for chunk in range(4):
+        add_product(sums, left[:, chunk], right[chunk], onto=chunk > 0)
+    exact = torch.einsum("ack,ckb->ab", left.double(), right.double())
+    assert torch.allclose(sums.double(), exact, rtol=0, atol=1e-4)  # one product rounded to bf16 is off by 0.05
+
+
+@needs_liger
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("tokens", [None, [6, 0, 3, 4]])
+@pytest.mark.parametrize("chunk", [1, 5, None])
+def test_ligers_cross_entropy_is_the_cpus(
+    soft_cap: float | None, factor: float, weighted: bool, tokens: list[int] | None, chunk: int | None
+) -> None:
+    options: dict[str, Any] = {"soft_cap": soft_cap, "chunk": chunk}
+    if tokens is not None:
+        options["tokens"] = torch.tensor(tokens)
+    if weighted:
+        options["row_weights"] = torch.linspace(0, 2, TOKENS)
+    weights: dict[Term, float] = {"cross_entropy": factor}
+    check_same(LossMix(weights, backend="liger"), LossMix(weights), **options)
+
+
+@needs_liger
+@pytest.mark.parametrize("vocabulary", [4096, 100_003])  # the second takes several reads of a row
+def test_ligers_cross_entropy_in_bf16_is_as_near_to_fp32_as_torchs(vocabulary: int) -> None:
+    hidden, weight = torch.randn(96, 64, device="cuda") * 0.3, torch.randn(vocabulary, 64, device="cuda")
+    labels = torch.randint(vocabulary, (96,), device="cuda")
+    given = (hidden.requires_grad_(), weight.requires_grad_())
+    exact = fused_loss(*given, labels, LossMix({"cross_entropy": 1.0}))
+    with torch.autocast("cuda", torch.bfloat16):
+        found = fused_loss(*given, labels, LossMix({"cross_entropy": 1.0}, backend="liger"))
+    assert found.loss.item() == pytest.approx(exact.loss.item(), rel=2e-2)
+    for ours, theirs in zip(gradients(found.loss, *given), gradients(exact.loss, *given), strict=True):
+        assert ours.dtype == torch.float32 and (ours - theirs).norm() < 2e-2 * theirs.norm()
