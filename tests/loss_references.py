@@ -1,6 +1,7 @@
 """Inputs of the losses, and what `fused_loss` computes in chunks: of all logits at once and by autograd."""
 
-from typing import get_args
+from collections.abc import Callable
+from typing import Any, get_args
 
 import torch
 from hypothesis import strategies as st
@@ -40,6 +41,23 @@ def one(term: Term) -> LossMix:
 
 def gradients(loss: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(loss, of)
+
+
+class Anew(torch.autograd.Function):
+    """A loss that is computed again for each backward: gradcheck asks a graph twice, and `fused_loss` answers once."""
+
+    @staticmethod
+    def forward(ctx: Any, loss_of: Callable[..., Tensor], *given: Tensor) -> Tensor:
+        ctx.loss_of = loss_of
+        ctx.save_for_backward(*given)
+        return loss_of(*given)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        given = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        with torch.enable_grad():
+            loss = ctx.loss_of(*given)
+        return None, *torch.autograd.grad(loss, given, gradient)
 
 
 def assert_same(loss: Tensor, expected: Tensor, *of: Tensor, tolerance: float = 1e-10) -> None:

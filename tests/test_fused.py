@@ -1,8 +1,7 @@
 """The fused loss against the plain formulas, gradients included."""
 
 import math
-from collections.abc import Callable
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from loss_references import (
     TOKENS,
     VOCAB,
     WITHOUT_GRADIENT_INSIDE,
+    Anew,
     a_teacher,
     all_logits,
     assert_same,
@@ -188,23 +188,6 @@ def test_accepted_is_the_overlap_of_both_distributions(
     p, q = (target / temperature).softmax(-1)[:, :outputs], (hidden @ weight.T / temperature).softmax(-1)
     assert found.accepted.item() == pytest.approx(torch.minimum(p, q).sum().item(), abs=1e-10)
     assert not found.accepted.requires_grad
-
-
-class Anew(torch.autograd.Function):
-    """A loss that is computed again for each backward: gradcheck asks a graph twice, and `fused_loss` answers once."""
-
-    @staticmethod
-    def forward(ctx: Any, loss_of: Callable[..., Tensor], *given: Tensor) -> Tensor:
-        ctx.loss_of = loss_of
-        ctx.save_for_backward(*given)
-        return loss_of(*given)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        given = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
-        with torch.enable_grad():
-            loss = ctx.loss_of(*given)
-        return None, *torch.autograd.grad(loss, given, gradient)
 
 
 @pytest.mark.parametrize("term", [term for term in get_args(Term) if term not in WITHOUT_GRADIENT_INSIDE])

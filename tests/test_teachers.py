@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loss_references import KINDS, SEEDS, a_teacher, all_logits, gradients, inputs, keep_best, one
+from loss_references import KINDS, SEEDS, Anew, a_teacher, all_logits, gradients, inputs, keep_best, one
 from torch import Tensor
 
 from trainer.learning.fused import fused_loss
@@ -196,7 +196,11 @@ def test_a_sampled_loss_has_the_gradient_of_its_value(kind: Divergence) -> None:
     weight = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
     teacher = sampled(torch.randn(1, 6, dtype=torch.float64), 2, [5, 0, 5])
     label = torch.tensor([0])
-    assert torch.autograd.gradcheck(lambda h, w: fused_loss(h, w, label, one(kind), teacher).loss, (hidden, weight))
+
+    def loss_of(h: Tensor, w: Tensor) -> Tensor:
+        return fused_loss(h, w, label, one(kind), teacher).loss
+
+    assert torch.autograd.gradcheck(lambda *given: Anew.apply(loss_of, *given), (hidden, weight))
 
 
 @pytest.mark.parametrize("kind", KINDS)
