@@ -210,7 +210,7 @@ def test_heads_alone_and_heads_with_adapters_are_measured_each_by_its_own_steps(
     steps: list[int] = []
     own = Medusa2Objective.inputs
     monkeypatch.setattr(
-        Medusa2Objective, "inputs", lambda self, batch, step: steps.append(step) or own(self, batch, step)
+        Medusa2Objective, "inputs", lambda self, batch, step, ahead: steps.append(step) or own(self, batch, step, ahead)
     )
     adapters = {"rank": 2, "modules": ["q_proj"], "heads_first_steps": heads_first}
     plan = plan_training(recipe(workshop, training={"steps": 8}, adapters=adapters), steps=2)
