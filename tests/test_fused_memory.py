@@ -113,6 +113,19 @@ def test_products_are_summed_where_they_stay_and_the_first_overwrites(dtype: tor
     assert torch.equal(sums, 2 * (left.double() @ right.double()).to(sums.dtype))
 
 
+@pytest.mark.parametrize("onto", [False, True])
+def test_the_sum_that_a_gpu_makes_of_a_half_precision_product_is_a_call_that_torch_knows(
+    onto: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the meta device, which has shapes and dtypes alone: a CPU has no such product."""
+    monkeypatch.setattr(products, "_sums_products", lambda device: True)
+    left, right = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((4, 7), (4, 5)))
+    sums = torch.empty(7, 5, device="meta")
+    with LargestTensor() as watched:
+        products.add_product(sums, left.T, right, onto)
+    assert watched.products == 1 and sums.dtype == torch.float32
+
+
 def test_a_frozen_weight_and_a_frozen_input_cost_no_product() -> None:
     hidden, weight, labels = inputs()
     for h, w, expected in (
