@@ -147,6 +147,16 @@ def test_soft_targets_from_the_best_logits_are_no_resumption_of_exact_ones(run_f
     assert identity_of(run_folder, features=hard) == identity_of(run_folder)
 
 
+def test_states_in_int8_are_no_resumption_of_exact_ones_and_a_backend_binds_no_run(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = identity_of(run_folder)
+    rounded = identity_of(run_folder, features={"folder": str(run_folder / "int8"), "states": "int8"})
+    assert rounded == {**exact, "features.states": "int8"}
+    monkeypatch.setattr("trainer.heads.job.check_liger", lambda device: None)  # no GPU is asked for an identity
+    assert identity_of(run_folder, heads={"loss": {"backend": "liger"}}) == exact
+
+
 def test_the_same_file_read_by_another_tokenizer_is_other_training_data(run_folder: Path) -> None:
     before = identity_of(run_folder)
     words = ("<unk>", "<eos>", "<user>", "<assistant>", *"bacdefghijkl")

@@ -211,6 +211,7 @@ def _identity(recipe: DraftRecipe, target: Target, dataset: Dataset, initial: In
     """See `trainer.job.Job.identity`; a draft that training starts from is known by its weights."""
     section, content = recipe.draft, shared_identity(recipe, target, dataset)
     content["draft"].pop("check_costs")
+    content["draft"]["loss"].pop("backend")
     if section.init.from_model is not None:
         content["draft"]["init"]["from_model"] = fingerprint(initial.model)
         if initial.parts is not None:

@@ -178,6 +178,7 @@ def _identity(recipe: MedusaRecipe, target: StoredTarget, dataset: Dataset) -> d
     """See `trainer.job.Job.identity`; soft losses also depend on the number of logits that were stored."""
     content = shared_identity(recipe, target, dataset)
     content["heads"].pop("tree_nodes")
+    content["heads"]["loss"].pop("backend")
     if recipe.adapters is not None:
         content["adapters"].pop("export")
     if recipe.heads.loss.soft:
