@@ -28,6 +28,7 @@ from trainer.export.source import target_of
 from trainer.job import shared_identity
 from trainer.recipe.reading import parse_recipe
 from trainer.recipe.recipe import AnyRecipe
+from trainer.run.checkpoint import differences
 from trainer.run.kinds import kind_of
 from trainer.run.provenance import FILE_NAME
 from trainer.run.train import run_recipe
@@ -153,6 +154,7 @@ def test_states_in_int8_are_no_resumption_of_exact_ones_and_a_backend_binds_no_r
     exact = identity_of(run_folder)
     rounded = identity_of(run_folder, features={"folder": str(run_folder / "int8"), "states": "int8"})
     assert rounded == {**exact, "features.states": "int8"}
+    assert differences(exact, rounded) == differences(rounded, exact) == ["features.states"]
     monkeypatch.setattr("trainer.heads.job.check_liger", lambda device: None)  # no GPU is asked for an identity
     assert identity_of(run_folder, heads={"loss": {"backend": "liger"}}) == exact
 

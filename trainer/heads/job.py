@@ -183,8 +183,8 @@ def _identity(recipe: MedusaRecipe, target: StoredTarget, dataset: Dataset) -> d
         content["adapters"].pop("export")
     if recipe.heads.loss.soft:
         content["features.top_k"] = recipe.features.top_k if recipe.features else 0
-    if recipe.features is not None and recipe.features.states != "target":
-        content["features.states"] = recipe.features.states
+    rounded = recipe.features is not None and recipe.features.states == "int8"
+    content["features.states"] = "int8" if rounded else None
     return content
 
 
