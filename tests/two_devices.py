@@ -132,6 +132,9 @@ class _NoModule(_DummyBackendModule):
     def device_count(self) -> int:
         return 0
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
 
 @cache
 def _register() -> None:

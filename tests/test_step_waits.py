@@ -1,0 +1,160 @@
+"""A step waits for its device once: counted on a device that is none, where every copy to the host can be seen."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import distilling
+import parallel_training
+import pytest
+import torch
+import two_devices
+from tiny_models import tiny_model
+from tiny_training import medusa_on, tiny_tokenizer, toy_examples
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+from two_devices import Placed, moved
+
+from decoding.model.causal_lm import CausalLM
+from trainer.data.batch import pack
+from trainer.data.source import Offline
+from trainer.heads.medusa2 import Medusa2Objective
+from trainer.learning.objective import Objective
+from trainer.recipe.common import TrainingSection
+from trainer.recipe.heads import AdaptersSection, HeadsSection
+from trainer.run.checkpoint import Progress
+from trainer.run.feed import Feed
+from trainer.run.loop import _STOP, _step
+from trainer.run.optimizer import build_optimizers
+
+MICRO_BATCHES = 2
+SECTION = TrainingSection(steps=3, batch_size=8, micro_batch_size=8 // MICRO_BATCHES, mixed_precision="no")
+
+
+def heads(**section: Any) -> Callable[[PreTrainedModel], Objective]:
+    return lambda model: medusa_on(CausalLM(model), HeadsSection(num_heads=2, **section))
+
+
+def joint(model: PreTrainedModel) -> Objective:
+    """Medusa-2, whose adapters join the heads at the second step."""
+    adapters = AdaptersSection(heads_first_steps=1, base_loss="forward_kl", gradient_checkpointing=False)
+    return Medusa2Objective(CausalLM(model), tiny_tokenizer(), HeadsSection(num_heads=2), adapters, SECTION.steps)
+
+
+KINDS: dict[str, tuple[Callable[[PreTrainedModel], Objective], tuple[int, int]]] = {
+    "heads": (heads(), (1, 1)),
+    "soft heads": (heads(shared_lm_head=True, loss={"lk": 1.0, "lk_scope": "head"}), (1, 1)),
+    "Hydra": (heads(sequential=True, weighting="prefix_survival"), (1, 1)),
+    "Markov": (heads(markov_rank=3), (1, 1)),
+    "Medusa-2": (joint, (1, 2)),
+    "draft": (lambda model: distilling.objective_for(model, loss={"forward_kl": 1.0, "hidden": 0.5}), (2, 2)),
+    "parallel draft": (lambda model: parallel_training.objective_for(model), (1, 1)),
+}
+"""An objective, and the forwards of transformers' models without a mask of their own for a micro batch, at the first
+step and at the second."""
+
+
+class PlainRunner:
+    """One process, without accelerate, which knows no such device."""
+
+    engine = None
+
+    def __init__(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
+        self.module, self._optimizers = module, optimizers
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's
+
+    def clip(self) -> Tensor:
+        return nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
+
+    def step(self) -> list[float]:
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return []
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Everything for which a GPU would be waited for: numbers and copies that leave it, copies to it, sizes it finds."""
+    found: Counter[str] = Counter()
+    run, tolist = two_devices._run, Placed.tolist
+
+    def counted(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        out, name = run(func, args, kwargs), func._schema.name
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        placed = any(isinstance(value, Placed) for value in given)
+        leaves = placed and any(not isinstance(value, Placed) for value in tree_leaves(out) if value is not None)
+        masks = name in two_devices._INDEXED and any(
+            value.dtype == torch.bool for value in tree_leaves(args[1]) if isinstance(value, Tensor)
+        )
+        sized = placed and (name in {"aten::nonzero", "aten::masked_select"} or masks)
+        comes = name in two_devices._COPIES and isinstance(out, Placed) and not placed
+        if leaves or sized or (comes and not kwargs.get("non_blocking")):
+            found["in transformers' masks" if in_masks() else name] += 1
+        return out
+
+    def listed(self: Placed) -> Any:
+        found["tolist"] += 1
+        return tolist(self)
+
+    monkeypatch.setattr(two_devices, "_run", counted)
+    monkeypatch.setattr(Placed, "tolist", listed)
+    yield found
+
+
+def in_masks() -> bool:
+    """True inside of transformers' making of a mask, which looks whether the positions are those of packed texts."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_filename.endswith("transformers/masking_utils.py"):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_waits_for_its_device_once(kind: str, packed: bool, waits: Counter[str]) -> None:
+    """Apart from transformers' own look at each forward's positions, where nothing has told it of a mask."""
+    make, forwards = KINDS[kind]
+    examples = pack(toy_examples(), 24) if packed else toy_examples()
+    model = tiny_model("llama")
+    objective = make(model)
+    with two_devices.two_devices() as (device, _):
+        moved(model, device), moved(objective.module, device)
+        optimizers = build_optimizers(objective.module, SECTION, objective.rates(0).keys())
+        runner = PlainRunner(objective.module, optimizers)
+        accelerator: Any = SimpleNamespace(
+            device=device, num_processes=1, process_index=0, reduce=lambda tensor, how: tensor
+        )
+        with Feed(objective, Offline(examples, 8, 0), SECTION, range(8), device) as feed:
+            for step, expected in enumerate(forwards):
+                waits.clear()
+                notes = {"generated/texts": 2.0, _STOP: 0.0}
+                done = _step(objective, runner, optimizers, feed, SECTION, accelerator, Progress(step, 0), notes)
+                assert waits.pop("in transformers' masks") == MICRO_BATCHES * expected
+                assert waits == {"tolist": 1}, f"of step {step}"
+                assert done.figures["generated/texts"] == 2.0 and done.figures["loss"] > 0
+
+
+def test_what_waits_is_counted(waits: Counter[str]) -> None:
+    with two_devices.two_devices() as (device, _):
+        tensor = torch.arange(4).to(device, non_blocking=True)
+        assert not waits
+        float(tensor[0])
+        tensor.nonzero()
+        tensor[tensor > 1]
+        tensor.cpu()
+        torch.arange(4).to(device)
+        bool((tensor > 1).any())
+    assert waits.total() == 6
