@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,6 +10,10 @@ from typing import Any
 
 Reply = tuple[int, Any]
 """HTTP status, and what is sent as JSON, or as it is if it is text."""
+
+
+DROPPED: Reply = (0, None)
+"""No reply: the connection breaks off, as that of a server that is killed."""
 
 
 @dataclass
@@ -57,8 +61,11 @@ def _usage(tokens: int) -> dict[str, int]:
 
 
 @contextmanager
-def serve(script: Callable[[Request], Reply]) -> Iterator[Endpoint]:
-    """Answer each request as the script says. Whoever comes back after an error need not wait for long."""
+def serve(script: Callable[[Request], Reply], models: Sequence[dict[str, str]] = ()) -> Iterator[Endpoint]:
+    """Answer each request as the script says. Whoever comes back after an error need not wait for long.
+
+    ``models`` are listed to those who ask for them, which is not noted.
+    """
     endpoint = Endpoint()
 
     class Handler(BaseHTTPRequestHandler):
@@ -69,12 +76,20 @@ def serve(script: Callable[[Request], Reply]) -> Iterator[Endpoint]:
             self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
         def do_GET(self) -> None:
-            self._answer({})
+            if self.path == "/v1/models":
+                self._send(200, {"object": "list", "data": models})
+            else:
+                self._answer({})
 
         def _answer(self, body: dict[str, Any]) -> None:
             request = Request(self.path, self.headers.get("Authorization", "").removeprefix("Bearer "), body)
             endpoint.requests.append(request)
-            status, content = script(request)
+            self._send(*script(request))
+
+        def _send(self, status: int, content: Any) -> None:
+            if (status, content) == DROPPED:
+                self.close_connection = True
+                return
             encoded = (content if isinstance(content, str) else json.dumps(content)).encode()
             try:
                 self.send_response(status)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 from rich.console import Console
+from scripted_endpoint import Endpoint as ScriptedEndpoint
 from scripted_endpoint import Reply, Request, chat, completion, in_turn, last_words, serve
 from tiny_training import write_rows
 
@@ -25,7 +26,8 @@ from trainer.data.answers import Answered, Outcome
 from trainer.data.conversations import Conversation, read_conversations
 from trainer.run.answering import Summary
 from trainer.target import endpoint as endpoint_module
-from trainer.target.endpoint import Endpoint, EndpointBackend
+from trainer.target.connection import Served
+from trainer.target.endpoint import Asked, EndpointBackend
 
 KEY = "sk-ThisIsNoRealKeyOnlyATest"
 
@@ -38,7 +40,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def options(folder: Path, address: str, prompts: Iterable[Any] = ("one",), **changes: Any) -> RegenerateOptions:
     source = write_rows(folder / "prompts.jsonl", [{"prompt": prompt} for prompt in prompts])
-    defaults: dict[str, Any] = {"endpoint": address, "model": "tiny", "retries": 2, "timeout": 30.0}
+    defaults: dict[str, Any] = {"endpoint": [address], "model": "tiny", "retries": 2, "timeout": 30.0}
     return RegenerateOptions(prompts=source, output=folder / "answers.jsonl", **{**defaults, **changes})
 
 
@@ -51,6 +53,10 @@ def answers_nothing(chosen: RegenerateOptions) -> str:
     with pytest.raises(ValueError, match="nothing was answered") as caught:
         regenerate(chosen)
     return str(caught.value)
+
+
+def host_of(endpoint: ScriptedEndpoint) -> str:
+    return endpoint.address.removeprefix("http://").removesuffix("/v1")
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -200,13 +206,15 @@ def test_a_server_that_does_not_answer_in_time_is_given_up(tmp_path: Path) -> No
     assert set_aside(tmp_path)[0]["reason"] == "no answer within 0.05 s"
 
 
-def test_a_server_that_is_not_there_is_set_down_as_such(tmp_path: Path) -> None:
+def test_a_server_that_is_not_there_ends_the_run(tmp_path: Path) -> None:
     with serve(lambda request: chat("two")) as endpoint:
         pass
-    host = endpoint.address.removeprefix("http://").removesuffix("/v1")
-    expected = f"no connection to {host}, is a server running there? ("
-    assert f"that of line 1 because: {expected}" in answers_nothing(options(tmp_path, endpoint.address, retries=0))
-    assert set_aside(tmp_path)[0]["reason"].startswith(expected)
+    with pytest.raises(
+        ValueError,
+        match=f"^no connection to {host_of(endpoint)}, .*; what was answered is kept: see to the endpoint, then",
+    ):
+        regenerate(options(tmp_path, endpoint.address, retries=0))
+    assert not (tmp_path / "answers.jsonl").exists() and not (tmp_path / "answers.jsonl.failed.jsonl").exists()
 
 
 def test_what_failed_is_asked_again_by_the_next_run_and_nothing_else_is(tmp_path: Path) -> None:
@@ -318,10 +326,8 @@ def test_what_was_answered_is_handed_over_before_a_refusal_ends_the_run(
     monkeypatch.setattr(AsyncOpenAI, "close", close)
     prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": p} for p in ("refused", "good", "slow", "late")])
     conversations = read_conversations(prompts, None, None, 1, chat=True)
-    asked = Endpoint(
-        address="http://127.0.0.1:9/v1", model="tiny", temperature=0.0, top_p=1.0, max_new_tokens=256, seed=0,
-        concurrency=3, retries=2, timeout=30.0, api_key_variable="OPENAI_API_KEY",
-    )  # fmt: skip
+    served = Served(address="http://127.0.0.1:9/v1", model="tiny", concurrency=3, retries=2, timeout=30.0)
+    asked = Asked(endpoints=(served,), temperature=0.0, top_p=1.0, max_new_tokens=256, seed=0)
     outcomes = EndpointBackend(asked).outcomes(conversations, (), lambda tokens: None)
     assert [outcome.conversation.text for outcome in next(outcomes)] == ["good"]
     with pytest.raises(ValueError, match="the key is refused"):

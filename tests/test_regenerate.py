@@ -319,15 +319,15 @@ def test_a_conversation_needs_a_chat_template(models: Path, tmp_path: Path) -> N
     ("change", "complaint"),
     [
         ({"target": None}, "give --target for a model in this process, or --endpoint"),
-        ({"endpoint": "http://127.0.0.1:9/v1"}, "give --target for a model in this process, or --endpoint"),
-        ({"target": None, "endpoint": "http://127.0.0.1:9/v1"}, "say which with --model"),
-        ({"target": None, "endpoint": ""}, "say which with --model"),
+        ({"endpoint": ["http://127.0.0.1:9/v1"]}, "give --target for a model in this process, or --endpoint"),
+        ({"target": None, "endpoint": ["http://127.0.0.1:9/v1"]}, "say which with --model"),
+        ({"target": None, "endpoint": [""]}, "say which with --model"),
         (
-            {"target": None, "endpoint": "http://127.0.0.1:9/v1", "model": "m", "drafter": "lookup"},
+            {"target": None, "endpoint": ["http://127.0.0.1:9/v1"], "model": "m", "drafter": "lookup"},
             "--drafter speeds up",
         ),
         (
-            {"target": None, "endpoint": "http://127.0.0.1:9/v1", "model": "m", "device_map": "auto"},
+            {"target": None, "endpoint": ["http://127.0.0.1:9/v1"], "model": "m", "device_map": "auto"},
             "--device-map spreads a --target in this process",
         ),
         ({"completions": True}, "--completions is the choice of an --endpoint"),

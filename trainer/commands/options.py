@@ -160,7 +160,11 @@ class RegenerateOptions:
     output: Annotated[Path, Option(help=".jsonl file of the answers. Answers that it holds already are kept.")]
     target: Annotated[str | None, Option(help="Hub id or folder of the target, to run in this process.")] = None
     endpoint: Annotated[
-        str | None, Option(help="Instead: address of an OpenAI-compatible server, such as http://localhost:8000/v1.")
+        list[str] | None,
+        Option(
+            help="Instead: address of an OpenAI-compatible server, such as http://localhost:8000/v1; several of one "
+            "model, by commas or repeated, are asked at once."
+        ),
     ] = None
     model: ServedName = None
     prompt_field: PromptField = None
@@ -181,9 +185,12 @@ class RegenerateOptions:
     completions: Annotated[
         bool, Option("--completions", help="Continue prompts by the endpoint's /completions, not its chat.")
     ] = False
-    concurrency: Concurrency = 16
+    concurrency: Annotated[int, Option(min=1, help="Requests to each endpoint at a time.")] = 16
     retries: Retries = 5
     timeout: Timeout = 120.0
+    patience: Annotated[
+        float, Option(min=0, help="Seconds to wait for endpoints to come back once none of them can be reached.")
+    ] = 600.0
     api_key_variable: KeyVariable = "OPENAI_API_KEY"
 
 

@@ -4,6 +4,7 @@ Medusa-2 calls it self-distillation (2401.10774, section 2.3.2): where the targe
 was tuned by reinforcement, heads trained on other people's answers learn a distribution that is not the target's.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.options import RegenerateOptions
-from trainer.commands.served import check_endpoint
+from trainer.commands.served import check_endpoint, served_at
 from trainer.commands.target import read_target
 from trainer.data.answers import AnswerFile, Backend
 from trainer.data.conversations import read_conversations
@@ -40,7 +41,7 @@ def run_regenerate(
     sampling = SamplingConfig(temperature=options.temperature, top_p=options.top_p)
     _check(options, sampling)
     spec = parse_drafter(options.drafter) if options.drafter is not None else spec
-    backend, made_by = _backend(options, sampling, spec)
+    backend, made_by = _backend(options, sampling, spec, watched)
     chat = made_by.pop("chat")
     prompts = resolve(options.prompts)
     conversations = read_conversations(prompts, options.prompt_field, options.limit, options.n, chat)
@@ -60,6 +61,7 @@ def run_regenerate(
     with AnswerFile(options.output, settings, about, options.keep_truncated) as answers:
         summary = answer(backend, conversations, answers, watched)
     console.print(_table(summary))
+    say(console, *backend.account())
     answers.check_not_empty()
     aside = f"; why some were set aside: {answers.set_aside_path}" if summary.set_aside else ""
     say(console, f"written: {options.output}{aside}")
@@ -82,6 +84,7 @@ def _table(summary: Summary) -> Table:
         "empty, set aside": summary.empty,
         "failed, set aside": summary.failed,
         "answers that tokenize differently": summary.differing,
+        "answers/s": f"{summary.answers / summary.seconds:.1f}" if summary.answers else None,
         "tokens/s": f"{summary.tokens / summary.seconds:.0f}" if summary.tokens else None,
     }
     for name, value in figures.items():
@@ -91,7 +94,7 @@ def _table(summary: Summary) -> Table:
 
 
 def _backend(
-    options: RegenerateOptions, sampling: SamplingConfig, spec: DrafterSpec | None
+    options: RegenerateOptions, sampling: SamplingConfig, spec: DrafterSpec | None, watched: Console
 ) -> tuple[Backend, dict[str, Any]]:
     """Return the backend that was asked for, and the settings that make its answers."""
     if options.target is not None and options.endpoint is None:
@@ -99,8 +102,7 @@ def _backend(
     if options.endpoint is None or options.target is not None:
         raise ValueError("give --target for a model in this process, or --endpoint with --model for one that is served")
     check_endpoint(options)
-    assert options.model is not None
-    return _endpoint(options, options.endpoint, options.model)
+    return _endpoints(options, options.endpoint, watched)
 
 
 def _check(options: RegenerateOptions, sampling: SamplingConfig) -> None:
@@ -136,20 +138,18 @@ def _target(
     return backend, {"chat": chat, "dtype": options.dtype, "target_fingerprint": fingerprint}
 
 
-def _endpoint(options: RegenerateOptions, address: str, model: str) -> tuple[Backend, dict[str, Any]]:
-    """Return the backend of a served model; its address is not kept, for it may move, and may hold a secret."""
-    from trainer.target.endpoint import Endpoint, EndpointBackend
+def _endpoints(options: RegenerateOptions, given: Sequence[str], watched: Console) -> tuple[Backend, dict[str, Any]]:
+    """Return the backend of a served model; its addresses are not kept, for they may move, and may hold a secret."""
+    from trainer.target.endpoint import Asked, EndpointBackend
 
-    asked = Endpoint(
-        address=address,
-        model=model,
+    addresses = [address.strip() for each in given for address in each.split(",")]
+    asked = Asked(
+        endpoints=tuple(served_at(address, options) for address in addresses),
         temperature=options.temperature,
         top_p=options.top_p,
         max_new_tokens=options.max_new_tokens,
         seed=options.seed,
-        concurrency=options.concurrency,
-        retries=options.retries,
-        timeout=options.timeout,
-        api_key_variable=options.api_key_variable,
+        patience=options.patience,
     )
-    return EndpointBackend(asked), {"chat": not options.completions, "model": model}
+    backend = EndpointBackend(asked, lambda line: say(watched, line))
+    return backend, {"chat": not options.completions, "model": options.model}

@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from trainer.serving.client import ServedModel
+    from trainer.target.connection import Served
 
 
 class Asking(Protocol):
     """Options that say how a served model is asked."""
 
     @property
-    def endpoint(self) -> str | None: ...
+    def endpoint(self) -> str | list[str] | None: ...
 
     @property
     def model(self) -> str | None: ...
@@ -44,16 +45,21 @@ def check_endpoint(options: Asking) -> None:
 def connect(options: Asking) -> "ServedModel":
     """Return the connection to the server, which sends nothing yet; ValueError for an address that cannot work."""
     from trainer.serving.client import ServedModel
+
+    assert isinstance(options.endpoint, str), "checked by check_endpoint"
+    return ServedModel(served_at(options.endpoint, options))
+
+
+def served_at(address: str, options: Asking) -> "Served":
+    """Return the served model at an address, with the options' settings of requests."""
     from trainer.target.connection import Served
 
-    assert options.endpoint is not None and options.model is not None, "checked by check_endpoint"
-    return ServedModel(
-        Served(
-            address=options.endpoint,
-            model=options.model,
-            concurrency=options.concurrency,
-            retries=options.retries,
-            timeout=options.timeout,
-            api_key_variable=options.api_key_variable,
-        )
+    assert options.model is not None, "checked by check_endpoint"
+    return Served(
+        address=address,
+        model=options.model,
+        concurrency=options.concurrency,
+        retries=options.retries,
+        timeout=options.timeout,
+        api_key_variable=options.api_key_variable,
     )

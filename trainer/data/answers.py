@@ -53,7 +53,14 @@ Outcome = Answered | SetAside
 
 
 class Backend(Protocol):
-    """A writer of answers: the target in this process, or an endpoint."""
+    """A writer of answers: the target in this process, or endpoints."""
+
+    @property
+    def health(self) -> str:
+        """A few words on how many of several endpoints answer, for the progress; empty where there is one writer."""
+
+    def account(self) -> list[str]:
+        """Return a line on each of several endpoints."""
 
     def outcomes(
         self, conversations: Sequence[Conversation], done: Container[Key], on_tokens: Callable[[int], None]

@@ -54,10 +54,14 @@ def answer(backend: Backend, conversations: Sequence[Conversation], answers: Ans
     tokens = 0
     with ProgressBar(console, "answering", len(conversations), summary.before) as bar:
 
+        def note() -> str:
+            paces = (f"{summary.answered / bar.seconds:,.1f} answers/s", f"{tokens / bar.seconds:,.0f} tokens/s")
+            return ", ".join(part for part in (*paces, backend.health) if part)
+
         def on_tokens(count: int) -> None:
             nonlocal tokens
             tokens += count
-            bar.update(note=f"{tokens / bar.seconds:,.0f} tokens/s")
+            bar.update(note=note())
 
         for outcomes in backend.outcomes(conversations, answers.done, on_tokens):
             for outcome in answers.add(outcomes):

@@ -42,10 +42,11 @@ class Served:
 class Connection:
     """`openai`'s client of a served model.
 
-    The client repeats requests that may succeed later (429, 500 and above, timeouts), with growing delays.
+    The client repeats requests that may succeed later (429, 500 and above, timeouts), with growing delays, unless
+    whoever asks ``repeats`` them.
     """
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: Served, repeats: bool = False) -> None:
         """Check the address, the key and the numbers; ValueError for those that cannot work. Sends nothing."""
         for name, least in (("concurrency", 1), ("retries", 0), ("timeout", 0.001)):
             if getattr(served, name) < least:
@@ -62,10 +63,15 @@ class Connection:
             base_url=self.address,
             api_key=self._key or "none",
             timeout=served.timeout,
-            max_retries=served.retries,
+            max_retries=0 if repeats else served.retries,
             # A proxy of the environment would look for a server of this machine on its own.
             http_client=DefaultAsyncHttpxClient(trust_env=False) if _is_here(self.address) else None,
         )
+
+    @property
+    def host(self) -> str:
+        """The server's name and port, without what else the address may hold: a password."""
+        return urlsplit(self.address).netloc.rpartition("@")[2]
 
     def fatal(self, error: APIError) -> ValueError | None:
         """Return the sentence for an error that no other request can escape: a wrong key, model or address; else None.
@@ -74,13 +80,13 @@ class Connection:
         """
         if isinstance(error, AuthenticationError | PermissionDeniedError):
             return ValueError(
-                f"the endpoint refuses the key (HTTP {error.status_code}): put the right one into the environment "
-                f"variable {self.served.api_key_variable}"
+                f"the endpoint {self.host} refuses the key (HTTP {error.status_code}): put the right one into the "
+                f"environment variable {self.served.api_key_variable}"
             )
         if isinstance(error, NotFoundError):
             return ValueError(
-                f"the endpoint knows no model {self.served.model!r}, or has nothing at this address (HTTP 404): "
-                "check --model, and that --endpoint is the server's base address, which mostly ends in /v1"
+                f"the endpoint {self.host} knows no model {self.served.model!r}, or has nothing at this address "
+                "(HTTP 404): check --model, and that --endpoint is the server's base address, which mostly ends in /v1"
             )
         return None
 
@@ -89,8 +95,7 @@ class Connection:
         if isinstance(error, APITimeoutError):
             return f"no answer within {self.served.timeout:g} s"
         if isinstance(error, APIConnectionError):
-            host = urlsplit(self.address).netloc.rpartition("@")[2]
-            return f"no connection to {host}, is a server running there? ({first_line(error.__cause__ or error)})"
+            return f"no connection to {self.host}, is a server running there? ({first_line(error.__cause__ or error)})"
         status, reason = "", first_line(error)
         if isinstance(error, APIStatusError):
             status, reason = f"HTTP {error.status_code}: ", reason.removeprefix(f"Error code: {error.status_code} - ")

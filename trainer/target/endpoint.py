@@ -1,4 +1,4 @@
-"""A target that is served: any OpenAI-compatible endpoint, asked by `openai`'s client, many conversations at a time.
+"""A target that is served: OpenAI-compatible endpoints, asked by `openai`'s client, many conversations at a time.
 
 The server templates the messages, samples with its own generator, and returns texts, not tokens. It may change the
 model's distribution unseen, for example by a top-k in its generation config.
@@ -8,9 +8,10 @@ import asyncio
 import json
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple, cast
 
-from openai import APIError
+from openai import APIError, AsyncOpenAI
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 
@@ -19,20 +20,31 @@ from trainer.data.answers import Answered, Outcome, Problem, SetAside
 from trainer.data.chat import whole_characters
 from trainer.data.conversations import Conversation, Key
 from trainer.target.connection import Connection, Served
+from trainer.target.pool import Member, Pool, is_unreached, may_pass, pause_after
 
 HOPELESS = 50
-"""Failures in a row that end the run: the endpoint is down, or every request is wrong."""
+"""Failures in a row that end the run: the endpoints answer with errors alone, or every request is wrong."""
+_LOOK = 1.0
+"""Seconds after which the caller is told how it stands, even if no conversation has ended."""
 _SEEDS_APART = 1_000_003  # of turns and of tries; servers take seeds of 31 bits
 
 
 @dataclass(frozen=True, kw_only=True)
-class Endpoint(Served):
-    """A served model with the settings of its requests."""
+class Asked:
+    """Served models, all of the same target, with the settings of the requests to them."""
 
+    endpoints: tuple[Served, ...]
     temperature: float
     top_p: float
     max_new_tokens: int
     seed: int
+    patience: float = 600.0
+    """Seconds to wait for endpoints that have answered before, once none can be reached."""
+
+    @property
+    def first(self) -> Served:
+        """An endpoint: they differ by their addresses alone."""
+        return self.endpoints[0]
 
 
 class _Reply(NamedTuple):
@@ -53,16 +65,28 @@ class _NoAnswer(Exception):
 
 
 class EndpointBackend:
-    """Asks an endpoint for answers, several conversations at once, the turns of each one after the other.
+    """Asks endpoints for answers, several conversations at once, the turns of each one after the other.
 
-    `openai`'s client repeats requests that may succeed later (429, 500 and above, timeouts), with growing delays;
-    empty answers and malformed replies are asked for again here. A wrong key or an unknown model ends the run.
+    A request that may succeed later (429, 500 and above, no answer in time) is tried again after a growing pause, at
+    most ``retries`` times, as are empty answers and malformed replies; a request that did not reach an endpoint goes to
+    another, or waits, and counts as no try. A request that every endpoint refuses is set aside. A wrong key or an
+    unknown model ends the run. See `Pool` for the choice among several endpoints.
     """
 
-    def __init__(self, asked: Endpoint) -> None:
+    def __init__(self, asked: Asked, tell: Callable[[str], None] = lambda line: None) -> None:
+        """Check the endpoints and send nothing. ``tell`` is called with a line when an endpoint goes or comes back."""
         self._asked = asked
-        self._connection = Connection(asked)
-        self._client = self._connection.client
+        connections = [Connection(served, repeats=True) for served in asked.endpoints]
+        self._pool = Pool(connections, asked.first.concurrency, asked.first.retries, asked.patience, tell)
+
+    @property
+    def health(self) -> str:
+        """How many of several endpoints answer."""
+        return self._pool.health
+
+    def account(self) -> list[str]:
+        """Return a line on each of several endpoints."""
+        return self._pool.account()
 
     def outcomes(
         self, conversations: Sequence[Conversation], done: Container[Key], on_tokens: Callable[[int], None]
@@ -73,7 +97,8 @@ class EndpointBackend:
         failures = 0
         with asyncio.Runner() as runner:
             try:
-                while ended := runner.run(self._some(waiting, running)):
+                runner.run(self._pool.check_same_model(self._asked.first.model))
+                while (ended := runner.run(self._some(waiting, running))) or running:
                     finished = [task.result() for task in ended if task.exception() is None]
                     on_tokens(sum(outcome.tokens for outcome in finished if isinstance(outcome, Answered)))
                     yield finished
@@ -93,19 +118,17 @@ class EndpointBackend:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        await self._client.close()
+        await self._pool.close()
 
     async def _some(
         self, waiting: Iterator[Conversation], running: set[asyncio.Task[Outcome]]
     ) -> set[asyncio.Task[Outcome]]:
-        """Start conversations up to ``concurrency`` and wait for the next to end; an empty set when none is left."""
-        for conversation in waiting:
+        """Start as many conversations as the endpoints take at a time; return those that end within `_LOOK` seconds."""
+        for conversation in islice(waiting, self._pool.size - len(running)):
             running.add(asyncio.create_task(self._converse(conversation)))
-            if len(running) >= self._asked.concurrency:
-                break
         if not running:
             return set()
-        ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        ended, _ = await asyncio.wait(running, timeout=_LOOK, return_when=asyncio.FIRST_COMPLETED)
         running -= ended
         return ended
 
@@ -116,47 +139,71 @@ class EndpointBackend:
                 replies.append(await self._reply(conversation, [reply.text for reply in replies]))
         except _NoAnswer as error:
             return SetAside(conversation, error.problem, str(error), again=True)
-        except APIError as error:
-            return SetAside(conversation, "failed", self._connection.explained(error), again=True)
         texts, tokens = tuple(reply.text for reply in replies), sum(reply.tokens for reply in replies)
         return Answered(conversation, texts, tokens, replies[-1].truncated)
 
     async def _reply(self, conversation: Conversation, answers: Sequence[str]) -> _Reply:
-        """Return the next answer; each try has a seed of its own, or an empty answer would stay empty."""
+        """Return the next answer; its seed goes by the row, the turn and the answers that were of no use before it.
+
+        `_NoAnswer` after the last try, and where every endpoint that can be reached refuses the request.
+        """
+        refused: list[Member] = []
         problem = _NoAnswer("failed", "never asked")
-        for attempt in range(self._asked.retries + 1):
-            seed = self._asked.seed + conversation.index + _SEEDS_APART * (len(answers) + attempt)
+        tries = useless = 0
+        while tries <= self._asked.first.retries:
+            member = await self._pool.take(refused)
+            if member is None:
+                break
+            seed = self._asked.seed + conversation.index + _SEEDS_APART * (len(answers) + useless)
             try:
-                return await self._ask(conversation, answers, seed % 2**31)
+                return await self._ask(member, conversation, answers, seed % 2**31)
             except _NoAnswer as error:
                 problem = error
+                tries, useless = tries + 1, useless + 1
+            except APIError as error:
+                if is_unreached(error):
+                    continue
+                problem = _NoAnswer("failed", member.connection.explained(error))
+                if may_pass(error):
+                    tries += 1
+                    await asyncio.sleep(pause_after(error, tries) if tries <= self._asked.first.retries else 0)
+                else:
+                    refused.append(member)
         raise problem
 
-    async def _ask(self, conversation: Conversation, answers: Sequence[str], seed: int) -> _Reply:
+    async def _ask(self, member: Member, conversation: Conversation, answers: Sequence[str], seed: int) -> _Reply:
+        """Ask an endpoint once, and tell the pool how it did."""
         try:
-            return _read(await self._request(conversation, answers, seed))
+            reply = _read(await self._request(member.connection.client, conversation, answers, seed))
         except json.JSONDecodeError as error:
+            await self._pool.replied(member)
             raise _NoAnswer("failed", f"the endpoint sent what is no JSON: {first_line(error)}") from error
         except APIError as error:
-            if fatal := self._connection.fatal(error):
+            if fatal := member.connection.fatal(error):
                 raise fatal from None
+            await (self._pool.failed(member, error) if may_pass(error) else self._pool.replied(member))
             raise
+        except _NoAnswer:
+            await self._pool.replied(member)
+            raise
+        await self._pool.replied(member)
+        return reply
 
     async def _request(
-        self, conversation: Conversation, answers: Sequence[str], seed: int
+        self, client: AsyncOpenAI, conversation: Conversation, answers: Sequence[str], seed: int
     ) -> ChatCompletion | Completion:
         asked = self._asked
         if not conversation.chat:
-            return await self._client.completions.create(
-                model=asked.model,
+            return await client.completions.create(
+                model=asked.first.model,
                 prompt=conversation.text,
                 temperature=asked.temperature,
                 top_p=asked.top_p,
                 max_tokens=asked.max_new_tokens,
                 seed=seed,
             )
-        return await self._client.chat.completions.create(
-            model=asked.model,
+        return await client.chat.completions.create(
+            model=asked.first.model,
             messages=cast(list[ChatCompletionMessageParam], conversation.open_after(answers)),
             temperature=asked.temperature,
             top_p=asked.top_p,

@@ -44,6 +44,15 @@ class TargetBackend:
         self._target, self._tokenizer, self._drafter = target, tokenizer, drafter
         self._config, self._batch_size = config, batch_size
 
+    @property
+    def health(self) -> str:
+        """Nothing: there is one writer."""
+        return ""
+
+    def account(self) -> list[str]:
+        """Return nothing: there is one writer."""
+        return []
+
     def outcomes(
         self, conversations: Sequence[Conversation], done: Container[Key], on_tokens: Callable[[int], None]
     ) -> Iterator[list[Outcome]]:
