@@ -1,4 +1,4 @@
-"""Answers by two real servers, of which one is killed on the way and comes back: what is lost, and at which pace.
+"""Answers by two real servers, of which one is killed on the way and comes back: rows lost, and the pace.
 
 Two `transformers serve` processes serve MODEL; `headstart regenerate` asks both. One of them gets a SIGKILL when a
 third of the rows are answered, and is started again when two thirds are. Prints the answers per second before, between

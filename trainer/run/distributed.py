@@ -29,7 +29,7 @@ def build_accelerator(section: TrainingSection, **options: Any) -> Accelerator:
     """
     deepspeed = _is_asked_for("ACCELERATE_USE_DEEPSPEED")
     fsdp = _is_asked_for("ACCELERATE_USE_FSDP")
-    group: dict[str, Any] = {"timeout": timedelta(hours=6)}  # the others wait while the first process evaluates
+    group: dict[str, Any] = {"timeout": timedelta(hours=6)}  # all wait while one reads data or writes the state
     if deepspeed:
         _check_deepspeed()
         if not torch.cuda.is_available():

@@ -81,7 +81,7 @@ class EndpointBackend:
 
     @property
     def health(self) -> str:
-        """How many of several endpoints answer."""
+        """Words on the number of endpoints that answer, such as "1 of 2 endpoints"; empty where there is one."""
         return self._pool.health
 
     def account(self) -> list[str]:
@@ -143,7 +143,7 @@ class EndpointBackend:
         return Answered(conversation, texts, tokens, replies[-1].truncated)
 
     async def _reply(self, conversation: Conversation, answers: Sequence[str]) -> _Reply:
-        """Return the next answer; its seed goes by the row, the turn and the answers that were of no use before it.
+        """Return the next answer; its seed follows from row, turn and useless answers before, not from the endpoint.
 
         `_NoAnswer` after the last try, and where every endpoint that can be reached refuses the request.
         """

@@ -77,7 +77,7 @@ class Pool:
 
     @property
     def health(self) -> str:
-        """How many endpoints answer, such as "1 of 2 endpoints"; empty where there is one."""
+        """Words on the number of endpoints that answer, such as "1 of 2 endpoints"; empty where there is one."""
         up = sum(not member.failures for member in self.members)
         return f"{up} of {len(self.members)} endpoints" if len(self.members) > 1 else ""
 
@@ -154,7 +154,7 @@ class Pool:
     async def check_same_model(self, model: str) -> None:
         """Compare what several endpoints tell of the model; ValueError where one lists models without it.
 
-        What they cannot tell is said in a line: servers may list nothing, or not be there yet.
+        A line tells where nothing can be compared: servers may list nothing, or not be there yet.
         """
         if len(self.members) == 1:
             return
