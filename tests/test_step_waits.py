@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -84,8 +84,8 @@ class PlainRunner:
 
 
 @pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Everything for which a GPU would be waited for: numbers and copies that leave it, copies to it, sizes it finds."""
+def waits(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Everything for which a GPU would be waited for: numbers that leave it, copies from and to it, sizes it finds."""
     found: Counter[str] = Counter()
     run, tolist = two_devices._run, Placed.tolist
 
@@ -109,7 +109,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
     monkeypatch.setattr(two_devices, "_run", counted)
     monkeypatch.setattr(Placed, "tolist", listed)
-    yield found
+    return found
 
 
 def in_masks() -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
 from inspect import signature
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -73,14 +74,17 @@ def _one_sentence(error: BaseException) -> str:
     return without_secrets(one_line(error)) or type(error).__name__
 
 
-def run_train(recipe_path: str, overrides: Sequence[str]) -> int:
-    """Train a recipe, for ``headstart train`` and ``scripts/train.py``; returns the exit code."""
+def run_train(recipe_path: str, overrides: Sequence[str], profile: str | None = None) -> int:
+    """Train a recipe, for ``headstart train`` and ``scripts/train.py``; returns the exit code.
+
+    ``profile``: a folder for a trace of three steps.
+    """
 
     def work() -> None:
         from trainer.recipe.reading import load_recipe
         from trainer.run.train import run_recipe
 
-        run_recipe(load_recipe(recipe_path, overrides))
+        run_recipe(load_recipe(recipe_path, overrides), profile=None if profile is None else Path(profile))
 
     return guarded(work, debug=_debug())
 
@@ -99,9 +103,10 @@ def options(debug: Annotated[bool, typer.Option(help="Show tracebacks instead of
 def train(
     recipe: Annotated[str, typer.Argument(help="YAML recipe, such as recipes/quickstart/medusa1.yaml.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the recipe.")] = None,
+    profile: Annotated[str | None, typer.Option(help="Folder for a trace of three steps; prints their parts.")] = None,
 ) -> None:
     """Train heads or a draft from a recipe, in one process. For several: accelerate launch scripts/train.py RECIPE."""
-    raise typer.Exit(run_train(recipe, overrides or ()))
+    raise typer.Exit(run_train(recipe, overrides or (), profile))
 
 
 @app.command(cls=Command)

@@ -5,7 +5,6 @@ metrics.superseded.jsonl.
 """
 
 import json
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from accelerate import Accelerator
 from rich.console import Console
 
 from trainer.files.shards import write_text
+from trainer.learning.spans import StepTimes
 from trainer.recipe.recipe import AnyRecipe
 from trainer.run.checkpoint import Checkpoints, Progress
 from trainer.run.forecast import points_of, read_evaluated, sentence
@@ -43,7 +43,7 @@ class Log:
         self._active = accelerator.is_main_process
         self._file = Path(recipe.output) / METRICS
         self._bar = ProgressBar(console, f"{recipe.name}, steps", recipe.training.steps, active=self._active)
-        self._last_step: tuple[float, int] | None = None
+        self._tokens = 0
 
     def __enter__(self) -> "Log":
         wandb = {"name": self._recipe.name, "dir": self._recipe.output}
@@ -62,6 +62,7 @@ class Log:
         lost = self._supersede(progress)
         if not progress.step:
             return
+        self._tokens = progress.tokens
         self._bar.begin(progress.step)
         steps = self._recipe.training.steps
         lines = [f"{passed} cannot be used: passed over, and kept" for passed in checkpoints.unreadable]
@@ -97,16 +98,16 @@ class Log:
         rows = [json.loads(line) for line in kept]
         return progress.step - len({row["step"] for row in rows if "loss" in row})
 
-    def step(self, progress: Progress, figures: dict[str, float]) -> None:
-        """Note a step's figures and its speed."""
-        now = time.perf_counter()
-        if self._last_step is not None:
-            before, tokens = self._last_step
-            figures = {**figures, "tokens_per_second": (progress.tokens - tokens) / (now - before)}
-        self._last_step = (now, progress.tokens)
+    def step(self, progress: Progress, figures: dict[str, float], times: StepTimes | None) -> None:
+        """Note a step's figures, and where its time is known its speed and the share of the target's forward."""
+        tokens, self._tokens = progress.tokens - self._tokens, progress.tokens
+        note = f"loss {figures['loss']:.3f}"
+        if times is not None:
+            speed, share = tokens / times.seconds, times.share("target")
+            figures = {**figures, "tokens_per_second": speed, "data_share": times.share("data"), "target_share": share}
+            note += f", {speed:,.0f} tokens/s" + (f", target {share:.0%}" if share else "")
         self._write(progress, figures)
-        speed = f", {figures['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in figures else ""
-        self._bar.update(progress.step, note=f"loss {figures['loss']:.3f}{speed}")
+        self._bar.update(progress.step, note=note)
 
     def evaluation(self, progress: Progress, evaluation: Evaluation, step: int | None = None) -> None:
         """Note the held-out figures, and say them; ``step`` is that of the weights, where it is not the last."""
@@ -120,7 +121,6 @@ class Log:
             f"{self._recipe.name}: step {step}, held out, {f'T={temperature:g}' if temperature else 'greedy'}: "
             + ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in evaluation.figures.items()),
         )
-        self._last_step = None  # the clock of the next step would include the evaluation
 
     def forecast(self) -> None:
         """Say what twice the trained tokens would bring, by the evaluations so far. Main process only."""

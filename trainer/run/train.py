@@ -13,6 +13,7 @@ from rich.console import Console
 from trainer import quickstart
 from trainer.files.lock import hold
 from trainer.job import Job, Kind, trained_numbers
+from trainer.learning.spans import Stopwatch
 from trainer.recipe.recipe import AnyRecipe
 from trainer.run.checkpoint import Checkpoints, Progress
 from trainer.run.distributed import build_accelerator, describe, whole_parameters
@@ -22,6 +23,7 @@ from trainer.run.heldout import Evaluator, Watch, evaluator_at_end
 from trainer.run.kinds import check_folders, kind_of
 from trainer.run.log import Log
 from trainer.run.loop import Hooks, agreed, on_main, train
+from trainer.run.profile import NEEDED, TRACED, Profile
 from trainer.run.tracking import address_of, is_installed, tracker_of
 from trainer.terminal.console import say, standard_error
 from trainer.terminal.place import Place
@@ -29,18 +31,25 @@ from trainer.terminal.place import Place
 CHECKPOINTS, FINAL = "checkpoints", "final"
 
 
-def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
+def run_recipe(recipe: AnyRecipe, console: Console | None = None, profile: Path | None = None) -> Path:
     """Train a recipe to its end, resuming if it was stopped before; returns the folder of the finished artefact.
 
-    The embedded target is trained first, and writes its answers, where the recipe asks for them.
+    The embedded target is trained first, and writes its answers, where the recipe asks for them. ``profile``: a folder
+    for `Profile`'s trace of a few steps; ValueError if the recipe has too few.
     """
+    if profile is not None and recipe.training.steps < NEEDED:
+        raise ValueError(
+            f"--profile traces steps {NEEDED - TRACED + 1} to {NEEDED} but training.steps is {recipe.training.steps}: "
+            f"set it to {NEEDED} or more"
+        )
     console, kind = console or standard_error(), kind_of(recipe)
     ensure_built(kind.target)
     ensure_answered(kind.recipe.data.train)
     check_folders(kind)
     accelerator = _accelerator(recipe)
     with _alone_in(Path(recipe.output), accelerator):
-        _run(kind, accelerator, Place(accelerator.process_index, accelerator.num_processes, console))
+        place = Place(accelerator.process_index, accelerator.num_processes, console)
+        _run(kind, accelerator, place, profile)
     accelerator.end_training()
     return Path(recipe.output) / FINAL
 
@@ -53,7 +62,7 @@ def _alone_in(output: Path, accelerator: Accelerator) -> Iterator[None]:
         yield
 
 
-def _run(kind: Kind, accelerator: Accelerator, place: Place) -> None:
+def _run(kind: Kind, accelerator: Accelerator, place: Place, profile: Path | None) -> None:
     recipe, output = kind.recipe, Path(kind.recipe.output)
     # A run that was begun may go on, however busy the machine is now.
     begun = any((output / CHECKPOINTS).glob("step-*"))
@@ -68,26 +77,46 @@ def _run(kind: Kind, accelerator: Accelerator, place: Place) -> None:
         watch = Watch(job, log, checkpoints, accelerator)
         on_main(accelerator, watch.check)
 
-        def on_begin(progress: Progress) -> None:
-            log.begun(progress, checkpoints)
-            watch.begun(progress)
-
-        progress = train(
-            job.objective,
-            job.source(recipe.training, place),
-            recipe.training,
-            accelerator,
-            checkpoints,
-            recipe.checkpoint.every,
-            recipe.evaluation.every,
-            Hooks(log.step, watch.evaluate, on_begin),
-        )
-
+        progress = _train(job, accelerator, log, watch, checkpoints, place, profile)
         with whole_parameters(accelerator, job.objective.module):
             finished = watch.choose_weights(progress)
             _finish(job, recipe, accelerator, log, checkpoints, progress, finished)
         place.say(_end(recipe, progress, finished))
         accelerator.wait_for_everyone()
+
+
+def _train(
+    job: Job,
+    accelerator: Accelerator,
+    log: Log,
+    watch: Watch,
+    checkpoints: Checkpoints,
+    place: Place,
+    folder: Path | None,
+) -> Progress:
+    """Run the loop with a clock beside it; a profile goes to ``folder``."""
+    recipe, device = job.recipe, accelerator.device
+    with Stopwatch(device) as stopwatch, Profile(folder, place, device) as profile:
+
+        def on_begin(progress: Progress) -> None:
+            log.begun(progress, checkpoints)
+            watch.begun(progress)
+
+        def on_step(progress: Progress, figures: dict[str, float]) -> None:
+            times = stopwatch.step()
+            log.step(progress, figures, times)
+            profile.step(times)
+
+        def evaluate(progress: Progress) -> bool:
+            over = watch.evaluate(progress)
+            stopwatch.restart()  # the time of the next step would include the evaluation
+            return over
+
+        hooks = Hooks(on_step, evaluate, on_begin)
+        every, source = recipe.checkpoint.every, job.source(recipe.training, place)
+        return train(
+            job.objective, source, recipe.training, accelerator, checkpoints, every, recipe.evaluation.every, hooks
+        )
 
 
 def _finish(
