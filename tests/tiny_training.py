@@ -148,6 +148,9 @@ class ToyObjective:
     def counts(self, batch: Batch, step: int = 0) -> Tensor:
         return batch.trained[:, 1:].sum()[None]
 
+    def flops(self, batch: Batch, step: int) -> float:
+        return 0.0
+
     def ahead(self, batch: Batch, step: int) -> None:
         pass
 

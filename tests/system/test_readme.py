@@ -134,7 +134,7 @@ def test_every_command_of_the_page_on_training_runs_in_the_order_given(
     desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
     found = commands(TRAINING)
-    assert len(found) == 11
+    assert len(found) == 12
     for command in found:
         run(command, desk, environment, warm)
     assert (desk / "runs" / "stored" / "final" / "model.safetensors").is_file()

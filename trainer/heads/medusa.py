@@ -25,6 +25,7 @@ from decoding.model.hub import local_folder
 from decoding.model.lm_head import lm_head_input
 from decoding.rules.best_tree import FITTED_RANKS, best_tree
 from trainer.data.batch import Batch, flat_rows
+from trainer.learning.flops import FORWARD, LEARNING, THROUGH, Text, weights_of
 from trainer.learning.fused import Bias, FusedLoss, fused_loss, label_probabilities
 from trainer.learning.losses import LossMix, prefix_survival
 from trainer.learning.objective import EVERYWHERE_THE_SAME, TermSums
@@ -226,6 +227,11 @@ class MedusaObjective:
     def counts(self, batch: Batch, step: int = 0) -> Float[Tensor, " terms"]:
         return head_counts(batch, len(self.terms))
 
+    def flops(self, batch: Batch, step: int) -> float:
+        labels = self.counts(batch).tolist()
+        by_lm_head = self._section.loss.soft and not self._states.stores_top_k
+        return self._states.flops(Text.of(batch)) + head_flops(self.module.heads, self._section, labels, by_lm_head)
+
     def ahead(self, batch: Batch, step: int) -> HeadsAhead:
         return HeadsAhead(head_places(batch, len(self.terms)), self._states.read(batch, self._section.loss.soft))
 
@@ -272,6 +278,26 @@ class MedusaObjective:
 def head_counts(batch: Batch, num_heads: int) -> Float[Tensor, " heads"]:
     """Count the labels of each head."""
     return torch.stack([batch.labelled(k + 2).sum() for k in range(num_heads)])
+
+
+def head_flops(
+    heads: MedusaHeads, section: HeadsSection, labels: Sequence[int], by_lm_head: bool, learns_input: bool = False
+) -> float:
+    """Return the operations of heads on their labels, each head's number of them.
+
+    ``by_lm_head``: the target's distribution comes from its lm_head. ``learns_input``: a gradient reaches the states.
+    """
+    vocabulary, size, total = heads.config.vocab_size, heads.config.hidden_size, 0.0
+    for head, count in zip(heads.heads, labels, strict=True):
+        first, *others = (weights_of(block.modules()) for block in head.blocks)  # type: ignore[union-attr]
+        written = vocabulary * size
+        each = (LEARNING if learns_input else THROUGH) * first + LEARNING * sum(others)
+        each += (THROUGH if section.shared_lm_head else LEARNING) * written
+        each += LEARNING * vocabulary * section.markov_rank + (FORWARD * written if by_lm_head else 0)
+        if section.weighting == "prefix_survival":
+            each += FORWARD * (first + sum(others) + written + vocabulary * section.markov_rank)
+        total += count * each
+    return total
 
 
 def head_places(batch: Batch, num_heads: int) -> tuple[Int[Tensor, " labels"], ...]:

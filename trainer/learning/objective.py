@@ -48,6 +48,9 @@ class Objective(Protocol):
     def counts(self, batch: Batch, step: int) -> Float[Tensor, " terms"]:
         """Return the number of labels that each term has in this batch at a step (from 0)."""
 
+    def flops(self, batch: Batch, step: int) -> float:
+        """Return the operations of a batch on the host by `trainer.learning.flops`, all models; NaN if not known."""
+
     def ahead(self, batch: Batch, step: int) -> Any:
         """Return what `inputs` needs beside a batch on the host and needs no model for, such as rows from a disk.
 

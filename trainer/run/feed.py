@@ -28,10 +28,26 @@ class MicroBatch(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """A micro batch on the host, with the labels of each term in this process's share of the whole step."""
+    """A micro batch on the host, with what is known of this process's share of the whole step."""
 
     micro_batch: MicroBatch
+    share: "_Share"
+
+
+class _Share(NamedTuple):
+    """A process's batches of a step, the labels of each term in them, and their operations."""
+
+    batches: list[Batch]
     counts: Int[Tensor, " terms"]
+    flops: float
+
+
+class FedStep(NamedTuple):
+    """This process's share of a step: labels of each term, operations by `Objective.flops`, and the micro batches."""
+
+    counts: Int[Tensor, " terms"]
+    flops: float
+    micro_batches: Iterator[MicroBatch]
 
 
 class Feed:
@@ -56,7 +72,7 @@ class Feed:
         self._per_step = len(positions) // section.micro_batch_size
         self._thread = ThreadPoolExecutor(1, "micro batches")
         self._next: tuple[tuple[int, int], Future[_Prepared]] | None = None
-        self._collated: tuple[int, list[Batch], Int[Tensor, " terms"]] | None = None  # touched by the thread alone
+        self._collated: tuple[int, _Share] | None = None  # touched by the thread alone
 
     def __enter__(self) -> "Feed":
         return self
@@ -64,10 +80,10 @@ class Feed:
     def __exit__(self, *exception: object) -> None:
         self._thread.shutdown(cancel_futures=True)
 
-    def step(self, step: int) -> tuple[Int[Tensor, " terms"], Iterator[MicroBatch]]:
-        """Return the labels of each term in this process's share of a step (from 0), and its micro batches."""
+    def step(self, step: int) -> FedStep:
+        """Return this process's share of a step (from 0)."""
         first = self._take(step, 0)
-        return send(first.counts, self._device), self._from(step, first)
+        return FedStep(send(first.share.counts, self._device), first.share.flops, self._from(step, first))
 
     def settle(self) -> None:
         """Wait until the thread rests."""
@@ -99,17 +115,18 @@ class Feed:
 
     def _prepare(self, step: int, index: int) -> _Prepared:
         if self._collated is None or self._collated[0] != step:
-            self._collated = step, *self._collate(step)
-        _, batches, counts = self._collated
-        batch, last = batches[index], index + 1 == self._per_step
-        return _Prepared(pinned(MicroBatch(batch, self._objective.ahead(batch, step), last), self._device), counts)
+            self._collated = step, self._collate(step)
+        share = self._collated[1]
+        batch, last = share.batches[index], index + 1 == self._per_step
+        return _Prepared(pinned(MicroBatch(batch, self._objective.ahead(batch, step), last), self._device), share)
 
-    def _collate(self, step: int) -> tuple[list[Batch], Int[Tensor, " terms"]]:
+    def _collate(self, step: int) -> _Share:
         """Return a step's batches on the host: the loss of the first depends on the labels of all."""
         examples, size = self._source.examples_at(step, self._positions), self._section.micro_batch_size
         shares = [examples[start : start + size] for start in range(0, len(examples), size)]
         batches = [collate([each.example for each in share], [each.place for each in share]) for share in shares]
-        return batches, torch.stack([self._objective.counts(batch, step) for batch in batches]).sum(0)
+        counts = torch.stack([self._objective.counts(batch, step) for batch in batches]).sum(0)
+        return _Share(batches, counts, sum(self._objective.flops(batch, step) for batch in batches))
 
 
 def send(values: Tensors, device: torch.device) -> Tensors:

@@ -25,6 +25,9 @@ from trainer.run.feed import Feed, MicroBatch, send
 from trainer.run.optimizer import build_optimizers, set_learning_rates
 from trainer.run.state import gather_moments, gather_weights, load_moments, load_weights
 
+FLOPS = "model_flops"
+"""Name of the figure that counts a step's operations by `Objective.flops`, where they are known."""
+
 
 class Interrupted(Exception):  # not an error: the run was asked to stop, and can go on
     """A SIGTERM or SIGINT arrived; the state is saved."""
@@ -137,8 +140,9 @@ def _step(
     _seed_step(section.seed, step, accelerator.process_index)
     learning_rate = learning_rate_at(step, section)
     set_learning_rates(optimizers, learning_rate, objective.rates(step))
-    mine, micro_batches = feed.step(step)
+    mine, flops, micro_batches = feed.step(step)
     counts = _summed(accelerator, mine)
+    notes = notes if math.isnan(flops) else {**notes, FLOPS: flops}
     weights = send(torch.tensor(objective.weights(step)), counts.device)
     scale: Float[Tensor, " terms"] = weights / counts.clamp(min=1)
     sums = _accumulate(objective, runner, micro_batches, step, scale, accelerator)

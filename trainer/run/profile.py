@@ -1,5 +1,6 @@
 """A trace of three steps of a run, and a table of where they went: ``headstart train RECIPE --profile FOLDER``."""
 
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -35,6 +36,7 @@ class Profile:
         self._spans: Counter[Name] = Counter()
         self._seconds = 0.0
         self._steps = 0
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its own lines on standard error
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
         phases = schedule(wait=_BEFORE, warmup=1, active=TRACED, repeat=1)
         self._profiler = profile(activities=activities, schedule=phases) if folder is not None else None

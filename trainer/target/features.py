@@ -19,6 +19,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import capture_lm_head_input, last_position
 from trainer.data.batch import Batch, Example
 from trainer.files.shards import digest_of_each
+from trainer.learning.flops import Text
 from trainer.recipe.heads import FeaturesSection, StatesDtype
 from trainer.target.hidden import StoredStates, TopLogits
 from trainer.target.loading import Target
@@ -157,6 +158,11 @@ class FeatureStore(Store[FeatureIdentity]):
             return hidden
         return (hidden * self._padded("scale", batch)[..., None]).to(self._identity.torch_dtype)
 
+    @property
+    def has_top_k(self) -> bool:
+        """True if the best logits were stored."""
+        return self._identity.top_k > 0
+
     def top_k(self, batch: Batch) -> TopLogits | None:
         """Return the best logits, zeros on padding; None where they were not stored."""
         if not self._identity.top_k:
@@ -190,11 +196,18 @@ class StoredFeatures:
     def _embedding(self) -> Float[Tensor, "vocab hidden"]:
         return self._store.embedding.to(self._device)
 
+    @property
+    def stores_top_k(self) -> bool:
+        return self._store.has_top_k
+
     def read(self, batch: Batch, top_k: bool) -> StoredStates:
         return StoredStates(self._store.hidden(batch), self._store.top_k(batch) if top_k else None)
 
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
         raise AssertionError("stored features are read, and no target is run")
+
+    def flops(self, text: Text) -> float:
+        return 0.0
 
     def embedded(self, tokens: Int[Tensor, "batch positions"]) -> Float[Tensor, "batch positions hidden"]:
         return nn.functional.embedding(tokens, self._embedding)

@@ -3,6 +3,7 @@
 `trainer.target.features` has them from disk.
 """
 
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import lm_head_input
 from trainer.data.batch import Batch
+from trainer.learning.flops import Layers, Text
 from trainer.learning.spans import span
 from trainer.target.logits import LogitTransform, check_logits, logit_transform
 
@@ -42,6 +44,10 @@ class HiddenStates(Protocol):
     def lm_head(self) -> Float[Tensor, "vocab hidden"]:
         """The weight of the target's lm_head."""
 
+    @property
+    def stores_top_k(self) -> bool:
+        """True if `read` gives the best logits where they are asked for."""
+
     def read(self, batch: Batch, top_k: bool) -> StoredStates | None:
         """Return what is on a disk for a batch, on the batch's device; None: the target is to be run.
 
@@ -51,12 +57,17 @@ class HiddenStates(Protocol):
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
         """Return what the lm_head reads, on the batch's device, by a run of the target."""
 
+    def flops(self, text: Text) -> float:
+        """Return the operations of `hidden` on a batch's texts; 0 where no target is run."""
+
     def embedded(self, tokens: Int[Tensor, "batch positions"]) -> Float[Tensor, "batch positions hidden"]:
         """Return the target's own embeddings of tokens."""
 
 
 class OnlineTarget:
     """The target itself, run without gradients on every batch."""
+
+    stores_top_k = False
 
     def __init__(self, target: CausalLM) -> None:
         check_logits(target.model)
@@ -76,6 +87,13 @@ class OnlineTarget:
         with span("target"):
             hidden = lm_head_input(self._model, batch.model_inputs())
         return hidden.to(batch.tokens.device)  # a target spread over devices ends on another
+
+    def flops(self, text: Text) -> float:
+        return self._layers.flops(text)
+
+    @cached_property
+    def _layers(self) -> Layers:
+        return Layers.of(self._model)
 
     @torch.no_grad()
     def embedded(self, tokens: Int[Tensor, "batch positions"]) -> Float[Tensor, "batch positions hidden"]:

@@ -1,0 +1,31 @@
+"""A step waits for its device once, whatever is trained: see counted_waits.py."""
+
+import json
+import sys
+from pathlib import Path
+
+from whole_runs import run
+
+SCRIPT = str(Path(__file__).with_name("counted_waits.py"))
+MICRO_BATCHES = 2
+FORWARDS = {
+    "heads": (1, 1),
+    "soft heads": (1, 1),
+    "Hydra": (1, 1),
+    "Markov": (1, 1),
+    "Medusa-2": (1, 2),
+    "draft": (2, 2),
+    "parallel draft": (1, 1),
+}
+"""Forwards of transformers' models for a micro batch that make a mask, at the first step and at the second: each looks
+whether the positions are those of packed texts. A parallel draft brings its own mask."""
+
+
+def test_a_step_waits_for_its_device_once_and_each_mask_of_transformers_once(tmp_path: Path) -> None:
+    said = run([sys.executable, SCRIPT], tmp_path)
+    found = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
+    assert found["seen"] == 6, "what waits is seen"
+    assert found["steps"].keys() == {f"{kind}, {texts}" for kind in FORWARDS for texts in ("padded", "packed")}
+    for name, steps in found["steps"].items():
+        for waits, forwards in zip(steps, FORWARDS[name.rpartition(", ")[0]], strict=True):
+            assert waits == {"tolist": 1, "in transformers' masks": MICRO_BATCHES * forwards}, name
