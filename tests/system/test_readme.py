@@ -138,6 +138,7 @@ def test_every_command_of_the_page_on_training_runs_in_the_order_given(
     for command in found:
         run(command, desk, environment, warm)
     assert (desk / "runs" / "stored" / "final" / "model.safetensors").is_file()
+    assert (desk / "runs" / "profile" / "trace-0.json").is_file()
     quick = TRAINING.replace("changes = [", f"changes = [*{_TINY_RECIPE.split()}, ")
     _run_the_python_block(quick, desk, environment)
     assert (desk / "runs" / "python" / "final" / "model.safetensors").is_file()
@@ -258,6 +259,8 @@ def run(command: str, desk: Path, environment: dict[str, str], warm: WarmProgram
         words[words.index("--limit") + 1] = "8"  # as many as the largest batch holds
     if re.search("recipes/any/(draft|parallel)", command):
         words.append("draft.check_costs=false")  # no draft pays for so small a target
+    if "--profile" in words:
+        words[words.index("training.steps=2")] = "training.steps=6"  # the last three are traced
     if warm is not None and words[0] == "headstart":
         done = warm.run(words, desk, seconds=240)
     else:

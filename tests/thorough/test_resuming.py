@@ -46,7 +46,7 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = loop._step
 
     def stopped(*args: Any) -> Any:
-        if args[-1].step == step:
+        if args[-2].step == step:
             raise KeyboardInterrupt
         return whole(*args)
 
