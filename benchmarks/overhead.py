@@ -159,7 +159,9 @@ def measured(
 
 def table_of(splits: Sequence[Split], name: str) -> Table:
     """Lay out the shares."""
-    table = Table("T", "batch", "method", "tokens/pass", "draft", "verify", "overhead", "outside", "ms/step", title=name)
+    table = Table(
+        "T", "batch", "method", "tokens/pass", "draft", "verify", "overhead", "outside", "ms/step", title=name
+    )
     for split in splits:
         table.add_row(
             f"{split.temperature:g}",

@@ -303,11 +303,19 @@ class RandomSource(Protocol):
         """Draw an index in proportion to ``weights``, which need not sum to 1; never one of weight 0."""
 
 
+NO_WEIGHT = "no token has any weight: loosen the controls (a processor may forbid every token)"
+"""Error of a draw from nothing."""
+_BLOCK = 32
+"""Least count of numbers that a source draws from its generator at once."""
+
+
 class GeneratorSource:
     """A random source over a `torch.Generator` on the host: a seed gives the same uniforms whatever the device."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
+        self._ahead: list[float] = []
+        """Numbers of the stream that were drawn from the generator, and not taken yet."""
 
     @staticmethod
     def from_seed(seed: int, stream: int | str = "") -> "GeneratorSource":
@@ -319,12 +327,28 @@ class GeneratorSource:
         return GeneratorSource(torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True)))
 
     def uniform(self) -> float:
-        """Draw a number in [0, 1), a multiple of 2^-53."""
-        return torch.rand((), generator=self._generator, dtype=torch.float64).item()
+        """Take the next number in [0, 1), a multiple of 2^-53."""
+        if not self._ahead:
+            self.peek(1)
+        return self._ahead.pop(0)
 
     def uniforms(self, count: int) -> Float64[Tensor, " count"]:
-        """Draw ``count`` such numbers at once, on the host."""
-        return torch.rand(count, generator=self._generator, dtype=torch.float64)
+        """Take the next ``count`` such numbers at once, on the host."""
+        taken = torch.tensor(self.peek(count), dtype=torch.float64)
+        self.skip(count)
+        return taken
+
+    def peek(self, count: int) -> list[float]:
+        """Return the next ``count`` numbers, which are not taken: the next call that takes some begins with them."""
+        if (missing := count - len(self._ahead)) > 0:
+            fresh = torch.rand(max(missing, _BLOCK), generator=self._generator, dtype=torch.float64)
+            self._ahead += fresh.tolist()
+        return self._ahead[:count]
+
+    def skip(self, count: int) -> None:
+        """Take ``count`` numbers that `peek` has shown."""
+        assert count <= len(self._ahead), f"{count} numbers are taken, {len(self._ahead)} were seen"
+        del self._ahead[:count]
 
     def accept(self, probability: float) -> bool:
         return self.uniform() < probability
@@ -334,7 +358,7 @@ class GeneratorSource:
         cumulative = _cumulative(weights)
         token = int(torch.searchsorted(cumulative, cumulative[-1] * self.uniform(), right=True))
         if token == len(weights):
-            raise ValueError("no token has any weight: loosen the controls (a processor may forbid every token)")
+            raise ValueError(NO_WEIGHT)
         return token
 
 

@@ -140,7 +140,7 @@ def _chain_ratios(tree: TokenTree, p: Float[Tensor, "nodes vocab"], q: Float[Ten
     drafted = tree.tokens[1:, None]
     rows = len(drafted)
     ratios: list[float] = (p[:rows].gather(1, drafted) / q[:rows].gather(1, drafted)).squeeze(1).tolist()
-    assert all(ratio < math.inf for ratio in ratios), _UNDRAWN
+    assert all(ratio < math.inf for ratio in ratios), UNDRAWN
     return ratios
 
 
@@ -162,7 +162,7 @@ def recursive_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], sou
         for child, q_now in _children_with_q(proposal, node, p[node]):
             token = tree.token_list[child]
             ratio = float(p_now[token] / q_now[token])
-            assert ratio < math.inf, _UNDRAWN
+            assert ratio < math.inf, UNDRAWN
             residual = None if source.accept(ratio) else _residual(p_now, q_now)
             if residual is None:  # kept, or p = q up to rounding, where a rejection has probability 0
                 accepted = child
@@ -211,7 +211,7 @@ def traversal_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], 
             child, q_now = tried
             token = tree.token_list[child]
             ratio = float(mass[token] / q_now[token])
-            assert ratio < math.inf, _UNDRAWN
+            assert ratio < math.inf, UNDRAWN
             if ratio > 0:
                 above.append(((node, kept, mass, children), q_now))
                 node, kept, mass, children = entered(child, min(1.0, ratio))
@@ -262,7 +262,7 @@ def _residual(p: Float[Tensor, " vocab"], q: Float[Tensor, " vocab"]) -> Float[T
     return positive / total if bool(total > 0) else None
 
 
-_UNDRAWN = "a drafted token has q = 0: it was not drawn from the q that was recorded"
+UNDRAWN = "a drafted token has q = 0: it was not drawn from the q that was recorded"
 
 
 def typical_acceptance(epsilon: float = 0.09, delta: float = 0.3) -> Rule:
