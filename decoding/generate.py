@@ -15,6 +15,7 @@ from decoding.drafters.base import Drafter, DraftRequest, DraftSession, TextStar
 from decoding.metrics import StepCount
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
+from decoding.model.static import nodes_at
 from decoding.policies import PLAIN, Budget, Policy
 from decoding.rules.decide import decide
 from decoding.rules.history import History
@@ -180,6 +181,9 @@ class Batch:
                 proposals, [output.logits[row, : len(proposal.tree)] for row, proposal in enumerate(proposals)]
             )
         draft_seconds, verify_seconds = clock.phases()
+        last = torch.tensor([verdict.path[-1] if verdict.path else 0 for verdict in verdicts])
+        for text, hidden in zip(self.texts, nodes_at(last.to(self.target.device), output.hidden)[:, 0], strict=True):
+            text.hidden = hidden
         steps = [
             self._commit(row, proposals[row].tree, verdict, starts[row], output.hidden[row], output.logits[row])
             for row, verdict in enumerate(verdicts)
@@ -225,7 +229,6 @@ class Batch:
         text = self.texts[row]
         path, room = verdict.path, text.draft_room
         kept = (0, *path)
-        text.hidden = hidden[kept[-1]]
         if self.keeps_states:
             states = _nodes(hidden, kept)
             # The next step of a static target overwrites its outputs, and may come before the next draft.

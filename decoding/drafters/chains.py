@@ -8,7 +8,7 @@ from torch import Tensor
 
 from decoding.drafters.text_rows import TextRows
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import HistoryRows, adjusted_logits, inverse_cdf, probabilities
+from decoding.rules.sampling import HistoryRows, adjusted_logits, best_tokens, inverse_cdf, probabilities
 from decoding.rules.tree import TokenTree, TreeShape
 
 NextLogits = Callable[[Int[Tensor, "rows tokens"]], Float[Tensor, "rows vocab"]]
@@ -81,7 +81,7 @@ class ChainGrowth:
                 ]
             )
         if not self._sampled:
-            return adjusted_logits(logits, self._sampling, history).argmax(-1)
+            return best_tokens(adjusted_logits(logits, self._sampling, history))
         q = probabilities(logits, self._sampling, history)
         q_steps.append(q)
         # A row that has ended takes nothing from its source: its samples must not depend on its neighbours.

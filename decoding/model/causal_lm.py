@@ -27,7 +27,7 @@ from decoding.model.embeddings import added_to_embeddings
 from decoding.model.lm_head import capture_lm_head_input
 from decoding.model.masks import TreeMasks
 from decoding.model.static import StaticSteps, nodes_at
-from decoding.rules.tree import TokenTree, TreeShape
+from decoding.rules.tree import TokenTree
 
 _PREFILL_TOKENS = 1 << 14
 """Greatest number of tokens, with padding, in one prefill pass: it fills a GPU; 32 texts of 8k would take 40 GB."""
@@ -259,8 +259,7 @@ class CausalLM:
         if self._static is not None:
             output = ModelOutput(*self._static.step(tokens, cache))
         else:
-            trees = [TokenTree(tokens[row : row + 1], TreeShape.chain(0)) for row in range(len(tokens))]
-            output = self._run_trees(trees, cache, [0] * len(trees), None)
+            output = self._run_tokens(tokens, cache)
         return ModelOutput(output.hidden[:, 0], output.logits[:, 0])
 
     @torch.inference_mode()
@@ -308,6 +307,18 @@ class CausalLM:
             return output if select is None else ModelOutput(select(output.hidden), select(output.logits))
         return self._run_trees(trees, cache, first, select)
 
+    def _run_tokens(self, tokens: Int[Tensor, " rows"], cache: PreallocatedCache) -> ModelOutput:
+        """Run one token after each row, as a tree of a root alone."""
+        rows, starts = len(tokens), cache.lengths[: len(tokens)]
+        masks = None  # `transformers` builds the masks of its layers
+        if len(set(starts)) > 1 or any(self.windows().values()):
+            masks = self._masks.of_tokens(starts)
+        positions = self._positions(starts, cache, 0)
+        cache.begin(range(rows), 1, self.device)
+        output = self._run(self.model, tokens[:, None], positions, cache, masks, None)
+        cache.end([1] * rows)
+        return output
+
     def _last_of(self, lengths: Sequence[int], count: int = 1) -> Callable[[Tensor], Tensor]:
         """Return a function that selects each row's last ``count`` own positions, (rows, count, hidden)."""
         if len(set(lengths)) == 1:
@@ -333,27 +344,35 @@ class CausalLM:
         counts = [len(tree) - skipped for tree, skipped in zip(trees, first, strict=True)]
         size = max(counts)
         tokens = self._stack([tree.tokens[skipped:] for tree, skipped in zip(trees, first, strict=True)], size)
-        depths = self._stack(
-            [tree.shape.depth_tensor[skipped:] for tree, skipped in zip(trees, first, strict=True)], size
-        )
-        starts = [cache.lengths[row] - skipped for row, skipped in enumerate(first)]
-        places = [start + dropped for start, dropped in zip(starts, cache.dropped, strict=False)]
-        positions = depths + torch.tensor(places).to(self.device, non_blocking=True)[:, None]
-        if self._last_place is not None:  # a row that is done may be padded past the end of the position table
-            positions.clamp_(max=self._last_place - 1)
-        uniform = len(set(starts)) == 1
-        if uniform and size == 1 and not any(first) and not any(self.windows().values()):
-            masks = None  # one token per row: `transformers` builds the masks of its layers
+        if size == 1 and kept is None and not any(first):
+            return self._run_tokens(tokens[:, 0], cache)
+        shapes = [tree.shape for tree in trees]
+        if len(set(shapes)) == len(set(first)) == 1:
+            depths = shapes[0].depth_tensor[first[0] :].to(self.device)
         else:
-            masks = self._masks.of_trees([tree.shape for tree in trees], starts, first, size)
+            depths = self._stack(
+                [shape.depth_tensor[skipped:] for shape, skipped in zip(shapes, first, strict=True)], size
+            )
+        starts = [cache.lengths[row] - skipped for row, skipped in enumerate(first)]
+        positions = self._positions(starts, cache, depths)
+        masks = self._masks.of_trees(shapes, starts, first, size)
         cache.begin(range(len(trees)), size, self.device)
         output = self._run(self.model, tokens, positions, cache, masks, select)
         cache.end(counts if kept is None else kept)
         return output
 
+    def _positions(self, starts: Sequence[int], cache: PreallocatedCache, depths: Tensor | int) -> Tensor:
+        """Return the positions of nodes at these depths behind the cached ``starts``, (rows, nodes)."""
+        places = [start + dropped for start, dropped in zip(starts, cache.dropped, strict=False)]
+        positions = depths + torch.tensor(places).to(self.device, non_blocking=True)[:, None]
+        if self._last_place is not None:  # a row that is done may be padded past the end of the position table
+            positions.clamp_(max=self._last_place - 1)
+        return positions
+
     def _stack(self, parts: Sequence[Tensor], size: int) -> Tensor:
         """Stack the parts to (rows, size, …) on the model's device, shorter ones padded with zeros."""
-        parts = [part.to(self.device, non_blocking=True) for part in parts]
+        device = self.device
+        parts = [part if part.device == device else part.to(device, non_blocking=True) for part in parts]
         if all(len(part) == size for part in parts):
             return torch.stack(list(parts))
         padded = nn.utils.rnn.pad_sequence(list(parts), batch_first=True)

@@ -32,6 +32,18 @@ class TreeMasks:
         masks = {kind: self._mask(shapes, starts, first, size, window) for kind, window in self.windows.items()}
         return masks if len(masks) > 1 else masks["full_attention"]
 
+    def of_tokens(self, starts: Sequence[int]) -> Any:
+        """Make the masks of one token after each row, which attends to all of the row within the window."""
+        device, blocked = self._model.device, torch.finfo(self._model.dtype).min
+        keys = torch.arange(max(starts) + 1, device=device)
+        ahead = keys - torch.tensor(starts).to(device, non_blocking=True)[:, None]
+        masks = {}
+        for kind, window in self.windows.items():
+            hidden = ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
+            mask = torch.zeros(ahead.shape, dtype=self._model.dtype, device=device)
+            masks[kind] = mask.masked_fill_(hidden, blocked)[:, None, None]
+        return masks if len(masks) > 1 else masks["full_attention"]
+
     def _mask(
         self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int, window: int | None
     ) -> Tensor:
@@ -57,11 +69,15 @@ class TreeMasks:
         """Make a mask for each row. A row's keys are its prefix, its tree's nodes, then padding that is masked out."""
         device, blocked = self._model.device, torch.finfo(self._model.dtype).min
         nodes = max(skipped + size for skipped in first)
-        tree_masks = torch.full((len(shapes), size, nodes), blocked, dtype=self._model.dtype, device=device)
-        depths = torch.zeros(len(shapes), nodes, dtype=torch.long, device=device)
-        for row, (shape, skipped) in enumerate(zip(shapes, first, strict=True)):
-            tree_masks[row, : len(shape) - skipped, : len(shape)] = self.among_nodes(shape)[skipped:]
-            depths[row, : len(shape)] = shape.depth_tensor.to(device)
+        if len(set(shapes)) == len(set(first)) == 1:
+            tree_masks = self.among_nodes(shapes[0])[first[0] :].expand(len(shapes), -1, -1)
+            depths = shapes[0].depth_tensor.to(device).expand(len(shapes), -1)
+        else:
+            tree_masks = torch.full((len(shapes), size, nodes), blocked, dtype=self._model.dtype, device=device)
+            depths = torch.zeros(len(shapes), nodes, dtype=torch.long, device=device)
+            for row, (shape, skipped) in enumerate(zip(shapes, first, strict=True)):
+                tree_masks[row, : len(shape) - skipped, : len(shape)] = self.among_nodes(shape)[skipped:]
+                depths[row, : len(shape)] = shape.depth_tensor.to(device)
         begin = torch.tensor(starts).to(device, non_blocking=True)[:, None]
         width = max(start + skipped for start, skipped in zip(starts, first, strict=True)) + size
         keys = torch.arange(width, device=device)[None]

@@ -6,7 +6,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import NO_WEIGHT, GeneratorSource, HistoryRows, SamplingConfig, adjusted_logits
+from decoding.rules.sampling import (
+    NO_WEIGHT,
+    GeneratorSource,
+    HistoryRows,
+    SamplingConfig,
+    adjusted_logits,
+    best_tokens,
+)
 from decoding.rules.traversal_rows import drawn_kind, traversal_verification_rows
 from decoding.rules.tree import fetch_tokens
 from decoding.rules.verify import (
@@ -58,7 +65,7 @@ def decide(
     trees = [proposal.tree for proposal in proposals]
     target = TargetRows(trees, logits, sampling, history)
     if sampling.greedy:
-        best: list[int] = fetch_tokens(trees, [adjusted_logits(target.logits, sampling, history).argmax(-1)])[0]
+        best: list[int] = fetch_tokens(trees, [best_tokens(adjusted_logits(target.logits, sampling, history))])[0]
         return [
             Verdict(*tree.descend(best[first : first + len(tree)]))
             for tree, first in zip(trees, target.first, strict=True)
