@@ -129,9 +129,9 @@ def traversal_verification_rows(rows: Rows) -> Int[Tensor, "rows 4"]:
     for level in plan.levels:
         slots = slice(level.begin, level.begin + len(level.nodes))
         _try_children(level, mass[slots], None if q is None else q[slots], renews, rows.tokens, kept, entered, undrawn)
-    chances = torch.where(entered, kept, 0.0).gather(1, plan.order).masked_fill_(plan.order == 0, 0.0)
+    odds = torch.where(entered, kept, 0.0).gather(1, plan.order).masked_fill_(plan.order == 0, 0.0)
     uniforms = rows.uniforms(plan.order.shape[1] + 1)
-    test, tested = first_accepted(chances, uniforms)
+    test, tested = first_accepted(odds, uniforms)
     node = torch.cat([plan.order, torch.zeros_like(plan.order[:, :1])], 1).gather(1, test[:, None]).squeeze(1)
     slot = plan.slots.gather(1, node[:, None])
     weights = torch.where(slot < 0, rows.target.at(rows.roots + node), mass[slot.squeeze(1).clamp(min=0)])

@@ -220,19 +220,19 @@ def block_verification_rows(rows: Rows) -> Int[Tensor, "rows 4"]:
 
 
 def first_accepted(
-    chances: Float64[Tensor, "rows tests"], uniforms: Float64[Tensor, "rows count"]
+    odds: Float64[Tensor, "rows tests"], uniforms: Float64[Tensor, "rows count"]
 ) -> tuple[Int[Tensor, " rows"], Int[Tensor, " rows"]]:
     """Return the first test that each row passes, the number of tests if none, and the count of uniforms it took.
 
-    A test of chance 0 takes no uniform.
+    A test of probability 0 takes no uniform.
     """
-    takes = chances > 0
+    takes = odds > 0
     before = takes.cumsum(1)
-    passed = takes & (uniforms.gather(1, (before - 1).clamp(min=0)) < chances)
-    none = torch.full_like(before[:, :1], chances.shape[1])
-    first = torch.cat([torch.where(passed, torch.arange(chances.shape[1], device=chances.device), none), none], 1)
+    passed = takes & (uniforms.gather(1, (before - 1).clamp(min=0)) < odds)
+    none = torch.full_like(before[:, :1], odds.shape[1])
+    first = torch.cat([torch.where(passed, torch.arange(odds.shape[1], device=odds.device), none), none], 1)
     test = first.amin(1)
-    taken = before.gather(1, test.clamp(max=chances.shape[1] - 1)[:, None]).squeeze(1)
+    taken = before.gather(1, test.clamp(max=odds.shape[1] - 1)[:, None]).squeeze(1)
     return test, taken
 
 
