@@ -220,13 +220,32 @@ def whole_parameters(accelerator: Accelerator, module: nn.Module) -> Iterator[No
         sharded = [child for child in module.modules() if isinstance(child, FSDPModule)]
         for child in sharded:
             child.unshard()
-        try:
-            yield
-        finally:
-            for child in sharded:
-                child.reshard()
+        with _kept_whole_by_state_dicts(module):
+            try:
+                yield
+            finally:
+                for child in sharded:
+                    child.reshard()
     else:
         yield
+
+
+@contextmanager
+def _kept_whole_by_state_dicts(module: nn.Module) -> Iterator[None]:
+    """Take away FSDP2's hooks that shard a whole module where the ``state_dict`` of any part of it is asked for.
+
+    Copies of its parts, made in here, lack them too: saving a copy would shard the original.
+    """
+    taken = []
+    for part in module.modules():
+        for number, hook in list(part._state_dict_pre_hooks.items()):
+            if hook.__module__.startswith("torch.distributed.fsdp."):
+                taken.append((part, number, part._state_dict_pre_hooks.pop(number)))
+    try:
+        yield
+    finally:
+        for part, number, hook in taken:
+            part._state_dict_pre_hooks[number] = hook
 
 
 def _remove_hooks(offload: Any) -> None:
