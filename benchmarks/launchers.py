@@ -33,15 +33,17 @@ LOSSES, WEIGHTS = 1e-4, 1e-3
 1e-2, which Adam turns into a step of that size for a gradient of any size."""
 
 POLICY = {"offline": 0.5, "draft": 0.5, "max_new_tokens": 6, "every": 2}
+SMALL = {"from_config": {"num_hidden_layers": 1}}
+"""Random weights, as a layer of the counting target would have little to learn."""
 KINDS: dict[str, dict[str, Any]] = {
     "heads": {"kind": "medusa", "heads": {"num_heads": 3, "weighting": "prefix_survival"}},
     "medusa2": {
         "kind": "medusa",
         "adapters": {"rank": 4, "dropout": 0.0, "heads_first_steps": 2, "base_loss": "forward_kl"},
     },
-    "draft": {"kind": "draft", "draft": {"loss": {"forward_kl": 0.5, "tvd": 0.5}}},
+    "draft": {"kind": "draft", "draft": {"init": SMALL, "loss": {"forward_kl": 0.5, "tvd": 0.5}}},
     "parallel": {"kind": "draft", "draft": {"parallel": {"tokens": 3, "markov_rank": 5, "anchors": 4}}},
-    "on-policy": {"kind": "draft", "draft": {"policy": POLICY}},
+    "on-policy": {"kind": "draft", "draft": {"init": SMALL, "policy": POLICY}},
 }
 TYPES = {"one": "NO", "ddp": "MULTI_CPU", "fsdp2": "FSDP"} | {f"zero{stage}": "DEEPSPEED" for stage in (1, 2, 3)}
 CHAIN = (("zero3", 2), ("one", 1), ("ddp", 4), ("fsdp2", 2), ("zero1", 2), ("zero2", 2))
