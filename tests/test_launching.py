@@ -59,7 +59,7 @@ def test_ddp_keeps_no_second_copy_of_the_gradients(monkeypatch: pytest.MonkeyPat
 def test_fsdp2_rounds_products_and_neither_sums_of_gradients_nor_losses(
     monkeypatch: pytest.MonkeyPatch, precision: str, expected: MixedPrecisionPolicy
 ) -> None:
-    """accelerate's own policy has bf16 in all three places; launched_fsdp.py shows what that does to a loss."""
+    """accelerate's own policy has bf16 in all three places; launched_rounding.py shows what that does to a loss."""
     section = TrainingSection.model_validate({"steps": 1, "mixed_precision": precision})
     plugin = SimpleNamespace(mixed_precision_policy=MixedPrecisionPolicy(*[torch.bfloat16] * 3))
     of_fsdp2 = SimpleNamespace(

@@ -13,7 +13,7 @@ import torch
 import yaml
 from launched_heads import STEPS, run
 from safetensors.torch import load_file
-from tiny_training import Recorder, cpu_accelerator, interrupt, recipe_content
+from tiny_training import Recorder, cpu_accelerator, interrupt
 from torch import nn
 from whole_runs import (
     ACCELERATE,
@@ -33,27 +33,28 @@ from whole_runs import run as run_program
 
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.heads import MedusaHeads
-from trainer.export import export
-from trainer.recipe.reading import parse_recipe
 from trainer.run.consolidate import consolidate
-from trainer.run.kinds import kind_of
 from trainer.run.loop import Interrupted
-from trainer.terminal.place import Place
 
-TYPES = {"ddp": "MULTI_CPU", "zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
-WRAPPERS = {"ddp": "DistributedDataParallel", "zero1": "DeepSpeedEngine", "zero2": "DeepSpeedEngine"}
-WRAPPERS["zero3"] = "DeepSpeedEngine"
+TYPES = {"ddp": "MULTI_CPU", "fsdp2": "FSDP", "zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+WRAPPERS = {"ddp": "DistributedDataParallel", "fsdp2": "FSDP_Scaled", "zero1": "DeepSpeedEngine"}
+WRAPPERS |= {"zero2": "DeepSpeedEngine", "zero3": "DeepSpeedEngine"}
+FSDP2 = [*ACCELERATE, "--config_file", str(ROOT / "recipes" / "accelerate" / "fsdp.yaml"), "--main_process_port", "0"]
+FSDP2 += [str(ROOT / "tests" / "system" / "launched_fsdp2.py")]
+"""Behind it stands the script that two processes run."""
 
 
 def command_of(kind: str, folder: Path, part: str, options: Sequence[str] = ("--main_process_port", "0")) -> list[str]:
     config = str(ROOT / "recipes" / "accelerate" / f"{kind}.yaml")
     script = str(ROOT / "tests" / "system" / "launched_heads.py")
+    if kind == "fsdp2":
+        return [*FSDP2, script, str(folder), part]
     return [*ACCELERATE, "--quiet", *options, "--config_file", config, script, str(folder), part]
 
 
 def cpu_of(kind: str) -> str | None:
     """The value of ACCELERATE_USE_CPU, which accelerate needs for DDP and DeepSpeed does not bear."""
-    return "true" if kind == "ddp" else None
+    return None if kind.startswith("zero") else "true"
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +74,10 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def done(kind: str) -> Path:
         if kind not in folders:
-            if kind != "ddp":
+            if kind.startswith("zero"):
                 pytest.importorskip("deepspeed", reason="DeepSpeed is an optional extra")
             folder = tmp_path_factory.mktemp(kind)
-            before = {"zero3": "ddp", "zero2": "zero3"}.get(kind)
+            before = {"zero3": "ddp", "zero2": "zero3", "fsdp2": "zero3"}.get(kind)
             if kind == "ddp":
                 chain_begins(folder / "chain")
             elif before:
@@ -98,7 +99,8 @@ def chain_begins(folder: Path) -> None:
 
 def finish(kind: str, folder: Path) -> None:
     """Both parts: the first, as users launch it, ends as it was killed."""
-    first = start(command_of(kind, folder, "first"), folder, ACCELERATE_USE_CPU=cpu_of(kind))
+    launch = run_to_an_end if kind == "fsdp2" else start
+    first = launch(command_of(kind, folder, "first"), folder, ACCELERATE_USE_CPU=cpu_of(kind))
     assert first.returncode != 0 and (folder / "straight" / "figures.json").exists(), first.stderr[-4000:]
     assert not (folder / "killed" / "figures.json").exists()
     run_program(command_of(kind, folder, "second"), folder, ACCELERATE_USE_CPU=cpu_of(kind))
@@ -160,10 +162,11 @@ def test_a_run_resumed_after_kill_9_equals_the_one_that_was_never_killed(
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_a_run_may_change_its_launcher_at_every_resume(launched: Callable[[str], Path], alone: Any) -> None:
-    """Two steps in one process, two each under DDP, ZeRO-3 and ZeRO-2: the losses are those of one run."""
+@pytest.mark.parametrize("last", ["zero2", "fsdp2"])
+def test_a_run_may_change_its_launcher_at_every_resume(last: str, launched: Callable[[str], Path], alone: Any) -> None:
+    """Two steps in one process, two each under DDP, ZeRO-3 and the last: the losses are those of one run."""
     chained = {}
-    for kind in ("ddp", "zero3", "zero2"):
+    for kind in ("ddp", "zero3", last):
         chained |= noted(launched(kind) / "chain")["figures"]
     assert list(chained) == ["3", "4", "5", "6", "7", "8"]
     for step, figures in chained.items():
@@ -182,12 +185,6 @@ def test_what_zero_wrote_is_gone_on_from_in_one_process(
         assert figures == pytest.approx(alone[0][step], abs=1e-4)
 
 
-def run_sharded(script: str, folder: Path) -> None:
-    """Run one of this folder's scripts in two processes, to a good end."""
-    two = [*TORCHRUN, "--standalone", "--nproc_per_node", "2"]
-    run_program([*two, str(ROOT / "tests" / "system" / script), str(folder)], folder)
-
-
 @pytest.mark.parametrize("launcher", [[*TORCHRUN, "--standalone", "--nproc_per_node", "2"], TWO_PROCESSES[:-1]])
 def test_a_launch_fails_with_the_process_that_fails(tmp_path: Path, launcher: list[str]) -> None:
     """Or no test here that launches could fail: their processes are forked."""
@@ -197,20 +194,9 @@ def test_a_launch_fails_with_the_process_that_fails(tmp_path: Path, launcher: li
     assert done.returncode != 0 and "AssertionError: planted" in done.stderr
 
 
-def test_heads_sharded_as_fsdp_does_train_save_and_resume_as_whole_ones(tmp_path: Path) -> None:
-    """One process makes an artefact of the checkpoint that they leave behind."""
-    workshop = write_workshop(tmp_path)
-    recipe = parse_recipe(recipe_content(workshop, "medusa"))
-    job = kind_of(recipe).assemble(torch.device("cpu"), Place())
-    made_by = {"recipe": recipe.model_dump(mode="json"), "identity": dict(job.identity)}
-    (workshop / "made_by.json").write_text(json.dumps(made_by))
-    run_sharded("launched_fsdp.py", workshop)
-    summary = export(workshop, tmp_path / "out", "headstart")
-    assert "step-00000001: the weights after step 1 of 4" in summary.compared[0]
-    assert "texts equal 2/2" in summary.compared[-1]
-    (checkpoint,) = (workshop / "checkpoints").iterdir()
-    trained, made = load_file(checkpoint / "weights.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
-    assert made and all(torch.equal(tensor, trained[f"heads.{name}"]) for name, tensor in made.items())
+def test_in_bf16_fsdp2_rounds_products_and_neither_losses_nor_sums_of_gradients(tmp_path: Path) -> None:
+    script = str(ROOT / "tests" / "system" / "launched_rounding.py")
+    run_program([*TORCHRUN, "--standalone", "--nproc_per_node", "2", script], tmp_path)
 
 
 def test_two_launchers_that_know_of_each_other_train_as_one(tmp_path: Path, alone: Any) -> None:
@@ -239,32 +225,42 @@ def own_zero3(folder: Path) -> str:
     return str(folder / "zero3.yaml")
 
 
-def test_heads_and_adapters_train_together_under_zero_3_as_in_one_process(tmp_path: Path) -> None:
-    """Medusa-2 by scripts/train.py: the target, sharded, is evaluated and saved whole with its adapters in it."""
-    pytest.importorskip("deepspeed", reason="DeepSpeed is an optional extra")
-    workshop = write_workshop(tmp_path)
+@pytest.fixture(scope="module")
+def joint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workshop with a run of Medusa-2 by one process in ``one``."""
+    workshop = write_workshop(tmp_path_factory.mktemp("joint"))
+    run_program([*DIRECT, *joint_recipe(workshop, "one")], workshop)
+    return workshop
+
+
+def joint_recipe(workshop: Path, name: str) -> list[str]:
+    """A recipe for heads and adapters, with its overrides."""
     overrides = ["evaluation.every=3", "adapters.rank=4", "adapters.dropout=0.0", "adapters.heads_first_steps=2"]
     overrides += ["adapters.base_loss=forward_kl"]
-    recipes = {
-        name: write_recipe(workshop, "medusa", workshop / name, steps=5, micro_batch_size=2) for name in ("one", "two")
-    }
-    run_program([*DIRECT, recipes["one"], *overrides], workshop)
-    zero3 = [*ACCELERATE, "--config_file", own_zero3(tmp_path)]
-    run_program(
-        [*zero3, "--main_process_port", "0", SCRIPT, recipes["two"], *overrides], workshop, ACCELERATE_USE_CPU=None
-    )
-    assert losses(workshop / "two") == pytest.approx(losses(workshop / "one"), abs=1e-4)
-    found = provenance(workshop / "two")
-    assert (found["distributed_type"], found["zero_stage"], found["num_processes"]) == ("DEEPSPEED", 3, 2)
+    return [write_recipe(workshop, "medusa", workshop / name, steps=5, micro_batch_size=2), *overrides]
+
+
+@pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
+def test_heads_and_adapters_train_together_with_every_weight_sharded_as_in_one_process(
+    kind: str, joint: Path, tmp_path: Path
+) -> None:
+    """Medusa-2 by scripts/train.py: the target, sharded, is evaluated and saved whole with its adapters in it."""
+    if kind == "zero3":
+        pytest.importorskip("deepspeed", reason="DeepSpeed is an optional extra")
+    zero3 = [*ACCELERATE, "--config_file", own_zero3(tmp_path), "--main_process_port", "0"]
+    command = [*(zero3 if kind == "zero3" else FSDP2), SCRIPT, *joint_recipe(joint, kind)]
+    run_program(command, joint, ACCELERATE_USE_CPU=cpu_of(kind))
+    assert losses(joint / kind) == pytest.approx(losses(joint / "one"), abs=1e-4)
+    found = provenance(joint / kind)
+    stage = 3 if kind == "zero3" else 0
+    assert (found["distributed_type"], found["zero_stage"], found["num_processes"]) == (TYPES[kind], stage, 2)
     for part in ("model.safetensors", "target/model.safetensors"):
-        ours, theirs = (load_file(workshop / name / "final" / part) for name in ("one", "two"))
+        ours, theirs = (load_file(joint / name / "final" / part) for name in ("one", kind))
         assert {name: tensor.shape for name, tensor in ours.items()} == {name: t.shape for name, t in theirs.items()}
         assert all(torch.allclose(ours[name], theirs[name], atol=1e-3) for name in ours)
-    consolidate(workshop / "two" / "checkpoints" / "step-00000005", tmp_path / "made" / "final")
+    consolidate(joint / kind / "checkpoints" / "step-00000005", tmp_path / "made" / "final")
     for part in (".", "target"):
         assert stored_fingerprint(tmp_path / "made" / "final" / part) == stored_fingerprint(
-            workshop / "two" / "final" / part
+            joint / kind / "final" / part
         )
-    assert provenance(workshop / "two") == {
-        key: value for key, value in provenance(tmp_path / "made").items() if key != "checkpoint"
-    }
+    assert found == {key: value for key, value in provenance(tmp_path / "made").items() if key != "checkpoint"}

@@ -6,8 +6,20 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from test_distributed import own_zero3, run_sharded
-from whole_runs import ACCELERATE, DIRECT, SCRIPT, TWO_PROCESSES, losses, provenance, run, write_recipe, write_workshop
+from test_distributed import own_zero3
+from whole_runs import (
+    ACCELERATE,
+    DIRECT,
+    ROOT,
+    SCRIPT,
+    TORCHRUN,
+    losses,
+    provenance,
+    repeated,
+    run,
+    write_recipe,
+    write_workshop,
+)
 
 PARALLEL = {"tokens": 3, "markov_rank": 5, "anchors": 4}
 POLICY = {"offline": 0.5, "loop": 0.5, "loop_trains": "all", "max_new_tokens": 6, "every": 3}
@@ -43,10 +55,15 @@ def check_equal(output: Path, alone: Path) -> None:
         assert all(torch.allclose(ours[name], theirs[name], atol=1e-3) for name in ours)
 
 
-def test_two_processes_train_the_draft_and_its_parts_as_one_does(alone: Path, workshop: Path) -> None:
+def test_two_processes_train_the_draft_and_its_parts_as_one_does_though_two_are_killed(
+    alone: Path, workshop: Path
+) -> None:
+    """torchrun starts both again after each kill -9; they go on from the last whole checkpoint, inside of a window."""
     path, output = recipe(workshop, "pair")
-    run([*TWO_PROCESSES, path], workshop)
+    restarting = [*TORCHRUN, "--standalone", "--nproc_per_node", "2", "--max-restarts", "2"]
+    run([*restarting, str(ROOT / "tests" / "system" / "launched_killed.py"), path, "checkpoint.every=2"], workshop)
     assert provenance(output)["num_processes"] == 2
+    assert [line["step"] for line in repeated(output) if "loss" in line] == [3, 3, 4]
     check_equal(output, alone)
 
 
@@ -58,7 +75,3 @@ def test_so_do_two_processes_that_share_every_parameter(alone: Path, workshop: P
     run(command, workshop, ACCELERATE_USE_CPU=None)
     assert provenance(output)["zero_stage"] == 3
     check_equal(output, alone)
-
-
-def test_a_draft_sharded_as_fsdp_does_is_trained_as_a_whole_one(tmp_path: Path) -> None:
-    run_sharded("launched_fsdp_parallel.py", tmp_path)

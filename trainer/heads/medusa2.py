@@ -57,18 +57,14 @@ class JointTraining(nn.Module):
         self._transform, self._scale = logit_transform(config), logit_scale(config)
 
     def forward(
-        self,
-        batch: Batch,
-        joint: bool,
-        places: Sequence[Int[Tensor, " labels"]],
-        teacher: Float[Tensor, "batch positions hidden"] | None = None,
+        self, batch: Batch, joint: bool, places: Sequence[Int[Tensor, " labels"]], remembers: bool = False
     ) -> TermSums:
         """Return losses (heads + 1,). Without ``joint`` the target stands still.
 
-        ``places`` are those of each term's labels, in the flattened batch. ``teacher`` holds the hidden states of the
-        target without adapters, for the divergence from it; without them the target's own loss is the cross entropy on
-        the data.
+        ``places`` are those of each term's labels, in the flattened batch. With ``remembers`` the target's own loss is
+        the divergence from the target without adapters; else the cross entropy on the data.
         """
+        teacher = self._as_it_was(batch) if remembers else None
         with nullcontext() if joint else span("target"), torch.set_grad_enabled(joint):
             hidden = lm_head_input(self._target, batch.model_inputs())
         losses, hits = run_in_lm_head(self._target, hidden, partial(self._losses, batch, places, teacher))
@@ -76,6 +72,15 @@ class JointTraining(nn.Module):
             still = [p for p in self.model.parameters() if p.requires_grad and p.numel()]
             losses = losses + 0 * sum((p.sum() for p in still), torch.zeros((), device=losses.device))
         return TermSums(losses, hits)
+
+    @torch.no_grad()
+    def _as_it_was(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
+        """Return the hidden states of the target with its adapters switched off.
+
+        A part of `forward`: outside of it FSDP2 leaves the target's weights sharded.
+        """
+        with span("target"), self.model.disable_adapter():
+            return lm_head_input(self._target, batch.model_inputs())
 
     @property
     def _target(self) -> nn.Module:
@@ -167,17 +172,10 @@ class Medusa2Objective:
     ) -> tuple[Any, ...]:
         joint = self._is_joint(step)
         self.module.eval()
-        teacher = self._as_it_was(batch) if joint and self._adapters.base_loss == "forward_kl" else None
         if joint:
             wake(self.module.model)
-        return batch, joint, ahead or self.ahead(batch, step), teacher
-
-    @torch.no_grad()
-    def _as_it_was(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
-        """Return the hidden states of the target with its adapters switched off."""
-        model = self.module.model
-        with span("target"), model.disable_adapter():
-            return lm_head_input(model.get_base_model(), batch.model_inputs())
+        remembers = joint and self._adapters.base_loss == "forward_kl"
+        return batch, joint, ahead or self.ahead(batch, step), remembers
 
     def drafter(self) -> Drafter:
         self.module.eval()

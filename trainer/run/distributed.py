@@ -6,6 +6,7 @@ are refused here: such a run would train something else than was asked for.
 
 import importlib.util
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -15,6 +16,7 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.distributed import TCPStore
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -27,6 +29,7 @@ def build_accelerator(section: TrainingSection, **options: Any) -> Accelerator:
 
     Raises ValueError if accelerate runs something else than the launcher asked for.
     """
+    _meet_apart_from_the_dead()
     deepspeed = _is_asked_for("ACCELERATE_USE_DEEPSPEED")
     fsdp = _is_asked_for("ACCELERATE_USE_FSDP")
     group: dict[str, Any] = {"timeout": timedelta(hours=6)}  # all wait while one reads data or writes the state
@@ -61,6 +64,7 @@ def join_processes() -> Accelerator | None:
                 f"the launcher asks for {name}, which has nothing to train here: launch with "
                 "recipes/accelerate/ddp.yaml"
             )
+    _meet_apart_from_the_dead()
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=6))])
     _check_type(accelerator, deepspeed=False, fsdp=False)
     return accelerator
@@ -220,13 +224,32 @@ def whole_parameters(accelerator: Accelerator, module: nn.Module) -> Iterator[No
         sharded = [child for child in module.modules() if isinstance(child, FSDPModule)]
         for child in sharded:
             child.unshard()
-        try:
-            yield
-        finally:
-            for child in sharded:
-                child.reshard()
+        with _kept_whole_by_state_dicts(module):
+            try:
+                yield
+            finally:
+                for child in sharded:
+                    child.reshard()
     else:
         yield
+
+
+@contextmanager
+def _kept_whole_by_state_dicts(module: nn.Module) -> Iterator[None]:
+    """Take away FSDP2's hooks that shard a whole module where the ``state_dict`` of any part of it is asked for.
+
+    Copies of its parts, made in here, lack them too: saving a copy would shard the original.
+    """
+    taken = []
+    for part in module.modules():
+        for number, hook in list(part._state_dict_pre_hooks.items()):
+            if hook.__module__.startswith("torch.distributed.fsdp."):
+                taken.append((part, number, part._state_dict_pre_hooks.pop(number)))
+    try:
+        yield
+    finally:
+        for part, number, hook in taken:
+            part._state_dict_pre_hooks[number] = hook
 
 
 def _remove_hooks(offload: Any) -> None:
@@ -237,6 +260,32 @@ def _remove_hooks(offload: Any) -> None:
         for hook in hooks:
             hook.remove()
         hooks.clear()
+
+
+def _meet_apart_from_the_dead() -> None:
+    """Let processes that torchrun has restarted meet at a port of their own, which it tells them.
+
+    Left alone, they meet in the store of the attempts before, find the addresses of dead processes there, and wait for
+    those (pytorch/pytorch#135712). ValueError for several machines, which may count their attempts differently; torch
+    has a remedy for them alone.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or torch.distributed.is_initialized():
+        return
+    if int(os.environ["GROUP_WORLD_SIZE"]) > 1 and int(os.environ["TORCHELASTIC_MAX_RESTARTS"]) > 0:
+        raise ValueError(
+            f"torchrun is to restart processes of {os.environ['GROUP_WORLD_SIZE']} machines, which could not meet "
+            "again: start it on each with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d"
+        )
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if attempt == "0":
+        return
+    of_the_agent = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    key = f"headstart/attempt {attempt}"
+    if os.environ["RANK"] == "0":
+        with socket.create_server(("", 0)) as free:
+            of_the_agent.set(key, str(free.getsockname()[1]))
+    port = of_the_agent.get(key).decode()
+    os.environ.update({"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"})
 
 
 def _is_asked_for(variable: str) -> bool:

@@ -344,10 +344,12 @@ def any_process(accelerator: Accelerator, flag: bool) -> bool:
 def _stop_signals() -> Iterator[Callable[[], bool]]:
     """Yield a function that is True once a SIGTERM or SIGINT has come; a second signal acts as usual.
 
-    ``accelerate launch`` does not pass a SIGTERM on to its only process: there, the launcher's death counts as one.
+    A launcher's death counts as one: ``accelerate launch`` does not pass a SIGTERM on to its only process, and nobody
+    else would restart or stop what a killed ``torchrun`` leaves.
     """
     received: list[int] = []
-    parent = os.getppid() if "ACCELERATE_MIXED_PRECISION" in os.environ else None  # which the launcher sets
+    launched = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()  # which the launchers set
+    parent = os.getppid() if launched else None
     previous: dict[int, Any] = {}
 
     def note(number: int, frame: FrameType | None) -> None:

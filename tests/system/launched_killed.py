@@ -1,0 +1,42 @@
+"""Run scripts/train.py as a process that torchrun restarts: the first attempts end by kill -9, the third goes through.
+
+The first time the second process dies after step 3, of which no checkpoint knows; the second time the first process
+dies in the middle of a checkpoint, whose weights are written and whose state is not.
+
+Usage, under torchrun --max-restarts 2: launched_killed.py RECIPE [section.key=value ...]
+"""
+
+import os
+import runpy
+import signal
+from pathlib import Path
+from typing import Any
+
+import trainer.run.checkpoint
+from trainer.run.checkpoint import Progress
+from trainer.run.log import Log
+
+ATTEMPT, RANK = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+note_step, save_file = Log.step, trainer.run.checkpoint.save_file
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_after_step_3(self: Log, progress: Progress, figures: dict[str, float]) -> None:
+    note_step(self, progress, figures)
+    if progress.step == 3 and (ATTEMPT, RANK) == (0, 1):
+        die()
+
+
+def die_amid_a_checkpoint(tensors: Any, file: Path) -> None:
+    save_file(tensors, file)
+    if ATTEMPT == 1:
+        die()
+
+
+if __name__ == "__main__":
+    Log.step = die_after_step_3  # type: ignore[method-assign]
+    trainer.run.checkpoint.save_file = die_amid_a_checkpoint
+    runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "train.py"), run_name="__main__")
