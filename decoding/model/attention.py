@@ -5,9 +5,10 @@ than one query or a mask: a copy of the whole prefix in every layer of every ste
 become further queries of one head instead, so that the cache is read in place.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from decoding.model.split_attention import SplitMask, part_of, split_attention
+
 NAME = "headstart"
+Laid = TypeVar("Laid", Tensor, SplitMask)
+_LAID_OUT: ContextVar[dict[tuple[int, int], tuple[Tensor, Any]] | None] = ContextVar("laid_out", default=None)
+"""Masks of the running pass and what was made of them, by their ids: a mask serves every layer of its kind."""
 
 
 def grouped_attention(
@@ -44,11 +50,31 @@ def grouped_attention(
         return attended, None
     shared = heads // groups
     packed = query.reshape(batch, groups, shared * queries, dim)
-    mask = (
-        attention_mask[:, :, None].expand(-1, -1, shared, -1, -1).reshape(len(attention_mask), 1, shared * queries, -1)
-    )
-    attended = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    mask = _once_a_pass(attention_mask, 0, lambda: _for_each_head(attention_mask, shared))
+    if not dropout and (part := part_of(packed, key)) is not None:
+        split = _once_a_pass(attention_mask, part, lambda: SplitMask.of(mask, part))
+        attended = split_attention(packed, key, value, split, scaling)
+    else:
+        attended = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
     return attended.reshape(batch, heads, queries, -1).transpose(1, 2).contiguous(), None
+
+
+def _for_each_head(mask: Tensor, shared: int) -> Tensor:
+    """Repeat a mask (rows, 1, queries, keys) for a group's ``shared`` query heads, (rows, 1, all queries, keys)."""
+    rows, _, queries, keys = mask.shape
+    return mask[:, :, None].expand(-1, -1, shared, -1, -1).reshape(rows, 1, shared * queries, keys)
+
+
+def _once_a_pass(mask: Tensor, kind: int, lay_out: Callable[[], Laid]) -> Laid:
+    """Return what ``lay_out`` makes of a mask, made once in a pass inside `copy_free_attention`."""
+    known = None if torch.compiler.is_compiling() else _LAID_OUT.get()
+    if known is None:
+        return lay_out()
+    key = id(mask), kind
+    if key not in known:
+        known[key] = mask, lay_out()  # with the mask, so that no other gets its id
+    laid: Laid = known[key][1]
+    return laid
 
 
 AttentionInterface.register(NAME, grouped_attention)
@@ -75,8 +101,10 @@ def copy_free_attention(model: PreTrainedModel) -> Iterator[None]:
     if config._attn_implementation != "sdpa" or not model._supports_attention_backend:
         yield
         return
+    laid_out = _LAID_OUT.set({})
     try:
         config._attn_implementation = NAME
         yield
     finally:
         config._attn_implementation = "sdpa"
+        _LAID_OUT.reset(laid_out)
