@@ -133,9 +133,9 @@ def test_every_trained_token_of_a_batch_weighs_the_same(
     objective, recorder = ToyObjective(), Recorder()
     module, before = objective.module, weights(objective.module)
     losses = []
-    for tokens, trained, *_ in UNEVEN:
+    for tokens, trained in ((each.tokens.tolist(), each.trained) for each in UNEVEN):
         logits = module.lm_head(module.middle(module.norm(module.embedding(torch.tensor(tokens[:-1])))))
-        labelled = torch.tensor(trained[1:])
+        labelled = torch.from_numpy(trained[1:])
         losses.append(F.cross_entropy(logits[labelled], torch.tensor(tokens[1:])[labelled], reduction="none"))
     mean = torch.cat(losses).mean()
     assert len(torch.cat(losses)) == 15
