@@ -393,7 +393,7 @@ def test_a_batch_knows_which_examples_it_is_made_of(tmp_path: Path) -> None:
         def inputs(self, batch: Batch, step: int, ahead: Any = None) -> tuple[Tensor, ...]:
             for row, example in enumerate(batch.examples):
                 length = len(UNEVEN[example].tokens)
-                assert tuple(batch.tokens[row, :length].tolist()) == UNEVEN[example].tokens
+                assert batch.tokens[row, :length].tolist() == UNEVEN[example].tokens.tolist()
                 seen.append(example)
             return super().inputs(batch, step)
 
