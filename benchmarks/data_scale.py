@@ -3,7 +3,7 @@
     python benchmarks/data_scale.py --target FOLDER --output FILE.json [--chats 100000]
 
 Each chat has about 800 tokens of the target's tokenizer, in four turns. One step of Medusa-1 heads is trained on them
-by one process and by two, each with an empty cache of tokens first and then with the full one, and once on 64 chats:
+by one process and by two, each with an empty cache of tokens first and then with the full one, and on 64 chats:
 what a process holds more than that one does, it holds for the data. Where ``/proc`` is not there nothing is measured.
 
 ``private_MB`` is the largest sum of the pages that a process shared with nobody: pages of a mapped file, which the
@@ -40,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tokenizer = AutoTokenizer.from_pretrained(options.target)
         tokens = write_chats(folder / "chats.jsonl", options.chats, options.tokens, tokenizer)
         write_chats(folder / "few.jsonl", FEW, options.tokens, tokenizer)
-        starts = [("few", 1, "empty"), ("few", 1, "full")]
-        starts += [("chats", world, cache) for world in options.processes for cache in ("empty", "full")]
+        kinds = (("few", "empty"), ("chats", "empty"), ("chats", "full"))
+        starts = [(data, world, cache) for world in options.processes for data, cache in kinds]
         runs = []
         for data, world, cache in starts:
             runs.append(_start(folder, options, data, world, cache))
@@ -202,7 +202,7 @@ def _held(process: int) -> dict[str, float]:
 def _add_bytes_a_token(runs: Sequence[dict[str, Any]], tokens: int) -> None:
     """Say how much more a rank holds, for each token, than one with few chats does."""
     for run in runs:
-        few = next(other for other in runs if other["data"] == "few" and other["cache"] == run["cache"])
+        few = next(other for other in runs if other["data"] == "few" and other["processes"] == run["processes"])
         for rank in run["ranks"] if run["data"] != "few" else ():
             more = rank["private_MB"] - few["ranks"][0]["private_MB"]
             rank["private_bytes_a_token"] = round(more * MB / tokens, 2)
