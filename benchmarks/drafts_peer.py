@@ -177,9 +177,10 @@ def recipe_of(options: argparse.Namespace) -> DraftRecipe:
 def write_rows(examples: Sequence[Example], path: Path) -> Path:
     """Write the very tokens we train on, for `benchmarks/peer_gkd.py`: the prompt's length, and prompt and answer."""
     lines = []
-    for place, (tokens, trained, prompt_length, documents) in enumerate(examples):
-        one_answer = trained == (False,) * prompt_length + (True,) * (len(tokens) - prompt_length)
-        if documents or not prompt_length or not one_answer:
+    for place, example in enumerate(examples):
+        tokens, prompt_length = example.tokens.tolist(), example.prompt_length
+        one_answer = example == Example(tokens, [place >= prompt_length for place in range(len(tokens))], prompt_length)
+        if not prompt_length or not one_answer:
             raise ValueError(
                 f"example {place} is no prompt with one answer behind it, which is all that TRL's GKD trains on: "
                 "give rows of `headstart regenerate`, and set data.packing=false"

@@ -84,7 +84,7 @@ def reference_terms(
     for own in (True, False):
         total = torch.zeros((), dtype=torch.float64)
         for row, example in enumerate(examples):
-            text = torch.tensor(example.tokens)
+            text = torch.tensor(example.tokens.tolist())
             wanted, states = target_of(target, text)
             anchors = [len(text) - 1] if own else blocks.anchors[row][blocks.given[row]].tolist()
             for anchor in anchors:

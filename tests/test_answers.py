@@ -64,7 +64,7 @@ def test_what_is_no_list_of_the_tokenizers_tokens_is_refused_naming_the_row(tmp_
     with pytest.raises(ValueError, match=r"rows\.jsonl, line 2: answer_tokens holds .* remove"):
         load(tmp_path, [good, bad], tiny_tokenizer())
     dataset = load(tmp_path, [good, bad], tiny_tokenizer(), bad_rows="skip")
-    assert (len(dataset.examples), dataset.bad_rows) == (1, 1)
+    assert (len(dataset.examples), dataset.account.bad_rows) == (1, 1)
 
 
 def test_the_prompt_stands_in_the_template_that_the_recipe_names(tmp_path: Path) -> None:
@@ -72,8 +72,8 @@ def test_the_prompt_stands_in_the_template_that_the_recipe_names(tmp_path: Path)
     row = chat("c", "a", answer_tokens=[[4, 1]])
     dataset = load(tmp_path, [row], tiny_tokenizer(CHAT_TEMPLATE), chat_template=str(tmp_path / "other.jinja"))
     #                                      l   l   c <assistant> a <eos>
-    assert dataset.examples[0].tokens == (15, 15, 6, 3, 4, 1)
-    assert load(tmp_path, [row], tiny_tokenizer(CHAT_TEMPLATE)).examples[0].tokens == (2, 6, 4, 1)
+    assert dataset.examples[0].tokens.tolist() == [15, 15, 6, 3, 4, 1]
+    assert load(tmp_path, [row], tiny_tokenizer(CHAT_TEMPLATE)).examples[0].tokens.tolist() == [2, 6, 4, 1]
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ import torch
 from tiny_models import ATTENTIONS, FAMILIES, full_forward, tiny_model
 from tiny_training import tiny_tokenizer, write_rows
 
-from trainer.data.batch import Batch, Example, batch_indices, check_documents_are_apart, collate, pack
+from trainer.data.batch import Batch, Example, batch_indices, check_documents_are_apart, collate
 from trainer.data.dataset import load_dataset
+from trainer.data.sequences import pack
 from trainer.recipe.common import DataSection
 
 
@@ -72,11 +73,11 @@ def test_every_example_is_packed_once_and_none_is_cut() -> None:
     assert all(len(each.tokens) == sum(each.lengths or (len(each.tokens),)) <= 16 for each in packed)
     documents = []
     for each in packed:
-        tokens, trained = torch.tensor(each.tokens), torch.tensor(each.trained)
+        tokens, trained = torch.from_numpy(each.tokens), torch.from_numpy(each.trained)
         parts = each.lengths or (len(each.tokens),)
         documents += list(zip(tokens.split(parts), trained.split(parts), strict=True))
     found = Counter((tuple(tokens.tolist()), tuple(trained.tolist())) for tokens, trained in documents)
-    assert found == Counter((each.tokens, each.trained) for each in examples)
+    assert found == Counter((tuple(each.tokens), tuple(each.trained)) for each in examples)
     assert len(packed) < 1.05 * sum(lengths) / 16  # hardly any room is left over
 
 
@@ -89,7 +90,7 @@ def test_a_packed_data_set_says_how_full_it_is_and_keeps_its_prompts_apart(tmp_p
         "5 rows (5 prompt_answer: prompt with answer), 3 sequences, "
         "10 of 20 tokens trained, packed, 83% full"  # 20 / 24
     )
-    assert [first.tokens for first in dataset.firsts] == [(4, 5, 6, 1)] * 5
+    assert [first.tokens.tolist() for first in dataset.firsts] == [[4, 5, 6, 1]] * 5
 
 
 def test_no_label_is_of_another_document() -> None:

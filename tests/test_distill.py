@@ -44,7 +44,9 @@ def test_what_predicts_a_trained_token_is_compared_and_nothing_else() -> None:
     (inputs,) = objective.inputs(batch, step=0)
     (own,) = inputs.labels
     assert own.at.places.tolist() == [3, 4, 5, 6, 8, 9, 10]  # of rows of 8
-    expected = torch.cat([full_forward(model, EXAMPLES[0].tokens)[3:7], full_forward(model, EXAMPLES[1].tokens)[:3]])
+    expected = torch.cat(
+        [full_forward(model, EXAMPLES[0].tokens.tolist())[3:7], full_forward(model, EXAMPLES[1].tokens.tolist())[:3]]
+    )
     assert torch.allclose(own.teacher.known_logits(0, 7, 1.0).logits, expected, atol=1e-5)
 
 

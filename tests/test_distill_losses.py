@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import capture_lm_head_input
 from decoding.model.loading import load_draft
-from trainer.data.batch import Example, collate, pack
+from trainer.data.batch import Example, collate
+from trainer.data.sequences import pack
 from trainer.drafts.distill import DistillObjective, DraftLogits
 from trainer.drafts.start import initial_draft
 from trainer.learning.losses import divergence

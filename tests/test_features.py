@@ -89,7 +89,7 @@ def test_a_stored_state_is_what_the_lm_head_reads_when_the_example_stands_alone(
     store = FeatureStore.open(tmp_path, write(target, tmp_path))
     hidden = store.hidden(collate([EXAMPLES[i] for i in (7, 0, 11)], (7, 0, 11)))
     for row, index in enumerate((7, 0, 11)):
-        expected = alone(target, EXAMPLES[index].tokens)
+        expected = alone(target, EXAMPLES[index].tokens.tolist())
         torch.testing.assert_close(hidden[row, : len(expected)], expected, rtol=1e-5, atol=1e-5)
 
 
@@ -102,7 +102,7 @@ def test_padding_reads_as_zeros(tiny_llama: CausalLM, stored: Stored) -> None:
 def test_documents_packed_into_one_example_are_stored_as_if_each_stood_alone(
     tiny_llama: CausalLM, tmp_path: Path
 ) -> None:
-    first, second = EXAMPLES[3].tokens, EXAMPLES[6].tokens
+    first, second = EXAMPLES[3].tokens.tolist(), EXAMPLES[6].tokens.tolist()
     both = (*first, *second)
     packed = [Example(both, (True,) * len(both), 0, (len(first), len(second))), EXAMPLES[0]]
     identity = identity_of(tiny_llama, packed)
@@ -119,7 +119,7 @@ def test_the_best_logits_are_the_models_own_with_its_softcap_and_its_scale(famil
     store = FeatureStore.open(tmp_path, write(CausalLM(model), tmp_path, top_k=3))
     found = store.top_k(collate([EXAMPLES[8], EXAMPLES[0]], (8, 0)))
     assert found is not None
-    logits = full_forward(model, EXAMPLES[8].tokens)
+    logits = full_forward(model, EXAMPLES[8].tokens.tolist())
     torch.testing.assert_close(found.logits[0], logits.topk(3).values, rtol=1e-5, atol=1e-5)
     assert found.tokens[0].tolist() == logits.topk(3).indices.tolist()
     torch.testing.assert_close(found.log_total[0], logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
@@ -400,10 +400,10 @@ def test_features_made_with_something_else_are_refused_by_its_name(
 def test_an_identity_changes_with_the_target_the_tokenizer_and_each_token(tiny_llama: CausalLM) -> None:
     base = identity_of(tiny_llama)
     first = EXAMPLES[0]
-    changed = [first._replace(tokens=(*first.tokens[:-1], (first.tokens[-1] + 1) % 16)), *EXAMPLES[1:]]
+    changed = [Example((*first.tokens[:-1], (first.tokens[-1] + 1) % 16), first.trained, 0), *EXAMPLES[1:]]
     assert identity_of(tiny_llama, changed).data != base.data
     assert identity_of(tiny_llama, EXAMPLES[::-1]).data != base.data
-    assert identity_of(tiny_llama, [first._replace(lengths=(1, 3)), *EXAMPLES[1:]]).data != base.data
+    assert identity_of(tiny_llama, [Example(first.tokens, first.trained, 0, (1, 3)), *EXAMPLES[1:]]).data != base.data
     assert identity_of(CausalLM(tiny_model(seed=1))).target != base.target
     words = ("<unk>", "<eos>", "<user>", "<assistant>", *"bacdefghijkl")
     section = FeaturesSection(folder="features")

@@ -133,9 +133,9 @@ def test_every_trained_token_of_a_batch_weighs_the_same(
     objective, recorder = ToyObjective(), Recorder()
     module, before = objective.module, weights(objective.module)
     losses = []
-    for tokens, trained, *_ in UNEVEN:
+    for tokens, trained in ((each.tokens.tolist(), each.trained) for each in UNEVEN):
         logits = module.lm_head(module.middle(module.norm(module.embedding(torch.tensor(tokens[:-1])))))
-        labelled = torch.tensor(trained[1:])
+        labelled = torch.from_numpy(trained[1:])
         losses.append(F.cross_entropy(logits[labelled], torch.tensor(tokens[1:])[labelled], reduction="none"))
     mean = torch.cat(losses).mean()
     assert len(torch.cat(losses)) == 15
@@ -393,7 +393,7 @@ def test_a_batch_knows_which_examples_it_is_made_of(tmp_path: Path) -> None:
         def inputs(self, batch: Batch, step: int, ahead: Any = None) -> tuple[Tensor, ...]:
             for row, example in enumerate(batch.examples):
                 length = len(UNEVEN[example].tokens)
-                assert tuple(batch.tokens[row, :length].tolist()) == UNEVEN[example].tokens
+                assert batch.tokens[row, :length].tolist() == UNEVEN[example].tokens.tolist()
                 seen.append(example)
             return super().inputs(batch, step)
 

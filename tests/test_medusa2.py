@@ -73,8 +73,8 @@ def test_untrained_adapters_change_nothing_and_the_heads_losses_are_those_of_med
 
 def test_the_last_term_is_the_targets_own_cross_entropy_on_the_answer() -> None:
     model = tiny_model("llama")
-    logits = full_forward(model, TEXT.tokens)
-    expected = F.cross_entropy(logits[2:-1], torch.tensor(TEXT.tokens[3:]), reduction="sum")
+    logits = full_forward(model, TEXT.tokens.tolist())
+    expected = F.cross_entropy(logits[2:-1], torch.tensor(TEXT.tokens.tolist()[3:]), reduction="sum")
     objective = objective_on(CausalLM(model))
     assert objective.terms == ("head_0", "head_1", "target")
     assert sums(objective)[2].item() == pytest.approx(expected.item(), rel=1e-5)
@@ -84,12 +84,12 @@ def test_the_last_term_is_the_targets_own_cross_entropy_on_the_answer() -> None:
 @pytest.mark.parametrize("family", ["llama", "granite"])
 def test_towards_the_target_as_it_was_the_last_term_is_a_divergence(family: str) -> None:
     model = tiny_model(family)
-    p = full_forward(model, TEXT.tokens)[2:-1].softmax(-1)
+    p = full_forward(model, TEXT.tokens.tolist())[2:-1].softmax(-1)
     objective = objective_on(CausalLM(model), base_loss="forward_kl")
     assert sums(objective)[2].item() == pytest.approx(0, abs=1e-5)
     disturb(objective)
     objective.module.eval()
-    log_q = full_forward(model, TEXT.tokens)[2:-1].log_softmax(-1)
+    log_q = full_forward(model, TEXT.tokens.tolist())[2:-1].log_softmax(-1)
     assert sums(objective)[2].item() == pytest.approx((p * (p.log() - log_q)).sum().item(), rel=1e-4)
 
 
@@ -109,8 +109,8 @@ def test_the_joint_gradient_is_that_of_the_plain_computation() -> None:
     disturb(objective)
     names, parameters = zip(*adapters(objective).items(), strict=True)
     fused = torch.autograd.grad(sums(objective).sum(), parameters)
-    output = model(input_ids=torch.tensor([TEXT.tokens]), use_cache=False, output_hidden_states=True)
-    hidden, labels = output.hidden_states[-1][0], torch.tensor(TEXT.tokens)
+    output = model(input_ids=torch.tensor([TEXT.tokens.tolist()]), use_cache=False, output_hidden_states=True)
+    hidden, labels = output.hidden_states[-1][0], torch.tensor(TEXT.tokens.tolist())
     loss = F.cross_entropy(output.logits[0, 2:-1], labels[3:], reduction="sum")
     for k, head in enumerate(objective.module.heads.heads.heads):
         loss = loss + F.cross_entropy(head(hidden[1 - k : -(k + 2)]), labels[3:], reduction="sum")
@@ -158,11 +158,11 @@ def test_a_merged_target_is_the_adapted_one_and_its_heads_lie_beside_it(tmp_path
     objective = objective_on(CausalLM(model))
     disturb(objective)
     objective.module.eval()
-    expected = full_forward(model, TEXT.tokens)
+    expected = full_forward(model, TEXT.tokens.tolist())
     objective.save(tmp_path)
     merged = load_model(str(tmp_path / TARGET_FOLDER), torch.float32)
-    assert torch.allclose(full_forward(merged, TEXT.tokens), expected, atol=1e-4)
-    assert torch.equal(full_forward(model, TEXT.tokens), expected)  # merging was done on a copy
+    assert torch.allclose(full_forward(merged, TEXT.tokens.tolist()), expected, atol=1e-4)
+    assert torch.equal(full_forward(model, TEXT.tokens.tolist()), expected)  # merging was done on a copy
     assert MedusaHeads.from_pretrained(tmp_path).config.num_heads == 2
 
 
@@ -171,11 +171,11 @@ def test_adapters_alone_load_onto_the_target_they_were_trained_on(tmp_path: Path
     objective = objective_on(CausalLM(model), export="adapter")
     disturb(objective)
     objective.module.eval()
-    expected = full_forward(model, TEXT.tokens)
+    expected = full_forward(model, TEXT.tokens.tolist())
     objective.save(tmp_path)
     assert not list((tmp_path / TARGET_FOLDER).glob("*.bin"))
     again = PeftModel.from_pretrained(tiny_model("llama"), str(tmp_path / TARGET_FOLDER))
-    assert torch.allclose(full_forward(again.get_base_model(), TEXT.tokens), expected, atol=1e-5)
+    assert torch.allclose(full_forward(again.get_base_model(), TEXT.tokens.tolist()), expected, atol=1e-5)
 
 
 def test_a_folder_of_adapters_is_a_target_to_decode_with(tmp_path: Path) -> None:
@@ -187,7 +187,9 @@ def test_a_folder_of_adapters_is_a_target_to_decode_with(tmp_path: Path) -> None
     objective.module.eval()
     objective.save(tmp_path / "final")
     again = load_model(str(tmp_path / "final" / TARGET_FOLDER), torch.float32)
-    assert torch.allclose(full_forward(again, TEXT.tokens), full_forward(model, TEXT.tokens), atol=1e-5)
+    assert torch.allclose(
+        full_forward(again, TEXT.tokens.tolist()), full_forward(model, TEXT.tokens.tolist()), atol=1e-5
+    )
     assert load_tokenizer(str(tmp_path / "final" / TARGET_FOLDER)).eos_token == "<eos>"
 
 
@@ -251,7 +253,9 @@ def test_a_merged_target_with_tied_embeddings_is_the_adapted_one_and_tied(tmp_pa
     objective.module.eval()
     objective.save(tmp_path)
     merged = load_model(str(tmp_path / TARGET_FOLDER), torch.float32)
-    assert torch.allclose(full_forward(merged, TEXT.tokens), full_forward(model, TEXT.tokens), atol=1e-4)
+    assert torch.allclose(
+        full_forward(merged, TEXT.tokens.tolist()), full_forward(model, TEXT.tokens.tolist()), atol=1e-4
+    )
     assert merged.get_output_embeddings().weight is merged.get_input_embeddings().weight
 
 

@@ -107,7 +107,7 @@ def test_the_loss_at_the_start_is_the_lm_heads_own_on_shifted_labels() -> None:
     losses, _ = sums(objective, collate([example, longer]))
     for k, loss in enumerate(losses):
         expected = 0.0
-        for tokens, trained, *_ in (example, longer):
+        for tokens, trained in ((each.tokens.tolist(), each.trained) for each in (example, longer)):
             for t, row in enumerate(full_forward(model, tokens)):
                 label = t + 2 + k
                 if label < len(tokens) and trained[label]:
@@ -263,7 +263,7 @@ def test_soft_targets_are_the_targets_own_distribution_at_the_position_before_th
     (inputs,) = objective.inputs(collate([COUNTING]), step=0)
     losses = objective.module(inputs).losses
     for k, loss in enumerate(losses):
-        p = own_distribution(model, COUNTING.tokens, k + 2)
+        p = own_distribution(model, COUNTING.tokens.tolist(), k + 2)
         head = objective.module.heads.heads[k]
         log_q = head(inputs.hidden[0, : -(k + 2)]).log_softmax(-1)
         expected = (p * (p.log() - log_q)).sum()
@@ -315,7 +315,10 @@ def test_packed_documents_give_the_losses_of_each_alone() -> None:
     objective = medusa_on(target, HeadsSection(num_heads=3, loss=LossSection(cross_entropy=1, forward_kl=1)))
     documents = [Example((3, 1, 4, 1, 5), (True,) * 5, 0), Example((9, 2, 6), (True,) * 3, 0), COUNTING]
     packed = Example(
-        sum((each.tokens for each in documents), ()), (True,) * 28, 0, tuple(len(each.tokens) for each in documents)
+        [token for each in documents for token in each.tokens],
+        (True,) * 28,
+        0,
+        tuple(len(each.tokens) for each in documents),
     )
     together, apart = collate([packed, COUNTING]), collate([*documents, COUNTING])
     assert objective.counts(together).tolist() == objective.counts(apart).tolist()

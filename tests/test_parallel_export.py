@@ -77,7 +77,9 @@ def test_one_without_a_bias_and_a_reader_is_a_plain_folder_with_its_mask_token_f
 def test_the_fitted_tree_is_exported_and_named_on_the_card(tmp_path: Path) -> None:
     model = tiny_model("llama")
     objective = objective_for(model, tree_nodes=5)
-    objective.choose_tree(CausalLM(model), lambda: [(example.tokens, example.prompt_length) for example in TEXTS])
+    objective.choose_tree(
+        CausalLM(model), lambda: [(example.tokens.tolist(), example.prompt_length) for example in TEXTS]
+    )
     objective.save(tmp_path / "run")
     export(tmp_path / "run", tmp_path / "out", "headstart")
     tree = json.loads((tmp_path / "out" / "parallel.json").read_text())["tree"]

@@ -45,7 +45,7 @@ def test_the_fitted_tree_is_saved_and_drafted_unless_a_chain_is_asked_for(tmp_pa
     model = tiny_model("llama")
     objective = objective_for(model, reads_target=True, tree_nodes=5)
     assert ParallelDrafter(objective.writing_draft()).chains_only and objective.drafter().chains_only
-    texts = [(example.tokens, example.prompt_length) for example in TEXTS]
+    texts = [(example.tokens.tolist(), example.prompt_length) for example in TEXTS]
     objective.choose_tree(CausalLM(model), lambda: texts)
     wanted = best_tree(rank_accuracies(CausalLM(model), objective.writing_draft(), texts), 5)
     objective.save(tmp_path)

@@ -92,8 +92,10 @@ def test_both_sides_train_on_the_same_tokens(peer: ModuleType, comparison: Modul
     examples = [Example((4, 5, 6, 1), (False, False, True, True), 2), Example((7, 8), (False, True), 1)]
     path = comparison.write_rows(examples, tmp_path / "run" / "rows.jsonl")
     rows = peer.read_rows(path, max_length=4)
-    assert [tuple(row["input_ids"]) for row in rows] == [example.tokens for example in examples]
-    assert [tuple(map(bool, row["completion_mask"])) for row in rows] == [example.trained for example in examples]
+    assert [row["input_ids"] for row in rows] == [example.tokens.tolist() for example in examples]
+    assert [list(map(bool, row["completion_mask"])) for row in rows] == [
+        example.trained.tolist() for example in examples
+    ]
 
 
 @pytest.mark.parametrize(

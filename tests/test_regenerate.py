@@ -116,7 +116,7 @@ def test_training_reads_what_was_written(models: Path, tmp_path: Path, target: s
     (first, second) = dataset.examples
     trained = [token for token, counts in zip(second.tokens, second.trained, strict=True) if counts]
     assert trained == [13, 14, 15, 0, 1]  # its very tokens, the <unk> among them
-    assert dataset.num_rows == 2 and len(first.tokens) < len(second.tokens)
+    assert dataset.account.num_rows == 2 and len(first.tokens) < len(second.tokens)
 
 
 def test_answers_that_tokenize_to_other_tokens_than_were_written_are_counted(models: Path, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def logits_at(target: CausalLM, indices: Sequence[int]) -> Tensor:
     rows = []
     for index in indices:
         labelled = collate([EXAMPLES[index]]).labelled(1)[0]
-        rows.append(full_forward(target.model, EXAMPLES[index].tokens)[labelled])
+        rows.append(full_forward(target.model, EXAMPLES[index].tokens.tolist())[labelled])
     return torch.cat(rows)
 
 
@@ -281,9 +281,9 @@ def test_a_cache_made_with_something_else_is_refused_by_its_name(
 def test_an_identity_changes_with_each_token_and_with_what_is_trained(tiny_llama: CausalLM) -> None:
     base, first = identity_of(tiny_llama), EXAMPLES[0]
     changed = [
-        first._replace(tokens=(*first.tokens[:-1], (first.tokens[-1] + 1) % 16)),
-        first._replace(trained=(*first.trained[:-1], not first.trained[-1])),
-        first._replace(lengths=(1, 3)),
+        Example((*first.tokens[:-1], (first.tokens[-1] + 1) % 16), first.trained, 0),
+        Example(first.tokens, (*first.trained[:-1], not first.trained[-1]), 0),
+        Example(first.tokens, first.trained, 0, (1, 3)),
     ]
     for example in changed:
         assert identity_of(tiny_llama, [example, *EXAMPLES[1:]]).data != base.data

@@ -158,7 +158,7 @@ def shared_identity(recipe: AnyRecipe, target: StoredTarget | None, dataset: Dat
     for free in ("micro_batch_size", "learning_rate", "mixed_precision"):
         content["training"].pop(free)
     content["target weights"] = target.fingerprint if target else None
-    content["training data"] = digest_of_each(dataset.examples)
+    content["training data"] = digest_of_each(example.content() for example in dataset.examples)
     return content
 
 

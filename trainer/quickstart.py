@@ -15,11 +15,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from trainer.files.folders import write_folder
+from trainer.files.folders import cache_root, write_folder
 from trainer.recipe.pretrain import PretrainRecipe
 
 NAME = "quickstart"
@@ -55,10 +54,9 @@ def steps() -> int:
 
 def cache() -> Path:
     """Return the target's cache folder, named after its training files: another interpreter makes another target."""
-    root = os.environ.get("HEADSTART_CACHE") or platformdirs.user_cache_dir("headstart")
     files = [(path.name, path.stat().st_size) for path in _library_files()]
     made_of = hashlib.sha256(repr((_VOCABULARY, sorted(files))).encode()).hexdigest()[:12]
-    return Path(root) / f"{NAME}-{made_of}"
+    return cache_root() / f"{NAME}-{made_of}"
 
 
 def folder() -> Path:

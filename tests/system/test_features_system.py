@@ -70,7 +70,7 @@ def test_a_kill_in_the_middle_costs_no_finished_shard(workshop: Path, tmp_path: 
     identity = FeatureIdentity.of(target, stored_fingerprint(workshop / "target"), tokenizer, examples, section)
     hidden = FeatureStore.open(folder, identity).hidden(collate(examples, range(ROWS)))
     # The counting target's state is 4 at the index of its last token and 0 elsewhere.
-    expected = 4 * torch.nn.functional.one_hot(torch.tensor([example.tokens for example in examples]), 16)
+    expected = 4 * torch.nn.functional.one_hot(torch.tensor([example.tokens.tolist() for example in examples]), 16)
     torch.testing.assert_close(hidden, expected.float(), rtol=1e-5, atol=1e-4)
 
 

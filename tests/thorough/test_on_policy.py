@@ -107,7 +107,7 @@ def test_every_kind_of_row_is_what_it_is_called(tmp_path: Path) -> None:
             continue
         answer = naive_greedy((draft() if kind == "draft" else target()).model, prompt, 12)
         answer = answer[: answer.index(1) + 1] if 1 in answer else answer
-        assert row.example.tokens == (*prompt, *answer) and row.place == -1
+        assert row.example.tokens.tolist() == [*prompt, *answer] and row.place == -1
         assert row.example.prompt_length == len(prompt) and not any(row.example.trained[: len(prompt)])
         if kind != "loop":
             assert all(row.example.trained[len(prompt) :])
@@ -137,7 +137,7 @@ def test_texts_are_written_for_several_steps_by_the_draft_as_it_is_at_the_first(
         writer = tiny_model("llama", seed=1 + (step >= 4), num_hidden_layers=1)
         for own, row in zip(Offline(DATA, 8, 0).examples_at(step, ALL), of_step, strict=True):
             plain = naive_greedy(writer, PROMPTS[own.place], 12)
-            answer = row.example.tokens[row.example.prompt_length :]
+            answer = tuple(row.example.tokens[row.example.prompt_length :].tolist())
             assert answer == plain[: len(answer)] and (len(answer) == 12 or answer[-1] == 1)
     assert {text.step for text in written_in(tmp_path, 4)} == {4, 5}, "nothing is written for steps behind the last"
 

@@ -23,6 +23,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import fingerprint, stored_fingerprint
 from decoding.model.heads import MedusaHeads
 from decoding.model.loading import load_heads, load_model
+from trainer.data.batch import Example
 from trainer.export import export
 from trainer.export.source import target_of
 from trainer.job import shared_identity
@@ -172,7 +173,7 @@ def test_which_tokens_are_trained_is_part_of_the_training_data(run_folder: Path)
     recipe = parse_recipe(recipe_content(run_folder, "medusa"))
     job = assembled(recipe)
     first, *others = job.dataset.examples
-    untrained = first._replace(trained=(False, *first.trained[1:]))
+    untrained = Example(first.tokens, (False, *first.trained[1:]), first.prompt_length)
     other = shared_identity(recipe, job.target, replace(job.dataset, examples=(untrained, *others)))
     assert other["training data"] != job.identity["training data"]
 

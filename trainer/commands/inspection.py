@@ -15,7 +15,8 @@ from trainer import quickstart
 from trainer.commands.options import InspectOptions
 from trainer.data.batch import Example, cut
 from trainer.data.chat import Encoded
-from trainer.data.dataset import Dataset, encoded_rows, load_dataset
+from trainer.data.dataset import Dataset, load_dataset
+from trainer.data.encoding import encoded_rows
 from trainer.data.rows import Row, open_source
 from trainer.recipe.common import DataSection
 from trainer.recipe.reading import load_recipe
@@ -110,7 +111,7 @@ def _print_row(console: Console, task: _Task, row: Row, encoded: Encoded | Value
             heading = f"{length}, left out: no answer begins in the first {task.section.max_length}"
         else:
             cut_at = f", cut to {len(kept.tokens)}" if len(kept.tokens) < len(example.tokens) else ""
-            heading = f"{length}{cut_at}, {sum(kept.trained)} trained ({encoded.mask_source})"
+            heading = f"{length}{cut_at}, {kept.trained.sum()} trained ({encoded.mask_source})"
         say(console, Text(f"{row.where}: {format}, {heading}", style="bold"))
         say(console, marked_text(kept or example, task.tokenizer, colour))
     if not encoded.examples:
@@ -131,29 +132,33 @@ def marked_text(example: Example, tokenizer: PreTrainedTokenizerBase, colour: bo
 def _pieces(example: Example, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool, bool]]:
     """Yield runs of tokens as (text, trained, special): each text is the addition to that of all earlier tokens."""
     specials = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    kinds = [(trained, token in specials) for token, trained in zip(example.tokens, example.trained, strict=True)]
+    kinds = [
+        (trained, token in specials)
+        for token, trained in zip(example.tokens.tolist(), example.trained.tolist(), strict=True)
+    ]
     begin, before = 0, ""
     for (trained, special), run in groupby(kinds):
         end = begin + len(list(run))
-        tokens = list(example.tokens[:end])
+        tokens = example.tokens[:end].tolist()
         text = str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
         yield text[len(before) :], trained, special
         begin, before = end, text
 
 
 def _table(dataset: Dataset) -> Table:
+    account = dataset.account
     table = Table(title=title(dataset.path), title_justify="left", show_header=False)
-    rows = [(f"rows, {name}", f"{count:,}") for name, count in dataset.formats.items()]
-    rows += [(f"rows, {name}", f"{count:,}") for name, count in dataset.fields.items()]
+    rows = [(f"rows, {name}", f"{count:,}") for name, count in account.formats.items()]
+    rows += [(f"rows, {name}", f"{count:,}") for name, count in account.fields.items()]
     rows += [
-        ("rows, bad and skipped", f"{dataset.bad_rows:,}"),
-        ("what is trained", " and ".join(dataset.mask_sources)),
+        ("rows, bad and skipped", f"{account.bad_rows:,}"),
+        ("what is trained", " and ".join(account.mask_sources)),
         ("sequences", f"{len(dataset.examples):,}"),
-        ("tokens", f"{dataset.tokens:,}"),
-        ("tokens trained", f"{dataset.trained_tokens:,} ({dataset.trained_tokens / dataset.tokens:.0%})"),
+        ("tokens", f"{account.tokens:,}"),
+        ("tokens trained", f"{account.trained_tokens:,} ({account.trained_tokens / account.tokens:.0%})"),
         ("longest sequence", f"{max(len(example.tokens) for example in dataset.examples):,} tokens"),
-        (f"sequences cut at {dataset.max_length:,} tokens", f"{dataset.truncated:,}"),
-        ("sequences left out", f"{dataset.skipped:,}"),
+        (f"sequences cut at {dataset.max_length:,} tokens", f"{account.truncated:,}"),
+        ("sequences left out", f"{account.skipped:,}"),
         ("packed" if dataset.packed else "not packed", f"{dataset.fill:.0%} full"),
         ("sha256", dataset.sha256[:16]),
     ]

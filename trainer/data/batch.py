@@ -4,12 +4,12 @@ The examples of a step are a function of the seed and the step alone, so a run r
 the number of processes that share a batch.
 """
 
-from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -18,16 +18,50 @@ if TYPE_CHECKING:  # batches are of tensors alone
     from transformers import PreTrainedModel
 
 
-class Example(NamedTuple):
-    """One sequence of token ids with its loss mask."""
+class Example:
+    """One sequence of token ids with its loss mask. Two with the same content are equal."""
 
-    tokens: tuple[int, ...]
-    trained: tuple[bool, ...]
-    """``trained[i]``: predicting token i is part of the loss."""
-    prompt_length: int
-    """Tokens before the first answer; 0 for a plain text."""
-    lengths: tuple[int, ...] = ()
-    """Lengths of the documents that are packed into the sequence one after the other; empty for a single document."""
+    __slots__ = ("lengths", "prompt_length", "tokens", "trained")
+
+    def __init__(
+        self,
+        tokens: "Sequence[int] | Int[np.ndarray, 'positions']",
+        trained: "Sequence[bool] | Bool[np.ndarray, 'positions']",
+        prompt_length: int,
+        lengths: Sequence[int] = (),
+    ) -> None:
+        self.tokens: Int[np.ndarray, " positions"] = np.asarray(tokens, np.int32)
+        self.trained: Bool[np.ndarray, " positions"] = np.asarray(trained, np.bool_)
+        """``trained[i]``: predicting token i is part of the loss."""
+        self.prompt_length = prompt_length
+        """Tokens before the first answer; 0 for a plain text."""
+        self.lengths = tuple(lengths)
+        """Lengths of the documents packed into the sequence one after the other; empty for a single document."""
+
+    def text(self) -> tuple[bytes, bytes]:
+        """Return tokens and document lengths as bytes, the same on every machine."""
+        return self.tokens.astype("<i4", copy=False).tobytes(), np.array(self.lengths, "<i8").tobytes()
+
+    def content(self) -> tuple[bytes, ...]:
+        """Return everything as bytes: `text`, the mask and the prompt's length."""
+        return *self.text(), self.trained.tobytes(), self.prompt_length.to_bytes(8, "little")
+
+    def predicted(self) -> Int[np.ndarray, " predicted"]:
+        """Return the trained tokens but each document's first, which nothing predicts."""
+        trained = self.trained.copy()
+        trained[np.cumsum((0, *self.lengths[:-1]))] = False
+        predicted: Int[np.ndarray, " predicted"] = self.tokens[trained]
+        return predicted
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Example) and self.content() == other.content()
+
+    def __hash__(self) -> int:
+        return hash(self.content())
+
+    def __repr__(self) -> str:
+        tokens, trained = self.tokens.tolist(), self.trained.astype(int).tolist()
+        return f"Example({tokens}, {trained}, {self.prompt_length}, {self.lengths})"
 
 
 @dataclass(frozen=True)
@@ -128,53 +162,33 @@ def collate(examples: Sequence[Example], indices: Sequence[int] = ()) -> Batch:
     """Pad examples on the right to the longest; ``indices`` are their places in the data set."""
     longest = max(len(example.tokens) for example in examples)
     shape = (len(examples), longest)
-    tokens, attention_mask = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-    trained, documents = torch.zeros(shape, dtype=torch.bool), torch.full(shape, -1)
+    tokens, attention_mask = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    trained, documents = np.zeros(shape, np.bool_), np.full(shape, -1, np.int64)
     for row, example in enumerate(examples):
         length = len(example.tokens)
-        tokens[row, :length] = torch.tensor(example.tokens)
+        tokens[row, :length] = example.tokens
         attention_mask[row, :length] = 1
-        trained[row, :length] = torch.tensor(example.trained)
-        lengths = torch.tensor(example.lengths or (length,))
-        documents[row, :length] = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        trained[row, :length] = example.trained
+        lengths = example.lengths or (length,)
+        documents[row, :length] = np.repeat(np.arange(len(lengths)), lengths)
     packed = any(len(example.lengths) > 1 for example in examples)
-    return Batch(tokens, attention_mask, trained, documents, tuple(indices), packed)
+    return Batch(
+        torch.from_numpy(tokens),
+        torch.from_numpy(attention_mask),
+        torch.from_numpy(trained),
+        torch.from_numpy(documents),
+        tuple(indices),
+        packed,
+    )
 
 
 def cut(example: Example, length: int) -> Example | None:
     """Return the first ``length`` tokens of an example; None if none of these is trained."""
-    short = example._replace(tokens=example.tokens[:length], trained=example.trained[:length])
-    return short if any(short.trained) else None
-
-
-def pack(examples: Sequence[Example], max_length: int) -> list[Example]:
-    """Pack examples into sequences of at most ``max_length`` tokens by best fit.
-
-    Examples are placed in their order, each where it leaves the least room, so the same examples give the same
-    sequences.
-    """
-    packed: list[list[Example]] = []
-    rooms: list[tuple[int, int]] = []  # (free tokens, index of the sequence), sorted
-    for example in examples:
-        length = len(example.tokens)
-        fitting = bisect_left(rooms, (length, -1))
-        if fitting == len(rooms):
-            room, place = max_length, len(packed)
-            packed.append([])
-        else:
-            room, place = rooms.pop(fitting)
-        packed[place].append(example)
-        insort(rooms, (room - length, place))
-    return [_joined(documents) if len(documents) > 1 else documents[0] for documents in packed]
-
-
-def _joined(documents: Sequence[Example]) -> Example:
-    return Example(
-        tuple(token for document in documents for token in document.tokens),
-        tuple(trained for document in documents for trained in document.trained),
-        documents[0].prompt_length,
-        tuple(len(document.tokens) for document in documents),
-    )
+    if not example.trained[:length].any():
+        return None
+    if len(example.tokens) <= length:
+        return example
+    return Example(example.tokens[:length], example.trained[:length], example.prompt_length, example.lengths)
 
 
 def batch_indices(step: int, batch_size: int, dataset_size: int, seed: int) -> list[int]:
@@ -184,12 +198,10 @@ def batch_indices(step: int, batch_size: int, dataset_size: int, seed: int) -> l
     while len(chosen) < batch_size:
         epoch, offset = divmod(position + len(chosen), dataset_size)
         order = _epoch_order(epoch, dataset_size, seed)
-        chosen += order[offset : offset + batch_size - len(chosen)]
+        chosen += order[offset : offset + batch_size - len(chosen)].tolist()
     return chosen
 
 
 @lru_cache(maxsize=2)
-def _epoch_order(epoch: int, size: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    order: list[int] = torch.randperm(size, generator=generator).tolist()
-    return order
+def _epoch_order(epoch: int, size: int, seed: int) -> Tensor:
+    return torch.randperm(size, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))

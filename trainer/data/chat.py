@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
@@ -240,13 +241,12 @@ class ChatTemplate:
     def _tokenize(self, text: str, spans: Sequence[tuple[int, int]]) -> Marked:
         """Tokenize the text, marking each token of which any character lies in ``spans``."""
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        offsets: Any = encoded["offset_mapping"]
-        marks = [False] * len(offsets)
+        offsets = np.array(encoded["offset_mapping"]).reshape(-1, 2)
+        marks = np.zeros(len(offsets), np.bool_)
         for begin, end in spans:
-            for place, (first, behind) in enumerate(offsets):
-                marks[place] |= max(first, begin) < min(behind, end)
+            marks |= offsets[:, 0].clip(min=begin) < offsets[:, 1].clip(max=end)
         tokens: Any = encoded["input_ids"]
-        return Marked(tuple(tokens), tuple(marks))
+        return Marked(tuple(tokens), tuple(marks.tolist()))
 
     def _check(self, trained: Sequence[bool], where: str) -> None:
         if any(trained) and not all(trained):

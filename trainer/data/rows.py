@@ -42,6 +42,11 @@ class RowSource:
     sha256: str
     """Digest of the file; of a folder's names and digests; of a hub data set's name, split and fingerprint."""
 
+    @property
+    def num_bytes(self) -> int | None:
+        """Size of the files; None for a hub data set."""
+        return sum(file.stat().st_size for file in self.files) if self.hub is None else None
+
     def read(self) -> Iterator[Row]:
         """Yield every row, file after file; lines and rows count from 1."""
         if self.hub is not None:

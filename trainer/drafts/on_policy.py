@@ -166,4 +166,4 @@ class PolicySource:
 
 def prompt_of(example: Example) -> tuple[int, ...]:
     """Return the tokens before an example's answer; for a plain text, its beginning."""
-    return example.tokens[: example.prompt_length or min(TEXT_PROMPT, len(example.tokens) // 2)]
+    return tuple(example.tokens[: example.prompt_length or min(TEXT_PROMPT, len(example.tokens) // 2)].tolist())

@@ -2,11 +2,11 @@
 
 import copy
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from jaxtyping import Int
@@ -129,17 +129,10 @@ def write_draft(draft: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Pat
 
 def coverage(examples: Sequence[Example], tokens: Sequence[int] | Int[Tensor, " outputs"]) -> float:
     """Return the share (0 to 1) of the trained tokens that are among ``tokens``; 1 if nothing is trained."""
-    kept = set(tokens.tolist() if isinstance(tokens, Tensor) else tokens)
-    found = [token in kept for example in examples for token in _trained_tokens(example)]
-    return sum(found) / len(found) if found else 1.0
-
-
-def _trained_tokens(example: Example) -> Iterator[int]:
-    """Yield the tokens for the draft to write: the trained ones but each document's first, which nothing predicts."""
-    firsts = {0, *accumulate(example.lengths)}
-    for place, (token, trained) in enumerate(zip(example.tokens, example.trained, strict=True)):
-        if trained and place not in firsts:
-            yield token
+    wanted = torch.as_tensor(tokens).cpu().numpy()
+    found = [np.isin(example.predicted(), wanted) for example in examples]
+    count = sum(map(len, found))
+    return sum(int(each.sum()) for each in found) / count if count else 1.0
 
 
 # --- from the target ------------------------------------------------------------------------------------------------
@@ -311,7 +304,7 @@ def check_reads(draft: CausalLM, target: CausalLM, key: str, examples: Sequence[
             f"{longest}: lower data.max_length and the evaluation's tokens, or give another draft"
         )
     if draft.vocab_size < target.vocab_size:  # one family pads its vocabularies to several sizes
-        largest = max(max(example.tokens) for example in examples)
+        largest = max(int(example.tokens.max()) for example in examples)
         if largest >= draft.vocab_size:
             raise ValueError(
                 f"the draft from {key} knows the tokens 0 to {draft.vocab_size - 1}, but the training "
@@ -335,5 +328,5 @@ def _most_frequent(
     always = sorted(token for token in ends if token < known)
     if count < len(always):
         raise ValueError(f"draft.vocabulary is {count} but {len(always)} tokens end texts: give room for more")
-    texts = ([token for token in _trained_tokens(example) if token < known] for example in examples)
+    texts = (predicted[predicted < known].tolist() for predicted in map(Example.predicted, examples))
     return most_frequent_tokens(texts, count, always)

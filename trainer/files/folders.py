@@ -7,10 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import platformdirs
 from safetensors import SafetensorError
 
 CHECKSUMS = "SHA256SUMS"
 """The name of the file in a sealed folder that lists every other file's checksum, as `sha256sum -c` reads it."""
+
+
+def cache_root() -> Path:
+    """Return the folder of all that can be made again: HEADSTART_CACHE, by default in the user's cache folder."""
+    return Path(os.environ.get("HEADSTART_CACHE") or platformdirs.user_cache_dir("headstart"))
 
 
 def write_folder(destination: Path, write: Callable[[Path], None], sealed: bool = False) -> None:

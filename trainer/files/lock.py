@@ -37,9 +37,9 @@ def hold(folder: Path, on_wait: Callable[[str], None] | None = None) -> Iterator
 
 
 @contextmanager
-def hold_file(path: Path) -> Iterator[None]:
-    """Keep other runs away from the file ``path``, by a lock beside it; ValueError where another run holds it."""
-    with _acquired(FileLock(path.with_name(f"{path.name}.lock")), path, None):
+def hold_file(path: Path, on_wait: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Keep other runs away from the file ``path``, by a lock beside it; waits, or raises ValueError, as `hold` does."""
+    with _acquired(FileLock(path.with_name(f"{path.name}.lock")), path, on_wait):
         yield
 
 

@@ -79,11 +79,16 @@ def digest_of(content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def digest_of_each(items: Iterable[object]) -> str:
-    """Return the SHA-256 of numbers, texts and tuples, item by item: the data need not be held twice."""
+def digest_of_each(items: Iterable[Sequence[bytes]]) -> str:
+    """Return the SHA-256 of items of one or more parts, item by item: the data need not be held twice.
+
+    The length of each part is digested with it, so no two lists of items with as many parts give the same bytes.
+    """
     digest = hashlib.sha256()
     for item in items:
-        digest.update(repr(item).encode())
+        digest.update(b"".join(len(part).to_bytes(8, "little") for part in item))
+        for part in item:
+            digest.update(part)
     return digest.hexdigest()
 
 

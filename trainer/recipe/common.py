@@ -34,6 +34,8 @@ class DataSection(Section):
     """Put several short examples into one sequence; none attends to another."""
     bad_rows: Literal["stop", "skip"] = "stop"
     """Stop the run at a row that cannot be used, or skip the row; skipped rows are named and counted."""
+    num_proc: Annotated[int, Field(ge=1)] = 1
+    """Processes that tokenize, once on each machine; the sequences are the same with any number of them."""
     source: str | None = None
     """Where the rows of files come from, for the model card: a hub data set's ORG/NAME, or a few words."""
     license: str | None = None

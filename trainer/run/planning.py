@@ -139,7 +139,7 @@ def count_tokens(examples: Sequence[Example], section: TrainingSection) -> Token
     whole, rest = divmod(sequences, len(examples))
     last = batch_indices(whole, len(examples), len(examples), section.seed)[:rest]
     read = [len(example.tokens) for example in examples]
-    trained = [sum(example.trained) for example in examples]
+    trained = [int(example.trained.sum()) for example in examples]
     return Tokens(
         sequences,
         whole * sum(read) + sum(read[index] for index in last),
@@ -158,7 +158,7 @@ def largest_batch(examples: Sequence[Example], section: TrainingSection, process
             for start in range(0, len(share), section.micro_batch_size):
                 batch = [examples[index] for index in share[start : start + section.micro_batch_size]]
                 positions = max(positions, len(batch) * max(len(example.tokens) for example in batch))
-                trained = max(trained, sum(sum(example.trained) for example in batch))
+                trained = max(trained, sum(int(example.trained.sum()) for example in batch))
     return Largest(positions, trained)
 
 

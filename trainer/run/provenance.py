@@ -55,7 +55,7 @@ def _about(dataset: Dataset, section: DataSection) -> dict[str, Any]:
     hub_id = None if Path(dataset.path).exists() else dataset.path.partition(":")[0]
     return {
         "sha256": dataset.sha256,
-        "rows": dataset.num_rows,
+        "rows": dataset.account.num_rows,
         "source": section.source if hub_id is None else hub_id,
         "license": section.license,
     }

@@ -56,7 +56,7 @@ class FeatureIdentity(Identity):
             raise ValueError(f"features.top_k is {section.top_k} but the target knows {target.vocab_size} tokens")
         return FeatureIdentity(
             **Identity.of_target(target, fingerprint, tokenizer),
-            data=digest_of_each((example.tokens, example.lengths) for example in examples),
+            data=digest_of_each(example.text() for example in examples),
             hidden_size=target.hidden_size,
             top_k=section.top_k,
             states=section.states,

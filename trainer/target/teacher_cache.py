@@ -12,7 +12,6 @@ three in a vocabulary of more than 65,536 tokens: a row of 60 tokens in bf16 is 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import ClassVar
 
@@ -39,7 +38,7 @@ _IN_CACHE, _AT_ONCE = 1 << 20, 1 << 25  # probabilities to draw from at a time: 
 
 @dataclass(frozen=True)
 class TeacherIdentity(Identity):
-    """The origin of a cache. ``data``: digest of token ids, loss masks and document lengths of all examples."""
+    """The origin of a cache. ``data``: digest of the contents of all examples."""
 
     noun: ClassVar[str] = "teacher cache"
     holding: ClassVar[str] = "a teacher cache"
@@ -68,7 +67,7 @@ class TeacherIdentity(Identity):
             )
         return TeacherIdentity(
             **Identity.of_target(target, fingerprint, tokenizer),
-            data=digest_of_each((example.tokens, bytes(example.trained), example.lengths) for example in examples),
+            data=digest_of_each(example.content() for example in examples),
             top_k=section.top_k,
             tail=section.tail,
             temperature=temperature,
@@ -84,8 +83,7 @@ class TeacherIdentity(Identity):
 
     def num_rows(self, example: Example) -> int:
         """Return the number of its trained tokens without those that begin a document."""
-        begins = {0, *accumulate(example.lengths[:-1])}
-        return sum(example.trained) - sum(example.trained[begin] for begin in begins)
+        return len(example.predicted())
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,278 @@
+"""Tokens on disk: the same sequences as the readable reference's, from any number of processes, once on a machine."""
+
+import json
+import multiprocessing
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from reference_data import Plain, reference_examples
+from tiny_training import CHAT_TEMPLATE, WORDS, tiny_tokenizer, write_rows
+
+from trainer.data import encoding, token_cache
+from trainer.data.batch import Example
+from trainer.data.chat import TranscriptEncoder
+from trainer.data.dataset import load_dataset
+from trainer.data.rows import open_source
+from trainer.data.token_cache import cache_folder, fingerprint
+from trainer.files.shards import digest_of_each
+from trainer.recipe.common import DataSection
+
+UNMARKED = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+pytest.importorskip("pyarrow", reason="maps tokens from the disk, needs pip install pyarrow")
+
+
+@pytest.fixture(autouse=True)
+def _a_cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for the few rows of a test."""
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(token_cache, "_FEW_BYTES", -1)
+    monkeypatch.setattr(token_cache, "_FEW_ROWS", -1)
+    monkeypatch.setattr(token_cache, "_TOKENS_AT_ONCE", 500)
+    monkeypatch.setattr(encoding, "_START", "fork")
+
+
+def section(**changes: Any) -> DataSection:
+    return DataSection(**{"train": "t", "heldout": "h", "max_length": 16, "bad_rows": "skip", **changes})
+
+
+def rows(count: int, chats: bool) -> list[Any]:
+    """Rows of every format, long and short, some of them bad."""
+    rng = random.Random(count)
+
+    def text(most: int) -> str:
+        return " ".join(rng.choices(WORDS[4:], k=rng.randint(1, most)))
+
+    def one() -> Any:
+        turns = [text(6) for _ in range(2 * rng.randint(1, 3))]
+        kinds: list[Callable[[], Any]] = [
+            lambda: {"prompt": text(9), "answer": text(12)},
+            lambda: {"question": text(20), "answer": text(3), "truncated": True},
+            lambda: {"instruction": text(3), "input": text(2), "output": rng.choice(["", text(4)])},
+            lambda: {"text": text(60)},
+            lambda: text(30),
+            lambda: rng.choice([{"text": 5}, {"wrong": 1}, {"prompt": "a", "answer": 3}]),
+        ]
+        roles = ("user", "assistant")
+        messages = [{"role": roles[place % 2], "content": turn} for place, turn in enumerate(turns)]
+        if chats:
+            kinds += [lambda: {"messages": messages}] * 3
+            names = {"user": "human", "assistant": "gpt"}
+            said = [{"from": names[each["role"]], "value": each["content"]} for each in messages]
+            kinds.append(lambda: {"conversations": said})
+        return rng.choice(kinds)()
+
+    return [one() for _ in range(count)]
+
+
+def plain(examples: Any) -> list[Plain]:
+    return [
+        Plain(tuple(each.tokens.tolist()), tuple(each.trained.tolist()), each.prompt_length, each.lengths)
+        for each in examples
+    ]
+
+
+def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The rows that are encoded from now on."""
+    seen: list[str] = []
+    encode = TranscriptEncoder.encode
+    monkeypatch.setattr(TranscriptEncoder, "encode", lambda self, row: (seen.append(row.where), encode(self, row))[1])
+    return seen
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("template", [None, CHAT_TEMPLATE, UNMARKED])
+def test_the_sequences_are_the_references_from_any_cache_and_any_number_of_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str | None, packing: bool
+) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", rows(400, chats=template is not None))
+    asked, tokenizer = section(packing=packing), tiny_tokenizer(template)
+    expected, firsts = reference_examples(path, asked, tokenizer)
+    assert len(expected) > 200 and any(each.lengths for each in expected) == packing
+    written = load_dataset(path, asked, tokenizer)
+    read = load_dataset(path, asked, tokenizer)
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "other"))
+    shared = load_dataset(path, asked.model_copy(update={"num_proc": 2}), tokenizer)
+    monkeypatch.setattr(token_cache, "pa", None)
+    kept = load_dataset(path, asked, tokenizer)
+    for dataset in (written, read, shared, kept):
+        assert plain(dataset.examples) == expected and plain(dataset.firsts) == firsts
+        assert dataset.account == written.account and dataset.describe() == written.describe()
+        assert list(dataset.account.formats) == list(written.account.formats), "in the order of the rows"
+    assert written.account.tokens == sum(len(each.tokens) for each in expected)
+    assert written.account.trained_tokens == sum(sum(each.trained) for each in expected)
+    assert written.account.bad_rows and written.account.truncated and written.account.skipped
+
+
+def test_a_mapped_sequence_takes_no_memory_and_cannot_be_changed(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", rows(100, chats=False))
+    dataset = load_dataset(path, section(), tiny_tokenizer())
+    for example in dataset.examples:
+        assert not example.tokens.flags.owndata and not example.tokens.flags.writeable
+    size = sum(file.stat().st_size for file in cache_folder().rglob("sequences.arrow"))
+    tables = 16 * len(dataset.examples) + 5000  # offsets and prompt lengths, and the schema
+    assert size < 4.2 * dataset.account.tokens + tables
+
+
+def test_a_second_start_tokenizes_nothing_and_names_the_same_bad_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [*rows(50, chats=False), *[{"wrong": 1}] * 9])
+    first = load_dataset(path, section(), tiny_tokenizer())
+    said = list(caplog.messages)
+    assert len(said) == 5 and all(message.startswith(f"skipped: {path}, line ") for message in said)
+    caplog.clear()
+    seen = tokenized(monkeypatch)
+    again = load_dataset(path, section(packing=True, num_proc=2, license="mit"), tiny_tokenizer())
+    assert not seen and caplog.messages == said
+    assert again.account == first.account and again.sha256 == first.sha256
+
+
+def test_a_cached_file_is_found_again_only_for_what_gives_the_same_sequences(tmp_path: Path) -> None:
+    content = rows(20, chats=True)
+    path = Path(write_rows(tmp_path / "rows.jsonl", content))
+    template = tmp_path / "own.jinja"
+    template.write_text(CHAT_TEMPLATE)
+
+    def of(tokenizer: Any = None, **changes: Any) -> str:
+        return fingerprint(open_source(str(path), "train"), section(**changes), tokenizer or tiny_tokenizer())
+
+    base = of()
+    assert base == of(packing=True, num_proc=4, license="mit", split="other"), "none of them decides a sequence"
+    other_words = (*WORDS[:4], *WORDS[5:], WORDS[4])
+    found = [
+        base,
+        of(max_length=17),
+        of(max_rows=19),
+        of(bad_rows="stop"),
+        of(format="text"),
+        of(text_field="body"),
+        of(prompt_field="question"),
+        of(answer_field="answer"),
+        of(chat_template=str(template)),
+        of(tiny_tokenizer(CHAT_TEMPLATE)),
+        of(tiny_tokenizer(UNMARKED)),
+        of(tiny_tokenizer(words=other_words)),
+    ]
+    template.write_text(UNMARKED)
+    found.append(of(chat_template=str(template)))
+    write_rows(path, content[:-1])
+    found.append(of())
+    assert len(set(found)) == len(found)
+
+
+def test_every_field_of_a_data_section_either_names_the_cached_file_or_changes_no_sequence() -> None:
+    changes_none = {"train", "heldout", "split", "heldout_split", "packing", "num_proc", "source", "license"}
+    of_a_file = {"chat_template"}
+    assert {*token_cache._DECIDES} | changes_none | of_a_file == {*DataSection.model_fields}, (
+        "a new field: which is it?"
+    )
+
+
+def test_a_stopped_start_leaves_nothing_that_a_later_one_takes(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [*["a b c d e f g h"] * 200, {"wrong": 1}])
+    for processes in (1, 2):
+        with pytest.raises(ValueError, match=r"line 201: the row has the fields \['wrong'\]"):
+            load_dataset(path, section(bad_rows="stop", num_proc=processes), tiny_tokenizer())
+        assert not list(cache_folder().iterdir())
+    expected = plain(load_dataset(path, section(), tiny_tokenizer()).examples)
+    (folder,) = cache_folder().iterdir()
+    file = folder / "sequences.arrow"
+    whole = file.read_bytes()
+    for size in (0, len(whole) // 2, len(whole) - 200):
+        file.unlink()
+        file.write_bytes(whole[:size])
+        assert plain(load_dataset(path, section(), tiny_tokenizer()).examples) == expected
+        assert file.read_bytes() == whole
+
+
+def _load_in_a_fork(path: str, seen: Path, ready: Any) -> None:
+    encode = TranscriptEncoder.encode
+
+    def noted(self: TranscriptEncoder, row: Any) -> Any:
+        with seen.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        return encode(self, row)
+
+    TranscriptEncoder.encode = noted  # type: ignore[method-assign]
+    ready.wait()
+    assert len(load_dataset(path, section(), tiny_tokenizer()).examples) == 300
+
+
+def test_processes_that_start_at_once_tokenize_the_rows_once(tmp_path: Path) -> None:
+    path, seen = write_rows(tmp_path / "rows.jsonl", ["a b c d e f g h"] * 300), tmp_path / "seen"
+    fork = multiprocessing.get_context("fork")
+    ready = fork.Barrier(3)
+    processes = [fork.Process(target=_load_in_a_fork, args=(path, seen, ready)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    lines = seen.read_text().splitlines()
+    assert len(lines) == 300 and len(set(lines)) == 1
+
+
+def test_a_cache_that_cannot_be_written_is_one_sentence_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "file"))
+    path = write_rows(tmp_path / "rows.jsonl", ["a b c d e f g h"])
+    with pytest.raises(ValueError, match=r"rows\.jsonl cannot be kept in .*file/tokens .*another folder in HEADSTART_"):
+        load_dataset(path, section(), tiny_tokenizer())
+
+
+def test_without_pyarrow_the_tokens_are_kept_in_memory_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(token_cache, "pa", None)
+    path = write_rows(tmp_path / "rows.jsonl", ["a b c d e f g h"])
+    assert len(load_dataset(path, section(), tiny_tokenizer()).examples) == 1
+    assert caplog.messages == [f"every process tokenizes {path} and keeps it: pip install pyarrow, and one does"]
+
+
+def test_few_rows_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", ["a b c d e f g h"] * 3)
+    monkeypatch.setattr(token_cache, "_FEW_BYTES", 1 << 20)
+    assert len(load_dataset(path, section(), tiny_tokenizer()).examples) == 3
+    assert not cache_folder().exists()
+
+
+def test_the_digest_changes_with_every_token_mark_document_and_prompt() -> None:
+    base = [Example((1, 2, 3, 4), (False, True, True, True), 1), Example((5, 6), (True, True), 0)]
+    changed = [
+        [Example((1, 2, 3, 9), (False, True, True, True), 1), base[1]],
+        [Example((1, 2, 3, 4), (False, True, False, True), 1), base[1]],
+        [Example((1, 2, 3, 4), (False, True, True, True), 2), base[1]],
+        [Example((1, 2, 3, 4), (False, True, True, True), 1, (1, 3)), base[1]],
+        [Example((1, 2, 3, 4), (False, True, True, True), 1, (2, 2)), base[1]],
+        [Example((1, 2, 3, 4, 5), (False, True, True, True, True), 1), Example((6,), (True,), 0)],
+        base[::-1],
+        base[:1],
+    ]
+    digests = [digest_of_each(example.content() for example in examples) for examples in (base, *changed)]
+    assert len(set(digests)) == len(digests)
+    same = [Example(np.array([1, 2, 3, 4]), np.array([0, 1, 1, 1]), 1), Example([5, 6], [True, True], 0)]
+    assert digest_of_each(example.content() for example in same) == digests[0]
+
+
+def test_the_datasets_library_reads_the_file(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="reads the file, needs pip install headstart[data]")
+    path = write_rows(tmp_path / "rows.jsonl", rows(60, chats=False))
+    examples = load_dataset(path, section(), tiny_tokenizer()).examples
+    (file,) = cache_folder().rglob("sequences.arrow")
+    read = datasets.Dataset.from_file(str(file))
+    assert [row["tokens"] for row in read] == [each.tokens.tolist() for each in examples]
+    assert [row["trained"] for row in read] == [each.trained.tolist() for each in examples]
+
+
+def test_the_account_of_a_file_is_readable(tmp_path: Path) -> None:
+    load_dataset(write_rows(tmp_path / "rows.jsonl", ["a b c d e f g h", {"x": 1}]), section(), tiny_tokenizer())
+    (file,) = cache_folder().rglob("account.json")
+    account = json.loads(file.read_text())
+    assert (account["formats"], account["sequences"], account["tokens"], account["bad_rows"]) == ({"text": 1}, 1, 8, 1)
