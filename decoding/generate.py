@@ -135,8 +135,8 @@ class Batch:
         self.longest = max((len(prompt) for prompt in prompts), default=0) + config.max_new_tokens
         self.session = self._open()
         self.serves_calls = cache is not None
-        nodes = drafter.max_nodes if drafter else 1
-        self.cache = cache if cache is not None else target.new_cache(self.longest + nodes, rows)
+        self._nodes = drafter.max_nodes if drafter else 1
+        self.cache = cache if cache is not None else target.new_cache(self.longest + self._nodes, rows)
 
     def _open(self) -> DraftSession | None:
         """Open the drafter's session; ValueError for a target or lengths that do not fit."""
@@ -154,6 +154,7 @@ class Batch:
         while self.waiting or self.texts:
             self.cache.check(lease)
             yield from self._refill()
+            self.target.prepare(self.cache, len(self.texts), [self._nodes], self.longest)
             while self.texts and not any(text.finished for text in self.texts):
                 self.cache.check(lease)
                 places = [text.place for text in self.texts]

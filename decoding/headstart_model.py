@@ -16,6 +16,7 @@ from decoding.drafters.registry import DrafterLoader, parse_drafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
+from decoding.model.fixed_shapes import check_choice, static_of
 from decoding.model.hub import only_cached, with_revision
 from decoding.model.loading import default_device, load_model
 from decoding.policies import Policy, named_policy
@@ -33,9 +34,14 @@ class HeadstartModel:
     """
 
     def __init__(
-        self, target: CausalLM | PreTrainedModel, drafter: Drafter | None, policy: Policy | str = "fixed"
+        self,
+        target: CausalLM | PreTrainedModel,
+        drafter: Drafter | None,
+        policy: Policy | str = "fixed",
+        static: str = "auto",
     ) -> None:
-        self.target = target if isinstance(target, CausalLM) else CausalLM(target)
+        """``static`` is that of `from_pretrained`, for a target that is no `CausalLM` yet."""
+        self.target = target if isinstance(target, CausalLM) else CausalLM(target, static=static_of(static, target))
         self.drafter = drafter
         self.policy = named_policy(policy) if isinstance(policy, str) else policy
 
@@ -49,6 +55,7 @@ class HeadstartModel:
         device_map: str | None = None,
         trust_remote_code: bool = False,
         policy: Policy | str = "fixed",
+        static: str = "auto",
         tokenizer: PreTrainedTokenizerBase | None = None,
         revision: str | None = None,
         local_files_only: bool = False,
@@ -65,6 +72,11 @@ class HeadstartModel:
         ``headstart drafters``. A draft's tokenizer must match ``tokenizer``, by default the tokenizer of a target given
         by name. ``dtype`` and ``device`` (default: the GPU if there is one; ``device_map="auto"``: all GPUs) apply to a
         target given by name; heads and drafts follow their target.
+
+        ``static`` runs the steps of target and drafts in fixed shapes: ``"graphs"`` as CUDA graphs, ``"compile"``
+        through `torch.compile`, ``"eager"`` with neither, ``"off"`` as they come. ``"auto"`` means graphs on a CUDA
+        device, where the target allows them, and else off. The texts are the same; graphs and their cache stay in
+        memory for as long as the model does.
         """
         if device is not None and device_map is not None:
             raise ValueError(f"device is {device} and device_map is {device_map!r}: give one of them")
@@ -80,8 +92,9 @@ class HeadstartModel:
             if isinstance(target, str):
                 target_tokenizer = tokenizer or target
                 device = default_device() if device is None else torch.device(device)
+                check_choice(static, device)
                 target = load_model(target, dtype, device, trust_remote_code, device_map)
-            model = CausalLM(target)
+            model = CausalLM(target, static=static_of(static, target))
             loader = DrafterLoader(model, target_tokenizer, trust_remote_code)
             return HeadstartModel(model, None if spec is None else loader.load(spec), policy)
 

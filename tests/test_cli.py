@@ -107,6 +107,32 @@ def test_every_command_that_decodes_hands_the_device_map_on(
     assert (code, output) == (2, "error: asked to spread by auto")
 
 
+@pytest.mark.parametrize("command", ["generate", "evaluate", "regenerate", "realign", "plan", "verify", "diagnose"])
+def test_every_command_that_decodes_says_where_graphs_cannot_be(models: Path, tmp_path: Path, command: str) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "def f{i}"}}\n' for i in range(4)))
+    given, output = ["--prompts", str(prompts)], ["--output", str(tmp_path / "out")]
+    options = {
+        "generate": ["--prompt", "ab"],
+        "evaluate": [*given, *output],
+        "regenerate": [*given, "--output", str(tmp_path / "out.jsonl")],
+        "realign": [*given, *output, "--draft", str(models / "draft")],
+        "plan": [*given, *output, "--drafter", "lookup"],
+        "verify": given,
+        "diagnose": [*given, f"draft:{models / 'draft'}", "--endpoint", "http://localhost:1/v1", "--model", "m"],
+    }
+    code, told = run(command, "--target", str(models / "target"), "--static", "graphs", *options[command])
+    assert code == 2
+    assert told.startswith("error: static is graphs, which only a CUDA device records, and the model runs on cpu: give")
+
+
+def test_steps_of_fixed_shapes_write_the_same_text(models: Path) -> None:
+    base = ["generate", "--target", str(models / "target"), "--drafter", f"draft:{models}/draft", "--prompt", "class A"]
+    base += ["--max-new-tokens", "16", "--dtype", "fp32", "--no-compare"]
+    texts = [run(*base, "--static", mode)[1].split(" draft model, 4 tokens")[0] for mode in ("off", "eager", "auto")]
+    assert texts[0] == texts[1] == texts[2]
+
+
 def test_typical_acceptance_is_called_lossy(models: Path) -> None:
     _, output = run(
         "generate", "--target", str(models / "target"), "--drafter", "lookup", "--rule", "typical",

@@ -152,6 +152,10 @@ class TextSession(Protocol):
 class TextDrafter(Drafter):
     """A drafter that drafts for one text at a time."""
 
+    def for_rows(self, rows: int) -> "TextDrafter":
+        """Return the drafter of ``rows`` texts at a time: one with steps of fixed shapes has a cache for one alone."""
+        return self
+
     @abstractmethod
     def open_text(self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int) -> TextSession:
         """Start on a text of at most ``max_length`` tokens."""
@@ -161,16 +165,7 @@ class TextDrafter(Drafter):
 
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> DraftSession:
         self.check(target, rows, max_length)
-        return _TextByText(self, target, sampling, max_length)
-
-
-def check_static_rows(draft: CausalLM, rows: int, name: str) -> None:
-    """Raise ValueError if several texts each need a cache of a draft with static shapes, which has only one."""
-    if draft.is_static and rows > 1:
-        raise ValueError(
-            f"the {name} drafts text by text, and its draft's static shapes serve one text at a time, not {rows}: "
-            "give a batch size of 1, or a draft without static shapes"
-        )
+        return _TextByText(self.for_rows(rows), target, sampling, max_length)
 
 
 class _TextByText:

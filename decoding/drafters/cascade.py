@@ -20,7 +20,6 @@ from decoding.drafters.base import (
     TextSession,
     TextStart,
     chain_budgets,
-    check_static_rows,
 )
 from decoding.drafters.draft_model import DraftModelDrafter
 from decoding.drafters.draft_state import DraftState, check_draft
@@ -39,8 +38,8 @@ class CascadeDrafter(TextDrafter):
     """Drafter of a chain of ``num_draft_tokens`` by a model with the target's tokenizer, sped up by ``inner``.
 
     ``inner`` should cost almost nothing, as prompt lookup does. Every text has its own draft cache, and the texts of a
-    batch are drafted one after the other. A draft with static shapes has a single cache and is refused for more than
-    one text at a time. The chain ends where processors forbid every token that the draft knows.
+    batch are drafted one after the other: several texts at a time without steps of fixed shapes, which have one cache.
+    The chain ends where processors forbid every token that the draft knows.
     """
 
     name = "cascade"
@@ -79,8 +78,12 @@ class CascadeDrafter(TextDrafter):
 
     def check(self, target: CausalLM, rows: int, max_length: int) -> None:
         check_draft(self.draft, target, max_length)
-        check_static_rows(self.draft, rows, self.name)
         self.inner.check(self.draft, rows, max_length)
+
+    def for_rows(self, rows: int) -> "CascadeDrafter":
+        if rows == 1:
+            return self
+        return CascadeDrafter(self.draft.with_static(None), self.inner.for_rows(rows), self.num_draft_tokens)
 
     def open_text(
         self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int

@@ -53,7 +53,9 @@ class DraftState:
         # Steps of fixed shapes know no dropped positions: their windows are in the masks alone.
         self._window = None if draft.is_static or draft.window == 1 else draft.window
         self._max_nodes = max_nodes
-        self.cache = draft.new_cache(min(max_length, self._most_held()) + max_nodes, rows)
+        self._longest = max_length
+        # One position more takes the padding of rows that others outrun: see `PreallocatedCache.begin`.
+        self.cache = draft.new_cache(min(max_length, self._most_held()) + max_nodes + 1, rows)
         self._lease = self.cache.take()
         self._committed = [0] * rows
         self._run_trees: dict[int, tuple[TokenTree, int]] = {}
@@ -116,6 +118,7 @@ class DraftState:
             self.draft.prefill(prompts, self.cache, fresh, own)
             for slot in fresh:
                 self._committed[slot] = len(texts[slot]) - 1
+            self.draft.prepare(self.cache, len(texts), (), self._longest)
         return fresh
 
     def _reach(self) -> int:

@@ -6,13 +6,14 @@ tokenizer.
 """
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from decoding.drafters.base import DraftRequest, TextDrafter, TextStart, chain_budgets, check_static_rows
+from decoding.drafters.base import DraftRequest, TextDrafter, TextStart, chain_budgets
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
@@ -70,8 +71,12 @@ class OtherTokenizerDrafter(TextDrafter):
     def budgets(self) -> tuple[Budget, ...]:
         return chain_budgets(self.num_draft_tokens)
 
-    def check(self, target: CausalLM, rows: int, max_length: int) -> None:
-        check_static_rows(self.draft, rows, self.name)
+    def for_rows(self, rows: int) -> "OtherTokenizerDrafter":
+        if rows == 1 or not self.draft.is_static:
+            return self
+        twin = copy(self)
+        twin.draft = self.draft.with_static(None)
+        return twin
 
     def open_text(
         self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int

@@ -48,10 +48,6 @@ class ParallelDrafter(Drafter):
         dynamic_nodes: int | None = None,
         sampled: bool = True,
     ) -> None:
-        if draft.model.is_static:
-            raise ValueError(
-                "the parallel draft has static shapes, in which mask tokens would stay in the cache: leave static out"
-            )
         if tokens is not None and not 1 <= tokens <= draft.tokens:
             raise ValueError(f"tokens is {tokens}, but the parallel draft has 1 to {draft.tokens}: give one of these")
         if tree is not None and (tokens is not None or dynamic_nodes is not None):

@@ -1,5 +1,6 @@
 """Properties of a model, from its config and placement, that limit how it can run."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -73,18 +74,26 @@ def max_text(text_config: PreTrainedConfig) -> int | None:
     return None if within else limit
 
 
-def refuse_changing_rope(text_config: PreTrainedConfig) -> None:
-    """Raise ValueError if the rotary embeddings choose their frequencies by a step's longest position.
+def why_not_static(model: PreTrainedModel) -> str | None:
+    """Return the reason why a model's steps cannot have fixed shapes, with a remedy; None if they can.
 
-    The host then reads that position from the device, which no CUDA graph can record (transformers'
-    `dynamic_rope_update`; only the latest versions of longrope do without).
+    Rotary embeddings that choose their frequencies by a step's longest position read it from the device on the host,
+    which no CUDA graph can record (transformers' `dynamic_rope_update`; only the latest versions of longrope do
+    without). And a graph holds the work of one device.
     """
+    text_config = model.config.get_text_config(decoder=True)
     kinds = {str(part.get("rope_type", "default")) for part in _rope_parameters(text_config)}
     if changing := sorted(kind for kind in kinds if "dynamic" in kind or kind == "longrope"):
-        raise ValueError(
+        return (
             f"the model's rotary embeddings are {' and '.join(changing)}, which choose their frequencies by a step's "
             "longest position, so that its steps cannot have fixed shapes: leave static out"
         )
+    if is_spread(model):
+        return (
+            f"the model is spread over {len(places_of(model))} devices, and steps of fixed shapes run on one: leave "
+            "static out, or load the model without device_map"
+        )
+    return None
 
 
 def places_of(model: PreTrainedModel) -> frozenset[str]:
@@ -108,10 +117,42 @@ def key_devices(model: PreTrainedModel) -> tuple[torch.device, ...] | None:
     return tuple(layer.keys.device for layer in held.layers)
 
 
-def refuse_several_devices(model: PreTrainedModel) -> None:
-    """Raise ValueError for a model spread over several devices: a CUDA graph holds the work of one device."""
-    if is_spread(model):
+def refuse_unfit(model: PreTrainedModel) -> None:
+    """Raise ValueError for a model that cannot run a tree's branches in one pass, or cannot drop rejected tokens."""
+    config = model.config
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{kind} is an encoder-decoder model: give a decoder-only causal LM")
+    if getattr(model, "_is_stateful", False):
         raise ValueError(
-            f"the model is spread over {len(places_of(model))} devices, and steps of fixed shapes run on one: leave "
-            "static out, or load the model without device_map"
+            f"{kind} keeps a recurrent state, which cannot be rolled back after a rejected draft: "
+            "give an attention-only model"
         )
+    text_config = config.get_text_config(decoder=True)
+    layer_types = {*(getattr(text_config, "layer_types", None) or ()), *getattr(text_config, "attention_layers", ())}
+    if other := sorted(layer_types - {"full_attention", "sliding_attention", "global"}):
+        raise ValueError(
+            f"{kind} has {' and '.join(other)} layers, which do not take a tree's mask: "
+            "give a model with full or sliding attention only"
+        )
+    accepted = inspect.signature(type(model).forward).parameters
+    alibi = kind in ("bloom", "mpt") or getattr(text_config, "alibi", False)
+    if alibi or "position_ids" not in accepted:
+        raise ValueError(
+            f"{kind} places tokens by their order{' (ALiBi)' * alibi}, so a tree's branches cannot stand side by side: "
+            "give a model that takes position ids"
+        )
+    if "past_key_values" not in accepted:
+        raise ValueError(f"{kind} keeps no key-value cache: give a model that does")
+    # is_decoder: old config files hold it for any model; the GPT-NeoX family declares it, but does not read it.
+    declared = hasattr(type(text_config), "is_decoder") and not kind.startswith("gpt_neox")
+    if declared and not text_config.is_decoder:
+        raise ValueError(f"{kind} reads texts in both directions: give a causal LM, or set is_decoder in its config")
+    attention = text_config._attn_implementation
+    if attention not in (None, "eager", "sdpa"):
+        raise ValueError(
+            f"the model attends by {attention!r}, which does not take a tree's mask: "
+            "load it with attn_implementation='sdpa' or 'eager'"
+        )
+    if model.get_output_embeddings() is None:
+        raise ValueError(f"{type(model).__name__} has no lm_head: load the model with AutoModelForCausalLM")

@@ -136,18 +136,26 @@ class PreallocatedCache(Cache):
         self._handed_out: tuple[_Buffers, ...] = self._held
         """Buffers whose views the layers hold; not `_held` after an interrupt between buffers and views."""
 
-    def begin(self, slots: Sequence[int], size: int, device: torch.device) -> None:
-        """Announce a forward that appends ``size`` positions to each of the rows ``slots``.
+    def begin(self, slots: Sequence[int], size: int, device: torch.device, own: Sequence[int] | None = None) -> int:
+        """Announce a forward that appends ``size`` positions to each of the rows ``slots``; return the keys it reads.
 
-        Rows with content must be the first ones, in order: attention reads a slice of the buffers.
+        The first ``own[i]`` of them are row i's own (None: all), the others padding, for which the buffers never grow:
+        what has no room is written over the last position, which then is nobody's. Rows with content must be the first
+        ones, in order: attention reads a slice of the buffers.
         """
         starts = [self.lengths[slot] for slot in slots]
         assert not any(starts) or list(slots) == list(range(len(slots))), f"rows {slots} are not the first ones"
-        self.reserve(max(starts) + size)
+        padded = max(starts) + size
+        needed = max(start + count for start, count in zip(starts, own or [size] * len(starts), strict=True))
+        self.reserve(padded if padded <= self.capacity or needed == padded else needed + 1)
+        keys = min(padded, self.capacity)
         positions = None
         if len(set(starts)) > 1:
             positions = tuple(_positions(starts, size, place or device) for place in self._devices)
-        self.block = _Block(tuple(slots), tuple(starts), positions, max(starts) + size)
+            if padded > keys:
+                positions = tuple(place.clamp(max=keys - 1) for place in positions)
+        self.block = _Block(tuple(slots), tuple(starts), positions, keys)
+        return keys
 
     def begin_static(self, positions: Tensor, keys: int) -> None:
         """Announce a forward whose rows write at ``positions`` (rows, block) and attend to ``keys`` positions.
@@ -226,21 +234,28 @@ class PreallocatedCache(Cache):
     def _grow(self, needed: int) -> None:
         """Double the buffers until ``needed`` positions fit, and copy their content.
 
-        ``capacity`` is set last, so that an error before it (out of memory) leaves the cache usable.
+        One buffer after the other, so that the memory of a single old one is held beside its new one. ``capacity`` is
+        set last, so that an error before it (out of memory) leaves the cache usable.
         """
-        old = capacity = self.capacity
+        capacity = self.capacity
         while capacity < needed:
             capacity *= 2
-        if self._held:
-            grown = []
-            for place, held in enumerate(self._held):
-                new = self._new_buffers(place, held.keys, held.values, capacity)
-                new.keys[..., :old, :] = held.keys[..., :old, :]
-                new.values[..., :old, :] = held.values[..., :old, :]
-                grown.append(new)
-            self._held = tuple(grown)
-            self._hand_out_views()
+        for place in range(len(self._held)):
+            for name in ("keys", "values"):
+                self._grow_buffer(place, name, capacity)
         self.capacity = capacity
+
+    def _grow_buffer(self, place: int, name: str, capacity: int) -> None:
+        """Replace a device's keys or values by a copy with room for ``capacity`` positions, and free them."""
+        old: Tensor = getattr(self._held[place], name)
+        layers, _, _, held, _ = old.shape
+        if held >= capacity:  # grown before an error
+            return
+        new = self._new_buffer(old, layers, capacity, old.device)
+        new[..., :held, :] = old
+        grown = self._held[place]._replace(**{name: new})
+        self._held = (*self._held[:place], grown, *self._held[place + 1 :])
+        self._hand_out_views()
 
     def _hand_out_views(self) -> None:
         self.buffers = next(_BUFFERS)

@@ -1,6 +1,5 @@
 """Any transformers causal language model behind one call: tokens or trees in, hidden states and logits out."""
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -17,8 +16,8 @@ from decoding.model.architecture import (
     key_devices,
     max_positions,
     max_text,
-    refuse_changing_rope,
-    refuse_several_devices,
+    refuse_unfit,
+    why_not_static,
     windows,
 )
 from decoding.model.attention import copy_free_attention, leave_out_cudnn
@@ -27,10 +26,13 @@ from decoding.model.embeddings import added_to_embeddings
 from decoding.model.lm_head import capture_lm_head_input
 from decoding.model.masks import TreeMasks
 from decoding.model.static import StaticSteps, nodes_at
+from decoding.model.static_inputs import row_bucket
 from decoding.rules.tree import TokenTree
 
 _PREFILL_TOKENS = 1 << 14
 """Greatest number of tokens, with padding, in one prefill pass: it fills a GPU; 32 texts of 8k would take 40 GB."""
+_APPENDED_TOKENS = 1 << 10
+"""Greatest number of tokens that each row appends in one pass: its mask has a number for each of them and each key."""
 
 
 class ModelOutput(NamedTuple):
@@ -51,47 +53,6 @@ class ModelOutput(NamedTuple):
             torch.cat([part.logits for part in parts]),
             tuple(states for part in parts for states in part.states),
         )
-
-
-def _refuse_unfit(model: PreTrainedModel) -> None:
-    """Refuse a model that cannot run a tree's branches in one pass, or cannot drop rejected tokens."""
-    config = model.config
-    kind = config.model_type
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{kind} is an encoder-decoder model: give a decoder-only causal LM")
-    if getattr(model, "_is_stateful", False):
-        raise ValueError(
-            f"{kind} keeps a recurrent state, which cannot be rolled back after a rejected draft: "
-            "give an attention-only model"
-        )
-    text_config = config.get_text_config(decoder=True)
-    layer_types = {*(getattr(text_config, "layer_types", None) or ()), *getattr(text_config, "attention_layers", ())}
-    if other := sorted(layer_types - {"full_attention", "sliding_attention", "global"}):
-        raise ValueError(
-            f"{kind} has {' and '.join(other)} layers, which do not take a tree's mask: "
-            "give a model with full or sliding attention only"
-        )
-    accepted = inspect.signature(type(model).forward).parameters
-    alibi = kind in ("bloom", "mpt") or getattr(text_config, "alibi", False)
-    if alibi or "position_ids" not in accepted:
-        raise ValueError(
-            f"{kind} places tokens by their order{' (ALiBi)' * alibi}, so a tree's branches cannot stand side by side: "
-            "give a model that takes position ids"
-        )
-    if "past_key_values" not in accepted:
-        raise ValueError(f"{kind} keeps no key-value cache: give a model that does")
-    # is_decoder: old config files hold it for any model; the GPT-NeoX family declares it, but does not read it.
-    declared = hasattr(type(text_config), "is_decoder") and not kind.startswith("gpt_neox")
-    if declared and not text_config.is_decoder:
-        raise ValueError(f"{kind} reads texts in both directions: give a causal LM, or set is_decoder in its config")
-    attention = text_config._attn_implementation
-    if attention not in (None, "eager", "sdpa"):
-        raise ValueError(
-            f"the model attends by {attention!r}, which does not take a tree's mask: "
-            "load it with attn_implementation='sdpa' or 'eager'"
-        )
-    if model.get_output_embeddings() is None:
-        raise ValueError(f"{type(model).__name__} has no lm_head: load the model with AutoModelForCausalLM")
 
 
 @contextmanager
@@ -128,7 +89,7 @@ class CausalLM:
         ``static`` runs steps in fixed shapes: ``graphs`` as CUDA graphs, ``compile`` through `torch.compile` as well,
         ``eager`` with neither, for tests. Such a model decodes one batch at a time.
         """
-        _refuse_unfit(model)
+        refuse_unfit(model)
         leave_out_cudnn()  # here, because every model passes here; it also holds for the peers
         self.model = model
         self.output_tokens = None if output_tokens is None else output_tokens.to(model.device)
@@ -146,15 +107,21 @@ class CausalLM:
         self._masks = TreeMasks(model, windows(text_config))
         self._static: StaticSteps | None = None
         self._static_cache: PreallocatedCache | None = None
+        self.static = static
+        """The way in which its steps have fixed shapes; None if they have not."""
         if static is not None:
-            refuse_changing_rope(text_config)
-            refuse_several_devices(model)
+            if reason := why_not_static(model):
+                raise ValueError(reason)
             self._static = StaticSteps(model, self._forward, self.windows(), self._last_place, self.dtype, static)
 
     @property
     def is_static(self) -> bool:
         """True if its steps have fixed shapes; all texts that it decodes at a time then share one cache."""
         return self._static is not None
+
+    def with_static(self, static: str | None) -> "CausalLM":
+        """Return the same model with this ``static``, on the same weights; itself if that is its own already."""
+        return self if static == self.static else CausalLM(self.model, self.output_tokens, static)
 
     @property
     def device(self) -> torch.device:
@@ -179,7 +146,7 @@ class CausalLM:
         """Make a cache for ``rows`` texts of about ``capacity`` positions; a static model restarts its only cache."""
         if self._static is None:
             return PreallocatedCache(self.num_layers, capacity, rows, self._key_devices)
-        capacity = self._static.capacity(capacity)
+        capacity, rows = self._static.capacity(capacity), row_bucket(rows)
         if self._static_cache is None or self._static_cache.rows < rows:
             self._static_cache = PreallocatedCache(self.num_layers, capacity, rows)
         self._static_cache.restart(capacity)
@@ -243,6 +210,9 @@ class CausalLM:
         """
         if not any(cache.lengths[: len(blocks)]):
             return self.prefill(blocks, cache)
+        if len(blocks[0]) > _APPENDED_TOKENS and len({len(block) for block in blocks}) == 1:
+            self.append([block[:_APPENDED_TOKENS] for block in blocks], cache)
+            return self.append([block[_APPENDED_TOKENS:] for block in blocks], cache)
         trees = [TokenTree.chain(block) for block in blocks]
         if self._static is not None and self._static.fits(trees):
             output = ModelOutput(*self._static.run(trees, cache, last_only=True))
@@ -275,14 +245,15 @@ class CausalLM:
         Returns hidden states and logits of each block's last token and of the masks, (rows, 1 + masks, hidden) and
         (rows, 1 + masks, vocab). ``added``: additions to the embeddings of each block's tokens; masks get none.
         """
-        assert not self.is_static, "mask tokens have no fixed shapes"
         lengths = [len(block) for block in blocks]
         trees = [TokenTree.chain([*block, *masks]) for block in blocks]
-        size = max(lengths) + len(masks)
-        with added_to_embeddings(self.model, None if added is None else self._stack(added, size)):
-            return self._run_trees(
-                trees, cache, [0] * len(trees), self._last_of([len(tree) for tree in trees], 1 + len(masks)), lengths
-            )
+        select = self._last_of([len(tree) for tree in trees], 1 + len(masks))
+        addition = None if added is None else self._stack(added, max(lengths) + len(masks))
+        if self._static is not None and cache.device is not None and self._static.fits(trees, addition):
+            hidden, logits = self._static.run(trees, cache, kept=lengths, added=addition)
+            return ModelOutput(select(hidden), select(logits))
+        with added_to_embeddings(self.model, addition):
+            return self._run_trees(trees, cache, [0] * len(trees), select, lengths)
 
     @torch.inference_mode()
     def verify(
@@ -318,6 +289,15 @@ class CausalLM:
         output = self._run(self.model, tokens[:, None], positions, cache, masks, None)
         cache.end([1] * rows)
         return output
+
+    def prepare(self, cache: PreallocatedCache, rows: int, nodes: Sequence[int], longest: int) -> None:
+        """Record the CUDA graphs that the texts in the first ``rows`` will need soon, before their steps are timed.
+
+        ``nodes``: sizes of the trees to come; ``longest``: positions of the longest text in the end. Does nothing
+        without graphs.
+        """
+        if self._static is not None:
+            self._static.prepare(cache, rows, nodes, longest)
 
     def _last_of(self, lengths: Sequence[int], count: int = 1) -> Callable[[Tensor], Tensor]:
         """Return a function that selects each row's last ``count`` own positions, (rows, count, hidden)."""
@@ -356,8 +336,8 @@ class CausalLM:
         starts = [cache.lengths[row] - skipped for row, skipped in enumerate(first)]
         positions = self._positions(starts, cache, depths)
         masks = self._masks.of_trees(shapes, starts, first, size)
-        cache.begin(range(len(trees)), size, self.device)
-        output = self._run(self.model, tokens, positions, cache, masks, select)
+        keys = cache.begin(range(len(trees)), size, self.device, counts)
+        output = self._run(self.model, tokens, positions, cache, _narrowed(masks, keys), select)
         cache.end(counts if kept is None else kept)
         return output
 
@@ -407,8 +387,17 @@ class CausalLM:
         cache: PreallocatedCache,
         mask: Any,
         last: Tensor | None,
+        added: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Run a step for `decoding.model.static`; ``model`` may be compiled, ``last`` selects a node of each row."""
         select = None if last is None else partial(nodes_at, last)
-        output = self._run(model, tokens, positions, cache, mask, select)
+        with added_to_embeddings(self.model, added):
+            output = self._run(model, tokens, positions, cache, mask, select)
         return output.hidden, output.logits
+
+
+def _narrowed(masks: Any, keys: int) -> Any:
+    """Return the masks for the first ``keys`` positions: those behind are padding alone."""
+    if isinstance(masks, dict):
+        return {kind: mask[..., :keys] for kind, mask in masks.items()}
+    return None if masks is None else masks[..., :keys]

@@ -15,6 +15,7 @@ from transformers.utils import logging
 from decoding.model.architecture import is_spread, places_of
 from decoding.model.causal_lm import CausalLM
 from decoding.model.finite import check_finite
+from decoding.model.fixed_shapes import following
 from decoding.model.folder import adapted_model, check_model_folder
 from decoding.model.header import read_object
 from decoding.model.heads import CONFIG_NAME, FORMAT, MedusaHeads, read_config
@@ -185,7 +186,7 @@ def load_draft(
     trust_remote_code: bool = False,
     other_tokenizer: bool = False,
 ) -> CausalLM:
-    """Load a draft model in the target's dtype, on its device.
+    """Load a draft model in the target's dtype, on its device, with steps of fixed shapes if the target's have them.
 
     Its tokenizer must match the target's ``tokenizer``, if that is given and ``other_tokenizer`` is False: an
     `OtherTokenizerDrafter` takes any. A folder marked by `vocabulary.write_output_tokens` gives a draft with a trimmed
@@ -242,13 +243,13 @@ def _load_draft_model(
             ) from error
     output_tokens = read_output_tokens(draft, name)
     if output_tokens is None:
-        return CausalLM(draft)
+        return following(CausalLM(draft), target)
     if not other_tokenizer and (beyond := max(output_tokens)) >= target.vocab_size:
         raise ValueError(
             f"{name} is trimmed to tokens up to {beyond}, but the target knows 0 to {target.vocab_size - 1}: "
             "trim it to tokens of the target"
         )
-    return trimmed_vocabulary(draft, output_tokens)
+    return following(trimmed_vocabulary(draft, output_tokens), target)
 
 
 def _finite_remedy(dtype: torch.dtype) -> str:

@@ -17,13 +17,16 @@ from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, Paralle
 from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
+from decoding.headstart_model import HeadstartModel
 from decoding.measure.evaluate import evaluate
 from decoding.measure.machine import attention_backends
 from decoding.measure.methods import EvaluationConfig, standard_methods
 from decoding.model.causal_lm import CausalLM
+from decoding.model.fixed_shapes import at_its_fastest
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.parallel import ParallelDraft
 from decoding.model.split_attention import SplitMask, part_of, split_attention
+from decoding.model.static import _Bucket
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
 
@@ -49,10 +52,10 @@ def heads_on(device: str, dtype: torch.dtype = torch.float32, markov_rank: int =
     return heads.to(device, dtype)
 
 
-def parallel_on(device: str, dtype: torch.dtype = torch.float32) -> ParallelDraft:
+def parallel_on(device: str, static: str | None, dtype: torch.dtype = torch.float32) -> ParallelDraft:
     made = tiny_parallel_draft(CausalLM(tiny_model("llama")))
     model: PreTrainedModel = made.model.model.to(device, dtype)  # type: ignore[arg-type]  # its stubs
-    return ParallelDraft(CausalLM(model), made.parts.to(device, dtype))
+    return ParallelDraft(CausalLM(model, static=static), made.parts.to(device, dtype))
 
 
 def drafter_on(
@@ -65,7 +68,7 @@ def drafter_on(
     if "markov" in name:
         return MedusaDrafter(heads_on(device, dtype, markov_rank=3), sampled="drawn" in name)
     if name == "parallel":
-        return ParallelDrafter(parallel_on(device, dtype))
+        return ParallelDrafter(parallel_on(device, static, dtype))
     draft = CausalLM(model_on(device, family, seed=1, dtype=dtype), static=static)
     if name == "draft tree":
         return DraftTreeDrafter(draft, depth=3, width=2, nodes=7)
@@ -196,6 +199,24 @@ def test_a_greedy_step_waits_for_the_gpu_once(name: str, batch_size: int) -> Non
             passes = sum(1 for _ in steps) // batch_size
     assert passes >= 5
     assert len(syncs) <= passes, "\n".join(sorted(set(syncs)))
+
+
+def test_what_runs_by_default_is_graphs() -> None:
+    model = HeadstartModel(model_on("cuda"), None)
+    assert model.target.static == "graphs" and at_its_fastest(CausalLM(model_on("cuda"))).static == "graphs"
+    assert HeadstartModel(model_on("cuda"), None, static="off").target.static is None
+
+
+def test_graphs_are_recorded_before_the_steps_that_replay_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step of a second text records any, and what is recorded ahead leaves the texts as they are."""
+    target, drafter = CausalLM(model_on("cuda"), static="graphs"), drafter_on("cuda", "chain", "graphs")
+    expected = texts_of(CausalLM(model_on("cpu")), None)
+    for _ in range(2):
+        assert texts_of(target, drafter) == expected
+    recorded: list[object] = []
+    capture = _Bucket._capture
+    monkeypatch.setattr(_Bucket, "_capture", lambda bucket: recorded.append(bucket) or capture(bucket))
+    assert texts_of(target, drafter) == expected and not recorded
 
 
 def test_steps_queued_behind_a_busy_gpu_read_their_own_inputs() -> None:

@@ -136,6 +136,23 @@ def test_keys_of_what_was_accepted_are_not_run_again(
     assert passes[0] == 4, "8 was kept; the root 3 and three guesses"
 
 
+def test_logits_are_written_for_the_guesses_alone(counting: CausalLM, tiny_llama: CausalLM) -> None:
+    """Not for the tokens before them that only enter the cache."""
+    written: list[int] = []
+    hook = counting.model.get_output_embeddings().register_forward_hook(
+        lambda module, args, out: written.append(out.shape[1])
+    )
+    try:
+        session = opened(CascadeDrafter(counting, PromptLookupDrafter(3), 4), tiny_llama)
+        text = [*range(16), *range(8)]
+        session.propose([request(text)])
+        written.clear()
+        session.propose([request([*text, 8, 9, 10, 11, 12])])
+        assert written == [4], "for the root 12 and three guesses; 11 runs with them"
+    finally:
+        hook.remove()
+
+
 @given(seed=st.integers(0, 2**32 - 1), inner=st.sampled_from(["lookup", "branches", "lookahead"]))
 def test_a_chain_stays_within_its_bounds(tiny_llama: CausalLM, tiny_draft: CausalLM, seed: int, inner: str) -> None:
     for sampling in (SamplingConfig(), PENALISED):
@@ -178,13 +195,13 @@ def test_an_inner_drafter_of_batches_is_refused(tiny_draft: CausalLM) -> None:
         CascadeDrafter(tiny_draft, DraftModelDrafter(tiny_draft))  # type: ignore[arg-type]  # what is tested
 
 
-def test_a_draft_with_static_shapes_serves_one_text_at_a_time(tiny_llama: CausalLM) -> None:
+def test_a_draft_with_static_shapes_serves_several_texts_without_them(tiny_llama: CausalLM) -> None:
     drafter = CascadeDrafter(CausalLM(tiny_model("llama", seed=1), static="eager"), INNER["lookup"], 3)
     for prompt in ([1, 2, 1], [5]):
         text = Engine(tiny_llama, drafter).decode(prompt, DecodingConfig(12))
         assert text.tokens == naive_greedy(tiny_llama.model, prompt, 12)
-    with pytest.raises(ValueError, match="static shapes serve one text at a time, not 2: give a batch size of 1"):
-        drafter.open(tiny_llama, SamplingConfig(), 2, 20)
+    texts = Engine(tiny_llama, drafter).decode([[1, 2, 1], [5]], DecodingConfig(12), batch_size=2)
+    assert [text.tokens for text in texts] == [naive_greedy(tiny_llama.model, p, 12) for p in ([1, 2, 1], [5])]
 
 
 def test_a_text_longer_than_the_drafts_context_is_refused(tiny_llama: CausalLM) -> None:

@@ -174,7 +174,7 @@ def test_half_a_letter_at_the_end_of_a_draft_is_left_out() -> None:
 def test_a_text_longer_than_the_drafts_context_is_decoded_without_it() -> None:
     target = alphabet_model(SINGLE)
     draft = alphabet_model(SINGLE)
-    draft.max_positions = 12
+    draft.max_text = 12
     drafter = OtherTokenizerDrafter(draft, tokenizer(SINGLE), tokenizer(SINGLE), 4)
     assert propose(opened(drafter, target), list(range(8))) == [8, 9, 10, 11]
     assert propose(opened(drafter, target), list(range(9))) == []
@@ -235,12 +235,12 @@ def test_a_draft_of_nothing_is_refused(tiny_draft: CausalLM) -> None:
         OtherTokenizerDrafter(tiny_draft, tokenizer(SINGLE), tokenizer(SINGLE), 0)
 
 
-def test_a_draft_with_static_shapes_serves_one_text_at_a_time() -> None:
+def test_a_draft_with_static_shapes_serves_several_texts_without_them() -> None:
     target, draft = alphabet_model(SINGLE), CausalLM(counting_model(), static="eager")
     drafter = OtherTokenizerDrafter(draft, tokenizer(SINGLE), tokenizer(SINGLE), 3)
     assert Engine(target, drafter).decode([1, 2], DecodingConfig(6)).tokens == tuple(range(3, 9))
-    with pytest.raises(ValueError, match="static shapes serve one text at a time, not 2: give a batch size of 1"):
-        drafter.open(target, SamplingConfig(), 2, 20)
+    texts = Engine(target, drafter).decode([[1, 2], [5]], DecodingConfig(6), batch_size=2)
+    assert [text.tokens for text in texts] == [tuple(range(3, 9)), tuple(range(6, 12))]
 
 
 PROMPTS = ([1, 2, 3], [5], [7, 7, 0, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1])

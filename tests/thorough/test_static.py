@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 
 import pytest
 import torch
@@ -16,7 +16,8 @@ from decoding.generate import DecodingConfig
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM, ModelOutput
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.static import Size, StaticInputs, StaticSteps, _Layout, key_bucket, node_bucket
+from decoding.model.static import StaticSteps
+from decoding.model.static_inputs import Layout, Size, StaticInputs, key_bucket, node_bucket
 from decoding.policies import Budget, FixedPolicy, Rehearsal
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
@@ -255,7 +256,7 @@ def test_in_half_precision_no_step_leaves_nan_behind() -> None:
 
 def test_a_layout_is_copied_once_for_as_long_as_the_trees_stay() -> None:
     inputs = StaticInputs(Size(2, 8, 8, 256, False), torch.device("cpu"))
-    layout = _Layout((TREE, TreeShape.chain(1)), (0, 0))
+    layout = Layout((TREE, TreeShape.chain(1)), (0, 0))
     inputs.fill(layout, [7, 9], [[1, 2, 3, 4, 5, 6], [7, 8]])
     assert inputs.tokens.tolist() == [[1, 2, 3, 4, 5, 6, 0, 0], [7, 8, 0, 0, 0, 0, 0, 0]]
     assert inputs.starts.tolist() == [7, 9] and inputs.last.tolist() == [5, 1]
@@ -263,10 +264,10 @@ def test_a_layout_is_copied_once_for_as_long_as_the_trees_stay() -> None:
     assert torch.equal(~inputs.hidden_from[0, :6, :6], TREE.ancestor_mask)
     assert bool(inputs.hidden_from[0, :6, 6:].all()) and bool(inputs.hidden_from[1, :2, 2:].all())
     inputs.depths.fill_(-1)  # to see whether it is written again
-    inputs.fill(_Layout((TREE, TreeShape.chain(1)), (0, 0)), [13, 11], torch.tensor([[6, 5, 4, 3, 2, 1], [9] * 6]))
+    inputs.fill(Layout((TREE, TreeShape.chain(1)), (0, 0)), [13, 11], torch.tensor([[6, 5, 4, 3, 2, 1], [9] * 6]))
     assert inputs.depths.unique().tolist() == [-1]
     assert inputs.tokens[:, :6].tolist() == [[6, 5, 4, 3, 2, 1], [9] * 6] and inputs.starts.tolist() == [13, 11]
-    inputs.fill(_Layout((TREE,), (3,)), [2], [[4, 5, 6]])
+    inputs.fill(Layout((TREE,), (3,)), [2], [[4, 5, 6]])
     assert inputs.depths.tolist() == [[2, 2, 2, 0, 0, 0, 0, 0], [0] * 8]
     assert inputs.key_depths[0].tolist() == [0, 1, 1, 2, 2, 2, 0, 0]
     assert inputs.firsts.tolist() == [3, 0] and inputs.starts.tolist() == [2, 0]
@@ -282,10 +283,50 @@ def test_nodes_are_rounded_up_generously_where_they_cost_nothing(rows: int, node
 
 
 @pytest.mark.parametrize(
-    ("keys", "bucket"), [(1, 256), (256, 256), (257, 512), (2000, 2048), (2049, 2304), (4095, 4096), (4097, 4608)]
+    ("keys", "bucket"), [(1, 256), (256, 256), (257, 384), (385, 512), (2000, 2048), (2049, 3072), (4097, 6144)]
 )
-def test_keys_are_rounded_up_to_256_or_an_eighth(keys: int, bucket: int) -> None:
+def test_keys_are_rounded_up_by_half_at_most(keys: int, bucket: int) -> None:
     assert key_bucket(keys) == bucket
+
+
+def test_fifteen_buckets_lead_from_256_keys_to_32k() -> None:
+    buckets = sorted({key_bucket(keys) for keys in range(1, 32769)})
+    assert len(buckets) == 15 and all(after <= 1.5 * before for before, after in pairwise(buckets))
+
+
+def test_graphs_are_recorded_before_a_text_comes_to_them() -> None:
+    """On a CPU they run as they are: what would be recorded is known, and leaves no trace in texts or caches."""
+    plain = CausalLM(tiny_model("llama", max_position_embeddings=512))
+    prompts, config = [[place % 16 for place in range(240)], [3, 1]], DecodingConfig(60)
+    expected = [text.tokens for text in Engine(plain).decode(prompts, config, batch_size=2)]
+    model, draft = (
+        CausalLM(tiny_model("llama", seed=seed, max_position_embeddings=512), static="graphs") for seed in (0, 1)
+    )
+    engine = Engine(model, DraftModelDrafter(draft, (1, 1, 1)))
+    steps = engine.steps(prompts, config, batch_size=2)
+    for _ in range(4):  # two prefills and a step of each row
+        next(steps)
+    keys = {size.keys for size in steps_of(model)._steps if size.nodes == 4}
+    assert keys == {256, 384}, "its own, and the next one ahead"
+    assert all(bucket.has_run for bucket in steps_of(model)._steps.values())
+    for _ in steps:
+        pass
+    for _ in range(
+        2
+    ):  # the second text meets, ahead, what was met at the end of the first; the third meets nothing new
+        known = [set(steps_of(each)._steps) for each in (model, draft)]
+        assert [text.tokens for text in engine.decode(prompts, config, batch_size=2)] == expected
+    assert [set(steps_of(each)._steps) for each in (model, draft)] == known
+
+
+def test_steps_have_the_same_shape_whatever_the_cache_served_before() -> None:
+    """In bf16 another shape may round otherwise, and a resumed run is to write the same answers."""
+    used, fresh = (CausalLM(tiny_model("llama", max_position_embeddings=512), static="eager") for _ in range(2))
+    Engine(used).decode([[place % 16 for place in range(300)]] * 8, DecodingConfig(4), batch_size=8)
+    before = set(steps_of(used)._steps)
+    for model in (used, fresh):
+        Engine(model).decode(PROMPTS[:3], DecodingConfig(8), batch_size=3)
+    assert set(steps_of(used)._steps) - before == set(steps_of(fresh)._steps)
 
 
 def test_an_unknown_mode_is_refused() -> None:

@@ -79,6 +79,7 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
     config = replace(config, eos_token_ids=eos_token_ids(models.target.model, models.tokenizer))
     asked = _questions(every, chosen, options, config, models)
     made_by = _made_by(options, config, models.specs, asked.asker, models.tokenizer)
+    made_by["settings"]["static"] = models.target.static or "off"
     context = config.contexts[0] if len(config.contexts) == 1 else None
     methods = standard_methods(models.target, models.drafters, config, policy_maker(plan, models.specs, context))
     if plan is not None and "measured" in config.policies:

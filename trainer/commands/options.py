@@ -12,6 +12,13 @@ from typer import Argument, Option
 DeviceMap = Annotated[
     str | None, Option(help="auto spreads a target that fits no single GPU over all of them; by default one holds it.")
 ]
+Static = Annotated[
+    str,
+    Option(
+        help="Steps of target and drafts in fixed shapes: graphs (CUDA), compile (torch.compile), eager (neither), or "
+        "off. auto is graphs on a GPU, where the target allows them, and else off. The texts are the same."
+    ),
+]
 
 DRAFTERS = (
     "NAME[:PATH][,option=value,...], such as heads:PATH, draft:PATH,tokens=4, draft-tree:PATH,depth=5, parallel:PATH, "
@@ -50,6 +57,7 @@ class ModelOptions:
     dtype: Annotated[
         str, Option(help="bf16, fp16 or fp32. On a CPU with AVX512-BF16 or AMX, bf16 is the fast one.")
     ] = "bf16"
+    static: Static = "auto"
     device_map: DeviceMap = None
     trust_remote_code: Trusted = False
 
@@ -180,6 +188,7 @@ class RegenerateOptions:
     drafter: Annotated[str | None, Option(help=f"Drafter, to make a target in this process faster: {DRAFTERS}")] = None
     batch_size: Annotated[int, Option(min=1, help="Prompts decoded at a time in this process.")] = 16
     dtype: Annotated[str, Option(help="bf16, fp16 or fp32, of a target in this process.")] = "bf16"
+    static: Static = "auto"
     device_map: DeviceMap = None
     trust_remote_code: Trusted = False
     completions: Annotated[
@@ -217,6 +226,7 @@ class RealignOptions:
     draft_tokens: Annotated[int, Option(min=1, help="Tokens the draft proposes at a time.")] = 4
     seed: Annotated[int, Option(help="Seed of the run: same seed, same draft.")] = 0
     dtype: Annotated[str, Option(help="bf16, fp16 or fp32, of the target and of the finished draft.")] = "bf16"
+    static: Static = "auto"
     device_map: DeviceMap = None
     trust_remote_code: Trusted = False
 
@@ -387,6 +397,7 @@ class VerifyOptions:
     dtype: Annotated[str, Option(help="bf16, fp16 or fp32: the server's own; in fp32 rounding hides the least.")] = (
         "fp32"
     )
+    static: Static = "auto"
     device_map: DeviceMap = None
     trust_remote_code: Trusted = False
     json: JsonFile = None

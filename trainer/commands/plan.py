@@ -52,7 +52,11 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, 
     read = read_prompts(resolve(options.prompts), tokenizer, limit, options.prompt_field, options.prompt_tokens)
     prompts, others = read[: options.limit], read[options.limit :]
     checked = others or prompts
-    made_by = {**_made_by(options, specs), "dtype": str(target.dtype).removeprefix("torch.")}
+    made_by = {
+        **_made_by(options, specs),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "static": target.static or "off",
+    }
     made_by["fingerprints"] |= {
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "prompts": prompts_fingerprint(prompts),

@@ -134,6 +134,7 @@ def _questions(options: RealignOptions, name: str) -> RegenerateOptions:
         batch_size=options.batch_size,
         seed=options.seed,
         dtype=options.dtype,
+        static=options.static,
         device_map=options.device_map,
         trust_remote_code=options.trust_remote_code,
     )

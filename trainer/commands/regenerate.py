@@ -110,6 +110,8 @@ def _check(options: RegenerateOptions, sampling: SamplingConfig) -> None:
         raise ValueError("--drafter speeds up a --target in this process; an --endpoint decodes as it likes")
     if options.endpoint is not None and options.device_map:
         raise ValueError("--device-map spreads a --target in this process; an --endpoint places its model itself")
+    if options.endpoint is not None and options.static != "auto":
+        raise ValueError("--static says how a --target in this process runs its steps; an --endpoint runs its own")
     if options.endpoint is None and options.completions:
         raise ValueError("--completions is the choice of an --endpoint; a --target goes by its chat template")
     if options.n < 1:
@@ -135,7 +137,8 @@ def _target(
     chat = tokenizer.chat_template is not None
     backend = TargetBackend(target, tokenizer, drafter, config, options.batch_size)
     fingerprint = stored_fingerprint(name, trusted)
-    return backend, {"chat": chat, "dtype": options.dtype, "target_fingerprint": fingerprint}
+    static = {} if target.static is None else {"static": target.static}  # other kernels may round otherwise
+    return backend, {"chat": chat, "dtype": options.dtype, **static, "target_fingerprint": fingerprint}
 
 
 def _endpoints(options: RegenerateOptions, given: Sequence[str], watched: Console) -> tuple[Backend, dict[str, Any]]:

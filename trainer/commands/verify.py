@@ -236,6 +236,7 @@ def _write(
         "verdict": "PASS" if passed else "FAIL",
         **account(),
         "dtype": options.dtype,
+        "static": options.static,
         "fingerprints": {
             "target": stored_fingerprint(resolve(options.target), options.trust_remote_code),
             "prompts": prompts_fingerprint(given.prompts),

@@ -3,6 +3,7 @@
 from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
 from decoding.model.causal_lm import CausalLM
+from decoding.model.fixed_shapes import at_its_fastest
 from decoding.model.parallel import ParallelDraft
 
 AnyDraft = CausalLM | ParallelDraft
@@ -10,7 +11,11 @@ AnyDraft = CausalLM | ParallelDraft
 
 
 def drafter_of(draft: AnyDraft, tokens: int) -> Drafter:
-    """Make the drafter of a draft's chain of ``tokens``; a parallel draft has at most the tokens of one forward."""
+    """Make the drafter of a draft's chain of ``tokens``; a parallel draft has at most the tokens of one forward.
+
+    On a CUDA device its steps are CUDA graphs, if they can be.
+    """
     if isinstance(draft, ParallelDraft):
+        draft = ParallelDraft(at_its_fastest(draft.model), draft.parts)
         return named_drafter("parallel", draft, tokens=min(tokens, draft.tokens))
-    return named_drafter("draft", draft, tokens=tokens)
+    return named_drafter("draft", at_its_fastest(draft), tokens=tokens)

@@ -15,6 +15,7 @@ from decoding.measure.evaluate import count_steps
 from decoding.measure.waves import equal_parts
 from decoding.metrics import StepCount, acceptance
 from decoding.model.causal_lm import CausalLM
+from decoding.model.fixed_shapes import at_its_fastest
 from decoding.model.loading import eos_token_ids
 from decoding.rules.sampling import SamplingConfig
 from trainer.data.dataset import Dataset, heldout_prompts
@@ -59,12 +60,12 @@ class Evaluator:
 
     def evaluate(self, objective: Objective) -> Evaluation:
         """Measure the present weights: tokens per target pass, and conditional acceptance by position (from 1)."""
-        drafter = objective.drafter()
+        drafter, target = objective.drafter(), at_its_fastest(self.target)
         assert drafter is not None
 
         def count(batch: Sequence[int]) -> Iterator[Row]:
             prompts, seeds = [self.prompts[place] for place in batch], [self.config.seed + place for place in batch]
-            counted = count_steps(self.target, drafter, prompts, self.config, len(batch), seeds)
+            counted = count_steps(target, drafter, prompts, self.config, len(batch), seeds)
             for place, steps in zip(batch, counted, strict=True):
                 yield from ((place, *step) for step in steps)
 
@@ -81,10 +82,10 @@ class Evaluator:
     def greedy_texts(self, dataset: Dataset) -> list[tuple[Sequence[int], int]]:
         """Return the target's own answers to prompts of another set, as (tokens, prompt length)."""
         config = replace(self.config, sampling=SamplingConfig())
-        prompts = self._prompts_of(dataset)
+        prompts, target = self._prompts_of(dataset), at_its_fastest(self.target)
 
         def decode(batch: Sequence[int]) -> Iterator[Row]:
-            texts = Engine(self.target).decode([prompts[place] for place in batch], config, batch_size=len(batch))
+            texts = Engine(target).decode([prompts[place] for place in batch], config, batch_size=len(batch))
             for place, text in zip(batch, texts, strict=True):
                 yield from ((place, token) for token in text.tokens)
 

@@ -50,7 +50,7 @@ def accepts_itself(
     target: CausalLM, prompts: Sequence[tuple[int, ...]], config: DecodingConfig, batch_size: int
 ) -> Finding:
     """Let the target draft for itself: every drafted token must be accepted, greedy and, at T > 0, sampled."""
-    engine = Engine(target, DraftModelDrafter(target))
+    engine = Engine(target, DraftModelDrafter(target.with_static(None)))  # a static one has a single cache
     least = _OWN_ACCEPTANCE.get(target.dtype, _OWN_ACCEPTANCE_ELSE)
     shares = {}
     settings = {"greedy": replace(config.sampling, temperature=0.0)}
@@ -72,6 +72,7 @@ def accepts_itself(
 def cache_consistency(engine: Engine, prompts: Sequence[tuple[int, ...]], config: DecodingConfig) -> Finding:
     """Decode, and compare every cached key and value, and the next logits, with those of a fresh prefill."""
     target = engine.target
+    plain = target.with_static(None)  # a static one has a single cache
     limit = _STALE.get(target.dtype, _STALE_ELSE)
     worst, where, logit_gap, positions = 0.0, (0, 0), 0.0, 0
     for number, prompt in enumerate(prompts, start=1):
@@ -80,9 +81,9 @@ def cache_consistency(engine: Engine, prompts: Sequence[tuple[int, ...]], config
             pass
         known = cache.text
         cache.truncate(0, len(known))
-        fresh = target.new_cache(len(known))
+        fresh = plain.new_cache(len(known))
         # Up to the last token but one: the last one runs in both, and its logits are compared.
-        target.prefill([known], fresh)
+        plain.prefill([known], fresh)
         differences = _differences(cache, fresh, len(known))
         positions += len(known)
         at = int(differences.argmax())
@@ -91,7 +92,7 @@ def cache_consistency(engine: Engine, prompts: Sequence[tuple[int, ...]], config
         again = [known[-1]]
         for each in (cache, fresh):
             each.truncate(0, len(known) - 1)
-        gap = target.append([again], cache).logits - target.append([again], fresh).logits
+        gap = target.append([again], cache).logits - plain.append([again], fresh).logits
         logit_gap = max(logit_gap, float(gap.abs().max()))
     seen = (
         f"{positions:,} cached positions, keys and values at most {worst:.2g} of their size from a fresh prefill's "

@@ -1,0 +1,155 @@
+"""The choice of how steps run, from the commands and `HeadstartModel` down to the drafts."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from drafter_checks import opened, request
+from tiny_models import tiny_model
+from tiny_tokenizer import byte_tokenizer
+
+from decoding.drafters import CascadeDrafter, Drafter, DraftModelDrafter, HybridDrafter, PromptLookupDrafter
+from decoding.drafters.draft_tree import DraftTreeDrafter
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
+from decoding.headstart_model import HeadstartModel
+from decoding.model.cache import PreallocatedCache
+from decoding.model.causal_lm import CausalLM
+from decoding.model.fixed_shapes import at_its_fastest, following, static_of
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+PROMPTS = [[3, 1, 4, 1, 5] * 3, [9, 2], [6, 5, 3, 5, 8, 9, 7], [5, 6] * 8]
+
+
+def on_gpu(**changes: Any) -> Any:
+    """Stand in for a model on a GPU: the choice looks at its device, its config and its placement alone."""
+    return SimpleNamespace(device=torch.device("cuda"), config=tiny_model("llama", **changes).config)
+
+
+def test_auto_is_graphs_on_a_gpu_and_off_elsewhere() -> None:
+    assert static_of("auto", on_gpu()) == "graphs" and static_of("graphs", on_gpu()) == "graphs"
+    assert static_of("off", on_gpu()) is None
+    model = tiny_model("llama")
+    assert [static_of(asked, model) for asked in ("auto", "off", "eager", "compile")] == [
+        None,
+        None,
+        "eager",
+        "compile",
+    ]
+
+
+def test_auto_leaves_models_alone_that_cannot() -> None:
+    assert static_of("auto", on_gpu(rope_parameters=DYNAMIC)) is None
+    spread = on_gpu()
+    spread.hf_device_map = {"model": 0, "lm_head": 1}
+    assert static_of("auto", spread) is None
+
+
+def test_what_cannot_be_is_refused_in_one_sentence() -> None:
+    with pytest.raises(ValueError, match="static is 'fast': give one of auto, off, eager, graphs, compile"):
+        static_of("fast", tiny_model("llama"))
+    with pytest.raises(ValueError, match="graphs, which only a CUDA device records, and the model runs on cpu"):
+        HeadstartModel(tiny_model("llama"), None, static="graphs")
+
+
+def test_a_draft_follows_its_target_if_it_can() -> None:
+    target, draft = CausalLM(tiny_model("llama"), static="eager"), CausalLM(tiny_model("llama", seed=1))
+    assert following(draft, target).static == "eager" and following(draft, target).model is draft.model
+    assert following(following(draft, target), CausalLM(target.model)).static is None
+    unable = CausalLM(tiny_model("llama", rope_parameters=DYNAMIC))
+    assert following(unable, target) is unable
+    assert at_its_fastest(draft) is draft and at_its_fastest(target).static is None
+
+
+def test_a_loaded_model_and_its_draft_run_as_asked_and_write_the_same_text(tmp_path: Path) -> None:
+    for name, seed in (("target", 0), ("draft", 1)):
+        tiny_model(vocab=128, seed=seed).save_pretrained(tmp_path / name)
+        byte_tokenizer().save_pretrained(tmp_path / name)
+    texts = []
+    for static in ("off", "eager"):
+        model = HeadstartModel.from_pretrained(
+            str(tmp_path / "target"), f"draft:{tmp_path}/draft", dtype=torch.float32, static=static
+        )
+        assert isinstance(model.drafter, DraftModelDrafter)
+        assert model.target.static == model.drafter.draft.static == (None if static == "off" else static)
+        texts.append(model.generate(torch.tensor([[5, 9, 2]]), max_new_tokens=20, eos_token_id=None, pad_token_id=0))
+    assert torch.equal(*texts)
+
+
+# --- caches are made large enough -------------------------------------------------------------------------------------
+
+
+def drafters(draft: CausalLM) -> dict[str, Drafter]:
+    lookup = PromptLookupDrafter(3)
+    return {
+        "chain": DraftModelDrafter(draft, (1,) * 4),
+        "tree": DraftModelDrafter(draft, (2, 2)),
+        "draft tree": DraftTreeDrafter(draft, depth=3, width=2, nodes=7),
+        "lookup beside a chain that seldom drafts": HybridDrafter(DraftModelDrafter(draft, (1, 1)), lookup, 9.0),
+        "cascade": CascadeDrafter(draft, lookup, 4),
+    }
+
+
+@pytest.mark.parametrize("static", [None, "eager"])
+@pytest.mark.parametrize("own", [True, False], ids=["accepted", "refused"])
+def test_no_cache_grows_in_the_life_of_a_text(
+    static: str | None, own: bool, monkeypatch: pytest.MonkeyPatch, tiny_llama: CausalLM
+) -> None:
+    """Rows of a batch differ in what they lack: the padding of one must not make the buffers of all grow."""
+    grown: list[int] = []
+    monkeypatch.setattr(PreallocatedCache, "_grow", lambda cache, needed: grown.append(needed))
+    draft = CausalLM(tiny_llama.model if own else tiny_model("llama", seed=1), static=static)
+    plain = Engine(tiny_llama).decode(PROMPTS, DecodingConfig(30), batch_size=3)
+    for name, drafter in drafters(draft).items():
+        texts = Engine(tiny_llama.with_static(static), drafter).decode(PROMPTS, DecodingConfig(30), batch_size=3)
+        assert [text.tokens for text in texts] == [text.tokens for text in plain], name
+        assert not grown, name
+
+
+def test_a_row_at_its_end_is_not_doubled_by_one_that_has_much_to_catch_up(
+    tiny_llama: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a lookup a draft is not asked in every step, and rows accept differently in the meantime."""
+    grown: list[int] = []
+    grow = PreallocatedCache._grow
+    monkeypatch.setattr(PreallocatedCache, "_grow", lambda cache, needed: grown.append(needed) or grow(cache, needed))
+    drafter = DraftModelDrafter(CausalLM(tiny_model("llama", seed=1)), (1, 1))
+    texts = [[place % 16 for place in range(20)], [(place * place) % 16 for place in range(16)]]
+    session = opened(drafter, tiny_llama, rows=2, max_length=22)
+    session.propose([request(texts[0][:18]), request(texts[1][:3])])
+    proposals = session.propose([request(text) for text in texts])  # 18 cached tokens, beside 13 new ones
+    assert not grown
+    for text, proposal in zip(texts, proposals, strict=True):
+        (alone,) = opened(drafter, tiny_llama).propose([request(text)])
+        assert proposal.tree.token_list == alone.tree.token_list
+
+
+def test_padding_without_room_goes_to_a_position_that_is_nobodys(tiny_llama: CausalLM) -> None:
+    """A row at the end of the buffers beside one that appends a long block."""
+    for capacity in (9, 64):
+        cache = tiny_llama.new_cache(capacity, 2)
+        tiny_llama.prefill([[3, 1, 4, 1, 5, 9, 2], [6]], cache)
+        logits = tiny_llama.append([[5], [3, 5, 8, 9]], cache).logits
+        assert cache.lengths == [8, 5] and cache.capacity == capacity
+        alone = [
+            tiny_llama.prefill([text], tiny_llama.new_cache(16)).logits[0]
+            for text in ([3, 1, 4, 1, 5, 9, 2, 5], [6, 3, 5, 8, 9])
+        ]
+        torch.testing.assert_close(logits, torch.stack(alone), rtol=0, atol=1e-5)
+        again = tiny_llama.append([[7], [7]], cache).logits  # the first row's keys are as they were
+        expected = tiny_llama.prefill([[3, 1, 4, 1, 5, 9, 2, 5, 7]], tiny_llama.new_cache(16)).logits[0]
+        torch.testing.assert_close(again[0], expected, rtol=0, atol=1e-5)
+
+
+def test_a_long_block_is_appended_in_pieces(tiny_llama: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decoding.model.causal_lm._APPENDED_TOKENS", 4)
+    seen: list[int] = []
+    tiny_llama.model.get_input_embeddings().register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
+    text = [place % 16 for place in range(14)]
+    whole = tiny_llama.prefill([text], tiny_llama.new_cache(16)).logits
+    cache = tiny_llama.new_cache(16)
+    tiny_llama.prefill([text[:3]], cache)
+    assert torch.allclose(tiny_llama.append([text[3:]], cache).logits, whole, atol=1e-5)
+    assert seen == [14, 3, 4, 4, 3] and cache.lengths == [14]
