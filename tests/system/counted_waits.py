@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from two_devices import Placed, moved
 
 from decoding.model.causal_lm import CausalLM
-from trainer.data.batch import pack
+from trainer.data.sequences import pack
 from trainer.data.source import Offline
 from trainer.heads.medusa2 import Medusa2Objective
 from trainer.learning.objective import Objective
