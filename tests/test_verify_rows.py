@@ -33,6 +33,14 @@ SAMPLING = SamplingConfig(1.0)
 AT_ONCE = [name for name, rule in RULES.items() if rule.decide in ROW_RULES]
 
 
+@contextmanager
+def at_once() -> Iterator[None]:
+    """Rules decide all rows at once on the CPU too, as on a device."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("decoding.rules.decide._pays", lambda *_: True)
+        yield
+
+
 class Sample(NamedTuple):
     """A batch to verify: proposals, and the logits of their nodes, padded."""
 
@@ -83,7 +91,8 @@ def differs(rule: str, seed: int, dtype: torch.dtype = torch.float64) -> str | N
     batch = sample(rule, seed, dtype)
     alone, together = ([source_of(-seed - 1, row) for row in range(len(batch.proposals))] for _ in range(2))
     wanted = row_by_row(rule, batch, alone)
-    found = decide(batch.proposals, batch.logits, SAMPLING, RULES[rule], None, together)
+    with at_once():
+        found = decide(batch.proposals, batch.logits, SAMPLING, RULES[rule], None, together)
     if found != wanted:
         return f"verdicts {found}, not {wanted}"
     if [source.uniform() for source in alone] != [source.uniform() for source in together]:
@@ -126,7 +135,7 @@ MUTANTS = {
         "0 * length + torch.arange(1, places, ",
     ),
     "a token from p behind a prefix": ("block", "from_p = whole | ~(masses", "from_p = whole | (masses"),
-    "a rejected child that stays": ("traversal", "own.copy_(torch.where(goes_on[:, None], residual, own))", "pass"),
+    "a rejected child that stays": ("traversal", "residual /= rest.to(residual.dtype)[:, None]", "pass"),
     "a node tested before its children": (
         "traversal",
         "visit(child)\n            found.append(child)",
@@ -198,7 +207,7 @@ class Transfers(TorchDispatchMode):
             self.count += tensor.dtype != torch.float64  # a source's own numbers are made on the host
             return plain(tensor)
 
-        with pytest.MonkeyPatch.context() as patched, self:
+        with pytest.MonkeyPatch.context() as patched, at_once(), self:
             patched.setattr(Tensor, "tolist", tolist)
             patched.setattr(verify_rows, "_still", lambda walking, rows: rows.every)  # as on a device
             yield
@@ -243,7 +252,7 @@ def test_a_token_whose_recorded_q_is_zero_is_our_own_bug_in_any_row() -> None:
     undrawn = Proposal(TokenTree.chain([0, 1]), ProposalKind.SAMPLED, torch.tensor([[1.0, 0.0]]))
     drawn = Proposal(TokenTree.chain([0, 0]), ProposalKind.SAMPLED, torch.tensor([[1.0, 0.0]]))
     for rule in ("token", "block", "traversal"):
-        with pytest.raises(AssertionError, match=UNDRAWN):
+        with pytest.raises(AssertionError, match=UNDRAWN), at_once():
             decide(
                 [drawn, undrawn],
                 torch.zeros(2, 2, 2),
@@ -257,5 +266,5 @@ def test_a_token_whose_recorded_q_is_zero_is_our_own_bug_in_any_row() -> None:
 def test_rows_refuse_a_target_without_any_weight() -> None:
     logits = torch.stack([torch.zeros(1, 3), torch.full((1, 3), torch.nan)])
     roots = [Proposal.root_only(0), Proposal.root_only(0)]
-    with pytest.raises(ValueError, match="no token has any weight: loosen the controls"):
+    with pytest.raises(ValueError, match="no token has any weight: loosen the controls"), at_once():
         decide(roots, logits, SAMPLING, None, None, [source_of(0, row) for row in (0, 1)])

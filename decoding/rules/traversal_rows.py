@@ -170,12 +170,14 @@ def _try_children(
         enters = alive & (ratio > 0)
         entered[trial.children] = enters
         kept[trial.children] = torch.where(enters, ratio.double().clamp(max=1.0), 0.0)
-        residual = (own - q_now).clamp_(min=0)
+        # Nobody reads the mass of a node without a residual but that of a root, which is drawn from as it was before.
+        residual = (own - q_now if level.begin == 0 else own.sub_(q_now)).clamp_(min=0)
         left = residual.sum(-1)
         goes_on = alive & (left > 0)
         rest = torch.where(goes_on, left.double() + (1 - left_kept[:count]), 1.0)
         residual /= rest.to(residual.dtype)[:, None]
-        own.copy_(torch.where(goes_on[:, None], residual, own))
+        if level.begin == 0:
+            own.copy_(torch.where(goes_on[:, None], residual, own))
         left_kept[:count] = torch.where(goes_on, left.double() / rest, 0.0)
         lives[:count] = goes_on
     kept[level.nodes] = left_kept
