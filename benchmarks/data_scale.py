@@ -10,6 +10,7 @@ what a process holds more than that one does, it holds for the data. Where ``/pr
 system drops when it needs them, do not count, but are part of ``resident_MB`` (VmHWM).
 """
 
+# ruff: noqa: E402  # waiting of threads is set before torch is imported
 import argparse
 import json
 import os
@@ -21,6 +22,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from decoding.threads import spin_briefly
+
+spin_briefly()  # before torch is imported
 
 import yaml
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
