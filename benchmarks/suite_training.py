@@ -19,6 +19,7 @@ from trainer.learning.objective import Objective
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.draft import DraftSection, FromTargetSection, InitSection
 from trainer.recipe.heads import HeadsSection
+from trainer.run.feed import send
 from trainer.run.optimizer import build_optimizers
 from trainer.target.hidden import OnlineTarget
 
@@ -52,11 +53,12 @@ def measure_training(
     losses = []
     for step in range(steps + 2):
         chosen = [examples[(step * batch_size + index) % len(examples)] for index in range(batch_size)]
-        batch = collate(chosen).to(device)
-        tokens = int(batch.attention_mask.sum())
+        on_host = collate(chosen)
+        ahead, tokens = objective.ahead(on_host, step), int(on_host.attention_mask.sum())
+        batch, ahead = send((on_host, ahead), device)
         synchronize()
         begin = time.perf_counter()
-        losses.append(_train_step(objective, batch, step, optimizers, section))
+        losses.append(_train_step(objective, batch, ahead, step, optimizers, section))
         synchronize()
         samples.append((tokens, time.perf_counter() - begin))
         if len(samples) >= 4 and time.perf_counter() - began > seconds:
@@ -79,6 +81,7 @@ def measure_training(
 def _train_step(
     objective: Objective,
     batch: Batch,
+    ahead: Any,
     step: int,
     optimizers: Sequence[torch.optim.Optimizer],
     section: TrainingSection,
@@ -86,7 +89,7 @@ def _train_step(
     """Do a step as `trainer.run.loop` does in one process, without accelerate; return the loss before the step."""
     counts: Tensor = objective.counts(batch, step)
     weights = torch.tensor(objective.weights(step), device=counts.device)
-    inputs = objective.inputs(batch, step)
+    inputs = objective.inputs(batch, step, ahead)
     with torch.autocast(counts.device.type, torch.bfloat16):
         losses, _ = objective.module(*inputs)
     loss = (losses * weights / counts.clamp(min=1)).sum()
