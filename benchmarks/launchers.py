@@ -21,6 +21,10 @@ ROOT = Path(__file__).resolve().parents[1]
 # This folder has a script of a package's name.
 sys.path = [str(ROOT), *(str(ROOT / name) for name in ("tests", "tests/system")), *sys.path[1:]]
 
+from decoding.threads import spin_briefly  # noqa: E402
+
+spin_briefly()  # before torch is imported
+
 import yaml  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from whole_runs import ACCELERATE, DIRECT, SCRIPT, finish, losses, provenance, write_recipe, write_workshop  # noqa: E402

@@ -24,8 +24,8 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_after_step_3(self: Log, progress: Progress, figures: dict[str, float]) -> None:
-    note_step(self, progress, figures)
+def die_after_step_3(self: Log, progress: Progress, figures: dict[str, float], *times: Any) -> None:
+    note_step(self, progress, figures, *times)
     if progress.step == 3 and (ATTEMPT, RANK) == (0, 1):
         die()
 
