@@ -5,14 +5,14 @@ python benchmarks/vllm_engine.py    prints the folder of the environment, which 
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import platformdirs
 from engine_worker import answer_of
+
+from trainer.files.folders import cache_root
 
 if TYPE_CHECKING:
     from decoding.drafters import Drafter
@@ -26,8 +26,7 @@ WORKER = ROOT / "benchmarks" / "served_vllm.py"
 
 def environment() -> Path:
     """Return the folder of the environment with vLLM at its pinned versions; it may not be there yet."""
-    root = os.environ.get("HEADSTART_CACHE") or platformdirs.user_cache_dir("headstart")
-    return Path(root) / "engines" / f"vllm-{hashlib.sha256(PINS.read_bytes()).hexdigest()[:12]}"
+    return cache_root() / "engines" / f"vllm-{hashlib.sha256(PINS.read_bytes()).hexdigest()[:12]}"
 
 
 def python() -> Path | None:

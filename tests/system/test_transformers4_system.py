@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import pytest
 import torch
 from older_readers import DRAFTS, PROBE, VOCABULARY
@@ -16,7 +15,7 @@ from tiny_tokenizer import byte_tokenizer
 
 from decoding.model.loading import load_tokenizer
 from trainer.export import export
-from trainer.files.folders import write_folder
+from trainer.files.folders import cache_root, write_folder
 
 PINNED = ("transformers==4.57.6", "tokenizers==0.22.2", "huggingface_hub==0.36.0")
 TEXT = "a ~b"
@@ -28,9 +27,8 @@ TOLERANCE = 1e-6
 @pytest.fixture(scope="module")
 def version_4() -> Path:
     """A folder with the old packages, kept from run to run; it is there whole or not at all."""
-    root = os.environ.get("HEADSTART_CACHE") or platformdirs.user_cache_dir("headstart")
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
-    folder = Path(root) / "-".join([python, *(package.replace("==", "-") for package in PINNED)])
+    folder = cache_root() / "-".join([python, *(package.replace("==", "-") for package in PINNED)])
 
     def install(into: Path) -> None:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(into), *PINNED]

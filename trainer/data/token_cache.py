@@ -27,8 +27,6 @@ from trainer.files.folders import cache_root, sha256_of, write_folder
 from trainer.files.lock import hold_file
 from trainer.files.shards import digest_of
 from trainer.recipe.common import DataSection
-from trainer.terminal.console import standard_error
-from trainer.terminal.progress import ProgressBar
 
 try:
     import pyarrow as pa
@@ -122,6 +120,9 @@ def _say_waiting(sentence: str) -> None:
 
 
 def _write(folder: Path, source: RowSource, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> None:
+    from trainer.terminal.console import standard_error  # few rows are read where rich is not installed
+    from trainer.terminal.progress import ProgressBar
+
     account = Account()
     bar = ProgressBar(standard_error(), f"tokenizing {source.name}", section.max_rows)
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import platformdirs
 from safetensors import SafetensorError
 
 CHECKSUMS = "SHA256SUMS"
@@ -16,7 +15,11 @@ CHECKSUMS = "SHA256SUMS"
 
 def cache_root() -> Path:
     """Return the folder of all that can be made again: HEADSTART_CACHE, by default in the user's cache folder."""
-    return Path(os.environ.get("HEADSTART_CACHE") or platformdirs.user_cache_dir("headstart"))
+    if named := os.environ.get("HEADSTART_CACHE"):
+        return Path(named)
+    import platformdirs  # the GPU suite reads folders where few packages are installed
+
+    return Path(platformdirs.user_cache_dir("headstart"))
 
 
 def write_folder(destination: Path, write: Callable[[Path], None], sealed: bool = False) -> None:

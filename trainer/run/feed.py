@@ -1,13 +1,13 @@
 """The micro batches of the training loop: each is prepared in a thread while the one before it trains."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from accelerate.utils import recursively_apply
 from jaxtyping import Int
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from trainer.data.batch import Batch, collate
 from trainer.data.source import BatchSource
@@ -131,19 +131,14 @@ class Feed:
 
 def send(values: Tensors, device: torch.device) -> Tensors:
     """Move the tensors among some values to a device, for which nothing waits if they are `pinned`, or few."""
-    sent: Tensors = recursively_apply(
-        lambda value: value.to(device, non_blocking=True), pinned(values, device), test_type=_is_tensor
-    )
-    return sent
+    return _each_tensor(lambda value: value.to(device, non_blocking=True), pinned(values, device))
 
 
 def pinned(values: Tensors, device: torch.device) -> Tensors:
     """Copy the tensors among some values to memory from which a device reads by itself, if it is a GPU."""
-    if device.type != "cuda":
-        return values
-    copied: Tensors = recursively_apply(lambda value: value.pin_memory(), values, test_type=_is_tensor)
-    return copied
+    return _each_tensor(lambda value: value.pin_memory(), values) if device.type == "cuda" else values
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor | Batch)
+def _each_tensor(change: Callable[[Any], Any], values: Tensors) -> Tensors:
+    changed: Tensors = tree_map_only((Tensor, Batch), change, values)
+    return changed
