@@ -2,11 +2,12 @@
 
 Two `transformers serve` processes serve MODEL; `headstart regenerate` asks both. One of them gets a SIGKILL when a
 third of the rows are answered, and is started again when two thirds are. Prints the answers per second before, between
-and after, what each server answered, and the rows that are missing, set aside or there twice.
+and after, and the rows that are missing, set aside or there twice; endpoints.json in the output folder holds the same.
 
     python benchmarks/endpoints.py --model FOLDER --prompts FILE.jsonl [FILE.jsonl ...] --rows 10000 --output FOLDER
 """
 
+# ruff: noqa: E402  # waiting of threads is set before torch is imported
 import argparse
 import json
 import os
@@ -20,6 +21,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import cycle, islice
 from pathlib import Path
+from typing import Any
+
+from decoding.threads import spin_briefly
+
+spin_briefly()  # before torch is imported
+
+from decoding.measure.machine import commit, hardware, versions
 
 WORDS = 8
 """Words of a prompt: the first of a row's question."""
@@ -71,20 +79,24 @@ def answered(output: Path) -> int:
     return output.read_bytes().count(b"\n") if output.exists() else 0
 
 
-def report(output: Path, rows: int, marks: list[tuple[float, int]]) -> None:
-    """Print the pace between the marks (seconds, answers), and what is wrong with the rows."""
+def report(output: Path, rows: int, marks: list[tuple[float, int]]) -> dict[str, Any]:
+    """Print and return the pace between the marks (seconds, answers), and what is wrong with the rows."""
+    pace = []
     for name, (begin, before), (end, after) in zip(
         ("both servers", "one killed", "it is back"), marks, marks[1:], strict=False
     ):
-        print(f"{name}: {after - before} answers in {end - begin:.0f} s, {(after - before) / (end - begin):.1f}/s")
+        pace.append((after - before) / (end - begin))
+        print(f"{name}: {after - before} answers in {end - begin:.0f} s, {pace[-1]:.1f}/s")
     found = [json.loads(line)["row"] for line in output.read_text().splitlines()]
     aside = output.with_name(output.name + ".failed.jsonl")
     set_aside = [json.loads(line) for line in aside.read_text().splitlines()] if aside.exists() else []
-    missing = rows - len({*found, *(row["row"] for row in set_aside)})
-    print(f"{rows} rows: {len(found)} answered, {len(set_aside)} set aside, {missing} missing", end=", ")
-    print(f"{len(found) - len(set(found))} twice")
+    missing, twice = rows - len({*found, *(row["row"] for row in set_aside)}), len(found) - len(set(found))
+    print(f"{rows} rows: {len(found)} answered, {len(set_aside)} set aside, {missing} missing, {twice} twice")
     for row in set_aside[:5]:
         print(f"  row {row['row']}: {row['reason']}")
+    counts = {"answered": len(found), "set_aside": len(set_aside), "missing": missing, "twice": twice}
+    machine = {"hardware": hardware(), "versions": versions(), "commit": commit()}
+    return {**machine, "answers_per_second": pace, "rows": rows, **counts}
 
 
 def main() -> None:
@@ -122,7 +134,8 @@ def main() -> None:
         code = run.wait()
         marks.append((time.monotonic(), answered(output)))
         print(f"headstart regenerate ended with {code}")
-        report(output, given.rows, marks)
+        found = report(output, given.rows, marks) | {"max_new_tokens": given.max_new_tokens}
+        (given.output / "endpoints.json").write_text(json.dumps(found, indent=1) + "\n")
     finally:
         for process in servers:
             kill(process)

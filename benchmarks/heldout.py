@@ -4,13 +4,17 @@ Usage: heldout.py RECIPE [section.key=value ...] [--sizes 1,2,4,8,16] [--rounds 
 
     heldout.py recipes/any/draft.yaml name=x target=ORG/NAME data.train=a.jsonl data.heldout=b.jsonl output=x
 
+``--json FILE`` writes the wall seconds, the tokens per pass and the machine.
+
 CPU seconds are this process's own, and hold on a busy machine; wall seconds only on a quiet one.
 """
 
 # ruff: noqa: E402  # waiting of threads is set before torch is imported
 import argparse
+import json
 import statistics
 import time
+from pathlib import Path
 
 from decoding.threads import spin_briefly
 
@@ -18,6 +22,7 @@ spin_briefly()  # before torch is imported
 
 import torch
 
+from decoding.measure.machine import commit, hardware, versions
 from trainer import load_recipe
 from trainer.run.heldout import Evaluator
 from trainer.run.kinds import kind_of
@@ -31,6 +36,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--sizes", default="1,2,4,8,16")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", type=Path)
     given = parser.parse_intermixed_args()
     recipe = load_recipe(given.recipe, given.overrides)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -48,10 +54,16 @@ def main() -> None:
             if turn:
                 taken[size].append((time.perf_counter() - wall, time.process_time() - cpu))
                 found[size] = evaluation.figures["tokens_per_pass"]
-    print(f"{recipe.evaluation.prompts} prompts, {target.dtype} on {device}, {torch.get_num_threads()} threads")
+    about = {"prompts": recipe.evaluation.prompts, "dtype": str(target.dtype), "threads": torch.get_num_threads()}
+    print(f"{about['prompts']} prompts, {target.dtype} on {device}, {about['threads']} threads")
+    rows = []
     for size, pairs in taken.items():
         wall, cpu = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
+        rows.append({"batch_size": size, "seconds": wall, "cpu_seconds": cpu, "tokens_per_pass": found[size]})
         print(f"batch size {size:>2}: {wall:7.2f} s, {cpu:7.2f} s of CPU, tokens per pass {found[size]:.4f}")
+    if given.json:
+        machine = {"hardware": hardware(), "versions": versions(), "commit": commit()}
+        given.json.write_text(json.dumps({**machine, **about, "sizes": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from engine_worker import answer_of
 
-from trainer.files.folders import cache_root
-
 if TYPE_CHECKING:
     from decoding.drafters import Drafter
     from decoding.model.causal_lm import CausalLM
@@ -26,6 +24,8 @@ WORKER = ROOT / "benchmarks" / "served_vllm.py"
 
 def environment() -> Path:
     """Return the folder of the environment with vLLM at its pinned versions; it may not be there yet."""
+    from trainer.files.folders import cache_root  # the benchmarks that load torch say first how its threads wait
+
     return cache_root() / "engines" / f"vllm-{hashlib.sha256(PINS.read_bytes()).hexdigest()[:12]}"
 
 

@@ -1,7 +1,7 @@
 """Put a report's figures where readers see them: benchmarks/results/, the README, docs/measured.md and its plot.
 
 Usage: scripts/publish_results.py REPORT NAME; the pages show those with NAME quickstart, drafters, policies,
-accepted, drafts, spec_bench, spec_bench_sampled, crossover, planned, served, speed.
+accepted, drafts, spec_bench, spec_bench_sampled, crossover, planned, served, speed, and those of docs/scale.md.
 """
 
 import json
@@ -15,6 +15,7 @@ from choosing_page import page as choosing_page
 from drafts_page import publish as publish_drafts
 from evaluated_tables import cells_table, predictions_table, tasks_table, trees_table
 from matplotlib import pyplot as plt
+from scale_tables import TABLES as SCALE
 from served_table import served_table
 from speed_table import goals_table
 
@@ -272,6 +273,7 @@ PLACES: dict[str, dict[str, Blocks]] = {
             ("trained", trained_table),
         ),
     },
+    **{name: {"docs/scale.md": ((name, write),)} for name, write in SCALE.items()},
 }
 """Name of a report -> page -> the marked blocks in it, each with the function that writes it."""
 PICTURES = {"quickstart": ("docs/speedup.svg", speedup_figure), "crossover": ("docs/crossover.svg", crossover_figure)}

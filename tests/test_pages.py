@@ -27,6 +27,7 @@ PAGES = {  # page: the least number of links and paths in it
     "docs/multi-node.md": 1,
     "docs/plan.md": 0,
     "docs/python.md": 6,
+    "docs/scale.md": 2,
     "docs/serving.md": 4,
     "docs/training.md": 5,
     "docs/verify.md": 0,
@@ -56,6 +57,7 @@ COUNTS = {
     "speed": 1,
     "served": 1,
     "accepted": 6,
+    **dict.fromkeys(("data_scale", "launchers", "train_stored", "heldout", "endpoints", "overhead"), 1),
 }
 
 
