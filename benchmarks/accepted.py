@@ -84,11 +84,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--measure", nargs="*", choices=("acceptance", "speed"), default=[])
     parser.add_argument("--summarise", type=Path, metavar="FILE", help="write the figures of all records as JSON")
-    parser.add_argument("--arms", nargs="+", choices=list(ALL), default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=list(ALL), default=list(ARMS), metavar="ARM")
     parser.add_argument("--draftings", nargs="+", help="ways to draft, by name; all if not given")
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="training seeds")
-    parser.add_argument("--peer", default=DRAFT, choices=list(ALL), help="arm of assisted generation's draft")
+    parser.add_argument(
+        "--peer", default=DRAFT, choices=list(ALL), metavar="ARM", help="arm of assisted generation's draft"
+    )
     parser.add_argument("--widen", type=float, help="time on the target widened to this many parameters instead")
     parser.add_argument("--runs", type=Path, default=Path("runs/accepted"))
     parser.add_argument("--steps", type=int, default=250)
