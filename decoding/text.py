@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from decoding.rules.drawing import GeneratorSource
 from decoding.rules.history import GrowingText, History
-from decoding.rules.sampling import GeneratorSource
 from decoding.stopping import StopCheck
 
 

@@ -13,8 +13,9 @@ from decoding.drafters.base import DraftRequest, TextStart
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
+from decoding.rules.drawing import GeneratorSource
 from decoding.rules.proposal import Proposal
-from decoding.rules.sampling import GeneratorSource, SamplingConfig
+from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree
 from decoding.rules.verify import SAMPLED_VERIFY
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from decoding.drafters.hybrid import graft
+from decoding.rules.drawing import RandomSource
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import RandomSource
 from decoding.rules.tree import TokenTree, TreeShape
 from decoding.rules.verify import RULES, Verdict
 

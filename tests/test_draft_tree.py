@@ -15,8 +15,9 @@ from decoding.drafters.draft_tree import DraftTreeSession, tree_budgets
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
+from decoding.rules.drawing import GeneratorSource
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import GeneratorSource, HistoryRows, SamplingConfig, probabilities
+from decoding.rules.sampling import HistoryRows, SamplingConfig, probabilities
 
 NO_HIDDEN = torch.empty(0)
 PENALISED = SamplingConfig(0.9, top_p=0.9, repetition_penalty=1.4)

@@ -22,7 +22,8 @@ from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_draft
 from decoding.model.windowed import with_window
-from decoding.rules.sampling import GeneratorSource, SamplingConfig
+from decoding.rules.drawing import GeneratorSource
+from decoding.rules.sampling import SamplingConfig
 from trainer.drafts.start import write_draft
 
 WINDOW = 6

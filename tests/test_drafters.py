@@ -26,8 +26,9 @@ from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.policies import Budget
+from decoding.rules.drawing import GeneratorSource
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import GeneratorSource, HistoryRows, SamplingConfig, probabilities
+from decoding.rules.sampling import HistoryRows, SamplingConfig, probabilities
 from decoding.rules.tree import TokenTree
 
 SAMPLED = SamplingConfig(1.0, top_p=0.9)

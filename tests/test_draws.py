@@ -8,7 +8,7 @@ from enumeration import distribution
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.rules.sampling import (
+from decoding.rules.drawing import (
     GeneratorSource,
     RandomSource,
     _monotone,

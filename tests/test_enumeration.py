@@ -16,8 +16,8 @@ from enumeration import (
 )
 from jaxtyping import TypeCheckError
 
+from decoding.rules.drawing import RandomSource
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import RandomSource
 from decoding.rules.tree import TreeShape
 from decoding.rules.verify import SAMPLED_VERIFY, TOKEN_REJECTION, Verdict
 

@@ -33,8 +33,9 @@ from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.policies import PLAIN, Budget, FixedPolicy
+from decoding.rules.drawing import RandomSource
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import RandomSource, SamplingConfig
+from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import SAMPLED_VERIFY, Rule, Verdict
 
 # From one token to 40, more than any batch here has rows but the largest.

@@ -20,8 +20,9 @@ from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.rules.drawing import RandomSource
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import HistoryRows, RandomSource, SamplingConfig, probabilities
+from decoding.rules.sampling import HistoryRows, SamplingConfig, probabilities
 from decoding.rules.verify import Rule, Verdict
 
 VOCAB = 4

@@ -31,8 +31,9 @@ from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.parallel import ParallelConfig, ParallelDraft, ParallelParts
 from decoding.policies import Budget
+from decoding.rules.drawing import GeneratorSource
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import GeneratorSource, HistoryRows, SamplingConfig, probabilities
+from decoding.rules.sampling import HistoryRows, SamplingConfig, probabilities
 
 SAMPLED = SamplingConfig(1.0)
 PENALISED = SamplingConfig(0.8, top_p=0.9, repetition_penalty=1.3)

@@ -21,8 +21,9 @@ from decoding.drafters.growth import ConditionalLogits
 from decoding.drafters.parallel import Grow, ParallelSession
 from decoding.model.causal_lm import CausalLM
 from decoding.model.parallel import ParallelDraft
+from decoding.rules.drawing import RandomSource
 from decoding.rules.proposal import Proposal
-from decoding.rules.sampling import RandomSource, SamplingConfig, probabilities
+from decoding.rules.sampling import SamplingConfig, probabilities
 from decoding.rules.verify import BLOCK_VERIFICATION, TOKEN_REJECTION, Rule
 
 SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}

@@ -21,8 +21,9 @@ from decoding.drafters.base import DraftRequest, DraftSession, TextStart
 from decoding.drafters.medusa import MedusaSession
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.rules.drawing import GeneratorSource, RandomSource, draw_without_replacement
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import GeneratorSource, RandomSource, SamplingConfig, draw_without_replacement
+from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
 from decoding.rules.verify import TRAVERSAL_VERIFICATION, Verdict, lossless_rule
 
@@ -274,7 +275,7 @@ def case_of(
     hidden = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     session = MedusaDrafter(heads, tree, sampled=True).open(target, sampling, 1, 40)
     draft = Enumerated(session, DraftRequest([0], hidden, 99, 99))
-    monkeypatch.setattr("decoding.rules.sampling.inverse_cdf", draft.inverse_cdf)
+    monkeypatch.setattr("decoding.rules.drawing.inverse_cdf", draft.inverse_cdf)
     p, _ = model_pair("mixed", vocab=3, depth=2, seed=3)
     return Case(draft, p, heads, target, hidden)
 

@@ -26,8 +26,8 @@ from enumeration import (
 )
 from torch import Tensor
 
+from decoding.rules.drawing import RandomSource
 from decoding.rules.proposal import Drawn, Proposal, ProposalKind
-from decoding.rules.sampling import RandomSource
 from decoding.rules.tree import TokenTree, TreeShape
 from decoding.rules.verify import (
     BLOCK_VERIFICATION,

@@ -29,8 +29,8 @@ from enumeration import (
 from torch import Tensor
 
 import decoding.rules.verify
+from decoding.rules.drawing import GeneratorSource, RandomSource
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import GeneratorSource, RandomSource
 from decoding.rules.tree import TokenTree, TreeShape
 from decoding.rules.verify import RULES, Verdict
 

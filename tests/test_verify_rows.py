@@ -23,13 +23,15 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.rules import traversal_rows, verify_rows
 from decoding.rules.decide import ROW_RULES, decide
+from decoding.rules.drawing import GeneratorSource
+from decoding.rules.history import History
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import GeneratorSource, SamplingConfig, probabilities
+from decoding.rules.sampling import HistoryRows, SamplingConfig, probabilities
 from decoding.rules.tree import TokenTree, TreeShape
 from decoding.rules.verify import RULES, UNDRAWN, Verdict, lossless_rule
 
 VOCAB, DEEPEST = 3, 3
-SAMPLING = SamplingConfig(1.0)
+SAMPLING, PENALISED = SamplingConfig(1.0), SamplingConfig(1.0, repetition_penalty=3.0)
 AT_ONCE = [name for name, rule in RULES.items() if rule.decide in ROW_RULES]
 
 
@@ -78,21 +80,36 @@ def source_of(seed: int, row: int) -> GeneratorSource:
     return GeneratorSource.from_seed(seed, row)
 
 
-def row_by_row(rule: str, batch: Sample, sources: Sequence[GeneratorSource]) -> list[Verdict]:
+def histories(batch: Sample, sampling: SamplingConfig) -> list[HistoryRows]:
+    """Histories of texts of which all are a prompt: one token, and the root."""
+    found = []
+    for row, proposal in enumerate(batch.proposals):
+        text = [row % VOCAB, int(proposal.tree.tokens[0])]
+        found.append(History(sampling, len(text), VOCAB, "cpu").at(text, proposal.tree))
+    return found
+
+
+def row_by_row(
+    rule: str, batch: Sample, sources: Sequence[GeneratorSource], sampling: SamplingConfig = SAMPLING
+) -> list[Verdict]:
     verdicts = []
-    for row, (proposal, source) in enumerate(zip(batch.proposals, sources, strict=True)):
+    rows = zip(batch.proposals, sources, histories(batch, sampling), strict=True)
+    for row, (proposal, source, history) in enumerate(rows):
         of_row = RULES[rule] if len(proposal.tree) > 1 else lossless_rule(proposal)
-        verdicts.append(of_row(proposal, probabilities(batch.logits[row, : len(proposal.tree)], SAMPLING), source))
+        p = probabilities(batch.logits[row, : len(proposal.tree)], sampling, history)
+        verdicts.append(of_row(proposal, p, source))
     return verdicts
 
 
 def differs(rule: str, seed: int, dtype: torch.dtype = torch.float64) -> str | None:
     """What the rows at once have otherwise than the readable rule: a verdict, or the place in a source's numbers."""
     batch = sample(rule, seed, dtype)
+    sampling = (SAMPLING, PENALISED)[seed % 2]
     alone, together = ([source_of(-seed - 1, row) for row in range(len(batch.proposals))] for _ in range(2))
-    wanted = row_by_row(rule, batch, alone)
+    wanted = row_by_row(rule, batch, alone, sampling)
+    history = HistoryRows.cat(histories(batch, sampling)) if sampling.needs_history else None
     with at_once():
-        found = decide(batch.proposals, batch.logits, SAMPLING, RULES[rule], None, together)
+        found = decide(batch.proposals, batch.logits, sampling, RULES[rule], history, together)
     if found != wanted:
         return f"verdicts {found}, not {wanted}"
     if [source.uniform() for source in alone] != [source.uniform() for source in together]:
@@ -136,11 +153,7 @@ MUTANTS = {
     ),
     "a token from p behind a prefix": ("block", "from_p = whole | ~(masses", "from_p = whole | (masses"),
     "a rejected child that stays": ("traversal", "residual /= rest.to(residual.dtype)[:, None]", "pass"),
-    "a node tested before its children": (
-        "traversal",
-        "visit(child)\n            found.append(child)",
-        "found.append(child)\n            visit(child)",
-    ),
+    "a node tested before its children": ("traversal", "found[:0:-1]", "found[1:]"),
     "q with the drawn sibling": ("traversal", "q[:count].scatter_(1, before[:count], 0.0)", "pass"),
     "a number for a test of probability 0": ("traversal", "takes = odds > 0", "takes = odds >= 0"),
 }
@@ -176,6 +189,15 @@ def test_the_comparison_catches_rows_with_one_thing_wrong(name: str) -> None:
     assert not any(differs(rule, seed) for seed in range(3))
     with mutated(*MUTANTS[name]):
         assert any(found_wrong(rule, seed) for seed in range(60))
+
+
+def test_the_comparison_catches_rows_that_forget_the_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
+    def at(rows: verify_rows.TargetRows, nodes: Tensor) -> Tensor:
+        return probabilities(rows.logits[nodes], SAMPLING)
+
+    monkeypatch.setattr(verify_rows.TargetRows, "at", at)
+    for rule in AT_ONCE:
+        assert any(differs(rule, seed) for seed in range(1, 40, 2)), rule
 
 
 def found_wrong(rule: str, seed: int) -> bool:
@@ -246,6 +268,11 @@ def test_a_step_of_a_batch_waits_for_the_device_once_and_for_drawn_trees_twice(n
         with transfers.counting():
             list(itertools.islice(steps, 4))
         assert transfers.count == wanted
+
+
+def test_a_chain_deeper_than_pythons_stack_is_planned() -> None:
+    assert traversal_rows._tested(TreeShape.chain(3000)) == list(range(3000, 0, -1))
+    assert traversal_rows._tested(TreeShape((-1, 0, 0, 1, 1, 2))) == [3, 4, 1, 5, 2]
 
 
 def test_a_token_whose_recorded_q_is_zero_is_our_own_bug_in_any_row() -> None:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
+from decoding.rules.drawing import GeneratorSource
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import GeneratorSource, SamplingConfig
+from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import common_length
 
 

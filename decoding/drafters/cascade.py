@@ -25,8 +25,9 @@ from decoding.drafters.draft_model import DraftModelDrafter
 from decoding.drafters.draft_state import DraftState, check_draft
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
+from decoding.rules.drawing import GeneratorSource
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import GeneratorSource, SamplingConfig, adjusted_logits, probabilities
+from decoding.rules.sampling import SamplingConfig, adjusted_logits, probabilities
 from decoding.rules.tree import TokenTree, TreeShape
 from decoding.rules.verify import Verdict, sampled_verify
 

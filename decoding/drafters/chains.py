@@ -7,8 +7,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from decoding.drafters.text_rows import TextRows
+from decoding.rules.drawing import inverse_cdf
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import HistoryRows, adjusted_logits, best_tokens, inverse_cdf, probabilities
+from decoding.rules.sampling import HistoryRows, adjusted_logits, best_tokens, probabilities
 from decoding.rules.tree import TokenTree, TreeShape
 
 NextLogits = Callable[[Int[Tensor, "rows tokens"]], Float[Tensor, "rows vocab"]]

@@ -12,14 +12,9 @@ from decoding.drafters.chains import ChainGrowth
 from decoding.drafters.draft_state import DraftState, shared_tokens
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
+from decoding.rules.drawing import draw_without_replacement
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import (
-    HistoryRows,
-    SamplingConfig,
-    adjusted_logits,
-    draw_without_replacement,
-    probabilities,
-)
+from decoding.rules.sampling import HistoryRows, SamplingConfig, adjusted_logits, probabilities
 from decoding.rules.tree import TokenTree, TreeShape
 
 

@@ -17,8 +17,9 @@ from decoding.drafters.static_tree import StaticTree
 from decoding.drafters.text_rows import TextRows
 from decoding.model.markov import DecodingBias
 from decoding.policies import Budget
+from decoding.rules.drawing import draw_rows_without_replacement
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import HistoryRows, draw_rows_without_replacement, probabilities
+from decoding.rules.sampling import HistoryRows, probabilities
 from decoding.rules.tree import TokenTree, TreeShape
 
 

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from decoding.drafters.base import TextStart
+from decoding.rules.drawing import GeneratorSource
 from decoding.rules.history import History
-from decoding.rules.sampling import GeneratorSource, HistoryRows, SamplingConfig
+from decoding.rules.sampling import HistoryRows, SamplingConfig
 from decoding.rules.tree import TokenTree
 
 

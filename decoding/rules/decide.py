@@ -5,15 +5,9 @@ from collections.abc import Sequence
 from jaxtyping import Float
 from torch import Tensor
 
+from decoding.rules.drawing import NO_WEIGHT, GeneratorSource
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import (
-    NO_WEIGHT,
-    GeneratorSource,
-    HistoryRows,
-    SamplingConfig,
-    adjusted_logits,
-    best_tokens,
-)
+from decoding.rules.sampling import HistoryRows, SamplingConfig, adjusted_logits, best_tokens
 from decoding.rules.traversal_rows import drawn_kind, traversal_verification_rows
 from decoding.rules.tree import fetch_tokens
 from decoding.rules.verify import (

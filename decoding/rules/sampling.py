@@ -1,16 +1,15 @@
-"""Sampling: logits to probabilities, and probabilities to tokens, by the same code for the target and the draft.
+"""Sampling: logits to probabilities, by the same code for the target and the draft.
 
 The controls are applied in the order of `transformers`: penalties, processors, temperature, top-k, top-p, min-p,
 typical-p. Probabilities are fp32 (fp64 for fp64 logits), whatever the dtype of the model.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Float64, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -263,138 +262,3 @@ def _typical(logits: Float[Tensor, "rows vocab"], mass: float) -> Float[Tensor, 
     short_of_mass = logits.gather(-1, order).softmax(-1).cumsum(-1) < mass
     last_kept = short_of_mass.sum(-1, keepdim=True).clamp_(max=logits.shape[-1] - 1)
     return logits.masked_fill(distance > ascending.gather(-1, last_kept), -torch.inf)
-
-
-# --- drawing --------------------------------------------------------------------------------------------------------
-
-
-def inverse_cdf(weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, " rows"]) -> Int[Tensor, " rows"]:
-    """Draw one token per row in proportion to its weights, which need not sum to 1, from uniforms in [0, 1).
-
-    Runs on the weights' device without waiting for it; the uniforms may be on the host. Never draws a token of weight
-    0. A row with NaN, or without any weight, gives ``vocab``, which is no token id.
-    """
-    cumulative = _cumulative(weights)
-    thresholds = cumulative[:, -1:] * uniforms.to(cumulative.device, non_blocking=True)[:, None]
-    # right=True finds the first entry strictly above the threshold, which cannot have weight 0.
-    return torch.searchsorted(cumulative, thresholds, right=True).squeeze(1).to(weights.device)
-
-
-def _cumulative(weights: Float[Tensor, "*rows vocab"]) -> Float64[Tensor, "*rows vocab"]:
-    """Return cumulative sums that never fall from one entry to the next, and rise only at positive weights."""
-    if weights.is_mps:  # MPS has no float64
-        weights = weights.cpu()
-    own = weights.clone() if weights.dtype == torch.float64 else weights.double()
-    sums = own.cumsum_(-1)
-    # The CPU adds one weight after the other, so its sums have this property already.
-    return sums if weights.is_cpu else _monotone(sums, weights)
-
-
-def _monotone(
-    sums: Float64[Tensor, "*rows vocab"], weights: Float[Tensor, "*rows vocab"]
-) -> Float64[Tensor, "*rows vocab"]:
-    """Remove the rounding of a parallel sum: neighbours may differ in the last bits though the weight between is 0."""
-    return torch.where(weights > 0, sums, 0).cummax(-1).values
-
-
-@runtime_checkable
-class RandomSource(Protocol):
-    """A source of random decisions: a generator in decoding, an enumerator of every outcome in the exactness tests."""
-
-    def accept(self, probability: float) -> bool:
-        """Return True with probability ``min(1, probability)``; never at 0."""
-
-    def draw(self, weights: Float[Tensor, " vocab"]) -> int:
-        """Draw an index in proportion to ``weights``, which need not sum to 1; never one of weight 0."""
-
-
-NO_WEIGHT = "no token has any weight: loosen the controls (a processor may forbid every token)"
-"""Error of a draw from nothing."""
-_BLOCK = 32
-"""Least count of numbers that a source draws from its generator at once."""
-
-
-class GeneratorSource:
-    """A random source over a `torch.Generator` on the host: a seed gives the same uniforms whatever the device."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
-        self._ahead: list[float] = []
-        """Numbers of the stream that were drawn from the generator, and not taken yet."""
-
-    @staticmethod
-    def from_seed(seed: int, stream: int | str = "") -> "GeneratorSource":
-        """Make the source of one stream of a seed: independent of the seed's other streams, the same in every run.
-
-        Drafting and verifying use two streams.
-        """
-        digest = hashlib.sha256(f"{seed} {stream}".encode()).digest()
-        return GeneratorSource(torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True)))
-
-    def uniform(self) -> float:
-        """Take the next number in [0, 1), a multiple of 2^-53."""
-        if not self._ahead:
-            self.peek(1)
-        return self._ahead.pop(0)
-
-    def uniforms(self, count: int) -> Float64[Tensor, " count"]:
-        """Take the next ``count`` such numbers at once, on the host."""
-        taken = torch.tensor(self.peek(count), dtype=torch.float64)
-        self.skip(count)
-        return taken
-
-    def peek(self, count: int) -> list[float]:
-        """Return the next ``count`` numbers, which are not taken: the next call that takes some begins with them."""
-        if (missing := count - len(self._ahead)) > 0:
-            fresh = torch.rand(max(missing, _BLOCK), generator=self._generator, dtype=torch.float64)
-            self._ahead += fresh.tolist()
-        return self._ahead[:count]
-
-    def skip(self, count: int) -> None:
-        """Take ``count`` numbers that `peek` has shown."""
-        assert count <= len(self._ahead), f"{count} numbers are taken, {len(self._ahead)} were seen"
-        del self._ahead[:count]
-
-    def accept(self, probability: float) -> bool:
-        return self.uniform() < probability
-
-    def draw(self, weights: Float[Tensor, " vocab"]) -> int:
-        # `inverse_cdf` of a single row, without the row axis: faster, as this is called for every drafted token.
-        cumulative = _cumulative(weights)
-        token = int(torch.searchsorted(cumulative, cumulative[-1] * self.uniform(), right=True))
-        if token == len(weights):
-            raise ValueError(NO_WEIGHT)
-        return token
-
-
-def draw_without_replacement(
-    weights: Float[Tensor, " vocab"], count: int, source: RandomSource
-) -> Int[Tensor, " drawn"]:
-    """Draw up to ``count`` distinct indices in turn, each in proportion to the weights of those not yet drawn.
-
-    Returns them in draw order; fewer if no weight is left.
-    """
-    weights = weights.clone()
-    drawn: list[int] = []
-    while len(drawn) < count and bool((weights > 0).any()):
-        drawn.append(source.draw(weights))
-        weights[drawn[-1]] = 0
-    return torch.tensor(drawn, dtype=torch.long)
-
-
-def draw_rows_without_replacement(
-    weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, "rows count"]
-) -> Int[Tensor, "rows count"]:
-    """Draw up to ``count`` distinct indices per row as `draw_without_replacement` does, from uniforms in [0, 1).
-
-    Runs on the weights' device without waiting for it; the uniforms may be on the host. Behind a row's last index, when
-    no weight is left or some are NaN, stands ``vocab``, which is no index.
-    """
-    if not weights.is_mps:  # which has no float64
-        uniforms = uniforms.to(weights.device, non_blocking=True)
-    columns: list[Tensor] = []
-    for column in uniforms.T:
-        if columns:  # not in place: an index is drawn from all weights first, and they stay the caller's
-            weights = weights.scatter(1, columns[-1].clamp(max=weights.shape[1] - 1)[:, None], 0)
-        columns.append(inverse_cdf(weights, column))
-    return torch.stack(columns, dim=1)

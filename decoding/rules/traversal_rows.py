@@ -104,15 +104,11 @@ def _flat(places: Sequence[tuple[int, int]], width: int, device: torch.device) -
 
 def _tested(shape: TreeShape) -> list[int]:
     """Return the nodes below the root, depth first, each behind its children."""
-    found: list[int] = []
-
-    def visit(node: int) -> None:
-        for child in shape.children[node]:
-            visit(child)
-            found.append(child)
-
-    visit(0)
-    return found
+    found, waiting = list[int](), [0]
+    while waiting:
+        found.append(waiting.pop())
+        waiting += shape.children[found[-1]]
+    return found[:0:-1]
 
 
 def traversal_verification_rows(rows: Rows) -> Int[Tensor, "rows 4"]:

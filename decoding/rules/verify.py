@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from decoding.rules.drawing import RandomSource
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import RandomSource
 from decoding.rules.tree import TokenTree
 
 

@@ -15,8 +15,9 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from decoding.rules.drawing import GeneratorSource, inverse_cdf
 from decoding.rules.proposal import Proposal
-from decoding.rules.sampling import GeneratorSource, HistoryRows, SamplingConfig, inverse_cdf, probabilities
+from decoding.rules.sampling import HistoryRows, SamplingConfig, probabilities
 from decoding.rules.tree import TokenTree
 
 
@@ -178,7 +179,7 @@ def token_rejection_rows(rows: Rows) -> Int[Tensor, "rows 4"]:
     """Test every token of each chain by its own uniform: the first that fails ends it."""
     chains = _Chains.of(rows)
     places = chains.ratios.shape[1]
-    uniforms = rows.uniforms(places + 2)
+    uniforms = rows.uniforms(places + 1)
     passed = chains.drafted & (uniforms[:, :places] < chains.ratios)
     kept = passed.int().cumprod(1).sum(1)
     whole = kept == chains.lengths

@@ -32,8 +32,9 @@ from decoding.drafters.base import DraftRequest
 from decoding.drafters.hybrid import graft
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
+from decoding.rules.drawing import GeneratorSource, RandomSource
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import GeneratorSource, RandomSource, SamplingConfig
+from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
 from decoding.rules.verify import Verdict, lossless_rule, recursive_rejection
 

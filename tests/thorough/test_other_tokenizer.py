@@ -18,8 +18,9 @@ from decoding.drafters.other_tokenizer import OtherTokenizerSession
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
+from decoding.rules.drawing import GeneratorSource
 from decoding.rules.proposal import ProposalKind
-from decoding.rules.sampling import GeneratorSource, SamplingConfig
+from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import SAMPLED_VERIFY
 
 LETTERS = "abcdefghijklmnop"

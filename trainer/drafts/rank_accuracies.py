@@ -12,7 +12,8 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import lm_head_input
 from decoding.model.parallel import ParallelDraft
 from decoding.rules.best_tree import FITTED_RANKS
-from decoding.rules.sampling import GeneratorSource, SamplingConfig
+from decoding.rules.drawing import GeneratorSource
+from decoding.rules.sampling import SamplingConfig
 
 
 @torch.inference_mode()
