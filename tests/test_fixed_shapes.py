@@ -144,7 +144,7 @@ def test_padding_without_room_goes_to_a_position_that_is_nobodys(tiny_llama: Cau
 
 
 def test_a_long_block_is_appended_in_pieces(tiny_llama: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decoding.model.causal_lm._APPENDED_TOKENS", 4)
+    monkeypatch.setattr("decoding.model.dynamic._APPENDED_TOKENS", 4)
     seen: list[int] = []
     tiny_llama.model.get_input_embeddings().register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
     text = [place % 16 for place in range(14)]
@@ -153,3 +153,33 @@ def test_a_long_block_is_appended_in_pieces(tiny_llama: CausalLM, monkeypatch: p
     tiny_llama.prefill([text[:3]], cache)
     assert torch.allclose(tiny_llama.append([text[3:]], cache).logits, whole, atol=1e-5)
     assert seen == [14, 3, 4, 4, 3] and cache.lengths == [14]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+def test_long_blocks_of_a_ragged_batch_are_appended_in_pieces(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are done wait with a token that leaves no trace, and keep the outputs of their own last token."""
+    monkeypatch.setattr("decoding.model.dynamic._APPENDED_TOKENS", 12)
+    model = CausalLM(tiny_model(family))
+    texts = [[place % 16 for place in range(17)], [7, 9, 2], [(place * place) % 16 for place in range(9)]]
+    held = [3, 2, 1]
+    expected = model.prefill(texts, model.new_cache(32, 3))
+    cache = model.new_cache(32, 3)
+    model.prefill([text[:count] for text, count in zip(texts, held, strict=True)], cache)
+    masks: list[tuple[int, ...]] = []
+    handle = model.model.register_forward_pre_hook(
+        lambda module, args, named: masks.append(tuple(named["attention_mask"].shape)), with_kwargs=True
+    )
+    found = model.append([text[count:] for text, count in zip(texts, held, strict=True)], cache)
+    handle.remove()
+    assert [mask[:3] for mask in masks] == [(3, 1, 4), (3, 1, 4), (3, 1, 4), (3, 1, 2)]
+    assert cache.lengths == [17, 3, 9]
+    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=2e-5)
+    torch.testing.assert_close(found.hidden, expected.hidden, rtol=0, atol=2e-5)
+    nexts = [model.step(torch.tensor([4, 5, 6]), each).logits for each in (cache, refilled(model, texts))]
+    torch.testing.assert_close(*nexts, rtol=0, atol=2e-5)
+
+
+def refilled(model: CausalLM, texts: list[list[int]]) -> PreallocatedCache:
+    cache = model.new_cache(32, len(texts))
+    model.prefill(texts, cache)
+    return cache

@@ -15,7 +15,8 @@ from decoding.drafters.base import DraftRequest, TextStart
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Generation
-from decoding.model.causal_lm import CausalLM, ModelOutput
+from decoding.model.causal_lm import CausalLM
+from decoding.model.forward import ModelOutput
 from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig

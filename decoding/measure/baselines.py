@@ -11,7 +11,8 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from decoding.generate import DecodingConfig
-from decoding.model.causal_lm import CausalLM, in_eval_mode
+from decoding.model.causal_lm import CausalLM
+from decoding.model.forward import in_eval_mode
 from decoding.rules.sampling import ForPromptLength, SamplingConfig
 
 

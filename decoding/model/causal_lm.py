@@ -1,13 +1,12 @@
 """Any transformers causal language model behind one call: tokens or trees in, hidden states and logits out."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from decoding.model.architecture import (
@@ -20,10 +19,11 @@ from decoding.model.architecture import (
     why_not_static,
     windows,
 )
-from decoding.model.attention import copy_free_attention, leave_out_cudnn
+from decoding.model.attention import leave_out_cudnn
 from decoding.model.cache import PreallocatedCache
+from decoding.model.dynamic import DynamicSteps, last_of, stacked
 from decoding.model.embeddings import added_to_embeddings
-from decoding.model.lm_head import capture_lm_head_input
+from decoding.model.forward import ModelOutput, run_model
 from decoding.model.masks import TreeMasks
 from decoding.model.static import StaticSteps, nodes_at
 from decoding.model.static_inputs import row_bucket
@@ -31,46 +31,6 @@ from decoding.rules.tree import TokenTree
 
 _PREFILL_TOKENS = 1 << 14
 """Greatest number of tokens, with padding, in one prefill pass: it fills a GPU; 32 texts of 8k would take 40 GB."""
-_APPENDED_TOKENS = 1 << 10
-"""Greatest number of tokens that each row appends in one pass: its mask has a number for each of them and each key."""
-
-
-class ModelOutput(NamedTuple):
-    """Outputs of a pass. ``hidden``: the input of the lm_head. ``logits``: its output.
-
-    ``states``: the inputs of the lm_head at all positions of each text, where a prefill was asked for them.
-    """
-
-    hidden: Float[Tensor, "*positions hidden"]
-    logits: Float[Tensor, "*positions vocab"]
-    states: tuple[Float[Tensor, "tokens hidden"], ...] = ()
-
-    @staticmethod
-    def cat(parts: Sequence["ModelOutput"]) -> "ModelOutput":
-        """Join the rows of several passes."""
-        return ModelOutput(
-            torch.cat([part.hidden for part in parts]),
-            torch.cat([part.logits for part in parts]),
-            tuple(states for part in parts for states in part.states),
-        )
-
-
-@contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Switch a model that is being trained to eval mode inside this context; each module has its own mode afterwards.
-
-    The model's own flag tells: a model in eval mode is left alone, which costs a pass nothing.
-    """
-    if not model.training:
-        yield
-        return
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 class CausalLM:
@@ -105,6 +65,7 @@ class CausalLM:
         """Number of tokens, its own included, that a token attends to in every layer; None for the whole text."""
         self._last_place = None if has_fixed_rope(text_config) else self.max_positions
         self._masks = TreeMasks(model, windows(text_config))
+        self._dynamic = DynamicSteps(model, self._masks, self._last_place)
         self._static: StaticSteps | None = None
         self._static_cache: PreallocatedCache | None = None
         self.static = static
@@ -196,8 +157,9 @@ class CausalLM:
         positions = torch.arange(longest, device=self.device)[None]
         if any(dropped := [cache.dropped[slot] for slot in slots]):
             positions = positions + torch.tensor(dropped, device=self.device)[:, None]
-        with added_to_embeddings(self.model, None if added is None else self._stack(added, longest)):
-            output = self._run(self.model, tokens, positions, cache, None, self._last_of(lengths), keep_states)
+        with added_to_embeddings(self.model, None if added is None else stacked(added, longest, self.device)):
+            select = last_of(lengths, 1, self.device)
+            output = run_model(self.model, self.model, tokens, positions, cache, None, select, keep_states)
         cache.end(lengths)
         states = tuple(row[:length] for row, length in zip(output.states, lengths, strict=True)) if keep_states else ()
         return ModelOutput(output.hidden[:, 0], output.logits[:, 0], states)
@@ -210,14 +172,11 @@ class CausalLM:
         """
         if not any(cache.lengths[: len(blocks)]):
             return self.prefill(blocks, cache)
-        if len(blocks[0]) > _APPENDED_TOKENS and len({len(block) for block in blocks}) == 1:
-            self.append([block[:_APPENDED_TOKENS] for block in blocks], cache)
-            return self.append([block[_APPENDED_TOKENS:] for block in blocks], cache)
         trees = [TokenTree.chain(block) for block in blocks]
         if self._static is not None and self._static.fits(trees):
             output = ModelOutput(*self._static.run(trees, cache, last_only=True))
         else:
-            output = self._run_trees(trees, cache, [0] * len(trees), self._last_of([len(block) for block in blocks]))
+            output = self._dynamic.append(blocks, cache)
         return ModelOutput(output.hidden[:, 0], output.logits[:, 0])
 
     @torch.inference_mode()
@@ -229,7 +188,7 @@ class CausalLM:
         if self._static is not None:
             output = ModelOutput(*self._static.step(tokens, cache))
         else:
-            output = self._run_tokens(tokens, cache)
+            output = self._dynamic.step(tokens, cache)
         return ModelOutput(output.hidden[:, 0], output.logits[:, 0])
 
     @torch.inference_mode()
@@ -247,13 +206,13 @@ class CausalLM:
         """
         lengths = [len(block) for block in blocks]
         trees = [TokenTree.chain([*block, *masks]) for block in blocks]
-        select = self._last_of([len(tree) for tree in trees], 1 + len(masks))
-        addition = None if added is None else self._stack(added, max(lengths) + len(masks))
+        select = last_of([len(tree) for tree in trees], 1 + len(masks), self.device)
+        addition = None if added is None else stacked(added, max(lengths) + len(masks), self.device)
         if self._static is not None and cache.device is not None and self._static.fits(trees, addition):
             hidden, logits = self._static.run(trees, cache, kept=lengths, added=addition)
             return ModelOutput(select(hidden), select(logits))
         with added_to_embeddings(self.model, addition):
-            return self._run_trees(trees, cache, [0] * len(trees), select, lengths)
+            return self._dynamic.run(trees, cache, [0] * len(trees), select, lengths)
 
     @torch.inference_mode()
     def verify(
@@ -272,23 +231,12 @@ class CausalLM:
         first = first or [0] * len(trees)
         select = None
         if read is not None:
-            select = self._last_of([len(tree) - skipped for tree, skipped in zip(trees, first, strict=True)], read)
+            counts = [len(tree) - skipped for tree, skipped in zip(trees, first, strict=True)]
+            select = last_of(counts, read, self.device)
         if self._static is not None and self._static.fits(trees):
             output = ModelOutput(*self._static.run(trees, cache, first))
             return output if select is None else ModelOutput(select(output.hidden), select(output.logits))
-        return self._run_trees(trees, cache, first, select)
-
-    def _run_tokens(self, tokens: Int[Tensor, " rows"], cache: PreallocatedCache) -> ModelOutput:
-        """Run one token after each row, as a tree of a root alone."""
-        rows, starts = len(tokens), cache.lengths[: len(tokens)]
-        masks = None  # `transformers` builds the masks of its layers
-        if len(set(starts)) > 1 or any(self.windows().values()):
-            masks = self._masks.of_tokens(starts)
-        positions = self._positions(starts, cache, 0)
-        cache.begin(range(rows), 1, self.device)
-        output = self._run(self.model, tokens[:, None], positions, cache, masks, None)
-        cache.end([1] * rows)
-        return output
+        return self._dynamic.run(trees, cache, first, select)
 
     def prepare(self, cache: PreallocatedCache, rows: int, nodes: Sequence[int], longest: int) -> None:
         """Record the CUDA graphs that the texts in the first ``rows`` will need soon, before their steps are timed.
@@ -298,86 +246,6 @@ class CausalLM:
         """
         if self._static is not None:
             self._static.prepare(cache, rows, nodes, longest)
-
-    def _last_of(self, lengths: Sequence[int], count: int = 1) -> Callable[[Tensor], Tensor]:
-        """Return a function that selects each row's last ``count`` own positions, (rows, count, hidden)."""
-        if len(set(lengths)) == 1:
-            return lambda hidden: hidden[:, -count:]
-        ends = torch.tensor(lengths).to(self.device, non_blocking=True)[:, None]
-        index = ends + torch.arange(-count, 0, device=self.device)
-        rows = torch.arange(len(lengths), device=self.device)[:, None]
-
-        def select(hidden: Tensor) -> Tensor:
-            return hidden[rows.to(hidden.device), index.to(hidden.device)]
-
-        return select
-
-    def _run_trees(
-        self,
-        trees: Sequence[TokenTree],
-        cache: PreallocatedCache,
-        first: Sequence[int],
-        select: Callable[[Tensor], Tensor] | None,
-        kept: Sequence[int] | None = None,
-    ) -> ModelOutput:
-        """Run the nodes of each tree from ``first`` on; the cache keeps the first ``kept`` of them (None: all)."""
-        counts = [len(tree) - skipped for tree, skipped in zip(trees, first, strict=True)]
-        size = max(counts)
-        tokens = self._stack([tree.tokens[skipped:] for tree, skipped in zip(trees, first, strict=True)], size)
-        if size == 1 and kept is None and not any(first):
-            return self._run_tokens(tokens[:, 0], cache)
-        shapes = [tree.shape for tree in trees]
-        if len(set(shapes)) == len(set(first)) == 1:
-            depths = shapes[0].depth_tensor[first[0] :].to(self.device)
-        else:
-            depths = self._stack(
-                [shape.depth_tensor[skipped:] for shape, skipped in zip(shapes, first, strict=True)], size
-            )
-        starts = [cache.lengths[row] - skipped for row, skipped in enumerate(first)]
-        positions = self._positions(starts, cache, depths)
-        masks = self._masks.of_trees(shapes, starts, first, size)
-        keys = cache.begin(range(len(trees)), size, self.device, counts)
-        output = self._run(self.model, tokens, positions, cache, _narrowed(masks, keys), select)
-        cache.end(counts if kept is None else kept)
-        return output
-
-    def _positions(self, starts: Sequence[int], cache: PreallocatedCache, depths: Tensor | int) -> Tensor:
-        """Return the positions of nodes at these depths behind the cached ``starts``, (rows, nodes)."""
-        places = [start + dropped for start, dropped in zip(starts, cache.dropped, strict=False)]
-        positions = depths + torch.tensor(places).to(self.device, non_blocking=True)[:, None]
-        if self._last_place is not None:  # a row that is done may be padded past the end of the position table
-            positions.clamp_(max=self._last_place - 1)
-        return positions
-
-    def _stack(self, parts: Sequence[Tensor], size: int) -> Tensor:
-        """Stack the parts to (rows, size, …) on the model's device, shorter ones padded with zeros."""
-        device = self.device
-        parts = [part if part.device == device else part.to(device, non_blocking=True) for part in parts]
-        if all(len(part) == size for part in parts):
-            return torch.stack(list(parts))
-        padded = nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
-        if not (missing := size - padded.shape[1]):
-            return padded
-        return torch.cat([padded, padded.new_zeros(len(parts), missing, *padded.shape[2:])], dim=1)
-
-    def _run(
-        self,
-        model: Callable[..., Any],
-        tokens: Tensor,
-        positions: Tensor,
-        cache: PreallocatedCache,
-        mask: Any,
-        select: Callable[[Tensor], Tensor] | None,
-        keep_states: bool = False,
-    ) -> ModelOutput:
-        lm_head_input = capture_lm_head_input(self.model, select)
-        with in_eval_mode(self.model), lm_head_input as captured, copy_free_attention(self.model):
-            output = model(
-                input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
-            )
-        hidden = captured[0] if select is None else select(captured[0])
-        states = tuple(captured[0].to(tokens.device)) if keep_states else ()
-        return ModelOutput(hidden.to(tokens.device), output.logits.to(tokens.device), states)
 
     def _forward(
         self,
@@ -392,12 +260,5 @@ class CausalLM:
         """Run a step for `decoding.model.static`; ``model`` may be compiled, ``last`` selects a node of each row."""
         select = None if last is None else partial(nodes_at, last)
         with added_to_embeddings(self.model, added):
-            output = self._run(model, tokens, positions, cache, mask, select)
+            output = run_model(self.model, model, tokens, positions, cache, mask, select)
         return output.hidden, output.logits
-
-
-def _narrowed(masks: Any, keys: int) -> Any:
-    """Return the masks for the first ``keys`` positions: those behind are padding alone."""
-    if isinstance(masks, dict):
-        return {kind: mask[..., :keys] for kind, mask in masks.items()}
-    return None if masks is None else masks[..., :keys]

@@ -14,7 +14,8 @@ from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.cache import PreallocatedCache
-from decoding.model.causal_lm import CausalLM, ModelOutput
+from decoding.model.causal_lm import CausalLM
+from decoding.model.forward import ModelOutput
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.static import StaticSteps
 from decoding.model.static_inputs import Layout, Size, StaticInputs, key_bucket, node_bucket

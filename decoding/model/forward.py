@@ -1,0 +1,82 @@
+"""One pass of a transformers model over this project's cache, and its outputs."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from decoding.model.attention import copy_free_attention
+from decoding.model.cache import PreallocatedCache
+from decoding.model.lm_head import capture_lm_head_input
+
+
+class ModelOutput(NamedTuple):
+    """Outputs of a pass. ``hidden``: the input of the lm_head. ``logits``: its output.
+
+    ``states``: the inputs of the lm_head at all positions of each text, where a prefill was asked for them.
+    """
+
+    hidden: Float[Tensor, "*positions hidden"]
+    logits: Float[Tensor, "*positions vocab"]
+    states: tuple[Float[Tensor, "tokens hidden"], ...] = ()
+
+    @staticmethod
+    def cat(parts: Sequence["ModelOutput"]) -> "ModelOutput":
+        """Join the rows of several passes."""
+        return ModelOutput(
+            torch.cat([part.hidden for part in parts]),
+            torch.cat([part.logits for part in parts]),
+            tuple(states for part in parts for states in part.states),
+        )
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Switch a model that is being trained to eval mode inside this context; each module has its own mode afterwards.
+
+    The model's own flag tells: a model in eval mode is left alone, which costs a pass nothing.
+    """
+    if not model.training:
+        yield
+        return
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def run_model(
+    model: PreTrainedModel,
+    call: Callable[..., Any],
+    tokens: Tensor,
+    positions: Tensor,
+    cache: PreallocatedCache,
+    mask: Any,
+    select: Callable[[Tensor], Tensor] | None = None,
+    keep_states: bool = False,
+) -> ModelOutput:
+    """Run ``tokens`` at ``positions``, both (rows, size), into the block that the cache has begun.
+
+    ``call`` is the model, or a compiled form of it. ``mask`` is an additive mask (rows, 1, size, keys), or a dict of
+    them by layer type, or None where `transformers` builds its own. ``select`` picks the positions, (rows, some,
+    hidden), that the lm_head reads and that come back: all of them without it. ``keep_states`` returns the whole input
+    of the lm_head too. Outputs come to the device of the tokens.
+    """
+    with (
+        in_eval_mode(model),
+        capture_lm_head_input(model, select) as captured,
+        copy_free_attention(model),
+    ):
+        output = call(
+            input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
+        )
+    hidden = captured[0] if select is None else select(captured[0])
+    states = tuple(captured[0].to(tokens.device)) if keep_states else ()
+    return ModelOutput(hidden.to(tokens.device), output.logits.to(tokens.device), states)
