@@ -102,6 +102,11 @@ def test_a_mixture_of_experts_is_not_guessed_at() -> None:
         ("NVIDIA L40S", 362e12),
         ("NVIDIA L4", 121e12),
         ("NVIDIA A10G", None),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
         ("Tesla T4", None),
     ],
 )

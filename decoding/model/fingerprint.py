@@ -74,14 +74,13 @@ def stored_fingerprint(name: str | Path, trust_remote_code: bool = False) -> str
     """
     folder = local_folder(name)
     states = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
-    return _stored_fingerprint(
-        folder, trust_remote_code, tuple((file, state.st_size, state.st_mtime_ns) for file, state in states)
-    )
+    files = tuple((file, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for file, state in states)
+    return _stored_fingerprint(folder, trust_remote_code, files)
 
 
 @lru_cache(maxsize=16)
-def _stored_fingerprint(folder: Path, trust_remote_code: bool, files: tuple[tuple[str, int, int], ...]) -> str:
-    """Compute `stored_fingerprint`; ``files`` (names, sizes and times) is a key of the cache."""
+def _stored_fingerprint(folder: Path, trust_remote_code: bool, files: tuple[tuple[str, int, int, int], ...]) -> str:
+    """Compute `stored_fingerprint`; ``files`` (names, sizes, times of changes) is a key of the cache."""
     try:
         digest = hashlib.sha256(_json_bytes(_described(folder, trust_remote_code)))
         for tensor in sorted(tensors_of(folder)):

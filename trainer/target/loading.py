@@ -10,13 +10,13 @@ from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import load_model, load_tokenizer, parse_dtype
 from decoding.model.quantise import quantised
 from trainer.data.batch import check_documents_are_apart
 from trainer.quickstart import resolve
 from trainer.recipe.draft import DraftRecipe
 from trainer.recipe.heads import MedusaRecipe
+from trainer.target.fingerprints import kept_fingerprint
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,17 @@ def load_target_model(recipe: MedusaRecipe | DraftRecipe, device: torch.device) 
 
 
 def _fingerprint_for_all(name: str, trust_remote_code: bool) -> str:
-    """Return the stored weights' fingerprint; the first process alone reads them from end to end."""
-    found: list[str | None] = [None]
+    """Return the stored weights' fingerprint; the first process alone looks for it.
+
+    Its ValueError becomes one on all processes, which would wait for it for ever.
+    """
+    found: list[str | ValueError | None] = [None]
     if PartialState().is_main_process:
-        found = [stored_fingerprint(name, trust_remote_code)]
+        try:
+            found = [kept_fingerprint(name, trust_remote_code)]
+        except ValueError as error:
+            found = [error]
     (fingerprint,) = broadcast_object_list(found)
+    if isinstance(fingerprint, ValueError):
+        raise fingerprint
     return str(fingerprint)
