@@ -50,12 +50,13 @@ class DraftState:
         self.draft = draft
         self._vocab_size = target.vocab_size
         self.rows = TextRows(sampling, target.vocab_size, draft.device)
-        # Steps of fixed shapes know no dropped positions: their windows are in the masks alone.
-        self._window = None if draft.is_static or draft.window == 1 else draft.window
+        self._window = None if draft.window == 1 else draft.window
         self._max_nodes = max_nodes
         self._longest = max_length
         # One position more takes the padding of rows that others outrun: see `PreallocatedCache.begin`.
-        self.cache = draft.new_cache(min(max_length, self._most_held()) + max_nodes + 1, rows)
+        self._room = min(max_length, self._most_held()) + max_nodes + 1
+        """Positions of each row; the buffers may be larger, for steps of fixed shapes or after a long block."""
+        self.cache = draft.new_cache(self._room, rows)
         self._lease = self.cache.take()
         self._committed = [0] * rows
         self._run_trees: dict[int, tuple[TokenTree, int]] = {}
@@ -131,7 +132,7 @@ class DraftState:
 
     def _make_room(self, slot: int, new: int) -> None:
         """Drop what lies before the window if the row has no room for ``new`` tokens and a tree."""
-        if self._window is None or self.cache.lengths[slot] + new + self._max_nodes <= self.cache.capacity:
+        if self._window is None or self.cache.lengths[slot] + new + self._max_nodes <= self._room:
             return
         self.cache.drop_first(slot, max(0, self.cache.lengths[slot] - (self._window - 1)))
 

@@ -128,7 +128,7 @@ class StaticSteps:
         keys = min(cache.capacity, key_bucket(needed))
         width = 0 if added is None else added.shape[-1]
         bucket = self._bucket(Size(rows, nodes, span, keys, last_only and self._hooks, width), cache)
-        bucket.inputs.fill(layout, starts, tokens)
+        bucket.inputs.fill(layout, starts, cache.dropped[:asked], tokens)
         if added is not None:
             bucket.inputs.add(added)
         hidden, logits = bucket.run()
@@ -165,14 +165,14 @@ class StaticSteps:
             for _ in range(_AHEAD):
                 bucket = self._bucket(Size(rows, own, span, min(keys, most), last_only, width), cache)
                 if not bucket.has_run:
-                    bucket.inputs.fill(layout, lengths, [[0]] * asked)
+                    bucket.inputs.fill(layout, lengths, cache.dropped[:asked], [[0]] * asked)
                     bucket.run()
                 keys = key_bucket(min(keys, most) + 1)
 
     def compute(self, inputs: StaticInputs, cache: PreallocatedCache, size: Size) -> tuple[Tensor, Tensor]:
         """Compute a step: the same kernels in the same order for every step of a bucket."""
         node_index = torch.arange(size.nodes, device=inputs.tokens.device)
-        positions = inputs.depths + inputs.starts[:, None]
+        positions = inputs.depths + (inputs.starts + inputs.dropped)[:, None]
         if self._max_positions is not None:
             positions = positions.clamp(max=self._max_positions - 1)
         cache.begin_static((inputs.starts + inputs.firsts)[:, None] + node_index, size.keys)

@@ -99,23 +99,23 @@ class Layout:
 class StaticInputs:
     """Inputs of a step, all on the model's device. Each row has a tree of ``span`` nodes; the last ``nodes`` of it run.
 
-    ``tokens`` (rows, nodes) · ``starts`` (rows,): position of each row's root · ``firsts`` (rows,): number of cached
-    nodes · ``last`` (rows,): index of each row's last own node among those that run, the rest being padding ·
-    ``depths`` (rows, nodes): depths of the nodes that run · ``key_depths`` (rows, span): depths of all nodes ·
-    ``hidden_from`` (rows, nodes, span): true where a node must not attend to another · ``added`` (rows, nodes, width):
-    additions to the nodes' embeddings, or None.
+    ``tokens`` (rows, nodes) · ``starts`` (rows,): place of each row's root in its slot · ``dropped`` (rows,): number of
+    its text's positions before that slot's first · ``firsts`` (rows,): number of cached nodes · ``last`` (rows,): index
+    of each row's last own node among those that run, the rest being padding · ``depths`` (rows, nodes): depths of the
+    nodes that run · ``key_depths`` (rows, span): depths of all nodes · ``hidden_from`` (rows, nodes, span): true where
+    a node must not attend to another · ``added`` (rows, nodes, width): additions to the nodes' embeddings, or None.
     """
 
     def __init__(self, size: Size, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         rows, nodes, span = size[:3]
         integers, flags = torch.long, torch.bool
-        self._step = _Fields([((rows,), integers), ((rows, nodes), integers)], device)
+        self._step = _Fields([((rows,), integers), ((rows,), integers), ((rows, nodes), integers)], device)
         self._tree = _Fields(
             [((rows,), integers)] * 2
             + [((rows, nodes), integers), ((rows, span), integers), ((rows, nodes, span), flags)],
             device,
         )
-        self.starts, self.tokens = self._step.tensors
+        self.starts, self.dropped, self.tokens = self._step.tensors
         self.firsts, self.last, self.depths, self.key_depths, self.hidden_from = self._tree.tensors
         self.added = torch.zeros(rows, nodes, size.added, dtype=dtype, device=device) if size.added else None
         self._layout: Layout | None = None
@@ -126,7 +126,13 @@ class StaticInputs:
         self.added.zero_()
         self.added[: added.shape[0], : added.shape[1]].copy_(added)
 
-    def fill(self, layout: Layout, starts: Sequence[int], tokens: Tensor | Sequence[Sequence[int]]) -> None:
+    def fill(
+        self,
+        layout: Layout,
+        starts: Sequence[int],
+        dropped: Sequence[int],
+        tokens: Tensor | Sequence[Sequence[int]],
+    ) -> None:
         """Copy a step in: the layout only if it changed, the rest in one copy.
 
         ``tokens``: the tokens that run, as lists on the host, or as a (rows, nodes) tensor, which never leaves the
@@ -135,11 +141,12 @@ class StaticInputs:
         if layout != self._layout:
             self._fill_layout(layout)
             self._layout = layout
-        host, (host_starts, host_tokens) = self._step.staged()
+        host, (host_starts, host_dropped, host_tokens) = self._step.staged()
         missing = [0] * (len(self.starts) - len(starts))
         host_starts[:] = torch.tensor([*starts, *missing])
+        host_dropped[:] = torch.tensor([*dropped, *missing])
         if isinstance(tokens, Tensor):
-            end = self.starts.nbytes
+            end = self.starts.nbytes + self.dropped.nbytes
             self._step.bytes[:end].copy_(host[:end], non_blocking=True)
             self.tokens[: tokens.shape[0], : tokens.shape[1]].copy_(tokens)
             return
