@@ -181,3 +181,21 @@ def test_under_autocast_products_run_in_bf16_and_come_out_close_to_fp32(kind: st
     for ours, theirs in zip(gradients(loss, hidden, weight), exact_gradients, strict=True):
         assert ours.dtype == torch.float32
         assert (ours - theirs).norm() < 2e-2 * theirs.norm()
+
+
+DTYPES = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize("factor", [1 / 997, 1 / 3])  # in bf16 off by 0.4% and by 0.2%
+def test_in_bf16_a_loss_that_is_scaled_scales_its_gradients_by_as_much(factor: float) -> None:
+    """Weights in bf16, as under FSDP2, where every other way to scale would be off in the same direction everywhere."""
+    given = torch.randn(200, 32), torch.randn(50, 32)
+    half, wide = ([tensor.bfloat16().to(dtype).requires_grad_() for tensor in given] for dtype in DTYPES)
+    labels = torch.randint(0, 50, (200,))
+    ours, exact = (
+        gradients(factor * fused_loss(*pair, labels, one("cross_entropy")).loss, *pair) for pair in (half, wide)
+    )
+    for found, expected in zip(ours, exact, strict=True):
+        assert found.dtype == torch.bfloat16
+        along = float((found.float() * expected).sum() / expected.square().sum())
+        assert along == pytest.approx(1, abs=7e-4)

@@ -116,6 +116,11 @@ def test_a_run_too_short_to_be_profiled_is_refused_and_one_nearly_over_says_so(w
     AcceleratorState._reset_state(True)
     with pytest.raises(ValueError, match=r"--profile traces steps 4 to 6 but training\.steps is 5: set it to 6"):
         run_recipe(recipe(workshop, steps=5), Console(file=io.StringIO()), workshop / "profile")
+    with pytest.raises(
+        ValueError, match=r"--profile is .*train\.jsonl/profile, but .*train\.jsonl is a file: give anoth"
+    ):
+        run_recipe(recipe(workshop), Console(file=io.StringIO()), workshop / "train.jsonl" / "profile")
+    assert not (workshop / "run").exists(), "both before anything is trained"
     run_recipe(recipe(workshop), Console(file=io.StringIO()))
     AcceleratorState._reset_state(True)
     heard = io.StringIO()

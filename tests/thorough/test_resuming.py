@@ -3,18 +3,22 @@
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState
 from rich.console import Console
 from test_lock import another_holds
 from tiny_models import counting_model
 from tiny_training import cpu_accelerator, recipe_content, tiny_tokenizer, write_corpus
 
+from trainer.data.source import BatchSource
+from trainer.recipe.common import TrainingSection
 from trainer.recipe.reading import parse_recipe
 from trainer.run import loop
 from trainer.run.train import run_recipe
@@ -228,6 +232,40 @@ def test_what_another_process_refuses_is_an_error_here(monkeypatch: pytest.Monke
     monkeypatch.setattr(loop, "any_process", lambda accelerator, flag: True)
     with cpu_accelerator() as accelerator, pytest.raises(ValueError, match="another process cannot go on"):
         loop.agreed(accelerator, lambda: None)
+
+
+class Writes:
+    """A source that writes before each step, or cannot."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error
+
+    def writes_at(self, step: int) -> bool:
+        return True
+
+    def write(self, step: int, positions: Sequence[int]) -> dict[str, float]:
+        if self._error is not None:
+            raise self._error
+        return {"generated/texts": float(len(positions))}
+
+
+def test_texts_that_one_process_cannot_write_are_an_error_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others would wait for it in the step's first sum."""
+    told: list[bool] = []
+
+    def any_process(accelerator: Any, flag: bool) -> bool:
+        told.append(flag)
+        return flag or len(told) == 2  # at the second call another process is the one that fails
+
+    monkeypatch.setattr(loop, "any_process", any_process)
+    section = TrainingSection(steps=4, batch_size=2, micro_batch_size=2, learning_rate=0.1)
+    objective: Any = SimpleNamespace(module=torch.nn.Linear(1, 1))
+    with cpu_accelerator() as accelerator:
+        for source, message in ((Writes(ValueError("it collapsed")), "it collapsed"), (Writes(), "another process")):
+            with pytest.raises(ValueError, match=message):
+                loop._write(cast(BatchSource, source), objective, section, accelerator, 0)
+        assert loop._write(cast(BatchSource, Writes()), objective, section, accelerator, 0) == {"generated/texts": 2}
+    assert told == [True, False, False]
 
 
 def test_evaluations_that_were_lost_are_missed_where_they_decide(workshop: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer.learning.liger import check_liger, cross_entropy_into_gradient
 from trainer.learning.losses import Comparison, LossMix
-from trainer.learning.products import Product, blocks, chunks, product_dtype, wide_dtype
+from trainer.learning.products import Product, blocks, chunks, product_dtype, scale, wide_dtype
 from trainer.learning.teachers import KnownLogits, Teacher
 
 
@@ -139,7 +139,7 @@ class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, loss_gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         # In place, for a copy of a weight's gradient costs as much as a product: a graph is good for one backward.
-        scaled = [None if saved is None else saved.mul_(loss_gradient.to(saved.dtype)) for saved in ctx.saved_tensors]
+        scaled = [None if saved is None else scale(saved, loss_gradient) for saved in ctx.saved_tensors]
         return *scaled, *(None,) * (10 - len(scaled))
 
 

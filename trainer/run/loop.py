@@ -251,8 +251,10 @@ def _write(
     """Let the source write where a step needs it; return the figures of this process."""
     if not source.writes_at(step):
         return {}
+    figures: dict[str, float] = {}
     with whole_parameters(accelerator, objective.module):
-        return source.write(step, _my_positions(section, accelerator))
+        agreed(accelerator, lambda: figures.update(source.write(step, _my_positions(section, accelerator))))
+    return figures
 
 
 def _seed_step(seed: int, step: int, process: int) -> None:

@@ -11,6 +11,7 @@ from accelerate.state import AcceleratorState
 from rich.console import Console
 
 from trainer import quickstart
+from trainer.files.folders import check_can_be_folder
 from trainer.files.lock import hold
 from trainer.job import Job, Kind, trained_numbers
 from trainer.learning.spans import Stopwatch
@@ -42,6 +43,8 @@ def run_recipe(recipe: AnyRecipe, console: Console | None = None, profile: Path 
             f"--profile traces steps {NEEDED - TRACED + 1} to {NEEDED} but training.steps is {recipe.training.steps}: "
             f"set it to {NEEDED} or more"
         )
+    if profile is not None:
+        check_can_be_folder(profile, "--profile")
     console, kind = console or standard_error(), kind_of(recipe)
     ensure_built(kind.target)
     ensure_answered(kind.recipe.data.train)
