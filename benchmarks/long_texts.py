@@ -43,6 +43,8 @@ from decoding.model.windowed import with_window
 from trainer.terminal.console import standard_output
 
 PLAIN, WHOLE = "plain", "draft, whole text"
+_PATHS = ("target", "draft", "windowed", "prompts", "output")
+"""Options of which the JSON has the names alone."""
 
 
 class Run(NamedTuple):
@@ -56,13 +58,22 @@ class Run(NamedTuple):
 
 
 def stretched(model: PreTrainedModel, positions: int) -> PreTrainedModel:
-    """Return a model of the same weights for ``positions`` tokens; the model itself if it has as many."""
+    """Return a model of the same weights for ``positions`` tokens; the model itself if it has as many.
+
+    A model that is stretched by YaRN already is stretched from its first context on. ValueError for other scalings.
+    """
     config = copy.deepcopy(model.config)
-    own = config.max_position_embeddings
-    if positions <= own:
+    if positions <= config.max_position_embeddings:
         return model
+    given = config.rope_parameters
+    if given["rope_type"] not in ("default", "yarn"):
+        raise ValueError(
+            f"a model of {config.max_position_embeddings} positions with {given['rope_type']} embeddings is not "
+            f"stretched to {positions}: give shorter contexts"
+        )
+    own = given.get("original_max_position_embeddings") or config.max_position_embeddings
     rope = {"rope_type": "yarn", "factor": positions / own, "original_max_position_embeddings": own}
-    config.rope_parameters = {**config.rope_parameters, **rope}
+    config.rope_parameters = {**given, **rope}
     config.max_position_embeddings = positions
     longer: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
     longer.load_state_dict(model.state_dict(), assign=True)
@@ -75,7 +86,7 @@ def methods(
 ) -> dict[str, DraftModelDrafter | None]:
     """Make the methods to compare at a context: plain decoding, and chains of ``tokens`` by each draft."""
     drafts = {WHOLE: stretched(draft, positions)}
-    drafts |= {f"draft, window {window}": with_window(draft, window) for window in windows}
+    drafts |= {f"draft, cut to {window} when decoding": with_window(draft, window) for window in windows}
     if trained is not None:
         drafts[f"draft, trained with window {CausalLM(trained).window}"] = trained
     chain = (1,) * tokens
@@ -143,8 +154,8 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def measured_rows(chosen: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row for each context and method."""
+def measured_rows(chosen: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """Return a row for each context and method, and the parameters of target and draft."""
     dtype = parse_dtype(chosen.dtype)
     target, draft = (load_model(folder, dtype) for folder in (chosen.target, chosen.draft))
     trained = None if chosen.windowed is None else load_model(chosen.windowed, dtype)
@@ -162,7 +173,7 @@ def measured_rows(chosen: argparse.Namespace) -> list[dict[str, Any]]:
         for name, found in runs.items():
             row = row_of(name, found, runs[PLAIN])
             rows.append({"context": context, "stretched": max(1.0, needed / own), **row})
-    return rows
+    return rows, {"target": target.num_parameters(), "draft": draft.num_parameters()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -185,10 +196,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     torch.set_num_threads(chosen.threads)
     began = time.perf_counter()
-    rows = measured_rows(chosen)
-    settings = {key: str(value) for key, value in vars(chosen).items()}
+    rows, parameters = measured_rows(chosen)
+    settings = {key: Path(value).name if key in _PATHS else value for key, value in vars(chosen).items() if value}
     told = {"hardware": hardware(), "versions": versions(), "commit": commit(), "threads": torch.get_num_threads()}
-    result = {**told, "settings": settings, "seconds": time.perf_counter() - began, "rows": rows}
+    result = {
+        **told,
+        "settings": settings,
+        "parameters": parameters,
+        "seconds": time.perf_counter() - began,
+        "rows": rows,
+    }
     chosen.output.parent.mkdir(parents=True, exist_ok=True)
     chosen.output.write_text(json.dumps(result, indent=1) + "\n")
     console = standard_output(width=120)

@@ -1,7 +1,8 @@
 """Put a report's figures where readers see them: benchmarks/results/, the README, docs/measured.md and its plot.
 
 Usage: scripts/publish_results.py REPORT NAME; the pages show those with NAME quickstart, drafters, policies,
-accepted, drafts, spec_bench, spec_bench_sampled, crossover, planned, served, speed, and those of docs/scale.md.
+accepted, drafts, spec_bench, spec_bench_sampled, crossover, planned, served, speed, long_texts, and those of
+docs/scale.md.
 """
 
 import json
@@ -14,6 +15,7 @@ from typing import Any
 from choosing_page import page as choosing_page
 from drafts_page import publish as publish_drafts
 from evaluated_tables import cells_table, predictions_table, tasks_table, trees_table
+from long_texts_table import long_texts_table
 from matplotlib import pyplot as plt
 from scale_tables import TABLES as SCALE
 from served_table import served_table
@@ -263,6 +265,7 @@ PLACES: dict[str, dict[str, Blocks]] = {
     "planned": {"docs/plan.md": (("planned", predictions_table), ("trees", trees_table))},
     "speed": {"docs/measured.md": (("speed", goals_table),)},
     "served": {"docs/serving.md": (("served", served_table),)},
+    "long_texts": {"docs/drafts.md": (("long_texts", long_texts_table),)},
     "accepted": {
         "README.md": (("lead", lead_table),),
         "docs/accepted.md": (

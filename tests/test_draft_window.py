@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from distilling import objective_for
 from drafter_checks import accept_some, request
 from examples import examples
 from hypothesis import given
@@ -20,10 +21,12 @@ from decoding.drafters.draft_state import DraftState
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
+from decoding.model.lm_head import lm_head_input
 from decoding.model.loading import load_draft
 from decoding.model.windowed import with_window
 from decoding.rules.drawing import GeneratorSource
 from decoding.rules.sampling import SamplingConfig
+from trainer.data.batch import Example, collate
 from trainer.drafts.start import write_draft
 
 WINDOW = 6
@@ -181,3 +184,20 @@ def test_a_window_that_a_draft_cannot_have_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         with_window(tiny_model(family, **changes), window)
+
+
+def test_a_draft_is_trained_through_the_window_that_it_drafts_by() -> None:
+    """Its states at each trained token, where the losses read them, are those of a band over the text."""
+    text = tuple(7 * i * i % 16 for i in range(40))
+    batch = collate([Example(text, (True,) * 40, 0), Example(text[:25], (True,) * 25, 0)])
+    for family in FAMILIES:
+        objective = objective_for(tiny_model(family), init={"from_target": {"layers": [0, 1]}}, window=WINDOW)
+        (inputs,) = objective.inputs(batch, step=0)
+        states = lm_head_input(objective.module.base.eval(), inputs.model_inputs)
+        logits = objective.module.base.get_output_embeddings()(states)
+        draft = objective.draft_for_decoding()
+        assert draft.window == WINDOW
+        for row, length in ((0, 40), (1, 25)):
+            for end in range(1, length + 1):
+                wanted = by_a_band(draft, list(text[:end]), WINDOW)
+                torch.testing.assert_close(logits[row, end - 1], wanted, rtol=0, atol=2e-4)

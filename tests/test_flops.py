@@ -56,6 +56,7 @@ KINDS: dict[str, Callable[[], Objective]] = {
     "Medusa-2": joint(),
     "Medusa-2, divergence": joint(base_loss="forward_kl"),
     "draft": lambda: distilling.objective_for(target(), loss={"forward_kl": 1.0}),
+    "draft, window": lambda: distilling.objective_for(target(), loss={"forward_kl": 1.0}, window=4),
     "draft, adapters": lambda: distilling.objective_for(
         target(), loss={"forward_kl": 1.0}, init={"from_target": {"layers": [0, 1]}}, lora={"rank": 4}
     ),
@@ -76,12 +77,14 @@ def test_a_steps_operations_are_those_that_pytorch_counts(kind: str) -> None:
 
 def test_padding_is_no_work_and_documents_do_not_see_one_another() -> None:
     batch = collate([Example((1, 2, 3, 4, 5), (True,) * 5, 0, (2, 3)), Example((1, 2), (True,) * 2, 0)])
-    assert Text.of(batch) == (7, 4 + 9 + 4)
+    text = Text.of(batch)
+    assert (text.lengths, text.tokens, text.pairs()) == ((2, 3, 2), 7, 4 + 9 + 4)
+    assert text.pairs(window=1) == 4 + 6 + 4
 
 
 def test_a_layer_takes_two_operations_a_weight_and_four_a_pair_and_number_of_a_query() -> None:
-    layers = Layers(weights=100.0, adapters=10.0, attention=8.0)
-    text = Text(tokens=3, pairs=9)
+    layers = Layers(weights=100.0, adapters=10.0, attention={None: 6.0, 1: 3.0})
+    text = Text((3,))
     assert layers.flops(text) == 3 * 220 + 72
     assert layers.flops(text, each=4, adapters=6) == 3 * 460 + 3 * 72
 
@@ -89,7 +92,7 @@ def test_a_layer_takes_two_operations_a_weight_and_four_a_pair_and_number_of_a_q
 def test_a_mixture_of_experts_is_not_guessed_at() -> None:
     model = tiny_model("llama")
     model.config.num_local_experts = 8
-    assert math.isnan(Layers.of(model).flops(Text(1, 1)))
+    assert math.isnan(Layers.of(model).flops(Text((1,))))
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ COUNTS = {
     "planned": 2,
     "speed": 1,
     "served": 1,
+    "long_texts": 1,
     "accepted": 6,
     **dict.fromkeys(("data_scale", "launchers", "train_stored", "heldout", "endpoints", "overhead"), 1),
 }

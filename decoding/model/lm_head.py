@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from decoding.model.banded import attention_in_bands
+
 Result = TypeVar("Result")
 
 
@@ -44,9 +46,9 @@ def last_position(hidden: Float[Tensor, "batch positions hidden"]) -> Float[Tens
 def lm_head_input(model: nn.Module, inputs: Mapping[str, Any]) -> Float[Tensor, "batch positions hidden"]:
     """Run ``model(**inputs)`` without a cache; return the input of its lm_head, on the lm_head's device.
 
-    The lm_head computes the logits of the last position alone.
+    The lm_head computes the logits of the last position alone, and windows are attended to in bands.
     """
-    with capture_lm_head_input(model, last_position) as captured:
+    with capture_lm_head_input(model, last_position) as captured, attention_in_bands(model):
         model(**inputs, use_cache=False)
     return captured[0]
 

@@ -84,7 +84,7 @@ class ParallelObjective(DistillObjective):
         text, (labels, *_), blocks = Text.of(batch), self.counts(batch, step).tolist(), self._blocks(batch, step)
         masked = len(blocks.masks)
         read = batch.attention_mask.sum(1) + blocks.given.sum(1) * blocks.places.shape[2]
-        found = self._draft_flops(Text(int(read.sum()), int(read.square().sum())), labels + masked)
+        found = self._draft_flops(Text(tuple(read.tolist())), labels + masked)
         if self._needs_teacher:
             found += self._teacher_flops(text, labels + masked)
         elif self._parallel.reads_target:

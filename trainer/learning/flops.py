@@ -2,17 +2,20 @@
 
 A weight that learns takes 6: forward, and the gradients of its input and of itself; a frozen one through which a
 gradient flows takes 4 (PaLM, 2204.02311, appendix B). Attention takes 4 for each pair of positions of a text and number
-of a query, full squares as is usual. Padding, embeddings, norms, softmaxes and anything run again count nothing.
+of a query, full squares as is usual; two windows of each position where layers have one. Padding, embeddings, norms,
+softmaxes and anything run again count nothing.
 """
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from decoding.model.architecture import layer_types, windows
 from trainer.data.batch import Batch
 
 FORWARD, THROUGH, LEARNING = 2, 4, 6
@@ -21,16 +24,23 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class Text(NamedTuple):
-    """Tokens of a batch's texts, and pairs of tokens of one text, without padding."""
+    """The lengths of a batch's texts in tokens, without padding."""
 
-    tokens: int
-    pairs: int
+    lengths: tuple[int, ...]
 
     @staticmethod
     def of(batch: Batch) -> "Text":
         """Count the tokens of a batch on the host."""
         rows = [documents[documents >= 0].bincount() for documents in batch.documents]
-        return Text(sum(int(row.sum()) for row in rows), sum(int(row.square().sum()) for row in rows))
+        return Text(tuple(length for row in rows for length in row.tolist()))
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    def pairs(self, window: int | None = None) -> int:
+        """Return the pairs of a query and a key, of one text each: all, or with two windows of keys a query."""
+        return sum(length * (length if window is None else min(length, 2 * window)) for length in self.lengths)
 
 
 class Layers(NamedTuple):
@@ -38,27 +48,31 @@ class Layers(NamedTuple):
 
     weights: float
     adapters: float
-    attention: float
+    attention: Mapping[int | None, float]
+    """By the window of the layers; None: they attend to the whole text."""
 
     @staticmethod
     def of(model: PreTrainedModel) -> "Layers":
         """Count a model's layers, without its lm_head; NaN for a mixture of experts, which uses some of its weights."""
         config, lm_head = model.config.get_text_config(decoder=True), model.get_output_embeddings()
         if any(getattr(config, name, None) for name in _EXPERTS):
-            return Layers(math.nan, 0, 0)
+            return Layers(math.nan, 0, {})
         named = [(name, module) for name, module in model.named_modules() if module is not lm_head]
         heads = getattr(config, "num_attention_heads", 0)
         width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1))
+        by_type = windows(config)
+        kinds = layer_types(config) or tuple(by_type) * config.num_hidden_layers
         return Layers(
             weights_of(module for name, module in named if "lora_" not in name),
             weights_of(module for name, module in named if "lora_" in name),
-            4 * config.num_hidden_layers * width,
+            {window: 4.0 * width * count for window, count in Counter(by_type.get(kind) for kind in kinds).items()},
         )
 
     def flops(self, text: Text, each: int = FORWARD, adapters: int = FORWARD) -> float:
         """Return the operations on a text at ``each`` for a weight and ``adapters`` for an adapter's."""
         passes = 1 if each == FORWARD else 3
-        return text.tokens * (each * self.weights + adapters * self.adapters) + passes * self.attention * text.pairs
+        attended = sum(numbers * text.pairs(window) for window, numbers in self.attention.items())
+        return text.tokens * (each * self.weights + adapters * self.adapters) + passes * attended
 
 
 def weights_of(modules: Iterable[nn.Module]) -> float:
