@@ -82,6 +82,17 @@ def launchers_table(report: Report) -> str:
     )
 
 
+def elastic_table(report: Report) -> str:
+    """Return a row for each event of `benchmarks/elastic.py`."""
+    lines = ["| | processes | from one process | from two undisturbed |", "|---|---|---:|---:|"]
+    for run in report["runs"]:
+        stretches = ", ".join(f"{processes} from step {first + 1}" for first, processes in run["stretches"])
+        lines.append(f"| {text(run['event'])} | {stretches} | {run['from_one']:.0e} | {run['from_two']:.0e} |")
+    return "\n".join(lines) + (
+        f"\n\nLargest difference of a finished weight after {report['steps']} steps. {_machine(report)}."
+    )
+
+
 def heldout_table(report: Report) -> str:
     """Return a row for each batch size of `benchmarks/heldout.py`."""
     lines = ["| evaluation.batch_size | seconds | tokens per pass |", "|---:|---:|---:|"]
@@ -110,6 +121,7 @@ def _machine(report: Report) -> str:
 TABLES: dict[str, Callable[[Report], str]] = {
     "data_scale": data_table,
     "launchers": launchers_table,
+    "elastic": elastic_table,
     "train_stored": stored_table,
     "heldout": heldout_table,
     "endpoints": endpoints_table,

@@ -58,7 +58,7 @@ COUNTS = {
     "served": 1,
     "long_texts": 1,
     "accepted": 6,
-    **dict.fromkeys(("data_scale", "launchers", "train_stored", "heldout", "endpoints", "overhead"), 1),
+    **dict.fromkeys(("data_scale", "launchers", "elastic", "train_stored", "heldout", "endpoints", "overhead"), 1),
 }
 
 
