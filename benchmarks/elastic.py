@@ -6,7 +6,8 @@ second joins. Compared are the finished weights with those of one process, and o
 
     python benchmarks/elastic.py FOLDER [--json FILE]
 
-Four minutes. Ends with 1 if a run fails or goes on with another number of processes, or a weight is further off than `WEIGHTS`.
+Four minutes. Ends with 1 if a run fails, goes on with another number of processes, or has a weight further off than
+`WEIGHTS`.
 """
 
 import argparse

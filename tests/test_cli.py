@@ -27,14 +27,13 @@ from trainer.cli import BAD_INPUT, app, guarded
 from trainer.commands.artefact_options import ExportOptions, ImportOptions, PushOptions, ServeCommandOptions
 from trainer.commands.options import (
     CompareOptions,
-    DiagnoseOptions,
     EvaluateOptions,
     GenerateOptions,
     PlanOptions,
     RealignOptions,
     RegenerateOptions,
-    VerifyOptions,
 )
+from trainer.commands.proof_options import DiagnoseOptions, VerifyOptions
 
 CLI = CliRunner()
 README = Path(__file__).resolve().parents[1] / "README.md"

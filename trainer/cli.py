@@ -18,15 +18,14 @@ from decoding.threads import spin_briefly
 from trainer.commands.artefact_options import ExportOptions, ImportOptions, PushOptions, ServeCommandOptions
 from trainer.commands.options import (
     CompareOptions,
-    DiagnoseOptions,
     EvaluateOptions,
     GenerateOptions,
     InspectOptions,
     PlanOptions,
     RealignOptions,
     RegenerateOptions,
-    VerifyOptions,
 )
+from trainer.commands.proof_options import DiagnoseOptions, VerifyOptions
 from trainer.commands.usage import BAD_INPUT, Command
 from trainer.terminal.console import say, say_error, standard_error
 from trainer.terminal.quiet import quiet_libraries

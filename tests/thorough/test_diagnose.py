@@ -23,7 +23,8 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.commands.diagnose import run_diagnose
 from trainer.commands.evaluate import run_evaluate
-from trainer.commands.options import DiagnoseOptions, EvaluateOptions
+from trainer.commands.options import EvaluateOptions
+from trainer.commands.proof_options import DiagnoseOptions
 from trainer.drafts.start import write_draft
 from trainer.export import export
 from trainer.serving.finding import ACCEPTANCE, ROPE, SAMPLING, TEMPLATE, TEXT, TOP_1, VOCABULARY

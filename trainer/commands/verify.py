@@ -26,7 +26,7 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.speculation import named_rule
 from trainer.commands.drafters import asked_drafters
 from trainer.commands.findings import PRINTED, account, write_findings
-from trainer.commands.options import VerifyOptions
+from trainer.commands.proof_options import VerifyOptions
 from trainer.commands.served import check_endpoint, connect
 from trainer.commands.target import read_target
 from trainer.quickstart import resolve

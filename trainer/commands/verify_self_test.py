@@ -22,7 +22,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_tokenizer
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.findings import account, write_findings
-from trainer.commands.options import VerifyOptions
+from trainer.commands.proof_options import VerifyOptions
 from trainer.commands.target import read_target
 from trainer.commands.verify import effort_of
 from trainer.quickstart import resolve
