@@ -239,6 +239,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     whole = read_prompts(options.prompts, tokenizer, max(options.batch), options.prompt_field)
     prompts = [prompt[-options.prompt_tokens :] for prompt in whole]
     drafters = drafters_for(draft, heads)
+    if unknown := [method for method in options.methods or () if method not in drafters]:
+        parser.error(f"no method is called {unknown[0]!r}: choose of {', '.join(drafters)}")
     if options.methods:
         drafters = {method: drafters[method] for method in options.methods}
     splits = splits_of(target, drafters, [draft] if draft else [], prompts, options, now)

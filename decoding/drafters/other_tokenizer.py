@@ -101,8 +101,8 @@ class OtherTokenizerSession:
     def propose(self, request: DraftRequest) -> Proposal:
         depth = min(request.max_depth, request.max_nodes - 1, self._drafter.num_draft_tokens)
         own = self._own_tokens(request.tokens)
-        room = len(own) if self._draft.max_text is None else self._draft.max_text - len(own)
-        if depth < 1 or not own or room < self._drafter.num_draft_tokens:
+        longest, limit = len(own) + self._drafter.num_draft_tokens, self._draft.max_text
+        if depth < 1 or not own or (limit is not None and longest > limit):
             return Proposal.root_only(request.tokens[-1], self._target.device)
         written = self._continue(own)
         drafted = self._translate(request.tokens, own, written)[:depth]

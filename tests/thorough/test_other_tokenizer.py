@@ -89,6 +89,13 @@ def test_letters_are_drafted_from_pairs() -> None:
     assert propose(session, [*text, 7, 8], nodes=1) == []
 
 
+def test_a_draft_without_a_limit_drafts_behind_a_short_text_too() -> None:
+    draft = alphabet_model(DOUBLE)
+    draft.max_text = None  # as of one with a window
+    session = opened(OtherTokenizerDrafter(draft, tokenizer(DOUBLE), tokenizer(SINGLE), 5), alphabet_model(SINGLE))
+    assert "".join(SINGLE[token] for token in propose(session, [0])) == "bcdef"
+
+
 def test_pairs_are_drafted_from_letters_and_the_last_may_be_half_a_pair() -> None:
     drafter = OtherTokenizerDrafter(alphabet_model(SINGLE), tokenizer(SINGLE), tokenizer(DOUBLE), 5)
     session = opened(drafter, alphabet_model(DOUBLE))
