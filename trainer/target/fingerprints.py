@@ -25,14 +25,14 @@ def kept_fingerprint(name: str | Path, trust_remote_code: bool = False) -> str:
     A file is known by its inode, its size and the times of its last changes, that of its inode (ctime) included, which
     no program sets. Adapters are read each time: their base model lies elsewhere. ValueError as there.
     """
-    folder = local_folder(name).resolve()
+    folder = local_folder(name)
     files = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
     newest = max((max(state.st_mtime, state.st_ctime) for _, state in files), default=0.0)
     small = sum(state.st_size for _, state in files) < _SMALL
     if small or (folder / "adapter_config.json").is_file() or time.time() - newest < _SETTLED:
-        return stored_fingerprint(name, trust_remote_code)
+        return stored_fingerprint(folder, trust_remote_code)
     states = [(file, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for file, s in files]
-    decides = [str(folder), trust_remote_code, states, transformers.__version__, _digest_of_code()]
+    decides = [str(folder.resolve()), trust_remote_code, states, transformers.__version__, _digest_of_code()]
     kept = cache_root() / "fingerprints" / digest_of(decides)[:32]
     try:
         found = kept.read_text()
@@ -40,7 +40,7 @@ def kept_fingerprint(name: str | Path, trust_remote_code: bool = False) -> str:
         found = ""
     if re.fullmatch("[0-9a-f]{16}", found):
         return found
-    found = stored_fingerprint(name, trust_remote_code)
+    found = stored_fingerprint(folder, trust_remote_code)
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_text(kept, found)
