@@ -270,6 +270,23 @@ def test_a_step_of_a_batch_waits_for_the_device_once_and_for_drawn_trees_twice(n
         assert transfers.count == wanted
 
 
+@pytest.mark.parametrize(
+    ("rule", "roots", "chains", "walks"),
+    [("sampled-verify", 40, 0, 0), ("sampled-verify", 40, 15, 0), ("sampled-verify", 3, 16, 19), ("block", 0, 40, 0)],
+)
+def test_on_the_cpu_sixteen_drafts_walk_at_once_and_all_else_is_decided_row_by_row(
+    rule: str, roots: int, chains: int, walks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    of_rows = ROW_RULES[RULES[rule].decide]
+    monkeypatch.setitem(ROW_RULES, RULES[rule].decide, lambda rows: seen.append(len(rows)) or of_rows(rows))
+    chain = Proposal(TokenTree.chain([0, 1]), ProposalKind.DETERMINISTIC)
+    proposals = [*[Proposal.root_only(0)] * roots, *[chain] * chains]
+    sources = [source_of(0, row) for row in range(len(proposals))]
+    decide(proposals, torch.zeros(len(proposals), 2, VOCAB), SAMPLING, RULES[rule], None, sources)
+    assert sum(seen) == walks
+
+
 def test_a_chain_deeper_than_pythons_stack_is_planned() -> None:
     assert traversal_rows._tested(TreeShape.chain(3000)) == list(range(3000, 0, -1))
     assert traversal_rows._tested(TreeShape((-1, 0, 0, 1, 1, 2))) == [3, 4, 1, 5, 2]

@@ -40,8 +40,8 @@ ROW_RULES: dict[Decide, RowRule] = {
 """The rule for many rows of each readable rule that has one; rows of other rules are decided one by one."""
 
 
-_WALKERS = 8
-"""Least number of rows that walk down their trees at once on the CPU."""
+_WALKERS = 16
+"""Least number of rows with drafted tokens that walk down their trees at once on the CPU."""
 
 
 def decide(
@@ -71,7 +71,8 @@ def decide(
     groups: list[tuple[Rows, Tensor]] = []
     one_by_one: list[tuple[int, Rule]] = []
     for group_rule, numbers in _groups(proposals, rule):
-        if group_rule.decide not in ROW_RULES or not _pays(group_rule, logits, len(proposals)):
+        drafted = sum(len(proposals[number].tree) > 1 for number in numbers)
+        if group_rule.decide not in ROW_RULES or not _pays(group_rule, logits, drafted):
             one_by_one += [(number, group_rule) for number in numbers]
             continue
         rows = Rows([proposals[n] for n in numbers], [sources[n] for n in numbers], target, numbers)
@@ -83,14 +84,14 @@ def decide(
     return [verdicts[number] for number in range(len(proposals))]
 
 
-def _pays(rule: Rule, logits: Float[Tensor, "rows nodes vocab"], rows: int) -> bool:
-    """Return True where deciding all rows at once is faster than one by one.
+def _pays(rule: Rule, logits: Float[Tensor, "rows nodes vocab"], drafted: int) -> bool:
+    """Return True where deciding all rows at once is faster than one by one; ``drafted`` of them are no roots alone.
 
     On the CPU nothing waits: a row alone stays in the cache and stops where its decision falls, so that only a walk,
     which stops as well, gains from company. MPS has no float64.
     """
     if logits.is_cpu:
-        return rule.decide is sampled_verify and rows >= _WALKERS
+        return rule.decide is sampled_verify and drafted >= _WALKERS
     return not logits.is_mps
 
 
