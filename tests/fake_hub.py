@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any, NamedTuple
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote
 
 import pytest
 import yaml
@@ -81,7 +81,7 @@ def _refusal(status: int, code: str, message: str) -> Answer:
 
 
 def _is_large(name: str) -> bool:
-    return name.endswith((".safetensors", ".gguf"))
+    return name.endswith((".safetensors", ".gguf", ".parquet"))
 
 
 def _git_oid(content: bytes) -> str:
@@ -148,6 +148,9 @@ class FakeHub:
         if path.startswith("/api/models/"):
             owner, name, *rest = path.removeprefix("/api/models/").split("/", 3)
             return self.of_repository(request, f"{owner}/{name}", *rest)
+        if path.startswith("/api/datasets/"):
+            owner, name, *rest = path.removeprefix("/api/datasets/").split("/", 3)
+            return self.of_repository(request, f"datasets/{owner}/{name}", *rest)
         if ".git/info/lfs/objects/batch" in path:
             return self.batch(request)
         if "/resolve/" in path:
@@ -173,17 +176,44 @@ class FakeHub:
             exists = rest in found.refs
             found.refs.setdefault(rest, found.refs.get("main", ""))
             return Answer(409 if exists else 200, {})
+        if word == "auth-check":
+            return self.gate(request, repo_id) if found.gated else Answer(200, {})
+        if word in ("tree", "paths-info"):
+            return self.listed(request, found, word, rest)
         if (name := found.resolved(rest)) is None and (word, rest) != ("revision", "main"):
             return _refusal(404, "RevisionNotFound", f"Invalid rev id: {rest}")
         if word == "revision":
             listed = [{"rfilename": path} for path in found.files(rest)]
             private = found.visibility == "private"
+            repo_id = repo_id.removeprefix("datasets/")
             return Answer(200, {"id": repo_id, "sha": name, "private": private, "tags": [], "siblings": listed})
-        if word == "tree":
-            return Answer(200, [self.described(path, content) for path, content in found.files(rest).items()])
         if word == "preupload":
             return self.preupload(request, found.files(rest))
         return self.commit(request, repo_id, found, rest)
+
+    def listed(self, request: Request, found: Repository, word: str, rest: str) -> Answer:
+        """List a revision's files: those under a folder, or those whose paths are asked for."""
+        commit, under = next(iter(self.split(found, f"{rest}/")), (None, ""))
+        if commit is None:
+            return _refusal(404, "RevisionNotFound", f"Invalid rev id: {rest}")
+        files = found.commits[commit]
+        folders = {str(folder) for path in files for folder in PurePosixPath(path).parents} - {"."}
+        if word == "paths-info":
+            wanted = parse_qs(request.body.decode())["paths"]
+        else:
+            deep = "recursive=true" in request.path.lower()
+            wanted = [
+                path for path in sorted({*files, *folders}) if f"{path}/".startswith(under) and path != under[:-1]
+            ]
+            wanted = [path for path in wanted if deep or "/" not in path.removeprefix(under)]
+            if under and not wanted:
+                return _refusal(404, "EntryNotFound", f"{under} does not exist")
+        told = [
+            self.described(path, files[path]) if path in files else {"type": "directory", "path": path, "oid": commit}
+            for path in wanted
+            if path in files or path in folders
+        ]
+        return Answer(200, told)
 
     def readable(self, request: Request, repo_id: str) -> Repository | Answer:
         if request.token not in (None, TOKEN):
@@ -204,7 +234,7 @@ class FakeHub:
         if isinstance(found, Answer):
             return found
         if found.gated:
-            return _refusal(403 if request.token else 401, "GatedRepo", f"Access to model {repo_id} is restricted")
+            return self.gate(request, repo_id)
         commit, path = next((each for each in self.split(found, rest)), (None, ""))
         if commit is None:
             return _refusal(404, "RevisionNotFound", "Invalid rev id")
@@ -218,6 +248,10 @@ class FakeHub:
         elsewhere = self.address.replace("127.0.0.1", "localhost")
         linked = {"X-Linked-ETag": f'"{oid}"', "X-Linked-Size": str(len(content)), "X-Repo-Commit": commit}
         return Answer(302, b"", {"Location": f"{elsewhere}/cdn/{oid}", **linked})
+
+    @staticmethod
+    def gate(request: Request, repo_id: str) -> Answer:
+        return _refusal(403 if request.token else 401, "GatedRepo", f"Access to {repo_id} is restricted")
 
     @staticmethod
     def split(found: Repository, rest: str) -> Iterator[tuple[str, str]]:
@@ -307,13 +341,14 @@ def _sha256(content: bytes) -> str:
 
 
 def ranged(request: Request, content: bytes, headers: dict[str, str]) -> Answer:
-    """Answer with the content, or with its end if the request asks for ``bytes=FIRST-``."""
+    """Answer with the content, or with the part of it that the request asks for by ``bytes=FIRST-[LAST]``."""
     asked = {name.lower(): value for name, value in request.headers.items()}.get("range")
     if asked is None:
         return Answer(200, content, headers)
-    first = int(asked.removeprefix("bytes=").partition("-")[0])
-    told = {"Content-Range": f"bytes {first}-{len(content) - 1}/{len(content)}"}
-    return Answer(206, content[first:], {**headers, **told})
+    first, _, last = asked.removeprefix("bytes=").partition("-")
+    part = content[int(first) : int(last) + 1 if last else None]
+    told = {"Content-Range": f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}"}
+    return Answer(206, part, {**headers, **told})
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -26,7 +26,7 @@ def reference_examples(
     """Return the examples and the first of each row; bad rows are left out."""
     examples: list[Plain] = []
     firsts: list[Plain] = []
-    for _, encoded in encoded_rows(open_source(path, section.split), section, tokenizer):
+    for _, encoded in encoded_rows(open_source(path, section), section, tokenizer):
         if isinstance(encoded, ValueError):
             continue
         kept = []

@@ -304,9 +304,9 @@ def test_a_template_file_replaces_the_tokenizers_and_is_part_of_the_digest(tmp_p
 def test_the_split_of_a_hub_data_set_is_the_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def opened(name: str, split: str) -> RowSource:
-        asked.append((name, split))
-        return open_source(write_rows(tmp_path / "rows.jsonl", ["a b c d e f g h"]), split)
+    def opened(name: str, section: DataSection) -> RowSource:
+        asked.append((name, section.split))
+        return open_source(write_rows(tmp_path / "rows.jsonl", ["a b c d e f g h"]), section)
 
     monkeypatch.setattr("trainer.data.dataset.open_source", opened)
     dataset = load_dataset("ORG/NAME", section(split="validation"), tiny_tokenizer())

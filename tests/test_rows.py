@@ -13,9 +13,15 @@ from trainer.data.conversations import transcript_of
 from trainer.data.rows import Row, open_source
 from trainer.recipe.common import DataSection
 
+SECTION = DataSection(train="t", heldout="h")
+
+
+def of_split(split: str) -> DataSection:
+    return SECTION.model_copy(update={"split": split})
+
 
 def fields_of(name: Path | str, split: str = "train") -> list[dict[str, Any]]:
-    return [row.fields() for row in open_source(str(name), split).read()]
+    return [row.fields() for row in open_source(str(name), of_split(split)).read()]
 
 
 @pytest.fixture
@@ -36,7 +42,7 @@ def write_parquet(datasets: Any, path: Path, rows: list[dict[str, Any]]) -> Path
 def test_a_jsonl_file_gives_its_lines_with_their_numbers_blank_ones_counted(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "a"}\n\n"b"\n')
-    rows = list(open_source(str(path), "train").read())
+    rows = list(open_source(str(path), SECTION).read())
     assert [row.where for row in rows] == [f"{path}, line 1", f"{path}, line 3"]
     assert [row.fields() for row in rows] == [{"text": "a"}, {"text": "b"}]
 
@@ -72,7 +78,7 @@ def test_a_line_that_is_no_row_is_found_when_its_fields_are_asked_for(
 ) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\n" * 6 + line + b'\n{"text": "a"}\n')
-    row, good = open_source(str(path), "train").read()
+    row, good = open_source(str(path), SECTION).read()
     with pytest.raises(ValueError, match=f"^{path}, line 7: {message}"):
         row.fields()
     assert good.fields() == {"text": "a"}
@@ -86,7 +92,7 @@ def test_an_escaped_character_beyond_the_basic_plane_is_whole(tmp_path: Path) ->
 def test_a_parquet_file_gives_its_rows_without_the_columns_left_empty(datasets: Any, tmp_path: Path) -> None:
     rows = [{"prompt": "a", "answer": "b", "text": None}, {"prompt": None, "answer": None, "text": "c"}]
     path = write_parquet(datasets, tmp_path / "rows.parquet", rows)
-    read = list(open_source(str(path), "train").read())
+    read = list(open_source(str(path), SECTION).read())
     assert [row.where for row in read] == [f"{path}, row 1", f"{path}, row 2"]
     assert [row.fields() for row in read] == [{"prompt": "a", "answer": "b"}, {"text": "c"}]
 
@@ -120,16 +126,16 @@ def test_a_folder_is_its_jsonl_and_parquet_files_in_the_order_of_their_names(dat
 
 def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"folder .* holds no data: put \.jsonl or \.parquet files into it"):
-        open_source(str(tmp_path), "train")
+        open_source(str(tmp_path), SECTION)
 
 
 def test_a_files_digest_is_its_sha256_and_a_folders_is_of_names_and_contents(tmp_path: Path) -> None:
     path = Path(write_rows(tmp_path / "a.jsonl", ["x"]))
-    assert open_source(str(path), "train").sha256 == hashlib.sha256(b'"x"\n').hexdigest()
-    seen = {open_source(str(tmp_path), "train").sha256}
-    seen.add(open_source(str(path.rename(tmp_path / "b.jsonl").parent), "train").sha256)
+    assert open_source(str(path), SECTION).sha256 == hashlib.sha256(b'"x"\n').hexdigest()
+    seen = {open_source(str(tmp_path), SECTION).sha256}
+    seen.add(open_source(str(path.rename(tmp_path / "b.jsonl").parent), SECTION).sha256)
     write_rows(tmp_path / "b.jsonl", ["y"])
-    seen.add(open_source(str(tmp_path), "train").sha256)
+    seen.add(open_source(str(tmp_path), SECTION).sha256)
     assert len(seen) == 3
 
 
@@ -143,10 +149,13 @@ def test_a_hub_data_set_is_read_by_its_id_configuration_and_split(
         return datasets.Dataset.from_list([{"question": "a", "answer": "b"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    (row,) = open_source("openai/gsm8k:main", "test").read()
+    (row,) = open_source("openai/gsm8k:main", of_split("test")).read()
     assert row == Row("openai/gsm8k:main, row 1", {"question": "a", "answer": "b"})
-    open_source("ORG/NAME", "train")
-    assert asked == [(("openai/gsm8k", "main"), {"split": "test"}), (("ORG/NAME", None), {"split": "train"})]
+    open_source("ORG/NAME@refs/pr/1:small", SECTION)
+    assert asked == [
+        (("openai/gsm8k", "main"), {"split": "test", "revision": None}),
+        (("ORG/NAME", "small"), {"split": "train", "revision": "refs/pr/1"}),
+    ]
 
 
 def test_a_hub_data_sets_digest_is_of_its_name_its_split_and_its_fingerprint(
@@ -155,10 +164,10 @@ def test_a_hub_data_sets_digest_is_of_its_name_its_split_and_its_fingerprint(
     contents = datasets.Dataset.from_list([{"text": "a"}])
     others = datasets.Dataset.from_list([{"text": "b"}])
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **options: contents)
-    digests = [open_source(*which).sha256 for which in (("O/A", "train"), ("O/A", "train"), ("O/B", "train"))]
-    digests.append(open_source("O/A", "test").sha256)
+    digests = [open_source(name, SECTION).sha256 for name in ("O/A", "O/A", "O/B")]
+    digests.append(open_source("O/A", of_split("test")).sha256)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **options: others)
-    digests.append(open_source("O/A", "train").sha256)
+    digests.append(open_source("O/A", SECTION).sha256)
     assert digests[0] == digests[1] and len(set(digests)) == 4
 
 
@@ -171,7 +180,7 @@ def test_what_the_hub_cannot_give_is_one_sentence(datasets: Any, monkeypatch: py
         ValueError,
         match=r"no file or folder ORG/NAME, and split 'dev' .* cannot be read: Dataset 'ORG/NAME' doesn't exist$",
     ):
-        open_source("ORG/NAME", "dev")
+        open_source("ORG/NAME", of_split("dev"))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +191,7 @@ def test_what_can_be_neither_file_nor_hub_id_is_not_looked_for_on_the_hub(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=f"there is no data file {name}: give a .jsonl or .parquet file, a folder"):
-        open_source(name, "train")
+        open_source(name, SECTION)
 
 
 def conversation(fields: dict[str, Any], format: str, where: str) -> list[Any]:

@@ -139,7 +139,7 @@ def test_a_cached_file_is_found_again_only_for_what_gives_the_same_sequences(tmp
     template.write_text(CHAT_TEMPLATE)
 
     def of(tokenizer: Any = None, **changes: Any) -> str:
-        return fingerprint(open_source(str(path), "train"), section(**changes), tokenizer or tiny_tokenizer())
+        return fingerprint(open_source(str(path), section()), section(**changes), tokenizer or tiny_tokenizer())
 
     base = of()
     assert base == of(packing=True, num_proc=4, license="mit", split="other"), "none of them decides a sequence"
@@ -167,8 +167,8 @@ def test_a_cached_file_is_found_again_only_for_what_gives_the_same_sequences(tmp
 
 def test_every_field_of_a_data_section_either_names_the_cached_file_or_changes_no_sequence() -> None:
     changes_none = {"train", "heldout", "split", "heldout_split", "packing", "num_proc", "source", "license"}
-    of_a_file = {"chat_template"}
-    assert {*token_cache._DECIDES} | changes_none | of_a_file == {*DataSection.model_fields}, (
+    of_a_file, of_the_source = {"chat_template"}, {"streaming", "shuffle_buffer"}
+    assert {*token_cache._DECIDES} | changes_none | of_a_file | of_the_source == {*DataSection.model_fields}, (
         "a new field: which is it?"
     )
 

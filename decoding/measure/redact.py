@@ -52,6 +52,11 @@ def is_hub_id(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
+def hub_repository(name: str) -> str:
+    """Return ORG/NAME of a data set's name on the Hub, ORG/NAME[@REVISION][:CONFIG]."""
+    return re.split("[@:]", name, maxsplit=1)[0]
+
+
 def basename(path: str) -> str:
     """Return the last part of a POSIX or Windows path."""
     return re.split(r"[/\\]", path.rstrip("/\\"))[-1]

@@ -160,7 +160,7 @@ def _snapshot(named: HubName, patterns: Sequence[str], ignored: Sequence[str] = 
             local_files_only=_only_cached.get(),
         )
     except (HTTPError, OSError, HFValidationError, LocalEntryNotFoundError) as error:
-        problem = _explained(error, named)
+        problem = explained(error, named, f"{without_login(constants.ENDPOINT)}/{named.repo_id}")
     else:
         _commits[place] = Path(folder).name
         return Path(folder)
@@ -171,13 +171,13 @@ def _snapshot(named: HubName, patterns: Sequence[str], ignored: Sequence[str] = 
     )
 
 
-def _explained(error: Exception, named: HubName) -> str:
-    """Say in one sentence why nothing was fetched, and what helps."""
+def explained(error: Exception, named: HubName, page: str) -> str:
+    """Say in one sentence why nothing was fetched of a repository with this ``page``, and what helps."""
     repo_id, address = named.repo_id, without_login(constants.ENDPOINT)
     if isinstance(error, HFValidationError):
         return "it is no hub id: give ORG/NAME or ORG/NAME@REVISION"
     if isinstance(error, GatedRepoError):
-        return f"it is gated: accept its terms at {address}/{repo_id}, then {LOG_IN}"
+        return f"it is gated: accept its terms at {page}, then {LOG_IN}"
     if isinstance(error, RepositoryNotFoundError):
         return f"{address} shows no {repo_id}: check the name; if it is private, {LOG_IN}"
     if isinstance(error, RevisionNotFoundError):

@@ -35,6 +35,8 @@ _FIELDS = (
     "chat_template",
     "max_length",
     "max_rows",
+    "streaming",
+    "shuffle_buffer",
     "packing",
     "bad_rows",
 )
@@ -54,7 +56,7 @@ def run_inspect(options: InspectOptions, console: Console | None = None) -> Data
     colour = console.is_terminal and not console.no_color
     shown = ("green", "green") if colour else f"between {_BEGIN} and {_END}"
     say(console, Text.assemble(f"{task.path}: the trained tokens are {'in ' if colour else ''}", shown))
-    source = open_source(task.path, task.section.split)
+    source = open_source(task.path, task.section)
     for row, encoded in islice(encoded_rows(source, task.section, task.tokenizer), options.rows):
         _print_row(console, task, row, encoded, colour)
     dataset = load_dataset(task.path, task.section, task.tokenizer)
@@ -94,6 +96,8 @@ def _section(base: DataSection, options: InspectOptions) -> DataSection:
         return DataSection.model_validate({**base.model_dump(), **given})
     except ValidationError as error:
         first = error.errors()[0]
+        if not first["loc"]:  # of two fields together
+            raise ValueError(first["msg"].removeprefix("Value error, ")) from None
         option = str(first["loc"][0]).replace("_", "-")
         raise ValueError(f"--{option} is {first['input']!r}: {first['msg'].lower()}") from None
 

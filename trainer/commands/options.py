@@ -252,6 +252,10 @@ class InspectOptions:
     chat_template: Annotated[str | None, Option(help="Jinja file that replaces the tokenizer's chat template.")] = None
     max_length: Annotated[int | None, Option(min=8, help="Longest sequence, in tokens.")] = None
     max_rows: Annotated[int | None, Option(min=1, help="Number of rows to read; all if not given.")] = None
+    streaming: Annotated[bool | None, Option(help="Read a data set on the hub without a copy of its files.")] = None
+    shuffle_buffer: Annotated[int | None, Option(min=1, help="Rows of a streamed set to draw the next one from.")] = (
+        None
+    )
     packing: Annotated[bool | None, Option(help="Put several short examples into one sequence.")] = None
     bad_rows: Annotated[str | None, Option(help="stop at a row that cannot be used, or skip it.")] = None
     trust_remote_code: Annotated[bool, Option(help="Run code that comes with a hub tokenizer.")] = False

@@ -67,7 +67,7 @@ def load_dataset(path: str, section: DataSection, tokenizer: PreTrainedTokenizer
 
     ValueError for a source without a trained token, and for a bad row unless the section skips these.
     """
-    source = open_source(path, section.split)
+    source = open_source(path, section)
     sequences, account = load_sequences(source, section, tokenizer)
     for error in account.named:
         _LOGGER.warning("skipped: %s", error)

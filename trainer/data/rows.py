@@ -2,7 +2,6 @@
 
 import glob
 import hashlib
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,10 @@ from typing import Any, NamedTuple
 
 from decoding.jsonl import parse_row, read_lines
 from decoding.model.loading import first_line
+from trainer.data.hub_sets import HubSet, Stream, datasets_library, hub_set
 from trainer.files.folders import sha256_of
+from trainer.recipe.common import DataSection
 
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+)?")
 _SUFFIXES = (".jsonl", ".parquet")
 
 
@@ -38,9 +38,10 @@ class RowSource:
     name: str
     files: tuple[Path, ...]
     hub: Any
-    """A ``datasets.Dataset`` in place of files."""
+    """A ``datasets.Dataset``, or a `Stream`, in place of files."""
     sha256: str
-    """Digest of the file; of a folder's names and digests; of a hub data set's name, split and fingerprint."""
+    """Digest of the file; of a folder's names and digests; of a hub data set's name, split and fingerprint; of a
+    stream's name, split, commit and order."""
 
     @property
     def num_bytes(self) -> int | None:
@@ -58,11 +59,11 @@ class RowSource:
                 yield from _jsonl_rows(file)
 
 
-def open_source(name: str, split: str) -> RowSource:
-    """Open a file, a folder's files in the order of their names, or a ``split`` of a data set on the hub.
+def open_source(name: str, section: DataSection) -> RowSource:
+    """Open a file, a folder's files in the order of their names, or the section's split of a data set on the hub.
 
-    A hub data set is named ORG/NAME, or ORG/NAME:CONFIG where it has several configurations. ValueError for a source
-    that is not there or cannot be read.
+    A hub data set is named ORG/NAME[@REVISION][:CONFIG]. If it is streamed, only its commit is asked for here, and rows
+    are fetched as they are read. ValueError for a source that is not there or cannot be read.
     """
     path = Path(name)
     if path.is_dir():
@@ -73,30 +74,23 @@ def open_source(name: str, split: str) -> RowSource:
         return RowSource(name, files, None, hashlib.sha256(digests.encode()).hexdigest())
     if path.is_file():
         return RowSource(name, (path,), None, sha256_of(path))
-    if not _HUB_ID.fullmatch(name) or name.endswith((*_SUFFIXES, ".json")):
+    hub = None if name.endswith((*_SUFFIXES, ".json")) else hub_set(name)
+    if hub is None:
         raise ValueError(
             f"there is no data file {name}: give a .jsonl or .parquet file, a folder of them, or ORG/NAME on the hub"
         )
-    hub = _hub_data_set(name, split)
-    digest = hashlib.sha256(f"{name}\n{split}\n{hub._fingerprint}".encode()).hexdigest()
-    return RowSource(name, (), hub, digest)
+    if section.streaming:
+        stream = Stream.of(hub, section)
+        return RowSource(stream.name, (), stream, stream.sha256)
+    rows = _hub_data_set(name, hub, section.split)
+    digest = hashlib.sha256(f"{name}\n{section.split}\n{rows._fingerprint}".encode()).hexdigest()
+    return RowSource(name, (), rows, digest)
 
 
-def _datasets(name: str) -> Any:
+def _hub_data_set(name: str, hub: HubSet, split: str) -> Any:
+    datasets = datasets_library(name)
     try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(
-            f"reading {name} needs the datasets library: pip install headstart[data], or give a .jsonl file"
-        ) from error
-    return datasets
-
-
-def _hub_data_set(name: str, split: str) -> Any:
-    datasets = _datasets(name)
-    repository, _, config = name.partition(":")
-    try:
-        return datasets.load_dataset(repository, config or None, split=split)
+        return datasets.load_dataset(hub.repository, hub.config, split=split, revision=hub.revision)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
             f"there is no file or folder {name}, and split {split!r} of a hub data set of that name cannot be read: "
@@ -116,7 +110,7 @@ def _jsonl_rows(file: Path) -> Iterator[Row]:
 
 def _parquet_rows(file: Path) -> Iterator[Row]:
     """Stream the file, so that no second copy of it is written anywhere."""
-    datasets = _datasets(str(file))
+    datasets = datasets_library(str(file))
     try:
         rows = datasets.load_dataset("parquet", data_files=glob.escape(str(file)), split="train", streaming=True)
         yield from _numbered(str(file), rows)

@@ -100,7 +100,10 @@ def _digest_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 @cache
 def _digest_of_code() -> str:
     """Return a digest of the code that makes sequences of rows, so that no change of it is forgotten here."""
-    names = [("trainer.data", name) for name in ("rows", "conversations", "chat", "encoding", "sequences", "batch")]
+    names = [
+        ("trainer.data", name)
+        for name in ("rows", "hub_sets", "conversations", "chat", "encoding", "sequences", "batch")
+    ]
     names += [("trainer.data", "token_cache"), *(("decoding", name) for name in ("fields", "jsonl", "prompts"))]
     return digest_of([resources.files(package).joinpath(f"{name}.py").read_text() for package, name in names])
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from decoding.drafters.registry import parse_drafter
 from decoding.measure.planning.plan_file import read_plan
-from decoding.measure.redact import basename, is_hub_id, published_name, without_local_paths
+from decoding.measure.redact import basename, hub_repository, is_hub_id, published_name, without_local_paths
 from decoding.model.fingerprint import stored_fingerprint
 from trainer.export.artefact import PLAN_NAME, PROVENANCE_NAME, REPORT_NAME
 from trainer.export.measured import read_report
@@ -41,9 +41,7 @@ def published_provenance(stored: dict[str, Any]) -> dict[str, Any]:
     target = dict(stored["target"])
     if (name := target.get("name")) is not None and not is_hub_id(str(name)):
         target["name"] = basename(str(name))
-    data = {
-        name if is_hub_id(name.partition(":")[0]) else basename(name): held for name, held in stored["data"].items()
-    }
+    data = {name if is_hub_id(hub_repository(name)) else basename(name): held for name, held in stored["data"].items()}
     published: dict[str, Any] = without_local_paths({**stored, "target": target, "data": data})
     return published
 

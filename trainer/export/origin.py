@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from decoding.measure.markdown import one_line
-from decoding.measure.redact import basename, is_hub_id, without_local_paths
+from decoding.measure.redact import basename, hub_repository, is_hub_id, without_local_paths
 from decoding.model.header import read_object
 from trainer import quickstart
 from trainer.export.artefact import PROVENANCE_NAME
@@ -126,7 +126,7 @@ def _data(name: str, about: dict[str, Any]) -> Data:
     source = about.get("source")
     hub_id = source if isinstance(source, str) and is_hub_id(source) else None
     return Data(
-        name=_text(name if hub_id is not None and name.partition(":")[0] == hub_id else basename(name)),
+        name=_text(name if hub_id is not None and hub_repository(name) == hub_id else basename(name)),
         sha256=_text(about.get("sha256")),
         rows=_count(about.get("rows")),
         source=_text(source),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from decoding.measure.machine import commit, hardware, versions
+from decoding.measure.redact import hub_repository
 from decoding.model.hub import hub_name, revisions
 from trainer.data.dataset import Dataset
 from trainer.quickstart import resolve
@@ -50,9 +51,9 @@ def provenance(
 def _about(dataset: Dataset, section: DataSection) -> dict[str, Any]:
     """Describe a data set: its digest and rows, and the source and licence that are known, else null.
 
-    A data set of the hub is its own source, by its id without the configuration.
+    A data set of the hub is its own source, by its id without revision and configuration.
     """
-    hub_id = None if Path(dataset.path).exists() else dataset.path.partition(":")[0]
+    hub_id = None if Path(dataset.path).exists() else hub_repository(dataset.path)
     return {
         "sha256": dataset.sha256,
         "rows": dataset.account.num_rows,
