@@ -24,6 +24,7 @@ from decoding.rules.sampling import (
     HistoryRows,
     SamplingConfig,
     adjusted_logits,
+    best_tokens,
     probabilities,
 )
 
@@ -371,3 +372,12 @@ def test_only_the_best_tokens_of_a_large_vocabulary_are_sorted(monkeypatch: pyte
     assert max(widths) == 20000, "a distribution so flat has a nucleus of nearly all"
     assert abs(int((both[1] > 0).sum()) - 18000) <= 2
     assert torch.equal(both[0], probabilities(logits[:1], SamplingConfig(1.0, top_p=0.9))[0]), "and its own row alone"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_best_of_tied_tokens_is_the_one_with_the_lowest_id_however_wide_the_vocabulary(dtype: torch.dtype) -> None:
+    for vocab in (3, 17, 4096):
+        logits = torch.randint(4, (40, vocab), generator=torch.Generator().manual_seed(vocab)).to(dtype)
+        lowest = [row.index(max(row)) for row in logits.tolist()]
+        assert best_tokens(logits).tolist() == best_tokens(logits.T.contiguous().T).tolist() == lowest
+        assert probabilities(logits, SamplingConfig()).argmax(-1).tolist() == lowest
