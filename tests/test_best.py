@@ -233,7 +233,10 @@ def test_the_heads_of_the_best_step_are_finished_with_a_tree_of_their_own(
     assert all(torch.equal(tensor, best[f"heads.{name}"]) for name, tensor in heads.items())
     assert not all(torch.equal(tensor, last[f"heads.{name}"]) for name, tensor in heads.items())
     assert provenance["steps"] == 4 and provenance["tokens"] > 0
-    assert "final, the weights of step 4, which were the best" in said and "step 4, held out, T=0.7" in said
+    assert (
+        "final, the weights of step 4, which were the best" in said
+        and ": the best weights, of step 4, held out, T=0.7" in said
+    )
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert (lines[-1]["step"], lines[-1]["heldout/step"], lines[-1]["heldout/tokens_per_pass"]) == (10, 4, 3.5)
 

@@ -82,10 +82,17 @@ def test_a_row_is_set_aside_only_if_every_endpoint_refuses_it(tmp_path: Path) ->
 
     with serve(refusing("longer", "longest")) as small, serve(refusing("longest")) as large:
         prompts = ("short", "longer", "longest")
-        regenerate(options(tmp_path, "", prompts, endpoint=together(small, large), concurrency=1))
+        said = Console(file=io.StringIO(), record=True, width=300)
+        run_regenerate(options(tmp_path, "", prompts, endpoint=together(small, large), concurrency=1), said)
     assert answers(tmp_path) == ["to short", "to longer"]
     (row,) = set_aside(tmp_path)
     assert row["row"] == 3 and "prompt too long" in row["reason"] and asked(small, large)["longest"] == 2
+    for server in (small, large):
+        words = [last_words(request) for request in server.requests]
+        refused = sum(word in ("longer", "longest") if server is small else word == "longest" for word in words)
+        assert f"{host_of(server)}: {len(words) - refused} requests answered, {refused} refused (HTTP 400: " in (
+            said.export_text(clear=False)
+        ), "a refusal is no answer"
 
 
 def test_a_row_that_one_refuses_does_not_wait_for_ever_for_one_that_is_gone(tmp_path: Path) -> None:

@@ -391,9 +391,11 @@ def test_features_made_with_something_else_are_refused_by_its_name(
     tiny_llama: CausalLM, stored: Stored, what: str
 ) -> None:
     other = replace(stored.identity, **{what: 5 if what in ("hidden_size", "vocab_size", "top_k") else "float64"})
-    with pytest.raises(ValueError, match=rf"features made with another {what}: give features.folder another folder"):
+    was, now = getattr(stored.identity, what), getattr(other, what)
+    difference = f"other {what}" if what in ("target", "tokenizer", "data") else f"{what} {was} and not {now}"
+    with pytest.raises(ValueError, match=rf"features made with {difference}: give features.folder another folder"):
         FeatureStore.open(stored.folder, other)
-    with pytest.raises(ValueError, match=f"features made with another {what}"):
+    with pytest.raises(ValueError, match=f"features made with {difference}"):
         write_store(FeatureWriter(tiny_llama, other), EXAMPLES, stored.folder, SHARD_TOKENS)
 
 
@@ -505,6 +507,9 @@ def test_features_of_other_data_are_refused_before_anything_is_said_of_them(
     said = io.StringIO()
     backwards = EXAMPLES[::-1]
     writer = FeatureWriter(tiny_llama, identity_of(tiny_llama, backwards))
-    with pytest.raises(ValueError, match="holds features made with another data"):
+    with pytest.raises(ValueError, match="holds features made with other data: "):
         stores.ensure_store(writer, backwards, stored.folder, SHARD_TOKENS, Place(console=Console(file=said)))
+    rounded = FeatureWriter(tiny_llama, replace(stored.identity, dtype="float16"))
+    with pytest.raises(ValueError, match="made with dtype float32 and not float16: "):
+        stores.ensure_store(rounded, EXAMPLES, stored.folder, SHARD_TOKENS, Place(console=Console(file=said)))
     assert said.getvalue() == ""

@@ -271,7 +271,9 @@ def test_a_cache_made_with_something_else_is_refused_by_its_name(
     write(tiny_llama, tmp_path)
     number = what in ("vocab_size", "top_k", "tail", "temperature")
     other = replace(identity_of(tiny_llama), **{what: 5 if number else "float64"})
-    expected = rf"holds a teacher cache made with another {what}: give draft\.teacher\.folder another folder"
+    was, now = getattr(identity_of(tiny_llama), what), getattr(other, what)
+    difference = f"other {what}" if what in ("target", "tokenizer", "data") else f"{what} {was} and not {now}"
+    expected = rf"holds a teacher cache made with {difference}: give draft\.teacher\.folder another folder"
     with pytest.raises(ValueError, match=expected):
         TeacherStore.open(tmp_path, other)
     with pytest.raises(ValueError, match=expected):

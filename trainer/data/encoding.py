@@ -1,5 +1,6 @@
 """Rows to columns of sequences, with an account of every row; in other processes too, where there are many rows."""
 
+import os
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -101,9 +102,11 @@ def encoded_columns(
 ) -> Iterator[tuple[Columns, Account]]:
     """Yield the sequences of up to ``max_rows`` rows, cut to ``max_length``, with an account of these rows.
 
-    They are the same whatever the number of processes that encode, and come in the same order. ValueError for a bad row
-    unless the section skips these.
+    They are the same whatever the number of processes that encode, and come in the same order. There are no more of
+    these than cores: all start at once, each with libraries of its own. ValueError for a bad row unless the section
+    skips these.
     """
+    processes = min(processes, os.cpu_count() or 1)
     rows = islice(source.read(), section.max_rows)
     tasks = iter(lambda: list(islice(rows, _ROWS_AT_ONCE)), [])
     if processes == 1:

@@ -35,7 +35,7 @@ class DataSection(Section):
     bad_rows: Literal["stop", "skip"] = "stop"
     """Stop the run at a row that cannot be used, or skip the row; skipped rows are named and counted."""
     num_proc: Annotated[int, Field(ge=1)] = 1
-    """Processes that tokenize, once on each machine; the sequences are the same with any number of them."""
+    """Processes that tokenize, once on each machine, at most one for each core; any number gives the same sequences."""
     streaming: bool = False
     """Read data sets on the hub over the network, without a copy of their files: only their tokens are kept. Files are
     read where they lie in any case."""

@@ -314,10 +314,11 @@ def _check_type(accelerator: Accelerator, deepspeed: bool, fsdp: bool) -> None:
     if deepspeed and got != DistributedType.DEEPSPEED:
         raise ValueError(f"the launcher asks for DeepSpeed but {got.value} runs: launch with several processes")
     if fsdp and (got != DistributedType.FSDP or not accelerator.is_fsdp2):
-        found = f"version {accelerator.state.fsdp_plugin.fsdp_version}" if got == DistributedType.FSDP else got.value
+        fsdp1 = got == DistributedType.FSDP
         raise ValueError(
-            f"the launcher asks for FSDP but {found} runs: FSDP needs GPUs, one for each process, and fsdp_version: 2, "
-            "as in recipes/accelerate/fsdp.yaml"
+            f"the launcher asks for FSDP, but accelerate starts {'its version 1' if fsdp1 else 'none'} on "
+            f"{accelerator.device}: FSDP needs a GPU for each process, and fsdp_version: 2, as in "
+            "recipes/accelerate/fsdp.yaml; without GPUs launch with recipes/accelerate/ddp.yaml"
         )
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != accelerator.num_processes:

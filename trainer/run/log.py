@@ -118,6 +118,7 @@ class Log:
 
     def evaluation(self, progress: Progress, evaluation: Evaluation, step: int | None = None) -> None:
         """Note the held-out figures, and say them; ``step`` is that of the weights, where it is not the last."""
+        kept = "the best weights, of " if step is not None and self._recipe.evaluation.keep == "best" else ""
         step, temperature = progress.step if step is None else step, self._recipe.evaluation.temperature
         figures = {f"heldout/{name}": value for name, value in evaluation.figures.items()}
         if step < progress.step:
@@ -125,7 +126,7 @@ class Log:
         self._write(progress, figures, {"heldout/nodes": evaluation.nodes, "heldout/texts": evaluation.texts})
         say(
             self._console,
-            f"{self._recipe.name}: step {step}, held out, {f'T={temperature:g}' if temperature else 'greedy'}: "
+            f"{self._recipe.name}: {kept}step {step}, held out, {f'T={temperature:g}' if temperature else 'greedy'}: "
             + ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in evaluation.figures.items()),
         )
 

@@ -181,7 +181,7 @@ class EndpointBackend:
         except APIError as error:
             if fatal := member.connection.fatal(error):
                 raise fatal from None
-            await (self._pool.failed(member, error) if may_pass(error) else self._pool.replied(member))
+            await (self._pool.failed(member, error) if may_pass(error) else self._pool.refused(member, error))
             raise
         except _NoAnswer:
             await self._pool.replied(member)

@@ -30,7 +30,11 @@ class Member:
         self.connection = connection
         self.under_way = 0
         self.answered = 0
-        """Requests that got a reply to read."""
+        """Requests that got a reply: an answer to read, or a refusal."""
+        self.refused = 0
+        """Replies that were refusals: errors which the same request would meet again."""
+        self.refusal = ""
+        """Sentence on the last refusal."""
         self.failed = 0
         """Requests that got none: no connection, no answer in time, or an error of the server."""
         self.failures = 0
@@ -106,6 +110,12 @@ class Pool:
         room = 1 if member.failures else self._concurrency
         return member.under_way < room and now >= member.rests_until
 
+    async def refused(self, member: Member, error: APIError) -> None:
+        """Note the end of a request that an endpoint refused."""
+        member.refused += 1
+        member.refusal = member.connection.explained(error)
+        await self.replied(member)
+
     async def replied(self, member: Member) -> None:
         """Note the end of a request that an endpoint replied to, whatever the reply says."""
         if member.unreached:
@@ -174,18 +184,19 @@ class Pool:
             )
 
     def account(self) -> list[str]:
-        """Return a line on each of several endpoints: the requests that it answered, and those that failed."""
-        if len(self.members) == 1:
-            return []
-        return [
-            f"{member.connection.host}: {member.answered:,} requests answered, {member.failed:,} failed"
-            for member in self.members
-        ]
+        """Return a line on each of several endpoints: the requests that it answered, refused, and failed."""
+        return [_account_of(member) for member in self.members] if len(self.members) > 1 else []
 
     async def close(self) -> None:
         """Close all connections."""
         for member in self.members:
             await member.connection.client.close()
+
+
+def _account_of(member: Member) -> str:
+    refused = f", {member.refused:,} refused ({member.refusal})" if member.refused else ""
+    answered = member.answered - member.refused
+    return f"{member.connection.host}: {answered:,} requests answered{refused}, {member.failed:,} failed"
 
 
 def pause_after(error: APIError, failures: int) -> float:

@@ -224,9 +224,16 @@ def _check_identity(folder: Path, found: dict[str, Any], wanted: Identity) -> No
     differing = [name for name in names if found[name] != getattr(wanted, name)]
     if differing:
         raise ValueError(
-            f"{folder} holds {wanted.holding} made with another {', '.join(differing)}: "
+            f"{folder} holds {wanted.holding} made with {', '.join(_other(n, found[n], wanted) for n in differing)}: "
             f"give {wanted.setting} another folder, or delete this one to write it anew"
         )
+
+
+def _other(name: str, found: Any, wanted: Identity) -> str:
+    """Return words on a field that differs, with both values where these are no digests."""
+    if name in ("target", "tokenizer", "data"):
+        return f"other {name}"
+    return f"{name} {found} and not {getattr(wanted, name)}"
 
 
 def _stamp(identity: Identity, layout: Layout) -> str:
