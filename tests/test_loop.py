@@ -4,6 +4,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from trainer.recipe.heads import HeadsSection
 from trainer.run.checkpoint import Progress
 from trainer.run.loop import Interrupted, _check_one_run, learning_rate_at
 from trainer.run.optimizer import PREFIX
+from trainer.run.train import _check_one_job
 
 
 def weights(module: nn.Module) -> list[Tensor]:
@@ -436,3 +438,13 @@ def test_processes_that_find_different_checkpoints_are_told_to_share_a_folder() 
     ):
         _check_one_run(elsewhere, Progress(4, 100))
     _check_one_run(elsewhere, Progress(0, 0))
+
+
+def test_processes_that_read_other_rows_or_weights_are_stopped_before_the_first_step() -> None:
+    for others, same in ((lambda mine: mine, True), (lambda mine: mine + 1, False)):
+        here: Any = SimpleNamespace(
+            device=torch.device("cpu"), gather=lambda mine, others=others: torch.cat([mine, others(mine)])
+        )
+        refusal = nullcontext() if same else pytest.raises(ValueError, match="do not read the same recipe, rows and")
+        with refusal:
+            _check_one_job(here, {"training data": "3f", "target weights": None})
