@@ -48,13 +48,18 @@ _PATHS = ("target", "draft", "windowed", "prompts", "output")
 
 
 class Run(NamedTuple):
-    """A text decoded once behind its prompt, without ``prompt``."""
+    """A text decoded behind its prompt, without ``prompt``; sums over the rounds."""
 
     tokens: int
     passes: int
     seconds: float
     prompt: float
     """Seconds of the first step beyond the median of the others: the draft's pass over the prompt."""
+
+    @staticmethod
+    def total(runs: "Sequence[Run]") -> "Run":
+        """Add up a text's rounds, which are no further observations of it."""
+        return Run(*map(sum, zip(*runs, strict=True)))
 
 
 def stretched(model: PreTrainedModel, positions: int) -> PreTrainedModel:
@@ -112,9 +117,13 @@ def run(target: CausalLM, drafter: DraftModelDrafter | None, prompt: Sequence[in
 def measure(
     target: CausalLM, compared: Mapping[str, DraftModelDrafter | None], prompts: Sequence[Sequence[int]], chosen: Any
 ) -> dict[str, list[Run]]:
-    """Decode every prompt by every method in turns; the first turn warms up and is left out."""
+    """Decode every prompt by every method in turns; the first turn warms up and is left out.
+
+    Returns a run for each text.
+    """
     runs = defaultdict[str, list[Run]](list)
     for place, prompt in enumerate(prompts):
+        rounds = defaultdict[str, list[Run]](list)
         cache = target.new_cache(len(prompt) + chosen.max_new_tokens + 1 + chosen.tokens)
         target.prefill([prompt[:-1]], cache)
         cache.text = tuple(prompt[:-1])
@@ -122,11 +131,13 @@ def measure(
             for name, drafter in compared.items():
                 found = run(target, drafter, prompt, cache, chosen.max_new_tokens)
                 if turn or place:
-                    runs[name].append(found)
+                    rounds[name].append(found)
+        for name, found_rounds in rounds.items():
+            runs[name].append(Run.total(found_rounds))
     return runs
 
 
-def row_of(name: str, runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
+def row_of(name: str, runs: Sequence[Run], plain: Sequence[Run], rounds: int) -> dict[str, Any]:
     """Return a method's figures at a context, with 95% intervals over texts."""
     pairs = [(a.tokens, a.seconds, b.tokens, b.seconds) for a, b in zip(runs, plain, strict=True)]
     return {
@@ -134,7 +145,7 @@ def row_of(name: str, runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, An
         "tokens_per_pass": ratio_of_sums([(each.tokens, each.passes) for each in runs])._asdict(),
         "cpu_ms_per_step": 1e3 * sum(each.seconds for each in runs) / sum(each.passes for each in runs),
         "over_plain": ratio_of_rates(pairs)._asdict(),
-        "prompt_seconds": sum(each.prompt for each in runs) / len(runs),
+        "prompt_seconds": sum(each.prompt for each in runs) / (len(runs) * rounds),
     }
 
 
@@ -171,7 +182,7 @@ def measured_rows(chosen: argparse.Namespace) -> tuple[list[dict[str, Any]], dic
         prompts = [asker.prompt(place, context) for place in range(count)]
         runs = measure(reader, compared, prompts, chosen)
         for name, found in runs.items():
-            row = row_of(name, found, runs[PLAIN])
+            row = row_of(name, found, runs[PLAIN], chosen.rounds)
             rows.append({"context": context, "stretched": max(1.0, needed / own), **row})
     return rows, {"target": target.num_parameters(), "draft": draft.num_parameters()}
 

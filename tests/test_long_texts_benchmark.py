@@ -45,7 +45,7 @@ def test_every_method_takes_its_turn_at_every_context_and_the_table_has_all_rows
     report = json.loads((tmp_path / "long.json").read_text())
     methods = ["plain", "draft, whole text", "draft, cut to 8 when decoding", "draft, trained with window 6"]
     assert [(row["context"], row["method"]) for row in report["rows"]] == [(c, m) for c in (20, 150) for m in methods]
-    assert {row["tokens_per_pass"]["observations"] for row in report["rows"] if row["context"] == 20} == {4}
+    assert {row["tokens_per_pass"]["observations"] for row in report["rows"] if row["context"] == 20} == {2}, "texts"
     assert [row["stretched"] for row in report["rows"][3:5]] == [1.0, 156 / 96]
     assert str(tmp_path) not in json.dumps(report), "a report names no folder of a machine"
     table = importlib.import_module("long_texts_table").long_texts_table(report).splitlines()
