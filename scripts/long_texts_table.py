@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from decoding.measure.figures import NONE, estimate
+from decoding.measure.figures import NONE, estimate, number
 from decoding.measure.markdown import text
 
 Report = dict[str, Any]
@@ -22,7 +22,7 @@ def long_texts_table(report: Report) -> str:
         "\n\nTokens per target pass; CPU milliseconds a step; tokens/s over plain decoding, the prompt left out. "
         f"Greedy, {settings['tokens']} tokens a draft, {text(settings['dtype'])}, {settings['limit']} prompts "
         f"({settings['long_limit']} where stretched: untrained there, it tells the time alone), {settings['rounds']} "
-        f"rounds, {settings['max_new_tokens']} new tokens each; {_millions(report, 'target')} target, "
+        f"round{'s' * (settings['rounds'] > 1)}, {settings['max_new_tokens']} new tokens each; {_millions(report, 'target')} target, "
         f"{_millions(report, 'draft')} draft; {report['threads']} of {machine['cores']} cores of "
         f"{text(machine.get('gpu') or machine['processor'])}; commit {text(report['commit'])}."
     )
@@ -32,7 +32,9 @@ def _cell(row: Report) -> str:
     time = f"{row['cpu_ms_per_step']:.1f} ms"
     if row["method"] == "plain":
         return time
-    return f"{estimate(row['tokens_per_pass'])}; {time}; {row['over_plain']['value']:.2f}×"
+    tokens = row["tokens_per_pass"]
+    written = estimate(tokens) if tokens["observations"] > 1 else number(tokens["value"])  # one text has no interval
+    return f"{written}; {time}; {number(row['over_plain']['value'])}×"
 
 
 def _millions(report: Report, name: str) -> str:
