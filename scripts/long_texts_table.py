@@ -22,9 +22,10 @@ def long_texts_table(report: Report) -> str:
         "\n\nTokens per target pass; CPU milliseconds a step; tokens/s over plain decoding, the prompt left out. "
         f"Greedy, {settings['tokens']} tokens a draft, {text(settings['dtype'])}, {settings['limit']} prompts "
         f"({settings['long_limit']} where stretched: untrained there, it tells the time alone), {settings['rounds']} "
-        f"round{'s' * (settings['rounds'] > 1)}, {settings['max_new_tokens']} new tokens each; {_millions(report, 'target')} target, "
-        f"{_millions(report, 'draft')} draft; {report['threads']} of {machine['cores']} cores of "
-        f"{text(machine.get('gpu') or machine['processor'])}; commit {text(report['commit'])}."
+        f"round{'s' * (settings['rounds'] > 1)}, {settings['max_new_tokens']} new tokens each; "
+        f"{_millions(report, 'target')} target, {_millions(report, 'draft')} draft; "
+        f"{report['threads']} of {machine['cores']} cores of {text(machine.get('gpu') or machine['processor'])}; "
+        f"commit {text(report['commit'])}."
     )
 
 
