@@ -94,7 +94,7 @@ def every_draw(drafter: Drafter, target: CausalLM, sampling: SamplingConfig, mon
     """Make a draft by the drafter's own session, whose draws the random source makes one after the other."""
     request = DraftRequest(TEXT, torch.empty(0), 99, 99, states_before(target, TEXT))
     draft = EveryDraw(drafter.open(target, sampling, 1, 40), request)
-    for module in ("drafters.chains", "rules.sampling"):
+    for module in ("drafters.chains", "rules.drawing"):
         monkeypatch.setattr(f"decoding.{module}.inverse_cdf", draft.inverse_cdf)
     return draft
 

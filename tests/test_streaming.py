@@ -100,7 +100,7 @@ def test_the_sequences_are_those_of_a_file_with_the_same_rows_and_no_copy_of_the
     assert streamed.account == load_dataset(file, section(packing=packing), tiny_tokenizer()).account
     assert len(fetched(hub)) == SHARDS
     kept = [path for path in (tmp_path / "home").rglob("*") if path.is_file() and path.stat().st_size]
-    assert sorted(path.name for path in kept) == ["account.json", "sequences.arrow"]
+    assert sorted(path.name for path in kept) == ["SHA256SUMS", "account.json", "sequences.arrow"]
 
 
 @pytest.mark.parametrize("format", FORMATS)

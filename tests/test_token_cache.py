@@ -190,6 +190,26 @@ def test_a_stopped_start_leaves_nothing_that_a_later_one_takes(tmp_path: Path) -
         assert file.read_bytes() == whole
 
 
+def test_a_damaged_file_is_named_and_written_again_though_its_length_is_right(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", ["a b c d e f g h"] * 300)
+    expected = plain(load_dataset(path, section(), tiny_tokenizer()).examples)
+    (folder,) = cache_folder().iterdir()
+    for name in ("sequences.arrow", "account.json"):
+        whole = (folder / name).read_bytes()
+        middle = len(whole) // 2
+        (folder / name).unlink()
+        (folder / name).write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+        caplog.clear()
+        assert plain(load_dataset(path, section(), tiny_tokenizer()).examples) == expected
+        assert f"{name} is damaged" in caplog.text and "the rows are tokenized again" in caplog.text
+        assert (folder / name).read_bytes() == whole
+    caplog.clear()
+    load_dataset(path, section(), tiny_tokenizer())
+    assert not caplog.text
+
+
 def _load_in_a_fork(path: str, seen: Path, ready: Any) -> None:
     encode = TranscriptEncoder.encode
 

@@ -62,4 +62,4 @@ def test_two_processes_fetch_a_set_once_and_go_on_after_kill_9_to_the_weights_of
     ours, theirs = (load_file(workshop / name / "final" / "model.safetensors") for name in ("streamed", "files"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     kept = [path for path in home.rglob("*") if path.is_file() and path.stat().st_size]
-    assert sorted(path.name for path in kept) == ["account.json", "sequences.arrow"]
+    assert sorted(path.name for path in kept) == ["SHA256SUMS", "account.json", "sequences.arrow"]

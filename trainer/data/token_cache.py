@@ -1,7 +1,7 @@
 """Token ids on disk: the rows of a source are tokenized once on a machine, and mapped by every process that trains.
 
 A folder in the cache holds the sequences as an Arrow file, which `datasets.Dataset.from_file` reads too, and an account
-of the rows. Its name is a digest of all that decides the sequences. It appears whole or not at all.
+of the rows. Its name is a digest of all that decides the sequences. It appears whole or not at all, with checksums.
 """
 
 import json
@@ -20,10 +20,11 @@ import tokenizers
 import transformers
 from transformers import PreTrainedTokenizerBase
 
+from decoding.model.loading import first_line
 from trainer.data.encoding import Account, encoded_columns
 from trainer.data.rows import RowSource
 from trainer.data.sequences import Columns, Sequences
-from trainer.files.folders import cache_root, sha256_of, write_folder
+from trainer.files.folders import cache_root, check_seal, sha256_of, write_folder
 from trainer.files.lock import hold_file
 from trainer.files.shards import digest_of
 from trainer.recipe.common import DataSection
@@ -63,9 +64,9 @@ def load_sequences(
         return found
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with hold_file(folder, _say_waiting):
+        with hold_file(folder, _say_once):
             if (found := _read(folder)) is None:
-                write_folder(folder, lambda empty: _write(empty, source, section, tokenizer))
+                write_folder(folder, lambda empty: _write(empty, source, section, tokenizer), sealed=True)
                 found = _read(folder)
     except OSError as error:
         raise ValueError(
@@ -116,7 +117,7 @@ def _in_memory(parts: Iterable[tuple[Columns, Account]]) -> tuple[Sequences, Acc
     return Sequences(kept), account
 
 
-def _say_waiting(sentence: str) -> None:
+def _say_once(sentence: str) -> None:
     """Say it once on a machine."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         _LOGGER.warning("%s", sentence)
@@ -184,16 +185,20 @@ def _array(kind: Any, length: int, values: np.ndarray[Any, Any]) -> Any:
 
 
 def _read(folder: Path) -> tuple[Sequences, Account] | None:
-    """Map a folder's sequences; None where there is none, or only a damaged one."""
+    """Map a folder's sequences; None where there is none, or only a damaged one, of which a warning tells."""
+    if not folder.is_dir():
+        return None
     try:
+        check_seal(folder)
         content: dict[str, Any] = json.loads((folder / _ACCOUNT).read_text())
         content |= {name: Counter(content[name]) for name in ("formats", "fields", "mask_sources")}
         account = Account(**content)
         table = pa.ipc.open_stream(pa.memory_map(str(folder / _TOKENS))).read_all()
         sequences = Sequences(map(_mapped, table.to_batches()))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _say_once(f"the tokens in {folder} are damaged ({first_line(error)}): the rows are tokenized again")
         return None
-    return (sequences, account) if len(sequences) == account.sequences else None
+    return sequences, account
 
 
 def _mapped(batch: Any) -> Columns:
