@@ -1,6 +1,6 @@
 """Put a report's figures where readers see them: benchmarks/results/, the README, docs/measured.md and its plot.
 
-Usage: scripts/publish_results.py REPORT NAME; the pages show those with NAME quickstart, drafters, policies,
+Usage: scripts/publish_results.py REPORT NAME; the pages show those with NAME quickstart, policies,
 accepted, drafts, spec_bench, spec_bench_sampled, crossover, planned, served, speed, long_texts, and those of
 docs/scale.md.
 """
@@ -19,7 +19,7 @@ from long_texts_table import long_texts_table
 from matplotlib import pyplot as plt
 from scale_tables import TABLES as SCALE
 from served_table import served_table
-from speed_table import goals_table
+from speed_table import drafters_table, goals_table
 
 from decoding.measure.figures import NONE, estimate, greedy_sentence, number
 from decoding.measure.markdown import text
@@ -97,22 +97,6 @@ def long_table(report: Report) -> str:
     """Return every row of the report, its caption, and a sentence on its greedy texts."""
     below = " ".join(filter(None, (f"{caption(report)}.", greedy_sentence(report))))
     return f"{markdown_table(report)}\n\n{text(below)}"
-
-
-def drafters_table(report: Report) -> str:
-    """Return a row for every drafter of the registry under each setting, as `benchmarks/drafters.py` measures them."""
-    lines = ["| setting | drafter | tokens per target pass | speed-up | same as plain |", "|---|---|---:|---:|---:|"]
-    for row in report["rows"]:
-        same = row.get("identical_to_plain")
-        cells = (
-            text(row["setting"]),
-            text(row["spec"]),
-            estimate(row.get("tokens_per_pass")),
-            estimate(row.get("speedup_of_totals"), "×"),
-            f"{same['identical']}/{same['of']}" if same else NONE,
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + f"\n\n{text(caption(report))}."
 
 
 def policies_table(report: Report) -> str:
@@ -257,13 +241,12 @@ PLACES: dict[str, dict[str, Blocks]] = {
         "README.md": (("headline", headline), ("table", short_table)),
         "docs/measured.md": (("quickstart", long_table),),
     },
-    "drafters": {"docs/measured.md": (("drafters", drafters_table),)},
     "policies": {"docs/measured.md": (("policies", policies_table),)},
     "spec_bench": {"docs/measured.md": (("spec_bench", tasks_table),)},
     "spec_bench_sampled": {"docs/measured.md": (("spec_bench_sampled", tasks_table),)},
     "crossover": {"docs/measured.md": (("crossover", cells_table),)},
     "planned": {"docs/plan.md": (("planned", predictions_table), ("trees", trees_table))},
-    "speed": {"docs/measured.md": (("speed", goals_table),)},
+    "speed": {"docs/measured.md": (("speed", goals_table), ("drafters", drafters_table))},
     "served": {"docs/serving.md": (("served", served_table),)},
     "long_texts": {"docs/drafts.md": (("long_texts", long_texts_table),)},
     "accepted": {

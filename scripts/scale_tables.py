@@ -12,23 +12,23 @@ Report = dict[str, Any]
 def data_table(report: Report) -> str:
     """Return a row for each start of `benchmarks/data_scale.py`."""
     lines = [
-        "| rows | processes | tokens on disk | first step after, s | private MB of each process | bytes a token |",
-        "|---|---:|---|---:|---:|---:|",
+        "| rows | processes | tokens on disk | first step after, s | private MB of each process |",
+        "|---|---:|---|---:|---:|",
     ]
     for run in report["runs"]:
         few = run["data"] == "few"
         cells = (
             "64 chats" if few else f"{report['chats']:,} chats",
             str(run["processes"]),
-            "made" if run["cache"] == "empty" else "found",
+            "none" if few else {"empty": "made", "full": "found"}[run["cache"]],
             number(run["seconds_to_first_step"], 1),
             ", ".join(number(rank["private_MB"], 0) for rank in run["ranks"]),
-            "" if few else ", ".join(number(rank["private_bytes_a_token"], 2) for rank in run["ranks"]),
         )
         lines.append(f"| {' | '.join(cells)} |")
+    size = max(run["cache_MB"] for run in report["runs"])
     return "\n".join(lines) + (
-        f"\n\n{report['tokens'] / 1e6:,.0f}M tokens, one step of Medusa-1 on {text(report['target'])}. Bytes a token: "
-        f"what a process holds for itself beyond one that trains on 64 chats. {_machine(report)}."
+        f"\n\n{report['tokens'] / 1e6:,.0f}M tokens, {size:,.0f} MB on the disk; one step of Medusa-1 on "
+        f"{text(report['target'])}. Private: what a process shares with no other and cannot drop. {_machine(report)}."
     )
 
 

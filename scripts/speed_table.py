@@ -1,9 +1,10 @@
-"""The table of `benchmarks/speed.py` in docs/measured.md: figures wanted beside transformers, and those measured."""
+"""The tables of `benchmarks/speed.py` in docs/measured.md: figures wanted and measured, and every way to draft."""
 
 from typing import Any
 
 from decoding.measure.figures import NONE, number
 from decoding.measure.markdown import text
+from decoding.measure.names import PLAIN
 
 Report = dict[str, Any]
 
@@ -26,3 +27,30 @@ def goals_table(report: Report) -> str:
         f"\n\nMedians of paired runs, {first['rounds']} rounds, up to {first['max_new_tokens']} new tokens, "
         f"{text(first['dtype'])}, on {processor}. {'; '.join(parts)}. Commit {text(report['commit'])}."
     )
+
+
+def drafters_table(report: Report) -> str:
+    """Return a row for each way to draft and each peer, with a column for each target and setting."""
+    parts = report["targets"].items()
+    settings = list(dict.fromkeys(row["setting"] for _, part in parts for row in part["drafters"]["rows"]))
+    places = [(name, setting) for name, _ in parts for setting in settings]
+    lines = [
+        f"| | {' | '.join(f'{text(name)}, {setting}' for name, setting in places)} |",
+        "|---|" + "---:|" * len(places),
+    ]
+    found = {(n, row["setting"], row["method"]): row for n, part in parts for row in part["drafters"]["rows"]}
+    for method in dict.fromkeys(method for _, _, method in found if method != PLAIN):
+        cells = (_gain(found.get((*place, method))) for place in places)
+        lines.append(f"| {text(method)} | {' | '.join(cells)} |")
+    count = max(part["drafters"]["questions"] for _, part in parts)
+    return "\n".join(lines) + (
+        "\n\nMedian of paired speed-ups over plain decoding, and tokens per target pass; "
+        f"{count} prompts only, which tell large differences."
+    )
+
+
+def _gain(row: Report | None) -> str:
+    if row is None:
+        return NONE
+    kept = row.get("tokens_per_pass")
+    return f"{number(row['speedup']['median'])}×" + (f" · {number(kept['value'])}" if kept else "")

@@ -48,13 +48,12 @@ def _publisher() -> ModuleType:
 
 COUNTS = {
     "quickstart": 3,
-    "drafters": 1,
     "policies": 1,
     "spec_bench": 1,
     "spec_bench_sampled": 1,
     "crossover": 1,
     "planned": 2,
-    "speed": 1,
+    "speed": 2,
     "served": 1,
     "long_texts": 1,
     "accepted": 6,
@@ -87,10 +86,11 @@ def test_the_tables_of_drafters_and_policies_hold_every_row_with_its_figures() -
     figure = {"value": 2.0, "low": 1.5, "high": 2.5, "observations": 3}
     told = {"hardware": {"processor": "P", "cores": 2, "threads": 2}, "commit": "c", "dtype": "float32"}
     told |= {"parameters": 7_000_000, "prompts": 3, "rounds": 1, "max_new_tokens": 8}
-    drafter = {"setting": "greedy", "spec": "lookup", "tokens_per_pass": figure, "speedup_of_totals": figure}
-    drafter["identical_to_plain"] = {"identical": 2, "of": 3}
-    written = publisher.drafters_table({**told, "rows": [drafter]})
-    assert "| greedy | lookup | 2.00 [1.50, 2.50] | 2.00× [1.50, 2.50] | 2/3 |" in written
+    peer = {"setting": "greedy", "method": "peer", "tokens_per_pass": None, "speedup": {"median": 1.25}}
+    drafter = {"setting": "T=1", "method": "lookup", "tokens_per_pass": figure, "speedup": {"median": 3.0}}
+    written = publisher.drafters_table({"targets": {"t": {"drafters": {"rows": [peer, drafter], "questions": 4}}}})
+    assert "| | t, greedy | t, T=1 |" in written
+    assert "| peer | 1.25× | – |" in written and "| lookup | – | 3.00× · 2.00 |" in written
     policy = {"target": "t", "temperature": 0.0, "batch_size": 8, "drafter": "lookup", "better": "fixed"}
     policy |= {"speedup": {"fixed": figure, "measured": figure}, "measured_over_better": figure}
     written = publisher.policies_table({**told, "rows": [policy]})
