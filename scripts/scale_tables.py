@@ -1,5 +1,6 @@
 """The tables of docs/scale.md: what data, training, evaluation and batches cost, each from one program's report."""
 
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +50,11 @@ def stored_table(report: Report) -> str:
             f"{number(run['speedup']['clock'])}×",
         )
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + f"\n\n{report['threads']} threads. {_machine(report)}."
+    share = statistics.mean(run["trained_tokens_per_step"] / run["positions_per_step"] for run in report["runs"])
+    return "\n".join(lines) + (
+        "\n\nMedians; the ratio is that of the steps' own ratios. Answers alone are trained, "
+        f"{share:.0%} of the tokens that the target reads. {report['threads']} threads. {_machine(report)}."
+    )
 
 
 def overhead_table(report: Report) -> str:

@@ -4,7 +4,6 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -440,11 +439,20 @@ def test_processes_that_find_different_checkpoints_are_told_to_share_a_folder() 
     _check_one_run(elsewhere, Progress(0, 0))
 
 
-def test_processes_that_read_other_rows_or_weights_are_stopped_before_the_first_step() -> None:
-    for others, same in ((lambda mine: mine, True), (lambda mine: mine + 1, False)):
-        here: Any = SimpleNamespace(
-            device=torch.device("cpu"), gather=lambda mine, others=others: torch.cat([mine, others(mine)])
-        )
-        refusal = nullcontext() if same else pytest.raises(ValueError, match="do not read the same recipe, rows and")
-        with refusal:
-            _check_one_job(here, {"training data": "3f", "target weights": None})
+def test_processes_that_read_other_rows_are_stopped_before_the_first_step() -> None:
+    def job(rows: str, *heldout: int) -> Any:
+        kept = [Example(heldout, [True] * len(heldout), 0)]
+        return SimpleNamespace(identity={"training data": rows}, heldout=SimpleNamespace(firsts=kept))
+
+    def beside(other: Any) -> Any:
+        """A process whose ``gather`` finds the other's number behind its own."""
+        sent: list[torch.Tensor] = []
+        alone: Any = SimpleNamespace(device=torch.device("cpu"), gather=lambda mine: sent.append(mine) or mine)
+        _check_one_job(alone, other)
+        return SimpleNamespace(device=torch.device("cpu"), gather=lambda mine: torch.cat([mine, *sent]))
+
+    mine = job("3f", 1, 2)
+    _check_one_job(beside(mine), job("3f", 1, 2))
+    for other in (job("40", 1, 2), job("3f", 1, 3)):
+        with pytest.raises(ValueError, match="do not read the same recipe, rows and"):
+            _check_one_job(beside(other), mine)

@@ -92,8 +92,9 @@ def refused(action: Callable[[], object]) -> str:
 def test_the_sequences_are_those_of_a_file_with_the_same_rows_and_no_copy_of_the_set_is_kept(
     hub: FakeHub, tmp_path: Path, format: str, packing: bool
 ) -> None:
-    publish(hub, shards(ROWS, format))
+    commit = publish(hub, shards(ROWS, format))
     streamed = loaded(packing=packing)
+    assert streamed.commit == commit and f"streamed from commit {commit}" in streamed.describe()
     file = write_rows(tmp_path / "rows.jsonl", ROWS)
     expected, firsts = reference_examples(file, section(packing=packing), tiny_tokenizer())
     assert plain(streamed.examples) == expected and plain(streamed.firsts) == firsts

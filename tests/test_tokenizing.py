@@ -24,7 +24,7 @@ def test_no_more_processes_are_started_than_there_are_cores(tmp_path: Path, monk
     monkeypatch.setattr(encoding, "_HERE", [])
     monkeypatch.setattr(encoding, "ProcessPoolExecutor", pool)
     monkeypatch.setattr("os.cpu_count", lambda: 3)
-    source = open_source(write_rows(tmp_path / "rows.jsonl", [{"text": "a b c d"}] * 300), "train")
     section = DataSection(train="t", heldout="h", max_length=16)
+    source = open_source(write_rows(tmp_path / "rows.jsonl", [{"text": "a b c d"}] * 300), section)
     parts = list(encoded_columns(source, section, tiny_tokenizer(), 9999))
     assert asked_for == [3] and sum(account.num_rows for _, account in parts) == 300

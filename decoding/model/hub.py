@@ -216,8 +216,8 @@ def _not_cached(error: Exception, named: HubName, address: str) -> str:
 
 
 def shortened(text: object) -> str:
-    """Return what another program says on one line, at most 300 characters of it."""
-    return " ".join(str(text).split())[:300]
+    """Return what another program says on one line, at most 300 characters of it, without a login in an address."""
+    return without_login(" ".join(str(text).split()))[:300]
 
 
 def without_login(address: object) -> str:

@@ -252,7 +252,9 @@ class InspectOptions:
     chat_template: Annotated[str | None, Option(help="Jinja file that replaces the tokenizer's chat template.")] = None
     max_length: Annotated[int | None, Option(min=8, help="Longest sequence, in tokens.")] = None
     max_rows: Annotated[int | None, Option(min=1, help="Number of rows to read; all if not given.")] = None
-    streaming: Annotated[bool | None, Option(help="Read a data set on the hub without a copy of its files.")] = None
+    streaming: Annotated[
+        bool | None, Option(help="Read a set on the hub without a copy of it; bounded by --max-rows.")
+    ] = None
     shuffle_buffer: Annotated[int | None, Option(min=1, help="Rows of a streamed set to draw the next one from.")] = (
         None
     )

@@ -35,6 +35,8 @@ class Dataset:
     account: Account
     max_length: int
     packed: bool
+    commit: str | None = None
+    """The commit of a streamed hub data set."""
 
     @property
     def fill(self) -> float:
@@ -59,6 +61,8 @@ class Dataset:
             parts.append(f"{account.bad_rows:,} bad rows skipped")
         if self.packed:
             parts.append(f"packed, {self.fill:.0%} full")
+        if self.commit is not None:
+            parts.append(f"streamed from commit {self.commit}")
         return ", ".join(parts)
 
 
@@ -82,6 +86,7 @@ def load_dataset(path: str, section: DataSection, tokenizer: PreTrainedTokenizer
         account=account,
         max_length=section.max_length,
         packed=section.packing,
+        commit=source.commit,
     )
 
 

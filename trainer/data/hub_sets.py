@@ -74,13 +74,22 @@ class Stream:
     @property
     def sha256(self) -> str:
         """Digest of what decides the rows and their order."""
-        order = None if self.shuffle_buffer is None else (self.shuffle_buffer, _SEED)
+        drawn_by = datasets_library(self.name).__version__
+        order = None if self.shuffle_buffer is None else (self.shuffle_buffer, _SEED, drawn_by)
         return hashlib.sha256(repr((self.name, self.split, self.commit, "streamed", order)).encode()).hexdigest()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the rows from the first on; ValueError, in one sentence, where they cannot be fetched or read."""
         library, number = datasets_library(self.place.repository), 0
-        unreadable = (HTTPError, OSError, ValueError, TypeError, NotImplementedError, library.exceptions.DatasetsError)
+        unreadable = (
+            HTTPError,
+            OSError,
+            ValueError,
+            TypeError,
+            EOFError,
+            RuntimeError,
+            library.exceptions.DatasetsError,
+        )
         try:
             for row in self._open(library):
                 yield row

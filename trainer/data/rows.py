@@ -48,6 +48,11 @@ class RowSource:
         """Size of the files; None for a hub data set."""
         return sum(file.stat().st_size for file in self.files) if self.hub is None else None
 
+    @property
+    def commit(self) -> str | None:
+        """The commit of a hub data set that is streamed; None for all else."""
+        return self.hub.commit if isinstance(self.hub, Stream) else None
+
     def read(self) -> Iterator[Row]:
         """Yield every row, file after file; lines and rows count from 1."""
         if self.hub is not None:

@@ -49,7 +49,7 @@ def provenance(
 
 
 def _about(dataset: Dataset, section: DataSection) -> dict[str, Any]:
-    """Describe a data set: its digest and rows, and the source and licence that are known, else null.
+    """Describe a data set: its digest, rows and commit, and the source and licence that are known, else null.
 
     A data set of the hub is its own source, by its id without revision and configuration.
     """
@@ -57,6 +57,7 @@ def _about(dataset: Dataset, section: DataSection) -> dict[str, Any]:
     return {
         "sha256": dataset.sha256,
         "rows": dataset.account.num_rows,
+        "commit": dataset.commit,
         "source": section.source if hub_id is None else hub_id,
         "license": section.license,
     }

@@ -1,7 +1,7 @@
 """From a recipe to a finished folder: assemble, train, evaluate, write."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from rich.console import Console
 from trainer import quickstart
 from trainer.files.folders import check_can_be_folder
 from trainer.files.lock import hold
-from trainer.files.shards import digest_of
+from trainer.files.shards import digest_of, digest_of_each
 from trainer.job import Job, Kind, trained_numbers
 from trainer.learning.spans import Stopwatch
 from trainer.recipe.recipe import AnyRecipe
@@ -72,7 +72,7 @@ def _run(kind: Kind, accelerator: Accelerator, place: Place, profile: Path | Non
     # A run that was begun may go on, however busy the machine is now.
     begun = any((output / CHECKPOINTS).glob("step-*"))
     job = kind.assemble(accelerator.device, place, check_costs=not begun)
-    _check_one_job(accelerator, job.identity)
+    _check_one_job(accelerator, job)
     keep, settings = recipe.checkpoint.keep, _settings(recipe, place.world)
     made_by = {"recipe": recipe.model_dump(mode="json"), "launch": describe(accelerator)}
     checkpoints = Checkpoints(output / CHECKPOINTS, keep, job.identity, settings, made_by)
@@ -91,9 +91,11 @@ def _run(kind: Kind, accelerator: Accelerator, place: Place, profile: Path | Non
         accelerator.wait_for_everyone()
 
 
-def _check_one_job(accelerator: Accelerator, identity: Mapping[str, Any]) -> None:
+def _check_one_job(accelerator: Accelerator, job: Job) -> None:
     """Check that all processes read the same rows and weights: each has opened its own files, or asked the hub."""
-    mine = torch.tensor([int(digest_of(identity)[:15], 16)], device=accelerator.device)
+    heldout = digest_of_each(example.content() for example in job.heldout.firsts)
+    digest = digest_of([dict(job.identity), heldout])
+    mine = torch.tensor([int(digest[:15], 16)], device=accelerator.device)
     if len(set(accelerator.gather(mine).tolist())) > 1:
         raise ValueError(
             "the processes do not read the same recipe, rows and target: give all machines the same files, and name "

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int, Int8
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from decoding.model.banded import attention_in_bands
 from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import capture_lm_head_input, last_position
 from trainer.data.batch import Batch, Example
@@ -113,7 +114,7 @@ class FeatureWriter:
         """Return the rows of all tokens, without padding."""
         top_k, model = self.identity.top_k, self.target.model
         inputs = batch.to(self.target.device).model_inputs()
-        with capture_lm_head_input(model, None if top_k else last_position) as captured:
+        with capture_lm_head_input(model, None if top_k else last_position) as captured, attention_in_bands(model):
             logits: Tensor = model(**inputs, use_cache=False).logits
         mask = batch.attention_mask.bool()
         found = {"hidden": captured[0][mask.to(captured[0].device)]}

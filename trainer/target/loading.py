@@ -91,15 +91,15 @@ def load_target_model(recipe: MedusaRecipe | DraftRecipe, device: torch.device) 
 def _fingerprint_for_all(name: str, trust_remote_code: bool) -> str:
     """Return the stored weights' fingerprint; the first process alone looks for it.
 
-    Its ValueError becomes one on all processes, which would wait for it for ever.
+    Its error becomes one on all processes, which would wait for it for ever.
     """
-    found: list[str | ValueError | None] = [None]
+    found: list[str | ValueError | OSError | None] = [None]
     if PartialState().is_main_process:
         try:
             found = [kept_fingerprint(name, trust_remote_code)]
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             found = [error]
     (fingerprint,) = broadcast_object_list(found)
-    if isinstance(fingerprint, ValueError):
+    if isinstance(fingerprint, ValueError | OSError):
         raise fingerprint
     return str(fingerprint)

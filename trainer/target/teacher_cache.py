@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from decoding.model.banded import attention_in_bands
 from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import capture_lm_head_input
 from trainer.data.batch import Batch, Example
@@ -108,10 +109,11 @@ class TeacherWriter:
     @torch.inference_mode()
     def compute_columns(self, batch: Batch) -> dict[str, Tensor]:
         """Return the rows of the labelled positions; no other position's logits are computed."""
-        identity, labelled = self.identity, batch.labelled(1)
-        with capture_lm_head_input(self.target.model, lambda hidden: hidden[labelled.to(hidden.device)][None]):
+        identity, labelled, model = self.identity, batch.labelled(1), self.target.model
+        of_labels = capture_lm_head_input(model, lambda hidden: hidden[labelled.to(hidden.device)][None])
+        with of_labels, attention_in_bands(model):
             inputs = batch.to(self.target.device).model_inputs()
-            logits: Tensor = self.target.model(**inputs, use_cache=False).logits[0]
+            logits: Tensor = model(**inputs, use_cache=False).logits[0]
         counts = labelled.sum(1).tolist()
         uniforms = torch.cat([_uniforms(*row, identity.tail) for row in zip(batch.examples, counts, strict=True)])
         size = max(1, (_IN_CACHE if logits.device.type == "cpu" else _AT_ONCE) // logits.shape[1])
