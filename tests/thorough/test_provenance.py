@@ -207,6 +207,7 @@ def test_a_finished_run_says_what_it_was_made_from(run_folder: Path) -> None:
     assert written["data"][str(train_file)] == {
         "sha256": hashlib.sha256(train_file.read_bytes()).hexdigest(),
         "rows": 24,
+        "commit": None,
         "source": None,
         "license": None,
     }
