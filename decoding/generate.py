@@ -36,7 +36,8 @@ class DecodingConfig:
     """Settings of decoding. ``rule`` None is the greedy rule at temperature 0, else the lossless rule that fits.
 
     The text at place i (from 0) of a batch is decoded with the seed ``seed + i``, whatever texts are beside it.
-    ``logprobs`` asks for the log-probability of each new token under the target itself, before any sampling control.
+    ``logprobs`` asks for the log-probability of each new token under the target itself, before any sampling control,
+    ``trees`` for each step's drafted tree.
     """
 
     max_new_tokens: int = 128
@@ -46,6 +47,7 @@ class DecodingConfig:
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
     logprobs: bool = False
+    trees: bool = False
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -69,7 +71,8 @@ class Step(NamedTuple):
     unless the text ended before it. ``offered`` is the depth of the tree up to the text's end, the most that could be
     accepted; ``room`` is the depth that the text could still hold. The first step of a text is its prefill: one token,
     nothing offered. Seconds are those of the pass, divided by its rows. ``refused`` are the drafted tokens of a chain
-    behind the accepted ones; none where a tree was drafted, or the text ended.
+    behind the accepted ones; none where a tree was drafted, or the text ended. ``tree``, if requested, is the drafted
+    tree, None where nothing was drafted; ``path`` are its accepted nodes, from below the root down.
     """
 
     tokens: tuple[int, ...]
@@ -83,6 +86,8 @@ class Step(NamedTuple):
     is_prefill: bool = False
     logprobs: tuple[float, ...] = ()
     refused: tuple[int, ...] = ()
+    tree: TokenTree | None = None
+    path: tuple[int, ...] = ()
 
     @property
     def counts(self) -> StepCount:
@@ -245,8 +250,13 @@ class Batch:
         accepted = len(emitted) if cut else len(path)
         offered = len(emitted) if cut else tree.shape.max_depth
         refused = () if cut or not tree.shape.is_chain else tuple(tree.token_list[1 + len(path) :])
-        logprobs = logprobs[: len(emitted)]
-        return Step(emitted, accepted, offered, len(tree) - 1, room=room, logprobs=logprobs, refused=refused)
+        step = Step(
+            emitted, accepted, offered, len(tree) - 1, room=room, logprobs=logprobs[: len(emitted)], refused=refused
+        )
+        if not self.config.trees or len(tree) == 1:
+            return step
+        # A copy on the host: the next draft in fixed shapes overwrites its tokens on the device.
+        return step._replace(tree=TokenTree.of_list(tree.token_list, tree.shape), path=path[:accepted])
 
     def _refill(self) -> list[tuple[int, Step]]:
         """Give the rows of finished texts to waiting prompts; if none wait, move the last rows into the gaps."""

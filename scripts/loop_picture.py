@@ -12,7 +12,6 @@ from matplotlib.patches import FancyBboxPatch, PathPatch
 from matplotlib.path import Path as Curve
 
 from decoding.generate import Step
-from decoding.rules.tree import TokenTree
 
 COLOURS = {  # role: in the light scheme, in the dark one
     "card": ("#ffffff", "#0d1117"),
@@ -34,13 +33,6 @@ GLYPH = 0.602  # width of a DejaVu Sans Mono character at size 1
 TREE_SIZE, STRIP_SIZE = 10.5, 10.5
 LEAF, BOX = 25.0, 18.0
 GAPS = 26.0, 96.0  # least and most between two columns
-
-
-class Turn(NamedTuple):
-    """A step of the loop, and the tree that its target pass verified; None where nothing was drafted."""
-
-    step: Step
-    tree: TokenTree | None
 
 
 @dataclass
@@ -92,14 +84,14 @@ class Placed(NamedTuple):
     parent: int
 
 
-def place_tree(turn: Turn, texts: Sequence[str], left: float, right: float) -> list[Placed]:
+def place_tree(step: Step, texts: Sequence[str], left: float, right: float) -> list[Placed]:
     """Place the nodes below the root between ``left`` and ``right``, the first leaf at height 0, the others below it.
 
     ``texts``: those of the tree's nodes, then the token that the target wrote, which stands behind the last kept node.
     A node stands level with its kept child, else with its first.
     """
-    assert turn.tree is not None
-    shape, path = turn.tree.shape, (0, *turn.tree.follow(turn.step.tokens[: turn.step.accepted]))
+    assert step.tree is not None
+    shape, path = step.tree.shape, (0, *step.path)
     own = len(shape)
     kept = {*path, own}
     parents = (*shape.parents, path[-1])
@@ -151,11 +143,11 @@ def draw_tree(pen: Pen, nodes: Sequence[Placed], root: tuple[float, float]) -> N
 class Scene(NamedTuple):
     """A recorded decode as texts.
 
-    ``names[i]`` are the tokens that turn i wrote, ``drawn`` is the turn of the tree, ``tree_names`` are the tokens of
+    ``names[i]`` are the tokens that step i wrote, ``drawn`` is the step of the tree, ``tree_names`` are the tokens of
     that tree's nodes, and ``before`` is the end of the text in front of its root.
     """
 
-    turns: Sequence[Turn]
+    steps: Sequence[Step]
     names: Sequence[Sequence[str]]
     drawn: int
     tree_names: Sequence[str]
@@ -174,7 +166,7 @@ def draw_heads(pen: Pen, y: float, headings: Sequence[tuple[str, str]]) -> None:
 
 
 def strip_lines(names: Sequence[Sequence[str]], width: float) -> list[list[int]]:
-    """Return the turns on each line of the strip, as many as ``width`` holds."""
+    """Return the steps on each line of the strip, as many as ``width`` holds."""
     lines: list[list[int]] = [[]]
     used = 0.0
     for place, texts in enumerate(names):
@@ -194,7 +186,7 @@ def draw_strip(pen: Pen, scene: Scene, lines: Sequence[Sequence[int]], top: floa
         for place in line:
             start = x
             for index, text in enumerate(scene.names[place]):
-                role = "kept" if index < scene.turns[place].step.accepted else "own"
+                role = "kept" if index < scene.steps[place].accepted else "own"
                 x += pen.token(x, y, text, role, STRIP_SIZE, 17) + 1
             named = place in (0, scene.drawn)
             style = {"colour": "ink", "weight": "bold"} if place == scene.drawn else {"colour": "muted"}
@@ -215,11 +207,11 @@ def draw_legend(pen: Pen, y: float, right: float) -> None:
 
 def draw(scene: Scene, colours: Mapping[str, str]) -> Figure:
     """Draw the whole picture in the colours of one scheme."""
-    step = scene.turns[scene.drawn].step
+    step = scene.steps[scene.drawn]
     root = f"{scene.before}{scene.tree_names[0]}"
     root_end = EDGE + 14 + len(root) * GLYPH * TREE_SIZE + 5
     texts = (*scene.tree_names, scene.names[scene.drawn][-1])
-    nodes = place_tree(scene.turns[scene.drawn], texts, root_end, WIDTH - EDGE - 14)
+    nodes = place_tree(scene.steps[scene.drawn], texts, root_end, WIDTH - EDGE - 14)
     lines = strip_lines(scene.names, WIDTH - 2 * EDGE)
     tree_height = -min(node.y for node in nodes)
     height = tree_height + 36 * len(lines) + 190
@@ -243,7 +235,7 @@ def draw(scene: Scene, colours: Mapping[str, str]) -> Figure:
     draw_tree(pen, placed, (root_end, root_y))
     below = top - tree_height - 52
     written = sum(map(len, scene.names))
-    pen.words(EDGE, below, f"{written} tokens in {len(scene.turns)} target passes", 12.5, weight="bold")
+    pen.words(EDGE, below, f"{written} tokens in {len(scene.steps)} target passes", 12.5, weight="bold")
     draw_legend(pen, below, WIDTH - EDGE)
     draw_strip(pen, scene, lines, below - 40)
     return figure

@@ -15,12 +15,12 @@ picture, decode = import_module("loop_picture"), import_module("draw_loop")
 
 # The root 7 has the children 1 and 2; 2 has the child 3. The step kept 2 and 3, and the target wrote 9.
 TREE = TokenTree.of_list([7, 1, 2, 3], TreeShape((-1, 0, 0, 2)))
-TURN = picture.Turn(Step((2, 3, 9), 2, 2, 3, 0.0, 0.0, 0.0), TREE)
-PREFILL = picture.Turn(Step((7,), 0, 0, 0, 0.0, 0.0, 0.0, is_prefill=True), None)
+STEP = Step((2, 3, 9), 2, 2, 3, tree=TREE, path=(2, 3))
+PREFILL = Step((7,), 0, 0, 0, is_prefill=True)
 
 
 def test_kept_nodes_stand_in_line_with_the_targets_own_token_and_dropped_ones_beside_it() -> None:
-    nodes = picture.place_tree(TURN, ["7", "1", "2", "3", "9"], 0.0, 400.0)
+    nodes = picture.place_tree(STEP, ["7", "1", "2", "3", "9"], 0.0, 400.0)
     assert [(node.text, node.role, node.parent) for node in nodes] == [
         ("1", "dropped", -1),
         ("2", "kept", -1),
@@ -33,15 +33,15 @@ def test_kept_nodes_stand_in_line_with_the_targets_own_token_and_dropped_ones_be
 
 def test_the_step_with_the_most_kept_letters_is_drawn_and_a_step_that_dropped_nothing_never() -> None:
     chain = TokenTree.chain([7, 2])
-    whole = picture.Turn(Step((2, 9), 1, 1, 1, 0.0, 0.0, 0.0), chain)
-    assert decode.chosen([PREFILL, whole, TURN], [["a"], ["kept", "b"], ["c", "d", "e"]]) == 2
-    assert decode.chosen([PREFILL, TURN, TURN], [["a"], ["c", "d", "e"], ["cost", "of", "e"]]) == 2
+    whole = Step((2, 9), 1, 1, 1, tree=chain, path=(1,))
+    assert decode.chosen([PREFILL, whole, STEP], [["a"], ["kept", "b"], ["c", "d", "e"]]) == 2
+    assert decode.chosen([PREFILL, STEP, STEP], [["a"], ["c", "d", "e"], ["cost", "of", "e"]]) == 2
     with pytest.raises(ValueError, match="give another prompt"):
         decode.chosen([PREFILL, whole], [["a"], ["kept", "b"]])
 
 
 def test_the_light_picture_turns_into_the_dark_one_by_its_style_alone(tmp_path: Path) -> None:
-    scene = picture.Scene([PREFILL, TURN], [["The"], ["total", "cost", "of"]], 1, ["The", "first", "total", "cost"], "")
+    scene = picture.Scene([PREFILL, STEP], [["The"], ["total", "cost", "of"]], 1, ["The", "first", "total", "cost"], "")
     written = {}
     for name, colours in (("light", picture.LIGHT), ("dark", picture.DARK)):
         picture.save(picture.draw(scene, colours), tmp_path / f"{name}.svg", "a tiny tree")

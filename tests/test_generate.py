@@ -207,6 +207,20 @@ def test_a_step_counts_what_was_accepted_offered_and_drafted(counting: CausalLM)
     assert [step.is_prefill for step in generation.steps] == [True, False, False, False, False, False]
 
 
+def test_a_step_keeps_its_tree_and_its_accepted_nodes_where_they_are_asked_for(counting: CausalLM) -> None:
+    drafts = ((0, 1, 2), (2, 3, 9)), ((0, 0, 2, 2), (9, 5, 9, 6)), ((), ()), ((0, 1), (9, 9))
+    config = DecodingConfig(10, eos_token_ids=(6,), trees=True)
+    steps = Engine(counting, ScriptedDrafter(*drafts)).decode([0], config).steps
+    assert [step.tree and (step.tree.token_list, step.tree.shape.parents, step.path) for step in steps] == [
+        None,  # the prefill
+        ([1, 2, 3, 9], (-1, 0, 1, 2), (1, 2)),
+        ([4, 9, 5, 9, 6], (-1, 0, 0, 2, 2), (2, 4)),  # the text ends inside the draft
+    ]
+    assert all(
+        step.tree is None for step in Engine(counting, ScriptedDrafter(*drafts)).decode([0], DecodingConfig(10)).steps
+    )
+
+
 def test_what_stands_behind_a_refused_token_was_offered_all_the_same(counting: CausalLM) -> None:
     generation = Engine(counting, ScriptedDrafter(((0, 1, 2, 3), (9, 3, 4, 5)))).decode([0], DecodingConfig(10))
     assert counts(generation.steps)[1] == ((2,), 0, 4, 4)

@@ -48,7 +48,7 @@ def test_a_push_delivers_every_byte_to_a_private_repository_and_keeps_the_token_
         "from huggingface_hub.utils import logging as hub_logging; hub_logging.set_verbosity_debug()\n"
         "print(upload(sys.argv[1], sys.argv[2]))\n"
     )
-    settings = {"HF_ENDPOINT": hub.address, "HF_HUB_DISABLE_XET": "1", "HF_DEBUG": "1"}
+    settings = {"HF_ENDPOINT": hub.address, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "HF_DEBUG": "1"}
     environment = {**os.environ, **settings, "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(
         [sys.executable, "-c", program, str(folder), REPOSITORY],

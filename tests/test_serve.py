@@ -244,8 +244,17 @@ def test_a_draft_with_a_window_is_told_of_and_never_sent_to_a_server_that_knows_
     for name, whole in (("null", {"sliding_window": None}), ("long", {"sliding_window": 64})):
         folder = folder_of(tmp_path / name, **about, **whole)
         assert not warned(command(folder, "vllm"), "window") and "--format gguf" in refusals_of(folder)["llama.cpp"]
-    unused = folder_of(tmp_path / "unused", **about, sliding_window=16, use_sliding_window=False)
-    assert "--format gguf" in refusals_of(unused)["llama.cpp"]
+    unsaid = folder_of(tmp_path / "unsaid", **about | {"model_type": "qwen3"}, sliding_window=16)  # off by default
+    assert not warned(command(unsaid, "vllm"), "window") and "--format gguf" in refusals_of(unsaid)["llama.cpp"]
+    for name, used in (("off", False), ("on", True)):
+        folder = folder_of(
+            tmp_path / name,
+            **about | {"model_type": "qwen3"},
+            sliding_window=16,
+            use_sliding_window=used,
+            max_window_layers=0,
+        )
+        assert warned(command(folder, "vllm"), "window of 16 tokens") is used
 
 
 def test_drafts_by_argmax_are_told_of_with_the_option_that_draws_them(heads: Path, draft: Path, gguf: Path) -> None:

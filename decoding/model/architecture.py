@@ -34,6 +34,13 @@ def attention_window(text_config: PreTrainedConfig) -> int | None:
     return None if None in sizes else max(size for size in sizes if size is not None)
 
 
+def shortest_window(text_config: PreTrainedConfig) -> int | None:
+    """Return the shortest window of any layer; None if every layer attends to all that the positions allow."""
+    window = min((size for size in windows(text_config).values() if size is not None), default=None)
+    positions: int | None = getattr(text_config, "max_position_embeddings", None)
+    return None if window is None or (positions is not None and positions <= window) else window
+
+
 def max_positions(text_config: PreTrainedConfig) -> int | None:
     """Return the greatest length of a text, in tokens; None if the config sets no limit.
 

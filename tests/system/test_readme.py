@@ -101,6 +101,7 @@ def environment(desk: Path, hub: FakeHub) -> dict[str, str]:
         "HF_ENDPOINT": hub.address,
         "HF_TOKEN": TOKEN,
         "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": "0",
         "NO_PROXY": "127.0.0.1",
     }
 

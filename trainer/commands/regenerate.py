@@ -15,7 +15,6 @@ from decoding.drafters.registry import DrafterLoader, parse_drafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.generate import DecodingConfig
 from decoding.measure.machine import commit, versions
-from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.options import RegenerateOptions
@@ -26,6 +25,7 @@ from trainer.data.conversations import read_conversations
 from trainer.files.folders import sha256_of
 from trainer.quickstart import resolve
 from trainer.run.answering import Summary, answer
+from trainer.target.fingerprints import kept_fingerprint
 from trainer.target.in_process import TargetBackend
 from trainer.terminal.console import say, standard_error, standard_output
 
@@ -136,7 +136,7 @@ def _target(
     )
     chat = tokenizer.chat_template is not None
     backend = TargetBackend(target, tokenizer, drafter, config, options.batch_size)
-    fingerprint = stored_fingerprint(name, trusted)
+    fingerprint = kept_fingerprint(name, trusted)
     static = {} if target.static is None else {"static": target.static}  # other kernels may round otherwise
     return backend, {"chat": chat, "dtype": options.dtype, **static, "target_fingerprint": fingerprint}
 

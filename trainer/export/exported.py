@@ -5,9 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
+from decoding.model.architecture import shortest_window
 from decoding.model.header import read_object
 from decoding.model.heads import read_config as read_heads_config
-from decoding.model.loading import is_heads_folder
+from decoding.model.loading import UNREADABLE, is_heads_folder
 from decoding.model.parallel import is_parallel_folder
 from decoding.model.parallel import read_config as read_parallel_config
 from decoding.model.stored import weights_header
@@ -47,11 +50,15 @@ class Exported:
 
     @property
     def window(self) -> int | None:
-        """The tokens that a draft attends to, where they are fewer than its positions; None: the whole text."""
-        window, positions = self.config.get("sliding_window"), self.config.get("max_position_embeddings")
-        if not isinstance(window, int) or self.config.get("use_sliding_window", True) is False:
+        """The tokens that a layer of a draft attends to, as transformers reads config.json; None: the whole text.
+
+        None too for heads, and for a config that transformers cannot read.
+        """
+        try:
+            config = AutoConfig.for_model(**self.config)
+        except UNREADABLE:
             return None
-        return None if isinstance(positions, int) and positions <= window else window
+        return shortest_window(config.get_text_config(decoder=True))
 
     @property
     def lacks_lm_head(self) -> bool:

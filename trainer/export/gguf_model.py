@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from decoding.model.architecture import windows
+from decoding.model.architecture import shortest_window
 
 ARCHITECTURES = {
     "llama": MODEL_ARCH.LLAMA,
@@ -91,8 +91,7 @@ def _check_settings(config: PreTrainedConfig) -> None:
     """Refuse settings that llama.cpp has no key for in these architectures."""
     if config.hidden_act != "silu":
         raise ValueError(f"hidden_act is {config.hidden_act}, and llama.cpp computes silu: {_REMEDY}")
-    window = min((size for size in windows(config).values() if size is not None), default=None)
-    if window is not None and window < config.max_position_embeddings:
+    if (window := shortest_window(config)) is not None:
         raise ValueError(
             f"the model attends to a window of {window} tokens, which llama.cpp would not: set sliding_window to null, "
             f"and max_position_embeddings to at most {window}, in its config.json"

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from decoding.measure.machine import commit, versions
-from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.heads import CONFIG_NAME, MedusaHeads
 from decoding.model.hub import folder_with, hub_name, revisions
 from decoding.model.stored import WEIGHT_FILES
@@ -25,6 +24,7 @@ from trainer.export.published import MEDUSA_NAME, PICKLE_NAME, Published, find_p
 from trainer.export.readback import check_stored
 from trainer.files.folders import sha256_of, write_folder
 from trainer.run.provenance import write_provenance
+from trainer.target.fingerprints import kept_fingerprint
 from trainer.target.stored_lm_head import read_lm_head
 
 IMPORTED = "imported"
@@ -140,7 +140,7 @@ def _provenance(origin: Mapping[str, Any], target: str | None, trust_remote_code
         return {IMPORTED: dict(origin), "target": {"name": origin["base_model"], "fingerprint": None}}
     named = hub_name(target)
     name = str(Path(target).resolve()) if named is None else named.repo_id
-    fingerprint = stored_fingerprint(target, trust_remote_code)
+    fingerprint = kept_fingerprint(target, trust_remote_code)
     return {
         IMPORTED: dict(origin),
         "target": {"name": name, "fingerprint": fingerprint},
