@@ -11,7 +11,7 @@ endif
 BIN = .venv/bin
 PYTEST = $(BIN)/python -m pytest -n 2
 
-.PHONY: demo test check format clean engines vllm
+.PHONY: demo test check format clean docs engines vllm
 
 demo: .venv/.ready
 	HF_HUB_OFFLINE=1 $(BIN)/python scripts/demo.py
@@ -25,6 +25,11 @@ test: lint engines
 check: lint
 	$(BIN)/mypy
 	$(PYTEST) --dist worksteal tests/gpu tests/test_*.py
+
+# The documentation site, into site/: a warning is an error.
+docs: .venv/.ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "written: site/index.html"
 
 # Exports in real vLLM, before a release: its environment is made once, in the user's cache folder (3 GB).
 vllm: .venv/.ready
@@ -52,4 +57,4 @@ engines: .venv-engines/.ready
 	sh scripts/setup.sh
 
 clean:
-	rm -rf .venv .venv-engines runs build *.egg-info
+	rm -rf .venv .venv-engines runs build site *.egg-info

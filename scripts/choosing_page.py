@@ -60,7 +60,8 @@ def _lines(report: Report) -> Iterator[str]:
     yield (
         "Heads, a parallel draft, an ordinary draft or lookup: the largest speed-up over plain decoding that each "
         "reached, one text at a time, by the best of those of its ways to draft that were timed on the most prompts; "
-        "–: not timed there. Figures, intervals and machine are those of [accepted.md](accepted.md). Your target and "
+        "–: not timed there. Figures, intervals and machine are those of "
+        "[accepted, arm by arm](../results/accepted.md). Your target and "
         "texts are others: `headstart evaluate` with several `--drafter` measures yours in the same way.\n"
     )
     yield "| method | needs |\n|---|---|"

@@ -11,10 +11,10 @@ from decoding.measure.figures import NONE, estimate, number
 SETTINGS = {"greedy": "greedy", "sampling": "T=1"}
 
 
-def publish(results: dict[str, Any], docs: Path) -> None:
-    """Write ``drafts-measured.md`` and ``drafts.svg`` into a folder."""
-    (docs / "drafts-measured.md").write_text(page(results))
-    plot(results, comparisons_of(results)["sizes"], docs / "drafts.svg")
+def publish(results: dict[str, Any], folder: Path) -> None:
+    """Write ``drafts.md`` and ``drafts.svg`` into a folder."""
+    (folder / "drafts.md").write_text(page(results))
+    plot(results, comparisons_of(results)["sizes"], folder / "drafts.svg")
 
 
 def comparisons_of(results: dict[str, Any]) -> dict[str, list[str]]:

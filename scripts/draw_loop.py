@@ -1,6 +1,6 @@
 """Draw the decoding loop on a real text: one step's tree, kept and dropped nodes, and the text growing pass by pass.
 
-Usage: scripts/draw_loop.py --target MODEL --drafter SPEC --prompt TEXT [--output docs/loop.svg]
+Usage: scripts/draw_loop.py --target MODEL --drafter SPEC --prompt TEXT [--output docs/explanation/loop.svg]
 
 The picture holds the tokens that target and drafter write in fp32, greedily. Its tree is that of the step whose kept
 nodes have the most letters, among the steps that dropped nodes too. An .svg follows the reader's light or dark scheme.
@@ -78,7 +78,9 @@ def main() -> None:
         "--prompt", required=True, help="text to answer, or to continue where there is no chat template"
     )
     parser.add_argument("--max-new-tokens", type=int, default=48, help="longest continuation, in tokens")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "loop.svg", help=".svg, or .png for a look")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "docs" / "explanation" / "loop.svg", help=".svg, or .png for a look"
+    )
     parser.add_argument("--dark", action="store_true", help="draw a .png in the dark colours")
     options = parser.parse_args()
     model = HeadstartModel.from_pretrained(options.target, options.drafter, dtype=torch.float32)

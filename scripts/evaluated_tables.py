@@ -1,4 +1,4 @@
-"""Tables of docs/measured.md and docs/plan.md: an evaluation by task and by cell, predictions beside measurements."""
+"""Tables of docs/results/measured.md and docs/how-to/plan.md: an evaluation by task, by cell, and as predicted."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

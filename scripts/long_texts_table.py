@@ -1,4 +1,4 @@
-"""The table of docs/drafts.md on long texts: drafts with and without a window, by `benchmarks/long_texts.py`."""
+"""The table of docs/how-to/drafts.md on long texts: drafts with and without a window, by `benchmarks/long_texts.py`."""
 
 from typing import Any
 

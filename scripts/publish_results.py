@@ -1,8 +1,8 @@
-"""Put a report's figures where readers see them: benchmarks/results/, the README, docs/measured.md and its plot.
+"""Put a report's figures where readers see them: benchmarks/results/, the README and the pages of docs/.
 
 Usage: scripts/publish_results.py REPORT NAME; the pages show those with NAME quickstart, policies,
 accepted, drafts, spec_bench, spec_bench_sampled, crossover, planned, served, speed, long_texts, and those of
-docs/scale.md.
+docs/results/scale.md.
 """
 
 import json
@@ -146,8 +146,8 @@ def lead_table(report: Report) -> str:
     return "\n".join(lines) + (
         "\n\nOver plain decoding, and in brackets over assisted generation of `transformers` with its defaults and the "
         f"ordinary draft of the same data and steps, on prompts of {text(prompts)} that no training saw. A *widened* "
-        "target computes the same function at a larger one's cost. [Every method](docs/accepted.md); "
-        "[which to choose](docs/choosing.md)."
+        "target computes the same function at a larger one's cost. [Every method](docs/results/accepted.md); "
+        "[which to choose](docs/how-to/choosing.md)."
     )
 
 
@@ -239,30 +239,33 @@ Blocks = tuple[tuple[str, Callable[[Report], str]], ...]
 PLACES: dict[str, dict[str, Blocks]] = {
     "quickstart": {
         "README.md": (("headline", headline), ("table", short_table)),
-        "docs/measured.md": (("quickstart", long_table),),
+        "docs/results/measured.md": (("quickstart", long_table),),
     },
-    "policies": {"docs/measured.md": (("policies", policies_table),)},
-    "spec_bench": {"docs/measured.md": (("spec_bench", tasks_table),)},
-    "spec_bench_sampled": {"docs/measured.md": (("spec_bench_sampled", tasks_table),)},
-    "crossover": {"docs/measured.md": (("crossover", cells_table),)},
-    "planned": {"docs/plan.md": (("planned", predictions_table), ("trees", trees_table))},
-    "speed": {"docs/measured.md": (("speed", goals_table), ("drafters", drafters_table))},
-    "served": {"docs/serving.md": (("served", served_table),)},
-    "long_texts": {"docs/drafts.md": (("long_texts", long_texts_table),)},
+    "policies": {"docs/results/measured.md": (("policies", policies_table),)},
+    "spec_bench": {"docs/results/measured.md": (("spec_bench", tasks_table),)},
+    "spec_bench_sampled": {"docs/results/measured.md": (("spec_bench_sampled", tasks_table),)},
+    "crossover": {"docs/results/measured.md": (("crossover", cells_table),)},
+    "planned": {"docs/how-to/plan.md": (("planned", predictions_table), ("trees", trees_table))},
+    "speed": {"docs/results/measured.md": (("speed", goals_table), ("drafters", drafters_table))},
+    "served": {"docs/how-to/serving.md": (("served", served_table),)},
+    "long_texts": {"docs/how-to/drafts.md": (("long_texts", long_texts_table),)},
     "accepted": {
         "README.md": (("lead", lead_table),),
-        "docs/accepted.md": (
-            ("choosing", lambda _: "[choosing.md](choosing.md)."),
+        "docs/results/accepted.md": (
+            ("choosing", lambda _: "[choosing](../how-to/choosing.md)."),
             ("accepted", accepted_table),
             ("compared", compared_table),
             ("gained", gained_tables),
             ("trained", trained_table),
         ),
     },
-    **{name: {"docs/scale.md": ((name, write),)} for name, write in SCALE.items()},
+    **{name: {"docs/results/scale.md": ((name, write),)} for name, write in SCALE.items()},
 }
 """Name of a report -> page -> the marked blocks in it, each with the function that writes it."""
-PICTURES = {"quickstart": ("docs/speedup.svg", speedup_figure), "crossover": ("docs/crossover.svg", crossover_figure)}
+PICTURES = {
+    "quickstart": ("docs/results/speedup.svg", speedup_figure),
+    "crossover": ("docs/results/crossover.svg", crossover_figure),
+}
 UNPUBLISHED = "Not published yet."
 
 
@@ -281,7 +284,7 @@ def renewed(page: str, name: str, content: str) -> str:
 
 
 def main(source: str, name: str) -> None:
-    """Copy the report, renew its blocks in the pages, and write what stands on it alone: the plot, docs/choosing.md."""
+    """Copy the report, renew its blocks in the pages, and write what stands on it alone: plot, page of choices."""
     report = json.loads(Path(source).read_text())
     pages = {}
     for place, blocks in PLACES.get(name, {}).items():
@@ -289,14 +292,14 @@ def main(source: str, name: str) -> None:
         for marked, write in blocks:
             pages[place] = renewed(pages[place], marked, write(report))
     if name == "accepted":
-        pages["docs/choosing.md"] = choosing_page(report)
+        pages["docs/how-to/choosing.md"] = choosing_page(report)
     destination = results_folder(report) / f"{name}.json"
     destination.parent.mkdir(parents=True, exist_ok=True)
     destination.write_text(json.dumps(report, indent=1) + "\n")
     for place, page in pages.items():  # all of them were made before anything is written
         (ROOT / place).write_text(page)
     if name == "drafts":
-        publish_drafts(report, ROOT / "docs")
+        publish_drafts(report, ROOT / "docs" / "results")
     if name in PICTURES:
         picture, draw = PICTURES[name]
         plt.rcParams["svg.hashsalt"] = name  # the same figures, the same file

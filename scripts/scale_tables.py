@@ -1,4 +1,4 @@
-"""The tables of docs/scale.md: what data, training, evaluation and batches cost, each from one program's report."""
+"""Tables of docs/results/scale.md: what data, training, evaluation and batches cost, each from one program's report."""
 
 import statistics
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The table of docs/serving.md: engines and artefacts, as `benchmarks/served.py` compares them."""
+"""The table of docs/how-to/serving.md: engines and artefacts, as `benchmarks/served.py` compares them."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The tables of `benchmarks/speed.py` in docs/measured.md: figures wanted and measured, and every way to draft."""
+"""Tables of `benchmarks/speed.py` in docs/results/measured.md: figures wanted and measured, every way to draft."""
 
 from typing import Any
 

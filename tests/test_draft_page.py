@@ -29,7 +29,7 @@ def results() -> Any:
 
 
 def test_the_page_is_what_the_script_writes_from_the_figures(drafts: ModuleType, results: Any) -> None:
-    assert (ROOT / "docs" / "drafts-measured.md").read_text() == drafts.page(results)
+    assert (ROOT / "docs" / "results" / "drafts.md").read_text() == drafts.page(results)
 
 
 def test_no_arm_is_missing_from_what_was_measured(drafts: ModuleType, results: Any) -> None:

@@ -27,15 +27,15 @@ from decoding.model.loading import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-PYTHON = (ROOT / "docs" / "python.md").read_text()
-TRAINING = (ROOT / "docs" / "training.md").read_text()
-DRAFTS = (ROOT / "docs" / "drafts.md").read_text()
-PLAN = (ROOT / "docs" / "plan.md").read_text()
-EVALUATE = (ROOT / "docs" / "evaluate.md").read_text()
-DIAGNOSE = (ROOT / "docs" / "diagnose.md").read_text()
-ARTEFACTS = (ROOT / "docs" / "artefacts.md").read_text()
-SERVING = (ROOT / "docs" / "serving.md").read_text()
-VERIFY = (ROOT / "docs" / "verify.md").read_text()
+PYTHON = (ROOT / "docs" / "how-to" / "python.md").read_text()
+TRAINING = (ROOT / "docs" / "how-to" / "heads.md").read_text()
+DRAFTS = (ROOT / "docs" / "how-to" / "drafts.md").read_text()
+PLAN = (ROOT / "docs" / "how-to" / "plan.md").read_text()
+EVALUATE = (ROOT / "docs" / "how-to" / "evaluate.md").read_text()
+DIAGNOSE = (ROOT / "docs" / "how-to" / "diagnose.md").read_text()
+ARTEFACTS = (ROOT / "docs" / "how-to" / "export.md").read_text()
+SERVING = (ROOT / "docs" / "how-to" / "serving.md").read_text()
+VERIFY = (ROOT / "docs" / "how-to" / "verify.md").read_text()
 _TINY_RECIPE = (
     "training.steps=2 training.batch_size=2 training.micro_batch_size=2 data.max_length=64 evaluation.prompts=1 "
     "evaluation.max_new_tokens=4 tracking=none"
