@@ -23,7 +23,7 @@ from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_tokenizer
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import SAMPLED_VERIFY
-from trainer.cli import BAD_INPUT, app, guarded
+from trainer.cli import app, guarded
 from trainer.commands.artefact_options import ExportOptions, ImportOptions, PushOptions, ServeCommandOptions
 from trainer.commands.options import (
     CompareOptions,
@@ -34,6 +34,7 @@ from trainer.commands.options import (
     RegenerateOptions,
 )
 from trainer.commands.proof_options import DiagnoseOptions, VerifyOptions
+from trainer.terminal.exit_codes import ExitCode
 
 CLI = CliRunner()
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -298,7 +299,7 @@ def test_bad_input_is_one_line_and_exit_code_two(models: Path, case: str) -> Non
     arguments, complaint = ERRORS[case]
     places = {"TARGET": str(models / "target"), "HEADS": str(models / "heads")}
     result = CLI.invoke(app, [places.get(word, word) for word in arguments])
-    assert result.exit_code == BAD_INPUT
+    assert result.exit_code == ExitCode.BAD_INPUT
     assert complaint in " ".join(result.output.split())
     assert len(result.output.strip().splitlines()) == 1
     assert "Traceback" not in result.output
@@ -307,7 +308,7 @@ def test_bad_input_is_one_line_and_exit_code_two(models: Path, case: str) -> Non
 def test_debug_shows_the_traceback(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADSTART_DEBUG", "0")
     result = CLI.invoke(app, ["--debug", "generate", "--target", "./nowhere", "--prompt", "a"])
-    assert result.exit_code == BAD_INPUT and "Traceback" in result.output
+    assert result.exit_code == ExitCode.BAD_INPUT and "Traceback" in result.output
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate", "generate", "export", "push"])

@@ -19,7 +19,7 @@ from scripted_endpoint import Endpoint as ScriptedEndpoint
 from scripted_endpoint import Reply, Request, chat, completion, in_turn, last_words, serve
 from tiny_training import write_rows
 
-from trainer.cli import BAD_INPUT, guarded
+from trainer.cli import guarded
 from trainer.commands.options import RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
 from trainer.data.answers import Answered, Outcome
@@ -28,6 +28,7 @@ from trainer.run.answering import Summary
 from trainer.target import endpoint as endpoint_module
 from trainer.target.connection import Served
 from trainer.target.endpoint import Asked, EndpointBackend
+from trainer.terminal.exit_codes import ExitCode
 
 KEY = "sk-ThisIsNoRealKeyOnlyATest"
 
@@ -275,7 +276,7 @@ def test_the_key_is_not_printed_though_the_server_repeats_it(
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     with serve(lambda request: (status, {"error": {"message": f"bad key {KEY}"}})) as endpoint:
         chosen = options(tmp_path, endpoint.address, map(str, range(12)), concurrency=6)
-        assert guarded(partial(run_regenerate, chosen), debug) == BAD_INPUT
+        assert guarded(partial(run_regenerate, chosen), debug) == ExitCode.BAD_INPUT
     gc.collect()  # Python tells of errors that nobody asked for when their tasks go
     printed = "".join(capfd.readouterr())
     assert f"HTTP {status}" in printed and KEY not in printed

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_tokenizer
-from trainer.cli import BAD_INPUT, app
+from trainer.cli import app
 from trainer.commands.options import RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
 from trainer.data.answers import AnswerFile
@@ -27,6 +27,7 @@ from trainer.data.dataset import load_dataset
 from trainer.files.lock import hold_file
 from trainer.recipe.common import DataSection
 from trainer.run.answering import Summary
+from trainer.terminal.exit_codes import ExitCode
 
 
 @pytest.fixture(scope="module")
@@ -358,13 +359,15 @@ def test_the_command_ends_with_a_table_of_what_was_done(models: Path, tmp_path: 
     told = {name.strip(): value.strip() for name, value in figures.items()}
     assert told["conversations asked for"] == "2" and told["answered now"] == "1" and told["empty, set aside"] == "1"
     assert told["mean tokens of an answer"] == "4.0" and "tokens/s" in told
-    assert CliRunner().invoke(app, [*words, source]).exit_code == BAD_INPUT  # which would overwrite the prompts
+    assert (
+        CliRunner().invoke(app, [*words, source]).exit_code == ExitCode.BAD_INPUT
+    )  # which would overwrite the prompts
 
 
 def test_a_command_that_nothing_came_of_fails_and_names_no_file_that_is_not_there(models: Path, tmp_path: Path) -> None:
     source = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "a " * 90}, {"prompt": "b " * 90}])
     words = ["regenerate", "--target", str(models / "plain"), "--prompts", source, "--output"]
     result = CliRunner().invoke(app, [*words, str(tmp_path / "answers.jsonl")])
-    assert result.exit_code == BAD_INPUT
+    assert result.exit_code == ExitCode.BAD_INPUT
     assert "nothing was answered: all 2 conversations were set aside, that of line 1 because: " in result.output
     assert "written:" not in result.output

@@ -12,7 +12,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from trainer.cli import app
-from trainer.commands.usage import BAD_INPUT, Command, listed
+from trainer.commands.usage import Command, listed
+from trainer.terminal.exit_codes import ExitCode
 
 CLI = CliRunner()
 EVALUATE = ["evaluate", "--target", "t", "--prompts", "p", "--output", "o"]
@@ -38,7 +39,7 @@ OUT_OF_RANGE = [
 def error_of(arguments: list[str]) -> str:
     """What is printed for wrong usage: one line, with the exit code for it."""
     result = CLI.invoke(app, arguments)
-    assert result.exit_code == BAD_INPUT and isinstance(result.exception, SystemExit)
+    assert result.exit_code == ExitCode.BAD_INPUT and isinstance(result.exception, SystemExit)
     (line,) = result.output.splitlines()
     assert line.startswith("error: ")
     return line.removeprefix("error: ")

@@ -26,22 +26,20 @@ from trainer.commands.options import (
     RegenerateOptions,
 )
 from trainer.commands.proof_options import DiagnoseOptions, VerifyOptions
-from trainer.commands.usage import BAD_INPUT, Command
+from trainer.commands.usage import Command, Group
 from trainer.terminal.console import say, say_error, standard_error
+from trainer.terminal.exit_codes import ExitCode
 from trainer.terminal.quiet import quiet_libraries
 
 _ERRORS = standard_error()
-FAILED = 1  # a proof that fails, or a difference; bad input has another code
-INTERRUPTED = 143  # 128 + SIGTERM, as shells report it
 
 app = typer.Typer(
     help="Make a large language model decode faster without changing what it says.",
-    no_args_is_help=True,
-    add_completion=False,
+    cls=Group,
     pretty_exceptions_enable=False,
 )
 
-data = typer.Typer(help="Look at training data.", no_args_is_help=True)
+data = typer.Typer(help="Look at training data.", cls=Group)
 app.add_typer(data, name="data")
 
 Options = TypeVar("Options")
@@ -58,14 +56,14 @@ def guarded(work: Callable[[], None], debug: bool = False) -> int:
         work()
     except Interrupted as stop:
         say(_ERRORS, f"{stop}: start the same command again to resume")
-        return INTERRUPTED
+        return ExitCode.TERMINATED
     except (ValueError, OSError) as error:
         if debug:
             traceback.print_exc()
         else:
             say_error(_ERRORS, _one_sentence(error))
-        return BAD_INPUT
-    return 0
+        return ExitCode.BAD_INPUT
+    return ExitCode.DONE
 
 
 def _one_sentence(error: BaseException) -> str:
@@ -216,7 +214,7 @@ def verify(options: VerifyOptions) -> None:
     from trainer.commands.verify import run_verify
 
     if not run_verify(options):
-        raise typer.Exit(FAILED)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 @app.command(cls=Command)
@@ -226,7 +224,7 @@ def diagnose(options: DiagnoseOptions) -> None:
     from trainer.commands.diagnose import run_diagnose
 
     if not run_diagnose(options):
-        raise typer.Exit(FAILED)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 @app.command(cls=Command)
@@ -294,7 +292,7 @@ def push(options: PushOptions) -> None:
 
 def main() -> None:
     """Run the installed command."""
-    app()
+    app(prog_name="headstart")
 
 
 if __name__ == "__main__":  # accelerate launch -m trainer.cli

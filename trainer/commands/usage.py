@@ -1,21 +1,101 @@
-"""Checks of a command's options before it runs: each given once, numbers finite, every error one sentence."""
+"""Commands and groups of commands: their help, and checks of options before the work: every error one sentence."""
 
+import copy
 import math
-from collections.abc import Iterable, Mapping
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import typer
-from typer.core import TyperCommand
+from rich.text import Text
+from typer.core import TyperCommand, TyperGroup
 
+from trainer.commands.help import columns, full_page, list_page, rendered, short_page
 from trainer.terminal.console import say_error, standard_error
+from trainer.terminal.exit_codes import ExitCode
 
-BAD_INPUT = 2
 _UsageError: Any = typer.BadParameter.__bases__[0]
 """The base of all parser errors; typer gives it no name of its own."""
 
 
+Page = Callable[[Any, Any, int], Text]
+"""A help page of a command, its context and a width."""
+
+
+def close_output() -> None:
+    """Discard the rest of standard output, whose reader has ended."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _shows(page: Page) -> Callable[[Any, Any, Any], None]:
+    def show(ctx: Any, option: Any, value: bool) -> None:
+        if value and not ctx.resilient_parsing:
+            try:
+                typer.echo(rendered(page(ctx.command, ctx, columns())))
+                sys.stdout.flush()
+            except BrokenPipeError:
+                close_output()
+                raise typer.Exit(ExitCode.CLOSED_PIPE) from None
+            raise typer.Exit(ExitCode.DONE)
+
+    return show
+
+
+def _help_option(option: Any, name: str, text: str, page: Page) -> Any:
+    """Return a copy of typer's --help with another name, text and page."""
+    other = copy.copy(option)
+    other.name, other.opts = name.removeprefix("--").replace("-", "_"), [name]
+    other.help, other.callback = text, _shows(page)
+    return other
+
+
+class Group(TyperGroup):
+    """A group of commands with a help of one screen; its usage errors are one sentence."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the options, with a --help that prints the list of commands."""
+        *options, shown = super().get_params(ctx)
+        if not hasattr(self, "_list_option"):
+            self._list_option = _help_option(shown, "--help", "Show this page.", list_page)
+        return [*options, self._list_option]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the options before the command; without a command print the help and exit with `BAD_INPUT`."""
+        if not args and not ctx.resilient_parsing:
+            typer.echo(rendered(list_page(self, ctx, columns())))
+            raise typer.Exit(ExitCode.BAD_INPUT)
+        rest: list[str] = self._in_one_sentence(ctx, lambda: super(Group, self).parse_args(ctx, args))
+        return rest
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command; for an unknown one print a sentence and exit with `BAD_INPUT`."""
+        return self._in_one_sentence(ctx, lambda: super(Group, self).resolve_command(ctx, args))
+
+    def _in_one_sentence(self, ctx: Any, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except _UsageError as error:
+            message = f"{_sentence(error, {})}: see '{ctx.command_path} --help'"
+        say_error(standard_error(), message)
+        raise typer.Exit(ExitCode.BAD_INPUT)
+
+
 class Command(TyperCommand):
-    """A command that reports usage errors in one sentence and refuses an option given twice."""
+    """A command that reports usage errors in one sentence and refuses an option given twice.
+
+    ``--help`` is one screen; ``--help-all`` shows every option in full.
+    """
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the options, with --help and --help-all."""
+        *options, shown = super().get_params(ctx)
+        if not hasattr(self, "_help_options"):
+            self._help_options = [
+                _help_option(shown, "--help", "Show this page.", short_page),
+                _help_option(shown, "--help-all", "Show every option, with its whole help.", full_page),
+            ]
+        return [*options, *self._help_options]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the options; on an error print a sentence and exit with `BAD_INPUT`."""
@@ -32,7 +112,7 @@ class Command(TyperCommand):
         else:
             return rest
         say_error(standard_error(), message)
-        raise typer.Exit(BAD_INPUT)
+        raise typer.Exit(ExitCode.BAD_INPUT)
 
     def _check_given_once(self, given: Iterable[Any]) -> None:
         """Raise ValueError for an option of one value that is given twice: either value may be the one meant."""

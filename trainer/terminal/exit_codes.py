@@ -1,0 +1,31 @@
+"""Exit codes of every command; docs/reference/exit-codes.md shows the same table."""
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """An exit code: its number, its meaning in two or three words, and the whole of it in a sentence."""
+
+    short: str
+    meaning: str
+
+    def __new__(cls, number: int, short: str, meaning: str) -> "ExitCode":
+        """Make a member that equals its number."""
+        code = int.__new__(cls, number)
+        code._value_ = number
+        code.short, code.meaning = short, meaning
+        return code
+
+    DONE = 0, "done", "The work is done; a proof, a diagnosis or a check found nothing wrong."
+    FAILED = 1, "a check failed", "A proof failed, or a diagnosis or a check found a fault or a difference."
+    BAD_INPUT = 2, "bad input", "An option, a file or a model cannot be used; one sentence names it and the remedy."
+    INTERNAL_ERROR = 70, "internal error", "A fault of the program; one sentence names the file with the traceback."
+    OUT_OF_MEMORY = 71, "out of memory", "The memory of the device or of the machine is full."
+    STOPPED = 130, "Ctrl-C", "Stopped by Ctrl-C (SIGINT). Training saves its state first."
+    CLOSED_PIPE = 141, "closed pipe", "The reader of the output has ended, as `head` does. Nothing is printed."
+    TERMINATED = 143, "SIGTERM", "Stopped by SIGTERM. Training saves its state first."
+
+
+def exit_code_line() -> str:
+    """Return all codes in one line: "0 done, 1 a check failed, ...\""""
+    return ", ".join(f"{code.value} {code.short}" for code in ExitCode)
