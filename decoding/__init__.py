@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
+    "Conversation": "decoding.conversation",
     "DecodingConfig": "decoding.generate",
     "Engine": "decoding.engine",
     "HeadstartModel": "decoding.headstart_model",

@@ -1,3 +1,4 @@
+from decoding.conversation import Conversation as Conversation
 from decoding.engine import Engine as Engine
 from decoding.generate import DecodingConfig as DecodingConfig
 from decoding.headstart_model import HeadstartModel as HeadstartModel

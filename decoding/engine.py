@@ -53,7 +53,8 @@ class Engine:
         a batch's texts, in place of those that follow from the config.
 
         A ``cache`` made by ``target.new_cache`` can be handed from one call to the next, also after an interrupted one:
-        the prefix that a prompt shares with the text before is then not run again. The earlier call cannot continue.
+        the prefix that a prompt shares with the text before is then not run again by the target (drafts read the whole
+        prompt). The earlier call cannot continue. A `Conversation` keeps one for the turns of a chat.
 
         ValueError at once, not at the first step, for prompts, rules or drafters that do not fit.
         """

@@ -235,14 +235,14 @@ class Batch:
         text = self.texts[row]
         path, room = verdict.path, text.draft_room
         kept = (0, *path)
-        if self.keeps_states:
-            states = _nodes(hidden, kept)
-            # The next step of a static target overwrites its outputs, and may come before the next draft.
-            text.keep_states(states.clone() if self.target.is_static else states)
         self.cache.commit(row, start, kept)
         tokens = (*(tree.token_list[node] for node in path), verdict.token)
         if self.serves_calls:  # the root's keys are cached too
             self.cache.text += (text.tokens[-1], *tokens[:-1])
+        if self.keeps_states:
+            states = _nodes(hidden, kept)
+            # The next step of a static target overwrites its outputs, and may come before the next draft.
+            self._keep_states(text, states.clone() if self.target.is_static else states)
         logprobs = self._logprobs(tree, verdict, logits)
         emitted = text.emit(tokens, self.stop)
         # Tokens after the end of a text count neither as offered nor as accepted.
@@ -289,9 +289,9 @@ class Batch:
         """Run the prompts of these rows and emit their first tokens."""
         clock = PhaseClock(self.target.device)
         prompts = [self.texts[row].tokens for row in rows]
-        reused = self._reuse(prompts[0]) if self.serves_calls else 0
+        reused = self.cache.rewind(prompts[0], self.keeps_states) if self.serves_calls else 0
         if reused:
-            output = self.target.append([prompts[0][reused:]], self.cache)
+            output = self.target.append([prompts[0][reused:]], self.cache, self.keeps_states)
         else:
             for row in rows:
                 self.cache.truncate(row, 0)
@@ -306,22 +306,23 @@ class Batch:
         for index, (text, verdict) in enumerate(zip(texts, verdicts, strict=True)):
             text.hidden = output.hidden[index]
             if self.keeps_states:
-                text.keep_states(torch.zeros_like(text.hidden)[None])
-                text.keep_states(output.states[index])
+                for states in (torch.zeros_like(text.hidden)[None], *self.cache.states):
+                    text.keep_states(states)  # the first token was written from none
             if self.serves_calls:
                 self.cache.text = list(text.tokens)
+            if self.keeps_states:
+                self._keep_states(text, output.states[index])
             logprobs = self._logprobs(proposals[index].tree, verdict, output.logits[index, None])
             emitted = text.emit((verdict.token,), self.stop)
             step = Step(emitted, 0, 0, 0, is_prefill=True, logprobs=logprobs)
             steps.append((text.place, step.timed(0.0, verify_seconds * share, clock.total() * share)))
         return steps
 
-    def _reuse(self, prompt: Sequence[int]) -> int:
-        """Cut the cache to the beginning of the prompt that it holds from an earlier call; return its length.
-
-        It is 0 for a drafter that reads the target's states: the cache holds no states of earlier calls.
-        """
-        return self.cache.rewind(prompt[:1] if self.keeps_states else prompt)
+    def _keep_states(self, text: Text, states: Tensor) -> None:
+        """Keep the states at the text's latest cached tokens: for its drafter, and for the cache's later calls."""
+        text.keep_states(states)
+        if self.serves_calls:
+            self.cache.states.append(states)
 
     def _logprobs(self, tree: TokenTree, verdict: Verdict, logits: Tensor) -> tuple[float, ...]:
         """Return the log-probability of each token of a verdict, by the target's own logits at the node before it."""

@@ -48,9 +48,19 @@ def stream_pieces(steps: Iterable[Step], tokenizer: TextDecoder, hidden: Contain
     """Yield the text of each token as soon as its step is done; tokens in ``hidden`` (the EOS) have none."""
     detokenizer = Detokenizer(tokenizer)
     for step in steps:
-        for index, token in enumerate(step.tokens):
-            text = "" if token in hidden else detokenizer.push(token)
-            if text:
-                yield Piece(text, drafted=index < step.accepted)
+        yield from step_pieces(step, detokenizer, hidden)
     if rest := detokenizer.flush():
         yield Piece(rest, drafted=False)
+
+
+def step_pieces(step: Step, detokenizer: Detokenizer, hidden: Container[int] = ()) -> Iterator[Piece]:
+    """Yield the text that each token of a text's next step completes."""
+    for index, token in enumerate(step.tokens):
+        if token not in hidden and (text := detokenizer.push(token)):
+            yield Piece(text, drafted=index < step.accepted)
+
+
+def decode_text(tokens: Iterable[int], tokenizer: TextDecoder, hidden: Container[int] = ()) -> str:
+    """Return the text of new tokens as `stream_pieces` streams it."""
+    detokenizer = Detokenizer(tokenizer)
+    return "".join([*(detokenizer.push(token) for token in tokens if token not in hidden), detokenizer.flush()])

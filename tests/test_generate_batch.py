@@ -11,7 +11,7 @@ import pytest
 import torch
 from scripted_drafters import HostileDrafter, RandomPolicy, ScriptedDrafter
 from test_generate import Letters, shortest_with
-from tiny_models import FEW_FAMILIES, full_forward, naive_greedy, tiny_model
+from tiny_models import FEW_FAMILIES, full_forward, naive_greedy, positions_run, tiny_model
 from tiny_parallel import tiny_parallel_draft
 from torch import Tensor
 
@@ -360,19 +360,6 @@ def test_nobody_pays_for_logprobs_that_were_not_asked_for() -> None:
 # --- one text after another on one cache -----------------------------------------------------------------------------
 
 
-@contextmanager
-def positions_run(target: CausalLM) -> Iterator[list[int]]:
-    """How many positions each forward of the target runs."""
-    run: list[int] = []
-    handle = target.model.get_input_embeddings().register_forward_pre_hook(
-        lambda module, args: run.append(args[0].shape[1])
-    )
-    try:
-        yield run
-    finally:
-        handle.remove()
-
-
 @cache
 def greedy_of(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
     return naive_greedy(llama().model, prompt, count)
@@ -392,7 +379,7 @@ def test_each_turn_of_a_conversation_runs_only_what_is_new(name: str) -> None:
             "hostile": HostileDrafter(len(prompt), [*prompt, *wanted]),
             "tree": DRAFTERS["tree"](),
         }[name]
-        with positions_run(llama()) as run:
+        with positions_run(llama().model) as run:
             steps = list(Engine(llama(), drafter).steps(prompt, DecodingConfig(8), cache=kept))
         assert Generation.of(steps).tokens == wanted
         assert run[0] == fresh
@@ -404,7 +391,7 @@ def test_a_turn_that_ends_inside_a_block_keeps_what_is_text(counting: CausalLM) 
     config = DecodingConfig(10, eos_token_ids=(4,))
     drafter = ScriptedDrafter(((0, 1, 2, 3, 4), (2, 3, 4, 5, 6)))
     assert Generation.of(list(Engine(counting, drafter).steps([0], config, cache=kept))).tokens == (1, 2, 3, 4)
-    with positions_run(counting) as run:
+    with positions_run(counting.model) as run:
         steps = list(Engine(counting).steps([0, 1, 2, 3, 4, 9, 9], DecodingConfig(3), cache=kept))
     assert Generation.of(steps).tokens == (10, 11, 12)
     assert run[0] == 2, "0 to 4 were run, as drafts"
@@ -422,7 +409,7 @@ def test_a_turn_that_ends_inside_a_block_keeps_what_is_text(counting: CausalLM) 
 def test_of_another_prompt_what_it_begins_with_is_not_run_again(prompt: list[int], run_again: int) -> None:
     kept = llama().new_cache(64)
     list(Engine(llama()).steps([3, 1, 4, 1, 5], DecodingConfig(8), cache=kept))
-    with positions_run(llama()) as run:
+    with positions_run(llama().model) as run:
         steps = list(Engine(llama()).steps(prompt, DecodingConfig(8), cache=kept))
     assert Generation.of(steps).tokens == greedy_text(prompt) and run[0] == run_again
 

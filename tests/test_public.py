@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 PUBLIC = {
-    "decoding": {"DecodingConfig", "Engine", "HeadstartModel", "SamplingConfig", "speculate"},
+    "decoding": {"Conversation", "DecodingConfig", "Engine", "HeadstartModel", "SamplingConfig", "speculate"},
     "trainer": {"load_recipe", "run_recipe"},
 }
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from scripted_drafters import HostileDrafter, RandomPolicy
-from tiny_models import naive_greedy, tiny_model
+from tiny_models import naive_greedy, positions_run, tiny_model
 from tiny_parallel import states_before, tiny_parallel_draft
 from torch import Tensor
 
@@ -95,12 +95,30 @@ def test_every_token_comes_with_the_state_that_it_was_written_from(
 
 
 def test_a_prompt_that_continues_a_cached_text_comes_with_all_its_states(tiny_llama: CausalLM) -> None:
-    kept, text = tiny_llama.new_cache(8), [3, 1, 4]
-    for turn in range(3):
-        drafter = Reading(hostile(tiny_llama)) if turn != 1 else None
-        written = Generation.of(list(Engine(tiny_llama, drafter).steps(text, DecodingConfig(6), cache=kept))).tokens
+    """They are kept with the cache; behind a turn of another drafter, which kept none, the text runs again."""
+    kept, text, held = tiny_llama.new_cache(8), [3, 1, 4], 0
+    for turn in range(5):
+        drafter = Reading(hostile(tiny_llama)) if turn != 2 else None
+        with positions_run(tiny_llama.model) as run:
+            steps = list(Engine(tiny_llama, drafter).steps(text, DecodingConfig(6), cache=kept))
+        written = Generation.of(steps).tokens
         assert written == naive_greedy(tiny_llama.model, text, 6)
+        prefilled = next(place for place, _ in enumerate(run) if sum(run[: place + 1]) >= len(text) - held)
+        assert sum(run[: prefilled + 1]) == len(text) - held
+        held = len(text) + len(written) - 1 if turn != 2 else held  # the last token was written, but never run
         text = [*text, *written, 2]
+
+
+@pytest.mark.parametrize("static", [None, "eager"])
+def test_states_of_a_cut_and_appended_text_are_those_of_one_pass(static: str | None) -> None:
+    target, text = CausalLM(tiny_model("llama"), static=static), [3, 1, 4, 1, 5, 9, 2, 6]
+    cache = target.new_cache(16)
+    cache.text, cache.states = text, list(target.prefill([text], cache, keep_states=True).states)
+    other = [*text[:5], 7, 7, 7]
+    assert cache.rewind(other, with_states=True) == 5 == sum(map(len, cache.states))
+    output = target.append([other[5:]], cache, keep_states=True)
+    wanted = states_before(target, [*other, 0])[1:]
+    torch.testing.assert_close(torch.cat([*cache.states, *output.states]), wanted, rtol=0, atol=2e-5)
 
 
 def test_states_outlive_the_outputs_of_a_target_with_static_shapes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Random models that run a forward in under a millisecond, and plain greedy decoding without a cache as reference."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -177,3 +178,14 @@ def naive_greedy(model: PreTrainedModel, prompt: Sequence[int], count: int, pena
             logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
         text.append(int(logits.argmax()))
     return tuple(text[len(prompt) :])
+
+
+@contextmanager
+def positions_run(model: PreTrainedModel) -> Iterator[list[int]]:
+    """Yield a list that grows by the number of positions of every forward of the model."""
+    run: list[int] = []
+    handle = model.get_input_embeddings().register_forward_pre_hook(lambda module, args: run.append(args[0].shape[1]))
+    try:
+        yield run
+    finally:
+        handle.remove()

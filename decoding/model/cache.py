@@ -109,8 +109,8 @@ class PreallocatedCache(Cache):
     Sliding-window layers keep all positions here, so that rejected tokens can always be dropped; the window is in the
     mask. A draft whose layers all have windows drops what lies before them (`drop_first`). ``lengths[slot]`` is the
     number of positions that a row holds, ``dropped[slot]`` the number of its text's positions before these. ``text``
-    holds the tokens of row 0 whose keys are cached for certain; the decoding loop updates it in caches that serve
-    several calls.
+    holds the tokens of row 0 whose keys are cached for certain, ``states`` the inputs of the lm_head at the first of
+    them, as far as they were kept; the decoding loop updates both in caches that serve several calls.
     """
 
     def __init__(
@@ -131,6 +131,8 @@ class PreallocatedCache(Cache):
         """Number of the current buffers: a CUDA graph recorded on other buffers is invalid."""
         self.lease = 0
         self.text: list[int] = []
+        self.states: list[Tensor] = []
+        """Blocks of states, each (tokens, hidden)."""
         self._held: tuple[_Buffers, ...] = ()
         """Buffers of each device; empty before the first block."""
         self._handed_out: tuple[_Buffers, ...] = self._held
@@ -196,7 +198,7 @@ class PreallocatedCache(Cache):
         """Drop all texts; give the buffers, with room for ``capacity``, to a new generation. Older ones lose them."""
         self.lease += 1
         self.lengths, self.dropped = [0] * self.rows, [0] * self.rows
-        self.block, self.text = None, []
+        self.block, self.text, self.states = None, [], []
         self.reserve(capacity)
 
     def take(self) -> int:
@@ -301,10 +303,17 @@ class PreallocatedCache(Cache):
             assert layer.keys is not None and layer.values is not None, "nothing is cached yet"
             yield layer.keys[slot, :, :length], layer.values[slot, :, :length]
 
-    def rewind(self, prompt: Sequence[int]) -> int:
-        """Cut row 0 to the longest prefix that it shares with ``prompt[:-1]``; return that prefix's length."""
+    def rewind(self, prompt: Sequence[int], with_states: bool = False) -> int:
+        """Cut row 0 to the longest prefix that it shares with ``prompt[:-1]``; return that prefix's length.
+
+        ``with_states`` ends the prefix where the kept states end.
+        """
         common = common_length(self.text, prompt[:-1])
+        if with_states:
+            common = min(common, sum(map(len, self.states)))
         self.text = self.text[:common]
+        if self.states:
+            self.states = [torch.cat(self.states)[:common]]
         self.truncate(0, common)
         return common
 

@@ -165,19 +165,22 @@ class CausalLM:
         return ModelOutput(output.hidden[:, 0], output.logits[:, 0], states)
 
     @torch.inference_mode()
-    def append(self, blocks: Sequence[Sequence[int]], cache: PreallocatedCache) -> ModelOutput:
+    def append(
+        self, blocks: Sequence[Sequence[int]], cache: PreallocatedCache, keep_states: bool = False
+    ) -> ModelOutput:
         """Run a chain of tokens after each row.
 
-        Returns hidden state and logits of each row's last token, (rows, hidden) and (rows, vocab).
+        Returns hidden state and logits of each row's last token, (rows, hidden) and (rows, vocab). With
+        ``keep_states``, which runs in dynamic shapes, the states of all these tokens are returned too.
         """
         if not any(cache.lengths[: len(blocks)]):
-            return self.prefill(blocks, cache)
+            return self.prefill(blocks, cache, keep_states=keep_states)
         trees = [TokenTree.chain(block) for block in blocks]
-        if self._static is not None and self._static.fits(trees):
+        if self._static is not None and self._static.fits(trees) and not keep_states:
             output = ModelOutput(*self._static.run(trees, cache, last_only=True))
         else:
-            output = self._dynamic.append(blocks, cache)
-        return ModelOutput(output.hidden[:, 0], output.logits[:, 0])
+            output = self._dynamic.append(blocks, cache, keep_states)
+        return ModelOutput(output.hidden[:, 0], output.logits[:, 0], output.states)
 
     @torch.inference_mode()
     def step(self, tokens: Int[Tensor, " rows"], cache: PreallocatedCache) -> ModelOutput:

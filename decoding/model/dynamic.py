@@ -32,20 +32,26 @@ class DynamicSteps:
         device: torch.device = self._model.device
         return device
 
-    def append(self, blocks: Sequence[Sequence[int]], cache: PreallocatedCache) -> ModelOutput:
+    def append(
+        self, blocks: Sequence[Sequence[int]], cache: PreallocatedCache, keep_states: bool = False
+    ) -> ModelOutput:
         """Run a chain of tokens after each row, in pieces of up to `_APPENDED_TOKENS` tokens.
 
-        Returns hidden state and logits of each row's last token, (rows, 1, hidden) and (rows, 1, vocab).
+        Returns hidden state and logits of each row's last token, (rows, 1, hidden) and (rows, 1, vocab); with
+        ``keep_states`` also the states of all tokens of each row.
         """
         longest, size = max(map(len, blocks)), max(1, _APPENDED_TOKENS // len(blocks))
         last: ModelOutput | None = None
+        states: list[list[Tensor]] = [[] for _ in blocks]
         for begin in range(0, longest, size):
             pieces = [block[begin : begin + size] for block in blocks]
             # A row that is done runs one token more, of which the cache keeps nothing.
             trees = [TokenTree.chain(piece or [0]) for piece in pieces]
             select = last_of([len(tree) for tree in trees], 1, self._device)
             kept = None if all(pieces) else [len(piece) for piece in pieces]
-            output = self.run(trees, cache, [0] * len(trees), select, kept)
+            output = self.run(trees, cache, [0] * len(trees), select, kept, keep_states)
+            for row, piece, of_piece in zip(states, pieces, output.states, strict=keep_states):
+                row.append(of_piece[: len(piece)])
             if last is None or kept is None:
                 last = output
                 continue
@@ -53,7 +59,7 @@ class DynamicSteps:
             hidden = torch.where(runs, output.hidden, last.hidden)
             last = ModelOutput(hidden, torch.where(runs, output.logits, last.logits))
         assert last is not None, "there is no token to append"
-        return last
+        return last._replace(states=tuple(map(torch.cat, states)) if keep_states else ())
 
     def step(self, tokens: Int[Tensor, " rows"], cache: PreallocatedCache) -> ModelOutput:
         """Run one token after each row, a tree of a root alone; return (rows, 1, hidden) and (rows, 1, vocab)."""
@@ -74,17 +80,20 @@ class DynamicSteps:
         first: Sequence[int],
         select: Callable[[Tensor], Tensor] | None,
         kept: Sequence[int] | None = None,
+        keep_states: bool = False,
     ) -> ModelOutput:
         """Run the nodes of each tree from ``first`` on; the cache keeps the first ``kept`` of them (None: all).
 
-        Returns (rows, nodes, hidden) and (rows, nodes, vocab), of the positions alone that ``select`` picks.
+        Returns (rows, nodes, hidden) and (rows, nodes, vocab), of the positions alone that ``select`` picks; with
+        ``keep_states`` also each row's states of all nodes, padding included.
         """
         counts = [len(tree) - skipped for tree, skipped in zip(trees, first, strict=True)]
         size = max(counts)
         fresh = [tree.tokens[skipped:] for tree, skipped in zip(trees, first, strict=True)]
         tokens = stacked(fresh, size, self._device)
         if size == 1 and kept is None and not any(first):
-            return self.step(tokens[:, 0], cache)
+            output = self.step(tokens[:, 0], cache)
+            return output._replace(states=tuple(output.hidden)) if keep_states else output
         shapes = [tree.shape for tree in trees]
         if len(set(shapes)) == len(set(first)) == 1:
             depths = shapes[0].depth_tensor[first[0] :].to(self._device)
@@ -95,7 +104,8 @@ class DynamicSteps:
         positions = self._positions(starts, cache, depths)
         masks = self._masks.of_trees(shapes, starts, first, size)
         keys = cache.begin(range(len(trees)), size, self._device, counts)
-        output = run_model(self._model, self._model, tokens, positions, cache, _narrowed(masks, keys), select)
+        mask = _narrowed(masks, keys)
+        output = run_model(self._model, self._model, tokens, positions, cache, mask, select, keep_states)
         cache.end(counts if kept is None else kept)
         return output
 

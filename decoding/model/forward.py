@@ -17,7 +17,7 @@ from decoding.model.lm_head import capture_lm_head_input
 class ModelOutput(NamedTuple):
     """Outputs of a pass. ``hidden``: the input of the lm_head. ``logits``: its output.
 
-    ``states``: the inputs of the lm_head at all positions of each text, where a prefill was asked for them.
+    ``states``: the inputs of the lm_head at all positions of each text, where the pass was asked for them.
     """
 
     hidden: Float[Tensor, "*positions hidden"]
