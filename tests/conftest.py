@@ -3,7 +3,7 @@
 import gc
 
 import pytest
-from examples import register_profiles
+from hypothesis_profiles import register_profiles
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis_profiles import examples
 from tiny_models import full_forward
 from torch import Tensor
 

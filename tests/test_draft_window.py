@@ -7,9 +7,9 @@ import pytest
 import torch
 from distilling import objective_for
 from drafter_checks import accept_some, request
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis_profiles import examples
 from tiny_models import full_forward, naive_greedy, tiny_model
 from tiny_parallel import logits_after, states_before, tiny_parallel_draft
 from tiny_training import tiny_tokenizer

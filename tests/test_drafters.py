@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from drafter_checks import accept_some, opened, request
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis_profiles import examples
 from scripted_drafters import ScriptedDrafter
 from tiny_models import full_forward, tiny_model
 from torch import Tensor

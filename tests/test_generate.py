@@ -6,9 +6,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis_profiles import examples
 from scripted_drafters import HostileDrafter, RandomPolicy, ScriptedDrafter
 from tiny_models import naive_greedy, tiny_model
 

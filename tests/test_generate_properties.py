@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis_profiles import examples
 from scripted_drafters import HostileDrafter, RandomPolicy
 from test_generate import Letters, shortest_with
 from tiny_models import naive_greedy, tiny_model

@@ -195,7 +195,8 @@ def pointed_to(page: Path) -> list[Path]:
     """Return the files that a page links to or names by their path."""
     text = page.read_text()
     links = [page.parent / link for link in re.findall(r"\]\((?!http|#)([^)#]+)(?:#[^)]*)?\)", text)]
-    named = re.findall(r"`((?:decoding|trainer|scripts|recipes|docs)/[\w./-]*)`", text)
+    links += [page.parent / link for link in re.findall(r'(?:src|srcset)="(?!http)([^"]+)"', text)]
+    named = re.findall(r"`((?:decoding|trainer|scripts|recipes|docs|examples)/[\w./-]*)`", text)
     return links + [ROOT / found for found in named]
 
 

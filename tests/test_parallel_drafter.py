@@ -16,9 +16,9 @@ from drafter_checks import (
     check_text_of_the_seed,
     paths,
 )
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis_profiles import examples
 from tiny_models import naive_greedy, tiny_model
 from tiny_parallel import logits_after, masked_logits, states_before, tiny_parallel_draft
 from torch import Tensor

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis_profiles import examples
 from tiny_models import FAMILIES, FEW_ATTENTIONS, WINDOW, full_forward, tiny_model
 from torch import Tensor
 from torch.nn import functional as F

@@ -7,7 +7,11 @@ types stand in ``__init__.pyi``.
 from importlib import import_module
 from typing import Any
 
-_HOMES = {"load_recipe": "trainer.recipe.reading", "run_recipe": "trainer.run.train"}
+_HOMES = {
+    "load_recipe": "trainer.recipe.reading",
+    "prepare_target": "trainer.run.train",
+    "run_recipe": "trainer.run.train",
+}
 __all__ = list(_HOMES)
 
 

@@ -14,9 +14,9 @@ from drafter_checks import (
     opened,
     request,
 )
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis_profiles import examples
 from scripted_drafters import HostileDrafter
 from test_generate_sampling import FALSE_ALARM, decode_many, small_llama
 from tiny_models import full_forward, naive_greedy, tiny_model

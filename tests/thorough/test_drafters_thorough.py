@@ -4,9 +4,9 @@ import random
 
 import pytest
 from drafter_checks import accept_some, request
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis_profiles import examples
 from test_drafters import PENALISED, SAMPLED, assert_same, open_session
 from tiny_models import tiny_model
 

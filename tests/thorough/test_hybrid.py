@@ -16,9 +16,9 @@ from drafter_checks import (
     paths,
     request,
 )
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis_profiles import examples
 from scripted_drafters import ScriptedDrafter
 from test_generate_sampling import FALSE_ALARM, decode_many, small_llama
 from torch import Tensor

@@ -5,8 +5,7 @@ from typing import Protocol
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fixed_shapes import check_choice, static_of
 from decoding.model.loading import default_device, load_model, parse_dtype
-from trainer.quickstart import resolve
-from trainer.run.train import ensure_built
+from trainer.run.train import prepare_target
 
 
 class Reading(Protocol):
@@ -28,7 +27,6 @@ class Reading(Protocol):
 def read_target(name: str, options: Reading) -> CausalLM:
     """Read the target of this name; the embedded default is trained first where it is not there yet."""
     check_choice(options.static, default_device())
-    ensure_built(name)
     dtype, trusted = parse_dtype(options.dtype), options.trust_remote_code
-    model = load_model(resolve(name), dtype, trust_remote_code=trusted, device_map=options.device_map)
+    model = load_model(prepare_target(name), dtype, trust_remote_code=trusted, device_map=options.device_map)
     return CausalLM(model, static=static_of(options.static, model))

@@ -181,6 +181,15 @@ def _end(recipe: AnyRecipe, progress: Progress, finished: Progress) -> str:
     return line
 
 
+def prepare_target(name: str) -> str:
+    """Return the folder or hub id of a target; ``quickstart``, the embedded one, is trained first if it is not there.
+
+    A name such as ``quickstart/heldout.jsonl`` gives the file of its data.
+    """
+    ensure_built(name)
+    return quickstart.resolve(name)
+
+
 def ensure_built(target: str | None) -> None:
     """Train the embedded default target if ``target`` names it and it is not there yet."""
     if target is None or target.partition("/")[0] != quickstart.NAME or quickstart.is_built():

@@ -1,0 +1,144 @@
+"""Record one text decoded plainly and speculatively, and draw both runs as a moving picture.
+
+Usage: scripts/record_decode.py --target MODEL --drafter SPEC --prompt TEXT --report FILE.json --output FILE.svg
+       scripts/record_decode.py --redraw --report FILE.json --output FILE.svg
+
+Both runs are greedy and must write the same text. They take turns; each step lasts the median of its seconds over the
+runs. The report holds them with hardware and commit, and the picture shows the report's figures and nothing else, all
+slowed down alike. Beside FILE.svg a FILE-narrow.svg has one run above the other, for narrow screens.
+"""
+
+# ruff: noqa: E402  # waiting of threads is set before torch is imported
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from decoding.threads import spin_briefly
+
+spin_briefly()  # before torch is imported
+
+from decode_picture import picture
+from transformers import PreTrainedTokenizerBase
+
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig, Step
+from decoding.headstart_model import HeadstartModel
+from decoding.measure.machine import commit, hardware, versions
+from decoding.measure.redact import published_name
+from decoding.model.loading import eos_token_ids, load_tokenizer, parse_dtype
+from decoding.prompts import encode_prompt
+from decoding.stream import Detokenizer
+from decoding.tally import Tally
+from trainer import prepare_target
+
+
+def median_steps(runs: Sequence[Sequence[Step]]) -> list[Step]:
+    """Return the steps of repeated runs, each with its median seconds; ValueError if the runs differ in any token."""
+    if len({tuple(step.tokens for step in run) for run in runs}) > 1:
+        raise ValueError("repeated runs wrote different tokens: give --dtype fp32")
+    return [
+        same[0].timed(*(statistics.median(times) for times in zip(*map(_seconds, same), strict=True)))
+        for same in zip(*runs, strict=True)
+    ]
+
+
+def _seconds(step: Step) -> tuple[float, float, float]:
+    return step.draft_seconds, step.verify_seconds, step.total_seconds
+
+
+def told(
+    steps: Sequence[Step], runs: Sequence[Sequence[Step]], tokenizer: PreTrainedTokenizerBase, eos: Sequence[int]
+) -> dict[str, Any]:
+    """Return a run as it stands in the report. Time begins at the first token: the prefill has seconds of its own."""
+    tally, detokenizer, rows = Tally.of(steps), Detokenizer(tokenizer), []
+    for step in steps:
+        texts = ["" if token in eos else detokenizer.push(token) for token in step.tokens]
+        seconds = 0.0 if step.is_prefill else step.total_seconds
+        rows.append({"tokens": texts, "accepted": step.accepted, "drafted": step.drafted, "seconds": seconds})
+    rows[-1]["tokens"][-1] += detokenizer.flush()
+    return {
+        "tokens": 1 + tally.tokens,
+        "passes": tally.passes,
+        "seconds": tally.total_seconds,
+        "prefill_seconds": tally.prefill_seconds,
+        "tokens_per_second": tally.tokens_per_second,
+        "tokens_per_pass": tally.tokens_per_pass,
+        "seconds_of_each_run": [Tally.of(run).total_seconds for run in runs],
+        "steps": rows,
+    }
+
+
+def record(options: argparse.Namespace) -> dict[str, Any]:
+    """Decode in turns and return the report."""
+    name = prepare_target(options.target)
+    model = HeadstartModel.from_pretrained(name, options.drafter, dtype=parse_dtype(options.dtype))
+    assert model.drafter is not None
+    tokenizer = load_tokenizer(name)
+    eos = eos_token_ids(model.target.model, tokenizer)
+    config = DecodingConfig(max_new_tokens=options.max_new_tokens, eos_token_ids=eos)
+    prompt = encode_prompt(options.prompt, tokenizer, chat=True)
+    engines = {"plain": Engine(model.target), "speculative": Engine(model.target, model.drafter)}
+    runs: dict[str, list[list[Step]]] = {kind: [] for kind in engines}
+    for turn in range(1 + options.runs):  # the first turn warms up
+        for kind, engine in engines.items():
+            runs[kind] += [list(engine.steps(prompt, config))] * (turn > 0)
+    steps = {kind: median_steps(each) for kind, each in runs.items()}
+    texts = [[token for step in each for token in step.tokens] for each in steps.values()]
+    if texts[0] != texts[1]:
+        place = next((n for n, pair in enumerate(zip(*texts, strict=False)) if pair[0] != pair[1]), 0)
+        raise ValueError(
+            f"the two texts differ from token {place + 1} on, where {options.dtype} rounds a near-tie the other way: "
+            "give another prompt, or --dtype fp32"
+        )
+    report: dict[str, Any] = {
+        "target": published_name(options.target),
+        "parameters": sum(parameter.numel() for parameter in model.target.model.parameters()),
+        "drafter": model.drafter.label,
+        "prompt": options.prompt,
+        "dtype": options.dtype,
+        "runs": options.runs,
+        "hardware": hardware(),
+        "versions": versions(),
+        "commit": commit(),
+    }
+    report |= {kind: told(each, runs[kind], tokenizer, eos) for kind, each in steps.items()}
+    return report | {"speedup": report["plain"]["seconds"] / report["speculative"]["seconds"]}
+
+
+def main() -> None:
+    """Read the options, record unless a report is drawn again, draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", help="hub id or folder of the target, or quickstart")
+    parser.add_argument("--drafter", help="drafter, as for headstart generate")
+    parser.add_argument("--prompt", help="text to answer, or to continue where there is no chat template")
+    parser.add_argument("--max-new-tokens", type=int, default=100, help="longest continuation, in tokens")
+    parser.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32")
+    parser.add_argument("--runs", type=int, default=5, help="runs over which medians are taken")
+    parser.add_argument("--report", type=Path, required=True, help="JSON of the figures")
+    parser.add_argument("--output", type=Path, required=True, help="the picture, .svg")
+    parser.add_argument("--redraw", action="store_true", help="draw a report that is there, and measure nothing")
+    options = parser.parse_args()
+    if not options.redraw:
+        if missing := [name for name in ("target", "drafter", "prompt") if getattr(options, name) is None]:
+            parser.error(f"--{missing[0]} is missing: give it, or --redraw")
+        options.report.write_text(json.dumps(record(options), indent=1, ensure_ascii=False) + "\n")
+    report = json.loads(options.report.read_text())
+    for path, narrow in ((options.output, False), (narrow_of(options.output), True)):
+        path.write_text(picture(report, narrow))
+        print(f"written: {path} ({report['speedup']:.2f} times the speed)")
+
+
+def narrow_of(output: Path) -> Path:
+    """Return the file of the picture for narrow screens."""
+    return output.with_stem(f"{output.stem}-narrow")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"record_decode: {error}")

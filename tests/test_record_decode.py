@@ -1,0 +1,163 @@
+"""The moving picture of decoding: its report, its layout, and the committed picture held against its JSON."""
+
+import json
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import tiny_model
+from tiny_tokenizer import byte_tokenizer
+
+from decoding.generate import Step
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "scripts"))  # where the two scripts stand
+drawing, recording = import_module("decode_picture"), import_module("record_decode")
+REPORT = ROOT / "benchmarks" / "results" / "amd-epyc-2-cores" / "decode.json"
+PICTURES = [ROOT / "docs" / "pictures" / name for name in ("decode.svg", "decode-narrow.svg")]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def steps(*rows: tuple[list[str], int, float]) -> list[dict[str, Any]]:
+    return [{"tokens": tokens, "accepted": accepted, "seconds": seconds} for tokens, accepted, seconds in rows]
+
+
+def report(text: list[str] | None = None) -> dict[str, Any]:
+    """Four tokens in 3 s plainly, in 1 s by one pass that kept two drafted ones."""
+    text = text or ["a", " b", "\n  c", " d"]
+    plain = steps(([text[0]], 0, 0.0), *(([token], 0, 1.0) for token in text[1:]))
+    drafted = steps(([text[0]], 0, 0.0), (text[1:], 2, 1.0))
+    return {
+        "target": "T",
+        "drafter": "D",
+        "prompt": "P",
+        "commit": "c",
+        "hardware": {"processor": "X", "cores": 2, "threads": 1},
+        "plain": {"seconds": 3.0, "steps": plain},
+        "speculative": {"seconds": 1.0, "steps": drafted},
+        "speedup": 3.0,
+    }
+
+
+def texts(svg: str) -> list[str]:
+    return ["".join(node.itertext()) for node in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+
+
+# --- the picture ------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_stand_in_lines_and_those_that_were_drafted_are_marked() -> None:
+    marks = drawing.laid_out(report()["speculative"]["steps"])
+    assert [(mark.text, mark.column, mark.line, mark.step, mark.drafted) for mark in marks] == [
+        ("a", 0, 0, 0, False),
+        ("b", 2, 0, 1, True),
+        ("c", 2, 1, 1, True),
+        ("d", 4, 1, 1, False),
+    ]
+
+
+def test_a_token_that_does_not_fit_begins_the_next_line_and_one_longer_than_a_line_is_broken() -> None:
+    marks = drawing.laid_out(steps((["abc", " de", " fghijk"], 0, 0.0)), columns=5)
+    assert [(mark.text, mark.column, mark.line) for mark in marks] == [
+        ("abc", 0, 0),
+        ("de", 0, 1),
+        ("fghij", 0, 2),
+        ("k", 0, 3),
+    ]
+
+
+def test_each_step_appears_at_its_own_moment_of_one_stretched_clock() -> None:
+    clock = drawing.Clock.of(report())
+    assert clock.stretch == 3 and clock.loop == drawing.LEAD + 9 + drawing.HOLD
+    svg = drawing.picture(report())
+    for name, seconds in (("p0", 0), ("p1", 1), ("p3", 3), ("s0", 0), ("s1", 1)):
+        (at,) = re.findall(rf"@keyframes {name} {{ 0% {{ opacity: 0 }} ([\d.]+)% {{ opacity: 1 }} }}", svg)
+        assert float(at) / 100 * clock.loop == pytest.approx(drawing.LEAD + 3 * seconds, abs=1e-3)
+    assert "@keyframes s2 " not in svg
+
+
+def test_the_counters_leave_the_prefill_out_and_the_last_ones_are_the_still_picture() -> None:
+    svg = drawing.picture(report())
+    assert {"2 tokens · 1.00 per pass · 1 tokens/s", "4 tokens · 3.00 per pass · 3 tokens/s"} <= set(texts(svg))
+    nodes = [node for node in ElementTree.fromstring(svg).iter(f"{SVG}text") if " dim " in node.get("class", "")]
+    still = ["".join(node.itertext()) for node in nodes if "past" not in node.get("class", "")]
+    assert still == ["4 tokens · 1.00 per pass · 1 tokens/s", "4 tokens · 3.00 per pass · 3 tokens/s"]
+    assert "@media (prefers-reduced-motion: reduce) { .now, .bar { animation: none } }" in svg
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_text_is_escaped_and_nothing_is_loaded_or_run(narrow: bool) -> None:
+    evil = {**report(["<script>alert(1)</script>", " &amp;", ' "x"', "]]>"]), "prompt": "<b onload='x'>"}
+    svg = drawing.picture(evil, narrow)
+    root = ElementTree.fromstring(svg)
+    assert {node.tag.removeprefix(SVG) for node in root.iter()} == {
+        "svg",
+        "title",
+        "desc",
+        "style",
+        "rect",
+        "g",
+        "text",
+    }
+    assert not [name for node in root.iter() for name in node.attrib if name.startswith("on") or "href" in name]
+    assert "url(" not in svg and "@import" not in svg and "<b onload='x'>" in texts(svg)
+    assert "".join(text for text in texts(svg) if text in "<script>alert(1)</script>")
+
+
+@pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.stem)
+def test_the_committed_picture_is_drawn_from_the_committed_report(path: Path) -> None:
+    told, svg = json.loads(REPORT.read_text()), path.read_text()
+    assert svg == drawing.picture(told, "narrow" in path.stem)
+    assert len(svg) < 150_000
+    plain, fast = told["plain"], told["speculative"]
+    same, text = ("".join(token for step in run["steps"] for token in step["tokens"]) for run in (plain, fast))
+    assert same == text and len(text) > 100
+    for run in (plain, fast):
+        assert sum(step["seconds"] for step in run["steps"]) == pytest.approx(run["seconds"])
+        counter = (
+            f"{run['tokens']} tokens · {run['tokens_per_pass']:.2f} per pass · {run['tokens_per_second']:.0f} tokens/s"
+        )
+        assert counter in texts(svg) and f"{run['seconds']:.3f} s" in texts(svg)
+    assert told["speedup"] == pytest.approx(plain["seconds"] / fast["seconds"])
+    assert f"{told['speedup']:.2f}× the speed, the same text" in texts(svg)
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_lasts_the_median_of_the_runs_and_runs_that_differ_are_refused() -> None:
+    def run(*seconds: float) -> list[Step]:
+        return [Step((token,), 0, 0, 0, total_seconds=each) for token, each in enumerate(seconds)]
+
+    found = recording.median_steps([run(1.0, 9.0), run(2.0, 4.0), run(7.0, 5.0)])
+    assert [step.total_seconds for step in found] == [2.0, 5.0]
+    with pytest.raises(ValueError, match="different tokens: give --dtype fp32"):
+        recording.median_steps([run(1.0, 9.0), run(1.0)])
+
+
+def test_one_command_decodes_both_ways_and_draws_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_model(vocab=128).save_pretrained(tmp_path / "target")
+    byte_tokenizer().save_pretrained(tmp_path / "target")
+    output, written = tmp_path / "decode.svg", tmp_path / "decode.json"
+    words = ["--target", str(tmp_path / "target"), "--drafter", "lookup", "--prompt", "abcabcabc", "--dtype", "fp32"]
+    words += ["--max-new-tokens", "12", "--runs", "2", "--report", str(written), "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["record_decode.py", *words])
+    recording.main()
+    told = json.loads(written.read_text())
+    assert told["plain"]["tokens"] == told["speculative"]["tokens"] == 12
+    assert told["plain"]["passes"] == 11 >= told["speculative"]["passes"]
+    assert told["plain"]["steps"][0]["seconds"] == 0 and len(told["plain"]["seconds_of_each_run"]) == 2
+    assert told["target"] == "target" and {"hardware", "versions", "commit"} <= told.keys()
+    assert output.read_text() == drawing.picture(told)
+    assert recording.narrow_of(output).read_text() == drawing.picture(told, narrow=True)
+    assert f"({told['speedup']:.2f} times the speed)" in capsys.readouterr().out
+    output.unlink()
+    monkeypatch.setattr(sys, "argv", ["record_decode.py", "--redraw", *words[-4:]])
+    recording.main()
+    assert output.read_text() == drawing.picture(told)
