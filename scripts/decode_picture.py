@@ -107,10 +107,8 @@ def picture(report: Mapping[str, Any], narrow: bool = False) -> str:
     width = COLUMNS * CHARACTER + 2 * INSET
     height = HEADER + (max(mark.line for each in marks.values() for mark in each) + 1) * LINE + INSET
     full = (1 if narrow else 2) * (width + MARGIN) + MARGIN
-    hardware = report["hardware"]
-    told = f"{report['target']} · {report['drafter']} · {hardware['processor']}, {hardware['cores']} cores"
-    told += f" · slowed {clock.stretch} times"
-    prompt, caption = (_wrapped(*each, full - 2 * MARGIN) for each in ((report["prompt"], 14), (told, 13)))
+    prompt = _wrapped(report["prompt"], 14, full - 2 * MARGIN)
+    caption = _wrapped(_told(report, clock), 13, full - 2 * MARGIN)
     top = MARGIN + (len(prompt) + len(caption)) * LINE + 8
     right, down = (0.0, height + MARGIN) if narrow else (width + MARGIN, 0.0)
     panels = [
@@ -132,13 +130,15 @@ def picture(report: Mapping[str, Any], narrow: bool = False) -> str:
         width=width,
         height=height,
         bottom=bottom,
-        character=CHARACTER,
-        line_height=LINE,
-        inset=INSET,
-        header=HEADER,
-        margin=MARGIN,
     )
     return rendered
+
+
+def _told(report: Mapping[str, Any], clock: Clock) -> str:
+    """Return the line below the prompt: models, machine, and the stretch of time."""
+    threads = report["hardware"]["threads"]
+    machine = f"{report['hardware']['processor']}, {threads} thread{'s' * (threads > 1)}"
+    return f"{report['target']} · {report['drafter']} · {machine} · slowed {clock.stretch} times"
 
 
 def _template() -> Template:
@@ -150,6 +150,8 @@ def _template() -> Template:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    sizes = {"character": CHARACTER, "line_height": LINE, "inset": INSET, "header": HEADER, "margin": MARGIN}
+    environment.globals.update(sizes)
     environment.filters["px"] = lambda value: f"{value:.2f}".rstrip("0").rstrip(".")
     environment.filters["share"] = lambda value: f"{value:.3f}%"
     return environment.get_template("decode_picture.svg.j2")
