@@ -25,15 +25,9 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import SAMPLED_VERIFY
 from trainer.cli import app, guarded
 from trainer.commands.artefact_options import ExportOptions, ImportOptions, PushOptions, ServeCommandOptions
-from trainer.commands.options import (
-    CompareOptions,
-    EvaluateOptions,
-    GenerateOptions,
-    PlanOptions,
-    RealignOptions,
-    RegenerateOptions,
-)
+from trainer.commands.options import CompareOptions, EvaluateOptions, GenerateOptions, PlanOptions
 from trainer.commands.proof_options import DiagnoseOptions, VerifyOptions
+from trainer.commands.training_options import RealignOptions, RegenerateOptions
 from trainer.terminal.exit_codes import ExitCode
 
 CLI = CliRunner()

@@ -11,7 +11,7 @@ from tiny_training import recipe_content, tiny_tokenizer, write_corpus, write_ro
 
 from decoding.measure.report import terminal_table
 from trainer.commands.inspection import run_inspect
-from trainer.commands.options import InspectOptions
+from trainer.commands.training_options import InspectOptions
 from trainer.recipe.reading import parse_recipe
 from trainer.run.train import run_recipe
 from trainer.terminal.console import say_error, standard_output, title

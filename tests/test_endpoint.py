@@ -20,8 +20,8 @@ from scripted_endpoint import Reply, Request, chat, completion, in_turn, last_wo
 from tiny_training import write_rows
 
 from trainer.cli import guarded
-from trainer.commands.options import RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
+from trainer.commands.training_options import RegenerateOptions
 from trainer.data.answers import Answered, Outcome
 from trainer.data.conversations import Conversation, read_conversations
 from trainer.run.answering import Summary

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from trainer.cli import app
 from trainer.commands.inspection import marked_text, run_inspect
-from trainer.commands.options import InspectOptions
+from trainer.commands.training_options import InspectOptions
 from trainer.data.batch import Example
 
 

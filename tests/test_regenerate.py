@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_tokenizer
 from trainer.cli import app
-from trainer.commands.options import RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
+from trainer.commands.training_options import RegenerateOptions
 from trainer.data.answers import AnswerFile
 from trainer.data.conversations import Key, read_conversations
 from trainer.data.dataset import load_dataset

@@ -29,7 +29,9 @@ from decoding.drafters.spec import DrafterSpec, split_words, written
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.cli import app
-from trainer.commands.options import DRAFTERS, EvaluateOptions, GenerateOptions, RegenerateOptions
+from trainer.commands.options import EvaluateOptions, GenerateOptions
+from trainer.commands.shared_options import DRAFTERS
+from trainer.commands.training_options import RegenerateOptions
 
 SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
     "heads:PATH/heads": (MedusaDrafter, {"dynamic_nodes": None, "max_nodes": 10}, "medusa, tree of 9"),

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
@@ -12,26 +11,15 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from decoding.measure.markdown import one_line
-from decoding.measure.redact import without_secrets
-from decoding.threads import spin_briefly
 from trainer.commands.artefact_options import ExportOptions, ImportOptions, PushOptions, ServeCommandOptions
-from trainer.commands.options import (
-    CompareOptions,
-    EvaluateOptions,
-    GenerateOptions,
-    InspectOptions,
-    PlanOptions,
-    RealignOptions,
-    RegenerateOptions,
-)
+from trainer.commands.guarded import guarded
+from trainer.commands.help import LOOK, MEASURE, RUN, SHIP, TRAIN
+from trainer.commands.options import CompareOptions, EvaluateOptions, GenerateOptions, PlanOptions
 from trainer.commands.proof_options import DiagnoseOptions, VerifyOptions
+from trainer.commands.shared_options import Overrides
+from trainer.commands.training_options import InspectOptions, RealignOptions, RegenerateOptions
 from trainer.commands.usage import Command, Group
-from trainer.terminal.console import say, say_error, standard_error
 from trainer.terminal.exit_codes import ExitCode
-from trainer.terminal.quiet import quiet_libraries
-
-_ERRORS = standard_error()
 
 app = typer.Typer(
     help="Make a large language model decode faster without changing what it says.",
@@ -43,32 +31,6 @@ data = typer.Typer(help="Look at training data.", cls=Group)
 app.add_typer(data, name="data")
 
 Options = TypeVar("Options")
-
-
-def guarded(work: Callable[[], None], debug: bool = False) -> int:
-    """Run ``work``; return its exit code. An error becomes one sentence, or with ``debug`` a traceback."""
-    spin_briefly()
-    if not debug:
-        quiet_libraries()
-    from trainer.run.loop import Interrupted
-
-    try:
-        work()
-    except Interrupted as stop:
-        say(_ERRORS, f"{stop}: start the same command again to resume")
-        return ExitCode.TERMINATED
-    except (ValueError, OSError) as error:
-        if debug:
-            traceback.print_exc()
-        else:
-            say_error(_ERRORS, _one_sentence(error))
-        return ExitCode.BAD_INPUT
-    return ExitCode.DONE
-
-
-def _one_sentence(error: BaseException) -> str:
-    """Return an error on one line, without secrets and without control characters from files."""
-    return without_secrets(one_line(error)) or type(error).__name__
 
 
 def run_train(recipe_path: str, overrides: Sequence[str], profile: str | None = None) -> int:
@@ -91,27 +53,43 @@ def _debug() -> bool:
 
 
 @app.callback()
-def options(debug: Annotated[bool, typer.Option(help="Show tracebacks instead of one-line errors.")] = False) -> None:
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks, not errors of one line.")] = False,
+) -> None:
     if debug:
         os.environ["HEADSTART_DEBUG"] = "1"
 
 
-@app.command(cls=Command)
+@app.command(
+    cls=Command,
+    rich_help_panel=TRAIN,
+    epilog="Example: headstart train recipes/quickstart/medusa1.yaml\n"
+    "Example: headstart train recipes/any/medusa1.yaml name=heads target=ORG/NAME "
+    "data.train=answers.jsonl data.heldout=test.jsonl output=runs/heads",
+)
 def train(
-    recipe: Annotated[str, typer.Argument(help="YAML recipe, such as recipes/quickstart/medusa1.yaml.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the recipe.")] = None,
+    recipe: Annotated[str, typer.Argument(help="A YAML recipe, such as recipes/any/medusa1.yaml.")],
+    overrides: Overrides = None,
     profile: Annotated[str | None, typer.Option(help="Folder for a trace of three steps; prints their parts.")] = None,
 ) -> None:
-    """Train heads or a draft from a recipe, in one process. For several: accelerate launch scripts/train.py RECIPE."""
+    """Train heads or a draft from a recipe; a killed run resumes.
+
+    On several processes: accelerate launch scripts/train.py RECIPE ...
+    """
     raise typer.Exit(run_train(recipe, overrides or (), profile))
 
 
-@app.command(cls=Command)
+@app.command(
+    cls=Command,
+    rich_help_panel=TRAIN,
+    epilog="Example: headstart features recipes/any/medusa1.yaml name=heads target=ORG/NAME "
+    "data.train=answers.jsonl data.heldout=test.jsonl output=runs/heads features.folder=runs/features",
+)
 def features(
-    recipe: Annotated[str, typer.Argument(help="YAML recipe with a features or a draft.teacher section.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the recipe.")] = None,
+    recipe: Annotated[str, typer.Argument(help="A YAML recipe; with a features or a draft.teacher section.")],
+    overrides: Overrides = None,
 ) -> None:
-    """Write the hidden states or the teacher cache that a recipe trains on; a killed run resumes."""
+    """Store the hidden states or the teacher that a recipe trains on; a killed run resumes."""
 
     def work() -> None:
         from trainer.commands.prepare import prepare_features
@@ -122,15 +100,21 @@ def features(
     raise typer.Exit(guarded(work, _debug()))
 
 
-@app.command("plan-training", cls=Command)
+@app.command(
+    "plan-training",
+    cls=Command,
+    rich_help_panel=TRAIN,
+    epilog="Example: headstart plan-training recipes/any/medusa1.yaml name=heads target=ORG/NAME "
+    "data.train=answers.jsonl data.heldout=test.jsonl output=runs/heads --processes 8",
+)
 def plan_training(
-    recipe: Annotated[str, typer.Argument(help="YAML recipe.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the recipe.")] = None,
+    recipe: Annotated[str, typer.Argument(help="A YAML recipe, such as recipes/any/medusa1.yaml.")],
+    overrides: Overrides = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes of the launch, one device each.")] = 1,
     zero_stage: Annotated[int, typer.Option(min=0, max=3, help="DeepSpeed's ZeRO stage, 1 to 3; 0 is none.")] = 0,
     steps: Annotated[int, typer.Option(min=0, help="Training steps to measure the time by; 0 measures none.")] = 5,
 ) -> None:
-    """Print the cost of a training run before it starts: parameters, memory, disk, tokens, hours."""
+    """Print the cost of a training run before it starts; parameters, memory, disk, tokens, hours."""
 
     def work() -> None:
         from trainer.commands.plan_training import print_plan
@@ -156,10 +140,15 @@ def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Calla
     return decorate
 
 
-@app.command(cls=Command)
+@app.command(
+    cls=Command,
+    rich_help_panel=MEASURE,
+    epilog="Example: headstart evaluate --target ORG/NAME --drafter heads:runs/heads/final --drafter lookup "
+    "--prompts test.jsonl --output runs/measured",
+)
 @takes(EvaluateOptions)
 def evaluate(options: EvaluateOptions) -> None:
-    """Measure any number of drafters beside plain decoding and transformers, in one run; a killed one goes on.
+    """Measure drafters beside plain decoding and transformers; a killed run resumes.
 
     On several processes: accelerate launch -m trainer.cli evaluate ...
     """
@@ -168,16 +157,29 @@ def evaluate(options: EvaluateOptions) -> None:
     run_evaluate(options)
 
 
-@app.command(cls=Command)
+@app.command(
+    cls=Command,
+    rich_help_panel=RUN,
+    epilog='Example: headstart generate --target quickstart --drafter lookup --prompt "def read(path):"\n'
+    'Example: headstart generate --target ORG/NAME --drafter heads:runs/heads/final --prompt "Why is the '
+    'sky blue?"',
+)
 @takes(GenerateOptions)
 def generate(options: GenerateOptions) -> None:
-    """Stream a text: accepted draft tokens in green, the target's own in white; then print the speed-up."""
+    """Write a text, coloured by who wrote it; then print the speed-up.
+
+    Accepted draft tokens are green, the target's own are white.
+    """
     from trainer.commands.decode import run_generate
 
     run_generate(replace(options, prompt=sys.stdin.read()) if options.prompt == "-" else options)
 
 
-@app.command(cls=Command)
+@app.command(
+    cls=Command,
+    rich_help_panel=LOOK,
+    epilog="Example: headstart drafters",
+)
 def drafters() -> None:
     """List the drafters that --drafter takes, with their options."""
 
@@ -189,102 +191,156 @@ def drafters() -> None:
     raise typer.Exit(guarded(work, _debug()))
 
 
-@app.command(cls=Command)
+@app.command(
+    cls=Command,
+    rich_help_panel=MEASURE,
+    epilog="Example: headstart plan --target ORG/NAME --drafter heads:runs/heads/final --drafter lookup "
+    "--prompts test.jsonl --output runs/plan",
+)
 @takes(PlanOptions)
 def plan(options: PlanOptions) -> None:
-    """Measure costs and acceptance here, and choose drafter, depth and tree for every batch size and context."""
+    """Choose drafter, depth and tree by costs measured here; for every batch size and context."""
     from trainer.commands.plan import run_plan
 
     run_plan(options)
 
 
-@app.command(cls=Command)
+@app.command(
+    cls=Command,
+    rich_help_panel=MEASURE,
+    epilog="Example: headstart compare runs/before runs/after\n"
+    'Example: headstart compare runs/measured --method plain --other "prompt lookup"',
+)
 @takes(CompareOptions)
 def compare(options: CompareOptions) -> None:
-    """Pair the runs of two evaluations, or of two methods, and say whether their difference is real."""
+    """Compare two evaluations, or two methods; say whether their difference is real."""
     from trainer.commands.compare import run_compare
 
     run_compare(options)
 
 
-@app.command(cls=Command)
+@app.command(
+    cls=Command,
+    rich_help_panel=MEASURE,
+    epilog="Example: headstart verify --target ORG/NAME --drafter heads:runs/heads/final --prompts test.jsonl\n"
+    "Example: headstart verify --target ORG/NAME --endpoint http://localhost:8000/v1 --model NAME "
+    "--prompts test.jsonl",
+)
 @takes(VerifyOptions)
 def verify(options: VerifyOptions) -> None:
-    """Prove that decoding is lossless, in this process or on a server. Exit code 0: PASS, 1: FAIL, 2: bad input."""
+    """Prove that decoding is lossless, in this process or on a server. Exit code 0: PASS, 1: FAIL."""
     from trainer.commands.verify import run_verify
 
     if not run_verify(options):
         raise typer.Exit(ExitCode.FAILED)
 
 
-@app.command(cls=Command)
+@app.command(
+    cls=Command,
+    rich_help_panel=MEASURE,
+    epilog="Example: headstart diagnose draft:runs/draft/final --exported exported/draft --target ORG/NAME "
+    "--prompts test.jsonl --endpoint http://localhost:8000/v1 --model NAME",
+)
 @takes(DiagnoseOptions)
 def diagnose(options: DiagnoseOptions) -> None:
-    """Find why a speculator does well here and badly in a server; exit code 1 names the first difference."""
+    """Find why a speculator does well here and badly in a server; exit code 1 is a difference."""
     from trainer.commands.diagnose import run_diagnose
 
     if not run_diagnose(options):
         raise typer.Exit(ExitCode.FAILED)
 
 
-@app.command(cls=Command)
+@app.command(
+    cls=Command,
+    rich_help_panel=TRAIN,
+    epilog="Example: headstart regenerate --target ORG/NAME --prompts train.jsonl --output answers.jsonl\n"
+    "Example: headstart regenerate --endpoint http://localhost:8000/v1 --model NAME --prompts train.jsonl "
+    "--output answers.jsonl",
+)
 @takes(RegenerateOptions)
 def regenerate(options: RegenerateOptions) -> None:
-    """Let the target write the training answers, in this process or on a server; a killed run resumes."""
+    """Let the target write the training answers; in this process or on a server. A killed run resumes."""
     from trainer.commands.regenerate import run_regenerate
 
     run_regenerate(options)
 
 
-@app.command(cls=Command)
+@app.command(
+    cls=Command,
+    rich_help_panel=TRAIN,
+    epilog="Example: headstart realign --target ORG/TUNED --draft runs/draft/final --prompts train.jsonl "
+    "--output runs/realigned",
+)
 @takes(RealignOptions)
 def realign(options: RealignOptions) -> None:
-    """Align a draft with its target after the target was fine-tuned; print its acceptance before and after."""
+    """Align a draft with a target that was fine-tuned; print its acceptance before and after."""
     from trainer.commands.realign import run_realign
 
     run_realign(options)
 
 
-@data.command(cls=Command)
+@data.command(
+    cls=Command,
+    rich_help_panel=LOOK,
+    epilog="Example: headstart data inspect answers.jsonl --target ORG/NAME",
+)
 @takes(InspectOptions)
 def inspect(options: InspectOptions) -> None:
-    """Show rows as training sees them, the trained tokens marked, and count rows and tokens."""
+    """Show rows as training sees them; the trained tokens are marked, rows and tokens counted."""
     from trainer.commands.inspection import run_inspect
 
     run_inspect(options)
 
 
-@app.command(cls=Command)
+@app.command(
+    cls=Command,
+    rich_help_panel=SHIP,
+    epilog="Example: headstart export runs/heads/final exported/heads --format vllm --report runs/measured/report.json",
+)
 @takes(ExportOptions)
 def export(options: ExportOptions) -> None:
-    """Write heads or a draft in a format that servers load, with a model card; read it back and compare."""
+    """Write heads or a draft in a format that servers load; with a model card, read back and compared."""
     from trainer.export import export as run_export
 
     print(run_export(**vars(options)))
 
 
-@app.command("serve-command", cls=Command)
+@app.command(
+    "serve-command",
+    cls=Command,
+    rich_help_panel=SHIP,
+    epilog="Example: headstart serve-command exported/heads --target ORG/NAME",
+)
 @takes(ServeCommandOptions)
 def serve_command(options: ServeCommandOptions) -> None:
-    """Print the command that serves an exported folder, with the planned depth; its traps go to standard error."""
+    """Print the command that serves an exported folder; its traps go to standard error."""
     from trainer.commands.serve_command import run_serve_command
 
     run_serve_command(options)
 
 
-@app.command("import", cls=Command)
+@app.command(
+    "import",
+    cls=Command,
+    rich_help_panel=SHIP,
+    epilog="Example: headstart import ORG/HEADS imported/heads --target ORG/NAME",
+)
 @takes(ImportOptions)
 def import_heads(options: ImportOptions) -> None:
-    """Read published Medusa heads (FasterDecoding's file, or vLLM's) into this project's format."""
+    """Read published Medusa heads into this project's format; FasterDecoding's file, or vLLM's."""
     from trainer.export.imported import import_heads as run_import
 
     print(run_import(**vars(options)))
 
 
-@app.command(cls=Command)
+@app.command(
+    cls=Command,
+    rich_help_panel=SHIP,
+    epilog="Example: headstart push exported/heads ORG/HEADS",
+)
 @takes(PushOptions)
 def push(options: PushOptions) -> None:
-    """Upload a run, or an exported folder, to the Hugging Face Hub: weights, card, provenance, report and plan."""
+    """Upload a run or an exported folder to the Hugging Face Hub; weights, card, provenance, report, plan."""
     from trainer.export.push import push as run_push
 
     print(run_push(**vars(options)))

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from decoding.model.loading import load_model, load_tokenizer
 from trainer import quickstart
 from trainer.commands.inspection import run_inspect
-from trainer.commands.options import InspectOptions
+from trainer.commands.training_options import InspectOptions
 from trainer.recipe.pretrain import PretrainRecipe
 from trainer.run.embedded import ensure_answered
 from trainer.run.train import ensure_built

@@ -21,8 +21,8 @@ from decoding.measure.evaluate import measure_acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_draft, load_model, load_tokenizer
 from trainer.commands import realign
-from trainer.commands.options import RealignOptions
 from trainer.commands.realign import run_realign, split_prompts
+from trainer.commands.training_options import RealignOptions
 from trainer.recipe.draft import DraftRecipe
 from trainer.terminal import progress
 

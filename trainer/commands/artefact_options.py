@@ -10,9 +10,19 @@ from typing import Annotated
 from typer import Argument, Option
 
 from decoding.model.header import SHARD_BYTES
-from trainer.commands.options import JsonFile, Trusted
+from trainer.commands import values
+from trainer.commands.help import OUTPUT, PROMPTS, TARGET
+from trainer.commands.shared_options import TARGET_HELP, JsonFile, Trusted
+from trainer.commands.values import ADAPTERS, FORMATS, GGUF_TYPES, SERVERS, joined
 
-RecordedTarget = Annotated[str | None, Option(help="Target, if it is not where the training run recorded it.")]
+RecordedTarget = Annotated[
+    str | None,
+    Option(
+        metavar="MODEL",
+        help=f"{TARGET_HELP}; by default where the training run recorded it.",
+        autocompletion=values.target,
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,32 +31,66 @@ class ExportChoices:
 
     report: Annotated[
         Path | None,
-        Option(help="report.json of an evaluation of these weights, for the model card; a push finds the run's own."),
+        Option(metavar="FILE", help="report.json of these weights, for their card; a push finds the run's own."),
     ] = None
     plan: Annotated[
         Path | None,
         Option(
-            help="plan.json of these weights: its tree goes with them, its depths on the card; a push finds the run's."
+            metavar="FILE",
+            help="plan.json of these weights; its tree goes with them, its depths on the card. A push finds the run's.",
         ),
     ] = None
     target: RecordedTarget = None
-    type: Annotated[str | None, Option(help="Type of the numbers in a gguf file: f32, f16, bf16 or q8_0.")] = None
+    type: Annotated[
+        str | None,
+        Option(
+            metavar="TYPE",
+            help=f"Type of the numbers in a gguf file; {joined(GGUF_TYPES)}.",
+            rich_help_panel=OUTPUT,
+            autocompletion=values.one_of(*GGUF_TYPES),
+        ),
+    ] = None
     prompts: Annotated[
         Path | None,
-        Option(help=".jsonl file to decode prompts of with the written files; else the training's held-out data."),
+        Option(
+            metavar="FILE",
+            help=".jsonl file to decode prompts of with the written files; else the training's held-out data.",
+            rich_help_panel=PROMPTS,
+        ),
     ] = None
     check_prompts: Annotated[
-        int, Option(min=0, help="Prompts decoded with the trained weights and with the written files; 0 decodes none.")
+        int,
+        Option(
+            min=0,
+            help="Prompts decoded with the trained weights and with the written files; 0 decodes none.",
+            rich_help_panel=PROMPTS,
+        ),
     ] = 20
     adapters: Annotated[
         str | None,
-        Option(help="Target beside heads trained with adapters: merged, or the adapter alone if it was kept so."),
+        Option(
+            metavar="NAME",
+            help=f"Target beside heads trained with adapters; {joined(ADAPTERS)}. merged is a whole model; adapter is "
+            "the adapter alone, if it was kept so.",
+            rich_help_panel=TARGET,
+            autocompletion=values.one_of(*ADAPTERS),
+        ),
     ] = None
     shard_bytes: Annotated[
-        int, Option(min=1, help="Greatest size of a file of weights, in bytes; more is written in shards.")
+        int,
+        Option(
+            min=1,
+            help="Greatest size of a file of weights, in bytes; more is written in shards.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = SHARD_BYTES
     license: Annotated[
-        str | None, Option(help="Licence of the weights for their card, such as apache-2.0; none if not given.")
+        str | None,
+        Option(
+            metavar="NAME",
+            help="Licence of the weights for their card, such as apache-2.0; none if not given.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None
     trust_remote_code: Trusted = False
 
@@ -55,11 +99,16 @@ class ExportChoices:
 class ExportOptions(ExportChoices):
     """Options of `headstart export`."""
 
-    source: Annotated[Path, Argument(help="Folder of a training run, its final/ folder, or one of its checkpoints.")]
+    source: Annotated[Path, Argument(help="Folder of a training run; its final/ folder, or one of its checkpoints.")]
     destination: Annotated[Path, Argument(help="A new folder.")]
     format: Annotated[
         str,
-        Option(help="For heads: headstart, vllm, medusa; a draft: draft, gguf; a parallel draft: headstart, draft."),
+        Option(
+            metavar="NAME",
+            help=f"{joined(FORMATS)}. Heads take headstart, vllm and medusa; a draft takes draft and gguf; a parallel "
+            "draft takes headstart and draft.",
+            autocompletion=values.one_of(*FORMATS),
+        ),
     ]
     overwrite: Annotated[bool, Option(help="Replace an earlier export in the folder.")] = False
 
@@ -68,13 +117,21 @@ class ExportOptions(ExportChoices):
 class PushOptions(ExportChoices):
     """Options of `headstart push`."""
 
-    source: Annotated[Path, Argument(help="Folder of a training run, or one that 'headstart export' wrote.")]
+    source: Annotated[Path, Argument(help="Folder of a training run, or of an export.")]
     repository: Annotated[str, Argument(help="ORG/NAME on the Hub.")]
     format: Annotated[
-        str | None, Option(help="Format to export a run in; headstart if not given, draft for a draft.")
+        str | None,
+        Option(
+            metavar="NAME",
+            help="Format to export a run in; headstart if not given, draft for a draft.",
+            autocompletion=values.one_of(*FORMATS),
+        ),
     ] = None
     public: Annotated[bool, Option("--public", help="Make the repository public; it is private otherwise.")] = False
-    revision: Annotated[str | None, Option(help="Branch to push to, made if it is missing; main if not given.")] = None
+    revision: Annotated[
+        str | None,
+        Option(metavar="NAME", help="Branch to push to; made if it is missing, main if not given."),
+    ] = None
     pull_request: Annotated[bool, Option("--pull-request", help="Open a pull request in place of a commit.")] = False
     message: Annotated[str | None, Option(help="Message of the commit.")] = None
 
@@ -83,15 +140,21 @@ class PushOptions(ExportChoices):
 class ServeCommandOptions:
     """Options of `headstart serve-command`."""
 
-    folder: Annotated[Path, Argument(help="Folder that 'headstart export' wrote, or that of a training run.")]
+    folder: Annotated[Path, Argument(help="Folder of an export, or of a training run.")]
     server: Annotated[
-        str | None, Option(help="vllm, llama.cpp, sglang or transformers; all that take the folder if not given.")
+        str | None,
+        Option(
+            metavar="NAME",
+            help=f"{joined(SERVERS)}; all that take the folder if not given.",
+            autocompletion=values.one_of(*SERVERS),
+        ),
     ] = None
     target: RecordedTarget = None
     plan: Annotated[
-        Path | None, Option(help="plan.json of these weights, for the depth; by default the one in the folder.")
+        Path | None,
+        Option(metavar="FILE", help="plan.json of these weights, for the depth; by default the one in the folder."),
     ] = None
-    depth: Annotated[int | None, Option(min=1, help="Tokens to draft at a time, in place of a plan's.")] = None
+    depth: Annotated[int | None, Option(min=1, help="Tokens to draft at a time; in place of a plan's.")] = None
     json: JsonFile = None
 
 
@@ -99,9 +162,16 @@ class ServeCommandOptions:
 class ImportOptions:
     """Options of `headstart import`."""
 
-    source: Annotated[str, Argument(help="A folder of published heads, or ORG/NAME or ORG/NAME@REVISION on the hub.")]
+    source: Annotated[
+        str, Argument(help="Folder or hub id of published heads; a hub id is ORG/NAME or ORG/NAME@REVISION.")
+    ]
     destination: Annotated[Path, Argument(help="A new folder.")]
     target: Annotated[
-        str | None, Option(help="Hub id or folder of the target, to check that the heads fit it; best given.")
+        str | None,
+        Option(
+            metavar="MODEL",
+            help=f"{TARGET_HELP}; it is best given, to check that the heads fit it.",
+            autocompletion=values.target,
+        ),
     ] = None
     trust_remote_code: Trusted = False

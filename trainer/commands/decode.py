@@ -24,8 +24,9 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.speculation import named_rule
 from decoding.stream import stream_pieces
 from trainer.commands.drafters import asked_drafters
-from trainer.commands.options import GenerateOptions, ModelOptions
+from trainer.commands.options import GenerateOptions
 from trainer.commands.plan import Planned, check_plan_is_used, check_planned, planned, policy_maker
+from trainer.commands.shared_options import ModelOptions
 from trainer.commands.target import read_target
 from trainer.quickstart import resolve
 from trainer.terminal.console import say, standard_error, standard_output

@@ -23,6 +23,9 @@ WIDTH = 80
 WIDEST = 100
 """Columns of the full help on a wider terminal; longer lines are hard to read."""
 
+TRAIN, RUN, MEASURE, SHIP, LOOK = PURPOSES = ("Train", "Run and watch", "Measure", "Ship", "Look")
+"""Headings of the commands, in the order of `headstart --help`."""
+
 TARGET = "Target"
 PROMPTS = "Prompts"
 DRAFTING = "Drafting"
@@ -158,20 +161,24 @@ def full_page(command: Any, context: Any, width: int = WIDTH) -> Text:
 
 def list_page(group: Any, context: Any, width: int = WIDTH) -> Text:
     """Return the help of a group of commands: one line for each command, under the heading of its purpose."""
-    options = _shown(group, context)
-    usage = _wrapped(Text.assemble(("Usage: ", "bold"), f"{context.command_path} COMMAND ..."), width, indent=7)
-    parts = [usage, _wrapped(group.help or "", width)]
-    parts += _example_parts(group, width)
-    panels: dict[str, list[tuple[str, str]]] = {}
+    path = context.command_path
+    usage = Text.assemble(("Usage: ", "bold"), f"{path} COMMAND [OPTIONS], {path} COMMAND --help")
+    panels: dict[str, list[tuple[str, str]]] = {purpose: [] for purpose in PURPOSES}
     for name, command in _commands(group):
         panels.setdefault(command.rich_help_panel or "Commands", []).append((name, first_clause(command.help or "")))
     column = max(len(name) for rows in panels.values() for name, _ in rows)
-    parts += [_rows(heading, rows, width, column) for heading, rows in panels.items()]
-    parts.append(_rows("Options", [(term(option), short_line(option)) for option in options], width))
-    last = f"'{context.command_path} COMMAND --help' explains a command."
-    if context.parent is None:
-        last += f" Exit codes: {exit_code_line()}."
-    return _joined([*parts, _wrapped(last, width)])
+    listed = [_rows(heading, rows, width, column) for heading, rows in panels.items() if rows]
+    listed.append(_rows("Options", [(term(option), short_line(option)) for option in _shown(group, context)], width))
+    last = f"Exit codes: {exit_code_line()}." if context.parent is None else ""
+    return _joined(
+        [
+            _wrapped(usage, width, indent=7),
+            _wrapped(group.help or "", width),
+            *_example_parts(group, width),
+            Text("\n").join(listed),
+            _wrapped(last, width),
+        ]
+    )
 
 
 def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

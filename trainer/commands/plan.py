@@ -32,7 +32,8 @@ from decoding.model.loading import eos_token_ids, load_tokenizer, parse_dtype
 from decoding.policies import MeasuredPolicy, Policy, named_policy
 from trainer.commands.drafters import asked_drafters
 from trainer.commands.findings import account
-from trainer.commands.options import ModelOptions, PlanOptions
+from trainer.commands.options import PlanOptions
+from trainer.commands.shared_options import ModelOptions
 from trainer.commands.target import read_target
 from trainer.commands.usage import listed, numbers
 from trainer.quickstart import resolve

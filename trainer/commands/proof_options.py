@@ -6,15 +6,26 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from trainer.commands.options import (
+from trainer.commands import values
+from trainer.commands.help import DRAFTING, MEASURING, PROMPTS, SAMPLING, SERVER, TARGET
+from trainer.commands.shared_options import (
     DRAFTERS,
+    DTYPE_HELP,
+    SPEC,
+    TARGET_HELP,
+    BatchSize,
+    Chat,
     Concurrency,
     DeviceMap,
     JsonFile,
     KeyVariable,
+    Limit,
+    MaxNewTokens,
     ModelOptions,
     PromptField,
     Retries,
+    Rule,
+    Seed,
     ServedName,
     Static,
     Timeout,
@@ -28,47 +39,72 @@ class DiagnoseOptions(ModelOptions):
 
     speculator: Annotated[
         str,
-        Argument(help="heads:PATH, draft:PATH,tokens=4, parallel:PATH, or a folder: of a run, or as it was exported."),
+        Argument(
+            help="heads:PATH, draft:PATH,tokens=4 or parallel:PATH; or a folder, of a run or as it was exported.",
+            autocompletion=values.drafter,
+        ),
     ]
-    prompts: Annotated[str, Option(help=".jsonl file of held-out prompts, one a line.")]
+    prompts: Annotated[str, Option(metavar="FILE", help=".jsonl file of held-out prompts; one a line.")]
     exported: Annotated[
-        Path | None, Option(help="Folder that the server reads, if it is another than SPECULATOR's.")
+        Path | None,
+        Option(metavar="FOLDER", help="Folder that the server reads; by default SPECULATOR's."),
     ] = None
     endpoint: Annotated[
-        str | None, Option(help="Address of an OpenAI-compatible server, such as http://localhost:8000/v1.")
+        str | None,
+        Option(metavar="URL", help="An OpenAI-compatible server; such as http://localhost:8000/v1."),
     ] = None
     model: ServedName = None
     metrics: Annotated[
-        str | None, Option(help="Address or file of the server's metrics page, if it is not beside --endpoint.")
+        str | None,
+        Option(
+            metavar="URL",
+            help="Address or file of the server's metrics page; by default it is beside --endpoint.",
+        ),
     ] = None
     counters: Annotated[
         str | None,
         Option(
-            help="Counters of vLLM, SGLang or llama.cpp, for a server that shows none: a pasted text, a file, or '-' "
-            "for standard input."
+            help="Counters of vLLM, SGLang or llama.cpp; for a server that shows none: a pasted text, a file, or '-' "
+            "for standard input.",
         ),
     ] = None
     report: Annotated[
-        Path | None, Option(help="report.json of an evaluation of SPECULATOR, named beside the server's figures.")
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="report.json of an evaluation of SPECULATOR, named beside the server's figures.",
+            rich_help_panel=SERVER,
+        ),
     ] = None
     stale: Annotated[
-        bool, Option("--stale", help="Instead: tell if SPECULATOR still fits a target that was tuned since.")
+        bool,
+        Option("--stale", help="Instead, tell if SPECULATOR fits a tuned target; no server is asked."),
     ] = False
-    base: Annotated[str | None, Option(help="With --stale: the target before it was tuned.")] = None
+    base: Annotated[
+        str | None,
+        Option(metavar="MODEL", help="With --stale, the target before its tuning.", autocompletion=values.target),
+    ] = None
     prompt_field: PromptField = None
-    limit: Annotated[int, Option(min=1, help="Number of prompts.")] = 32
-    max_new_tokens: Annotated[int, Option(min=2, help="Longest answer, in tokens.")] = 128
+    limit: Limit = 32
+    max_new_tokens: Annotated[int, Option(min=2, help="Longest continuation, in tokens.")] = 128
     temperature: Annotated[
         float | None,
         Option(
             min=0,
-            help="Temperature of the sampled replay, 1 if not given; of --counters and of --stale, 0 if not given.",
+            help="Sampling temperature of the replay; 1 if not given. That of --counters and of --stale is 0 if not "
+            "given.",
+            rich_help_panel=SAMPLING,
         ),
     ] = None
     draft_tokens: Annotated[
-        int | None, Option(min=1, help="Tokens drafted at a time; by default as many as the server counts.")
+        int | None,
+        Option(
+            min=1,
+            help="Tokens drafted at a time; by default as many as the server counts.",
+            rich_help_panel=DRAFTING,
+        ),
     ] = None
-    batch_size: Annotated[int, Option(min=1, help="Prompts decoded at a time in this process.")] = 8
+    batch_size: BatchSize = 8
     json: JsonFile = None
     concurrency: Concurrency = 16
     retries: Retries = 5
@@ -81,41 +117,74 @@ class VerifyOptions:
     """Options of `headstart verify`."""
 
     target: Annotated[
-        str | None, Option(help="Hub id or folder of the target, which is loaded here and scores every token.")
+        str | None,
+        Option(
+            metavar="MODEL",
+            help=f"{TARGET_HELP}; it is loaded here and scores every token.",
+            autocompletion=values.target,
+        ),
     ] = None
-    prompts: Annotated[str | None, Option(help=".jsonl file, one prompt per line.")] = None
+    prompts: Annotated[str | None, Option(metavar="FILE", help=".jsonl file of prompts; one a line.")] = None
     drafter: Annotated[
         list[str] | None,
-        Option(help=f"Drafter to prove in this process, any number; none for plain decoding: {DRAFTERS}"),
+        Option(
+            metavar=SPEC,
+            help=f"Drafter to prove in this process, any number; none for plain decoding. {DRAFTERS}",
+            autocompletion=values.drafter,
+        ),
     ] = None
     endpoint: Annotated[
         str | None,
-        Option(help="Instead: address of an OpenAI-compatible server to prove, such as http://localhost:8000/v1."),
+        Option(
+            metavar="URL",
+            help="Instead, an OpenAI-compatible server to prove; such as http://localhost:8000/v1.",
+        ),
     ] = None
     model: ServedName = None
     self_test: Annotated[
-        bool, Option("--self-test", help="Plant faults, in a tiny model or in --target, and see that each is caught.")
+        bool,
+        Option("--self-test", help="Plant faults and see each caught; in a tiny model or in --target."),
     ] = False
     prompt_field: PromptField = None
-    limit: Annotated[int, Option(min=1, help="Number of prompts.")] = 20
-    chat: Annotated[bool, Option(help="Use the tokenizer's chat template, if it has one.")] = True
-    max_new_tokens: Annotated[int, Option(min=1, help="Longest continuation, in tokens.")] = 64
+    limit: Limit = 20
+    chat: Chat = True
+    max_new_tokens: MaxNewTokens = 64
     temperature: Annotated[float, Option(min=0, help="Temperature of the tests of sampling; 0 leaves them out.")] = 1.0
-    top_k: Annotated[int, Option(min=0, help="Top-k of the tests of sampling; 0 switches it off.")] = 0
-    top_p: Annotated[float, Option(help="Nucleus of the tests of sampling; 1 switches it off.")] = 1.0
-    min_p: Annotated[float, Option(help="Min-p of the tests of sampling; 0 switches it off.")] = 0.0
-    rule: Annotated[str | None, Option(help="Acceptance rule to prove; by default the lossless one that fits.")] = None
-    draws: Annotated[int, Option(min=1, help="Short texts drawn after each of --draw-prompts.")] = 500
-    draw_prompts: Annotated[int, Option(min=1, help="Prompts after which short texts are drawn.")] = 2
-    rounds: Annotated[int, Option(min=1, help="Sampled texts after each prompt.")] = 1
-    alpha: Annotated[float, Option(help="Greatest probability that a right engine fails, over all tests together.")] = (
-        1e-6
-    )
-    seed: Annotated[int, Option(help="Seed of the sampling.")] = 0
-    batch_size: Annotated[int, Option(min=1, help="Prompts decoded at a time in this process.")] = 8
-    dtype: Annotated[str, Option(help="bf16, fp16 or fp32: the server's own; in fp32 rounding hides the least.")] = (
-        "fp32"
-    )
+    top_k: Annotated[
+        int, Option(min=0, help="Top-k of the tests of sampling; 0 switches it off.", rich_help_panel=SAMPLING)
+    ] = 0
+    top_p: Annotated[
+        float, Option(help="Nucleus of the tests of sampling; 1 switches it off.", rich_help_panel=SAMPLING)
+    ] = 1.0
+    min_p: Annotated[
+        float, Option(help="Min-p of the tests of sampling; 0 switches it off.", rich_help_panel=SAMPLING)
+    ] = 0.0
+    rule: Rule = None
+    draws: Annotated[
+        int, Option(min=1, help="Short texts drawn after each of --draw-prompts.", rich_help_panel=MEASURING)
+    ] = 500
+    draw_prompts: Annotated[
+        int, Option(min=1, help="Prompts after which short texts are drawn.", rich_help_panel=PROMPTS)
+    ] = 2
+    rounds: Annotated[int, Option(min=1, help="Sampled texts after each prompt.", rich_help_panel=MEASURING)] = 1
+    alpha: Annotated[
+        float,
+        Option(
+            help="Greatest probability that a right engine fails, over all tests together.",
+            rich_help_panel=MEASURING,
+        ),
+    ] = 1e-6
+    seed: Seed = 0
+    batch_size: BatchSize = 8
+    dtype: Annotated[
+        str,
+        Option(
+            metavar="TYPE",
+            help=f"{DTYPE_HELP} Best the server's own; in fp32 rounding hides the least.",
+            rich_help_panel=TARGET,
+            autocompletion=values.one_of(*values.DTYPES),
+        ),
+    ] = "fp32"
     static: Static = "auto"
     device_map: DeviceMap = None
     trust_remote_code: Trusted = False

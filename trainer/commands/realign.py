@@ -23,9 +23,9 @@ from decoding.model.loading import (
     load_draft,
     load_tokenizer,
 )
-from trainer.commands.options import RealignOptions, RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
 from trainer.commands.target import read_target
+from trainer.commands.training_options import RealignOptions, RegenerateOptions
 from trainer.files.folders import check_can_be_folder, sha256_of
 from trainer.files.lock import hold
 from trainer.files.shards import write_text

@@ -17,9 +17,9 @@ from decoding.generate import DecodingConfig
 from decoding.measure.machine import commit, versions
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
-from trainer.commands.options import RegenerateOptions
 from trainer.commands.served import check_endpoint, served_at
 from trainer.commands.target import read_target
+from trainer.commands.training_options import RegenerateOptions
 from trainer.data.answers import AnswerFile, Backend
 from trainer.data.conversations import read_conversations
 from trainer.files.folders import sha256_of

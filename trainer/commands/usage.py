@@ -2,8 +2,6 @@
 
 import copy
 import math
-import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -11,6 +9,7 @@ import typer
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
+from trainer.commands.guarded import guarded
 from trainer.commands.help import columns, full_page, list_page, rendered, short_page
 from trainer.terminal.console import say_error, standard_error
 from trainer.terminal.exit_codes import ExitCode
@@ -19,25 +18,20 @@ _UsageError: Any = typer.BadParameter.__bases__[0]
 """The base of all parser errors; typer gives it no name of its own."""
 
 
+_COMPLETION = {
+    "install_completion": "Complete words of this program by TAB in this shell.",
+    "show_completion": "Print the shell's part of that completion.",
+}
+"""Shorter helps of typer's own options."""
+
 Page = Callable[[Any, Any, int], Text]
 """A help page of a command, its context and a width."""
-
-
-def close_output() -> None:
-    """Discard the rest of standard output, whose reader has ended."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _shows(page: Page) -> Callable[[Any, Any, Any], None]:
     def show(ctx: Any, option: Any, value: bool) -> None:
         if value and not ctx.resilient_parsing:
-            try:
-                typer.echo(rendered(page(ctx.command, ctx, columns())))
-                sys.stdout.flush()
-            except BrokenPipeError:
-                close_output()
-                raise typer.Exit(ExitCode.CLOSED_PIPE) from None
-            raise typer.Exit(ExitCode.DONE)
+            raise typer.Exit(guarded(lambda: typer.echo(rendered(page(ctx.command, ctx, columns())))))
 
     return show
 
@@ -55,7 +49,10 @@ class Group(TyperGroup):
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the options, with a --help that prints the list of commands."""
-        *options, shown = super().get_params(ctx)
+        options: list[Any] = super().get_params(ctx)
+        *options, shown = options
+        for option in options:
+            option.help = _COMPLETION.get(option.name, option.help)
         if not hasattr(self, "_list_option"):
             self._list_option = _help_option(shown, "--help", "Show this page.", list_page)
         return [*options, self._list_option]
@@ -63,7 +60,7 @@ class Group(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the options before the command; without a command print the help and exit with `BAD_INPUT`."""
         if not args and not ctx.resilient_parsing:
-            typer.echo(rendered(list_page(self, ctx, columns())))
+            guarded(lambda: typer.echo(rendered(list_page(self, ctx, columns()))))
             raise typer.Exit(ExitCode.BAD_INPUT)
         rest: list[str] = self._in_one_sentence(ctx, lambda: super(Group, self).parse_args(ctx, args))
         return rest

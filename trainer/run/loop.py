@@ -24,12 +24,13 @@ from trainer.run.distributed import Runner, prepare, whole_parameters
 from trainer.run.feed import Feed, MicroBatch, send
 from trainer.run.optimizer import build_optimizers, set_learning_rates
 from trainer.run.state import gather_moments, gather_weights, load_moments, load_weights
+from trainer.terminal.exit_codes import ExitCode, Stopped
 
 FLOPS = "model_flops"
 """Name of the figure that counts a step's operations by `Objective.flops`, where they are known."""
 
 
-class Interrupted(Exception):  # not an error: the run was asked to stop, and can go on
+class Interrupted(Stopped):
     """A SIGTERM or SIGINT arrived; the state is saved."""
 
 
@@ -89,7 +90,7 @@ def train(
                 _save(accelerator, checkpoints, objective, optimizers, runner, progress)
                 break
             written = _write(source, objective, section, accelerator, progress.step)
-            notes = {**written, _STOP: float(stop_requested())}
+            notes = {**written, _STOP: float(bool(stop_requested()))}
             try:
                 done = _step(objective, runner, optimizers, feed, section, accelerator, progress, notes)
             except _NotFinite as error:
@@ -98,11 +99,12 @@ def train(
             hooks.on_step(progress, done.figures)
             last = progress.step == section.steps
             # One process looks anew; several have to agree, and have sent word along with the figures.
-            stop = done.stop if accelerator.num_processes > 1 else stop_requested()
+            stop = done.stop if accelerator.num_processes > 1 else bool(stop_requested())
             if stop or last or progress.step % checkpoint_every == 0:
                 _save(accelerator, checkpoints, objective, optimizers, runner, progress)
             if stop and not last:
-                raise Interrupted(f"stopped at step {progress.step} of {section.steps}; the state is saved")
+                code = ExitCode.STOPPED if stop_requested() == signal.SIGINT else ExitCode.TERMINATED
+                raise Interrupted(f"stopped at step {progress.step} of {section.steps}; the state is saved", code)
     return progress
 
 
@@ -343,10 +345,10 @@ def any_process(accelerator: Accelerator, flag: bool) -> bool:
 
 
 @contextlib.contextmanager
-def _stop_signals() -> Iterator[Callable[[], bool]]:
-    """Yield a function that is True once a SIGTERM or SIGINT has come; a second signal acts as usual.
+def _stop_signals() -> Iterator[Callable[[], int]]:
+    """Yield a function of the first SIGTERM or SIGINT that has come, 0 before it; a second signal acts as usual.
 
-    A launcher's death counts as one: ``accelerate launch`` does not pass a SIGTERM on to its only process, and nobody
+    A launcher's death counts as a SIGTERM: ``accelerate launch`` does not pass one on to its only process, and nobody
     else would restart or stop what a killed ``torchrun`` leaves.
     """
     received: list[int] = []
@@ -358,10 +360,13 @@ def _stop_signals() -> Iterator[Callable[[], bool]]:
         received.append(number)
         signal.signal(number, previous[number])
 
+    def orphaned() -> int:
+        return int(signal.SIGTERM) if parent is not None and os.getppid() != parent else 0
+
     for number in (int(signal.SIGTERM), int(signal.SIGINT)):
         previous[number] = signal.signal(number, note)
     try:
-        yield lambda: bool(received) or (parent is not None and os.getppid() != parent)
+        yield lambda: received[0] if received else orphaned()
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -8,9 +8,15 @@ from rich.console import Console
 from rich.text import Text
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Raise the error again: the command's end knows its exit code."""
+        raise
+
+
 def standard_output(**options: Any) -> Console:
     """Return a console for results."""
-    return Console(markup=False, highlight=False, emoji=False, **options)
+    return _Console(markup=False, highlight=False, emoji=False, **options)
 
 
 def standard_error(**options: Any) -> Console:

@@ -29,3 +29,11 @@ class ExitCode(IntEnum):
 def exit_code_line() -> str:
     """Return all codes in one line: "0 done, 1 a check failed, ...\""""
     return ", ".join(f"{code.value} {code.short}" for code in ExitCode)
+
+
+class Stopped(Exception):  # not an error: the work was asked to stop, and can go on
+    """Work ended by a signal, its state saved; ``code`` is the exit code of the signal."""
+
+    def __init__(self, message: str, code: ExitCode = ExitCode.TERMINATED) -> None:
+        super().__init__(message)
+        self.code = code

@@ -1,0 +1,240 @@
+"""Options of the commands on training data, and of realign: see `options`. This module imports no PyTorch either."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from trainer.commands import values
+from trainer.commands.help import OUTPUT, PROMPTS, SERVER, TARGET, TRAINING
+from trainer.commands.shared_options import (
+    DRAFTERS,
+    DTYPE_HELP,
+    SPEC,
+    TARGET_HELP,
+    Concurrency,
+    DeviceMap,
+    Dtype,
+    KeyVariable,
+    Overrides,
+    PromptField,
+    Retries,
+    Seed,
+    ServedName,
+    Static,
+    Temperature,
+    Timeout,
+    TopP,
+    Trusted,
+)
+from trainer.commands.values import BAD_ROWS, DATA_FORMATS, joined
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegenerateOptions:
+    """Options of `headstart regenerate`."""
+
+    prompts: Annotated[
+        str,
+        Option(metavar="FILE", help=".jsonl file of prompts; one prompt, list of turns or conversation per line."),
+    ]
+    output: Annotated[
+        Path,
+        Option(metavar="FILE", help=".jsonl file of the answers; answers that it holds already are kept."),
+    ]
+    target: Annotated[
+        str | None,
+        Option(metavar="MODEL", help=f"{TARGET_HELP}; it runs in this process.", autocompletion=values.target),
+    ] = None
+    endpoint: Annotated[
+        list[str] | None,
+        Option(
+            metavar="URL",
+            help="Instead, an OpenAI-compatible server; such as http://localhost:8000/v1. Several of one model, by "
+            "commas or repeated, are asked at once.",
+        ),
+    ] = None
+    model: ServedName = None
+    prompt_field: PromptField = None
+    limit: Annotated[int | None, Option(min=1, help="Number of rows; all if not given.")] = None
+    n: Annotated[int, Option(min=1, help="Answers for each prompt.")] = 1
+    temperature: Temperature = 0.0
+    top_p: TopP = 1.0
+    max_new_tokens: Annotated[int, Option(min=1, help="Longest answer, in tokens.")] = 256
+    seed: Seed = 0
+    keep_truncated: Annotated[
+        bool,
+        Option(
+            "--keep-truncated/--drop-truncated",
+            help="Keep answers that are cut off by --max-new-tokens.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = True
+    drafter: Annotated[
+        str | None,
+        Option(
+            metavar=SPEC,
+            help=f"Drafter, to make a target in this process faster. {DRAFTERS}",
+            autocompletion=values.drafter,
+        ),
+    ] = None
+    batch_size: Annotated[int, Option(min=1, help="Prompts decoded at a time; of a target in this process.")] = 16
+    dtype: Dtype = "bf16"
+    static: Static = "auto"
+    device_map: DeviceMap = None
+    trust_remote_code: Trusted = False
+    completions: Annotated[
+        bool,
+        Option(
+            "--completions",
+            help="Continue prompts by the endpoint's /completions, not its chat.",
+            rich_help_panel=SERVER,
+        ),
+    ] = False
+    concurrency: Concurrency = 16
+    retries: Retries = 5
+    timeout: Timeout = 120.0
+    patience: Annotated[
+        float,
+        Option(
+            min=0,
+            help="Seconds to wait for endpoints to come back once none of them can be reached.",
+            rich_help_panel=SERVER,
+        ),
+    ] = 600.0
+    api_key_variable: KeyVariable = "OPENAI_API_KEY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RealignOptions:
+    """Options of `headstart realign`."""
+
+    target: Annotated[
+        str,
+        Option(
+            metavar="MODEL",
+            help=f"{TARGET_HELP} after its tuning; a whole one, or its LoRA adapters.",
+            autocompletion=values.target,
+        ),
+    ]
+    draft: Annotated[
+        str,
+        Option(metavar="MODEL", help="Hub id or folder of the stale draft; it is not changed."),
+    ]
+    prompts: Annotated[
+        str,
+        Option(metavar="FILE", help=".jsonl file, one prompt per line; like those that the target gets in use."),
+    ]
+    output: Annotated[
+        Path,
+        Option(metavar="FOLDER", help="Folder of the run; final/ with the draft, realigned.json, and its steps."),
+    ]
+    heldout: Annotated[
+        str | None,
+        Option(
+            metavar="FILE",
+            help=".jsonl file of prompts to measure with; else the last 5% of --prompts, at most 50.",
+        ),
+    ] = None
+    prompt_field: PromptField = None
+    limit: Annotated[int | None, Option(min=1, help="Number of rows of --prompts; all if not given.")] = None
+    temperature: Annotated[
+        float,
+        Option(help="Sampling temperature; 0 is greedy. That of the answers to train on, best that of later use."),
+    ] = 0.0
+    max_new_tokens: Annotated[int, Option(min=1, help="Longest answer, in tokens.")] = 256
+    steps: Annotated[int, Option(min=1, help="Training steps.")] = 200
+    batch_size: Annotated[
+        int,
+        Option(
+            min=1,
+            help="Sequences of a training step, and prompts decoded at a time.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = 16
+    learning_rate: Annotated[float, Option(help="Highest learning rate of the schedule.", rich_help_panel=TRAINING)] = (
+        1e-3
+    )
+    draft_tokens: Annotated[int, Option(min=1, help="Tokens that the draft proposes at a time.")] = 4
+    seed: Annotated[int, Option(help="Seed of the run; same seed, same draft.", rich_help_panel=TRAINING)] = 0
+    dtype: Annotated[
+        str,
+        Option(
+            metavar="TYPE",
+            help=f"{DTYPE_HELP} The finished draft has it too.",
+            rich_help_panel=TARGET,
+            autocompletion=values.one_of(*values.DTYPES),
+        ),
+    ] = "bf16"
+    static: Static = "auto"
+    device_map: DeviceMap = None
+    trust_remote_code: Trusted = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions:
+    """Options of `headstart data inspect`; by default the recipe's values, else the defaults of recipes."""
+
+    source: Annotated[
+        str,
+        Argument(help="A recipe, a file, a folder or a hub id; files are .jsonl or .parquet, ids are ORG/NAME."),
+    ]
+    overrides: Overrides = None
+    target: Annotated[
+        str | None,
+        Option(metavar="MODEL", help=f"{TARGET_HELP}; its tokenizer is used.", autocompletion=values.target),
+    ] = None
+    rows: Annotated[int, Option(min=0, help="Number of rows to show; all are counted.")] = 3
+    heldout: Annotated[bool, Option("--heldout", help="Show the held-out rows, not the training rows.")] = False
+    split: Annotated[str | None, Option(metavar="NAME", help="Split of a data set on the hub.")] = None
+    format: Annotated[
+        str | None,
+        Option(
+            metavar="NAME",
+            help=f"Format of the rows; {joined(DATA_FORMATS)}.",
+            autocompletion=values.one_of(*DATA_FORMATS),
+        ),
+    ] = None
+    text_field: Annotated[
+        str | None, Option(metavar="NAME", help="Field of a plain text.", rich_help_panel=PROMPTS)
+    ] = None
+    prompt_field: PromptField = None
+    answer_field: Annotated[
+        str | None,
+        Option(metavar="NAME", help="Field of its answer; found by name if not given.", rich_help_panel=PROMPTS),
+    ] = None
+    chat_template: Annotated[
+        str | None,
+        Option(
+            metavar="FILE",
+            help="Jinja file that replaces the tokenizer's chat template.",
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None
+    max_length: Annotated[int | None, Option(min=8, help="Longest sequence, in tokens.")] = None
+    max_rows: Annotated[int | None, Option(min=1, help="Number of rows to read; all if not given.")] = None
+    streaming: Annotated[
+        bool | None,
+        Option(
+            help="Read a set on the hub without a copy of it; bounded by --max-rows.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None
+    shuffle_buffer: Annotated[
+        int | None,
+        Option(min=1, help="Rows of a streamed set to draw the next one from.", rich_help_panel=TRAINING),
+    ] = None
+    packing: Annotated[
+        bool | None, Option(help="Put several short examples into one sequence.", rich_help_panel=TRAINING)
+    ] = None
+    bad_rows: Annotated[
+        str | None,
+        Option(
+            metavar="NAME",
+            help="Choice at a row that cannot be used; stop there, or skip it.",
+            rich_help_panel=TRAINING,
+            autocompletion=values.one_of(*BAD_ROWS),
+        ),
+    ] = None
+    trust_remote_code: Trusted = False
