@@ -15,7 +15,7 @@ from trainer.commands.artefact_options import ExportOptions, ImportOptions, Push
 from trainer.commands.guarded import guarded
 from trainer.commands.help import LOOK, MEASURE, RUN, SHIP, TRAIN
 from trainer.commands.options import CompareOptions, EvaluateOptions, GenerateOptions, PlanOptions
-from trainer.commands.proof_options import DiagnoseOptions, VerifyOptions
+from trainer.commands.proof_options import DiagnoseOptions, DoctorOptions, VerifyOptions
 from trainer.commands.shared_options import Overrides
 from trainer.commands.training_options import InspectOptions, RealignOptions, RegenerateOptions
 from trainer.commands.usage import Command, Group
@@ -247,6 +247,21 @@ def diagnose(options: DiagnoseOptions) -> None:
     from trainer.commands.diagnose import run_diagnose
 
     if not run_diagnose(options):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+@app.command(
+    cls=Command,
+    rich_help_panel=LOOK,
+    epilog="Example: headstart doctor\n"
+    "Example: headstart doctor --target ORG/NAME --drafter heads:runs/heads/final",
+)
+@takes(DoctorOptions)
+def doctor(options: DoctorOptions) -> None:
+    """Check this machine, the packages, and whether target and drafters fit; exit code 1 is a problem."""
+    from trainer.commands.doctor import run_doctor
+
+    if not run_doctor(options):
         raise typer.Exit(ExitCode.FAILED)
 
 

@@ -252,6 +252,11 @@ def _entry_of(name: str, of: str | None) -> Entry:
     return _hybrid(_FIRSTS.get(of)) if name == "hybrid" and of is not None else REGISTRY[name]
 
 
+def weights_of(spec: DrafterSpec) -> Weights | None:
+    """Return the kind of weights that a drafter reads; None for one that reads none."""
+    return _entry_of(spec.name, spec.options.get("of")).weights
+
+
 def _recognised(path: str | None, options: Mapping[str, Any]) -> str:
     assert path is not None
     folder = local_folder(path, weights=False)

@@ -1,5 +1,6 @@
 """Loading of targets, drafts and heads from a folder or the Hub; every mismatch is found before anything runs."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -244,12 +245,18 @@ def _load_draft_model(
     output_tokens = read_output_tokens(draft, name)
     if output_tokens is None:
         return following(CausalLM(draft), target)
-    if not other_tokenizer and (beyond := max(output_tokens)) >= target.vocab_size:
+    if not other_tokenizer:
+        check_trimmed(name, output_tokens, target.vocab_size)
+    return following(trimmed_vocabulary(draft, output_tokens), target)
+
+
+def check_trimmed(name: str, output_tokens: Sequence[int], vocab_size: int) -> None:
+    """Raise ValueError if the draft ``name`` writes tokens that a target of ``vocab_size`` tokens does not know."""
+    if (beyond := max(output_tokens)) >= vocab_size:
         raise ValueError(
-            f"{name} is trimmed to tokens up to {beyond}, but the target knows 0 to {target.vocab_size - 1}: "
+            f"{name} is trimmed to tokens up to {beyond}, but the target knows 0 to {vocab_size - 1}: "
             "trim it to tokens of the target"
         )
-    return following(trimmed_vocabulary(draft, output_tokens), target)
 
 
 def _finite_remedy(dtype: torch.dtype) -> str:

@@ -193,3 +193,51 @@ class VerifyOptions:
     retries: Retries = 5
     timeout: Timeout = 120.0
     api_key_variable: KeyVariable = "OPENAI_API_KEY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """Options of `headstart doctor`."""
+
+    target: Annotated[
+        str | None,
+        Option(
+            metavar="MODEL",
+            help=f"{TARGET_HELP} to check too; 'quickstart' is the embedded default.",
+            autocompletion=values.target,
+        ),
+    ] = None
+    drafter: Annotated[
+        list[str] | None,
+        Option(
+            metavar=SPEC,
+            help=f"Drafter to check beside the target, any number. {DRAFTERS}",
+            autocompletion=values.drafter,
+        ),
+    ] = None
+    dtype: Annotated[
+        str,
+        Option(
+            metavar="TYPE",
+            help=f"Type of the weights in later use; {values.joined(values.DTYPES)}.",
+            autocompletion=values.one_of(*values.DTYPES),
+        ),
+    ] = "bf16"
+    context: Annotated[
+        int | None,
+        Option(
+            min=1,
+            help="Longest text to decode, in tokens; 2,048 if not given, or all that the target holds.",
+        ),
+    ] = None
+    decode: Annotated[
+        bool | None,
+        Option(
+            "--decode/--no-decode",
+            help="Load the models and decode 16 tokens with each drafter; small ones by default.",
+        ),
+    ] = None
+    hub: Annotated[bool, Option("--hub", help="Ask the Hub for an answer; by default nothing is sent.")] = False
+    json: JsonFile = None
+    device_map: DeviceMap = None
+    trust_remote_code: Trusted = False

@@ -28,7 +28,7 @@ def check_measured(report: dict[str, Any], name: str, source: Path, kind: str) -
     of_kind = {weights.get(row.get("drafter")) for row in report["rows"] if row.get("artefact") == kind}
     roles = (
         (kind, of_kind - {None}, stored_fingerprint(source)),
-        ("target", {found.get("target")}, _target_of(source)),
+        ("target", {found.get("target")}, trained_for(source)),
     )
     for role, measured, wanted in roles:
         if wanted is not None and not measured - {None}:
@@ -47,7 +47,7 @@ def _weights(report: dict[str, Any]) -> dict[Any, Any]:
     return {name: found.get(spec) for name, spec in specs.items()}
 
 
-def _target_of(source: Path) -> str | None:
+def trained_for(source: Path) -> str | None:
     """Return the fingerprint of the target that the artefact in ``source`` belongs to; None where it is not recorded.
 
     Heads trained jointly with adapters belong to the adapted target beside them, not to the target at the start.
