@@ -26,7 +26,7 @@ from decoding.rules.verify import SAMPLED_VERIFY
 from trainer.cli import app, guarded
 from trainer.commands.artefact_options import ExportOptions, ImportOptions, PushOptions, ServeCommandOptions
 from trainer.commands.options import CompareOptions, EvaluateOptions, GenerateOptions, PlanOptions
-from trainer.commands.proof_options import DiagnoseOptions, VerifyOptions
+from trainer.commands.proof_options import DiagnoseOptions, DoctorOptions, VerifyOptions
 from trainer.commands.training_options import RealignOptions, RegenerateOptions
 from trainer.terminal.exit_codes import ExitCode
 
@@ -184,6 +184,7 @@ def test_the_warm_up_of_eight_tokens_is_not_what_a_policy_learns_from(
 OPTIONS = [
     CompareOptions,
     DiagnoseOptions,
+    DoctorOptions,
     EvaluateOptions,
     ExportOptions,
     GenerateOptions,

@@ -253,8 +253,7 @@ def diagnose(options: DiagnoseOptions) -> None:
 @app.command(
     cls=Command,
     rich_help_panel=LOOK,
-    epilog="Example: headstart doctor\n"
-    "Example: headstart doctor --target ORG/NAME --drafter heads:runs/heads/final",
+    epilog="Example: headstart doctor\nExample: headstart doctor --target ORG/NAME --drafter heads:runs/heads/final",
 )
 @takes(DoctorOptions)
 def doctor(options: DoctorOptions) -> None:

@@ -72,7 +72,7 @@ def _models(options: DoctorOptions, specs: Sequence[DrafterSpec], machine: Machi
         return [Section(f"target {name}", (missing,))]
     say(watch, f"reading {name} …", style="dim")
     trusted = options.trust_remote_code
-    findings, target = read_skeleton(quickstart.resolve(name), parse_dtype(options.dtype), trusted)
+    findings, target = read_skeleton(quickstart.resolve(name), parse_dtype(options.dtype), trusted, name)
     if target is None:
         return [Section(f"target {name}", tuple(findings))]
     context = options.context or min(_CONTEXT, target.model.max_positions or _CONTEXT)
@@ -147,8 +147,8 @@ def _print(findings: Sequence[Finding], console: Console) -> None:
             say(console, f"  {finding.status}: {finding.check}: {finding.found}{remedy}")
         return
     table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, min_width=len("  problem"))
+    table.add_column(no_wrap=True, min_width=len("special tokens"))
     table.add_column(overflow="fold")
     for finding in findings:
         told = Text(finding.found)

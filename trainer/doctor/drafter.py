@@ -50,9 +50,16 @@ def examine(spec: DrafterSpec, target: Skeleton, context: int, trusted: bool = F
     folder = local_folder(spec.path, weights=False)
     if (pickled := check_pickled(spec.path, folder)) is not None:
         return Examined([pickled])
+    if is_vllm_heads(folder):
+        remedy = f"headstart import {spec.path} FOLDER --target {target.asked}"
+        return Examined([problem("files", f"{spec.path} holds heads in vLLM's format", remedy)])
     if weights == "heads":
         return _examine_heads(spec.path, folder, target, trusted)
-    if misnamed := _misnamed(spec, folder, weights):
+    try:
+        misnamed = _misnamed(spec, folder, weights)
+    except UNREADABLE as error:
+        misnamed = refused("files", error, _COPY)
+    if misnamed is not None:
         return Examined([misnamed])
     return _examine_draft(spec, target, context, trusted)
 
@@ -63,9 +70,6 @@ def examine(spec: DrafterSpec, target: Skeleton, context: int, trusted: bool = F
 def _examine_heads(path: str, folder: Path, target: Skeleton, trusted: bool) -> Examined:
     if (missing := check_fetched(path, folder)) is not None:
         return Examined([missing])
-    if is_vllm_heads(folder):
-        remedy = f"headstart import {path} FOLDER --target {target.name}"
-        return Examined([problem("files", f"{path} holds heads in vLLM's format", remedy)])
     try:
         config = read_config(folder)
         header = weights_header(folder, _COPY)
@@ -116,22 +120,29 @@ def _examine_draft(spec: DrafterSpec, target: Skeleton, context: int, trusted: b
     if draft is None:
         return Examined(findings)
     by_text = weights_of(spec) == "draft and tokenizer"
-    count = draft.bytes
-    if weights_of(spec) == "parallel draft":
-        finding, parts = check_parallel(draft, target)
-        findings.append(finding)
-        count += parts
-    findings.append(ok("tokenizer", "its own: it drafts by text") if by_text else check_tokenizer(draft, target))
+    parts = check_parallel(draft, target) if weights_of(spec) == "parallel draft" else Parts()
+    if parts.finding is not None:
+        findings.append(parts.finding)
+    same = ok("tokenizer", "its own: it drafts by text") if by_text else check_tokenizer(draft, target)
+    findings.append(same)
     if not by_text:
         findings += [check_special_tokens(draft, target), check_draft_vocabulary(draft, target)]
     findings.append(check_draft_positions(draft, target, context))
-    reads = weights_of(spec) == "parallel draft" and read_parallel_config(draft.folder).target_hidden_size is not None
-    findings.append(check_origin(draft.folder, target, trusted, reads_target=reads, draft=draft.name))
-    return Examined(findings, count, draft)
+    if same.status == "ok":  # a draft with other tokens was trained on another target in any case
+        findings.append(check_origin(draft.folder, target, trusted, parts.reads_target, draft.name))
+    return Examined(findings, draft.bytes + parts.bytes, draft)
 
 
-def check_parallel(draft: Skeleton, target: Skeleton) -> tuple[Finding, int]:
-    """Compare a parallel draft's parts with their file and with the target; also returns their bytes."""
+class Parts(NamedTuple):
+    """Parts of a parallel draft beside its model: their finding, their bytes, and if they read hidden states."""
+
+    finding: Finding | None = None
+    bytes: int = 0
+    reads_target: bool = False
+
+
+def check_parallel(draft: Skeleton, target: Skeleton) -> Parts:
+    """Compare a parallel draft's parts with their file and with the target."""
     try:
         config = read_parallel_config(draft.folder)
         config.check_fits(target.model.hidden_size)
@@ -140,10 +151,10 @@ def check_parallel(draft: Skeleton, target: Skeleton) -> tuple[Finding, int]:
             file = draft.folder / PARALLEL_WEIGHTS
             check_tensors(file, read_header(file, _COPY), shapes.items(), _COPY)
     except UNREADABLE as error:
-        return refused("parts", error, _OWN), 0
+        return Parts(refused("parts", error, _OWN))
     reads = "" if config.target_hidden_size is None else f", reads hidden states of {config.target_hidden_size}"
     count = sum(map(prod, shapes.values())) * target.model.dtype.itemsize
-    return ok("parts", f"{config.tokens} tokens in one forward{reads}"), count
+    return Parts(ok("parts", f"{config.tokens} tokens in one forward{reads}"), count, bool(reads))
 
 
 def check_tokenizer(draft: Skeleton, target: Skeleton) -> Finding:
@@ -230,7 +241,7 @@ def check_origin(
         found = kept_fingerprint(target.name, trusted)
         if found == wanted:
             return ok("origin", f"trained on this very target ({found})", fingerprint=found)
-        return _foreign(folder, wanted, found, target.name, reads_target, draft)
+        return _foreign(folder, wanted, found, target.asked, reads_target, draft)
 
     return attempt("origin", check, "give a target whose weights can be read")
 
@@ -255,7 +266,7 @@ def _foreign(folder: Path, wanted: str, found: str, target: str, reads_target: b
         again = f"train again with target={target}: texts stay right, but few drafted tokens will be accepted"
         return problem("origin", told, again, **figures)
     remedy = f"headstart realign --target {target} --draft {draft} --prompts prompts.jsonl --output runs/realigned"
-    return note("origin", f"{told}; the texts stay right, with fewer accepted tokens", remedy, **figures)
+    return note("origin", f"{told}; the texts stay right, but more drafted tokens are refused", remedy, **figures)
 
 
 def parts_of(specs: Sequence[DrafterSpec], examined: Sequence[Examined]) -> list[tuple[str, int]]:

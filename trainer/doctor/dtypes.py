@@ -122,11 +122,9 @@ def dtype_findings(measured: Measured, asked: str) -> list[Finding]:
 def _described(measured: Measured, name: str) -> Finding:
     rows, weights = measured.seconds[name], measured.weights[name]
     read = weights / rows[1]
-    told = ", ".join(f"{seconds * 1e3:.3g} ms ({count})" for count, seconds in rows.items())
-    found = (
-        f"a pass over {size(weights)} of weights takes {told} for (n) tokens; for one it reads "
-        f"{read / 1e9:.0f} GB/s, {read / measured.copied:.0%} of what copying moves"
-    )
+    told = ", ".join(f"{count}{' token' * (count == 1)} {taken * 1e3:.3g} ms" for count, taken in rows.items())
+    share = f"{read / 1e9:.0f} GB/s, {read / measured.copied:.0%} of what copying moves"
+    found = f"{size(weights)} of weights: {told}; one token reads {share}"
     return ok(name, found, seconds=dict(rows), weight_bytes=weights, share_of_bandwidth=read / measured.copied)
 
 

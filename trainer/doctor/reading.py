@@ -32,10 +32,12 @@ _SHARE = "models are read from safetensors files alone"
 class Skeleton:
     """A model without its weights, as its config describes it, and its tokenizer.
 
-    ``model`` has the dtype that it would be loaded in. ``folder`` holds what is known here of its files.
+    ``name`` is a folder or hub id, ``asked`` the name that the user gave; ``folder`` holds its small files, and its
+    weights if they are here. ``model`` has the dtype that it would be loaded in.
     """
 
     name: str
+    asked: str
     folder: Path
     model: CausalLM
     tokenizer: PreTrainedTokenizerBase
@@ -56,10 +58,12 @@ class Skeleton:
             return None
 
 
-def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Finding], Skeleton | None]:
+def read_skeleton(
+    name: str, dtype: torch.dtype, trusted: bool, asked: str | None = None
+) -> tuple[list[Finding], Skeleton | None]:
     """Read a model without its weights; findings of its files, and None behind the first problem.
 
-    ValueError where there is no such folder or repository.
+    ``asked``: the name that the user gave, if it is another. ValueError where there is no such folder or repository.
     """
     folder = local_folder(name, weights=False)
     findings = [check_files(name, folder)]
@@ -77,7 +81,7 @@ def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Fi
         tokenizer = load_tokenizer(name, trusted)
     except UNREADABLE as error:
         return [*findings, refused("tokenizer", error, "copy the target's tokenizer files into the folder")], None
-    return findings, Skeleton(name, folder, model, tokenizer)
+    return findings, Skeleton(name, asked or name, folder, model, tokenizer)
 
 
 def check_files(name: str, folder: Path) -> Finding:

@@ -1,0 +1,394 @@
+"""`headstart doctor` with models: each planted misfit is found by name, with its remedy, and a fitting set has none."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from doctor_models import TEMPLATE, changed, faults, only, read, save, save_heads, write_parallel, write_provenance
+from tiny_models import tiny_model
+from tiny_tokenizer import byte_tokenizer
+from transformers import AutoModelForCausalLM, MambaConfig, PreTrainedTokenizerFast, Qwen3NextConfig
+
+from decoding.drafters.registry import parse_drafter
+from decoding.generate import Generation, Step
+from decoding.model.fingerprint import stored_fingerprint
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.model.vocabulary import write_output_tokens
+from trainer.doctor.drafter import examine
+from trainer.doctor.finding import Finding
+from trainer.doctor.proof import judged
+from trainer.doctor.reading import Skeleton, read_skeleton
+from trainer.doctor.target import check_memory, target_findings
+
+UNTOLD = (
+    "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ '[answer]' }}{% endif %}"
+)
+"""A template whose answered conversation does not begin with the prompt that asked for the answer."""
+EVERYTHING = "{% generation %}{% for m in messages %}{{ m['content'] }}{% endfor %}{% endgeneration %}"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("doctor") / "target")
+
+
+@pytest.fixture(scope="module")
+def skeleton(target: Path) -> Skeleton:
+    return read(target)
+
+
+# --- a set that fits --------------------------------------------------------------------------------------------------
+
+
+def test_a_fitting_target_has_nothing_to_note_and_its_weights_are_not_loaded(skeleton: Skeleton, target: Path) -> None:
+    findings, _ = read_skeleton(str(target), torch.float32, trusted=False)
+    assert not faults([*findings, *target_findings(skeleton, 256)])
+    assert skeleton.model.device.type == "meta"
+    assert [finding.check for finding in findings] == ["files", "code", "architecture"]
+
+
+def test_fitting_heads_drafts_and_parallel_drafts_have_nothing_to_note(
+    skeleton: Skeleton, target: Path, tmp_path: Path
+) -> None:
+    save_heads(tmp_path / "heads", target)
+    draft = save(tmp_path / "draft", seed=1)
+    write_parallel(tmp_path / "parallel", target)
+    specs = [f"heads:{tmp_path}/heads", f"draft:{draft}", f"draft-tree:{draft}", f"parallel:{tmp_path}/parallel"]
+    for text in [*specs, f"cascade:{draft}", f"{tmp_path}/heads", f"other-tokenizer:{draft}", "lookup", "lookahead"]:
+        findings = examine(parse_drafter(text), skeleton, 256).findings
+        assert findings and not faults(findings), text
+
+
+def test_the_cache_of_a_text_is_counted_without_weights(skeleton: Skeleton) -> None:
+    assert skeleton.cache_bytes(10) == 10 * 2 * 2 * 8 * 4  # tokens, layers, keys and values, head size, fp32
+    assert skeleton.bytes == sum(parameter.numel() for parameter in tiny_model(vocab=128).parameters()) * 4
+
+
+# --- faults of a target -----------------------------------------------------------------------------------------------
+
+
+def of_target(folder: Path) -> list[Finding]:
+    findings, found = read_skeleton(str(folder), torch.float32, trusted=False)
+    return findings if found is None else [*findings, *target_findings(found, 64)]
+
+
+def test_pickled_weights_are_named_as_such(tmp_path: Path) -> None:
+    folder = save(tmp_path / "pickled")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    fault = only(of_target(folder), "files")
+    assert "pickled weights (pytorch_model.bin)" in fault.found and "safetensors" in fault.remedy
+
+
+def test_missing_weights_and_a_missing_config_are_told_apart(tmp_path: Path) -> None:
+    folder = save(tmp_path / "cut")
+    (folder / "model.safetensors").unlink()
+    assert "holds no weights" in only(of_target(folder), "files").found
+    (folder / "config.json").unlink()
+    assert "config.json is missing" in only(of_target(folder), "files").found
+
+
+def test_a_config_that_is_not_that_of_the_weights_is_found_by_its_value(tmp_path: Path) -> None:
+    folder = save(tmp_path / "other")
+    changed(folder, "config.json", hidden_size=20)
+    fault = only(of_target(folder), "files")
+    assert "20 as hidden_size" in fault.found and "copy the folder again" in fault.remedy
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MambaConfig(vocab_size=128, hidden_size=16, num_hidden_layers=1, state_size=4),
+        Qwen3NextConfig(
+            vocab_size=128,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            num_experts=2,
+            num_experts_per_tok=1,
+            moe_intermediate_size=8,
+            shared_expert_intermediate_size=8,
+        ),
+    ],
+    ids=["recurrent", "hybrid"],
+)
+def test_a_model_whose_cache_cannot_roll_back_is_refused_before_its_weights_are_read(
+    tmp_path: Path, config: Any
+) -> None:
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    byte_tokenizer(TEMPLATE).save_pretrained(tmp_path)
+    fault = only(of_target(tmp_path), "architecture")
+    assert "rolled back" in fault.found or "do not take a tree's mask" in fault.found
+    assert "give a" in fault.remedy and "attention" in fault.remedy
+
+
+def test_a_model_with_code_of_its_own_asks_for_trust_first(tmp_path: Path) -> None:
+    folder = save(tmp_path / "custom")
+    changed(folder, "config.json", model_type="homemade", auto_map={"AutoConfig": "code.Config"})
+    fault = only(of_target(folder), "code")
+    assert "homemade" in fault.found and "--trust-remote-code" in fault.remedy
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_a_problem_and_padding_is_none(tmp_path: Path) -> None:
+    folder = save(tmp_path / "small", vocab=100)
+    fault = only(of_target(folder), "vocabulary")
+    assert "the tokenizer has 128 tokens and the model knows 100" in fault.found
+    padded = of_target(save(tmp_path / "padded", vocab=160))
+    assert not faults(padded) and any("160 tokens, 32 of them padding" in finding.found for finding in padded)
+
+
+def test_an_lm_head_with_a_bias_is_noted_as_no_place_for_heads(tmp_path: Path) -> None:
+    model = tiny_model(vocab=128, family="phi3", max_position_embeddings=256)
+    skeleton_of = save(tmp_path / "biased")
+    found = read(skeleton_of)
+    del model
+    found.model.model.lm_head.bias = torch.nn.Parameter(torch.zeros(128, device="meta"))
+    fault = only(target_findings(found, 64), "lm_head", "note")
+    assert "a bias" in fault.found and "train a draft" in fault.remedy
+
+
+def test_a_target_that_never_ends_a_text_is_noted_and_an_unknown_end_is_a_problem(tmp_path: Path) -> None:
+    folder = save(tmp_path / "endless")
+    tokenizer = byte_tokenizer(TEMPLATE)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, chat_template=TEMPLATE).save_pretrained(
+        folder
+    )
+    assert "eos_token_id" in only(of_target(folder), "end of text", "note").remedy
+    changed(folder, "generation_config.json", eos_token_id=500)
+    assert "token 500" in only(of_target(folder), "end of text").found
+
+
+@pytest.mark.parametrize(
+    ("template", "status", "says"),
+    [
+        (None, "note", "none: prompts are continued as plain text"),
+        (UNTOLD, "problem", "cannot be told"),
+        (EVERYTHING, "problem", "marks all"),
+        ("{{ raise_exception('no chats here') }}", "problem", "no chats here"),
+    ],
+    ids=["missing", "without marks", "marks everything", "raises"],
+)
+def test_a_chat_template_that_training_cannot_use_is_found(
+    tmp_path: Path, template: str | None, status: str, says: str
+) -> None:
+    fault = only(of_target(save(tmp_path / "model", template)), "chat template", status)
+    assert says in fault.found
+    assert "data.chat_template" in fault.remedy or "{% generation %}" in fault.remedy
+
+
+def test_a_text_longer_than_the_target_holds_is_a_problem(skeleton: Skeleton) -> None:
+    fault = only(target_findings(skeleton, 300), "positions")
+    assert "300 tokens are asked for, and the target holds 256" in fault.found
+    assert fault.remedy == "give --context 256 or less"
+
+
+def test_memory_is_compared_with_weights_and_cache(skeleton: Skeleton) -> None:
+    own, per_token = skeleton.bytes, skeleton.cache_bytes(1) or 0
+    needed = own + 1000 + per_token * 100
+
+    def status(free: int | None) -> str:
+        return check_memory(skeleton, [("heads", 1000)], [], 100, free).status
+
+    assert [status(free) for free in (needed - 1, needed, 2 * needed, None)] == ["problem", "note", "ok", "ok"]
+    figures = check_memory(skeleton, [("heads", 1000)], [skeleton], 100, None).figures
+    assert figures["cache_bytes_per_token"] == 2 * per_token  # a draft keeps a cache beside the target's
+    assert figures["needed_bytes"] == own + 1000 + 2 * per_token * 100
+
+
+# --- faults of drafters -----------------------------------------------------------------------------------------------
+
+
+def of_drafter(text: str, target: Skeleton, context: int = 256) -> list[Finding]:
+    return examine(parse_drafter(text), target, context).findings
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"width": 24}, "hidden states of size 24 but the target's have size 16"),
+        ({"vocab": 100}, "predict 100 tokens but the target knows 128"),
+    ],
+    ids=["width", "vocabulary"],
+)
+def test_heads_of_another_size_are_found(
+    skeleton: Skeleton, target: Path, tmp_path: Path, sizes: dict[str, int], says: str
+) -> None:
+    save_heads(tmp_path, target, **sizes)
+    fault = only(of_drafter(f"heads:{tmp_path}", skeleton), "sizes")
+    assert says in fault.found and fault.remedy == "give heads that were trained on this target"
+
+
+def test_heads_of_another_target_of_the_same_size_are_found(skeleton: Skeleton, tmp_path: Path) -> None:
+    other = save(tmp_path / "other-target", seed=7)
+    fault = only(of_drafter(f"heads:{save_heads(tmp_path / 'heads', other)}", skeleton), "origin")
+    assert "trained on another target, other-target" in fault.found
+    assert f"target={skeleton.name}" in fault.remedy
+    assert fault.figures["trained_on"] == stored_fingerprint(other)
+
+
+def test_heads_without_provenance_are_noted(skeleton: Skeleton, tmp_path: Path) -> None:
+    fault = only(of_drafter(f"heads:{save_heads(tmp_path, None)}", skeleton), "origin", "note")
+    assert "headstart evaluate" in fault.remedy
+
+
+def test_heads_trained_with_adapters_point_at_the_adapted_target_beside_them(
+    skeleton: Skeleton, target: Path, tmp_path: Path
+) -> None:
+    folder = save_heads(tmp_path / "heads", target)
+    save(folder / "target", seed=7)
+    changed(folder, "provenance.json", recipe={"adapters": {"rank": 4}})
+    fault = only(of_drafter(f"heads:{folder}", skeleton), "origin")
+    assert fault.remedy == f"--target {folder / 'target'}"
+    assert not faults(of_drafter(f"heads:{folder}", read(folder / "target")))
+
+
+def test_a_draft_of_another_target_is_noted_with_the_way_to_realign_it(skeleton: Skeleton, tmp_path: Path) -> None:
+    draft = save(tmp_path / "draft", seed=1)
+    write_provenance(draft, save(tmp_path / "other-target", seed=7))
+    fault = only(of_drafter(f"draft:{draft}", skeleton), "origin", "note")
+    assert fault.remedy.startswith(f"headstart realign --target {skeleton.name} --draft {draft}")
+
+
+def cut_off(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "medusa_lm_head.pt")
+
+
+def other_kind(folder: Path) -> None:
+    shutil.rmtree(folder)
+    save(folder)
+
+
+def vllm(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "medusa"}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "says", "remedy"),
+    [
+        (cut_off, "cannot be read as safetensors", "copy the folder again"),
+        (pickled, "pickled weights (medusa_lm_head.pt)", "safetensors"),
+        (other_kind, "does not describe Medusa heads", "give heads as headstart wrote them"),
+        (vllm, "vLLM's format", "headstart import"),
+    ],
+)
+def test_a_folder_that_holds_no_whole_heads_is_found(
+    skeleton: Skeleton, target: Path, tmp_path: Path, damage: Callable[[Path], None], says: str, remedy: str
+) -> None:
+    folder = save_heads(tmp_path / "heads", target)
+    damage(folder)
+    fault = only(of_drafter(f"heads:{folder}", skeleton), "files")
+    assert says in fault.found and remedy in fault.remedy
+
+
+def test_a_drafter_named_for_another_kind_of_weights_is_told_its_own_name(
+    skeleton: Skeleton, target: Path, tmp_path: Path
+) -> None:
+    heads = save_heads(tmp_path / "heads", target)
+    draft = save(tmp_path / "draft", seed=1)
+    parallel = write_parallel(tmp_path / "parallel", target)
+    given = {f"draft:{heads}": f"heads:{heads}", f"parallel:{draft}": f"draft:{draft}"}
+    for wrong, right in {**given, f"draft:{parallel}": f"parallel:{parallel}"}.items():
+        assert only(of_drafter(wrong, skeleton), "files").remedy == f"give {right}"
+
+
+def test_a_draft_with_another_tokenizer_is_found_and_by_text_it_fits(skeleton: Skeleton, tmp_path: Path) -> None:
+    draft = save(tmp_path / "draft", seed=1, shift=3)
+    fault = only(of_drafter(f"draft:{draft}", skeleton), "tokenizer")
+    assert "is not the target's" in fault.found and f"other-tokenizer:{draft}" in fault.remedy
+    assert not faults(of_drafter(f"other-tokenizer:{draft}", skeleton))
+
+
+def test_a_draft_with_another_end_of_text_is_noted(skeleton: Skeleton, tmp_path: Path) -> None:
+    draft = save(tmp_path / "draft", seed=1)
+    changed(draft, "tokenizer_config.json", eos_token="z")
+    fault = only(of_drafter(f"draft:{draft}", skeleton), "special tokens", "note")
+    assert "eos_token is 'z' in the draft and '<|end|>' in the target" in fault.found
+
+
+@pytest.mark.parametrize(
+    ("vocab", "says"),
+    [(128, "128 tokens, as the target"), (100, "100 of 128 tokens"), (160, "160 tokens, 32 more than the target")],
+)
+def test_the_tokens_that_a_draft_can_write_are_told(skeleton: Skeleton, tmp_path: Path, vocab: int, says: str) -> None:
+    findings = of_drafter(f"draft:{save(tmp_path / 'draft', seed=1, vocab=vocab)}", skeleton)
+    (told,) = [finding for finding in findings if finding.check == "vocabulary"]
+    assert told.status == "ok" and says in told.found
+
+
+def test_a_draft_trimmed_to_tokens_that_the_target_does_not_know_is_found(skeleton: Skeleton, tmp_path: Path) -> None:
+    draft = save(tmp_path / "draft", seed=1, vocab=160)
+    write_output_tokens(draft, [5, 140])
+    fault = only(of_drafter(f"draft:{draft}", skeleton), "vocabulary")
+    assert "trimmed to tokens up to 140, but the target knows 0 to 127" in fault.found
+    write_output_tokens(draft, [5, 12])
+    assert not faults(of_drafter(f"draft:{draft}", skeleton))
+
+
+def test_a_draft_with_fewer_positions_is_a_problem_for_the_texts_asked_for_and_a_note_for_others(
+    skeleton: Skeleton, tmp_path: Path
+) -> None:
+    draft = save(tmp_path / "draft", seed=1, max_position_embeddings=96)
+    fault = only(of_drafter(f"draft:{draft}", skeleton, context=128), "positions")
+    assert "the draft follows 96 tokens, and texts of 128" in fault.found and "--context 96" in fault.remedy
+    assert "draft.window" in only(of_drafter(f"draft:{draft}", skeleton, 96), "positions", "note").remedy
+
+
+def test_a_draft_with_a_window_follows_texts_of_any_length(skeleton: Skeleton, tmp_path: Path) -> None:
+    draft = save(tmp_path / "draft", seed=1, family="mistral", max_position_embeddings=96)
+    assert not faults(of_drafter(f"draft:{draft}", skeleton))
+
+
+def test_a_parallel_draft_that_reads_another_width_is_found(skeleton: Skeleton, target: Path, tmp_path: Path) -> None:
+    findings = of_drafter(f"parallel:{write_parallel(tmp_path, target, width=24)}", skeleton)
+    assert "hidden states of size 24" in only(findings, "parts").found
+
+
+def test_a_parallel_draft_whose_parts_are_broken_is_found(skeleton: Skeleton, target: Path, tmp_path: Path) -> None:
+    folder = write_parallel(tmp_path, target)
+    changed(folder, "parallel.json", markov_rank=5)
+    assert "size mismatch" in only(of_drafter(f"parallel:{folder}", skeleton), "parts").found
+    changed(folder, "parallel.json", markov_rank="five")
+    assert "markov_rank is 'five'" in only(of_drafter(f"parallel:{folder}", skeleton), "parts").found
+    assert "markov_rank is 'five'" in only(of_drafter(f"draft:{folder}", skeleton), "files").found
+
+
+def test_sequential_heads_on_embeddings_of_another_width_are_found(tmp_path: Path) -> None:
+    """The smallest OPT models: embeddings narrower than the model, and an lm_head as narrow."""
+    narrow = read(save(tmp_path / "opt", family="opt"))
+    config = MedusaConfig(12, 128, sequential=True)
+    MedusaHeads(config).save_pretrained(tmp_path / "heads")
+    write_provenance(tmp_path / "heads", tmp_path / "opt")
+    assert not faults(of_drafter(f"heads:{tmp_path}/heads", narrow))
+    narrow.model.model.set_input_embeddings(torch.nn.Embedding(128, 20, device="meta"))
+    fault = only(of_drafter(f"heads:{tmp_path}/heads", narrow), "sizes")
+    assert "embeddings have size 20" in fault.found and "sequential=false" in fault.remedy
+
+
+# --- the proof --------------------------------------------------------------------------------------------------------
+
+
+def text(*tokens: int) -> Generation:
+    return Generation(tokens, (Step(tokens[:1], 0, 0, 0), Step(tokens[1:], len(tokens) - 2, 0, 0)))
+
+
+def test_a_text_that_differs_is_a_problem_in_fp32_and_a_note_where_rounding_can_turn_it() -> None:
+    same, other = text(1, 2, 3, 4), text(1, 2, 3, 5)
+    found = [judged(same, same, exact=True), judged(other, same, exact=True), judged(other, same, exact=False)]
+    assert [finding.status for finding in found] == ["ok", "problem", "note"]
+    assert "2 of 4 tokens were drafted, 3.00 tokens per target pass" in found[0].found
+    assert all("headstart verify" in finding.remedy for finding in found[1:])
