@@ -189,7 +189,7 @@ def test_a_chat_template_that_training_cannot_use_is_found(
 def test_a_text_longer_than_the_target_holds_is_a_problem(skeleton: Skeleton) -> None:
     fault = only(target_findings(skeleton, 300), "positions")
     assert "300 tokens are asked for, and the target holds 256" in fault.found
-    assert fault.remedy == "give --context 256 or less"
+    assert fault.remedy == "give --longest 256 or less"
 
 
 def test_memory_is_compared_with_weights_and_cache(skeleton: Skeleton) -> None:
@@ -208,8 +208,8 @@ def test_memory_is_compared_with_weights_and_cache(skeleton: Skeleton) -> None:
 # --- faults of drafters -----------------------------------------------------------------------------------------------
 
 
-def of_drafter(text: str, target: Skeleton, context: int = 256) -> list[Finding]:
-    return examine(parse_drafter(text), target, context).findings
+def of_drafter(text: str, target: Skeleton, longest: int = 256) -> list[Finding]:
+    return examine(parse_drafter(text), target, longest).findings
 
 
 @pytest.mark.parametrize(
@@ -343,8 +343,8 @@ def test_a_draft_with_fewer_positions_is_a_problem_for_the_texts_asked_for_and_a
     skeleton: Skeleton, tmp_path: Path
 ) -> None:
     draft = save(tmp_path / "draft", seed=1, max_position_embeddings=96)
-    fault = only(of_drafter(f"draft:{draft}", skeleton, context=128), "positions")
-    assert "the draft follows 96 tokens, and texts of 128" in fault.found and "--context 96" in fault.remedy
+    fault = only(of_drafter(f"draft:{draft}", skeleton, longest=128), "positions")
+    assert "the draft follows 96 tokens, and texts of 128" in fault.found and "--longest 96" in fault.remedy
     assert "draft.window" in only(of_drafter(f"draft:{draft}", skeleton, 96), "positions", "note").remedy
 
 

@@ -257,7 +257,7 @@ def diagnose(options: DiagnoseOptions) -> None:
 )
 @takes(DoctorOptions)
 def doctor(options: DoctorOptions) -> None:
-    """Check this machine, the packages, and whether target and drafters fit; exit code 1 is a problem."""
+    """Check machine, packages, and if target and drafters fit; exit code 1 is a problem."""
     from trainer.commands.doctor import run_doctor
 
     if not run_doctor(options):

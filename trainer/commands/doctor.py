@@ -27,7 +27,7 @@ from trainer.doctor.reading import Skeleton, read_skeleton
 from trainer.doctor.target import check_memory, target_findings
 from trainer.terminal.console import say, standard_error, standard_output
 
-_CONTEXT = 2048
+_LONGEST = 2048
 """Tokens of the longest text, where neither the user nor the target says."""
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
@@ -75,11 +75,11 @@ def _models(options: DoctorOptions, specs: Sequence[DrafterSpec], machine: Machi
     findings, target = read_skeleton(quickstart.resolve(name), parse_dtype(options.dtype), trusted, name)
     if target is None:
         return [Section(f"target {name}", tuple(findings))]
-    context = options.context or min(_CONTEXT, target.model.max_positions or _CONTEXT)
-    examined = [examine(spec, target, context, trusted) for spec in specs]
+    longest = options.longest or min(_LONGEST, target.model.max_positions or _LONGEST)
+    examined = [examine(spec, target, longest, trusted) for spec in specs]
     drafts = [each.draft for each in examined if each.draft is not None]
     parts, free = parts_of(specs, examined), free_bytes(machine, spread=options.device_map is not None)
-    findings += [*target_findings(target, context), check_memory(target, parts, drafts, context, free)]
+    findings += [*target_findings(target, longest), check_memory(target, parts, drafts, longest, free)]
     of_drafters = [list(each.findings) for each in examined]
     if _is_to_decode(options, target, parts, free) and not any(map(has_problem, (findings, *of_drafters))):
         say(watch, "decoding …", style="dim")

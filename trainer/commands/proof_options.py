@@ -223,7 +223,7 @@ class DoctorOptions:
             autocompletion=values.one_of(*values.DTYPES),
         ),
     ] = "bf16"
-    context: Annotated[
+    longest: Annotated[
         int | None,
         Option(
             min=1,
@@ -234,7 +234,7 @@ class DoctorOptions:
         bool | None,
         Option(
             "--decode/--no-decode",
-            help="Load the models and decode 16 tokens with each drafter; small ones by default.",
+            help="Load the models and decode 16 tokens; by default those that are small.",
         ),
     ] = None
     hub: Annotated[bool, Option("--hub", help="Ask the Hub for an answer; by default nothing is sent.")] = False

@@ -42,7 +42,7 @@ class Examined(NamedTuple):
     draft: Skeleton | None = None
 
 
-def examine(spec: DrafterSpec, target: Skeleton, context: int, trusted: bool = False) -> Examined:
+def examine(spec: DrafterSpec, target: Skeleton, longest: int, trusted: bool = False) -> Examined:
     """Check one drafter against the target. ValueError where there is no such folder or repository."""
     weights = weights_of(spec)
     if weights is None or spec.path is None:
@@ -61,7 +61,7 @@ def examine(spec: DrafterSpec, target: Skeleton, context: int, trusted: bool = F
         misnamed = refused("files", error, _COPY)
     if misnamed is not None:
         return Examined([misnamed])
-    return _examine_draft(spec, target, context, trusted)
+    return _examine_draft(spec, target, longest, trusted)
 
 
 # --- heads ------------------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def _misnamed(spec: DrafterSpec, folder: Path, weights: str) -> Finding | None:
     return None
 
 
-def _examine_draft(spec: DrafterSpec, target: Skeleton, context: int, trusted: bool) -> Examined:
+def _examine_draft(spec: DrafterSpec, target: Skeleton, longest: int, trusted: bool) -> Examined:
     assert spec.path is not None
     findings, draft = read_skeleton(spec.path, target.model.dtype, trusted)
     if draft is None:
@@ -127,7 +127,7 @@ def _examine_draft(spec: DrafterSpec, target: Skeleton, context: int, trusted: b
     findings.append(same)
     if not by_text:
         findings += [check_special_tokens(draft, target), check_draft_vocabulary(draft, target)]
-    findings.append(check_draft_positions(draft, target, context))
+    findings.append(check_draft_positions(draft, target, longest))
     if same.status == "ok":  # a draft with other tokens was trained on another target in any case
         findings.append(check_origin(draft.folder, target, trusted, parts.reads_target, draft.name))
     return Examined(findings, draft.bytes + parts.bytes, draft)
@@ -206,19 +206,19 @@ def _untrimmed(own: int, wanted: int) -> Finding:
     return ok("vocabulary", f"{own} tokens, {own - wanted} more than the target, which are never drafted", written=own)
 
 
-def check_draft_positions(draft: Skeleton, target: Skeleton, context: int) -> Finding:
-    """Compare the longest text that the draft can follow with the one to decode, then with the target's longest."""
-    held, longest = draft.model.max_text, target.model.max_positions
+def check_draft_positions(draft: Skeleton, target: Skeleton, longest: int) -> Finding:
+    """Compare the text that the draft can follow with the ``longest`` to decode, then with the target's positions."""
+    held, whole = draft.model.max_text, target.model.max_positions
     remedy = "give shorter texts, or train a draft with a window (draft.window)"
     if held is None:
         return ok("positions", "it follows texts of any length")
-    if held < context:
-        found = f"the draft follows {held} tokens, and texts of {context} are to be decoded"
-        return problem("positions", found, f"{remedy}, or give --context {held}", longest=held)
-    if longest is None or held < longest:
-        told = f"the draft follows {held} tokens, the target {'any number' if longest is None else longest}"
-        return note("positions", f"{told}: longer texts are refused with this draft", remedy, longest=held)
-    return ok("positions", f"texts of up to {held} tokens", longest=held)
+    if held < longest:
+        found = f"the draft follows {held} tokens, and texts of {longest} are to be decoded"
+        return problem("positions", found, f"{remedy}, or give --longest {held}", held=held)
+    if whole is None or held < whole:
+        told = f"the draft follows {held} tokens, the target {'any number' if whole is None else whole}"
+        return note("positions", f"{told}: longer texts are refused with this draft", remedy, held=held)
+    return ok("positions", f"texts of up to {held} tokens", held=held)
 
 
 # --- origin -----------------------------------------------------------------------------------------------------------

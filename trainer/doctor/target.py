@@ -22,14 +22,14 @@ _FULL = 0.8
 """Share of the free memory from which a note is worth it."""
 
 
-def target_findings(target: Skeleton, context: int) -> list[Finding]:
-    """Return the findings of a target that decodes texts of up to ``context`` tokens."""
+def target_findings(target: Skeleton, longest: int) -> list[Finding]:
+    """Return the findings of a target that decodes texts of up to ``longest`` tokens."""
     return [
         check_vocabulary(target),
         check_lm_head(target),
         check_end(target),
         check_template(target.tokenizer),
-        check_positions(target, context),
+        check_positions(target, longest),
     ]
 
 
@@ -92,34 +92,34 @@ def _rendered(template: ChatTemplate) -> Finding:
     return ok("chat template", f"asks for an answer; {told}", trained_tokens=trained)
 
 
-def check_positions(target: Skeleton, context: int) -> Finding:
-    """Compare the longest text that is meant to be decoded with the target's positions."""
-    longest = target.model.max_positions
-    if longest is None:
+def check_positions(target: Skeleton, longest: int) -> Finding:
+    """Compare the ``longest`` text that is meant to be decoded with the target's positions."""
+    held = target.model.max_positions
+    if held is None:
         return ok("positions", "the config sets no limit")
-    if context > longest:
-        found = f"texts of {context} tokens are asked for, and the target holds {longest}"
-        return problem("positions", found, f"give --context {longest} or less", longest=longest)
-    return ok("positions", f"texts of up to {longest} tokens", longest=longest)
+    if longest > held:
+        found = f"texts of {longest} tokens are asked for, and the target holds {held}"
+        return problem("positions", found, f"give --longest {held} or less", held=held)
+    return ok("positions", f"texts of up to {held} tokens", held=held)
 
 
 def check_memory(
-    target: Skeleton, parts: Sequence[tuple[str, int]], drafts: Sequence[Skeleton], context: int, free: int | None
+    target: Skeleton, parts: Sequence[tuple[str, int]], drafts: Sequence[Skeleton], longest: int, free: int | None
 ) -> Finding:
-    """Compare what is free with the weights and the cache of one text of ``context`` tokens.
+    """Compare what is free with the weights and the cache of one text of ``longest`` tokens.
 
     ``parts``: names and bytes of the drafters' weights; ``drafts``: those of them that keep a cache too.
     """
     weights = [("target", target.bytes), *parts]
     per_token = sum(each.cache_bytes(1) or 0 for each in (target, *drafts))
-    needed = sum(count for _, count in weights) + per_token * context
+    needed = sum(count for _, count in weights) + per_token * longest
     told = " + ".join(f"{name} {size(count)}" for name, count in weights)
-    found = f"{told} + cache {size(1000 * per_token)} for 1,000 tokens: {size(needed)} with {context} tokens"
+    found = f"{told} + cache {size(1000 * per_token)} for 1,000 tokens: {size(needed)} with {longest} tokens"
     figures = {"weights": dict(weights), "cache_bytes_per_token": per_token, "needed_bytes": needed}
     if free is None:
         return ok("memory", found, **figures)
     found, figures = f"{found}; {size(free)} free", {**figures, "free_bytes": free}
-    smaller = "give a smaller target or --context, a narrower --dtype, or more devices with --device-map auto"
+    smaller = "give a smaller target or --longest, a narrower --dtype, or more devices with --device-map auto"
     if needed > free:
         return problem("memory", found, smaller, **figures)
     if needed > _FULL * free:
