@@ -2,6 +2,8 @@
 
 import copy
 import math
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -9,8 +11,9 @@ import typer
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
+from trainer.commands.completion import prepare, shortened
 from trainer.commands.guarded import guarded
-from trainer.commands.help import columns, full_page, list_page, rendered, short_page
+from trainer.commands.help import columns, first_clause, full_page, list_page, rendered, short_page
 from trainer.terminal.console import say_error, standard_error
 from trainer.terminal.exit_codes import ExitCode
 
@@ -77,6 +80,20 @@ class Group(TyperGroup):
         say_error(standard_error(), message)
         raise typer.Exit(ExitCode.BAD_INPUT)
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Return the commands and options that begin so, each with the first clause of its help."""
+        items = shortened(super().shell_complete(ctx, incomplete))
+        for item in items:
+            if command := self.commands.get(item.value):
+                item.help = first_clause(command.help or "")
+        return items
+
+    def main(self, *args: Any, **named: Any) -> Any:
+        """Run the program, or complete a command line for a shell."""
+        if os.environ.get("_HEADSTART_COMPLETE") or {"--show-completion", "--install-completion"} & set(sys.argv):
+            prepare()
+        return super().main(*args, **named)
+
 
 class Command(TyperCommand):
     """A command that reports usage errors in one sentence and refuses an option given twice.
@@ -110,6 +127,10 @@ class Command(TyperCommand):
             return rest
         say_error(standard_error(), message)
         raise typer.Exit(ExitCode.BAD_INPUT)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Return the options that begin so, each with the first clause of its help."""
+        return shortened(super().shell_complete(ctx, incomplete))
 
     def _check_given_once(self, given: Iterable[Any]) -> None:
         """Raise ValueError for an option of one value that is given twice: either value may be the one meant."""
