@@ -97,7 +97,7 @@ def features(
 
         prepare_features(load_recipe(recipe, overrides or ()))
 
-    raise typer.Exit(guarded(work, _debug()))
+    raise typer.Exit(guarded(work, _debug(), resumes=True))
 
 
 @app.command(
@@ -126,13 +126,16 @@ def plan_training(
     raise typer.Exit(guarded(work, _debug()))
 
 
-def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
-    """Make a command's options of a dataclass: its fields with their types, their defaults and their help."""
+def takes(options: type[Options], resumes: bool = False) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+    """Make a command's options of a dataclass: its fields with their types, their defaults and their help.
+
+    ``resumes``: started again, the command goes on where it was stopped.
+    """
 
     def decorate(work: Callable[[Options], None]) -> Callable[..., None]:
         @wraps(work)
         def command(**values: Any) -> None:
-            raise typer.Exit(guarded(lambda: work(options(**values)), _debug()))
+            raise typer.Exit(guarded(lambda: work(options(**values)), _debug(), resumes))
 
         command.__signature__ = signature(options)  # type: ignore[attr-defined]  # what typer reads
         return command
@@ -146,7 +149,7 @@ def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Calla
     epilog="Example: headstart evaluate --target ORG/NAME --drafter heads:runs/heads/final --drafter lookup "
     "--prompts test.jsonl --output runs/measured",
 )
-@takes(EvaluateOptions)
+@takes(EvaluateOptions, resumes=True)
 def evaluate(options: EvaluateOptions) -> None:
     """Measure drafters beside plain decoding and transformers; a killed run resumes.
 
@@ -271,7 +274,7 @@ def doctor(options: DoctorOptions) -> None:
     "Example: headstart regenerate --endpoint http://localhost:8000/v1 --model NAME --prompts train.jsonl "
     "--output answers.jsonl",
 )
-@takes(RegenerateOptions)
+@takes(RegenerateOptions, resumes=True)
 def regenerate(options: RegenerateOptions) -> None:
     """Let the target write the training answers; in this process or on a server. A killed run resumes."""
     from trainer.commands.regenerate import run_regenerate
@@ -285,7 +288,7 @@ def regenerate(options: RegenerateOptions) -> None:
     epilog="Example: headstart realign --target ORG/TUNED --draft runs/draft/final --prompts train.jsonl "
     "--output runs/realigned",
 )
-@takes(RealignOptions)
+@takes(RealignOptions, resumes=True)
 def realign(options: RealignOptions) -> None:
     """Align a draft with a target that was fine-tuned; print its acceptance before and after."""
     from trainer.commands.realign import run_realign

@@ -1,5 +1,6 @@
 """Whole training runs as a user starts them: launched, killed, resumed, distributed, tracked, and then decoded with."""
 
+import signal
 import socket
 import threading
 import time
@@ -38,6 +39,7 @@ from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_draft, load_heads, load_model, load_tokenizer
+from trainer.terminal.exit_codes import ExitCode
 
 
 @pytest.fixture(scope="module")
@@ -102,14 +104,17 @@ def test_a_run_resumed_after_kill_9_equals_the_one_that_was_never_killed(worksho
     assert [line["step"] for line in repeated(output) if "loss" in line] == [11, 12]  # they were done again
 
 
-def test_a_sigterm_saves_and_exits_143_with_one_line(workshop: Path) -> None:
-    output = workshop / "stopped"
+@pytest.mark.parametrize(("stop", "code"), [(signal.SIGTERM, ExitCode.TERMINATED), (signal.SIGINT, ExitCode.STOPPED)])
+def test_a_signal_to_stop_saves_and_exits_with_its_code_and_one_line(
+    workshop: Path, stop: signal.Signals, code: ExitCode
+) -> None:
+    output = workshop / f"stopped-{stop.name}"
     recipe = write_recipe(workshop, "medusa", output, steps=100_000)
     with running([*DIRECT, recipe, "checkpoint.every=100000"], workshop) as process:
         wait_until(lambda: steps_done(output) >= 3, process)
-        process.terminate()
+        process.send_signal(stop)
         _, said = process.communicate(timeout=DEADLINE)
-    assert process.returncode == 143
+    assert process.returncode == code
     (step,) = checkpoint_steps(output)
     announced, last = said.strip().splitlines()[0], said.strip().splitlines()[-1]
     assert announced.startswith("tiny medusa: medusa for ") and "Traceback" not in said

@@ -1,6 +1,7 @@
 """The end of every command: an error, a signal or a closed pipe becomes one sentence and an exit code."""
 
 import os
+import select
 import sys
 import tempfile
 import traceback
@@ -56,24 +57,28 @@ def _ended(work: Callable[[], None], debug: bool, resumes: bool) -> int:
             raise
         if debug:
             traceback.print_exc()
-        code, sentence = _told(error)
-        if not debug:
-            say_error(errors, sentence)
-        return code
+        else:
+            say_error(errors, _sentence(error))
+        return _code(error)
 
 
-def _told(error: Exception) -> tuple[ExitCode, str]:
-    """Return the exit code of an error and its sentence, without secrets and without control characters."""
-    sentence = without_secrets(one_line(error)) or type(error).__name__
+def _code(error: Exception) -> ExitCode:
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(it in str(error) for it in _FULL)):
+        return ExitCode.OUT_OF_MEMORY
+    return ExitCode.BAD_INPUT if isinstance(error, (ValueError, OSError)) else ExitCode.INTERNAL_ERROR
+
+
+def _sentence(error: Exception) -> str:
+    """Return an error's sentence, with its remedy, without secrets and without control characters."""
+    sentence, code = without_secrets(one_line(error)) or type(error).__name__, _code(error)
+    if code == ExitCode.OUT_OF_MEMORY:
         remedy = "make the batch or the texts smaller; 'headstart plan-training' prints what a training run needs"
-        return ExitCode.OUT_OF_MEMORY, f"out of memory ({sentence}): {remedy}"
-    if isinstance(error, (ValueError, OSError)):
-        return ExitCode.BAD_INPUT, sentence
-    kept = _kept_traceback()
-    where = f"the traceback is in {kept}, and " if kept else ""
-    remedy = f"{where}'headstart --debug COMMAND ...' prints it"
-    return ExitCode.INTERNAL_ERROR, f"internal error, {type(error).__name__}: {sentence}: {remedy}"
+        return f"out of memory ({sentence}): {remedy}"
+    if code == ExitCode.INTERNAL_ERROR:
+        kept = _kept_traceback()
+        where = f"the traceback is in {kept}, and " if kept else ""
+        return f"internal error, {type(error).__name__}: {sentence}: {where}'headstart --debug COMMAND ...' prints it"
+    return sentence
 
 
 def _kept_traceback() -> str | None:
@@ -87,14 +92,20 @@ def _kept_traceback() -> str | None:
 
 
 def _output_is_closed() -> bool:
-    """Return True if nobody reads standard output any more; a server may have closed a connection as well."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        return True
+    """Return True if nobody reads standard output or standard error any more, not a server at the other end."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            watched = select.poll()
+            watched.register(stream.fileno(), 0)  # an error is told whatever is asked for
+            if any(event & select.POLLERR for _, event in watched.poll(0)):
+                return True
+        except (OSError, ValueError):  # a stream of no file
+            continue
     return False
 
 
 def drop_output() -> None:
-    """Discard the rest of standard output, whose reader has ended, so that the interpreter's end is quiet too."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """Discard the rest of the output, whose reader has ended, so that the interpreter's end is quiet too."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nowhere, stream.fileno())

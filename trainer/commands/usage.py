@@ -47,6 +47,12 @@ def _help_option(option: Any, name: str, text: str, page: Page) -> Any:
     return other
 
 
+def _refused(message: str) -> typer.Exit:
+    """Print a usage error; return the end of the program."""
+    code = guarded(lambda: say_error(standard_error(), message))
+    return typer.Exit(code or ExitCode.BAD_INPUT)
+
+
 class Group(TyperGroup):
     """A group of commands with a help of one screen; its usage errors are one sentence."""
 
@@ -77,8 +83,7 @@ class Group(TyperGroup):
             return work()
         except _UsageError as error:
             message = f"{_sentence(error, {})}: see '{ctx.command_path} --help'"
-        say_error(standard_error(), message)
-        raise typer.Exit(ExitCode.BAD_INPUT)
+        raise _refused(message)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         """Return the commands and options that begin so, each with the first clause of its help."""
@@ -125,8 +130,7 @@ class Command(TyperCommand):
             message = f"{_sentence(error, values)}: see '{ctx.command_path} --help'"
         else:
             return rest
-        say_error(standard_error(), message)
-        raise typer.Exit(ExitCode.BAD_INPUT)
+        raise _refused(message)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         """Return the options that begin so, each with the first clause of its help."""

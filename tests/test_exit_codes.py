@@ -1,0 +1,127 @@
+"""Exit codes of real processes, the one sentence that each ends with, and the page that lists them."""
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from trainer.commands.help import examples
+from trainer.terminal.exit_codes import ExitCode, exit_code_line
+
+ROOT = Path(__file__).resolve().parents[1]
+
+PROGRAM = """
+import os, signal, sys, types, typer
+work = types.ModuleType("trainer.commands.drafters")
+def run_drafters():
+    {act}
+work.run_drafters = run_drafters
+sys.modules["trainer.commands.drafters"] = work  # in place of the command's own, whose imports take seconds
+from trainer.cli import main
+main()
+"""
+"""A process of ``headstart``, whose command ``drafters`` does as it is told."""
+
+FOREVER = "while True: print('x' * 1000)"
+RICH = """from trainer.terminal.console import say, standard_output
+    while True: say(standard_output(), 'x')
+"""
+
+
+def end_of(act: str, *words: str, **options: object) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-c", PROGRAM.format(act=act), *words, "drafters"]
+    return subprocess.run(program, capture_output=True, text=True, cwd=ROOT, **options)  # type: ignore[call-overload, no-any-return]  # keywords of subprocess
+
+
+@pytest.mark.parametrize(
+    ("act", "code", "sentence"),
+    [
+        ("print('done')", ExitCode.DONE, ""),
+        ("raise typer.Exit(1)", ExitCode.FAILED, ""),
+        ("raise ValueError('depth is 0: give at least 1')", ExitCode.BAD_INPUT, "error: depth is 0: give at least 1\n"),
+        ("open('nowhere')", ExitCode.BAD_INPUT, "error: [Errno 2] No such file or directory: 'nowhere'\n"),
+        ("os.kill(os.getpid(), signal.SIGINT); signal.pause()", ExitCode.STOPPED, "stopped by Ctrl-C\n"),
+    ],
+)
+def test_an_end_has_its_code_and_at_most_one_sentence(act: str, code: ExitCode, sentence: str) -> None:
+    done = end_of(act)
+    assert (done.returncode, done.stderr) == (code, sentence)
+
+
+def test_an_internal_error_keeps_its_traceback_in_a_file_and_debug_prints_it(tmp_path: Path) -> None:
+    hidden = "hf_0123456789abcdefABCD"
+    act = f"raise AssertionError('no {hidden} here')"
+    environment = {"TMPDIR": str(tmp_path), "PATH": "", "PYTHONPATH": str(ROOT)}
+    done = end_of(act, env=environment)
+    assert done.returncode == ExitCode.INTERNAL_ERROR
+    (kept,) = tmp_path.iterdir()
+    assert done.stderr == (
+        f"error: internal error, AssertionError: no (withheld) here: the traceback is in {kept}, and "
+        "'headstart --debug COMMAND ...' prints it\n"
+    )
+    text = kept.read_text()
+    assert text.startswith("Traceback") and "run_drafters" in text and hidden not in text
+    assert kept.stat().st_mode & 0o077 == 0
+    shown = end_of(act, "--debug", env=environment)
+    assert shown.returncode == ExitCode.INTERNAL_ERROR and shown.stderr.startswith("Traceback")
+    assert list(tmp_path.iterdir()) == [kept]
+
+
+@pytest.mark.parametrize("error", ["MemoryError()", "RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB')"])
+def test_full_memory_has_a_code_and_a_remedy(error: str) -> None:
+    done = end_of(f"raise {error}")
+    assert done.returncode == ExitCode.OUT_OF_MEMORY
+    assert done.stderr.startswith("error: out of memory (") and "make the batch or the texts smaller" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_full_memory_of_torch_on_a_cpu_is_told_from_an_internal_error() -> None:
+    done = end_of("import torch; torch.empty(1 << 60)")
+    assert done.returncode == ExitCode.OUT_OF_MEMORY and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "act",
+    [FOREVER, "from trainer.terminal.console import say, standard_output\n    while True: say(standard_output(), 'x')"],
+)
+def test_a_reader_that_ends_early_ends_the_command_quietly(act: str) -> None:
+    program = [sys.executable, "-c", PROGRAM.format(act=act), "drafters"]
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=errors, cwd=ROOT)
+        assert process.stdout is not None and process.stdout.read(1) == b"x"
+        process.stdout.close()
+        assert process.wait() == ExitCode.CLOSED_PIPE
+        errors.seek(0)
+        assert errors.read() == ""
+
+
+def test_a_connection_that_a_server_closed_is_no_closed_output() -> None:
+    done = end_of("raise BrokenPipeError(32, 'Broken pipe')")
+    assert (done.returncode, done.stderr) == (ExitCode.BAD_INPUT, "error: [Errno 32] Broken pipe\n")
+
+
+def test_a_terminated_command_that_saves_nothing_ends_as_the_system_does() -> None:
+    done = end_of("os.kill(os.getpid(), signal.SIGTERM); signal.pause()")
+    assert (128 - done.returncode, done.stderr) == (ExitCode.TERMINATED, "")
+
+
+def test_a_command_that_resumes_says_so() -> None:
+    program = "from trainer.commands.guarded import guarded\ndef work(): raise KeyboardInterrupt\n"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{program}raise SystemExit(guarded(work, resumes=True))"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    sentence = "stopped by Ctrl-C: start the same command again to resume\n"
+    assert (done.returncode, done.stderr) == (ExitCode.STOPPED, sentence)
+
+
+def test_the_page_and_the_help_list_every_code() -> None:
+    page = (ROOT / "docs" / "reference" / "exit-codes.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (.*?) \| (.*) \|$", page, re.MULTILINE)
+    assert rows == [(str(code.value), code.short, code.meaning) for code in ExitCode]
+    assert exit_code_line().startswith("0 done, 1 a check failed, 2 bad input, 70 ") and examples(None) == []
