@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from trainer.commands.artefact_options import ExportOptions, ImportOptions, PushOptions, ServeCommandOptions
+from trainer.commands.demo_options import DemoOptions
 from trainer.commands.guarded import guarded
 from trainer.commands.help import LOOK, MEASURE, RUN, SHIP, TRAIN
 from trainer.commands.options import CompareOptions, EvaluateOptions, GenerateOptions, PlanOptions
@@ -176,6 +177,22 @@ def generate(options: GenerateOptions) -> None:
     from trainer.commands.decode import run_generate
 
     run_generate(replace(options, prompt=sys.stdin.read()) if options.prompt == "-" else options)
+
+
+@app.command(
+    cls=Command,
+    rich_help_panel=RUN,
+    epilog="Example: headstart demo\nExample: headstart demo --target ORG/NAME --drafter heads:runs/heads/final",
+)
+@takes(DemoOptions)
+def demo(options: DemoOptions) -> None:
+    """Show plain beside speculative decoding on a web page, streamed.
+
+    The page draws the candidate tree of each pass, the histogram of accepted lengths and the split of the time.
+    """
+    from trainer.commands.demo import run_demo
+
+    run_demo(options)
 
 
 @app.command(

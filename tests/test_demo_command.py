@@ -1,0 +1,64 @@
+"""The command `headstart demo`: what it refuses before it reads a model, and the drafters that it finds."""
+
+import json
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_tokenizer import byte_tokenizer
+from typer.testing import CliRunner
+
+from trainer.cli import app
+from trainer.commands import demo
+from trainer.commands.demo_options import DemoOptions
+
+
+def test_without_gradio_one_sentence_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    monkeypatch.delitem(sys.modules, "trainer.demo.app", raising=False)
+    result = CliRunner().invoke(app, ["demo"])
+    assert result.exit_code == 2
+    assert result.stderr.strip().endswith("which is not installed: pip install 'headstart[demo]'")
+    assert "Traceback" not in result.stderr and len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_port_that_is_taken_is_told_before_any_model_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gradio")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(app, ["demo", "--target", "/no/such/model", "--port", str(port)])
+    assert result.exit_code == 2
+    assert f"--port {port} cannot be listened on (Address already in use): give another" in result.stderr
+
+
+def test_drafters_are_those_asked_for_or_lookup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert demo.asked_drafters(DemoOptions(target="ORG/NAME", drafter=["lookahead"])) == (["lookahead"], [])
+    asked, notes = demo.asked_drafters(DemoOptions(target="ORG/NAME"))
+    assert asked == ["lookup"] and "No --drafter was given" in notes[0]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "ensure_built", lambda name: None)
+    asked, (note,) = demo.asked_drafters(DemoOptions())
+    assert asked == ["lookup"] and "make demo" in note
+
+
+def test_trained_drafters_of_the_embedded_target_are_found_unless_they_are_another_targets(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "ensure_built", lambda name: None)
+    monkeypatch.setattr(demo, "stored_fingerprint", lambda folder: "mine")
+    for recipe, fingerprint in (("parallel", "mine"), ("medusa1", "mine"), ("draft", "another")):
+        (final := tmp_path / demo.RUNS / recipe / "final").mkdir(parents=True)
+        (final / "provenance.json").write_text(json.dumps({"target": {"fingerprint": fingerprint}}))
+    asked, notes = demo.asked_drafters(DemoOptions())
+    assert asked == ["parallel:runs/quickstart/parallel/final", "heads:runs/quickstart/medusa1/final", "lookup"]
+    assert len(notes) == 1
+    (tmp_path / demo.RUNS / "draft" / "final" / "provenance.json").write_text('{"target": {"fingerprint": "mine"}}')
+    assert demo.asked_drafters(DemoOptions()) == ([*asked[:2], "draft:runs/quickstart/draft/final", "lookup"], [])
+
+
+def test_examples_suit_the_target() -> None:
+    assert demo.examples("quickstart", byte_tokenizer()) == demo.CODE
+    assert demo.examples("ORG/NAME", byte_tokenizer("{{ messages }}")) == demo.QUESTIONS
+    assert demo.examples("ORG/NAME", byte_tokenizer()) == demo.BEGINNINGS

@@ -1,0 +1,114 @@
+"""The command `headstart demo`: what the web demo shows, and the server that shows it."""
+
+import json
+import os
+import socket
+from pathlib import Path
+from types import ModuleType
+
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from decoding.measure.redact import published_name
+from decoding.model.fingerprint import stored_fingerprint
+from trainer import quickstart
+from trainer.commands.decode import load_models
+from trainer.commands.demo_options import DemoOptions
+from trainer.demo.race import Models
+from trainer.run.train import ensure_built
+from trainer.terminal.console import say, standard_error
+
+TRAINED = {"parallel": "parallel", "medusa1": "heads", "draft": "draft"}
+"""Drafter of each folder in `RUNS`, as `scripts/demo.py` trains them for the embedded target."""
+RUNS = Path("runs/quickstart")
+TRAIN_THEM = "'make demo' in a copy of the repository trains heads and drafts of this target; start the demo again then"
+
+CODE = (
+    'import socket\n\n\nclass Server:\n    """Serve requests."""\n\n    def __init__(self, address, handler):\n'
+    "        self.address = address\n        self.handler = handler\n        self.socket = socket.socket()\n\n    def ",
+    'def copy(src, dst, *, follow_symlinks=True):\n    """Copy a file.\n\n    The destination may be a directory.\n'
+    '    """\n    if os.path.isdir(dst):\n',
+    'class Error(Exception):\n    pass\n\n\nclass ParseError(Error):\n    """Exception raised',
+)
+QUESTIONS = (
+    "Tell me a short story about a dog that found a key.",
+    "Write a Python function that returns the longest word of a text.",
+    "List the months of the year, each with the number of its days.",
+)
+BEGINNINGS = (
+    "Once upon a time, there was a little girl who",
+    'def read_lines(path):\n    """Return the lines of a file."""\n',
+    "The three states of matter are",
+)
+
+
+def run_demo(options: DemoOptions, console: Console | None = None) -> None:
+    """Read the models and serve the page until Ctrl-C."""
+    console = console or standard_error()
+    app = imported_app()
+    check_port(options.host, options.port)
+    asked, notes = asked_drafters(options)
+    loaded = load_models(options, asked)
+    models = Models.of(loaded.target, loaded.tokenizer, loaded.drafters)
+    models.warm_up()
+    words = app.Words(published_name(options.target), examples(options.target, loaded.tokenizer), tuple(notes))
+    say(console, *notes)
+    app.serve(
+        app.build(models, words),
+        options.host,
+        options.port,
+        options.share,
+        lambda address: say(console, f"the demo is at {address} (Ctrl-C ends it)"),
+    )
+
+
+def imported_app() -> ModuleType:
+    """Return the page's module; ValueError where Gradio, which it needs, is not installed."""
+    try:
+        from trainer.demo import app
+    except ModuleNotFoundError as error:
+        if error.name != "gradio":
+            raise
+        raise ValueError(
+            "the demo is a page of Gradio, which is not installed: pip install 'headstart[demo]'"
+        ) from error
+    return app
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise ValueError, before any model is read, where nothing can listen on the port."""
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        code = error.errno or 0
+        reason = os.strerror(code) if code > 0 else error  # a name that is not found has a code below 0
+        raise ValueError(f"--host {host} --port {port} cannot be listened on ({reason}): give another") from error
+
+
+def asked_drafters(options: DemoOptions) -> tuple[list[str], list[str]]:
+    """Return the drafters to read, and notes for the page: as asked, else lookup and those of the embedded target."""
+    if options.drafter:
+        return options.drafter, []
+    if options.target != quickstart.NAME:
+        return ["lookup"], ["No --drafter was given: prompt lookup, which needs no training, drafts alone."]
+    ensure_built(quickstart.NAME)
+    found = [
+        f"{drafter}:{RUNS / recipe / 'final'}" for recipe, drafter in TRAINED.items() if fits(RUNS / recipe / "final")
+    ]
+    return [*found, "lookup"], [] if len(found) == len(TRAINED) else [f"Not all drafters are here: {TRAIN_THEM}."]
+
+
+def fits(artefact: Path) -> bool:
+    """Return True if a run's artefact was trained on the embedded target of this machine."""
+    provenance = artefact / "provenance.json"
+    if not provenance.is_file():
+        return False
+    trained_on = json.loads(provenance.read_text(encoding="utf-8"))["target"]["fingerprint"]
+    return bool(trained_on == stored_fingerprint(quickstart.folder()))
+
+
+def examples(target: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Return prompts to try: code for the embedded target, questions for a chat model, else beginnings of texts."""
+    if target == quickstart.NAME:
+        return CODE
+    return QUESTIONS if tokenizer.chat_template is not None else BEGINNINGS
