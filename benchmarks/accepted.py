@@ -40,6 +40,7 @@ from decoding.measure.methods import Method, our_method, transformers_method
 from decoding.measure.questions import read_prompts
 from decoding.measure.widen import widened_heads, widened_parallel, widened_to
 from decoding.model.causal_lm import CausalLM
+from decoding.model.dtypes import parse_dtype
 from decoding.model.heads import MedusaHeads
 from decoding.model.loading import (
     eos_token_ids,
@@ -50,7 +51,6 @@ from decoding.model.loading import (
     load_parallel_draft,
     load_tokenizer,
     parallel_folder,
-    parse_dtype,
 )
 from decoding.model.parallel import ParallelDraft
 from decoding.policies import named_policy

@@ -38,7 +38,8 @@ from decoding.generate import DecodingConfig
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.questions import read_prompts
 from decoding.model.causal_lm import CausalLM
-from decoding.model.loading import eos_token_ids, load_model, load_tokenizer, parse_dtype
+from decoding.model.dtypes import parse_dtype
+from decoding.model.loading import eos_token_ids, load_model, load_tokenizer
 from trainer.data.batch import Example
 from trainer.data.dataset import load_dataset
 from trainer.drafts.start import initial_draft, write_draft

@@ -38,7 +38,8 @@ from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.questions import Asker, evenly, read_questions
 from decoding.metrics import ratio_of_rates, ratio_of_sums
 from decoding.model.causal_lm import CausalLM
-from decoding.model.loading import load_model, load_tokenizer, parse_dtype
+from decoding.model.dtypes import parse_dtype
+from decoding.model.loading import load_model, load_tokenizer
 from decoding.model.windowed import with_window
 from trainer.terminal.console import standard_output
 

@@ -37,8 +37,9 @@ from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.questions import read_prompts
 from decoding.measure.widen import widened_heads, widened_to
 from decoding.model.causal_lm import CausalLM
+from decoding.model.dtypes import parse_dtype
 from decoding.model.heads import MedusaHeads
-from decoding.model.loading import load_draft, load_heads, load_model, load_tokenizer, parse_dtype
+from decoding.model.loading import load_draft, load_heads, load_model, load_tokenizer
 from decoding.model.stacked_heads import StackedHeads
 from decoding.rules.sampling import SamplingConfig
 from trainer.terminal.console import standard_output

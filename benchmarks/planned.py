@@ -37,9 +37,10 @@ from decoding.measure.rows import without_nan
 from decoding.measure.widen import widened_heads, widened_parallel, widened_to
 from decoding.metrics import ratio_of_rates
 from decoding.model.causal_lm import CausalLM
+from decoding.model.dtypes import parse_dtype
 from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint
 from decoding.model.heads import MedusaHeads
-from decoding.model.loading import eos_token_ids, load_model, load_tokenizer, parse_dtype
+from decoding.model.loading import eos_token_ids, load_model, load_tokenizer
 from decoding.model.parallel import ParallelDraft
 from decoding.rules.best_tree import Paths
 from trainer.terminal.console import standard_output

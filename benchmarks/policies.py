@@ -41,8 +41,9 @@ from decoding.measure.questions import read_prompts
 from decoding.measure.widen import widened_heads, widened_to
 from decoding.metrics import ratio_of_rates
 from decoding.model.causal_lm import CausalLM
+from decoding.model.dtypes import parse_dtype
 from decoding.model.heads import MedusaHeads
-from decoding.model.loading import eos_token_ids, load_draft, load_heads, load_model, load_tokenizer, parse_dtype
+from decoding.model.loading import eos_token_ids, load_draft, load_heads, load_model, load_tokenizer
 from decoding.policies import Budget, FixedPolicy, MeasuredPolicy, Policy, named_policy
 from decoding.policies.base import Rehearsal
 from decoding.rules.sampling import SamplingConfig

@@ -40,6 +40,7 @@ from decoding.measure.report import markdown_table
 from decoding.measure.widen import widened_heads, widened_parallel, widened_to
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import measure_cost_curve
+from decoding.model.dtypes import parse_dtype
 from decoding.model.heads import MedusaHeads
 from decoding.model.loading import (
     eos_token_ids,
@@ -48,7 +49,6 @@ from decoding.model.loading import (
     load_model,
     load_parallel_draft,
     load_tokenizer,
-    parse_dtype,
 )
 from decoding.model.parallel import ParallelDraft
 from decoding.policies import Budget, MeasuredPolicy

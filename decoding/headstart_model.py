@@ -16,9 +16,10 @@ from decoding.drafters.registry import DrafterLoader, parse_drafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
+from decoding.model.dtypes import default_device
 from decoding.model.fixed_shapes import check_choice, static_of
 from decoding.model.hub import only_cached, with_revision
-from decoding.model.loading import default_device, load_model
+from decoding.model.loading import load_model
 from decoding.policies import Policy, named_policy
 from decoding.rules.controls import Processor, sampling_from_generation_config
 from decoding.rules.verify import Rule

@@ -29,7 +29,8 @@ from decoding.generate import DecodingConfig, Step
 from decoding.headstart_model import HeadstartModel
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.redact import published_name
-from decoding.model.loading import eos_token_ids, load_tokenizer, parse_dtype
+from decoding.model.dtypes import parse_dtype
+from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.prompts import encode_prompt
 from decoding.stream import Detokenizer
 from decoding.tally import Tally

@@ -13,8 +13,8 @@ import pytest
 
 from decoding.drafters.registry import _FIRSTS, REGISTRY
 from decoding.measure.methods import SETTINGS
+from decoding.model.dtypes import DTYPES
 from decoding.model.fixed_shapes import CHOICES
-from decoding.model.loading import DTYPES
 from decoding.policies import _POLICIES
 from decoding.rules.verify import RULES
 from trainer.commands import values

@@ -13,9 +13,10 @@ from trainer.cli import app
 from trainer.doctor import machine as machines
 from trainer.doctor.advice import next_steps
 from trainer.doctor.dtypes import ROWS, Measured, best, dtype_findings, measure, medians
-from trainer.doctor.finding import Finding, problem, refused
+from trainer.doctor.finding import Finding, problem
 from trainer.doctor.machine import Disk, Gpu, Machine, free_bytes, machine_findings, read_machine, size
 from trainer.doctor.packages import PURPOSES, package_findings, wanted_of
+from trainer.doctor.refusals import refused
 from trainer.recipe.reading import load_recipe
 from trainer.terminal.exit_codes import ExitCode
 

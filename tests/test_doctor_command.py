@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from typer.testing import CliRunner
 
 from trainer.cli import app
 from trainer.commands import doctor as command
+from trainer.doctor import models
 from trainer.doctor.dtypes import Measured
 from trainer.doctor.finding import Finding, Section
 
@@ -49,6 +52,12 @@ def test_without_models_the_screen_has_the_machine_the_dtypes_the_packages_and_w
     assert "fastest in bf16" in output and "headstart doctor --target quickstart" in output
 
 
+def test_without_a_target_transformers_is_not_imported() -> None:
+    """It takes longer to import than all the checks of the machine."""
+    code = "import sys, trainer.commands.doctor; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_a_fitting_set_decodes_and_leaves_with_code_0(target: Path, tmp_path: Path) -> None:
     heads, draft = save_heads(tmp_path / "heads", target), save(tmp_path / "draft", seed=1)
     code, output = run("--target", str(target), "--drafter", f"heads:{heads}", "--drafter", f"draft:{draft}")
@@ -70,9 +79,9 @@ def test_nothing_is_loaded_where_the_user_says_so(target: Path, monkeypatch: pyt
     def load(*given: Any) -> Any:
         raise AssertionError("models were loaded")
 
-    monkeypatch.setattr(command, "prove", load)
+    monkeypatch.setattr(models, "prove", load)
     assert run("--target", str(target), "--no-decode")[0] == 0
-    monkeypatch.setattr(command, "SMALL", 1)
+    monkeypatch.setattr(models, "SMALL", 1)
     assert run("--target", str(target))[0] == 0  # larger than what is loaded unasked
 
 

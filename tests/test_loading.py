@@ -8,6 +8,7 @@ from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.model.causal_lm import CausalLM
+from decoding.model.dtypes import parse_dtype
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import (
     check_same_tokenizer,
@@ -17,7 +18,6 @@ from decoding.model.loading import (
     load_heads,
     load_model,
     load_tokenizer,
-    parse_dtype,
 )
 
 

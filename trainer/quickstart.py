@@ -13,13 +13,13 @@ import sysconfig
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
-
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from typing import TYPE_CHECKING, Any
 
 from trainer.files.folders import cache_root, write_folder
 from trainer.recipe.pretrain import PretrainRecipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 NAME = "quickstart"
 _VOCABULARY = 2048
@@ -80,6 +80,8 @@ def number_of_answers() -> int:
 
 def write_prompts() -> Path:
     """Write the prompts of the answers, the beginnings of training files and lines inside them; returns the file."""
+    from transformers import PreTrainedTokenizerFast
+
     corpus, rng = build_corpus(), random.Random(0)
     prompts: list[str] = []
     tokenizer = PreTrainedTokenizerFast.from_pretrained(corpus)
@@ -154,7 +156,10 @@ def _write_corpus(destination: Path) -> None:
     _train_tokenizer(train).save_pretrained(destination)
 
 
-def _train_tokenizer(files: list[Path]) -> PreTrainedTokenizerFast:
+def _train_tokenizer(files: list[Path]) -> "PreTrainedTokenizerFast":
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -29,8 +29,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from decoding.model.dtypes import DTYPES, parse_dtype
 from decoding.model.heads import MedusaHeads
-from decoding.model.loading import DTYPES, load_model, load_tokenizer, parse_dtype
+from decoding.model.loading import load_model, load_tokenizer
 from decoding.model.parallel import ParallelDraft, ParallelParts
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

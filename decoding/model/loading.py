@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from decoding.model.architecture import is_spread, places_of
 from decoding.model.causal_lm import CausalLM
+from decoding.model.dtypes import default_device
 from decoding.model.finite import check_finite
 from decoding.model.fixed_shapes import following
 from decoding.model.folder import adapted_model, check_model_folder
@@ -44,19 +45,6 @@ UNREADABLE = (
     ImportError,
 )
 """Errors that transformers and its libraries raise for a model or a config that they cannot build."""
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-def parse_dtype(name: str) -> torch.dtype:
-    """Return the dtype called ``bf16``, ``fp16`` or ``fp32``; ValueError for another name."""
-    if name not in DTYPES:
-        raise ValueError(f"dtype is {name!r}: give one of {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
-def default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def load_model(

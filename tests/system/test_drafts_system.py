@@ -29,7 +29,8 @@ from decoding.drafters import DraftModelDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
-from decoding.model.loading import load_draft, load_model, load_tokenizer, parse_dtype
+from decoding.model.dtypes import parse_dtype
+from decoding.model.loading import load_draft, load_model, load_tokenizer
 
 STEPS = 12
 POLICY = {"offline": [1, 0], "draft": 1, "loop": [0, 1], "max_new_tokens": 6, "every": 3}

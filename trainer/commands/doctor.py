@@ -2,54 +2,48 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from decoding.drafters.spec import DrafterSpec
 from decoding.measure.redact import without_local_paths
-from decoding.model.loading import parse_dtype
-from trainer import quickstart
-from trainer.commands.drafters import asked_drafters
+from decoding.model.dtypes import parse_dtype
 from trainer.commands.findings import PRINTED, account, write_findings
 from trainer.commands.proof_options import DoctorOptions
 from trainer.doctor.advice import Advice, next_steps
-from trainer.doctor.drafter import examine, parts_of
 from trainer.doctor.dtypes import dtype_findings, measure
-from trainer.doctor.finding import Finding, Section, has_problem, note
+from trainer.doctor.finding import Finding, Section, has_problem
 from trainer.doctor.machine import Machine, free_bytes, machine_findings, probe_hub, read_machine
 from trainer.doctor.packages import installed_version, package_findings, read_wanted
-from trainer.doctor.proof import SMALL, Loading, prove
-from trainer.doctor.reading import Skeleton, read_skeleton
-from trainer.doctor.target import check_memory, target_findings
 from trainer.terminal.console import say, standard_error, standard_output
 
-_LONGEST = 2048
-"""Tokens of the longest text, where neither the user nor the target says."""
+if TYPE_CHECKING:
+    from decoding.drafters.spec import DrafterSpec
+
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
 def run_doctor(options: DoctorOptions, console: Console | None = None) -> bool:
-    """Check and print; return False if a problem was found. ValueError for names that cannot be read at all."""
+    """Check and print; return False if a problem was found. ValueError for names that nothing can be read from.
+
+    transformers, which takes longer to import than all else here, is left alone unless a target is given.
+    """
     console, watch = console or standard_output(), standard_error()
     parse_dtype(options.dtype)
-    if options.drafter and options.target is None:
-        raise ValueError(f"--drafter is {options.drafter[0]}, which is checked against a target: give --target too")
-    specs = asked_drafters(options.drafter or ())
+    specs = _specs(options)
     machine = read_machine()
-    sections = [Section("machine", tuple(_machine(machine, options)))]
+    models = [] if options.target is None else _models(options, options.target, specs, machine, watch)
     say(watch, "measuring products in each dtype …", style="dim")
-    sections.append(Section("dtypes, measured here", tuple(dtype_findings(measure(), options.dtype))))
-    sections.append(Section("packages", tuple(package_findings(read_wanted(), installed_version))))
-    models = [] if options.target is None else _models(options, specs, machine, watch)
-    sections += models
-    target_fits, drafters_fit = (
-        not any(has_problem(section.findings) for section in part) for part in (models[:1], models[1:])
-    )
-    advice = next_steps(options.target, specs, target_fits, drafters_fit)
+    sections = [
+        Section("machine", tuple(_machine(machine, options))),
+        Section("dtypes, measured here", tuple(dtype_findings(measure(), options.dtype))),
+        Section("packages", tuple(package_findings(read_wanted(), installed_version))),
+        *models,
+    ]
+    fits = [not has_problem(section.findings) for section in models]
+    advice = next_steps(options.target, specs, all(fits[:1]), all(fits[1:]))
     if options.json is not None:
         write_findings(options.json, {**account(), **_as_json(sections, advice)})
     if options.json != PRINTED:
@@ -57,60 +51,39 @@ def run_doctor(options: DoctorOptions, console: Console | None = None) -> bool:
     return not any(has_problem(section.findings) for section in sections)
 
 
+def _specs(options: DoctorOptions) -> "list[DrafterSpec]":
+    if not options.drafter:
+        return []
+    if options.target is None:
+        raise ValueError(f"--drafter is {options.drafter[0]}, which is checked against a target: give --target too")
+    from trainer.commands.drafters import asked_drafters
+
+    return asked_drafters(options.drafter)
+
+
 def _machine(machine: Machine, options: DoctorOptions) -> list[Finding]:
     found = machine_findings(machine, os.environ)
     return [*found, probe_hub()] if options.hub else found
 
 
-def _models(options: DoctorOptions, specs: Sequence[DrafterSpec], machine: Machine, watch: Console) -> list[Section]:
-    """Return the sections of the target and of each drafter."""
-    name = str(options.target)
-    if name == quickstart.NAME and not quickstart.is_built():
-        missing = note(
-            "files", "not built yet", "headstart train recipes/quickstart/medusa1.yaml, which builds it first"
+def _models(
+    options: DoctorOptions, target: str, specs: "Sequence[DrafterSpec]", machine: Machine, watch: Console
+) -> list[Section]:
+    say(watch, f"reading {target} …", style="dim")
+    from trainer.doctor.models import Request, check_models
+
+    return check_models(
+        Request(
+            target,
+            tuple(specs),
+            options.dtype,
+            options.longest,
+            options.decode,
+            free_bytes(machine, spread=options.device_map is not None),
+            options.device_map,
+            options.trust_remote_code,
         )
-        return [Section(f"target {name}", (missing,))]
-    say(watch, f"reading {name} …", style="dim")
-    trusted = options.trust_remote_code
-    findings, target = read_skeleton(quickstart.resolve(name), parse_dtype(options.dtype), trusted, name)
-    if target is None:
-        return [Section(f"target {name}", tuple(findings))]
-    longest = options.longest or min(_LONGEST, target.model.max_positions or _LONGEST)
-    examined = [examine(spec, target, longest, trusted) for spec in specs]
-    drafts = [each.draft for each in examined if each.draft is not None]
-    parts, free = parts_of(specs, examined), free_bytes(machine, spread=options.device_map is not None)
-    findings += [*target_findings(target, longest), check_memory(target, parts, drafts, longest, free)]
-    of_drafters = [list(each.findings) for each in examined]
-    if _is_to_decode(options, target, parts, free) and not any(map(has_problem, (findings, *of_drafters))):
-        say(watch, "decoding …", style="dim")
-        own, theirs = prove(_loading(options, target, parts, free), specs)
-        findings.append(own)
-        for held, proved in zip(of_drafters, theirs, strict=False):
-            held.append(proved)
-    return [
-        Section(f"target {name}", tuple(findings)),
-        *(Section(f"drafter {spec}", tuple(held)) for spec, held in zip(specs, of_drafters, strict=True)),
-    ]
-
-
-def _in_fp32(target: Skeleton, parts: Sequence[tuple[str, int]]) -> float:
-    """Return the bytes of all weights in fp32."""
-    return (target.bytes + sum(count for _, count in parts)) * 4 / target.model.dtype.itemsize
-
-
-def _is_to_decode(options: DoctorOptions, target: Skeleton, parts: Sequence[tuple[str, int]], free: int | None) -> bool:
-    """Tell if models are loaded: as the user says, else if they are small and here already."""
-    if options.decode is not None:
-        return options.decode
-    here = any(target.folder.glob("*.safetensors"))
-    return here and _in_fp32(target, parts) <= min(SMALL, (free or SMALL) / 2)
-
-
-def _loading(options: DoctorOptions, target: Skeleton, parts: Sequence[tuple[str, int]], free: int | None) -> Loading:
-    """Load in fp32, where texts must be equal, if that fits twice; else in the dtype asked for."""
-    fits = _in_fp32(target, parts) <= (free or SMALL) / 2
-    dtype = torch.float32 if fits else parse_dtype(options.dtype)
-    return Loading(target.name, dtype, options.device_map, options.trust_remote_code)
+    )
 
 
 def _as_json(sections: Sequence[Section], advice: Sequence[Advice]) -> dict[str, Any]:

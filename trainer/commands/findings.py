@@ -8,8 +8,6 @@ from typing import Any
 
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.redact import published_command
-from decoding.measure.rows import without_nan
-from trainer.files.shards import write_text
 
 PRINTED = "-"
 """The file's name by which findings are printed, in place of the text."""
@@ -27,6 +25,9 @@ def account() -> dict[str, Any]:
 
 def write_findings(file: str, content: Mapping[str, Any]) -> None:
     """Write findings to a file, whose folder need not exist, or print them; NaN becomes null."""
+    from decoding.measure.rows import without_nan  # it imports transformers, which a command may do without
+    from trainer.files.shards import write_text
+
     text = json.dumps(without_nan(dict(content)), indent=2) + "\n"
     if file == PRINTED:
         print(text, end="")

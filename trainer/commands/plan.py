@@ -26,9 +26,10 @@ from decoding.measure.planning.plan_file import (
 from decoding.measure.planning.sentences import verdict
 from decoding.measure.questions import read_prompts
 from decoding.measure.rows import without_nan
+from decoding.model.dtypes import parse_dtype
 from decoding.model.fingerprint import prompts_fingerprint, tokenizer_fingerprint
 from decoding.model.hub import revisions
-from decoding.model.loading import eos_token_ids, load_tokenizer, parse_dtype
+from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.policies import MeasuredPolicy, Policy, named_policy
 from trainer.commands.drafters import asked_drafters
 from trainer.commands.findings import account

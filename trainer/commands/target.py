@@ -3,8 +3,9 @@
 from typing import Protocol
 
 from decoding.model.causal_lm import CausalLM
+from decoding.model.dtypes import default_device, parse_dtype
 from decoding.model.fixed_shapes import check_choice, static_of
-from decoding.model.loading import default_device, load_model, parse_dtype
+from decoding.model.loading import load_model
 from trainer.run.train import prepare_target
 
 

@@ -1,16 +1,17 @@
-"""Commands to run next, with the names of the case filled in."""
+"""Commands to run next, with the names of the case filled in. Imports transformers for trained drafters alone."""
 
 import shlex
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from decoding.drafters.registry import weights_of
-from decoding.drafters.spec import DrafterSpec
 from trainer import quickstart
+
+if TYPE_CHECKING:
+    from decoding.drafters.spec import DrafterSpec
 
 PROMPTS, ANSWERS, HELD_OUT = "prompts.jsonl", "answers.jsonl", "heldout.jsonl"
 """Files of the user's own in the commands: prompts to train on, the target's answers to them, prompts to measure on."""
-_QUESTION = "Why is the sky blue?"
+_QUESTION, _CODE = "Why is the sky blue?", "def read_lines(path):"
 _NO_TARGET = "ORG/NAME"
 _FORMATS = {"heads": "vllm", "draft": "draft", "parallel draft": "headstart"}
 """Kind of weights -> the format that most can load; a parallel draft with parts of its own has only this project's."""
@@ -24,7 +25,7 @@ class Advice(NamedTuple):
 
 
 def next_steps(
-    target: str | None, specs: Sequence[DrafterSpec], target_fits: bool = True, drafters_fit: bool = True
+    target: str | None, specs: "Sequence[DrafterSpec]", target_fits: bool = True, drafters_fit: bool = True
 ) -> list[Advice]:
     """Return what to run next. ``specs`` are the drafters given; one that does not fit can be trained again."""
     if target is None:
@@ -55,7 +56,7 @@ _KINDS = {
 
 
 def _without_weights(target: str) -> list[Advice]:
-    look = ("generate", target, "--drafter", "lookup", "--prompt", _QUESTION)
+    look = ("generate", target, "--drafter", "lookup", "--prompt", _question(target))
     return [Advice("decode at once, with a drafter that needs no training", _said(*look)), *_training(target)]
 
 
@@ -77,11 +78,13 @@ def _training(target: str) -> list[Advice]:
     ]
 
 
-def _with_weights(target: str, specs: Sequence[DrafterSpec], trained: Sequence[DrafterSpec]) -> list[Advice]:
+def _with_weights(target: str, specs: "Sequence[DrafterSpec]", trained: "Sequence[DrafterSpec]") -> list[Advice]:
+    from decoding.drafters.registry import weights_of
+
     given, first = _drafters(specs), str(trained[0])
     held = ("--prompts", HELD_OUT)
     steps = [
-        Advice("see it decode", _said("generate", target, "--drafter", first, "--prompt", _QUESTION)),
+        Advice("see it decode", _said("generate", target, "--drafter", first, "--prompt", _question(target))),
         Advice("measure it beside plain decoding and a lookup", _evaluate(target, [str(spec) for spec in specs])),
         Advice(
             "choose depth and tree by the costs of this machine",
@@ -90,18 +93,22 @@ def _with_weights(target: str, specs: Sequence[DrafterSpec], trained: Sequence[D
         Advice("prove that no text changes", _said("verify", target, *given, *held)),
     ]
     return steps + [
-        Advice(f"write {spec.path} for others to load", _export(spec, target, f"exported/{place}"))
+        Advice(f"write {spec.path} for others to load", _export(spec, target, f"exported/{place}", format))
         for place, spec in enumerate(trained, start=1)
-        if weights_of(spec) in _FORMATS
+        if (format := _FORMATS.get(str(weights_of(spec)))) is not None
     ]
 
 
-def _export(spec: DrafterSpec, target: str, folder: str) -> str:
-    format = _FORMATS[str(weights_of(spec))]
+def _export(spec: "DrafterSpec", target: str, folder: str, format: str) -> str:
     return shlex.join(["headstart", "export", str(spec.path), folder, "--format", format, "--target", target])
 
 
-def _drafters(specs: Sequence[DrafterSpec]) -> list[str]:
+def _question(target: str) -> str:
+    """Return a prompt that the target can go on with: the embedded one knows Python alone."""
+    return _CODE if target == quickstart.NAME else _QUESTION
+
+
+def _drafters(specs: "Sequence[DrafterSpec]") -> list[str]:
     return [word for spec in specs for word in ("--drafter", str(spec))]
 
 

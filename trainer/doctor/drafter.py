@@ -23,8 +23,9 @@ from decoding.model.loading import (
 from decoding.model.parallel import WEIGHTS_NAME as PARALLEL_WEIGHTS
 from decoding.model.parallel import read_config as read_parallel_config
 from decoding.model.stored import weights_header
-from trainer.doctor.finding import Finding, attempt, note, ok, problem, refused
+from trainer.doctor.finding import Finding, note, ok, problem
 from trainer.doctor.reading import Skeleton, check_fetched, check_pickled, output_tokens_of, read_skeleton
+from trainer.doctor.refusals import attempt, refused
 from trainer.export.match import trained_for
 from trainer.export.origin import UNKNOWN_TARGET, read_provenance
 from trainer.serving.configs import is_vllm_heads
@@ -123,14 +124,21 @@ def _examine_draft(spec: DrafterSpec, target: Skeleton, longest: int, trusted: b
     parts = check_parallel(draft, target) if weights_of(spec) == "parallel draft" else Parts()
     if parts.finding is not None:
         findings.append(parts.finding)
-    same = ok("tokenizer", "its own: it drafts by text") if by_text else check_tokenizer(draft, target)
-    findings.append(same)
-    if not by_text:
-        findings += [check_special_tokens(draft, target), check_draft_vocabulary(draft, target)]
+    if by_text:
+        findings.append(ok("tokenizer", "its own: it drafts by text, for any target"))
+    else:
+        findings += _tokens_of(draft, target, trusted, parts.reads_target)
     findings.append(check_draft_positions(draft, target, longest))
-    if same.status == "ok":  # a draft with other tokens was trained on another target in any case
-        findings.append(check_origin(draft.folder, target, trusted, parts.reads_target, draft.name))
     return Examined(findings, draft.bytes + parts.bytes, draft)
+
+
+def _tokens_of(draft: Skeleton, target: Skeleton, trusted: bool, reads_target: bool) -> list[Finding]:
+    """Compare tokenizers and vocabularies; where the tokens are equal, also their ends and the origin."""
+    found = [check_tokenizer(draft, target), check_draft_vocabulary(draft, target)]
+    if found[0].status != "ok":  # such a draft was made for another target in any case
+        return found
+    origin = check_origin(draft.folder, target, trusted, reads_target, draft.name)
+    return [*found, check_special_tokens(draft, target), origin]
 
 
 class Parts(NamedTuple):

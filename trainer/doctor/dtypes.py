@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from decoding.model.loading import DTYPES, default_device
+from decoding.model.dtypes import DTYPES, default_device
 from trainer.doctor.finding import Finding, note, ok
 from trainer.doctor.machine import size
 

@@ -1,18 +1,10 @@
-"""A finding of `headstart doctor`: the outcome of one check, in a sentence, with what to do about it."""
+"""A finding of `headstart doctor`: the outcome of one check, in a sentence, with what to do. Imports no PyTorch."""
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from decoding.measure.markdown import one_line
-from decoding.model.loading import UNREADABLE, reason
-
 Status = Literal["ok", "note", "problem"]
-
-_VERBS = "give|load|copy|fetch|train|export|trim|write|shorten|tell|save|set|ask|put|leave"
-_REMEDY = re.compile(rf"(?P<found>.*)(?:: |; )(?P<remedy>(?:{_VERBS})\b.*)")
-"""The form of this project's errors: the value, then what to do."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +53,3 @@ def note(check: str, found: str, remedy: str, **figures: Any) -> Finding:
 def problem(check: str, found: str, remedy: str, **figures: Any) -> Finding:
     """Return the finding of something that will fail, or draft in vain."""
     return Finding(check, "problem", found, remedy, figures)
-
-
-def refused(check: str, error: BaseException, remedy: str) -> Finding:
-    """Return the problem that an error tells of. Its own remedy, if it ends with one, is taken before ``remedy``."""
-    text = one_line(reason(error))
-    parts = _REMEDY.fullmatch(text)
-    return problem(check, parts["found"], parts["remedy"]) if parts else problem(check, text, remedy)
-
-
-def attempt(check: str, work: Callable[[], Finding], remedy: str) -> Finding:
-    """Return the finding of ``work``; what it raises, as loading raises it, becomes a problem."""
-    try:
-        return work()
-    except UNREADABLE as error:
-        return refused(check, error, remedy)

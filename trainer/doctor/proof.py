@@ -10,14 +10,14 @@ from decoding.drafters.spec import DrafterSpec
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Generation
 from decoding.model.causal_lm import CausalLM
-from decoding.model.loading import DTYPES, UNREADABLE, eos_token_ids, load_model, load_tokenizer
+from decoding.model.dtypes import DTYPES
+from decoding.model.loading import UNREADABLE, eos_token_ids, load_model, load_tokenizer
 from decoding.prompts import encode_prompt
-from trainer.doctor.finding import Finding, note, ok, problem, refused
+from trainer.doctor.finding import Finding, note, ok, problem
+from trainer.doctor.refusals import refused
 
 TOKENS = 16
 """New tokens of the proof: enough for several passes."""
-SMALL = 2e9
-"""Bytes of all weights in fp32 up to which the proof is made without being asked for."""
 _PROMPT = "Once upon a time there was"
 _REPORT = "prove it on more text with headstart verify, and report it"
 

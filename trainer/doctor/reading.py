@@ -19,8 +19,9 @@ from decoding.model.header import read_object
 from decoding.model.hub import hub_name, local_folder
 from decoding.model.loading import UNREADABLE, load_tokenizer
 from decoding.model.stored import has_weights, weights_header
-from trainer.doctor.finding import Finding, has_problem, note, ok, problem, refused
+from trainer.doctor.finding import Finding, has_problem, note, ok, problem
 from trainer.doctor.machine import size
+from trainer.doctor.refusals import refused
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"

@@ -6,9 +6,10 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.model.loading import eos_token_ids
 from trainer.data.chat import ChatTemplate, chat_template
-from trainer.doctor.finding import Finding, attempt, note, ok, problem
+from trainer.doctor.finding import Finding, note, ok, problem
 from trainer.doctor.machine import size
 from trainer.doctor.reading import Skeleton
+from trainer.doctor.refusals import attempt
 
 _CONVERSATION = (
     {"role": "user", "content": "What is 3 + 4?"},

@@ -8,9 +8,10 @@ from typing import Literal
 import torch
 
 from decoding.measure.redact import basename, is_hub_id
+from decoding.model.dtypes import parse_dtype
 from decoding.model.finite import check_finite
 from decoding.model.folder import adapted_model
-from decoding.model.loading import load_model, load_tokenizer, parse_dtype
+from decoding.model.loading import load_model, load_tokenizer
 from trainer.export.artefact import Task
 from trainer.export.origin import read_stored_provenance
 from trainer.export.readback import check_stored

@@ -10,7 +10,8 @@ from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.loading import load_model, load_tokenizer, parse_dtype
+from decoding.model.dtypes import parse_dtype
+from decoding.model.loading import load_model, load_tokenizer
 from decoding.model.quantise import quantised
 from trainer.data.batch import check_documents_are_apart
 from trainer.quickstart import resolve
