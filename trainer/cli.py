@@ -147,7 +147,9 @@ def takes(options: type[Options], resumes: bool = False) -> Callable[[Callable[[
 @app.command(
     cls=Command,
     rich_help_panel=MEASURE,
-    epilog="Example: headstart evaluate --target ORG/NAME --drafter heads:runs/heads/final --drafter lookup "
+    epilog="Example: headstart evaluate --target quickstart --drafter lookup --prompts quickstart/heldout.jsonl "
+    "--prompt-tokens 64 --output runs/lookup\n"
+    "Example: headstart evaluate --target ORG/NAME --drafter heads:runs/heads/final --drafter lookup "
     "--prompts test.jsonl --output runs/measured",
 )
 @takes(EvaluateOptions, resumes=True)

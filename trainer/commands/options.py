@@ -15,6 +15,7 @@ from trainer.commands import values
 from trainer.commands.help import DRAFTING, MEASURING, OUTPUT, PROMPTS
 from trainer.commands.shared_options import (
     DRAFTERS,
+    QUESTIONS_HELP,
     SPEC,
     Chat,
     Drafter,
@@ -47,7 +48,7 @@ class EvaluateOptions(ModelOptions):
 
     prompts: Annotated[
         str,
-        Option(metavar="FILE", help=".jsonl or .parquet file, one question per line; or a folder of one data set."),
+        Option(metavar="FILE", help=QUESTIONS_HELP),
     ]
     output: Annotated[
         Path,
@@ -179,7 +180,7 @@ class PlanOptions(ModelOptions):
 
     prompts: Annotated[
         str,
-        Option(metavar="FILE", help=".jsonl file of held-out prompts; like those that the target gets in use."),
+        Option(metavar="FILE", help=f"{QUESTIONS_HELP} Best held out, and like those that the target gets in use."),
     ]
     output: Annotated[Path, Option(metavar="FOLDER", help="Folder for plan.json and plan.svg.")]
     drafter: Annotated[

@@ -11,6 +11,8 @@ from trainer.commands.help import DRAFTING, MEASURING, PROMPTS, SAMPLING, SERVER
 from trainer.commands.shared_options import (
     DRAFTERS,
     DTYPE_HELP,
+    PROMPTS_HELP,
+    QUESTIONS_HELP,
     SPEC,
     TARGET_HELP,
     BatchSize,
@@ -44,7 +46,7 @@ class DiagnoseOptions(ModelOptions):
             autocompletion=values.drafter,
         ),
     ]
-    prompts: Annotated[str, Option(metavar="FILE", help=".jsonl file of held-out prompts; one a line.")]
+    prompts: Annotated[str, Option(metavar="FILE", help=f"{PROMPTS_HELP}; best held out.")]
     exported: Annotated[
         Path | None,
         Option(metavar="FOLDER", help="Folder that the server reads; by default SPECULATOR's."),
@@ -124,7 +126,7 @@ class VerifyOptions:
             autocompletion=values.target,
         ),
     ] = None
-    prompts: Annotated[str | None, Option(metavar="FILE", help=".jsonl file of prompts; one a line.")] = None
+    prompts: Annotated[str | None, Option(metavar="FILE", help=QUESTIONS_HELP)] = None
     drafter: Annotated[
         list[str] | None,
         Option(

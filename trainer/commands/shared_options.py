@@ -114,6 +114,9 @@ Rule = Annotated[
 
 # --- prompts and texts ------------------------------------------------------------------------------------------------
 
+QUESTIONS_HELP = ".jsonl or .parquet file, one prompt per line; or a folder of one data set."
+"""Help of prompts that `decoding.measure.questions` reads."""
+PROMPTS_HELP = ".jsonl file, one prompt per line"
 PromptField = Annotated[
     str | None,
     Option(metavar="NAME", help="Field of the prompt; found by name if not given.", rich_help_panel=PROMPTS),

@@ -11,12 +11,14 @@ from trainer.commands.help import OUTPUT, PROMPTS, SERVER, TARGET, TRAINING
 from trainer.commands.shared_options import (
     DRAFTERS,
     DTYPE_HELP,
+    PROMPTS_HELP,
     SPEC,
     TARGET_HELP,
     Concurrency,
     DeviceMap,
     Dtype,
     KeyVariable,
+    MaxNewTokens,
     Overrides,
     PromptField,
     Retries,
@@ -37,7 +39,7 @@ class RegenerateOptions:
 
     prompts: Annotated[
         str,
-        Option(metavar="FILE", help=".jsonl file of prompts; one prompt, list of turns or conversation per line."),
+        Option(metavar="FILE", help=f"{PROMPTS_HELP}; or one list of turns, or one conversation."),
     ]
     output: Annotated[
         Path,
@@ -61,7 +63,7 @@ class RegenerateOptions:
     n: Annotated[int, Option(min=1, help="Answers for each prompt.")] = 1
     temperature: Temperature = 0.0
     top_p: TopP = 1.0
-    max_new_tokens: Annotated[int, Option(min=1, help="Longest answer, in tokens.")] = 256
+    max_new_tokens: MaxNewTokens = 256
     seed: Seed = 0
     keep_truncated: Annotated[
         bool,
@@ -124,7 +126,7 @@ class RealignOptions:
     ]
     prompts: Annotated[
         str,
-        Option(metavar="FILE", help=".jsonl file, one prompt per line; like those that the target gets in use."),
+        Option(metavar="FILE", help=f"{PROMPTS_HELP}; like those that the target gets in use."),
     ]
     output: Annotated[
         Path,
@@ -143,7 +145,7 @@ class RealignOptions:
         float,
         Option(help="Sampling temperature; 0 is greedy. That of the answers to train on, best that of later use."),
     ] = 0.0
-    max_new_tokens: Annotated[int, Option(min=1, help="Longest answer, in tokens.")] = 256
+    max_new_tokens: MaxNewTokens = 256
     steps: Annotated[int, Option(min=1, help="Training steps.")] = 200
     batch_size: Annotated[
         int,
@@ -156,7 +158,7 @@ class RealignOptions:
     learning_rate: Annotated[float, Option(help="Highest learning rate of the schedule.", rich_help_panel=TRAINING)] = (
         1e-3
     )
-    draft_tokens: Annotated[int, Option(min=1, help="Tokens that the draft proposes at a time.")] = 4
+    draft_tokens: Annotated[int, Option(min=1, help="Tokens drafted at a time.")] = 4
     seed: Annotated[int, Option(help="Seed of the run; same seed, same draft.", rich_help_panel=TRAINING)] = 0
     dtype: Annotated[
         str,
