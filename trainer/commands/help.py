@@ -169,14 +169,14 @@ def list_page(group: Any, context: Any, width: int = WIDTH) -> Text:
     column = max(len(name) for rows in panels.values() for name, _ in rows)
     listed = [_rows(heading, rows, width, column) for heading, rows in panels.items() if rows]
     listed.append(_rows("Options", [(term(option), short_line(option)) for option in _shown(group, context)], width))
-    last = f"Exit codes: {exit_code_line()}." if context.parent is None else ""
+    if context.parent is None:
+        listed.append(_wrapped(Text.assemble(("Exit codes: ", "bold"), f"{exit_code_line()}."), width, indent=2))
     return _joined(
         [
             _wrapped(usage, width, indent=7),
             _wrapped(group.help or "", width),
             *_example_parts(group, width),
             Text("\n").join(listed),
-            _wrapped(last, width),
         ]
     )
 
