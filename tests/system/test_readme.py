@@ -35,6 +35,7 @@ EVALUATE = (ROOT / "docs" / "how-to" / "evaluate.md").read_text()
 DIAGNOSE = (ROOT / "docs" / "how-to" / "diagnose.md").read_text()
 ARTEFACTS = (ROOT / "docs" / "how-to" / "export.md").read_text()
 SERVING = (ROOT / "docs" / "how-to" / "serving.md").read_text()
+DOCTOR = (ROOT / "docs" / "how-to" / "doctor.md").read_text()
 VERIFY = (ROOT / "docs" / "how-to" / "verify.md").read_text()
 _TINY_RECIPE = (
     "training.steps=2 training.batch_size=2 training.micro_batch_size=2 data.max_length=64 evaluation.prompts=1 "
@@ -238,6 +239,19 @@ def test_every_command_of_the_page_on_diagnoses_runs_beside_a_server(
         for command in diagnoses:
             run(command.replace("http://localhost:8000", endpoint.address.removesuffix("/v1")), desk, environment, warm)
     assert len(endpoint.requests) > 10
+
+
+def test_every_command_of_the_page_on_the_doctor_runs_in_the_order_given(
+    desk: Path, environment: dict[str, str], warm: WarmProgram
+) -> None:
+    found = commands(DOCTOR)
+    assert len(found) == 4
+    for command in found:
+        run(command, desk, environment, warm)
+    told = json.loads((desk / "runs" / "doctor.json").read_text())
+    assert told["problems"] == 0
+    of_heads = {finding["check"]: finding["status"] for finding in told["sections"][-2]["findings"]}
+    assert of_heads == dict.fromkeys(("files", "sizes", "origin", "decoding"), "ok")
 
 
 def test_every_command_of_the_page_on_verifying_runs_in_the_order_given(
