@@ -71,7 +71,9 @@ def options(
 def train(
     recipe: Annotated[str, typer.Argument(help="A YAML recipe, such as recipes/any/medusa1.yaml.")],
     overrides: Overrides = None,
-    profile: Annotated[str | None, typer.Option(help="Folder for a trace of three steps; prints their parts.")] = None,
+    profile: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Folder for a trace of three steps; prints their parts.")
+    ] = None,
 ) -> None:
     """Train heads or a draft from a recipe; a killed run resumes.
 

@@ -130,7 +130,7 @@ class PushOptions(ExportChoices):
     public: Annotated[bool, Option("--public", help="Make the repository public; it is private otherwise.")] = False
     revision: Annotated[
         str | None,
-        Option(metavar="NAME", help="Branch to push to; made if it is missing, main if not given."),
+        Option(metavar="NAME", help="Branch to push to, main if not given; it is made if it is missing."),
     ] = None
     pull_request: Annotated[bool, Option("--pull-request", help="Open a pull request in place of a commit.")] = False
     message: Annotated[str | None, Option(help="Message of the commit.")] = None

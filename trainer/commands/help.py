@@ -62,7 +62,9 @@ def _is_rare(option: Any) -> bool:
 
 
 def _shown(command: Any, context: Any) -> list[Any]:
-    return [option for option in command.get_params(context) if not option.hidden]
+    """Return what a page shows: the arguments, then the options, each in the order of the command."""
+    shown = [option for option in command.get_params(context) if not option.hidden]
+    return sorted(shown, key=lambda option: option.param_type_name != "argument")
 
 
 def metavar(option: Any) -> str:

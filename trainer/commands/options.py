@@ -241,12 +241,12 @@ class CompareOptions:
     a: Annotated[Path, Argument(help="Output folder of an evaluation.")]
     b: Annotated[
         Path | None,
-        Argument(help="Another one; compared with the first, the first itself if not given."),
+        Argument(help="Another one to compare with the first; the first itself if not given."),
     ] = None
     method: Annotated[
-        str | None, Option(metavar="NAME", help="Method of A; by default every method that both have.")
+        str | None, Option(metavar="NAME", help="Method of A, by default every method that both have.")
     ] = None
-    other: Annotated[str | None, Option(metavar="NAME", help="Method of B; by default that of A.")] = None
+    other: Annotated[str | None, Option(metavar="NAME", help="Method of B, by default that of A.")] = None
     setting: Annotated[str | None, Option(metavar="NAME", help="Setting, such as greedy or T=1; by default all.")] = (
         None
     )

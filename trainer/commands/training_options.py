@@ -59,7 +59,7 @@ class RegenerateOptions:
     ] = None
     model: ServedName = None
     prompt_field: PromptField = None
-    limit: Annotated[int | None, Option(min=1, help="Number of rows; all if not given.")] = None
+    limit: Annotated[int | None, Option(min=1, help="Number of rows, all if not given.")] = None
     n: Annotated[int, Option(min=1, help="Answers for each prompt.")] = 1
     temperature: Temperature = 0.0
     top_p: TopP = 1.0
@@ -140,7 +140,7 @@ class RealignOptions:
         ),
     ] = None
     prompt_field: PromptField = None
-    limit: Annotated[int | None, Option(min=1, help="Number of rows of --prompts; all if not given.")] = None
+    limit: Annotated[int | None, Option(min=1, help="Number of rows of --prompts, all if not given.")] = None
     temperature: Annotated[
         float,
         Option(help="Sampling temperature; 0 is greedy. That of the answers to train on, best that of later use."),
@@ -194,7 +194,7 @@ class InspectOptions:
         str | None,
         Option(
             metavar="NAME",
-            help=f"Format of the rows; {joined(DATA_FORMATS)}.",
+            help=f"{joined(DATA_FORMATS)}; the format of the rows.",
             autocompletion=values.one_of(*DATA_FORMATS),
         ),
     ] = None
@@ -215,7 +215,7 @@ class InspectOptions:
         ),
     ] = None
     max_length: Annotated[int | None, Option(min=8, help="Longest sequence, in tokens.")] = None
-    max_rows: Annotated[int | None, Option(min=1, help="Number of rows to read; all if not given.")] = None
+    max_rows: Annotated[int | None, Option(min=1, help="Number of rows to read, all if not given.")] = None
     streaming: Annotated[
         bool | None,
         Option(
