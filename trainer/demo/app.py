@@ -144,7 +144,7 @@ def serve(page: gr.Blocks, host: str, port: int, share: bool, ready: Callable[[s
     ready(public or local)
     try:
         threading.Event().wait()
-    except KeyboardInterrupt:
+    finally:  # Ctrl-C goes on to the command's end, which has its sentence and its exit code
         page.close(verbose=False)
 
 
