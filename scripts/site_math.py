@@ -1,0 +1,23 @@
+"""Hook of the documentation site: formulas become MathML when the site is built; no page needs a script for them.
+
+``$...$`` in a line and ``$$...$$`` alone are LaTeX, as they are where the repository is read.
+"""
+
+import html
+import re
+from typing import Any
+
+from latex2mathml.converter import convert
+
+_FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Replace the formulas that pymdownx.arithmatex marked."""
+
+    def formula(found: re.Match[str]) -> str:
+        display = "block" if found[2] == "[" else "inline"
+        mathml = convert(html.unescape(found[3].strip()), display=display)
+        return f'<div class="formula">{mathml}</div>' if display == "block" else mathml
+
+    return _FORMULA.sub(formula, content)
