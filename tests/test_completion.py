@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ from decoding.policies import _POLICIES
 from decoding.rules.verify import RULES
 from trainer.commands import values
 from trainer.commands.completion import cut, read_line
+from trainer.commands.recipe_keys import override
 from trainer.export.adapted import ADAPTER, MERGED
 from trainer.export.formats import FORMATS
 from trainer.export.serve import SERVERS
@@ -71,6 +73,21 @@ def test_a_list_is_completed_at_its_last_comma_without_what_it_has() -> None:
     assert settings("gr") == ["greedy"] and settings("greedy,") == ["greedy,sampling", "greedy,typical"]
 
 
+def test_a_recipes_keys_are_those_of_its_kind(tmp_path: Path) -> None:
+    context = SimpleNamespace(params={"recipe": str(ROOT / "recipes" / "any" / "draft.yaml")})
+
+    def complete(text: str) -> list[str]:
+        return override(context, text)  # type: ignore[arg-type]  # no more of a context is looked at
+
+    assert complete("dra") == ["draft."] and complete("hea") == [] and complete("training.ste") == ["training.steps="]
+    assert complete("quantise=") == ["quantise=int8", "quantise=null"] and complete("training.steps=") == []
+    assert complete("data.bad_rows=s") == ["data.bad_rows=stop", "data.bad_rows=skip"]
+    assert complete("data.packing=") == ["data.packing=true", "data.packing=false"]
+    assert complete("nothing.") == complete("name.x") == complete("kin") == []
+    context.params["recipe"] = str(tmp_path / "none.yaml")
+    assert complete("hea") == ["heads."] and complete("dra") == ["draft."]
+
+
 # --- bash -------------------------------------------------------------------------------------------------------------
 
 
@@ -113,6 +130,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
         ("headstart gen", ["generate"]),
         ("headstart generate --drafter draft : x,to", ["no blank", "x,tokens="]),
         ("headstart generate --rule t", ["token", "top-k", "traversal", "typical"]),
+        ("headstart train recipes/any/draft.yaml training.ste", ["no blank", "training.steps="]),
         ("headstart train recipes/", [""]),  # bash's own files
     ],
 )

@@ -1,13 +1,17 @@
 """Exit codes of real processes, the one sentence that each ends with, and the page that lists them."""
 
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from test_help import NAMES, command_of
+from typer.testing import CliRunner
 
+from trainer.cli import app
 from trainer.commands.help import examples
 from trainer.terminal.exit_codes import ExitCode, exit_code_line
 
@@ -106,6 +110,14 @@ def test_a_connection_that_a_server_closed_is_no_closed_output() -> None:
 def test_a_terminated_command_that_saves_nothing_ends_as_the_system_does() -> None:
     done = end_of("os.kill(os.getpid(), signal.SIGTERM); signal.pause()")
     assert (128 - done.returncode, done.stderr) == (ExitCode.TERMINATED, "")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_ends_in_this_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its work is handed to `guarded`, which the tests above are about."""
+    monkeypatch.setattr("trainer.cli.guarded", lambda *_, **__: 33)
+    example = examples(command_of(name).epilog)[0]
+    assert CliRunner().invoke(app, shlex.split(example)[1:]).exit_code == 33
 
 
 def test_a_command_that_resumes_says_so() -> None:

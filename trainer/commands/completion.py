@@ -2,7 +2,7 @@
 
 bash hands ``--drafter heads:runs/he`` over as ``--drafter``, ``heads``, ``:`` and ``runs/he``, and replaces the last
 piece alone. So pieces are joined here, and the replies are cut where bash cut the word. The script also leaves out the
-blank behind a reply that goes on (``heads:``, ``tokens=``, ``runs/``).
+blank behind a reply that goes on (``heads:``, ``tokens=``, ``runs/``, ``training.``).
 """
 
 import os
@@ -19,7 +19,7 @@ BASH = r"""
     COMPREPLY=( $( env COMP_WORDS="${COMP_WORDS[*]}" \
                    COMP_CWORD=$COMP_CWORD \
                    %(autocomplete_var)s=complete_bash $1 ) )
-    if [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *[:=/] ]]; then compopt -o nospace; fi
+    if [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *[:=/.] ]]; then compopt -o nospace; fi
     return 0
 }
 

@@ -11,11 +11,14 @@ from typer import Argument, Option
 
 from trainer.commands import values
 from trainer.commands.help import DRAFTING, MEASURING, OUTPUT, PROMPTS, SAMPLING, SERVER, TARGET
+from trainer.commands.recipe_keys import override
 from trainer.commands.values import DTYPES, POLICIES, RULES, STATIC, joined
 
 # --- recipes ----------------------------------------------------------------------------------------------------------
 
-Overrides = Annotated[list[str] | None, Argument(help="Values over the recipe's, each section.key=value.")]
+Overrides = Annotated[
+    list[str] | None, Argument(help="Values over the recipe's, each section.key=value.", autocompletion=override)
+]
 
 # --- the target -------------------------------------------------------------------------------------------------------
 
