@@ -71,7 +71,7 @@ def build(models: Models, words: Words) -> gr.Blocks:
             try:
                 frames = visitors.run(str(request.session_hash), Form(**dict(zip(names, entries, strict=True))))
             except ValueError as error:
-                yield {notice: views.notice(f"{error}.", "bad")}
+                yield {notice: views.notice(_sentence(error), "bad")}
                 return
             for race in frames:
                 yield {
@@ -101,6 +101,9 @@ def build(models: Models, words: Words) -> gr.Blocks:
         def leave(request: gr.Request) -> None:
             visitors.leave(str(request.session_hash))
 
+        def count() -> dict[str, int]:  # Gradio reads the annotation
+            return {"decoding": visitors.decoding, "present": visitors.present}
+
         def fit(name: str, heat: float | None, asked: str) -> Any:
             rules = fitting_rules(models.drafters[name], heat)
             return gr.update(choices=rules, value=asked if asked in dict(rules).values() else AUTOMATIC)
@@ -121,7 +124,7 @@ def build(models: Models, words: Words) -> gr.Blocks:
         gr.on([chosen.change, temperature.change], fit, [chosen, temperature, rule], [rule], queue=False, **quiet)
         chosen.change(bounds, [chosen], [depth, nodes], queue=False, **quiet)
         page.unload(leave)
-        api(lambda: {"decoding": visitors.decoding, "present": visitors.present}, api_name="visitors")
+        api(count, api_name="visitors")
     return page
 
 
@@ -157,10 +160,15 @@ def _title(models: Models, words: Words) -> str:
     dtype = str(models.target.dtype).removeprefix("torch.")
     size = sum(parameter.numel() for parameter in models.target.model.parameters()) / 1e6
     told = (
-        f"Target <code>{escape(words.target)}</code>, {size:,.0f}M parameters in {dtype} on {models.target.device.type}"
+        f"Target <code>{escape(words.target)}</code>, {size:,.3g}M parameters in {dtype} on {models.target.device.type}"
     )
     notes = "".join(f'<p class="about">{escape(note)}</p>' for note in words.notes)
     return f'<h1>Headstart: plain and speculative decoding</h1><p class="about">{told}.</p>{notes}'
+
+
+def _sentence(error: ValueError) -> str:
+    told = str(error).rstrip(".")
+    return f"{told[:1].upper()}{told[1:]}."
 
 
 def _state(race: Race, visitors: Visitors) -> str:

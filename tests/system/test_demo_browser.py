@@ -1,0 +1,248 @@
+"""The web demo in headless Chromium, from a server process of its own: what people do there, alone and at once.
+
+Skipped where there is no Chromium, Playwright or Gradio. HEADSTART_SCREENSHOTS=FOLDER keeps the pictures.
+"""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_report_browser import CHROMIUM
+from tiny_models import tiny_model
+from tiny_tokenizer import byte_tokenizer
+
+sync_api = pytest.importorskip("playwright.sync_api")
+pytest.importorskip("gradio")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: install Debian's package chromium")
+
+from playwright.sync_api import Browser, BrowserContext, Page, expect  # noqa: E402  # after the skip
+
+LONG = 1900  # tokens: seconds of decoding
+SIZES = {"wide": (1280, 900), "phone": (390, 844)}
+VISITORS = """async wanted => {
+  const asked = await fetch("gradio_api/call/visitors", {
+    method: "POST", headers: {"Content-Type": "application/json"}, body: JSON.stringify({data: []})});
+  const told = await (await fetch("gradio_api/call/visitors/" + (await asked.json()).event_id)).text();
+  const [found] = JSON.parse(told.match(/data: (.*)/)[1]);
+  return Object.entries(wanted).every(([name, number]) => found[name] === number);
+}"""
+OUTSIDE = """() => [...document.querySelectorAll("body *")].filter(each =>
+  !each.closest(".drawing, .options") && each.checkVisibility() && each.getBoundingClientRect().width
+  && each.getBoundingClientRect().right > innerWidth + 1).map(each => each.tagName + "." + each.className)"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a demo of a tiny target, whose draft is the target itself or a lookup."""
+    target = tmp_path_factory.mktemp("demo") / "target"
+    tiny_model(vocab=128, max_position_embeddings=4096).save_pretrained(target)
+    byte_tokenizer().save_pretrained(target)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    drafters = ["--drafter", f"draft-tree:{target},depth=4,width=2,nodes=12", "--drafter", "lookup"]
+    options = ["--target", str(target), *drafters, "--dtype", "fp32", "--port", str(port)]
+    command = [sys.executable, "-m", "trainer.cli", "demo", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        told = ""
+        while "the demo is at" not in told:
+            line = process.stderr.readline()
+            assert line, f"the server ended: {told}"
+            told += line
+        try:
+            yield f"http://127.0.0.1:{port}/"
+        finally:
+            process.send_signal(signal.SIGINT)
+            rest = process.stderr.read()
+            assert process.wait(timeout=60) == 0 and "Traceback" not in rest, rest
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Visit:
+    """A browser window of its own at the demo: its page, the addresses that it asked, the errors of its console."""
+
+    def __init__(self, browser: Browser, server: str, scheme: str = "light", size: str = "wide") -> None:
+        self.server, (width, height) = server, SIZES[size]
+        self.context: BrowserContext = browser.new_context(
+            color_scheme="dark" if scheme == "dark" else "light", viewport={"width": width, "height": height}
+        )
+        self.asked: list[str] = []
+        self.errors: list[str] = []
+        self.context.on("request", lambda request: self.asked.append(request.url))
+        self.page: Page = self.context.new_page()
+        self.page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.goto(server)
+        expect(self.page.locator("#run")).to_be_visible()
+
+    def fill(self, field: str, value: str) -> None:
+        box = self.page.locator(f"#{field} textarea, #{field} input").first
+        box.fill(value)
+        box.press("Tab")
+
+    def run(self, prompt: str, tokens: int) -> None:
+        self.fill("prompt", prompt)
+        self.fill("most", str(tokens))
+        self.page.locator("#run").click()
+
+    def choose(self, field: str, option: str) -> None:
+        self.page.locator(f"#{field} input").click()
+        self.page.get_by_role("option", name=option, exact=True).click()
+
+    def text(self, side: str) -> str:
+        return self.page.locator(f"#{side} .text").text_content() or ""
+
+    def ends(self, verdict: str = "equal") -> None:
+        expect(self.page.locator(".verdict")).to_have_attribute("data-verdict", verdict, timeout=30_000)
+
+    def has_begun(self) -> None:
+        for side in ("plain", "speculative"):
+            expect(self.page.locator(f"#{side} .text")).to_have_text(re.compile("..", re.DOTALL), timeout=30_000)
+
+    def visitors(self, **wanted: int) -> None:
+        """Wait until the server counts these."""
+        self.page.wait_for_function(VISITORS, arg=wanted, polling=100)
+
+    def close(self) -> None:
+        """Leave; every request was the server's own, and nothing went wrong."""
+        self.context.close()
+        inside = [url for url in self.asked if url.startswith((self.server, "data:", "blob:"))]
+        assert len(inside) > 10 and self.asked == inside
+        assert self.errors == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_prompt_is_decoded_twice_to_equal_texts_and_each_tree_can_be_seen(
+    server: str, browser: Browser, tmp_path: Path, scheme: str, size: str
+) -> None:
+    visit = Visit(browser, server, scheme, size)
+    page = visit.page
+    visit.run("abcabcabc", 96)
+    visit.ends()
+    assert visit.text("plain") == visit.text("speculative") and len(visit.text("plain")) > 20
+    assert page.locator("#plain .drafted").count() == 0 and page.locator("#speculative .drafted").count() > 5
+    assert "all 96 tokens are equal" in page.locator(".verdict").inner_text()
+
+    tree, slider = page.locator("#tree svg"), page.locator("#pass input[type=range]")
+    last = int(slider.input_value())
+    assert last == int(slider.get_attribute("max") or 0) > 5 and tree.locator(".kept").count() >= 1
+    told = page.locator("#tree .told")
+    slider.press("Home")
+    expect(told).to_contain_text("The prefill")
+    slider.press("ArrowRight")
+    expect(told).to_contain_text("tokens drafted")
+    expect(tree.locator(".kept rect").first).to_be_attached()
+    assert (
+        tree.locator(".node").count() == 1 + int(told.inner_text().split()[0]) + tree.locator(".written rect").count()
+    )
+    first = page.locator("#tree .text").text_content()
+    slider.press("ArrowRight")
+    expect(page.locator("#tree .text")).not_to_have_text(first or "")
+    marked = page.locator("#tree .now").all_text_contents()
+    assert visit.text("speculative").startswith((page.locator("#tree .text").text_content() or "").rstrip("\ufffd"))
+    assert marked and (page.locator("#tree .text").text_content() or "").endswith("".join(marked))
+
+    assert page.locator("#charts .columns li").count() >= 4 and page.locator("#charts .part.draft").count() == 2
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth") and page.evaluate(OUTSIDE) == []
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", background)[:3])) > 380) == (scheme == "light")
+    shots = Path(os.environ.get("HEADSTART_SCREENSHOTS", tmp_path))
+    page.screenshot(path=shots / f"demo-{scheme}-{size}.png", full_page=True)
+    visit.close()
+
+
+def test_texts_stream_and_stop_where_they_are(server: str, browser: Browser) -> None:
+    visit = Visit(browser, server)
+    visit.run("abc", LONG)
+    visit.has_begun()
+    visit.page.locator("#stop").click()
+    visit.ends("stopped")
+    stopped = visit.text("plain")
+    assert 0 < len(stopped) < LONG, "shown before its end"
+    assert visit.page.locator("#tree svg .node").count() > 1
+    visit.visitors(decoding=0)
+    visit.close()
+
+
+def test_a_drafter_and_a_lossy_rule_can_be_chosen_and_are_named(server: str, browser: Browser) -> None:
+    visit = Visit(browser, server)
+    visit.choose("drafter", "prompt lookup")
+    expect(visit.page.locator("#depth input[type=range]")).to_have_attribute("max", "10")
+    visit.fill("temperature", "0.8")
+    visit.choose("rule", "typical (lossy)")
+    visit.run("abcabcabc", 48)
+    expect(visit.page.locator("#speculative .badge")).to_have_text("lossy", timeout=30_000)
+    expect(visit.page.locator(".verdict")).to_be_visible(timeout=30_000)
+    visit.fill("temperature", "0")
+    expect(visit.page.locator("#rule input")).to_have_value("automatic (lossless)")
+    visit.run("abcabcabc", 48)
+    expect(visit.page.locator("#speculative .badge")).to_have_text("lossless", timeout=30_000)
+    visit.ends()
+    visit.close()
+
+
+def test_a_bad_entry_is_one_sentence_and_loses_nothing(server: str, browser: Browser) -> None:
+    visit = Visit(browser, server)
+    visit.run("abcabcabc", 24)
+    visit.ends()
+    text = visit.text("plain")
+    notice = visit.page.locator("#notice .notice.bad")
+    visit.run(" ", 24)
+    expect(notice).to_have_text("The prompt is empty: write one, or take an example.")
+    visit.run("a" * 5000, 24)
+    expect(notice).to_contain_text("A prompt of 5000 tokens and 24 new ones make 5024")
+    visit.fill("temperature", "-1")
+    visit.run("abc", 24)
+    expect(notice).to_contain_text("Temperature is -1")
+    assert visit.text("plain") == text and visit.page.locator("#tree svg").count() == 1
+    visit.fill("temperature", "0")
+    visit.run("abc", 24)
+    expect(notice).to_have_count(0)
+    visit.ends()
+    visit.close()
+
+
+def test_two_people_decode_at_once_each_a_text_of_their_own(server: str, browser: Browser) -> None:
+    visits = [Visit(browser, server), Visit(browser, server)]
+    alone = []
+    for visit, prompt in zip(visits, ("abcabc", "xyz"), strict=True):
+        visit.run(prompt, 400)
+        visit.ends()
+        alone.append(visit.text("speculative"))
+    assert alone[0] != alone[1]
+    for visit, prompt in zip(visits, ("xyz", "abcabc"), strict=True):
+        visit.run(prompt, 400)
+    for visit, expected in zip(visits, reversed(alone), strict=True):
+        expect(visit.page.locator("#plain .text")).to_have_text(expected, timeout=30_000, use_inner_text=False)
+        visit.ends()
+        assert visit.text("plain") == visit.text("speculative") == expected
+    for visit in visits:
+        visit.close()
+
+
+def test_one_who_closes_the_page_in_mid_stream_leaves_nothing_behind(server: str, browser: Browser) -> None:
+    stays, goes = Visit(browser, server), Visit(browser, server)
+    stays.visitors(decoding=0, present=0)
+    goes.run("abc", LONG)
+    goes.has_begun()
+    stays.visitors(decoding=1, present=1)
+    goes.close()
+    stays.visitors(decoding=0, present=0)
+    stays.run("abcabc", 48)
+    stays.ends()
+    stays.visitors(decoding=0, present=1)
+    stays.close()
