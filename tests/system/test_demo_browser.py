@@ -17,6 +17,8 @@ from test_report_browser import CHROMIUM
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
+from trainer.terminal.exit_codes import ExitCode
+
 sync_api = pytest.importorskip("playwright.sync_api")
 pytest.importorskip("gradio")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: install Debian's package chromium")
@@ -60,7 +62,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         finally:
             process.send_signal(signal.SIGINT)
             rest = process.stderr.read()
-            assert process.wait(timeout=60) == 0 and "Traceback" not in rest, rest
+            assert process.wait(timeout=60) == ExitCode.STOPPED and "Traceback" not in rest, rest
 
 
 @pytest.fixture(scope="module")
@@ -144,17 +146,16 @@ def test_a_prompt_is_decoded_twice_to_equal_texts_and_each_tree_can_be_seen(
     slider.press("Home")
     expect(told).to_contain_text("The prefill")
     slider.press("ArrowRight")
-    expect(told).to_contain_text("tokens drafted")
-    expect(tree.locator(".kept rect").first).to_be_attached()
+    expect(told).to_have_attribute("data-pass", "1")
+    assert tree.locator(".kept").count() >= 1
     assert (
         tree.locator(".node").count() == 1 + int(told.inner_text().split()[0]) + tree.locator(".written rect").count()
     )
-    first = page.locator("#tree .text").text_content()
+    first = page.locator("#tree .text").text_content() or ""
     slider.press("ArrowRight")
-    expect(page.locator("#tree .text")).not_to_have_text(first or "")
-    marked = page.locator("#tree .now").all_text_contents()
-    assert visit.text("speculative").startswith((page.locator("#tree .text").text_content() or "").rstrip("\ufffd"))
-    assert marked and (page.locator("#tree .text").text_content() or "").endswith("".join(marked))
+    expect(told).to_have_attribute("data-pass", "2")
+    second, marked = page.locator("#tree .text").text_content() or "", page.locator("#tree .now").all_text_contents()
+    assert visit.text("speculative").startswith(second) and second == first + "".join(marked) != first
 
     assert page.locator("#charts .columns li").count() >= 4 and page.locator("#charts .part.draft").count() == 2
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth") and page.evaluate(OUTSIDE) == []

@@ -7,8 +7,11 @@ import json
 import os
 import re
 import shlex
+import signal
+import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +27,7 @@ from warm_program import WarmProgram, warm_program
 from decoding.drafters import DraftModelDrafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_model
+from trainer.terminal.exit_codes import ExitCode
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -36,6 +40,7 @@ DIAGNOSE = (ROOT / "docs" / "how-to" / "diagnose.md").read_text()
 ARTEFACTS = (ROOT / "docs" / "how-to" / "export.md").read_text()
 SERVING = (ROOT / "docs" / "how-to" / "serving.md").read_text()
 DOCTOR = (ROOT / "docs" / "how-to" / "doctor.md").read_text()
+DEMO = (ROOT / "docs" / "how-to" / "demo.md").read_text()
 VERIFY = (ROOT / "docs" / "how-to" / "verify.md").read_text()
 _TINY_RECIPE = (
     "training.steps=2 training.batch_size=2 training.micro_batch_size=2 data.max_length=64 evaluation.prompts=1 "
@@ -252,6 +257,25 @@ def test_every_command_of_the_page_on_the_doctor_runs_in_the_order_given(
     assert told["problems"] == 0
     of_heads = {finding["check"]: finding["status"] for finding in told["sections"][-2]["findings"]}
     assert of_heads == dict.fromkeys(("files", "sizes", "origin", "decoding"), "ok")
+
+
+def test_every_command_of_the_page_on_the_demo_serves_it_until_ctrl_c(desk: Path, environment: dict[str, str]) -> None:
+    pytest.importorskip("gradio")
+    found = commands(DEMO)
+    assert len(found) == 2
+    for command in found:  # the embedded target; then one with the heads that the README trains
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        words = [sys.executable, "-m", "trainer.cli", *shlex.split(command)[1:], "--port", str(port)]
+        with subprocess.Popen(words, cwd=desk, env=environment, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            told = next((line for line in process.stderr if "the demo is at" in line), "")
+            assert f"http://127.0.0.1:{port}/" in told
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=60) as answer:
+                assert b"Headstart demo" in answer.read()
+            process.send_signal(signal.SIGINT)
+            process.stderr.read()
+        assert process.returncode == ExitCode.STOPPED
 
 
 def test_every_command_of_the_page_on_verifying_runs_in_the_order_given(

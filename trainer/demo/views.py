@@ -154,7 +154,7 @@ def step_view(race: Race | None, number: int) -> str:
     now = marked(decode.texts[place], "now")
     drawing = tree_of(step, lambda token: str(tokenizer.decode([token]))) or ""
     return (
-        f'<p class="told">{_told(step)}</p><div class="drawing" tabindex="0">{drawing}</div>'
+        f'<p class="told" data-pass="{place}">{_told(step)}</p><div class="drawing" tabindex="0">{drawing}</div>'
         f'<div class="scroll"><div class="text">{before}{now}</div></div>'
     )
 
