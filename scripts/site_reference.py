@@ -1,0 +1,175 @@
+"""Hook of the documentation site: reference pages written from the code when the site is built.
+
+The commands come from the typer application, the keys of recipes from their classes: a page holds a mark where the text
+belongs, such as ``<!-- every command -->``.
+"""
+
+# ruff: noqa: E402  # the repository joins the path before its packages are imported
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+from typer.main import get_command
+
+from trainer.cli import app
+from trainer.recipe.recipe import AnyRecipe
+
+PROGRAM = "headstart"
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Put the generated texts in the place of their marks."""
+    for mark, write in (("<!-- every command -->", commands), ("<!-- every key -->", recipes)):
+        if mark in markdown:
+            markdown = markdown.replace(mark, write())
+    return markdown
+
+
+def commands() -> str:
+    """Return a section for each command: what it does, its example, its arguments and options."""
+    group: Any = get_command(app)
+    return "\n\n".join(_command(path, command) for path, command in _commands_of(PROGRAM, group))
+
+
+def _commands_of(path: str, command: Any) -> Iterator[tuple[str, Any]]:
+    below = getattr(command, "commands", None)
+    if below is None:
+        yield path, command
+        return
+    for name, each in below.items():
+        yield from _commands_of(f"{path} {name}", each)
+
+
+def _command(path: str, command: Any) -> str:
+    """Return a command's section."""
+    context = command.make_context(path, [], resilient_parsing=True)
+    usage = f"{path} {' '.join(command.collect_usage_pieces(context))}"
+    parts = [f"## {path}", _prose(command.help), f"```text\n{usage}\n```"]
+    if command.epilog:
+        examples = [line.removeprefix("Example: ") for line in inspect.cleandoc(command.epilog).splitlines() if line]
+        parts.append("```sh\n" + "\n".join(examples) + "\n```")
+    for kind in ("argument", "option"):
+        records = [each.get_help_record(context) for each in command.params if each.param_type_name == kind]
+        rows = [_row(*record) for record in records if record is not None]
+        if rows:
+            parts.append(f"| {kind} | meaning | |\n|---|---|---|\n" + "\n".join(rows))
+    return "\n\n".join(parts)
+
+
+def _row(name: str, text: str) -> str:
+    found = re.fullmatch(r"(.*?)(?:\s*\[((?:default|required|env var|x[<>]|\d).*)\])?", text, re.DOTALL)
+    assert found is not None, text
+    return f"| {_code(name)} | {_cell(_prose(found[1]))} | {_cell(_prose(found[2]))} |"
+
+
+def recipes() -> str:
+    """Return a section for each kind of recipe: every key with its type, default and meaning."""
+    parts = []
+    shown: set[tuple[type[BaseModel], str]] = set()
+    for recipe in AnyRecipe.__args__:
+        kind = recipe.model_fields["kind"].annotation.__args__[0]
+        parts.append(f"## kind: {kind}\n\n{_prose(recipe.__doc__)}\n\n{_keys(recipe, '', shown)}")
+    return "\n\n".join(parts)
+
+
+def _keys(section: type[BaseModel], prefix: str, shown: set[tuple[type[BaseModel], str]]) -> str:
+    """Return the tables of a section and of those in it; a section that was shown before is referred to."""
+    rows, below = [], []
+    for name, field in section.model_fields.items():
+        if name == "kind":
+            continue
+        inner = _section_in(field.annotation)
+        if inner is not None:
+            below.append((f"{prefix}{name}", inner, field))
+            continue
+        default = "**required**" if field.default is PydanticUndefined else _code(json.dumps(field.default).strip('"'))
+        written, meaning = _attribute(section, name)
+        rows.append(f"| `{prefix}{name}` | {_code(written)} | {default} | {_cell(_prose(meaning))} |")
+    parts = ["| key | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows)] if rows else []
+    for path, inner, field in below:
+        if (inner, path) in shown:
+            parts.append(f"**{path}**: as [above](#{path.replace('.', '')}).")
+            continue
+        shown.add((inner, path))
+        parts.append(f"### {path}")
+        left_out = " Left out unless given." if field.default is None else ""
+        parts += [f"{_prose(inner.__doc__)}{left_out}", _keys(inner, f"{path}.", shown)]
+    return "\n\n".join(parts)
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the section that an annotation is of, alone or beside None."""
+    for each in (annotation, *getattr(annotation, "__args__", ())):
+        if isinstance(each, type) and issubclass(each, BaseModel):
+            return each
+    return None
+
+
+@cache
+def _module(name: str) -> Any:
+    """Return a module as griffe reads it, without importing it."""
+    path = ROOT.joinpath(*name.split(".")).with_suffix(".py")
+    return griffe.visit(name, path, path.read_text())
+
+
+def _attribute(section: type[BaseModel], name: str) -> tuple[str, str]:
+    """Return a key's type as it stands in the source, without its bounds' wrapping, and its docstring."""
+    for owner in section.__mro__:
+        if name in inspect.get_annotations(owner):
+            module = _module(owner.__module__)
+            attribute = module[owner.__name__][name]
+            meaning = attribute.docstring.value if attribute.docstring else ""
+            return _type(_spelled_out(str(attribute.annotation), module)), meaning
+    raise AssertionError(f"{section} has no {name}")
+
+
+def _spelled_out(written: str, module: Any) -> str:
+    """Replace names of types that a module of the recipes gives by their values."""
+    for name in re.findall(r"\b[A-Z]\w+", written):
+        found = module.members.get(name)
+        if found is not None and found.is_alias:
+            home, _, known = found.target_path.rpartition(".")
+            found = _module(home).members.get(known) if home.startswith("trainer.") else None
+        if found is not None and found.is_attribute:
+            written = re.sub(rf"\b{name}\b", _spelled_out(str(found.value), found.module), written)
+    return written
+
+
+def _type(written: str) -> str:
+    """Return an annotation for readers: bounds as they are read, choices alone."""
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+
+    def bounded(found: re.Match[str]) -> str:
+        bounds = (each.split("=") for each in re.findall(r"\w+=[^,]+", found[2]))
+        return f"{found[1]} " + ", ".join(f"{signs[name]} {value.strip()}" for name, value in bounds)
+
+    written = re.sub(r"Annotated\[(\w+), Field\(([^()]*)\)\]", bounded, written)
+    return re.sub(r"Literal\[([^\]]*)\]", lambda found: found[1].replace("'", "").replace(", ", " | "), written)
+
+
+def _prose(text: str | None) -> str:
+    """Return a docstring as Markdown: its code in single backticks, other marks of Markdown and HTML escaped."""
+    single = re.sub(r"``(.+?)``", r"`\1`", inspect.cleandoc(text or ""))
+    return re.sub(r"(`[^`]*`)|([\[<*])", lambda found: found[1] or f"\\{found[2]}", single)
+
+
+def _code(text: str) -> str:
+    return f"`{text}`".replace("|", "\\|") if text else ""
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
