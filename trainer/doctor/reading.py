@@ -49,14 +49,22 @@ class Skeleton:
         return sum(parameter.nbytes for parameter in self.model.model.parameters())
 
     def cache_bytes(self, tokens: int) -> int | None:
-        """Return the bytes of the keys and values of a text; None if no token could be run without weights."""
+        """Return the bytes of the keys and values of a text; None if neither a pass nor the config tells them.
+
+        A token is run without weights, which counts them for any attention. A mixture of experts cannot: which experts
+        a token takes depends on values.
+        """
         model: Any = self.model.model
         try:
             with torch.inference_mode():
                 held = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device="meta"), use_cache=True)
             return tokens * sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in held.past_key_values.layers)
         except UNREADABLE:
+            config = model.config.get_text_config(decoder=True)
+        heads, size = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
+        if heads is None or size is None:
             return None
+        return tokens * int(2 * self.model.num_layers * heads * size * self.model.dtype.itemsize)
 
 
 def read_skeleton(
@@ -102,7 +110,8 @@ def check_files(name: str, folder: Path) -> Finding:
         return problem("files", f"{name} holds no weights", "give a folder with its .safetensors files")
     stored = sorted({tensor.dtype for tensor in held.values()})
     count = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    return ok("files", f"{len(held)} tensors of {' and '.join(stored) or 'adapters'}, {size(count)}", dtypes=stored)
+    tensors = f"{len(held)} tensors of {' and '.join(stored)}" if held else f"adapters of {adapted_model(folder)}"
+    return ok("files", f"{tensors}, {size(count)}", dtypes=stored)
 
 
 def check_pickled(name: str, folder: Path) -> Finding | None:

@@ -38,9 +38,14 @@ def check_vocabulary(target: Skeleton) -> Finding:
     """Compare the tokens of the tokenizer with those that the model knows; padding rows at the end are usual."""
     known, named = target.model.vocab_size, len(target.tokenizer)
     figures = {"model": known, "tokenizer": named}
-    if named > known:
-        found = f"the tokenizer has {named} tokens and the model knows {known}"
+    found = f"the tokenizer has {named} tokens and the model knows {known}"
+    if target.tokenizer.vocab_size > known:
         return problem("vocabulary", found, "give the model its own tokenizer", **figures)
+    if named > known:
+        beyond = [token for token, index in target.tokenizer.get_added_vocab().items() if index >= known]
+        return note(
+            "vocabulary", found, f"keep {', '.join(beyond)} out of prompts: the model cannot read it", **figures
+        )
     padding = f", {known - named} of them padding" if known > named else ""
     return ok("vocabulary", f"{known} tokens{padding}", **figures)
 
@@ -112,10 +117,12 @@ def check_memory(
     ``parts``: names and bytes of the drafters' weights; ``drafts``: those of them that keep a cache too.
     """
     weights = [("target", target.bytes), *parts]
-    per_token = sum(each.cache_bytes(1) or 0 for each in (target, *drafts))
+    caches = [each.cache_bytes(1) for each in (target, *drafts)]
+    per_token = sum(each for each in caches if each is not None)
     needed = sum(count for _, count in weights) + per_token * longest
     told = " + ".join(f"{name} {size(count)}" for name, count in weights)
-    found = f"{told} + cache {size(1000 * per_token)} for 1,000 tokens: {size(needed)} with {longest} tokens"
+    cache = "a cache of unknown size" if None in caches else f"cache {size(1000 * per_token)} for 1,000 tokens"
+    found = f"{told} + {cache}: {size(needed)} with {longest} tokens"
     figures = {"weights": dict(weights), "cache_bytes_per_token": per_token, "needed_bytes": needed}
     if free is None:
         return ok("memory", found, **figures)
