@@ -26,6 +26,7 @@ from pydantic_core import PydanticUndefined
 from typer.main import get_command
 
 from trainer.cli import app
+from trainer.commands import help
 from trainer.recipe.recipe import AnyRecipe
 
 PROGRAM = "headstart"
@@ -57,23 +58,14 @@ def _commands_of(path: str, command: Any) -> Iterator[tuple[str, Any]]:
 def _command(path: str, command: Any) -> str:
     """Return a command's section."""
     context = command.make_context(path, [], resilient_parsing=True)
-    usage = f"{path} {' '.join(command.collect_usage_pieces(context))}"
-    parts = [f"## {path}", _prose(command.help), f"```text\n{usage}\n```"]
-    if command.epilog:
-        examples = [line.removeprefix("Example: ") for line in inspect.cleandoc(command.epilog).splitlines() if line]
+    options = help.shown(command, context)
+    parts = [f"## {path}", _prose(command.help), f"```text\n{help.usage(options, context)}\n```"]
+    if examples := help.examples(command.epilog):
         parts.append("```sh\n" + "\n".join(examples) + "\n```")
-    for kind in ("argument", "option"):
-        records = [each.get_help_record(context) for each in command.params if each.param_type_name == kind]
-        rows = [_row(*record) for record in records if record is not None]
-        if rows:
-            parts.append(f"| {kind} | meaning | |\n|---|---|---|\n" + "\n".join(rows))
+    for heading, chosen in help.by_group(options).items():
+        rows = [f"| {_code(help.term(each))} | {_cell(_prose(each.help))} | {help.facts(each)} |" for each in chosen]
+        parts.append(f"| {heading.lower()} | meaning | |\n|---|---|---|\n" + "\n".join(rows))
     return "\n\n".join(parts)
-
-
-def _row(name: str, text: str) -> str:
-    found = re.fullmatch(r"(.*?)(?:\s*\[((?:default|required|env var|x[<>]|\d).*)\])?", text, re.DOTALL)
-    assert found is not None, text
-    return f"| {_code(name)} | {_cell(_prose(found[1]))} | {_cell(_prose(found[2]))} |"
 
 
 def recipes() -> str:

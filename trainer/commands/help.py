@@ -61,10 +61,10 @@ def _is_rare(option: Any) -> bool:
     return option.rich_help_panel is not None and not option.required
 
 
-def _shown(command: Any, context: Any) -> list[Any]:
+def shown(command: Any, context: Any) -> list[Any]:
     """Return what a page shows: the arguments, then the options, each in the order of the command."""
-    shown = [option for option in command.get_params(context) if not option.hidden]
-    return sorted(shown, key=lambda option: option.param_type_name != "argument")
+    options = [option for option in command.get_params(context) if not option.hidden]
+    return sorted(options, key=lambda option: option.param_type_name != "argument")
 
 
 def metavar(option: Any) -> str:
@@ -118,12 +118,22 @@ def _bounds(option: Any) -> str | None:
     return f"at least {least:g}" if least is not None else None
 
 
-def _facts(option: Any) -> str:
+def facts(option: Any) -> str:
+    """Return what is known of an option beside its help: its default, its bounds, "required", "may be repeated"."""
     default = _default(option)
-    facts = ["required" if option.required else None, f"default {default}" if default else None, _bounds(option)]
+    known = ["required" if option.required else None, f"default {default}" if default else None, _bounds(option)]
     if option.param_type_name == "option" and option.multiple:
-        facts.append("may be repeated")
-    return "; ".join(filter(None, facts))
+        known.append("may be repeated")
+    return "; ".join(filter(None, known))
+
+
+def by_group(options: Iterable[Any]) -> dict[str, list[Any]]:
+    """Return the options under their headings: the required ones, the common ones, then each group of rare ones."""
+    groups: dict[str, list[Any]] = {"Required": [], "Options": []}
+    for option in options:
+        heading = "Required" if _is_required(option) else option.rich_help_panel or "Options"
+        groups.setdefault(heading, []).append(option)
+    return {heading: chosen for heading, chosen in groups.items() if chosen}
 
 
 # --- pages ------------------------------------------------------------------------------------------------------------
@@ -131,8 +141,11 @@ def _facts(option: Any) -> str:
 
 def short_page(command: Any, context: Any, width: int = WIDTH) -> Text:
     """Return a command's help of one screen."""
-    options = _shown(command, context)
-    parts = [_usage(options, context, width), _wrapped(_first_paragraph(command.help or ""), width)]
+    options = shown(command, context)
+    parts = [
+        _wrapped(Text.assemble(("Usage: ", "bold"), usage(options, context)), width, indent=7),
+        _wrapped(_first_paragraph(command.help or ""), width),
+    ]
     parts += _example_parts(command, width)
     for heading, chosen in (
         ("Required", [option for option in options if _is_required(option)]),
@@ -149,33 +162,29 @@ def short_page(command: Any, context: Any, width: int = WIDTH) -> Text:
 
 def full_page(command: Any, context: Any, width: int = WIDTH) -> Text:
     """Return a command's whole help: every option, under the heading of its group."""
-    options = _shown(command, context)
-    parts = [_usage(options, context, width)]
+    options = shown(command, context)
+    parts = [_wrapped(Text.assemble(("Usage: ", "bold"), usage(options, context)), width, indent=7)]
     parts += [_wrapped(paragraph, width) for paragraph in inspect.cleandoc(command.help or "").split("\n\n")]
     parts += _example_parts(command, width)
-    groups: dict[str, list[Any]] = {"Required": [], "Options": []}
-    for option in options:
-        heading = "Required" if _is_required(option) else option.rich_help_panel or "Options"
-        groups.setdefault(heading, []).append(option)
-    parts += [_entries(heading, chosen, width) for heading, chosen in groups.items() if chosen]
+    parts += [_entries(heading, chosen, width) for heading, chosen in by_group(options).items()]
     return _joined(parts)
 
 
 def list_page(group: Any, context: Any, width: int = WIDTH) -> Text:
     """Return the help of a group of commands: one line for each command, under the heading of its purpose."""
     path = context.command_path
-    usage = Text.assemble(("Usage: ", "bold"), f"{path} COMMAND [OPTIONS], {path} COMMAND --help")
+    words = Text.assemble(("Usage: ", "bold"), f"{path} COMMAND [OPTIONS], {path} COMMAND --help")
     panels: dict[str, list[tuple[str, str]]] = {purpose: [] for purpose in PURPOSES}
     for name, command in _commands(group):
         panels.setdefault(command.rich_help_panel or "Commands", []).append((name, first_clause(command.help or "")))
     column = max(len(name) for rows in panels.values() for name, _ in rows)
     listed = [_rows(heading, rows, width, column) for heading, rows in panels.items() if rows]
-    listed.append(_rows("Options", [(term(option), short_line(option)) for option in _shown(group, context)], width))
+    listed.append(_rows("Options", [(term(option), short_line(option)) for option in shown(group, context)], width))
     if context.parent is None:
         listed.append(_wrapped(Text.assemble(("Exit codes: ", "bold"), f"{exit_code_line()}."), width, indent=2))
     return _joined(
         [
-            _wrapped(usage, width, indent=7),
+            _wrapped(words, width, indent=7),
             _wrapped(group.help or "", width),
             *_example_parts(group, width),
             Text("\n").join(listed),
@@ -191,11 +200,11 @@ def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", command
 
 
-def _usage(options: Sequence[Any], context: Any, width: int) -> Text:
+def usage(options: Sequence[Any], context: Any) -> str:
+    """Return a command's usage: what it requires, and the arguments that it takes beside."""
     needed = [term(option) for option in options if _is_required(option)]
     arguments = [term(option) for option in options if option.param_type_name == "argument" and not option.required]
-    words = " ".join([context.command_path, *needed, *arguments, "[OPTIONS]"])
-    return _wrapped(Text.assemble(("Usage: ", "bold"), words), width, indent=7)
+    return " ".join([context.command_path, *needed, *arguments, "[OPTIONS]"])
 
 
 def _first_paragraph(text: str) -> str:
@@ -245,8 +254,8 @@ def _rows(heading: str, rows: Iterable[tuple[str, str]], width: int, column: int
 def _entries(heading: str, options: Iterable[Any], width: int) -> Text:
     lines = [Text(f"{heading}:", style="bold")]
     for option in options:
-        facts = _facts(option)
-        lines.append(Text.assemble("  ", (term(option), "cyan"), (f"  ({facts})" if facts else "", "dim")))
+        known = facts(option)
+        lines.append(Text.assemble("  ", (term(option), "cyan"), (f"  ({known})" if known else "", "dim")))
         lines += [Text(" " * 6) + line for line in _lines(" ".join((option.help or "").split()), width - 6)]
     return Text("\n").join(lines)
 
