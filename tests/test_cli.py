@@ -25,7 +25,7 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import SAMPLED_VERIFY
 from trainer.cli import app, guarded
 from trainer.commands.artefact_options import ExportOptions, ImportOptions, PushOptions, ServeCommandOptions
-from trainer.commands.options import CompareOptions, EvaluateOptions, GenerateOptions, PlanOptions
+from trainer.commands.options import ChatOptions, CompareOptions, EvaluateOptions, GenerateOptions, PlanOptions
 from trainer.commands.proof_options import DiagnoseOptions, DoctorOptions, VerifyOptions
 from trainer.commands.training_options import RealignOptions, RegenerateOptions
 from trainer.terminal.exit_codes import ExitCode
@@ -67,7 +67,7 @@ def test_generate_ends_with_what_speculation_gained(models: Path, speculator: st
 
 def test_generate_writes_the_same_greedy_text_with_and_without_a_draft(models: Path) -> None:
     base = ["generate", "--target", str(models / "target"), "--prompt", "class A", "--max-new-tokens", "16"]
-    base += ["--dtype", "fp32", "--no-compare"]
+    base += ["--dtype", "fp32", "--no-gain"]
     _, plain = run(*base)
     _, speculated = run(*base, "--drafter", f"draft:{models}/draft")
     assert plain.split(" plain decoding (")[0] == speculated.split(" draft model, 4 tokens (")[0]
@@ -76,7 +76,7 @@ def test_generate_writes_the_same_greedy_text_with_and_without_a_draft(models: P
 def test_a_target_spread_by_device_map_writes_the_same_text(models: Path) -> None:
     """On a machine without GPUs there is nothing to spread over."""
     base = ["generate", "--target", str(models / "target"), "--drafter", str(models / "draft"), "--prompt", "class A"]
-    base += ["--max-new-tokens", "16", "--dtype", "fp32", "--no-compare"]
+    base += ["--max-new-tokens", "16", "--dtype", "fp32", "--no-gain"]
     texts = [run(*base, *more)[1].split(" draft model, 4 tokens")[0] for more in ([], ["--device-map", "auto"])]
     assert texts[0] == texts[1]
 
@@ -122,7 +122,7 @@ def test_every_command_that_decodes_says_where_graphs_cannot_be(models: Path, tm
 
 def test_steps_of_fixed_shapes_write_the_same_text(models: Path) -> None:
     base = ["generate", "--target", str(models / "target"), "--drafter", f"draft:{models}/draft", "--prompt", "class A"]
-    base += ["--max-new-tokens", "16", "--dtype", "fp32", "--no-compare"]
+    base += ["--max-new-tokens", "16", "--dtype", "fp32", "--no-gain"]
     texts = [run(*base, "--static", mode)[1].split(" draft model, 4 tokens")[0] for mode in ("off", "eager", "auto")]
     assert texts[0] == texts[1] == texts[2]
 
@@ -154,7 +154,7 @@ def test_every_option_reaches_the_decoder(models: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Engine, "steps", spy)
     run(
-        "generate", "--target", str(models / "target"), "--drafter", "lookup", "--prompt", "ab", "--no-compare",
+        "generate", "--target", str(models / "target"), "--drafter", "lookup", "--prompt", "ab", "--no-gain",
         "--policy", "measured", "--rule", "sampled-verify", "--max-new-tokens", "5", "--temperature", "0.7", "--top-k",
         "9", "--top-p", "0.8", "--min-p", "0.1", "--typical-p", "0.9", "--repetition-penalty", "1.2",
         "--presence-penalty", "0.3", "--frequency-penalty", "0.4", "--stop", "a", "--stop", "b", "--seed", "3",
@@ -178,10 +178,12 @@ def test_the_warm_up_of_eight_tokens_is_not_what_a_policy_learns_from(
         "generate", "--target", str(models / "target"), "--drafter", "lookup", "--prompt", "ab", "--policy",
         "heuristic", "--max-new-tokens", "9",
     )  # fmt: skip
-    assert calls == [(8, "fixed"), (9, "heuristic"), (9, "heuristic")]  # the last one without the drafter
+    # Checked before anything is measured; warmed up; measured without the drafter; and written.
+    assert calls == [(9, "heuristic"), (8, "fixed"), (9, "heuristic"), (9, "heuristic")]
 
 
 OPTIONS = [
+    ChatOptions,
     CompareOptions,
     DiagnoseOptions,
     DoctorOptions,

@@ -15,12 +15,13 @@ from trainer.commands.artefact_options import ExportOptions, ImportOptions, Push
 from trainer.commands.demo_options import DemoOptions
 from trainer.commands.guarded import guarded
 from trainer.commands.help import LOOK, MEASURE, RUN, SHIP, TRAIN
-from trainer.commands.options import CompareOptions, EvaluateOptions, GenerateOptions, PlanOptions
+from trainer.commands.options import ChatOptions, CompareOptions, EvaluateOptions, GenerateOptions, PlanOptions
 from trainer.commands.proof_options import DiagnoseOptions, DoctorOptions, VerifyOptions
 from trainer.commands.shared_options import Overrides
 from trainer.commands.training_options import InspectOptions, RealignOptions, RegenerateOptions
 from trainer.commands.usage import Command, Group
 from trainer.terminal.exit_codes import ExitCode
+from trainer.terminal.waiting import waiting
 
 app = typer.Typer(
     help="Make a large language model decode faster without changing what it says.",
@@ -174,13 +175,34 @@ def evaluate(options: EvaluateOptions) -> None:
 )
 @takes(GenerateOptions)
 def generate(options: GenerateOptions) -> None:
-    """Write a text, coloured by who wrote it; then print the speed-up.
+    """Write a text, coloured by who wrote it; the speed-up goes to standard error.
 
-    Accepted draft tokens are green, the target's own are white.
+    Accepted draft tokens are green, the target's own are bold; standard output holds the text alone.
     """
-    from trainer.commands.decode import run_generate
+    with waiting("starting"):
+        from trainer.commands.generate import run_generate
 
-    run_generate(replace(options, prompt=sys.stdin.read()) if options.prompt == "-" else options)
+    if not run_generate(replace(options, prompt=sys.stdin.read()) if options.prompt == "-" else options):
+        raise typer.Exit(ExitCode.STOPPED)
+
+
+@app.command(
+    cls=Command,
+    rich_help_panel=RUN,
+    epilog="Example: headstart chat --target quickstart --drafter lookup\n"
+    'Example: headstart chat --target ORG/NAME --drafter heads:runs/heads/final --system "Be brief."',
+)
+@takes(ChatOptions)
+def chat(options: ChatOptions) -> None:
+    """Answer questions in one conversation, coloured by who wrote it.
+
+    Accepted draft tokens are green, the target's own are bold. From a pipe each line is a question.
+    """
+    with waiting("starting"):
+        from trainer.commands.chat import run_chat
+
+    if not run_chat(options):
+        raise typer.Exit(ExitCode.STOPPED)
 
 
 @app.command(

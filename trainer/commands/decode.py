@@ -1,17 +1,16 @@
-"""The command `headstart generate`, and the models of every command that decodes with drafters."""
+"""Models of every command that decodes with drafters, and the decoder of those that show their texts."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
 from decoding.drafters.registry import DrafterLoader
 from decoding.drafters.spec import DrafterSpec
 from decoding.engine import Engine
-from decoding.generate import DecodingConfig, Step
+from decoding.generate import DecodingConfig
 from decoding.measure.redact import published_name
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import (
@@ -19,17 +18,23 @@ from decoding.model.loading import (
     load_tokenizer,
 )
 from decoding.policies import FixedPolicy, named_policy
-from decoding.prompts import encode_prompt
 from decoding.rules.sampling import SamplingConfig
 from decoding.speculation import named_rule
-from decoding.stream import stream_pieces
+from decoding.tally import Tally
 from trainer.commands.drafters import asked_drafters
-from trainer.commands.options import GenerateOptions
+from trainer.commands.options import DecodingOptions
 from trainer.commands.plan import Planned, check_plan_is_used, check_planned, planned, policy_maker
 from trainer.commands.shared_options import ModelOptions
 from trainer.commands.target import read_target
 from trainer.quickstart import resolve
-from trainer.terminal.console import say, standard_error, standard_output
+from trainer.run.train import ensure_built
+from trainer.terminal.console import say, standard_error
+from trainer.terminal.figures import PlainSpeed
+from trainer.terminal.waiting import waiting
+
+PLAIN_PASSES = 24
+PLAIN_SECONDS = 2.0
+"""Bounds of the measurement of plain decoding, in passes and in seconds of their own."""
 
 
 class Models(NamedTuple):
@@ -66,54 +71,91 @@ def published_specs(specs: Sequence[DrafterSpec]) -> list[str]:
     return told
 
 
-def run_generate(options: GenerateOptions, console: Console | None = None) -> None:
-    """Stream the text in two colours and say what speculation gained."""
-    console = console or standard_output()
-    plan, asked = _planned(options)
-    target, tokenizer, drafters, specs = load_models(options, asked)
-    name, drafter = next(iter(drafters.items()), ("plain decoding", None))
-    prompt = encode_prompt(options.prompt, tokenizer, options.chat)
-    config = _decoding_config(options, eos_token_ids(target.model, tokenizer))
-    make_policy = policy_maker(plan, specs, len(prompt))
-    policy = named_policy(options.policy) if drafter is None else make_policy(options.policy, name, drafter)
-    engine = Engine(target, drafter, policy, tokenizer)
-    if drafter is not None and options.compare:
-        warm_up = replace(config, max_new_tokens=min(8, config.max_new_tokens))
-        replace(engine, policy=FixedPolicy()).decode(prompt, warm_up)  # too short for another policy to learn from
-    steps: list[Step] = []
+@dataclass(frozen=True)
+class Decoder:
+    """Everything that `headstart generate` and `headstart chat` decode with. ``name`` is that of the drafter."""
 
-    def watched() -> Iterator[Step]:
-        for step in engine.steps(prompt, config):
-            steps.append(step)
-            yield step
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    config: DecodingConfig
+    name: str
 
-    for piece in stream_pieces(watched(), tokenizer, hidden=config.eos_token_ids):
-        console.print(
-            piece.text, end="", style="green" if piece.drafted else None, markup=False, emoji=False, soft_wrap=True
+    @property
+    def label(self) -> str:
+        """Name of the drafter and label of the rule, lossless or lossy."""
+        return f"{self.name} ({self.config.label})"
+
+    @property
+    def drafts(self) -> bool:
+        """True if there is a drafter."""
+        return self.engine.drafter is not None
+
+    @property
+    def plain(self) -> Engine:
+        """Engine of the same target without the drafter."""
+        return replace(self.engine, drafter=None)
+
+    @property
+    def plain_config(self) -> DecodingConfig:
+        """Settings of the same texts without the drafter, which the rule is for."""
+        return replace(self.config, rule=None)
+
+    def warm_up(self, prompt: Sequence[int]) -> None:
+        """Decode a few tokens, so that no measured text pays for what a process does once."""
+        config = replace(self.config, max_new_tokens=min(8, self.config.max_new_tokens))
+        replace(self.engine, policy=FixedPolicy()).decode(prompt, config)  # too short for another policy to learn from
+
+    def plain_speed(self, prompt: Sequence[int]) -> PlainSpeed | None:
+        """Measure plain decoding after this prompt, for up to `PLAIN_PASSES` passes and `PLAIN_SECONDS`.
+
+        None without a drafter, or where not even one pass fits.
+        """
+        if not self.drafts:
+            return None
+        self.warm_up(prompt)
+        tokens = min(PLAIN_PASSES + 1, self.config.max_new_tokens)
+        config = replace(self.plain_config, max_new_tokens=tokens, eos_token_ids=(), stop_strings=())
+        tally = Tally()
+        for _ in tally.watch(self.plain.steps(prompt, config)):
+            if tally.total_seconds > PLAIN_SECONDS:
+                break
+        return (
+            PlainSpeed(tally.tokens_per_second, f", measured over {tally.tokens} tokens before")
+            if tally.passes
+            else None
         )
-    console.print()
-    plain = None
-    if drafter is not None and options.compare:
-        plain = replace(engine, drafter=None).decode(prompt, replace(config, rule=None)).steps
-    say(console, _summary(steps, plain, f"{name} ({config.label})"), style="dim")
 
 
-def _planned(options: GenerateOptions) -> tuple[Planned | None, list[str]]:
-    """Return the plan, if one is given, and the drafter: as asked, else as planned for a prompt of this length."""
+def read_decoder(options: DecodingOptions, context: int | None) -> Decoder:
+    """Read target, drafter and policy as asked, else as planned for a prompt of ``context`` tokens (None: any)."""
+    plan, asked = _planned(options, context)
+    ensure_built(options.target)
+    with waiting(f"loading {options.target}"):
+        target, tokenizer, drafters, specs = load_models(options, asked)
+    name, drafter = next(iter(drafters.items()), ("plain decoding", None))
+    config = _decoding_config(options, eos_token_ids(target.model, tokenizer))
+    policy = (
+        named_policy(options.policy)
+        if drafter is None
+        else policy_maker(plan, specs, context)(options.policy, name, drafter)
+    )
+    return Decoder(Engine(target, drafter, policy, tokenizer), tokenizer, config, name)
+
+
+def _planned(options: DecodingOptions, context: int | None) -> tuple[Planned | None, list[str]]:
+    """Return the plan, if one is given, and the drafter: as asked, else as planned for this context."""
     given = [] if options.drafter is None else [options.drafter]
     if options.plan is None:
         return None, given
     check_plan_is_used(options.drafter, (options.policy,), "--policy")
     plan = planned(options.plan, options, (options.temperature,))
-    tokenizer = load_tokenizer(resolve(options.target), options.trust_remote_code)
-    length = len(encode_prompt(options.prompt, tokenizer, options.chat))
-    chosen, notes = ([], []) if given else plan.drafters((1,), (length,))
+    chosen, notes = ([], []) if given else plan.drafters((1,), (context,))
     say(standard_error(), *plan.notes, *notes)
     check_planned(plan, (options.policy,), given)
     return plan, given or chosen
 
 
-def _decoding_config(options: GenerateOptions, eos: tuple[int, ...]) -> DecodingConfig:
+def _decoding_config(options: DecodingOptions, eos: tuple[int, ...]) -> DecodingConfig:
     sampling = SamplingConfig(
         temperature=options.temperature,
         top_k=options.top_k,
@@ -132,21 +174,3 @@ def _decoding_config(options: GenerateOptions, eos: tuple[int, ...]) -> Decoding
         stop_strings=tuple(options.stop or ()),
         seed=options.seed,
     )
-
-
-def _summary(steps: list[Step], plain: tuple[Step, ...] | None, name: str) -> str:
-    """Return one line: tokens per target pass, tokens/s, speed-up."""
-    passes = steps[1:]
-    emitted = sum(len(step.tokens) for step in passes)
-    if not passes:
-        return f"{name}: {len(steps[0].tokens)} token in the prefill"
-    accepted = sum(step.accepted for step in passes)
-    speed = emitted / sum(step.total_seconds for step in passes)
-    line = (
-        f"{name}: {emitted / len(passes):.2f} tokens per target pass "
-        f"({accepted} of {emitted} tokens drafted), {speed:.0f} tokens/s"
-    )
-    if plain is not None and len(plain) > 1:
-        plain_speed = (len(plain) - 1) / sum(step.total_seconds for step in plain[1:])
-        line += f", {speed / plain_speed:.2f}× plain decoding ({plain_speed:.0f} tokens/s)"
-    return line

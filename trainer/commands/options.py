@@ -151,10 +151,9 @@ class EvaluateOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(ModelOptions):
-    """Options of `headstart generate`."""
+class DecodingOptions(ModelOptions):
+    """Options of the commands that show texts while they decode them."""
 
-    prompt: Annotated[str, Option(help="Text to answer or to continue; '-' reads it from standard input.")]
     drafter: Drafter = None
     plan: PlanFile = None
     policy: Policy = "fixed"
@@ -170,8 +169,32 @@ class GenerateOptions(ModelOptions):
     frequency_penalty: FrequencyPenalty = 0.0
     stop: Stop = None
     seed: Seed = 0
+    gain: Annotated[
+        bool,
+        Option(
+            help="Decode up to 24 tokens without the drafter first; for the gain.",
+            rich_help_panel=DRAFTING,
+        ),
+    ] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(DecodingOptions):
+    """Options of `headstart generate`."""
+
+    prompt: Annotated[str, Option(help="Text to answer or to continue; '-' reads it from standard input.")]
     chat: Chat = True
-    compare: Annotated[bool, Option(help="Decode once more without drafter; for the speed-up.")] = True
+    compare: Annotated[
+        bool, Option("--compare", help="Decode the text without the drafter too; side by side on a wide terminal.")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(DecodingOptions):
+    """Options of `headstart chat`."""
+
+    system: Annotated[str | None, Option(help="System message that begins the conversation.")] = None
+    max_new_tokens: MaxNewTokens = 512
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,9 @@ class _Console(Console):
 
 
 def standard_output(**options: Any) -> Console:
-    """Return a console for results."""
+    """Return a console for results; without any style where NO_COLOR is set."""
+    if os.environ.get("NO_COLOR"):
+        options.setdefault("color_system", None)  # rich alone would drop the colours, not the weights
     return _Console(markup=False, highlight=False, emoji=False, **options)
 
 

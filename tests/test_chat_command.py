@@ -1,0 +1,234 @@
+"""`headstart chat`: questions by pipe and by hand, commands, Ctrl-C, and errors that end no conversation."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from test_conversation import TOKENIZER, fresh_answer, model
+from tiny_models import positions_run
+from typer.testing import CliRunner, Result
+from writing_models import LINE, write_alphabet
+
+from decoding import Conversation, DecodingConfig, Engine
+from decoding.drafters import DraftModelDrafter
+from decoding.model.causal_lm import CausalLM
+from trainer.cli import app
+from trainer.commands.chat import Chat
+from trainer.commands.decode import Decoder
+from trainer.terminal.console import standard_error, standard_output
+from trainer.terminal.exit_codes import ExitCode
+
+ANSWER = LINE[:20]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_alphabet(tmp_path_factory.mktemp("alphabet"))
+
+
+def ask(target: Path, questions: str, *more: str) -> Result:
+    words = ["chat", "--target", str(target), "--dtype", "fp32", "--max-new-tokens", "20", *more]
+    return CliRunner().invoke(app, words, input=questions)
+
+
+# --- from a pipe ------------------------------------------------------------------------------------------------------
+
+
+def test_each_line_of_a_pipe_is_a_question_and_standard_output_holds_the_answers_alone(target: Path) -> None:
+    result = ask(target, "One?\n\n  \nTwo?\n", "--drafter", "lookup")
+    assert result.exit_code == 0 and result.stdout == f"{ANSWER}\n\n{ANSWER}\n"
+    told = result.stderr.splitlines()
+    assert len(told) == 2 and all(line.startswith("prompt lookup (lossless): ") for line in told)
+    assert all("measured over 19 tokens before); cut off at 20 tokens" in line for line in told)
+
+
+def test_a_question_without_a_line_end_and_no_question_at_all_are_taken(target: Path) -> None:
+    assert ask(target, "One?").stdout == f"{ANSWER}\n"
+    nothing = ask(target, "")
+    assert (nothing.exit_code, nothing.stdout) == (0, "")
+
+
+def test_commands_come_through_a_pipe_too_and_behind_exit_nothing_is_asked(target: Path) -> None:
+    result = ask(target, "One?\n/undo\n/undo\n/reset\n/help\n/exit\nTwo?\n")
+    assert result.exit_code == 0 and result.stdout.count(ANSWER) == 1
+    told = result.stderr
+    assert told.index("taken back: One?") < told.index("there is no turn to take back") < told.index("begins anew")
+    assert "/reset  begin anew" in told
+
+
+@pytest.mark.parametrize(
+    ("questions", "options", "told"),
+    [
+        ("/foo bar\nOne?\n", [], "no command is called /foo: /help lists them; a space before it asks it"),
+        ("x" * 70000, [], "undo earlier turns, or reset the conversation"),
+        ("One?\n", ["--rule", "recursive", "--temperature", "1", "--drafter", "lookup"], "recursive"),
+        ("One?\n", ["--drafter", "lokup"], "no drafter is called 'lokup'"),
+    ],
+)
+def test_what_a_pipe_asks_wrongly_ends_with_one_sentence(
+    target: Path, questions: str, options: list[str], told: str
+) -> None:
+    result = ask(target, questions, *options)
+    assert result.exit_code == ExitCode.BAD_INPUT and result.stdout == ""
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and told in errors[0]
+
+
+def test_a_system_message_that_the_template_refuses_is_found_before_any_question(tmp_path: Path) -> None:
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}user: "
+    refused = ask(write_alphabet(tmp_path, template), "One?\n", "--system", "Be brief.")
+    assert refused.exit_code == ExitCode.BAD_INPUT and "cannot hold this prompt: no system role" in refused.stderr
+
+
+def test_a_target_without_a_chat_template_is_told(tmp_path: Path) -> None:
+    result = ask(write_alphabet(tmp_path, None), "One?\n")
+    assert result.exit_code == 0 and "note: the target has no chat template" in result.stderr
+
+
+def test_a_lossy_rule_is_labelled(target: Path) -> None:
+    result = ask(target, "One?\n", "--drafter", "lookup", "--rule", "typical", "--temperature", "1")
+    assert "prompt lookup (lossy): " in result.stderr
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chat() -> Chat:
+    engine = Engine(model(), DraftModelDrafter(model(1), (1, 1)), tokenizer=TOKENIZER)
+    config = DecodingConfig(12)
+    decoder = Decoder(engine, TOKENIZER, config, "draft model")
+    return Chat(decoder, Conversation(engine, TOKENIZER, config), standard_output(), notes=standard_error())
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException] | Callable[[], None]) -> list[str]:
+    """Let these lines be typed, with Ctrl-C and Ctrl-D as exceptions; returns the prompts that were shown."""
+    waiting, prompts = iter(lines), list[str]()
+
+    def line(self: Chat, prompt: str) -> str:
+        prompts.append(prompt)
+        given = next(waiting)
+        if isinstance(given, str):
+            return given
+        if isinstance(given, type):
+            raise given
+        given()
+        return ""
+
+    monkeypatch.setattr(Chat, "_line", line)
+    return prompts
+
+
+def test_turns_are_exact_and_run_the_new_tokens_alone(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    typed(monkeypatch, "Why?", "And then?", EOFError)
+    first = fresh_answer(chat.conversation, "Why?")
+    with positions_run(chat.decoder.engine.target.model) as run:
+        chat.talk()
+    messages = chat.conversation.messages
+    assert messages[1]["content"] == first
+    *before, question, answer = messages
+    chat.conversation.messages = before
+    assert answer["content"] == fresh_answer(chat.conversation, question["content"])
+    prompts = [len("<u>Why?|<a>"), len("|<u>And then?|<a>") + 1]  # an answer's last token was written, but never run
+    assert run[0] == prompts[0] and prompts[1] in run and max(run) == prompts[1]
+
+
+def test_a_line_that_ends_in_a_backslash_goes_on_in_the_next(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = typed(monkeypatch, "a\\", "b\\", "c", EOFError)
+    chat.talk()
+    assert chat.conversation.messages[0]["content"] == "a\nb\nc" and prompts == ["> ", ". ", ". ", "> "]
+
+
+def test_ctrl_c_at_the_prompt_clears_the_line_and_twice_it_leaves(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = typed(monkeypatch, "a\\", KeyboardInterrupt, "Why?", KeyboardInterrupt, KeyboardInterrupt)
+    chat.talk()
+    assert chat.conversation.messages[0]["content"] == "Why?" and len(prompts) == 5
+    assert capsys.readouterr().out.count("Ctrl-C again, or Ctrl-D, leaves") == 2
+
+
+@pytest.mark.parametrize("end", [EOFError, "/exit"])
+def test_errors_are_sentences_behind_which_the_conversation_goes_on(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], end: str | type[BaseException]
+) -> None:
+    typed(monkeypatch, "Why?", "x" * 400, "/foo", "refused", " /foo", end)
+    chat.talk()
+    told = capsys.readouterr().err
+    assert [told.count(part) for part in ("reset the conversation", "no command is called /foo", "no\n")] == [1, 1, 1]
+    assert [message["content"] for message in chat.conversation.messages[::2]] == ["Why?", " /foo"]
+
+
+def signals(target: CausalLM, at: int, presses: int = 1) -> Callable[[], None]:
+    """Send Ctrl-C to this process inside forward ``at`` (from 1) of the target; returns the end of it."""
+    count = 0
+
+    def press(*_: object) -> None:
+        nonlocal count
+        count += 1
+        for _ in range(presses if count == at else 0):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    remove: Callable[[], None] = target.model.model.layers[1].register_forward_pre_hook(press).remove
+    return remove
+
+
+@pytest.fixture
+def interrupted(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """A chat of two questions: Ctrl-C comes inside the second answer, and a third question follows."""
+    removals = []
+
+    def talk(at: int, presses: int = 1) -> None:
+        def prepare() -> None:
+            removals.append(signals(chat.decoder.engine.target, at, presses))
+
+        typed(monkeypatch, "Why?", prepare, "And then?", lambda: removals[0](), "So?", EOFError)
+        chat.talk()
+
+    yield talk
+    for remove in removals:
+        remove()
+
+
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_ctrl_c_stops_the_answer_behind_the_running_pass_and_the_next_turn_is_exact(
+    chat: Chat, interrupted: Callable[..., None], capsys: pytest.CaptureFixture[str], at: int
+) -> None:
+    interrupted(at)
+    contents = [message["content"] for message in chat.conversation.messages]
+    assert contents[::2] == ["Why?", "And then?", "So?"]
+    assert 1 <= len(contents[3]) < 12 and (at > 1 or len(contents[3]) == 1)
+    for turn in (1, 2):
+        chat.conversation.messages = chat.conversation.messages[: 2 * turn]
+        fresh = fresh_answer(chat.conversation, contents[2 * turn])
+        assert fresh.startswith(contents[2 * turn + 1]) and (turn == 1 or fresh == contents[5])
+        chat.conversation.messages = [
+            {"role": role, "content": text} for role, text in zip(("user", "assistant") * 3, contents, strict=True)
+        ]
+    printed = capsys.readouterr()
+    assert "; stopped" in printed.err and "; cut off at 12 tokens" in printed.err
+
+
+def test_a_second_ctrl_c_ends_the_pass_too_and_a_question_without_an_answer_is_dropped(
+    chat: Chat, interrupted: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both signals come inside the prefill: no token is there yet."""
+    interrupted(1, presses=2)
+    contents = [message["content"] for message in chat.conversation.messages]
+    assert contents[::2] == ["Why?", "So?"]
+    assert "stopped before the first token: the question is dropped" in capsys.readouterr().err
+    chat.conversation.messages = chat.conversation.messages[:2]
+    assert contents[3] == fresh_answer(chat.conversation, "So?")
+
+
+def test_ctrl_c_in_a_pipe_stops_the_answer_and_the_other_questions(
+    chat: Chat, capsys: pytest.CaptureFixture[str]
+) -> None:
+    remove = signals(chat.decoder.engine.target, 3)
+    try:
+        assert chat.answer_lines(["Why?\n", "And then?\n"]) is False
+    finally:
+        remove()
+    assert len(chat.conversation.messages) == 2 and "; stopped" in capsys.readouterr().err

@@ -1,0 +1,285 @@
+"""Texts on consoles: coloured and redrawn on a terminal, plain elsewhere; no escape of a model; Ctrl-C ends a text."""
+
+import io
+import os
+import re
+import signal
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+from test_stream import Utf8
+
+from decoding.generate import Step
+from decoding.stream import Piece
+from decoding.tally import Tally
+from trainer.terminal.columns import Columns, Lane, fits_columns, in_turns, one_by_one
+from trainer.terminal.console import standard_output
+from trainer.terminal.figures import PlainSpeed, live_line, summary
+from trainer.terminal.interrupts import CtrlC
+from trainer.terminal.streaming import StreamedText, folded, has_colours, is_live, legend, show_steps
+from trainer.terminal.visible import visible
+from trainer.terminal.waiting import waiting
+
+SGR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class Screen(io.StringIO):
+    """A file that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def console_on(file: io.StringIO, **options: object) -> Console:
+    given = {"file": file, "width": 30, "height": 10, "color_system": "standard", **options}
+    return standard_output(**given)
+
+
+@pytest.fixture(autouse=True)
+def a_terminal_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+
+def step(tokens: bytes, accepted: int = 0, seconds: float = 1.0, is_prefill: bool = False) -> Step:
+    return Step(tuple(tokens), accepted, accepted, accepted, 0.0, 0.0, seconds, is_prefill=is_prefill)
+
+
+STEPS = [step(b"a", is_prefill=True), step(b"bcd", 2), step(b"e\nf", 2), step(b"\x1b[31mg", 0)]
+
+
+# --- control characters -----------------------------------------------------------------------------------------------
+
+
+def test_control_characters_become_signs_and_all_else_stays() -> None:
+    assert visible("a\x1b[2J\x07\r\x00\x7f\x9b1m\n\tZoë 😀") == "a␛[2J␇␍␀␡\\x9b1m\n\tZoë 😀"
+    every = visible("".join(map(chr, range(0x110))))
+    assert not [character for character in every if not character.isprintable() and character not in "\n\t\xa0\xad"]
+
+
+# --- a growing text ---------------------------------------------------------------------------------------------------
+
+
+def streamed(console: Console, coloured: bool = True, status: str = "") -> None:
+    show_steps(console, STEPS, Utf8(), status=lambda: status, coloured=coloured)
+
+
+def test_in_a_pipe_the_text_is_written_as_it_is_with_one_line_end() -> None:
+    heard = io.StringIO()
+    console = standard_output(file=heard)
+    streamed(console, status="3 tokens per pass")
+    assert heard.getvalue() == "abcde\nf\x1b[31mg\n"
+    with StreamedText(console) as text:
+        text.add([Piece("x\n", False)])
+    assert heard.getvalue() == "abcde\nf\x1b[31mg\nx\n"
+
+
+def test_on_a_terminal_tokens_are_coloured_by_origin_above_a_line_of_figures_that_is_gone_in_the_end() -> None:
+    screen = Screen()
+    streamed(console_on(screen), status="3 tokens per pass")
+    written = screen.getvalue()
+    assert "3 tokens per pass" in written
+    *_, last_lines = re.split(r"\x1b\[2K", written)
+    assert SGR.sub("", last_lines).endswith("f␛[31mg\n") and "3 tokens" not in last_lines
+    finished = "".join(
+        f"\x1b[{style}m{letter}\x1b[0m" for style, letter in zip((1, 32, 32, 1, 32), "abcde", strict=True)
+    )
+    assert f"{finished}\n" in written, "target, draft, draft, target, draft"
+    assert "\x1b[31mg" not in written
+
+
+def test_a_text_without_a_drafter_has_no_styles() -> None:
+    screen = Screen()
+    streamed(console_on(screen), coloured=False)
+    assert "abcde\n" in screen.getvalue() and "\x1b[1m" not in screen.getvalue() and "\x1b[32m" not in screen.getvalue()
+
+
+def test_with_no_color_nothing_has_a_style(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    screen = Screen()
+    console = standard_output(file=screen, width=30)
+    assert is_live(console) and not has_colours(console)
+    streamed(console, status="3 tokens per pass")
+    assert not SGR.findall(screen.getvalue()) and "abcde\n" in screen.getvalue()
+
+
+def test_a_dumb_terminal_gets_visible_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    screen = Screen()
+    console = standard_output(file=screen)
+    streamed(console, status="3 tokens per pass")
+    assert screen.getvalue() == "abcde\nf␛[31mg\n" and not has_colours(console)
+
+
+def test_colours_forced_upon_a_pipe_come_without_a_line_that_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    heard = io.StringIO()
+    console = console_on(heard)
+    assert not is_live(console)
+    streamed(console, status="3 tokens per pass")
+    assert SGR.sub("", heard.getvalue()) == "abcde\nf␛[31mg\n" and "\x1b[32mb" in heard.getvalue()
+
+
+def test_a_long_line_is_printed_whole_and_redrawn_in_what_the_screen_holds() -> None:
+    screen = Screen()
+    console = console_on(screen, height=5)
+    long = "0123456789" * 30
+    with StreamedText(console, lambda: "figures") as text:
+        for place in range(0, 300, 100):
+            text.add([Piece(long[place : place + 100], True)])
+    *_, end = re.split(r"\x1b\[2K", screen.getvalue())
+    assert SGR.sub("", end).endswith(f"{long}\n"), "in one line, for a copy of it"
+    drawn = screen.getvalue().partition("figures")[0]
+    assert SGR.sub("", drawn).count("\n") <= 4
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ("abcdef", ["abc", "def"]),
+        ("abcd", ["abc", "d"]),
+        ("", [""]),
+        ("日本語", ["日", "本", "語"]),
+        ("ab日", ["ab", "日"]),
+    ],
+)
+def test_a_line_is_folded_where_a_terminal_does(text: str, rows: list[str]) -> None:
+    assert [row.plain for row in folded(Text(text), 3)] == rows
+
+
+def test_the_legend_names_each_style_in_that_style() -> None:
+    screen = Screen()
+    console_on(screen, width=100).print(legend())
+    assert "\x1b[32mgreen\x1b[0m: accepted draft tokens" in screen.getvalue()
+    assert "\x1b[1mbold\x1b[0m: tokens that the target" in screen.getvalue()
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_figures_name_tokens_per_pass_speed_and_gain() -> None:
+    tally = Tally.of([step(b"a", is_prefill=True), step(b"bcd", 2, 0.5), step(b"efgh", 3, 0.5)])
+    assert live_line(tally, None) == "3.50 tokens per pass, 7 tokens/s"
+    assert live_line(tally, PlainSpeed(2.0)) == "3.50 tokens per pass, 7 tokens/s, 3.50× plain decoding"
+    assert summary(tally, PlainSpeed(2.0, ", over 24 tokens"), "draft (lossless)") == (
+        "draft (lossless): 3.50 tokens per target pass (5 of 7 tokens drafted), 7 tokens/s, 3.50× plain decoding "
+        "(2 tokens/s, over 24 tokens)"
+    )
+
+
+def test_before_the_first_pass_there_are_no_figures() -> None:
+    tally = Tally.of([step(b"a", is_prefill=True)])
+    assert (
+        live_line(tally, PlainSpeed(2.0)) == ""
+        and summary(tally, None, "lookup") == "lookup: no token behind the prefill"
+    )
+
+
+# --- side by side -----------------------------------------------------------------------------------------------------
+
+
+def lane(name: str, seconds: float, count: int, prefill: float = 0.0) -> Lane:
+    steps = [step(b"0", seconds=prefill, is_prefill=True), *(step(b"x", seconds=seconds) for _ in range(count))]
+    return Lane(name, steps, Utf8(), (), drafts=name == "fast")
+
+
+def test_the_next_step_is_that_of_the_lane_whose_own_clock_is_behind() -> None:
+    slow, fast = lane("slow", 3.0, 2), lane("fast", 1.0, 6)
+    order = []
+    for each, _ in in_turns([slow, fast]):
+        if not each.done:
+            order.append((each.name, each.seconds))
+    running = [(name, seconds) for name, seconds in order if seconds]
+    assert running == [
+        ("slow", 3.0), ("fast", 1.0), ("fast", 2.0), ("fast", 3.0),
+        ("slow", 6.0), ("fast", 4.0), ("fast", 5.0), ("fast", 6.0),
+    ]  # fmt: skip
+
+
+def test_one_by_one_a_lane_ends_before_the_next_begins() -> None:
+    lanes = [lane("slow", 3.0, 2), lane("fast", 1.0, 3)]
+    assert [each.name for each, _ in one_by_one(lanes)] == ["slow"] * 4 + ["fast"] * 5
+    assert [each.tokens for each in lanes] == [list(b"0xx"), list(b"0xxx")]
+
+
+def test_columns_hold_both_texts_whole_in_the_end_and_both_speeds() -> None:
+    screen = Screen()
+    console = console_on(screen, width=90, height=6)
+    lanes = [lane("slow", 0.5, 200), lane("fast", 0.25, 200)]
+    with Columns(console, lanes) as columns:
+        for each, pieces in in_turns(lanes):
+            columns.add(each, pieces)
+    *_, table = re.split(r"\x1b\[2K", screen.getvalue())
+    plain = SGR.sub("", table)
+    assert plain.count("x") == 400 and plain.count("0x") == 2
+    assert "2 tokens/s after 201 tokens" in plain and "4 tokens/s after 201 tokens" in plain
+    drawings = [SGR.sub("", part) for part in re.split(r"\x1b\[2K", screen.getvalue())[:-1]]
+    assert len(drawings) > 1 and max(part.count("\n") for part in drawings) < 6, "no more rows than the screen has"
+
+
+def test_columns_are_for_wide_terminals_alone() -> None:
+    assert fits_columns(console_on(Screen(), width=80)) and not fits_columns(console_on(Screen(), width=79))
+    assert not fits_columns(standard_output(file=io.StringIO(), width=200))
+
+
+# --- Ctrl-C and waiting -----------------------------------------------------------------------------------------------
+
+
+def press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_first_ctrl_c_ends_the_items_behind_the_running_one_and_closes_their_generator() -> None:
+    closed = []
+
+    def items() -> Iterator[int]:
+        try:
+            for item in range(9):
+                if item == 2:
+                    press()
+                yield item
+        finally:
+            closed.append(True)
+
+    before = signal.getsignal(signal.SIGINT)
+    with CtrlC() as ctrl_c:
+        assert list(ctrl_c.until_asked(items())) == [0, 1, 2] and closed == [True]
+        assert list(ctrl_c.until_asked(items())) == [], "nothing begins behind it"
+    assert ctrl_c.asked and signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_ends_the_block_at_once_and_one_outside_of_it_is_what_it_was() -> None:
+    reached = []
+    with CtrlC() as ctrl_c:
+        press()
+        reached.append(1)
+        press()
+        reached.append(2)
+    assert ctrl_c.asked and reached == [1]
+    with pytest.raises(KeyboardInterrupt):
+        press()
+
+
+def test_an_error_inside_is_not_swallowed() -> None:
+    def fail() -> None:
+        with CtrlC():
+            press()
+            raise ValueError("x")
+
+    with pytest.raises(ValueError, match="x"):
+        fail()
+
+
+def test_work_is_shown_while_it_lasts_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, heard = Screen(), io.StringIO()
+    monkeypatch.setattr("sys.stderr", screen)
+    with waiting("loading a\x1b[2J"):
+        assert screen.getvalue() == "loading a␛[2J …"
+    assert screen.getvalue().endswith("\r\x1b[K")
+    monkeypatch.setattr("sys.stderr", heard)
+    with waiting("loading"):
+        pass
+    assert heard.getvalue() == ""

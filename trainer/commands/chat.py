@@ -1,0 +1,166 @@
+"""The command `headstart chat`: questions from a terminal or a pipe, answered in one conversation."""
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from rich.console import Console
+
+from decoding.conversation import Conversation
+from decoding.generate import Step
+from decoding.tally import Tally
+from trainer.commands.answers import show_answer, show_legend
+from trainer.commands.decode import Decoder, read_decoder
+from trainer.commands.options import ChatOptions
+from trainer.terminal.console import say, say_error, standard_error, standard_output
+from trainer.terminal.figures import PlainSpeed, summary
+from trainer.terminal.interrupts import CtrlC
+from trainer.terminal.visible import visible
+from trainer.terminal.waiting import waiting
+
+PROMPT, CONTINUED = "> ", ". "
+COMMANDS = """\
+/undo   take the last question and its answer back
+/reset  begin anew; the system message stays
+/help   show this list
+/exit   leave, as Ctrl-D does
+Ctrl-C stops an answer and keeps what was written of it. A line that ends in \\ goes on in the next one; one that
+begins with a space is a question, also where a / follows."""
+
+
+def run_chat(options: ChatOptions) -> bool:
+    """Answer questions until their end; return False if Ctrl-C stopped the answer to a question from a pipe."""
+    decoder = read_decoder(options, None)
+    conversation = Conversation(decoder.engine, decoder.tokenizer, decoder.config, options.system)
+    chat = Chat(decoder, conversation, standard_output())
+    chat.begin(options.gain)
+    if not sys.stdin.isatty():
+        return chat.answer_lines(sys.stdin)
+    say(chat.console, f"{visible(options.target)}, {decoder.label}; /help lists the commands, Ctrl-D leaves")
+    show_legend(decoder, chat.console)
+    chat.talk()
+    return True
+
+
+@dataclass
+class Chat:
+    """A conversation on a console. ``plain`` is the speed of plain decoding; ``notes`` takes what is no answer.
+
+    ``stopped`` is True if Ctrl-C stopped the last answer, ``left`` after /exit.
+    """
+
+    decoder: Decoder
+    conversation: Conversation
+    console: Console
+    plain: PlainSpeed | None = None
+    notes: Console = field(default_factory=standard_error)
+    stopped: bool = False
+    left: bool = False
+
+    def begin(self, gain: bool) -> None:
+        """Check system message, rule and drafter; measure plain decoding after a first greeting if ``gain``."""
+        prompt = self.conversation.encode("Hello")
+        most = self.conversation.max_positions
+        room = self.decoder.config.max_new_tokens if most is None else max(1, most - len(prompt))
+        config = self.decoder.config
+        first = replace(self.decoder, config=replace(config, max_new_tokens=min(room, config.max_new_tokens)))
+        first.engine.steps(prompt, first.config)
+        if self.decoder.tokenizer.chat_template is None:
+            say(self.notes, "note: the target has no chat template: it continues the messages, joined by line ends")
+        if gain and self.decoder.drafts:
+            with waiting("measuring plain decoding"):
+                self.plain = first.plain_speed(prompt)
+
+    def talk(self) -> None:
+        """Answer what is typed, until Ctrl-D, /exit, or Ctrl-C twice at the prompt."""
+        with suppress(ImportError):  # Windows has none
+            import readline  # noqa: F401  # gives `input` line editing and a history
+        leaving = False
+        while not self.left:
+            try:
+                question = self._typed()
+                leaving = False
+                self._take(question)
+            except KeyboardInterrupt:
+                say(self.console, "")
+                if leaving:
+                    return
+                leaving = True
+                say(self.console, "Ctrl-C again, or Ctrl-D, leaves")
+            except EOFError:
+                say(self.console, "")
+                return
+            except ValueError as error:
+                say_error(self.notes, visible(str(error)))
+
+    def answer_lines(self, lines: Iterable[str]) -> bool:
+        """Answer each line that is not blank, an empty line between answers; return False if Ctrl-C stopped one."""
+        for line in lines:
+            if line.strip() and self.conversation.messages:
+                say(self.console, "")
+            self._take(line.rstrip("\r\n"))
+            if self.left or self.stopped:
+                break
+        return not self.stopped
+
+    def _typed(self) -> str:
+        lines = [self._line(PROMPT)]
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1][:-1]
+            lines.append(self._line(CONTINUED))
+        return "\n".join(lines)
+
+    def _line(self, prompt: str) -> str:
+        if sys.stdout.isatty():
+            return input(prompt)
+        sys.stderr.write(prompt)  # standard output holds answers alone
+        sys.stderr.flush()
+        if not (line := sys.stdin.readline()):
+            raise EOFError
+        return line.rstrip("\n")
+
+    def _take(self, line: str) -> None:
+        """Obey a command, or answer a question that is not blank."""
+        if line.startswith("/"):
+            self._obey(line.strip())
+        elif line.strip():
+            self._answer(line)
+
+    def _obey(self, command: str) -> None:
+        """Obey a command; ValueError for one that is not known."""
+        if command == "/help":
+            say(self.notes, *COMMANDS.splitlines())
+        elif command == "/reset":
+            self.conversation.reset()
+            say(self.notes, "the conversation begins anew")
+        elif command == "/undo":
+            question = self.conversation.undo()
+            say(self.notes, "there is no turn to take back" if question is None else f"taken back: {visible(question)}")
+        elif command == "/exit":
+            self.left = True
+        else:
+            raise ValueError(f"no command is called {command.split()[0]}: /help lists them; a space before it asks it")
+
+    def _answer(self, question: str) -> None:
+        """Show the answer and its figures."""
+        steps = self.conversation.ask(question)
+        tally, tokens = Tally(), list[int]()
+        with CtrlC() as ctrl_c:
+            show_answer(self.decoder, _noted(ctrl_c.until_asked(steps), tokens), self.console, tally, self.plain)
+        self.stopped = ctrl_c.asked
+        told = summary(tally, self.plain, self.decoder.label)
+        if not tokens:
+            told = "stopped before the first token: the question is dropped"
+        elif self.stopped:
+            told += "; stopped"
+        elif len(tokens) == self.conversation.answer_limit and tokens[-1] not in self.decoder.config.eos_token_ids:
+            told += f"; cut off at {len(tokens)} tokens"
+        say(self.notes, told, style="dim")
+
+
+def _noted(steps: Iterable[Step], tokens: list[int]) -> Iterator[Step]:
+    """Hand the steps on, and append their tokens to ``tokens``."""
+    for step in steps:
+        tokens += step.tokens
+        yield step
