@@ -84,10 +84,9 @@ def test_on_a_terminal_tokens_are_coloured_by_origin_above_a_line_of_figures_tha
     assert "3 tokens per pass" in written
     *_, last_lines = re.split(r"\x1b\[2K", written)
     assert SGR.sub("", last_lines).endswith("f␛[31mg\n") and "3 tokens" not in last_lines
-    finished = "".join(
-        f"\x1b[{style}m{letter}\x1b[0m" for style, letter in zip((1, 32, 32, 1, 32), "abcde", strict=True)
-    )
-    assert f"{finished}\n" in written, "target, draft, draft, target, draft"
+    runs = ((1, "a"), (32, "bc"), (1, "d"), (32, "e"))
+    finished = "".join(f"\x1b[{style}m{letters}\x1b[0m" for style, letters in runs)
+    assert f"{finished}\n" in written, "target, draft, target, draft"
     assert "\x1b[31mg" not in written
 
 

@@ -42,6 +42,7 @@ SERVING = (ROOT / "docs" / "how-to" / "serving.md").read_text()
 DOCTOR = (ROOT / "docs" / "how-to" / "doctor.md").read_text()
 DEMO = (ROOT / "docs" / "how-to" / "demo.md").read_text()
 VERIFY = (ROOT / "docs" / "how-to" / "verify.md").read_text()
+WATCH = (ROOT / "docs" / "how-to" / "watch.md").read_text()
 _TINY_RECIPE = (
     "training.steps=2 training.batch_size=2 training.micro_batch_size=2 data.max_length=64 evaluation.prompts=1 "
     "evaluation.max_new_tokens=4 tracking=none"
@@ -57,6 +58,7 @@ TINY = {  # what makes a command quick, behind its own words
     "evaluation.max_new_tokens=4",
     "headstart evaluate": "--limit 1 --max-new-tokens 6",
     "headstart generate": "--max-new-tokens 8",
+    "headstart chat": "--max-new-tokens 8",
     "headstart diagnose": "--limit 4 --max-new-tokens 24",
     "headstart verify": "--limit 2 --max-new-tokens 8 --draws 40",
     "pip install": "--dry-run --no-deps --no-build-isolation",
@@ -171,6 +173,29 @@ def test_every_command_of_the_page_on_plans_runs_in_the_order_given(
         run(command, desk, environment, warm)
     assert (desk / "runs" / "plan" / "plan.svg").is_file()
     assert "check" in json.loads((desk / "runs" / "checked" / "plan.json").read_text())
+
+
+def test_every_command_of_the_page_on_watching_runs_in_the_order_given(
+    desk: Path, environment: dict[str, str], warm: WarmProgram
+) -> None:
+    *alone, into_file, from_pipe = commands(WATCH)
+    assert len(alone) == 3
+    for command in alone:  # with the heads that the README trains
+        run(command, desk, environment, warm)
+    for command, wanted in ((into_file, 1), (from_pipe, 2)):
+        name = "headstart generate" if wanted == 1 else "headstart chat"
+        shell = command.replace(name, f"{name} {TINY[name]}")
+        done = subprocess.run(
+            ["bash", "-o", "pipefail", "-c", shell],
+            cwd=desk,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0 and done.stdout == "", done.stderr
+        assert done.stderr.count("tokens per target pass") == wanted
+        assert (desk / command.split()[-1]).stat().st_size > 0
 
 
 def test_every_command_of_the_page_on_serving_runs_in_the_order_given(

@@ -80,7 +80,7 @@ class Chat:
         while not self.left:
             try:
                 question = self._typed()
-                leaving = False
+                leaving = leaving and not question.strip()
                 self._take(question)
             except KeyboardInterrupt:
                 say(self.console, "")

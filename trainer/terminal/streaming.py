@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Container, Iterable
+from itertools import groupby
 from types import TracebackType
 
 from rich.cells import cell_len
@@ -40,7 +41,10 @@ def legend() -> Text:
 
 def styled(pieces: Iterable[Piece]) -> Text:
     """Return pieces as a terminal shows them, in the style of their origin."""
-    return Text.assemble(*((visible(piece.text), DRAFTED if piece.drafted else WRITTEN) for piece in pieces))
+    text = Text()
+    for drafted, run in groupby(pieces, key=lambda piece: piece.drafted):
+        text.append(visible("".join(piece.text for piece in run)), DRAFTED if drafted else WRITTEN)
+    return text
 
 
 def folded(text: Text, width: int) -> list[Text]:
