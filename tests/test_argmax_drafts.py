@@ -3,7 +3,6 @@
 import pytest
 import torch
 from drafter_checks import opened
-from enumeration import LOSSLESS, distance_from_target
 from test_parallel_lossless import enumerated_draft, every_draw, table
 from tiny_models import tiny_model
 from tiny_parallel import states_before, tiny_parallel_draft
@@ -19,6 +18,7 @@ from decoding.drafters import (
     PromptLookupDrafter,
 )
 from decoding.drafters.base import DraftRequest
+from decoding.measure.proof.enumeration import LOSSLESS, distance_from_target
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.rules.proposal import ProposalKind

@@ -407,3 +407,15 @@ def test_an_empty_tree_in_a_file_is_refused_by_the_files_name(tmp_path: Path) ->
     change(folder / "config.json", tree=[])
     with pytest.raises(ValueError, match=r"config\.json holds an empty tree: give it at least the path \[0\]"):
         MedusaHeads.from_pretrained(folder)
+
+
+def test_a_class_of_the_users_own_may_run_one_module_in_several_layers(tmp_path: Path) -> None:
+    config = written_draft(tmp_path) / CONFIG_NAME  # of 2 layers
+    change(config, num_hidden_layers=5)
+    with pytest.raises(ValueError, match="has 5 as num_hidden_layers, but the weights beside it have 2 layers"):
+        check_model_folder(tmp_path)
+    change(config, model_type="mine")
+    check_model_folder(tmp_path)
+    change(config, num_hidden_layers=10**7)
+    with pytest.raises(ValueError, match="has 10000000 as num_hidden_layers"):
+        check_model_folder(tmp_path)

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from enumeration import distribution
 from hypothesis import given
 from hypothesis import strategies as st
 
+from decoding.measure.proof.enumeration import distribution
 from decoding.rules.drawing import (
     GeneratorSource,
     RandomSource,

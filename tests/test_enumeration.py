@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from enumeration import (
+from jaxtyping import TypeCheckError
+
+from decoding.measure.proof.enumeration import (
+    ALL_MODELS,
     ContextModel,
     EnumeratingSource,
     distance_from_target,
@@ -10,16 +13,15 @@ from enumeration import (
     enumerate_turn,
     mixed_draft,
     outcomes,
+    prove_rule,
     sampled_draft,
     shapes_unchecked,
     verdicts,
 )
-from jaxtyping import TypeCheckError
-
 from decoding.rules.drawing import RandomSource
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.tree import TreeShape
-from decoding.rules.verify import SAMPLED_VERIFY, TOKEN_REJECTION, Verdict
+from decoding.rules.verify import RULES, SAMPLED_VERIFY, TOKEN_REJECTION, Rule, Verdict
 
 
 def test_two_coins_have_four_outcomes() -> None:
@@ -120,3 +122,23 @@ def test_shapes_are_checked_unless_an_enumeration_is_under_way() -> None:
         SAMPLED_VERIFY(proposal, row[:0], EnumeratingSource())
     with pytest.raises(TypeCheckError):
         SAMPLED_VERIFY(proposal, row[:0], EnumeratingSource())
+
+
+@pytest.mark.parametrize("rule", [rule for name, rule in RULES.items() if name != "greedy"], ids=lambda rule: rule.name)
+def test_a_rule_is_proved_for_every_kind_and_shape_that_it_takes(rule: Rule) -> None:
+    proof = prove_rule(rule, seeds=(0,))
+    shapes = 2 if rule.chains_only else 6
+    assert proof.turns == len(rule.kinds) * shapes * len(ALL_MODELS)
+    assert proof.lossless == rule.lossless
+
+
+def test_a_rule_that_writes_from_p_in_place_of_the_residual_is_refuted_on_a_turn_that_is_named() -> None:
+    def without_residual(proposal: Proposal, p: torch.Tensor, source: RandomSource) -> Verdict:
+        q, token = proposal.q, proposal.tree.token_list[1]
+        assert q is not None
+        if source.accept(float(p[0, token] / q[0, token])):
+            return Verdict((1,), source.draw(p[1]))
+        return Verdict((), source.draw(p[0]))
+
+    proof = prove_rule(Rule("mine", True, frozenset({ProposalKind.SAMPLED}), without_residual, chains_only=True))
+    assert not proof.lossless and proof.distance > 0.01 and proof.worst.startswith("sampled chain of ")

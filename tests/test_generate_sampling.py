@@ -11,7 +11,6 @@ from functools import cache
 
 import pytest
 import torch
-from enumeration import Decide
 from tiny_models import full_forward, tiny_model
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.rules.drawing import RandomSource
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import HistoryRows, SamplingConfig, probabilities
-from decoding.rules.verify import Rule, Verdict
+from decoding.rules.verify import Decide, Rule, Verdict
 
 VOCAB = 4
 LENGTH = 4

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import LOSSLESS, LOSSY, ROOT_TOKEN, ContextModel, Draft, EnumeratingSource, distance_from_target
+from enumerated_rules import LOSSY
 from test_generate_sampling import FALSE_ALARM, TARGET_SEED, TEXTS, decode_many, small_llama
 from test_parallel_drafter import PARTS
 from test_sampled_heads import TREES, Enumerated, by_traversal
@@ -19,6 +19,14 @@ from decoding.drafters.base import DraftRequest, TextStart
 from decoding.drafters.draft_state import DraftState
 from decoding.drafters.growth import ConditionalLogits
 from decoding.drafters.parallel import Grow, ParallelSession
+from decoding.measure.proof.enumeration import (
+    LOSSLESS,
+    ROOT_TOKEN,
+    ContextModel,
+    Draft,
+    EnumeratingSource,
+    distance_from_target,
+)
 from decoding.model.causal_lm import CausalLM
 from decoding.model.parallel import ParallelDraft
 from decoding.rules.drawing import RandomSource

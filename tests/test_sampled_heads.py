@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from drafter_checks import opened
-from enumeration import LOSSLESS, LOSSY, ContextModel, contexts, distance_from_target, model_pair
+from enumerated_rules import LOSSY
 from hypothesis import given
 from hypothesis import strategies as st
 from test_generate_sampling import FALSE_ALARM, TARGET_SEED, TEXTS, decode_many, small_llama
@@ -19,6 +19,7 @@ from torch import Tensor
 from decoding.drafters import MedusaDrafter
 from decoding.drafters.base import DraftRequest, DraftSession, TextStart
 from decoding.drafters.medusa import MedusaSession
+from decoding.measure.proof.enumeration import LOSSLESS, ContextModel, contexts, distance_from_target, model_pair
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.rules.drawing import GeneratorSource, RandomSource, draw_without_replacement

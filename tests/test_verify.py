@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from enumeration import (
+from enumerated_rules import LOSSY, enumerated
+from torch import Tensor
+
+from decoding.measure.proof.enumeration import (
     ALL_MODELS,
     CHAINS,
     LOSSLESS,
-    LOSSY,
     ROOT_TOKEN,
     SHAPES,
     TREES,
@@ -18,14 +20,11 @@ from enumeration import (
     distance_from_target,
     distribution,
     draft_of,
-    enumerated,
     model_pair,
     outcomes,
     sampled_draft,
     top_tokens,
 )
-from torch import Tensor
-
 from decoding.rules.drawing import RandomSource
 from decoding.rules.proposal import Drawn, Proposal, ProposalKind
 from decoding.rules.tree import TokenTree, TreeShape

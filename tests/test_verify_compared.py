@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from enumeration import (
+from enumerated_rules import enumerated
+from torch import Tensor
+
+from decoding.measure.proof.enumeration import (
     ALL_MODELS,
     CHAINS,
     LOSSLESS,
@@ -16,7 +19,6 @@ from enumeration import (
     deterministic_draft,
     distribution,
     draft_of,
-    enumerated,
     model_pair,
     outcomes,
     sampled_draft,
@@ -24,8 +26,6 @@ from enumeration import (
     top_tokens,
     verdicts,
 )
-from torch import Tensor
-
 from decoding.rules.drawing import GeneratorSource, RandomSource
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.tree import TokenTree, TreeShape

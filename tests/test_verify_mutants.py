@@ -12,11 +12,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from enumeration import (
+from enumerated_rules import LOSSY
+from torch import Tensor
+
+import decoding.rules.verify
+from decoding.measure.proof.enumeration import (
     LOSSLESS,
-    LOSSY,
     ContextModel,
-    Decide,
     Draft,
     contexts,
     deterministic_draft,
@@ -26,13 +28,10 @@ from enumeration import (
     sampled_draft,
     top_tokens,
 )
-from torch import Tensor
-
-import decoding.rules.verify
 from decoding.rules.drawing import GeneratorSource, RandomSource
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.tree import TokenTree, TreeShape
-from decoding.rules.verify import RULES, Verdict
+from decoding.rules.verify import RULES, Decide, Verdict
 
 WITH = ProposalKind.SAMPLED
 WITHOUT = ProposalKind.SAMPLED_WITHOUT_REPLACEMENT

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from enumeration import ALL_MODELS, draft_of, model_pair, target_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import tiny_model
@@ -19,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, PromptLookupDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
+from decoding.measure.proof.enumeration import ALL_MODELS, draft_of, model_pair, target_rows
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.rules import traversal_rows, verify_rows

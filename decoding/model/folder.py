@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
 from decoding.model.header import StoredTensor, check_whole, read_header, read_object
 from decoding.model.stored import weights_header
 
@@ -114,7 +116,9 @@ def _check_count(path: Path, key: str, value: object) -> None:
 def _check_sizes(path: Path, config: Mapping[str, Any], header: Mapping[str, StoredTensor]) -> None:
     """Compare a config's sizes with the stored tensors; weights must be floats unless the config quantises them."""
     dims = {size for tensor in header.values() for size in tensor.shape}
-    numbered = [int(part) for name in header if (part := _layer_of(name)) is not None]
+    # A class of the user's own may number its modules as it likes, and run one of them in several layers.
+    known = config.get("model_type") in CONFIG_MAPPING_NAMES
+    numbered = [int(part) for name in header if known and (part := _layer_of(name)) is not None]
     most = max(numbered) + 1 if numbered else max(dims, default=0)
     for key in _LAYERS:
         layers = config.get(key)
@@ -132,5 +136,5 @@ def _check_sizes(path: Path, config: Mapping[str, Any], header: Mapping[str, Sto
 
 
 def _layer_of(name: str) -> str | None:
-    """Return the first number in a tensor's name, its layer in every family (model.layers.3., transformer.h.3.)."""
+    """Return the first number in a tensor's name: its layer, in transformers' own families (model.layers.3., h.3.)."""
     return next((part for part in name.split(".") if part.isascii() and part.isdigit() and len(part) < 10), None)

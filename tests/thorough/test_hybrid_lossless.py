@@ -7,13 +7,18 @@ from collections.abc import Callable
 import pytest
 import torch
 from drafter_checks import opened, request
-from enumeration import (
+from enumerated_rules import LOSSY
+from scripted_drafters import ScriptedDrafter
+from torch import Tensor
+
+from decoding.drafters import HybridDrafter, LookaheadDrafter, PromptLookupDrafter
+from decoding.drafters.base import DraftRequest
+from decoding.drafters.hybrid import graft
+from decoding.measure.proof.enumeration import (
     LOSSLESS,
-    LOSSY,
     SHAPES,
     Context,
     ContextModel,
-    Decide,
     Draft,
     distance_from_target,
     enumerate_turn,
@@ -24,19 +29,13 @@ from enumeration import (
     shapes_unchecked,
     target_rows,
 )
-from scripted_drafters import ScriptedDrafter
-from torch import Tensor
-
-from decoding.drafters import HybridDrafter, LookaheadDrafter, PromptLookupDrafter
-from decoding.drafters.base import DraftRequest
-from decoding.drafters.hybrid import graft
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
 from decoding.rules.drawing import GeneratorSource, RandomSource
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
-from decoding.rules.verify import Verdict, lossless_rule, recursive_rejection
+from decoding.rules.verify import Decide, Verdict, lossless_rule, recursive_rejection
 
 WITHOUT = ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
 

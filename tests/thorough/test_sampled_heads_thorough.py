@@ -3,7 +3,6 @@
 import itertools
 
 import pytest
-from enumeration import LOSSLESS
 from test_generate_sampling import FALSE_ALARM, TARGET_SEED, TEXTS, decode_many, small_llama
 from test_sampled_heads import (
     CONTROLS,
@@ -17,6 +16,7 @@ from test_sampled_heads import (
 )
 
 from decoding.drafters import MedusaDrafter
+from decoding.measure.proof.enumeration import LOSSLESS
 from decoding.rules.sampling import SamplingConfig
 
 

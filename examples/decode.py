@@ -1,0 +1,61 @@
+"""Decode with a drafter: one call, a stream in two colours, a batch with its figures.
+
+python examples/decode.py
+python examples/decode.py --target ORG/NAME --drafter heads:runs/heads/final --prompt "def quicksort("
+"""
+
+import argparse
+
+import torch
+from rich.console import Console
+
+from decoding import DecodingConfig, Engine, HeadstartModel, speculate
+from decoding.model.loading import eos_token_ids, load_tokenizer
+from decoding.stream import stream_pieces
+from decoding.tally import Tally
+from trainer import prepare_target
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--target", default="quickstart", help="folder or hub id; the default is trained on first use")
+parser.add_argument("--drafter", default="lookup", help="as `headstart drafters` lists them")
+parser.add_argument("--prompt", default="class Stack:\n    def __init__(self):\n        self.items = []\n")
+parser.add_argument("--max-new-tokens", type=int, default=64)
+options = parser.parse_args()
+
+target = prepare_target(options.target)  # trains the embedded target once, and returns any other name as it came
+tokenizer = load_tokenizer(target)
+# In fp32 the greedy text is that of plain decoding to the token. In bf16, the default and faster, near-ties may differ.
+model = HeadstartModel.from_pretrained(target, options.drafter, dtype=torch.float32)
+
+# 1. One call, in place of `generate` of transformers: the same options, the same result.
+inputs = tokenizer(options.prompt, return_tensors="pt").to(model.device)
+lengths = {"max_new_tokens": options.max_new_tokens, "do_sample": False}
+written = model.generate(**inputs, **lengths)
+same = torch.equal(written, model.target.model.generate(**inputs, **lengths))
+print(f"the text of transformers' generate: {'equal' if same else 'DIFFERENT'}")
+
+# 2. A stream: each step of the loop is one target pass. Drafted tokens are green, the target's own are plain.
+console = Console(highlight=False)
+config = DecodingConfig(options.max_new_tokens, eos_token_ids=eos_token_ids(model.target.model, tokenizer))
+tally = Tally()  # running figures, up to date at every piece
+steps = Engine(model.target, model.drafter).steps(inputs["input_ids"][0].tolist(), config)
+console.print(options.prompt, style="dim", end="", markup=False)
+for piece in stream_pieces(tally.watch(steps), tokenizer, hidden=config.eos_token_ids):
+    console.print(piece.text, style="green" if piece.drafted else None, end="", markup=False)
+print(f"\n{tally.tokens_per_pass:.2f} tokens per pass, {tally.tokens_per_second:.0f} tokens/s")
+
+# 3. A batch, sampled: every row accepts its own number of tokens, and has a seed of its own.
+prompts = [tokenizer(text)["input_ids"] for text in ("import os\n", "def main():\n", "for key, value in ")]
+output = speculate(
+    model.target,
+    model.drafter,
+    prompts,
+    temperature=0.8,
+    max_new_tokens=options.max_new_tokens,
+    pad_token_id=tokenizer.eos_token_id,
+)
+figures = output.acceptance
+print(f"a batch of {len(prompts)}, {output.label}: {output.tokens_per_pass:.2f} tokens per pass")
+print(f"passes by the number of drafted tokens that they kept: {figures.length_histogram}")
+for position, share in enumerate(figures.conditional[:4], start=1):
+    print(f"drafted token {position}, if those before it were kept: kept in {share.value:.0%} of {share.observations}")

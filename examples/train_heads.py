@@ -1,0 +1,41 @@
+"""Train Medusa heads on a target, then decode with them.
+
+    python examples/train_heads.py
+    python examples/train_heads.py target=ORG/NAME data.train=answers.jsonl data.heldout=test.jsonl training.steps=1000
+
+Words behind the program change the recipe, as behind `headstart train`. A run that was stopped goes on.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from decoding import HeadstartModel, speculate
+from decoding.model.loading import load_tokenizer
+from trainer import load_recipe, prepare_target, run_recipe
+
+RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart" / "medusa1.yaml"
+PROMPTS = ["import os\nimport sys\n\n", "class Stack:\n    def __init__(self):\n", "def main():\n    parser = "]
+
+# 1. The recipe: typed settings from YAML, with overrides. A misspelt key is an error with the nearest right one.
+recipe = load_recipe(RECIPE, sys.argv[1:])
+print(f"{recipe.training.steps} steps on {recipe.target}: {recipe.data.train}")
+
+# 2. The run. The embedded target is trained first if it is not there, and writes the answers that the heads learn.
+heads = run_recipe(recipe)
+print(f"the heads are in {heads}")
+
+# 3. The heads propose a tree in each step, and the target keeps what it would have written itself. In fp32 the text
+#    is that of plain decoding to the token; in bf16, the default and faster, near-ties may turn out differently.
+target = prepare_target(recipe.target)
+tokenizer = load_tokenizer(target)
+model = HeadstartModel.from_pretrained(target, f"heads:{heads}", dtype=torch.float32)
+prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+texts = {"max_new_tokens": 64, "batch_size": 1, "pad_token_id": tokenizer.eos_token_id}
+plain = speculate(model.target, None, prompts, **texts)
+drafted = speculate(model.target, model.drafter, prompts, **texts)
+print(f"{drafted.tokens_per_pass:.2f} tokens per target pass, plain decoding {plain.tokens_per_pass:.2f}")
+print(f"the same texts: {torch.equal(plain.sequences, drafted.sequences)}")
+for position, share in enumerate(drafted.acceptance.unconditional, start=1):
+    print(f"head {position}: its token was kept in {share.value:.0%} of {share.observations} passes")

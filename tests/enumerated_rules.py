@@ -1,0 +1,17 @@
+"""Each rule of the project on each small draft, enumerated once for all tests."""
+
+from functools import cache
+
+from decoding.measure.proof.enumeration import SHAPES, Enumerated, draft_of, enumerate_turn, model_pair
+from decoding.rules.proposal import ProposalKind
+from decoding.rules.verify import RULES
+
+LOSSY = 1e-6
+"""Least distance of a broken rule from the target."""
+
+
+@cache
+def enumerated(rule: str, kind: ProposalKind, shape: str, models: str, seed: int) -> Enumerated:
+    """Enumerate all outcomes of a rule on one draft."""
+    p, q = model_pair(models, 3, SHAPES[shape].max_depth, seed)
+    return enumerate_turn(draft_of(kind, SHAPES[shape], q), RULES[rule], p, SHAPES[shape].max_depth + 1)
