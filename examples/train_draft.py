@@ -6,6 +6,7 @@
 Words behind the program change the recipe, as behind `headstart train`. A run that was stopped goes on.
 """
 
+import statistics
 import sys
 from pathlib import Path
 
@@ -30,11 +31,18 @@ target = prepare_target(recipe.target)
 tokenizer = load_tokenizer(target)
 prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
 
-
-def timed(model: HeadstartModel) -> tuple[SpeculativeOutput, float]:
-    """Decode the prompts twice, the first time to warm up; return the texts and the seconds without the prefills."""
-    for _ in range(2):
-        output = speculate(
+# In fp32 greedy texts are equal to the token; in bf16, the default and faster, near-ties may turn out differently.
+plain = HeadstartModel.from_pretrained(target, dtype=torch.float32)
+models = {"plain decoding": plain}
+for tokens in (2, 4, 6):
+    models[f"{tokens} drafted tokens"] = HeadstartModel.from_pretrained(
+        plain.target.model, f"draft:{draft},tokens={tokens}", tokenizer=tokenizer
+    )
+outputs: dict[str, SpeculativeOutput] = {}
+seconds: dict[str, list[float]] = {name: [] for name in models}
+for turn in range(4):  # all take turns, so that a busy machine slows all alike; the first turn warms up
+    for name, model in models.items():
+        outputs[name] = speculate(
             model.target,
             model.drafter,
             prompts,
@@ -42,18 +50,12 @@ def timed(model: HeadstartModel) -> tuple[SpeculativeOutput, float]:
             batch_size=1,
             pad_token_id=tokenizer.eos_token_id,
         )
-    return output, sum(Tally.of(text.steps).total_seconds for text in output.generations)
-
-
-# In fp32 greedy texts are equal to the token; in bf16, the default and faster, near-ties may turn out differently.
-plain = HeadstartModel.from_pretrained(target, dtype=torch.float32)
-wanted, plain_seconds = timed(plain)
-print(f"plain decoding: {plain_seconds:.2f} s")
-for tokens in (2, 4, 6):
-    drafting = HeadstartModel.from_pretrained(plain.target.model, f"draft:{draft},tokens={tokens}", tokenizer=tokenizer)
-    found, seconds = timed(drafting)
-    same = "the same texts" if torch.equal(found.sequences, wanted.sequences) else "OTHER TEXTS"
+        took = sum(Tally.of(text.steps).total_seconds for text in outputs[name].generations)
+        seconds[name] += [took] * (turn > 0)
+for name, output in outputs.items():
+    same = torch.equal(output.sequences, outputs["plain decoding"].sequences)
+    speed = statistics.median(seconds["plain decoding"]) / statistics.median(seconds[name])
     print(
-        f"{tokens} drafted tokens: {same}, {found.tokens_per_pass:.2f} tokens per pass, {seconds:.2f} s, "
-        f"{plain_seconds / seconds:.2f}x"
+        f"{name}: {'the same texts' if same else 'OTHER TEXTS'}, {output.tokens_per_pass:.2f} tokens per pass, "
+        f"{speed:.2f} times the speed"
     )

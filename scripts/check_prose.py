@@ -14,7 +14,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-PLACES = ("decoding", "trainer", "scripts", "benchmarks", "examples", "README.md", "CONTRIBUTING.md", "PAPERS.md", "docs")
+PLACES = (
+    "decoding",
+    "trainer",
+    "scripts",
+    "benchmarks",
+    "examples",
+    "README.md",
+    "CONTRIBUTING.md",
+    "PAPERS.md",
+    "docs",
+)
 
 _OPENER = re.compile(r"\s*(?:Of|What|Whether|Those|How|Is)\b")
 _OPENER_RULE = (

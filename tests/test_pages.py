@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "PAPERS.md", "examples/README.md")] + sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "PAPERS.md", "examples/README.md")]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 CHOOSING = "docs/how-to/choosing.md"
 """Page that stands on one report alone, and is not there before it."""
 

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import (  # type: ignore[attr-defined]  # not in its __all__
+    CONFIG_MAPPING_NAMES,
+)
 
 from decoding.model.header import StoredTensor, check_whole, read_header, read_object
 from decoding.model.stored import weights_header

@@ -9,6 +9,7 @@ option of each choice after the script's end, and notes the options not taken as
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from typing import Literal, NamedTuple, TypeVar
 
@@ -214,8 +215,8 @@ def mixed_draft(shape: TreeShape, q: ContextModel, looked_up: Callable[[Context,
         for node, children in enumerate(shape.children):
             if children:
                 context = context_of[node]
-                tokens = [source.draw(q(context)), *looked_up(context, len(children) - 1)]
-                context_of |= {child: (*context, token) for child, token in zip(children, tokens, strict=True)}
+                chosen = [source.draw(q(context)), *looked_up(context, len(children) - 1)]
+                context_of |= {child: (*context, token) for child, token in zip(children, chosen, strict=True)}
         tokens = torch.tensor([ROOT_TOKEN, *(context_of[node][-1] for node in range(1, len(shape)))])
         return Proposal(TokenTree(tokens, shape), ProposalKind.MIXED)
 
@@ -259,7 +260,7 @@ def verdicts(draft: Draft, decide: Decide, p: ContextModel) -> list[tuple[Propos
     with shapes_unchecked():
         for proposal, drafted in outcomes(draft):
             rows = target_rows(proposal.tree, p)
-            verified = outcomes(lambda source, x=proposal, rows=rows: decide(x, rows, source))
+            verified = outcomes(partial(decide, proposal, rows))
             found += [(proposal, verdict, drafted * chance) for verdict, chance in verified]
     return found
 
