@@ -205,6 +205,17 @@ def draw_legend(pen: Pen, y: float, right: float) -> None:
         right -= 16
 
 
+def card(width: float, height: float, colours: Mapping[str, str]) -> tuple[Figure, Pen]:
+    """Make an empty picture, a framed card of this size in points, and the pen that draws on it."""
+    figure = plt.figure(figsize=(width / 72, height / 72), dpi=144, facecolor="none")
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, width), ylim=(0, height))
+    axes.axis("off")
+    pen = Pen(axes, colours)
+    pen.box(1, height / 2, width - 2, height - 2, "card", "frame", radius=10, linewidth=1)
+    return figure, pen
+
+
 def draw(scene: Scene, colours: Mapping[str, str]) -> Figure:
     """Draw the whole picture in the colours of one scheme."""
     step = scene.steps[scene.drawn]
@@ -215,12 +226,7 @@ def draw(scene: Scene, colours: Mapping[str, str]) -> Figure:
     lines = strip_lines(scene.names, WIDTH - 2 * EDGE)
     tree_height = -min(node.y for node in nodes)
     height = tree_height + 36 * len(lines) + 190
-    figure = plt.figure(figsize=(WIDTH / 72, height / 72), dpi=144, facecolor="none")
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, WIDTH), ylim=(0, height))
-    axes.axis("off")
-    pen = Pen(axes, colours)
-    pen.box(1, height / 2, WIDTH - 2, height - 2, "card", "frame", radius=10, linewidth=1)
+    figure, pen = card(WIDTH, height, colours)
     headings = (
         ("Propose", f"the drafter guesses {step.drafted} tokens, as a tree"),
         ("Verify", f"one target pass reads all {step.drafted}"),

@@ -269,15 +269,18 @@ PICTURES = {
 UNPUBLISHED = "Not published yet."
 
 
-def block(name: str, content: str) -> str:
-    """Return a block with the markers that `renewed` finds it by."""
-    return f"<!-- {name}: scripts/publish_results.py -->\n{content}\n<!-- end of {name} -->"
+MAKER = "scripts/publish_results.py"
 
 
-def renewed(page: str, name: str, content: str) -> str:
+def block(name: str, content: str, maker: str = MAKER) -> str:
+    """Return a block with the markers that `renewed` finds it by; they name the script that writes it."""
+    return f"<!-- {name}: {maker} -->\n{content}\n<!-- end of {name} -->"
+
+
+def renewed(page: str, name: str, content: str, maker: str = MAKER) -> str:
     """Return the page with another content in its block; ValueError if the page has no such block."""
-    begin, end = (re.escape(mark) for mark in block(name, "\n").split("\n\n\n"))
-    changed, count = re.subn(rf"{begin}.*?{end}", lambda _: block(name, content), page, flags=re.DOTALL)
+    begin, end = (re.escape(mark) for mark in block(name, "\n", maker).split("\n\n\n"))
+    changed, count = re.subn(rf"{begin}.*?{end}", lambda _: block(name, content, maker), page, flags=re.DOTALL)
     if count != 1:
         raise ValueError(f"the page has {count} blocks between the marks of {name!r}: give it one")
     return changed

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from latex2mathml.converter import convert
+from mkdocs.exceptions import PluginError
 
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 
@@ -17,7 +18,10 @@ def on_page_content(content: str, **_: Any) -> str:
 
     def formula(found: re.Match[str]) -> str:
         display = "block" if found[2] == "[" else "inline"
-        mathml = convert(html.unescape(found[3].strip()), display=display)
+        latex = html.unescape(found[3].strip())
+        mathml = convert(latex, display=display)
+        if "\\" in mathml:
+            raise PluginError(f"a formula has a command that its MathML shows as text: {latex}")
         return f'<div class="formula">{mathml}</div>' if display == "block" else mathml
 
     return _FORMULA.sub(formula, content)

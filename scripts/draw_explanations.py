@@ -1,0 +1,38 @@
+"""Draw the pictures of docs/explanation, and write the tables of its pages: every number computed by the project.
+
+Usage: scripts/draw_explanations.py
+"""
+
+from pathlib import Path
+
+from explained import ROOT
+from explanation_pictures import PICTURES
+from explanation_tables import BLOCKS, MAKER
+from loop_picture import LIGHT, save
+from matplotlib import pyplot as plt
+from publish_results import renewed
+
+FOLDER = ROOT / "docs" / "explanation"
+
+
+def page_of(name: str, page: str) -> str:
+    """Return a page's text with the tables of now."""
+    for mark, write in BLOCKS[name].items():
+        page = renewed(page, mark, write(), MAKER)
+    return page
+
+
+def main(folder: Path = FOLDER) -> None:
+    """Write all pictures and all tables."""
+    for name, draw in PICTURES.items():
+        figure = draw(LIGHT)
+        save(figure, folder / f"{name}.svg", MAKER)
+        plt.close(figure)
+    for name in BLOCKS:
+        path = folder / f"{name}.md"
+        path.write_text(page_of(name, path.read_text()))
+    print(f"written: {len(PICTURES)} pictures, the tables of {len(BLOCKS)} pages")
+
+
+if __name__ == "__main__":
+    main()

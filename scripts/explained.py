@@ -1,0 +1,200 @@
+"""Numbers of docs/explanation: every outcome of the acceptance rules on one small p and q, and the speed-up's law.
+
+The rules are those that decode, their outcomes those of the enumeration that proves them; the law is that of
+`decoding.metrics` and `decoding.rules.best_tree`. Nothing here has a formula of its own.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+
+from decoding.metrics import expected_tokens, predicted_speedup
+from decoding.model.cost_curve import Costs
+from decoding.rules.best_tree import best_tree, expected_accepted
+from decoding.rules.proposal import ProposalKind
+from decoding.rules.tree import TreeShape
+from decoding.rules.verify import RULES
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tests"))
+from enumeration import (  # noqa: E402  # the enumeration that the tests prove the rules by
+    ContextModel,
+    Enumerated,
+    deterministic_draft,
+    draft_of,
+    enumerate_turn,
+    sampled_draft,
+    top_tokens,
+    verdicts,
+)
+
+TOKENS = "abc"
+P = (0.5, 0.3, 0.2)
+"""The target's distribution of the next token, in every context."""
+Q = (0.25, 0.6, 0.15)
+"""The draft's."""
+
+SAMPLED, WITHOUT, FIXED = (
+    ProposalKind.SAMPLED,
+    ProposalKind.SAMPLED_WITHOUT_REPLACEMENT,
+    ProposalKind.DETERMINISTIC,
+)
+ONE, TWO, CHAIN, BRANCHES = (TreeShape(parents) for parents in ((-1, 0), (-1, 0, 0), (-1, 0, 1), (-1, 0, 0, 1, 2)))
+SHAPES = {"one token": ONE, "a chain of two": CHAIN, "two children": TWO, "two branches of two": BRANCHES}
+
+
+@dataclass(frozen=True)
+class Example:
+    """A rule on a draft of one token or of two sibling tokens. ``rule``: its name in `RULES`."""
+
+    title: str
+    rule: str
+    kind: ProposalKind = SAMPLED
+    shape: TreeShape = ONE
+
+
+EXAMPLES = {
+    "greedy": Example("greedy, one drawn token", "greedy"),
+    "sampled-verify": Example("sampled verification, one drawn token", "sampled-verify"),
+    "token": Example("token rejection, one drawn token", "token"),
+    "recursive": Example("recursive rejection, two drawn tokens", "recursive", SAMPLED, TWO),
+    "recursive-without": Example("… drawn without replacement", "recursive", WITHOUT, TWO),
+    "top-k": Example("top-k children, the two best of q", "top-k", FIXED, TWO),
+    "typical": Example("typical acceptance, one drawn token: lossy", "typical"),
+}
+
+
+def same_everywhere(row: Sequence[float], depth: int) -> ContextModel:
+    """Make the model whose next token has this distribution in every context of up to ``depth`` tokens."""
+    values, contexts = torch.tensor(row, dtype=torch.float64), [()]
+    level: list[tuple[int, ...]] = [()]
+    for _ in range(depth):
+        level = [(*context, token) for context in level for token in range(len(row))]
+        contexts += level
+    return ContextModel(dict.fromkeys(contexts, values))
+
+
+def wanted(rule: str) -> tuple[float, ...]:
+    """Return the distribution that a rule has to write: p, or p at temperature 0 where the rule is greedy."""
+    return tuple(float(chance == max(P)) for chance in P) if rule == "greedy" else P
+
+
+@cache
+def split(name: str) -> tuple[tuple[float, ...], ...]:
+    """Return the probability of each token as the first one written, by origin.
+
+    Entry [token][k] is that of the token written as drafted child k (from 0) that was kept; the last entry is that of
+    the token written by the target.
+    """
+    example = EXAMPLES[name]
+    children = len(example.shape) - 1
+    total = [[0.0] * (children + 1) for _ in P]
+    if example.kind is FIXED:
+        draft = deterministic_draft(example.shape, top_tokens(same_everywhere(Q, 1)))
+    else:
+        draft = sampled_draft(example.shape, same_everywhere(Q, 1), example.kind)
+    for proposal, verdict, probability in verdicts(draft, RULES[example.rule], same_everywhere(P, 1)):
+        token = proposal.tree.token_list[verdict.path[0]] if verdict.path else verdict.token
+        total[token][verdict.path[0] - 1 if verdict.path else children] += probability
+    return tuple(tuple(row) for row in total)
+
+
+@cache
+def pairs(rule: str) -> Mapping[tuple[int, ...], tuple[float, float, float]]:
+    """Return the probability of each text of two tokens, by the number of kept tokens of a drafted chain of two.
+
+    Texts that a turn leaves shorter go on from p, as the next turn would.
+    """
+    p = same_everywhere(P, 3)
+    total = {text: [0.0, 0.0, 0.0] for text in p.joint(2)}
+    draft = sampled_draft(CHAIN, same_everywhere(Q, 2), SAMPLED)
+    for proposal, verdict, probability in verdicts(draft, RULES[rule], p):
+        written = (*(proposal.tree.token_list[node] for node in verdict.path), verdict.token)[:2]
+        for text, share in p.completed({written: probability}, 2).items():
+            total[text][len(verdict.path)] += share
+    return {text: (row[0], row[1], row[2]) for text, row in total.items()}
+
+
+@cache
+def kept_tokens(rule: str, kind: ProposalKind, shape: str) -> float | None:
+    """Return the expected number of kept tokens of a draft; None where the rule does not take such a draft."""
+    fits = kind in RULES[rule].kinds and (SHAPES[shape].is_chain or not RULES[rule].chains_only)
+    return _turn(rule, kind, shape).accepted_length if fits else None
+
+
+@cache
+def distance(rule: str, kind: ProposalKind, shape: str) -> float:
+    """Return the largest difference of a text's probability from the target's own."""
+    return _turn(rule, kind, shape).distance
+
+
+def _turn(rule: str, kind: ProposalKind, shape: str) -> Enumerated:
+    depth = SHAPES[shape].max_depth
+    draft = draft_of(kind, SHAPES[shape], same_everywhere(Q, depth))
+    return enumerate_turn(draft, RULES[rule], same_everywhere(P, depth + 1), depth + 1)
+
+
+# --- the law of the speed-up ------------------------------------------------------------------------------------------
+
+RATES = tuple(place / 50 for place in range(51))
+DEPTHS = (1, 2, 4, 8)
+DRAFT_COSTS = (0.0, 0.1, 0.3)
+"""Costs of one drafted token, in target passes over one token."""
+MOST_DEPTH = 16
+BUSY = "storyteller-11m, widened to 164M"
+"""Target of the report whose measured cost curve stands beside the flat one."""
+
+
+@cache
+def measured_costs() -> Mapping[str, Mapping[int, float]]:
+    """Return v(n) of each target of the published report on speed: its seconds over n tokens by those over one."""
+    (path,) = sorted((ROOT / "benchmarks" / "results").glob("*/speed.json"))
+    targets = json.loads(path.read_text())["targets"]
+    curves = {name: targets[name]["compared"]["cost_curve_ms"] for name in targets}
+    return {name: {int(n): ms / curve["1"] for n, ms in curve.items()} for name, curve in curves.items()}
+
+
+@cache
+def law_costs() -> Mapping[int, float]:
+    """Return v(n) of `BUSY` for the law: a pass that looks cheaper than one over fewer tokens is noise."""
+    curve = measured_costs()[BUSY]
+    return dict(zip(curve, accumulate(curve.values(), max), strict=True))
+
+
+def speedup(rate: float, depth: int, draft_cost: float, curve: Mapping[int, float] | None = None) -> float:
+    """Return the speed-up of a chain of ``depth`` tokens by its acceptance; without a curve every pass costs 1."""
+    verify = Costs(curve).pass_over(depth + 1) if curve else 1.0
+    return predicted_speedup(expected_tokens(rate, depth), draft_cost * depth, verify)
+
+
+def best_depth(rate: float, draft_cost: float, curve: Mapping[int, float] | None = None) -> tuple[int, float]:
+    """Return the depth of at most `MOST_DEPTH` with the largest speed-up, and that speed-up; depth 0 is plain."""
+    found = {depth: speedup(rate, depth, draft_cost, curve) for depth in range(1, MOST_DEPTH + 1)}
+    depth = max(found, key=lambda each: found[each])
+    return (depth, found[depth]) if found[depth] > 1 else (0, 1.0)
+
+
+# --- a tree -----------------------------------------------------------------------------------------------------------
+
+SHARES = ((0.6, 0.2, 0.1), (0.45, 0.2, 0.1), (0.35, 0.15, 0.1))
+"""Share of steps in which the token of each rank is right, by depth: those of a head, in round numbers."""
+NODES = 8
+
+
+def example_tree() -> tuple[TreeShape, tuple[tuple[int, ...], ...], tuple[float, ...]]:
+    """Return the best tree of `NODES` drafted tokens, its paths, and each path's probability to be kept."""
+    paths = best_tree(SHARES, NODES)
+    chances = tuple(expected_accepted([path], SHARES) for path in paths)
+    return TreeShape.from_paths(paths)[0], paths, chances
+
+
+def kept_of_trees(nodes: int) -> tuple[float, float]:
+    """Return the expected kept tokens of the best chain and of the best tree of at most ``nodes`` drafted tokens."""
+    chain = [(0,) * depth for depth in range(1, min(nodes, len(SHARES)) + 1)]
+    return expected_accepted(chain, SHARES), expected_accepted(best_tree(SHARES, nodes), SHARES)

@@ -1,0 +1,261 @@
+"""Tables of docs/explanation, written from the numbers of `explained.py`: marked blocks of the pages."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import explained
+from explained import FIXED, SAMPLED, TOKENS, WITHOUT, P, Q
+from explanation_pictures import number
+
+from decoding.rules.proposal import ProposalKind
+from decoding.rules.verify import RULES
+
+MAKER = "scripts/draw_explanations.py"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def numbers(values: Iterable[float]) -> str:
+    return f"({', '.join(map(number, values))})"
+
+
+# --- speculation ------------------------------------------------------------------------------------------------------
+
+
+def costs() -> str:
+    """Return v(n) of the measured targets."""
+    curves = explained.measured_costs()
+    sizes = sorted({size for curve in curves.values() for size in curve})
+    rows = [[name, *(f"{curve[size]:.2f}" for size in sizes)] for name, curve in curves.items()]
+    return table(["target", *(f"v({size})" for size in sizes)], rows)
+
+
+RATES = (0.1, 0.2, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
+COSTS = (0.05, 0.1, 0.2, 0.3)
+
+
+def depths(curve: Mapping[int, float] | None) -> str:
+    """Return the best depth and its speed-up by acceptance and draft cost; without a curve every pass costs 1."""
+
+    def cell(rate: float, cost: float) -> str:
+        depth, speedup = explained.best_depth(rate, cost, curve)
+        return f"{depth}: {speedup:.2f}×" if depth else "plain"
+
+    rows = [[f"{rate:g}", *(cell(rate, cost) for cost in COSTS)] for rate in RATES]
+    return table(["acceptance", *(f"c = {cost:g}" for cost in COSTS)], rows)
+
+
+# --- rules ------------------------------------------------------------------------------------------------------------
+
+
+def overview() -> str:
+    """Return every rule with its promise and the proposals that it takes."""
+    rows = []
+    for name, rule in RULES.items():
+        kinds = "any" if rule.kinds == set(ProposalKind) else ", ".join(sorted(kind.value for kind in rule.kinds))
+        rows.append([f"`{name}`", rule.label, "chains" if rule.chains_only else "chains and trees", kinds])
+    return "\n".join(
+        f"| {' | '.join(line)} |"
+        for line in [["rule", "promise", "shape", "how the tokens were chosen"], ["---"] * 4, *rows]
+    )
+
+
+def by_hand_sampled() -> str:
+    """Return sampled verification by hand."""
+    rows = [
+        [token, number(p), number(q), number(p * q), number(p * (1 - q)), number(p)]
+        for token, p, q in zip(TOKENS, P, Q, strict=True)
+    ]
+    return table(["token", "p", "q", "drawn and drafted: p q", "drawn, not drafted: p (1 − q)", "sum"], rows)
+
+
+def first_refused() -> tuple[float, list[float]]:
+    """Return the probability that one drafted token is refused, and the distribution written then."""
+    residual = [max(0.0, p - q) for p, q in zip(P, Q, strict=True)]
+    return sum(residual), [part / sum(residual) for part in residual]
+
+
+def by_hand_token() -> str:
+    """Return token rejection by hand."""
+    refused, after = first_refused()
+    rows = [
+        [
+            token,
+            number(p),
+            number(q),
+            number(min(1, p / q)),
+            number(q * min(1, p / q)),
+            number(max(0.0, p - q)),
+            f"{number(refused)} × {number(share)} = {number(refused * share)}",
+            number(q * min(1, p / q) + refused * share),
+        ]
+        for token, p, q, share in zip(TOKENS, P, Q, after, strict=True)
+    ]
+    header = ["token", "p", "q", "min(1, p/q)", "drafted and kept", "(p − q)₊", "written after a refusal", "sum"]
+    return table(header, rows)
+
+
+def second_q(kind: object) -> Sequence[float]:
+    """Return q of the second child, after the first was refused."""
+    if kind is SAMPLED:
+        return Q
+    (refusable,) = [place for place, (p, q) in enumerate(zip(P, Q, strict=True)) if q > p]
+    return [0.0 if place == refusable else q / (1 - Q[refusable]) for place, q in enumerate(Q)]
+
+
+def by_hand_recursive(kind: object) -> str:
+    """Return recursive rejection of two children by hand."""
+    refused, p_two = first_refused()
+    q_two = second_q(kind)
+    rows = []
+    for token, p, q, p2, q2 in zip(TOKENS, P, Q, p_two, q_two, strict=True):
+        kept, second, own = min(p, q), refused * min(p2, q2), refused * max(0.0, p2 - q2)
+        rows.append([token, number(kept), number(p2), number(q2), *map(number, (second, own, kept + second + own))])
+    header = [
+        "token",
+        "first child kept",
+        "p₂",
+        "q₂",
+        f"second kept: {number(refused)} min(p₂, q₂)",
+        f"target's: {number(refused)} (p₂ − q₂)₊",
+        "sum",
+    ]
+    return table(header, rows)
+
+
+def by_hand_top() -> str:
+    """Return the top-k rule on the two best tokens of q by hand."""
+    first, second = sorted(range(len(Q)), key=lambda place: -Q[place])[:2]
+    left = [0.0 if place == first else p / (1 - P[first]) for place, p in enumerate(P)]
+    last = [0.0 if place in (first, second) else p / (1 - P[first] - P[second]) for place, p in enumerate(P)]
+    rest = 1 - P[first]
+    kept_second = rest * left[second]
+    return (
+        f"{TOKENS[first]} is kept with p = {number(P[first])}. Refused, p becomes {numbers(left)}, and "
+        f"{TOKENS[second]} is kept with {number(rest)} × {number(left[second])} = {number(kept_second)}. Refused too, "
+        f"p becomes {numbers(last)}, and the target writes from it with the remaining {number(rest - kept_second)}. "
+        f"Something drafted is kept with p(S) = {number(P[first] + P[second])}."
+    )
+
+
+def by_hand_block() -> str:
+    """Return block verification of the chain b, a by hand, beside token rejection of it."""
+    first, second = TOKENS.index("b"), TOKENS.index("a")
+    ratios = [P[place] / Q[place] for place in (first, second)]
+    reach_one = min(1, ratios[0])
+    reach_two = min(1, reach_one * ratios[1])
+    drafted = Q[first] * Q[second]
+    residual = sum(max(0.0, reach_one * p - q) for p, q in zip(P, Q, strict=True))
+    share = residual / (residual + 1 - reach_one)
+    token = min(1, ratios[0]) * min(1, ratios[1])
+    return (
+        f"The draft draws b, a with {number(Q[first])} × {number(Q[second])} = {number(drafted)}. Token rejection "
+        f"keeps b with {number(min(1, ratios[0]))} and then a with {number(min(1, ratios[1]))}: both with "
+        f"{number(token)}. Block verification has P₁ = {number(reach_one)} and P₂ = min(1, {number(reach_one)} × "
+        f"{number(ratios[1])}) = {number(reach_two)}: it keeps both with {number(reach_two)}, and so writes ba with "
+        f"{number(drafted)} × {number(reach_two)} = {number(drafted * reach_two)}, all of p(b) p(a) = "
+        f"{number(P[first] * P[second])}. Nothing is left to b alone: S = {number(residual)}, h = {number(share)}."
+    )
+
+
+def by_hand_typical() -> str:
+    """Return typical acceptance by hand."""
+    epsilon, delta = 0.09, 0.3
+    entropy = -sum(p * math.log(p) for p in P)
+    bound = min(epsilon, delta * math.exp(-entropy))
+    passing = [token for token, p in zip(TOKENS, P, strict=True) if p > bound]
+    written = [sum(row) for row in explained.split("typical")]
+    return (
+        f"H(p) = {number(entropy)}, δ exp(−H) = {number(delta * math.exp(-entropy))}, so that the bound is "
+        f"{number(bound)}. All of {', '.join(passing)} pass, so everything drafted is kept: the text is distributed "
+        f"as q, {numbers(written)}, not as p, {numbers(P)}."
+    )
+
+
+DRAFTS = (
+    ("one token", SAMPLED),
+    ("a chain of two", SAMPLED),
+    ("two children", SAMPLED),
+    ("two children", WITHOUT),
+    ("two children", FIXED),
+    ("two branches of two", SAMPLED),
+    ("two branches of two", WITHOUT),
+    ("two branches of two", FIXED),
+)
+HOW = {SAMPLED: "drawn", WITHOUT: "drawn without replacement", FIXED: "best of q"}
+
+
+def kept() -> str:
+    """Return the expected kept tokens by draft and rule, and each rule's largest distance from p."""
+    rules = [name for name in RULES if name != "greedy"]
+    off = dict.fromkeys(rules, 0.0)
+    rows = []
+    for shape, kind in DRAFTS:
+        row = [f"{shape}, {HOW[kind]}"]
+        for name in rules:
+            value = explained.kept_tokens(name, kind, shape)
+            row.append("–" if value is None else f"{value:.3f}")
+            if value is not None:
+                off[name] = max(off[name], explained.distance(name, kind, shape))
+        rows.append(row)
+    last = ["off p by at most", *("1e-12" if value < 1e-12 else f"{value:.2f}" for value in off.values())]
+    return table(["draft", *(f"`{name}`" for name in rules)], [*rows, last])
+
+
+# --- trees ------------------------------------------------------------------------------------------------------------
+
+
+def shares() -> str:
+    """Return the shares that the example's tree is chosen by."""
+    ranks = range(len(explained.SHARES[0]))
+    rows = [
+        [f"depth {depth}", *(number(row[rank]) for rank in ranks)]
+        for depth, row in enumerate(explained.SHARES, start=1)
+    ]
+    return table(["", *(f"rank {rank}" for rank in ranks)], rows)
+
+
+def nodes() -> str:
+    """Return the example's nodes: path of ranks, and probability to be kept."""
+    _, paths, probabilities = explained.example_tree()
+    rows = [
+        [str(node), ", ".join(map(str, path)), number(probability)]
+        for node, (path, probability) in enumerate(zip(paths, probabilities, strict=True), start=1)
+    ]
+    return table(["node", "path of ranks", "kept with"], rows)
+
+
+def trees() -> str:
+    """Return the expected kept tokens of the best chain and the best tree by their number of drafted tokens."""
+    sizes = (1, 2, 3, 4, 8, 16)
+    found = [explained.kept_of_trees(size) for size in sizes]
+    rows = [
+        ["best chain", *(f"{chain:.2f}" for chain, _ in found)],
+        ["best tree", *(f"{tree:.2f}" for _, tree in found)],
+    ]
+    return table(["drafted tokens, at most", *map(str, sizes)], rows)
+
+
+BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
+    "speculation": {
+        "costs": costs,
+        "depths": lambda: depths(None),
+        "depths-measured": lambda: depths(explained.law_costs()),
+    },
+    "rules": {
+        "rules": overview,
+        "sampled-verify": by_hand_sampled,
+        "token": by_hand_token,
+        "recursive": lambda: by_hand_recursive(SAMPLED),
+        "recursive-without": lambda: by_hand_recursive(WITHOUT),
+        "top-k": by_hand_top,
+        "block": by_hand_block,
+        "typical": by_hand_typical,
+        "kept": kept,
+    },
+    "trees": {"shares": shares, "nodes": nodes, "trees": trees},
+}
+"""Page of docs/explanation -> mark of a block in it -> the function that writes the block."""

@@ -1,0 +1,162 @@
+"""The pages of explanation: their pictures and tables hold what the rules and the law give, and are those of now."""
+
+import json
+import math
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from matplotlib.colors import to_hex
+
+from decoding.metrics import expected_tokens
+from decoding.rules.proposal import ProposalKind
+from decoding.rules.verify import RULES
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "scripts"))  # where the scripts stand
+explained, pictures = import_module("explained"), import_module("explanation_pictures")
+tables, drawn, loop = (
+    import_module("explanation_tables"),
+    import_module("draw_explanations"),
+    import_module("loop_picture"),
+)
+
+P, Q = explained.P, explained.Q
+
+
+@pytest.mark.parametrize("name", explained.EXAMPLES)
+def test_the_bars_of_a_lossless_rule_end_at_the_distribution_that_it_has_to_write(name: str) -> None:
+    example = explained.EXAMPLES[name]
+    written = [sum(row) for row in explained.split(name)]
+    assert math.isclose(sum(written), 1)
+    ends = written == pytest.approx(explained.wanted(example.rule), abs=1e-12)
+    assert ends == RULES[example.rule].lossless
+
+
+def test_what_is_kept_of_one_drawn_token_is_the_smaller_of_p_and_q() -> None:
+    kept = [row[0] for row in explained.split("token")]
+    assert kept == pytest.approx([min(p, q) for p, q in zip(P, Q, strict=True)])
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_both_rules_of_a_chain_write_each_text_as_p_does_and_block_verification_keeps_more(rule: str) -> None:
+    for (first, second), row in explained.pairs(rule).items():
+        assert sum(row) == pytest.approx(P[first] * P[second], abs=1e-12)
+    kept = {name: sum(row[1] + 2 * row[2] for row in explained.pairs(name).values()) for name in ("token", "block")}
+    assert kept["block"] > kept["token"] + 0.05
+    assert kept[rule] == pytest.approx(explained.kept_tokens(rule, ProposalKind.SAMPLED, "a chain of two"))
+
+
+@pytest.mark.parametrize("kind", [ProposalKind.SAMPLED, ProposalKind.SAMPLED_WITHOUT_REPLACEMENT])
+def test_recursive_rejection_by_hand_gives_what_the_enumeration_gives(kind: ProposalKind) -> None:
+    name = "recursive" if kind is ProposalKind.SAMPLED else "recursive-without"
+    lines = tables.by_hand_recursive(kind).splitlines()[2:]
+    assert len(lines) == len(P)
+    for line, (first, second, own) in zip(lines, explained.split(name), strict=True):
+        _, kept, _, _, again, written, total = line.strip("| ").split(" | ")
+        assert [float(each) for each in (kept, again, written)] == pytest.approx([first, second, own], abs=1e-4)
+        assert float(total) == pytest.approx(first + second + own, abs=1e-4)
+
+
+def test_the_blocks_by_hand_name_the_enumerated_figures() -> None:
+    token = [line.strip("| ").split(" | ") for line in tables.by_hand_token().splitlines()[2:]]
+    assert [float(row[4]) for row in token] == pytest.approx([row[0] for row in explained.split("token")])
+    assert [float(row[6].split(" = ")[1]) for row in token] == pytest.approx([r[1] for r in explained.split("token")])
+    sampled = [line.strip("| ").split(" | ") for line in tables.by_hand_sampled().splitlines()[2:]]
+    assert [[float(each) for each in row[3:5]] for row in sampled] == [
+        pytest.approx(row) for row in explained.split("sampled-verify")
+    ]
+    both = explained.pairs("block")[(1, 0)]
+    assert (
+        both[2] == pytest.approx(P[1] * P[0])
+        and f"= {pictures.number(both[2])}, all of p(b) p(a)" in tables.by_hand_block()
+    )
+    top = explained.split("top-k")
+    assert f"p(S) = {pictures.number(sum(sum(row[:-1]) for row in top))}" in tables.by_hand_top()
+    assert f"the remaining {pictures.number(sum(row[-1] for row in top))}." in tables.by_hand_top()
+    assert pictures.number(sum(explained.split("typical")[1])) in tables.by_hand_typical()
+
+
+def test_the_best_depth_is_that_of_the_largest_speedup_and_none_pays_below_its_cost() -> None:
+    assert explained.best_depth(0.8, 0.05) == (8, pytest.approx(expected_tokens(0.8, 8) / 1.4))
+    assert explained.best_depth(0.3, 0.3) == (0, 1.0)
+    costs = list(explained.law_costs().values())
+    assert costs == sorted(costs) and costs[0] == 1
+
+
+def test_the_measured_costs_are_those_of_the_published_report() -> None:
+    (path,) = (ROOT / "benchmarks" / "results").glob("*/speed.json")
+    report = json.loads(path.read_text())["targets"]
+    assert set(explained.measured_costs()) == set(report) and explained.BUSY in report
+    for name, curve in explained.measured_costs().items():
+        raw = report[name]["compared"]["cost_curve_ms"]
+        assert curve == pytest.approx({int(size): raw[size] / raw["1"] for size in raw})
+
+
+def bars(figure: object) -> list[tuple[float, float]]:
+    """Return left edge and width of the boxes drawn in a role's fill, without the legend's."""
+    return [
+        (patch.get_x(), patch.get_width())
+        for patch in figure.axes[0].patches  # type: ignore[attr-defined]
+        if patch.get_zorder() == 3
+    ]
+
+
+def test_the_drawn_bars_are_as_long_as_the_numbers_say() -> None:
+    boxes = bars(pictures.draw_rule("token", loop.LIGHT))
+    rows = explained.split("token")
+    drawn_widths = [value for row, q in zip(rows, Q, strict=True) for value in (*row, q) if value > 0.01]
+    assert len(boxes) == len(drawn_widths) > 6
+    scale = boxes[0][1] / drawn_widths[0]
+    assert [width for _, width in boxes] == pytest.approx([value * scale for value in drawn_widths])
+
+
+def test_the_tree_and_its_mask_are_those_of_the_best_tree() -> None:
+    shape, paths, probabilities = explained.example_tree()
+    assert len(paths) == explained.NODES == len(shape) - 1
+    assert shape.path(pictures.KEPT[-1]) == pictures.KEPT
+    figure = pictures.draw_mask(loop.LIGHT)
+    cells = [patch for patch in figure.axes[0].patches if patch.get_width() == 14 and patch.get_height() == 14]
+    assert len(cells) == len(shape) ** 2
+    filled = [to_hex(cell.get_facecolor()) != loop.LIGHT["band"] for cell in cells]
+    assert filled == shape.ancestor_mask.flatten().tolist()
+    assert sum(probabilities) == pytest.approx(explained.kept_of_trees(explained.NODES)[1])
+
+
+def test_the_pictures_and_tables_in_docs_are_those_that_the_script_writes_now(tmp_path: Path) -> None:
+    for name in drawn.BLOCKS:
+        page = (drawn.FOLDER / f"{name}.md").read_text()
+        (tmp_path / f"{name}.md").write_text(page)
+    drawn.main(tmp_path)
+    assert len(list(tmp_path.glob("*.svg"))) == len(drawn.PICTURES) >= 15
+    for path in tmp_path.iterdir():
+        committed = (drawn.FOLDER / path.name).read_text()
+        assert path.read_text() == committed, f"{path.name}: run scripts/draw_explanations.py"
+
+
+def test_each_picture_is_shown_by_a_page_and_described() -> None:
+    text = "".join(path.read_text() for path in sorted(drawn.FOLDER.glob("*.md")))
+    shown = re.findall(r"!\[([^\]]{20,})\]\(([\w-]+)\.svg\)", text)
+    assert {name for _, name in shown} >= set(drawn.PICTURES)
+
+
+def test_the_figures_in_the_prose_are_the_computed_ones() -> None:
+    rules = (drawn.FOLDER / "rules.md").read_text()
+    for name, values in (("p", P), ("q", Q)):
+        assert f"${name} = ({', '.join(f'{value:g}' for value in values)})$" in rules
+
+    def kept(name: str) -> str:
+        return f"{sum(sum(row[:-1]) for row in explained.split(name)):g}"
+
+    def described(picture: str) -> str:
+        return re.findall(rf"!\[([^\]]+)\]\({picture}\.svg\)", rules)[0]
+
+    for name in ("sampled-verify", "token", "recursive", "recursive-without"):
+        assert re.findall(r"0\.\d+", described(f"rule-{name}"))[0] == kept(name)
+    for rule in ("token", "block"):
+        value = explained.kept_tokens(rule, ProposalKind.SAMPLED, "a chain of two")
+        assert re.findall(r"\d\.\d+", described(f"pairs-{rule}")) == [f"{value:.4g}"]
+    written = sum(explained.split("typical")[1])
+    assert re.findall(r"0\.\d+", described("rule-typical")) == [f"{written:g}", f"{P[1]:g}"]
