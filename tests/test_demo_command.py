@@ -6,18 +6,22 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 from typer.testing import CliRunner
 
-from trainer.cli import app
+from decoding.drafters import PromptLookupDrafter
+from decoding.model.causal_lm import CausalLM
+from trainer.cli import app as program
 from trainer.commands import demo
 from trainer.commands.demo_options import DemoOptions
+from trainer.demo.race import Models
 
 
 def test_without_gradio_one_sentence_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gradio", None)
     monkeypatch.delitem(sys.modules, "trainer.demo.app", raising=False)
-    result = CliRunner().invoke(app, ["demo"])
+    result = CliRunner().invoke(program, ["demo"])
     assert result.exit_code == 2
     assert result.stderr.strip().endswith("which is not installed: pip install 'headstart[demo]'")
     assert "Traceback" not in result.stderr and len(result.stderr.strip().splitlines()) == 1
@@ -27,7 +31,7 @@ def test_a_port_that_is_taken_is_told_before_any_model_is_read(monkeypatch: pyte
     pytest.importorskip("gradio")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        result = CliRunner().invoke(app, ["demo", "--target", "/no/such/model", "--port", str(port)])
+        result = CliRunner().invoke(program, ["demo", "--target", "/no/such/model", "--port", str(port)])
     assert result.exit_code == 2
     assert f"--port {port} cannot be listened on (Address already in use): give another" in result.stderr
 
@@ -62,3 +66,14 @@ def test_examples_suit_the_target() -> None:
     assert demo.examples("quickstart", byte_tokenizer()) == demo.CODE
     assert demo.examples("ORG/NAME", byte_tokenizer("{{ messages }}")) == demo.QUESTIONS
     assert demo.examples("ORG/NAME", byte_tokenizer()) == demo.BEGINNINGS
+
+
+@pytest.mark.parametrize(("static", "at_once"), [(None, 16), ("eager", 1)])
+def test_races_wait_for_each_other_where_steps_of_fixed_shapes_have_one_cache(static: str | None, at_once: int) -> None:
+    pytest.importorskip("gradio")
+    app = demo.imported_app()
+    target = CausalLM(tiny_model(vocab=128), static=static)
+    models = Models.of(target, byte_tokenizer(), {"lookup": PromptLookupDrafter()})
+    page = app.build(models, app.Words("tiny", ("abc",)))
+    limits = {function.fn.__name__: function.concurrency_limit for function in page.fns.values()}
+    assert limits["run"] == at_once and {"look", "stop", "leave", "rules", "bounds", "count"} <= limits.keys()

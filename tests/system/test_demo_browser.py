@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_report_browser import CHROMIUM
+from test_report_browser import CHROMIUM, READ
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
@@ -34,6 +34,11 @@ VISITORS = """async wanted => {
   const [found] = JSON.parse(told.match(/data: (.*)/)[1]);
   return Object.entries(wanted).every(([name, number]) => found[name] === number);
 }"""
+FAINTEST = f"""() => {{ {READ}
+  return [...document.querySelectorAll(".prose *")].filter(each => each.checkVisibility() && !each.closest("svg")
+    && [...each.childNodes].some(node => node.nodeType == 3 && node.data.trim()))
+    .map(each => [contrast(window, each), each.className + ": " + each.textContent.slice(0, 40)])
+    .sort((a, b) => a[0] - b[0])[0]; }}"""
 OUTSIDE = """() => [...document.querySelectorAll("body *")].filter(each =>
   !each.closest(".drawing, .options") && each.checkVisibility() && each.getBoundingClientRect().width
   && each.getBoundingClientRect().right > innerWidth + 1).map(each => each.tagName + "." + each.className)"""
@@ -139,6 +144,7 @@ def test_a_prompt_is_decoded_twice_to_equal_texts_and_each_tree_can_be_seen(
     assert page.locator("#plain .drafted").count() == 0 and page.locator("#speculative .drafted").count() > 5
     assert "all 96 tokens are equal" in page.locator(".verdict").inner_text()
 
+    expect(page.locator("#tree .text")).to_have_text(visit.text("speculative"), use_inner_text=False)
     tree, slider = page.locator("#tree svg"), page.locator("#pass input[type=range]")
     last = int(slider.input_value())
     assert last == int(slider.get_attribute("max") or 0) > 5 and tree.locator(".kept").count() >= 1
@@ -148,9 +154,8 @@ def test_a_prompt_is_decoded_twice_to_equal_texts_and_each_tree_can_be_seen(
     slider.press("ArrowRight")
     expect(told).to_have_attribute("data-pass", "1")
     assert tree.locator(".kept").count() >= 1
-    assert (
-        tree.locator(".node").count() == 1 + int(told.inner_text().split()[0]) + tree.locator(".written rect").count()
-    )
+    drafted = re.search(r"Pass 1 of \d+: (\d+) tokens drafted", told.inner_text())
+    assert drafted and tree.locator(".node").count() == 1 + int(drafted[1]) + tree.locator(".written rect").count()
     first = page.locator("#tree .text").text_content() or ""
     slider.press("ArrowRight")
     expect(told).to_have_attribute("data-pass", "2")
@@ -159,6 +164,7 @@ def test_a_prompt_is_decoded_twice_to_equal_texts_and_each_tree_can_be_seen(
 
     assert page.locator("#charts .columns li").count() >= 4 and page.locator("#charts .part.draft").count() == 2
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth") and page.evaluate(OUTSIDE) == []
+    assert page.evaluate(FAINTEST)[0] >= 4.5, "the contrast that WCAG 2.2 asks of text"
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", background)[:3])) > 380) == (scheme == "light")
     shots = Path(os.environ.get("HEADSTART_SCREENSHOTS", tmp_path))
@@ -170,11 +176,18 @@ def test_texts_stream_and_stop_where_they_are(server: str, browser: Browser) -> 
     visit = Visit(browser, server)
     visit.run("abc", LONG)
     visit.has_begun()
+    slider, told = visit.page.locator("#pass input[type=range]"), visit.page.locator("#tree .told")
+    slider.press("Home")
+    expect(told).to_have_attribute("data-pass", "0")
+    grown = "length => document.querySelector('#plain .text').textContent.length > length"
+    visit.page.wait_for_function(grown, arg=len(visit.text("plain")) + 50)
+    assert told.get_attribute("data-pass") == slider.input_value() == "0", "the texts grow, the view stays"
     visit.page.locator("#stop").click()
     visit.ends("stopped")
     stopped = visit.text("plain")
     assert 0 < len(stopped) < LONG, "shown before its end"
-    assert visit.page.locator("#tree svg .node").count() > 1
+    slider.press("End")
+    expect(visit.page.locator("#tree svg .node").nth(1)).to_be_visible()
     visit.visitors(decoding=0)
     visit.close()
 

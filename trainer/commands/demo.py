@@ -103,7 +103,7 @@ def fits(artefact: Path) -> bool:
     provenance = artefact / "provenance.json"
     if not provenance.is_file():
         return False
-    trained_on = json.loads(provenance.read_text(encoding="utf-8"))["target"]["fingerprint"]
+    trained_on = json.loads(provenance.read_text(encoding="utf-8")).get("target", {}).get("fingerprint")
     return bool(trained_on == stored_fingerprint(quickstart.folder()))
 
 

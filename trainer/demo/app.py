@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when Gradio is imported: no request leaves this machine
 import gradio as gr
@@ -18,6 +18,7 @@ from trainer.demo.race import Models, Race
 from trainer.demo.visitors import Visitors
 
 CSS = Path(__file__).with_name("style.css")
+_RACES_AT_ONCE = 16
 _SANS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Liberation Sans", "DejaVu Sans", "sans-serif")
 _MONO = ("ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace")
 
@@ -29,103 +30,157 @@ class Words:
     target: str
     examples: tuple[str, ...]
     notes: tuple[str, ...] = ()
-    drafter: str | None = None
-    """Drafter that is chosen at first; None: the first one."""
+
+
+class Controls(NamedTuple):
+    """Components that are filled in, by the names of the fields of `Form`."""
+
+    prompt: Any
+    drafter: Any
+    rule: Any
+    depth: Any
+    nodes: Any
+    temperature: Any
+    max_new_tokens: Any
+    seed: Any
+
+
+class Views(NamedTuple):
+    """Components that show a race; ``place`` is the slider of the step that ``drawing`` shows."""
+
+    notice: Any
+    summary: Any
+    texts: Any
+    place: Any
+    drawing: Any
+    charts: Any
 
 
 def build(models: Models, words: Words) -> gr.Blocks:
     """Return the page. Each browser tab that opens it is a visitor with a race of its own."""
-    visitors = Visitors(models)
-    first = words.drafter or next(iter(models.drafters))
-    drafter = models.drafters[first]
     page = gr.Blocks(title="Headstart demo", analytics_enabled=False)
     with page:
         gr.HTML(_title(models, words))
-        prompt = gr.Textbox(words.examples[0], label="Prompt", lines=4, max_lines=12, elem_id="prompt")
-        gr.Examples([[example] for example in words.examples], prompt, label="Examples")
-        with gr.Row(elem_classes="controls"):
-            chosen = gr.Dropdown(list(models.drafters), value=first, label="Drafter", elem_id="drafter")
-            rule = gr.Dropdown(fitting_rules(drafter, 0.0), value=AUTOMATIC, label="Acceptance rule", elem_id="rule")
-            depth = gr.Slider(1, *_range(drafter.max_depth, 1), step=1, label="Depth", elem_id="depth")
-            nodes = gr.Slider(2, *_range(drafter.max_nodes, 2), step=1, label="Tree nodes", elem_id="nodes")
-            temperature = gr.Number(0.0, label="Temperature", step=0.1, elem_id="temperature")
-            most = gr.Number(96, label="Max new tokens", precision=0, elem_id="most")
-            seed = gr.Number(0, label="Seed", precision=0, elem_id="seed")
+        controls = _controls(models, words)
         with gr.Row(elem_classes="buttons"):
             run = gr.Button("Run", variant="primary", elem_id="run")
             stop = gr.Button("Stop", elem_id="stop")
-        notice = gr.HTML("", elem_id="notice")
-        summary = gr.HTML(views.summary(None), elem_id="summary")
-        texts = gr.HTML(views.texts(None), elem_id="texts")
-        gr.HTML(views.legend())
-        gr.HTML("<h2>Candidate trees, pass by pass</h2>")
-        place = gr.Slider(
-            0, 1, 0, step=1, label="Target pass (0: the prefill; arrow keys step)", elem_id="pass", buttons=[]
-        )
-        drawing = gr.HTML(views.step_view(None, 0), elem_id="tree")
-        gr.HTML("<h2>Acceptance and time</h2>")
-        charts = gr.HTML(views.charts(None), elem_id="charts")
-
-        def start(request: gr.Request, *entries: Any) -> Iterator[dict[Any, Any]]:
-            names = ("prompt", "drafter", "depth", "nodes", "temperature", "rule", "max_new_tokens", "seed")
-            try:
-                frames = visitors.run(str(request.session_hash), Form(**dict(zip(names, entries, strict=True))))
-            except ValueError as error:
-                yield {notice: views.notice(_sentence(error), "bad")}
-                return
-            for race in frames:
-                yield {
-                    notice: views.notice(_state(race, visitors)),
-                    summary: views.summary(race),
-                    texts: views.texts(race),
-                    charts: views.charts(race),
-                    **shown(race),
-                }
-
-        def shown(race: Race) -> dict[Any, Any]:
-            """Return the updates of the pass that is shown: the latest, or the one that the visitor looks at."""
-            last = max(0, len(race.speculative.steps) - 1)
-            if race.looked_at is not None:
-                return {place: gr.update(maximum=max(1, last))}
-            return {place: gr.update(maximum=max(1, last), value=last), drawing: views.step_view(race, last)}
-
-        def look(request: gr.Request, number: float) -> str:
-            race = visitors.race(str(request.session_hash))
-            if race is not None:
-                race.looked_at = int(number)
-            return views.step_view(race, int(number))
-
-        def halt(request: gr.Request) -> None:
-            visitors.stop(str(request.session_hash))
-
-        def leave(request: gr.Request) -> None:
-            visitors.leave(str(request.session_hash))
-
-        def count() -> dict[str, int]:  # Gradio reads the annotation
-            return {"decoding": visitors.decoding, "present": visitors.present}
-
-        def fit(name: str, heat: float | None, asked: str) -> Any:
-            rules = fitting_rules(models.drafters[name], heat)
-            return gr.update(choices=rules, value=asked if asked in dict(rules).values() else AUTOMATIC)
-
-        def bounds(name: str) -> tuple[Any, Any]:
-            own = models.drafters[name]
-            (deepest, depth), (largest, nodes) = _range(own.max_depth, 1), _range(own.max_nodes, 2)
-            return gr.update(maximum=deepest, value=depth), gr.update(maximum=largest, value=nodes)
-
-        entries = [prompt, chosen, depth, nodes, temperature, rule, most, seed]
-        quiet: Any = {"show_progress": "hidden", "api_visibility": "private"}
-        # Steps of fixed shapes have one cache: their races wait for each other.
-        limit = 1 if models.target.is_static else 16
-        outputs = [notice, summary, texts, charts, place, drawing]
-        gr.on([run.click, prompt.submit], start, entries, outputs, concurrency_limit=limit, **quiet)
-        stop.click(halt, queue=False, **quiet)
-        place.input(look, [place], [drawing], trigger_mode="always_last", queue=False, **quiet)
-        gr.on([chosen.change, temperature.change], fit, [chosen, temperature, rule], [rule], queue=False, **quiet)
-        chosen.change(bounds, [chosen], [depth, nodes], queue=False, **quiet)
-        page.unload(leave)
-        api(count, api_name="visitors")
+        answers = Answers(models, controls, _views())
+        answers.connect(page, run, stop)
     return page
+
+
+def _controls(models: Models, words: Words) -> Controls:
+    first, drafter = next(iter(models.drafters.items()))
+    prompt = gr.Textbox(
+        words.examples[0], label="Prompt (Shift+Enter runs it)", lines=4, max_lines=12, elem_id="prompt"
+    )
+    gr.Examples([[example] for example in words.examples], prompt, label="Examples")
+    with gr.Row(elem_classes="controls"):
+        return Controls(
+            prompt,
+            gr.Dropdown(list(models.drafters), value=first, label="Drafter", elem_id="drafter"),
+            gr.Dropdown(fitting_rules(drafter, 0.0), value=AUTOMATIC, label="Acceptance rule", elem_id="rule"),
+            gr.Slider(1, *_range(drafter.max_depth, 1), step=1, label="Depth", elem_id="depth"),
+            gr.Slider(2, *_range(drafter.max_nodes, 2), step=1, label="Tree nodes", elem_id="nodes"),
+            gr.Number(0.0, label="Temperature", step=0.1, elem_id="temperature"),
+            gr.Number(96, label="Max new tokens", elem_id="most"),
+            gr.Number(0, label="Seed", elem_id="seed"),
+        )
+
+
+def _views() -> Views:
+    notice = gr.HTML("", elem_id="notice")
+    summary = gr.HTML(views.summary(None), elem_id="summary")
+    texts = gr.HTML(views.texts(None), elem_id="texts")
+    gr.HTML(views.legend())
+    gr.HTML("<h2>Candidate trees, pass by pass</h2>")
+    label = "Target pass (0: the prefill; arrow keys step)"
+    place = gr.Slider(0, 1, 0, step=1, label=label, elem_id="pass", buttons=[])
+    drawing = gr.HTML(views.step_view(None, 0), elem_id="tree")
+    gr.HTML("<h2>Acceptance and time</h2>")
+    return Views(notice, summary, texts, place, drawing, gr.HTML(views.charts(None), elem_id="charts"))
+
+
+class Answers:
+    """Answers of the page to what its visitors do."""
+
+    def __init__(self, models: Models, controls: Controls, shown: Views) -> None:
+        self.models, self.controls, self.shown = models, controls, shown
+        self.visitors = Visitors(models)
+
+    def connect(self, page: gr.Blocks, run: Any, stop: Any) -> None:
+        """Tie the answers to the components; called within the page."""
+        controls, shown = self.controls, self.shown
+        quiet: Any = {"show_progress": "hidden", "api_visibility": "private"}
+        at_once: Any = {**quiet, "queue": False}
+        queue: Any = {**quiet, "concurrency_limit": _RACES_AT_ONCE}
+        if self.models.target.is_static:  # one cache: races wait for each other, and the page says so
+            queue |= {"concurrency_limit": 1, "show_progress": "full", "show_progress_on": shown.notice}
+        gr.on([run.click, controls.prompt.submit], self.run, controls, shown, **queue)
+        stop.click(self.stop, **at_once)
+        shown.place.input(self.look, [shown.place], [shown.drawing], trigger_mode="always_last", **at_once)
+        changes = [controls.drafter.change, controls.temperature.change]
+        gr.on(changes, self.rules, [controls.drafter, controls.temperature, controls.rule], [controls.rule], **at_once)
+        controls.drafter.change(self.bounds, [controls.drafter], [controls.depth, controls.nodes], **at_once)
+        page.unload(self.leave)
+        api(self.count, api_name="visitors")
+
+    def run(self, request: gr.Request, *entries: Any) -> Iterator[dict[Any, Any]]:
+        """Run a race to its end; yield what changes on the page."""
+        shown = self.shown
+        form = Form(**dict(zip(Controls._fields, entries, strict=True)))
+        try:
+            frames = self.visitors.run(str(request.session_hash), form)
+        except ValueError as error:
+            yield {shown.notice: views.notice(_sentence(error), "bad")}
+            return
+        for race in frames:
+            last = max(0, len(race.speculative.steps) - 1)
+            number = last if race.looked_at is None else race.looked_at
+            yield {
+                shown.notice: views.notice(self.others(race)),
+                shown.summary: views.summary(race),
+                shown.texts: views.texts(race),
+                shown.place: gr.update(maximum=max(1, last), value=number),
+                shown.drawing: views.step_view(race, number),
+                shown.charts: views.charts(race),
+            }
+
+    def others(self, race: Race) -> str:
+        """Return the sentence beside a race under way where others decode too, so that its texts grow more slowly."""
+        others = self.visitors.decoding - 1
+        if race.ending is not None or others < 1:
+            return ""
+        who = "1 other page decodes" if others == 1 else f"{others} other pages decode"
+        return f"{who} now too, so texts grow more slowly; the figures are those of each pass alone."
+
+    def look(self, request: gr.Request, number: float) -> str:
+        """Show a step, and stay there while the texts grow; at the last step, follow them again."""
+        race = self.visitors.race(str(request.session_hash))
+        if race is not None:
+            race.looked_at = int(number) if number < len(race.speculative.steps) - 1 else None
+        return views.step_view(race, int(number))
+
+    def stop(self, request: gr.Request) -> None:
+        self.visitors.stop(str(request.session_hash))
+
+    def leave(self, request: gr.Request) -> None:
+        self.visitors.leave(str(request.session_hash))
+
+    def count(self) -> dict[str, int]:  # Gradio reads the annotation
+        return {"decoding": self.visitors.decoding, "present": self.visitors.present}
+
+    def rules(self, drafter: str, temperature: float | None, asked: str) -> Any:
+        """Offer the rules that fit; keep the one that was chosen if it does."""
+        rules = fitting_rules(self.models.drafters[drafter], temperature)
+        return gr.update(choices=rules, value=asked if asked in dict(rules).values() else AUTOMATIC)
+
+    def bounds(self, drafter: str) -> tuple[Any, Any]:
+        """Set the bounds of depth and tree to those of the drafter."""
+        own = self.models.drafters[drafter]
+        (deepest, depth), (largest, nodes) = _range(own.max_depth, 1), _range(own.max_nodes, 2)
+        return gr.update(maximum=deepest, value=depth), gr.update(maximum=largest, value=nodes)
 
 
 def serve(page: gr.Blocks, host: str, port: int, share: bool, ready: Callable[[str], None]) -> None:
@@ -169,12 +224,3 @@ def _title(models: Models, words: Words) -> str:
 def _sentence(error: ValueError) -> str:
     told = str(error).rstrip(".")
     return f"{told[:1].upper()}{told[1:]}."
-
-
-def _state(race: Race, visitors: Visitors) -> str:
-    """Return the sentence beside a race that runs: others decode too, so that the texts grow more slowly."""
-    others = visitors.decoding - 1
-    if race.ending is not None or others < 1:
-        return ""
-    who = "1 other page decodes" if others == 1 else f"{others} other pages decode"
-    return f"{who} now too, so texts grow more slowly; the figures are those of each pass alone."

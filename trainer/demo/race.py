@@ -89,18 +89,14 @@ class Decode:
 class Ending:
     """The comparison of two finished texts.
 
-    ``alike``: number of leading tokens that both have. ``equal``: True if both are the same to the end. ``verdict``
-    says how texts that part came to do so: "stopped" before their end; "sampled" tokens; a "near-tie" of the target,
-    whose logits ``margin`` apart rounding reverses; a "fault", which nothing explains; else "equal".
+    ``alike``: number of leading tokens that both have. ``verdict`` is "equal", or the reason why they part: "stopped"
+    before their end; "sampled" tokens; a "near-tie", whose logits are ``margin`` apart, which rounding reverses; or a
+    "fault", as nothing explains it.
     """
 
     alike: int
     verdict: Literal["equal", "stopped", "sampled", "near-tie", "fault"]
     margin: float | None = None
-
-    @property
-    def equal(self) -> bool:
-        return self.verdict == "equal"
 
 
 class Race:

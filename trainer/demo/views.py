@@ -1,6 +1,6 @@
 """The parts of the page as HTML: both texts, the running figures, the histogram, the split of the time, one step."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from html import escape
 from itertools import groupby
 
@@ -153,29 +153,31 @@ def step_view(race: Race | None, number: int) -> str:
     before = marked((piece for pieces in decode.texts[:place] for piece in pieces), "before")
     now = marked(decode.texts[place], "now")
     drawing = tree_of(step, lambda token: str(tokenizer.decode([token]))) or ""
+    told = _told(step, place, len(decode.steps) - 1)
     return (
-        f'<p class="told" data-pass="{place}">{_told(step)}</p><div class="drawing" tabindex="0">{drawing}</div>'
+        f'<p class="told" data-pass="{place}">{told}</p><div class="drawing" tabindex="0">{drawing}</div>'
         f'<div class="scroll"><div class="text">{before}{now}</div></div>'
     )
 
 
-def _told(step: Step) -> str:
+def _told(step: Step, place: int, last: int) -> str:
     if step.is_prefill:
         return "The prefill: the target read the prompt and wrote the first token."
+    told = f"Pass {place} of {last}: "
     if step.tree is None:
-        return "Nothing was drafted in this pass: the target wrote one token."
+        return f"{told}nothing was drafted, the target wrote one token."
     own = "the target wrote the next one" if len(step.tokens) > step.accepted else "the text ended"
-    return f"{step.drafted} tokens drafted, {step.accepted} accepted, and {own}."
+    return f"{told}{step.drafted} tokens drafted, {step.accepted} accepted, and {own}."
 
 
-def legend(names: Sequence[str] = ("drafted", "own", "dropped")) -> str:
+def legend() -> str:
     """Return the meaning of the colours."""
     told = {
         "drafted": "drafted, accepted by the target",
         "own": "written by the target",
         "dropped": "drafted, dropped",
     }
-    return '<p class="legend">' + "".join(f'<span class="swatch {name}">{told[name]}</span>' for name in names) + "</p>"
+    return '<p class="legend">' + "".join(f'<span class="swatch {n}">{t}</span>' for n, t in told.items()) + "</p>"
 
 
 def notice(sentence: str, kind: str = "note") -> str:
