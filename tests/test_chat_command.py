@@ -51,8 +51,8 @@ def test_a_question_without_a_line_end_and_no_question_at_all_are_taken(target: 
 
 
 def test_commands_come_through_a_pipe_too_and_behind_exit_nothing_is_asked(target: Path) -> None:
-    result = ask(target, "One?\n/undo\n/undo\n/reset\n/help\n/exit\nTwo?\n")
-    assert result.exit_code == 0 and result.stdout.count(ANSWER) == 1
+    result = ask(target, "One?\n/undo\n/undo\n/reset\n/help\nTwo?\n/exit\nThree?\n")
+    assert result.exit_code == 0 and result.stdout == f"{ANSWER}\n\n{ANSWER}\n"
     told = result.stderr
     assert told.index("taken back: One?") < told.index("there is no turn to take back") < told.index("begins anew")
     assert "/reset  begin anew" in told

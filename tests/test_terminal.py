@@ -18,7 +18,7 @@ from trainer.terminal.columns import Columns, Lane, fits_columns, in_turns, one_
 from trainer.terminal.console import standard_output
 from trainer.terminal.figures import PlainSpeed, live_line, summary
 from trainer.terminal.interrupts import CtrlC
-from trainer.terminal.streaming import StreamedText, folded, has_colours, is_live, legend, show_steps
+from trainer.terminal.streaming import Pace, StreamedText, folded, has_colours, is_live, legend, show_steps
 from trainer.terminal.visible import visible
 from trainer.terminal.waiting import waiting
 
@@ -133,6 +133,26 @@ def test_a_long_line_is_printed_whole_and_redrawn_in_what_the_screen_holds() -> 
     assert SGR.sub("", end).endswith(f"{long}\n"), "in one line, for a copy of it"
     drawn = screen.getvalue().partition("figures")[0]
     assert SGR.sub("", drawn).count("\n") <= 4
+
+
+def test_drawings_are_apart_and_take_a_quarter_of_the_time_at_most() -> None:
+    now, drawn = [0.0], list[float]()
+
+    def drawing(seconds: float) -> None:
+        drawn.append(now[0])
+        now[0] += seconds
+
+    pace = Pace(lambda: now[0])
+    for _ in range(40):
+        pace.draw(lambda: drawing(0.0))
+        now[0] += 0.01
+    assert len(drawn) == 10, "every 40 ms, the first of these steps behind 33 ms"
+    drawn.clear()
+    pace.draw(lambda: drawing(1.0))
+    for _ in range(310):
+        pace.draw(lambda: drawing(1.0))
+        now[0] += 0.01
+    assert len(drawn) == 2 and drawn[1] - drawn[0] == pytest.approx(4.0, abs=0.02)
 
 
 @pytest.mark.parametrize(

@@ -96,9 +96,12 @@ class Chat:
 
     def answer_lines(self, lines: Iterable[str]) -> bool:
         """Answer each line that is not blank, an empty line between answers; return False if Ctrl-C stopped one."""
+        answered = False
         for line in lines:
-            if line.strip() and self.conversation.messages:
+            is_question = bool(line.strip()) and not line.startswith("/")
+            if is_question and answered:
                 say(self.console, "")
+            answered = answered or is_question
             self._take(line.rstrip("\r\n"))
             if self.left or self.stopped:
                 break

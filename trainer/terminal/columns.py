@@ -1,6 +1,5 @@
 """Texts side by side as they are decoded, each with its own clock."""
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console, Group
@@ -12,7 +11,7 @@ from decoding.generate import Step
 from decoding.stopping import TextDecoder
 from decoding.stream import Detokenizer, Piece, step_pieces
 from decoding.tally import Tally
-from trainer.terminal.streaming import REFRESH_SECONDS, has_colours, is_live, styled
+from trainer.terminal.streaming import Pace, has_colours, is_live, styled
 from trainer.terminal.visible import visible
 
 LEAST_COLUMN = 38
@@ -81,7 +80,7 @@ class Columns:
     def __init__(self, console: Console, lanes: Sequence[Lane]) -> None:
         self._console, self._lanes = console, lanes
         self._texts = {id(lane): Text() for lane in lanes}
-        self._drawn = float("-inf")
+        self._pace = Pace()
         self._live = Live(
             console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
         )
@@ -99,9 +98,8 @@ class Columns:
         coloured = lane.drafts and has_colours(self._console)
         text = styled(pieces) if coloured else Text(visible("".join(piece.text for piece in pieces)))
         self._texts[id(lane)] += text
-        if time.monotonic() - self._drawn >= REFRESH_SECONDS:
-            self._live.update(self._table(max(1, self._console.height - 4)), refresh=True)
-            self._drawn = time.monotonic()
+        most = max(1, self._console.height - 4)
+        self._pace.draw(lambda: self._live.update(self._table(most), refresh=True))
 
     def _table(self, most: int | None) -> Table:
         """Return the columns, of each text the last ``most`` rows (None: all)."""

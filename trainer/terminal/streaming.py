@@ -22,6 +22,22 @@ REFRESH_SECONDS = 1 / 30
 """Least time between two drawings of the live part."""
 
 
+class Pace:
+    """A pace of drawings: `REFRESH_SECONDS` apart, or three times as long as the last one took, as a long text does."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._next = float("-inf")
+
+    def draw(self, drawing: Callable[[], None]) -> None:
+        """Call ``drawing`` unless the last one is too recent."""
+        begun = self._clock()
+        if begun >= self._next:
+            drawing()
+            ended = self._clock()
+            self._next = ended + max(REFRESH_SECONDS, 3 * (ended - begun))
+
+
 def has_colours(console: Console) -> bool:
     """Return True where styles are printed: on a terminal that is not dumb, without NO_COLOR."""
     return console.color_system is not None
@@ -72,7 +88,7 @@ class StreamedText:
         self._coloured = coloured and has_colours(console)
         self._last_line = Text()
         self._ends_line = True
-        self._drawn = float("-inf")
+        self._pace = Pace()
         self._live: Live | None = None
         if is_live(console):
             self._live = Live(
@@ -116,9 +132,7 @@ class StreamedText:
             live.update(self._region())
             self._print(finished)
         self._last_line = self._last_line + rest
-        if time.monotonic() - self._drawn >= REFRESH_SECONDS:
-            live.update(self._region(), refresh=True)
-            self._drawn = time.monotonic()
+        self._pace.draw(lambda: live.update(self._region(), refresh=True))
 
     def _write(self, text: str) -> None:
         self._console.file.write(visible(text) if self._console.is_terminal else text)
