@@ -5,7 +5,6 @@ The rules are those that decode, their outcomes those of the enumeration that pr
 """
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,16 +13,7 @@ from pathlib import Path
 
 import torch
 
-from decoding.metrics import expected_tokens, predicted_speedup
-from decoding.model.cost_curve import Costs
-from decoding.rules.best_tree import best_tree, expected_accepted
-from decoding.rules.proposal import ProposalKind
-from decoding.rules.tree import TreeShape
-from decoding.rules.verify import RULES
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tests"))
-from enumeration import (  # noqa: E402  # the enumeration that the tests prove the rules by
+from decoding.measure.proof.enumeration import (
     ContextModel,
     Enumerated,
     deterministic_draft,
@@ -33,6 +23,14 @@ from enumeration import (  # noqa: E402  # the enumeration that the tests prove 
     top_tokens,
     verdicts,
 )
+from decoding.metrics import expected_tokens, predicted_speedup
+from decoding.model.cost_curve import Costs
+from decoding.rules.best_tree import best_tree, expected_accepted
+from decoding.rules.proposal import ProposalKind
+from decoding.rules.tree import TreeShape
+from decoding.rules.verify import RULES
+
+ROOT = Path(__file__).resolve().parent.parent
 
 TOKENS = "abc"
 P = (0.5, 0.3, 0.2)

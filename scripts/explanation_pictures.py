@@ -43,7 +43,7 @@ def segments(pen: Pen, x: float, y: float, parts: Sequence[tuple[float, str]], s
         pen.box(x, y, width, height, role, f"{role} edge", linewidth=0.9, radius=radius, zorder=3, **dashes)
         text = number(value)
         if width > 4.9 * len(text) and height > 8:
-            pen.words(x + width / 2, y - 0.5, text, 7.5, ha="center", zorder=4)
+            pen.words(x + min(width / 2, 16), y - 0.5, text, 7.5, ha="center", zorder=4)
         x += width
 
 

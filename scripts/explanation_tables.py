@@ -7,6 +7,7 @@ import explained
 from explained import FIXED, SAMPLED, TOKENS, WITHOUT, P, Q
 from explanation_pictures import number
 
+from decoding.measure.proof.enumeration import LOSSLESS
 from decoding.rules.proposal import ProposalKind
 from decoding.rules.verify import RULES
 
@@ -80,22 +81,11 @@ def first_refused() -> tuple[float, list[float]]:
 
 def by_hand_token() -> str:
     """Return token rejection by hand."""
-    refused, after = first_refused()
     rows = [
-        [
-            token,
-            number(p),
-            number(q),
-            number(min(1, p / q)),
-            number(q * min(1, p / q)),
-            number(max(0.0, p - q)),
-            f"{number(refused)} × {number(share)} = {number(refused * share)}",
-            number(q * min(1, p / q) + refused * share),
-        ]
-        for token, p, q, share in zip(TOKENS, P, Q, after, strict=True)
+        [token, *map(number, (q, min(1, p / q), q * min(1, p / q), max(0.0, p - q), p))]
+        for token, p, q in zip(TOKENS, P, Q, strict=True)
     ]
-    header = ["token", "p", "q", "min(1, p/q)", "drafted and kept", "(p − q)₊", "written after a refusal", "sum"]
-    return table(header, rows)
+    return table(["token", "q", "min(1, p/q)", "drafted and kept", "the target's: (p − q)₊", "sum: p"], rows)
 
 
 def second_q(kind: object) -> Sequence[float]:
@@ -113,14 +103,14 @@ def by_hand_recursive(kind: object) -> str:
     rows = []
     for token, p, q, p2, q2 in zip(TOKENS, P, Q, p_two, q_two, strict=True):
         kept, second, own = min(p, q), refused * min(p2, q2), refused * max(0.0, p2 - q2)
-        rows.append([token, number(kept), number(p2), number(q2), *map(number, (second, own, kept + second + own))])
+        rows.append([token, number(kept), f"{number(p2)}, {number(q2)}"])
+        rows[-1] += map(number, (second, own, kept + second + own))
     header = [
         "token",
         "first child kept",
-        "p₂",
-        "q₂",
+        "p₂, q₂",
         f"second kept: {number(refused)} min(p₂, q₂)",
-        f"target's: {number(refused)} (p₂ − q₂)₊",
+        f"the target's: {number(refused)} (p₂ − q₂)₊",
         "sum",
     ]
     return table(header, rows)
@@ -189,20 +179,36 @@ HOW = {SAMPLED: "drawn", WITHOUT: "drawn without replacement", FIXED: "best of q
 
 
 def kept() -> str:
-    """Return the expected kept tokens by draft and rule, and each rule's largest distance from p."""
-    rules = [name for name in RULES if name != "greedy"]
-    off = dict.fromkeys(rules, 0.0)
+    """Return the expected kept tokens of each draft by every lossless rule that takes it, the most first."""
     rows = []
     for shape, kind in DRAFTS:
-        row = [f"{shape}, {HOW[kind]}"]
-        for name in rules:
-            value = explained.kept_tokens(name, kind, shape)
-            row.append("–" if value is None else f"{value:.3f}")
-            if value is not None:
-                off[name] = max(off[name], explained.distance(name, kind, shape))
-        rows.append(row)
-    last = ["off p by at most", *("1e-12" if value < 1e-12 else f"{value:.2f}" for value in off.values())]
-    return table(["draft", *(f"`{name}`" for name in rules)], [*rows, last])
+        rules: dict[str, list[str]] = {}
+        for name, value in _kept(shape, kind).items():
+            if RULES[name].lossless:
+                rules.setdefault(f"{value:.3f}", []).append(f"`{name}`")
+        cells = [f"{', '.join(names)} {value}" for value, names in sorted(rules.items(), reverse=True)]
+        rows.append(f"| {shape}, {HOW[kind]} | {' · '.join(cells)} |")
+    return "\n".join(["| draft | kept tokens, the most first |", "| --- | --- |", *rows])
+
+
+def distances() -> str:
+    """Return the largest distance from p over the drafts of `kept`, of the lossless rules and of the lossy one."""
+    found = {True: 0.0, False: 0.0}
+    for shape, kind in DRAFTS:
+        for name in _kept(shape, kind):
+            lossless = RULES[name].lossless
+            found[lossless] = max(found[lossless], explained.distance(name, kind, shape))
+    assert found[True] < LOSSLESS, "a lossless rule is not"
+    return (
+        f"Over all these drafts, the largest difference of a text's probability from the target's own is below "
+        f"{LOSSLESS:g} for the lossless rules, and {found[False]:.2f} for `typical`."
+    )
+
+
+def _kept(shape: str, kind: ProposalKind) -> dict[str, float]:
+    """Return the expected kept tokens of each sampling rule that takes such a draft."""
+    values = {name: explained.kept_tokens(name, kind, shape) for name in RULES if name != "greedy"}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 # --- trees ------------------------------------------------------------------------------------------------------------
@@ -255,6 +261,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "block": by_hand_block,
         "typical": by_hand_typical,
         "kept": kept,
+        "distances": distances,
     },
     "trees": {"shares": shares, "nodes": nodes, "trees": trees},
 }
