@@ -67,9 +67,8 @@ class NgramText:
                 break
             text.append(token)
             drafted.append(token)
-        return Proposal(
-            TokenTree.chain(drafted, self.device), ProposalKind.DETERMINISTIC
-        )  # a function of the text alone
+        # A function of the text alone: all rules for that kind are lossless with it, also for sampled texts.
+        return Proposal(TokenTree.chain(drafted, self.device), ProposalKind.DETERMINISTIC)
 
     def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
         """Ignore the target's logits at the drafted tokens; a drafter may learn from them."""

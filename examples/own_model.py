@@ -106,7 +106,8 @@ class LoopedModel(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
 
 
-# From here on every loader of transformers, and so every one of this project, knows a folder of this model.
+# From here on every loader of transformers, and so every one of this project, knows a folder of this model. Another
+# program must import the classes and register them, too, before it loads one.
 AutoConfig.register("looped", LoopedConfig)
 AutoModelForCausalLM.register(LoopedConfig, LoopedModel)
 

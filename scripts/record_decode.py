@@ -123,6 +123,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="the picture, .svg")
     parser.add_argument("--redraw", action="store_true", help="draw a report that is there, and measure nothing")
     options = parser.parse_args()
+    for path in (options.report, options.output):
+        path.parent.mkdir(parents=True, exist_ok=True)
     if not options.redraw:
         if missing := [name for name in ("target", "drafter", "prompt") if getattr(options, name) is None]:
             parser.error(f"--{missing[0]} is missing: give it, or --redraw")

@@ -144,7 +144,7 @@ def test_one_command_decodes_both_ways_and_draws_what_it_measured(
 ) -> None:
     tiny_model(vocab=128).save_pretrained(tmp_path / "target")
     byte_tokenizer().save_pretrained(tmp_path / "target")
-    output, written = tmp_path / "decode.svg", tmp_path / "decode.json"
+    output, written = tmp_path / "pictures" / "decode.svg", tmp_path / "results" / "decode.json"
     words = ["--target", str(tmp_path / "target"), "--drafter", "lookup", "--prompt", "abcabcabc", "--dtype", "fp32"]
     words += ["--max-new-tokens", "12", "--runs", "2", "--report", str(written), "--output", str(output)]
     monkeypatch.setattr(sys, "argv", ["record_decode.py", *words])
