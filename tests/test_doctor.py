@@ -6,17 +6,19 @@ from pathlib import Path
 
 import pytest
 import typer
+from packaging.requirements import Requirement
 from typer.main import get_command
 
 from decoding.drafters.registry import parse_drafter
 from trainer.cli import app
 from trainer.doctor import machine as machines
-from trainer.doctor.advice import next_steps
+from trainer.doctor.advice import Case, next_steps
 from trainer.doctor.dtypes import ROWS, Measured, best, dtype_findings, measure, medians
 from trainer.doctor.finding import Finding, problem
 from trainer.doctor.machine import Disk, Gpu, Machine, free_bytes, machine_findings, read_machine, size
 from trainer.doctor.packages import PURPOSES, package_findings, wanted_of
 from trainer.doctor.refusals import refused
+from trainer.export.formats import FORMATS
 from trainer.recipe.reading import load_recipe
 from trainer.terminal.exit_codes import ExitCode
 
@@ -256,32 +258,39 @@ def at_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_command(command: str) -> None:
-    """Parse a command as the shell and `headstart` would; a recipe is read with its overrides."""
+    """Parse a command as the shell and the program would; a recipe is read with its overrides."""
     program, *words = shlex.split(command)
+    if program == "pip":
+        assert words[0] == "install" and Requirement(words[1])
+        return
     assert program == "headstart"
     name, *arguments = words
     named = get_command(app).commands[name]  # type: ignore[attr-defined]  # a group of commands
     context = named.make_context(name, arguments)
     if name == "train":
         load_recipe(context.params["recipe"], context.params["overrides"] or ())
+    if name == "export":
+        assert context.params["format"] in FORMATS
 
 
+WEIGHTS = tuple(map(parse_drafter, ("heads:a/b", "draft:c/d,tokens=4", "parallel:e/f", "heads:g/h", "lookup")))
 CASES = {
-    "nothing": (None, [], True, True),
-    "a target": ("ORG/NAME", [], True, True),
-    "a target in a folder with a blank": ("my models/target", [], True, True),
-    "the embedded target": ("quickstart", [], True, True),
-    "a lookup": ("ORG/NAME", ["lookup"], True, True),
-    "every kind of weights": ("ORG/NAME", ["heads:a/b", "draft:c/d,tokens=4", "parallel:e/f", "lookup"], True, True),
-    "a target that does not fit": ("ORG/NAME", ["heads:a/b"], False, True),
-    "heads that do not fit": ("ORG/NAME", ["heads:a/b"], True, False),
+    "nothing": Case(None),
+    "nothing, and an old package": Case(None, faults=("pip install 'torch>=2.11'",)),
+    "a target": Case("ORG/NAME"),
+    "a target in a folder with a blank": Case("my models/target"),
+    "the embedded target": Case("quickstart"),
+    "a lookup": Case("ORG/NAME", WEIGHTS[-1:], (None,)),
+    "every kind of weights": Case("ORG/NAME", WEIGHTS, ("vllm", "draft", "headstart", None, None)),
+    "weights for the embedded target": Case("quickstart", WEIGHTS[:1], ("headstart",)),
+    "a target that does not fit": Case("ORG/NAME", WEIGHTS, (), target_fits=False),
+    "heads that do not fit": Case("ORG/NAME", WEIGHTS[:1], (None,), drafters_fit=False),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_command_to_run_next_is_one_that_the_program_takes(case: str, at_home: None) -> None:
-    target, drafters, target_fits, drafters_fit = CASES[case]
-    steps = next_steps(target, [parse_drafter(text) for text in drafters], target_fits, drafters_fit)
+    steps = next_steps(CASES[case])
     assert steps
     for step in steps:
         assert step.reason
@@ -297,26 +306,34 @@ def test_a_misspelt_option_in_a_command_would_be_seen(at_home: None) -> None:
 
 
 def commands(case: str) -> list[str]:
-    target, drafters, target_fits, drafters_fit = CASES[case]
-    specs = [parse_drafter(text) for text in drafters]
-    return [step.command for step in next_steps(target, specs, target_fits, drafters_fit)]
+    return [step.command for step in next_steps(CASES[case])]
+
+
+def names(case: str) -> list[str]:
+    return [command.split()[1] for command in commands(case)]
 
 
 def test_without_drafter_the_way_leads_from_answers_over_training_to_a_measurement() -> None:
-    names = [command.split()[1] for command in commands("a target")]
-    assert names == ["generate", "regenerate", "train", "train", "train", "evaluate"]
+    assert names("a target") == ["generate", "regenerate", "train", "train", "train", "evaluate"]
     assert all("ORG/NAME" in command for command in commands("a target"))
     assert "'my models/target'" in commands("a target in a folder with a blank")[0]
+    assert names("a lookup") == names("a target")
 
 
-def test_with_weights_the_way_leads_to_an_export_of_each() -> None:
+def test_the_embedded_target_is_measured_on_its_own_held_out_files() -> None:
+    assert names("the embedded target") == ["generate", "train", "train", "train", "evaluate"]
+    assert "--prompts quickstart/heldout.jsonl --prompt-tokens 64" in commands("the embedded target")[-1]
+
+
+def test_with_weights_the_way_leads_to_an_export_of_each_that_has_a_format() -> None:
     told = commands("every kind of weights")
-    assert [command.split()[1] for command in told] == ["generate", "evaluate", "plan", "verify", *["export"] * 3]
-    assert [shlex.split(command)[2] for command in told[-3:]] == ["a/b", "c/d", "e/f"]
-    assert len({shlex.split(command)[3] for command in told[-3:]}) == 3  # each to a folder of its own
+    assert names("every kind of weights") == ["generate", "evaluate", "plan", *["export"] * 3]
+    written = [shlex.split(command) for command in told[-3:]]
+    assert [(words[2], words[5]) for words in written] == [("a/b", "vllm"), ("c/d", "draft"), ("e/f", "headstart")]
+    assert len({words[3] for words in written}) == 3  # each to a folder of its own
 
 
 def test_after_a_problem_the_checks_come_again_before_anything_is_spent() -> None:
-    assert [command.split()[1] for command in commands("a target that does not fit")] == ["doctor"]
-    first, second, *_ = commands("heads that do not fit")
-    assert first.split()[1] == "doctor" and second.split()[1] == "regenerate"
+    assert names("a target that does not fit") == ["doctor"]
+    assert names("heads that do not fit")[:2] == ["doctor", "regenerate"]
+    assert commands("nothing, and an old package")[0] == "pip install 'torch>=2.11'"

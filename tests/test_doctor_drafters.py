@@ -41,6 +41,24 @@ def test_fitting_heads_drafts_and_parallel_drafts_have_nothing_to_note(
         assert findings and not faults(findings), text
 
 
+def test_weights_with_parts_that_other_programs_lack_are_exported_in_the_own_format(
+    skeleton: Skeleton, target: Path, tmp_path: Path
+) -> None:
+    def format_of(text: str) -> str | None:
+        return examine(parse_drafter(text), skeleton, 64).format
+
+    assert format_of(f"heads:{save_heads(tmp_path / 'heads', target)}") == "vllm"
+    for name, part in (("markov", {"markov_rank": 3}), ("hydra", {"sequential": True})):
+        MedusaHeads(MedusaConfig(16, 128, **part)).save_pretrained(tmp_path / name)
+        write_provenance(tmp_path / name, target)
+        assert format_of(f"heads:{tmp_path}/{name}") == "headstart"
+    assert format_of(f"parallel:{write_parallel(tmp_path / 'parallel', target)}") == "headstart"
+    assert format_of(f"draft:{save(tmp_path / 'draft', seed=1)}") is None  # trained by somebody else
+    write_provenance(tmp_path / "draft", target)
+    assert format_of(f"draft:{tmp_path}/draft") == "draft"
+    assert format_of("lookup") is None
+
+
 def of_drafter(text: str, target: Skeleton, longest: int = 256) -> list[Finding]:
     return examine(parse_drafter(text), target, longest).findings
 

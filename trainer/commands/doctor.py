@@ -12,7 +12,7 @@ from decoding.measure.redact import without_local_paths
 from decoding.model.dtypes import parse_dtype
 from trainer.commands.findings import PRINTED, account, write_findings
 from trainer.commands.proof_options import DoctorOptions
-from trainer.doctor.advice import Advice, next_steps
+from trainer.doctor.advice import Advice, Case, next_steps
 from trainer.doctor.dtypes import dtype_findings, measure
 from trainer.doctor.finding import Finding, Section, has_problem
 from trainer.doctor.machine import Machine, free_bytes, machine_findings, probe_hub, read_machine
@@ -21,6 +21,7 @@ from trainer.terminal.console import say, standard_error, standard_output
 
 if TYPE_CHECKING:
     from decoding.drafters.spec import DrafterSpec
+    from trainer.doctor.models import Checked
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
@@ -34,16 +35,18 @@ def run_doctor(options: DoctorOptions, console: Console | None = None) -> bool:
     parse_dtype(options.dtype)
     specs = _specs(options)
     machine = read_machine()
-    models = [] if options.target is None else _models(options, options.target, specs, machine, watch)
+    models, formats = ([], ()) if options.target is None else _models(options, options.target, specs, machine, watch)
+    packages = Section("packages", tuple(package_findings(read_wanted(), installed_version)))
     say(watch, "measuring products in each dtype …", style="dim")
     sections = [
         Section("machine", tuple(_machine(machine, options))),
         Section("dtypes, measured here", tuple(dtype_findings(measure(), options.dtype))),
-        Section("packages", tuple(package_findings(read_wanted(), installed_version))),
+        packages,
         *models,
     ]
     fits = [not has_problem(section.findings) for section in models]
-    advice = next_steps(options.target, specs, all(fits[:1]), all(fits[1:]))
+    faults = tuple(finding.remedy for finding in packages.findings if finding.status == "problem")
+    advice = next_steps(Case(options.target, tuple(specs), formats, all(fits[:1]), all(fits[1:]), faults))
     if options.json is not None:
         write_findings(options.json, {**account(), **_as_json(sections, advice)})
     if options.json != PRINTED:
@@ -68,7 +71,7 @@ def _machine(machine: Machine, options: DoctorOptions) -> list[Finding]:
 
 def _models(
     options: DoctorOptions, target: str, specs: "Sequence[DrafterSpec]", machine: Machine, watch: Console
-) -> list[Section]:
+) -> "Checked":
     say(watch, f"reading {target} …", style="dim")
     from trainer.doctor.models import Request, check_models
 

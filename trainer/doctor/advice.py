@@ -1,4 +1,4 @@
-"""Commands to run next, with the names of the case filled in. Imports transformers for trained drafters alone."""
+"""Commands to run next, with the names of the case filled in. Imports no PyTorch."""
 
 import shlex
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ PROMPTS, ANSWERS, HELD_OUT = "prompts.jsonl", "answers.jsonl", "heldout.jsonl"
 """Files of the user's own in the commands: prompts to train on, the target's answers to them, prompts to measure on."""
 _QUESTION, _CODE = "Why is the sky blue?", "def read_lines(path):"
 _NO_TARGET = "ORG/NAME"
-_FORMATS = {"heads": "vllm", "draft": "draft", "parallel draft": "headstart"}
-"""Kind of weights -> the format that most can load; a parallel draft with parts of its own has only this project's."""
+_EMBEDDED_PROMPTS = (f"{quickstart.NAME}/heldout.jsonl", "--prompt-tokens", "64")
+"""Whole files of source, of which the beginnings are prompts."""
 
 
 class Advice(NamedTuple):
@@ -24,19 +24,32 @@ class Advice(NamedTuple):
     command: str
 
 
-def next_steps(
-    target: str | None, specs: "Sequence[DrafterSpec]", target_fits: bool = True, drafters_fit: bool = True
-) -> list[Advice]:
-    """Return what to run next. ``specs`` are the drafters given; one that does not fit can be trained again."""
-    if target is None:
-        return _without_target()
-    again = Advice("after the problems above are solved", _said("doctor", target, *_drafters(specs)))
-    if not target_fits:
-        return [again]
-    if not drafters_fit:
-        return [again, *_training(target)]
-    trained = [spec for spec in specs if spec.path is not None]
-    return _with_weights(target, specs, trained) if trained else _without_weights(target)
+class Case(NamedTuple):
+    """Target and drafters, if any are given, each drafter with the format to export it in, or None.
+
+    ``faults``: commands that put missing or old packages right. A drafter that does not fit can be trained again.
+    """
+
+    target: str | None
+    specs: "tuple[DrafterSpec, ...]" = ()
+    formats: tuple[str | None, ...] = ()
+    target_fits: bool = True
+    drafters_fit: bool = True
+    faults: tuple[str, ...] = ()
+
+
+def next_steps(case: Case) -> list[Advice]:
+    """Return what to run next, in order."""
+    repairs = [Advice("put the packages right", command) for command in dict.fromkeys(case.faults)]
+    if case.target is None:
+        return repairs + _without_target()
+    again = Advice("after the problems above are solved", _said("doctor", case.target, *_drafters(case.specs)))
+    if not case.target_fits:
+        return [*repairs, again]
+    if not case.drafters_fit:
+        return [*repairs, again, *_training(case.target)]
+    weights = any(spec.path is not None for spec in case.specs)
+    return repairs + (_with_weights(case.target, case) if weights else _without_weights(case.target))
 
 
 def _without_target() -> list[Advice]:
@@ -63,7 +76,11 @@ def _without_weights(target: str) -> list[Advice]:
 def _training(target: str) -> list[Advice]:
     """Return how to train drafters for a target, and to measure them."""
     if target == quickstart.NAME:
-        return [Advice(reason, _train(f"quickstart/{kind}")) for kind, reason in _KINDS.items()]
+        trained = [f"{kind}:runs/quickstart/{name}/final" for kind, name in (("heads", "medusa1"), ("draft", "draft"))]
+        return [
+            *(Advice(reason, _train(f"quickstart/{kind}")) for kind, reason in _KINDS.items()),
+            Advice("measure what was trained", _evaluate(target, trained)),
+        ]
     own = (f"target={target}", f"data.train={ANSWERS}", f"data.heldout={HELD_OUT}")
     return [
         Advice(
@@ -78,29 +95,34 @@ def _training(target: str) -> list[Advice]:
     ]
 
 
-def _with_weights(target: str, specs: "Sequence[DrafterSpec]", trained: "Sequence[DrafterSpec]") -> list[Advice]:
-    from decoding.drafters.registry import weights_of
-
-    given, first = _drafters(specs), str(trained[0])
-    held = ("--prompts", HELD_OUT)
-    steps = [
+def _with_weights(target: str, case: Case) -> list[Advice]:
+    given = _drafters(case.specs)
+    first = next(str(spec) for spec in case.specs if spec.path is not None)
+    return [
         Advice("see it decode", _said("generate", target, "--drafter", first, "--prompt", _question(target))),
-        Advice("measure it beside plain decoding and a lookup", _evaluate(target, [str(spec) for spec in specs])),
+        Advice("measure it beside plain decoding and a lookup", _evaluate(target, [str(spec) for spec in case.specs])),
         Advice(
             "choose depth and tree by the costs of this machine",
-            _said("plan", target, *given, *held, "--output", "runs/plan"),
+            _said("plan", target, *given, "--prompts", *_held_out(target), "--output", "runs/plan"),
         ),
-        Advice("prove that no text changes", _said("verify", target, *given, *held)),
-    ]
-    return steps + [
-        Advice(f"write {spec.path} for others to load", _export(spec, target, f"exported/{place}", format))
-        for place, spec in enumerate(trained, start=1)
-        if (format := _FORMATS.get(str(weights_of(spec)))) is not None
+        *_exports(target, case),
     ]
 
 
-def _export(spec: "DrafterSpec", target: str, folder: str, format: str) -> str:
-    return shlex.join(["headstart", "export", str(spec.path), folder, "--format", format, "--target", target])
+def _exports(target: str, case: Case) -> list[Advice]:
+    """Return a command for each drafter that can be exported, each into a folder of its own."""
+    found: dict[str, Advice] = {}
+    for spec, format in zip(case.specs, case.formats, strict=True):
+        if format is not None and spec.path is not None and spec.path not in found:
+            folder = f"exported/{len(found) + 1}-{format}"
+            words = ["headstart", "export", spec.path, folder, "--format", format, "--target", target]
+            found[spec.path] = Advice(f"write {spec.path} for others to load", shlex.join(words))
+    return list(found.values())
+
+
+def _held_out(target: str) -> tuple[str, ...]:
+    """Return the value of ``--prompts`` for measurements, with the options that it needs."""
+    return _EMBEDDED_PROMPTS if target == quickstart.NAME else (HELD_OUT,)
 
 
 def _question(target: str) -> str:
@@ -122,4 +144,4 @@ def _train(recipe: str, *overrides: str) -> str:
 
 def _evaluate(target: str, drafters: Sequence[str]) -> str:
     given = [word for name in dict.fromkeys((*drafters, "lookup")) for word in ("--drafter", name)]
-    return _said("evaluate", target, *given, "--prompts", HELD_OUT, "--output", "runs/measured")
+    return _said("evaluate", target, *given, "--prompts", *_held_out(target), "--output", "runs/measured")

@@ -12,7 +12,7 @@ from decoding.drafters.registry import weights_of
 from decoding.drafters.spec import DrafterSpec
 from decoding.model.header import check_tensors, read_header
 from decoding.model.heads import CONFIG_NAME, MedusaConfig, MedusaHeads, read_config
-from decoding.model.hub import local_folder
+from decoding.model.hub import hub_name, local_folder
 from decoding.model.loading import (
     UNREADABLE,
     check_same_tokenizer,
@@ -26,8 +26,9 @@ from decoding.model.stored import weights_header
 from trainer.doctor.finding import Finding, note, ok, problem
 from trainer.doctor.reading import Skeleton, check_fetched, check_pickled, output_tokens_of, read_skeleton
 from trainer.doctor.refusals import attempt, refused
+from trainer.export.formats import HEADS, kind_held_in
 from trainer.export.match import trained_for
-from trainer.export.origin import UNKNOWN_TARGET, read_provenance
+from trainer.export.origin import UNKNOWN_TARGET, read_provenance, read_stored_provenance
 from trainer.serving.configs import is_vllm_heads
 from trainer.target.fingerprints import kept_fingerprint
 
@@ -36,11 +37,16 @@ _OWN = "give weights that were trained on this target"
 
 
 class Examined(NamedTuple):
-    """A drafter's findings, the bytes of its weights, and its draft model if it has one."""
+    """A drafter's findings, the bytes of its weights, its draft model if it has one, and the format to export it in.
+
+    ``format``: the one that most programs load of those that have a place for these weights; None for weights that no
+    training run of this project wrote into a folder here.
+    """
 
     findings: list[Finding]
     bytes: int = 0
     draft: Skeleton | None = None
+    format: str | None = None
 
 
 def examine(spec: DrafterSpec, target: Skeleton, longest: int, trusted: bool = False) -> Examined:
@@ -84,7 +90,7 @@ def _examine_heads(path: str, folder: Path, target: Skeleton, trusted: bool) -> 
         check_heads_fit(config, target),
         check_origin(folder, target, trusted, reads_target=True),
     ]
-    return Examined(findings, count)
+    return Examined(findings, count, format=_format(folder, path, plain=not (config.sequential or config.markov_rank)))
 
 
 def check_heads_fit(config: MedusaConfig, target: Skeleton) -> Finding:
@@ -129,7 +135,7 @@ def _examine_draft(spec: DrafterSpec, target: Skeleton, longest: int, trusted: b
     else:
         findings += _tokens_of(draft, target, trusted, parts.reads_target)
     findings.append(check_draft_positions(draft, target, longest))
-    return Examined(findings, draft.bytes + parts.bytes, draft)
+    return Examined(findings, draft.bytes + parts.bytes, draft, _format(draft.folder, draft.name, parts.bytes == 0))
 
 
 def _tokens_of(draft: Skeleton, target: Skeleton, trusted: bool, reads_target: bool) -> list[Finding]:
@@ -227,6 +233,15 @@ def check_draft_positions(draft: Skeleton, target: Skeleton, longest: int) -> Fi
         told = f"the draft follows {held} tokens, the target {'any number' if whole is None else whole}"
         return note("positions", f"{told}: longer texts are refused with this draft", remedy, held=held)
     return ok("positions", f"texts of up to {held} tokens", held=held)
+
+
+def _format(folder: Path, name: str, plain: bool) -> str | None:
+    """Return `Examined.format`; ``plain`` weights have no part that is this project's own."""
+    if hub_name(name) is not None or read_stored_provenance(folder) is None:
+        return None
+    if not plain:
+        return "headstart"
+    return "vllm" if kind_held_in(folder) == HEADS else "draft"
 
 
 # --- origin -----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -39,14 +40,21 @@ class Request:
     trusted: bool = False
 
 
-def check_models(request: Request) -> list[Section]:
-    """Return the sections of the target and of each drafter. ValueError for names that nothing can be read from."""
-    name = request.target
+class Checked(NamedTuple):
+    """The sections of a target and of each drafter, and the `Examined.format` of each drafter."""
+
+    sections: list[Section]
+    formats: tuple[str | None, ...]
+
+
+def check_models(request: Request) -> Checked:
+    """Check a target and its drafters. ValueError for names that nothing can be read from."""
+    name, nowhere = request.target, (None,) * len(request.specs)
     if name == quickstart.NAME and not quickstart.is_built():
-        return [Section(f"target {name}", (note("files", "not built yet", _BUILD),))]
+        return Checked([Section(f"target {name}", (note("files", "not built yet", _BUILD),))], nowhere)
     findings, target = read_skeleton(quickstart.resolve(name), DTYPES[request.dtype], request.trusted, name)
     if target is None:
-        return [Section(f"target {name}", tuple(findings))]
+        return Checked([Section(f"target {name}", tuple(findings))], nowhere)
     longest = request.longest or min(_LONGEST, target.model.max_positions or _LONGEST)
     examined = [examine(spec, target, longest, request.trusted) for spec in request.specs]
     drafts = [each.draft for each in examined if each.draft is not None]
@@ -58,10 +66,11 @@ def check_models(request: Request) -> list[Section]:
         own, theirs = prove(loading_of(request, target, in_fp32), request.specs)
         findings.append(own)
         _append(of_drafters, theirs)
-    return [
+    sections = [
         Section(f"target {name}", tuple(findings)),
         *(Section(f"drafter {spec}", tuple(held)) for spec, held in zip(request.specs, of_drafters, strict=True)),
     ]
+    return Checked(sections, tuple(each.format for each in examined))
 
 
 def is_to_decode(request: Request, target: Skeleton, in_fp32: float) -> bool:
