@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_model
 from decoding.model.vocabulary import write_output_tokens
+from trainer import quickstart
 from trainer.export import export
 from trainer.export.artefact import Task
 from trainer.export.decoded import decode_greedily
@@ -104,6 +105,15 @@ def test_a_file_has_the_stored_type_or_the_one_asked_for(
     assert sorted(summary.files) == ["README.md", "model.gguf"]
     assert key(summary.folder, "general.file_type") == stored  # llama.cpp's number of the type
     assert ("and the logits of a probe" in summary.compared[0]) == (type != "f16")
+
+
+def test_the_embedded_target_is_exported_by_its_name(
+    draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(quickstart, "folder", lambda: draft)
+    summary = export(Path("quickstart"), tmp_path / "out", "gguf")
+    assert tensors(summary.folder).keys() == tensors(export(draft, tmp_path / "same", "gguf").folder).keys()
 
 
 def test_llama_cpps_names_hold_the_trained_weights_and_its_order_of_q_and_k(draft: Path, tmp_path: Path) -> None:

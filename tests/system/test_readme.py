@@ -41,6 +41,8 @@ ARTEFACTS = (ROOT / "docs" / "how-to" / "export.md").read_text()
 SERVING = (ROOT / "docs" / "how-to" / "serving.md").read_text()
 DOCTOR = (ROOT / "docs" / "how-to" / "doctor.md").read_text()
 DEMO = (ROOT / "docs" / "how-to" / "demo.md").read_text()
+DATA = (ROOT / "docs" / "how-to" / "data.md").read_text()
+MEMORY = (ROOT / "docs" / "how-to" / "memory.md").read_text()
 VERIFY = (ROOT / "docs" / "how-to" / "verify.md").read_text()
 WATCH = (ROOT / "docs" / "how-to" / "watch.md").read_text()
 _TINY_RECIPE = (
@@ -143,10 +145,9 @@ def test_every_command_of_the_page_on_training_runs_in_the_order_given(
     desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
     found = commands(TRAINING)
-    assert len(found) == 12
+    assert len(found) == 10
     for command in found:
         run(command, desk, environment, warm)
-    assert (desk / "runs" / "stored" / "final" / "model.safetensors").is_file()
     assert (desk / "runs" / "profile" / "trace-0.json").is_file()
     quick = TRAINING.replace("changes = [", f"changes = [*{_TINY_RECIPE.split()}, ")
     _run_the_python_block(quick, desk, environment)
@@ -157,11 +158,35 @@ def test_every_command_of_the_page_on_drafts_runs_in_the_order_given(
     desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
     found = commands(DRAFTS)
-    assert len(found) == 13
+    assert len(found) == 11
     for command in found:
         run(command + " draft.policy.max_new_tokens=8" * ("on-policy" in command), desk, environment, warm)
     assert (desk / "runs" / "realigned" / "realigned.json").is_file()
     assert (desk / "exported" / "parallel" / "parallel.json").is_file()
+
+
+def test_every_command_of_the_page_on_data_runs_on_a_table_of_other_names(
+    desk: Path, environment: dict[str, str], warm: WarmProgram
+) -> None:
+    (desk / "questions.csv").write_text('number,wording\n1,"What is 3 + 4, or 4 + 3?"\n2,What is 5 + 6?\n')
+    _run_the_python_block(DATA, desk, environment)
+    found = commands(DATA)
+    assert len(found) == 3
+    for command in found:
+        run(command, desk, environment, warm)
+    assert "3 + 4, or" in (desk / "own-answers.jsonl").read_text()
+    assert (desk / "runs" / "own" / "final" / "model.safetensors").is_file()
+
+
+def test_every_command_of_the_page_on_memory_runs_in_the_order_given(
+    desk: Path, environment: dict[str, str], warm: WarmProgram
+) -> None:
+    found = commands(MEMORY)
+    assert len(found) == 4
+    for command in found:  # on the answers that the README's command writes
+        run(command, desk, environment, warm)
+    for name in ("stored", "cached"):
+        assert (desk / "runs" / name / "final" / "model.safetensors").is_file()
 
 
 def test_every_command_of_the_page_on_plans_runs_in_the_order_given(

@@ -60,27 +60,30 @@ def export(
 ) -> ExportSummary:
     """Write the artefact in ``source`` to ``destination`` in one of `FORMATS`, with a model card.
 
-    ``source`` is a run's folder, its ``final`` folder or one of its checkpoints; of a run that was stopped before its
-    end the newest is taken. The destination appears whole or not at all, and only after the written files were read
-    back and found equal to the bit. ``report`` is a ``report.json`` by `decoding.measure.evaluate` whose figures go on
-    the card. ``overwrite`` replaces an earlier export, never a folder that holds anything else. ``plan`` is a
-    ``plan.json`` by `decoding.measure.planning` whose tree the format headstart stores, and whose depths by batch size
-    go on the card. ``target``: the model that the artefact drafts for, if it is not the one that the training run
-    recorded. ``type``: one of the format's types of numbers. ``license``: the Hub's identifier of the licence under
-    which the weights are given away, for the card. ``shard_bytes``: the greatest size of a file of weights; heads and
-    drafts that take more are written in shards. ``repository``: ORG/NAME that the folder is for. Provenance, report and
+    ``source`` is a run's folder, its ``final`` folder or one of its checkpoints (of a run that was stopped before
+    its end the newest is taken), or ``quickstart``: servers of a draft want the embedded target too. The
+    destination appears whole or not at all, and only after the written files were read back and found equal to the
+    bit. ``report`` is a ``report.json`` by `decoding.measure.evaluate` whose figures go on the card. ``overwrite``
+    replaces an earlier export, never a folder that holds anything else. ``plan`` is a ``plan.json`` by
+    `decoding.measure.planning` whose tree the format headstart stores, and whose depths by batch size go on the
+    card. ``target``: the model that the artefact drafts for, if it is not the one that the training run recorded.
+    ``type``: one of the format's types of numbers. ``license``: the Hub's identifier of the licence under which the
+    weights are given away, for the card. ``shard_bytes``: the greatest size of a file of weights; heads and drafts
+    that take more are written in shards. ``repository``: ORG/NAME that the folder is for. Provenance, report and
     plan go with the weights, without local paths.
 
     The target decodes ``check_prompts`` prompts with the trained weights and with the files, if both are on this
     machine: prompts of the .jsonl file ``prompts``, by default those that the training run held out.
 
-    Heads that were trained jointly with adapters get the adapted target beside them, in ``target``: ``merged``, or the
-    ``adapter`` alone, by default as trained in our own format and merged in others.
+    Heads that were trained jointly with adapters get the adapted target beside them, in ``target``: ``merged``, or
+    the ``adapter`` alone, by default as trained in our own format and merged in others.
 
     `ValueError` for an unknown format or one that does not fit the artefact, a source without weights, a destination
     that is not empty, a report or a plan that is malformed or of other weights, and files that read back differently.
     """
     source, destination = Path(source), Path(destination)
+    if not source.exists():
+        source = Path(quickstart.resolve(str(source)))
     check_license(license)
     check_name(format)
     if prompts is not None and not Path(prompts).is_file():
