@@ -160,7 +160,7 @@ def _prose(text: str | None) -> str:
 
 
 def _code(text: str) -> str:
-    return f"`{text}`".replace("|", "\\|") if text else ""
+    return f"`{text}`" if text else ""
 
 
 def _cell(text: str) -> str:

@@ -189,6 +189,7 @@ def test_the_reference_has_every_command_and_every_key_of_a_recipe(site: Site) -
             if option.param_type_name == "option" and not option.hidden:
                 assert term(option) in commands.text, (name, option.opts)
     recipes = site.pages[site.folder / "reference" / "recipes.html"].text
+    assert "adamw | muon" in recipes and "\\|" not in recipes + commands.text
     for key in ("training.learning_rate", "heads.loss.forward_kl", "draft.parallel.tokens", "features.folder"):
         assert key in recipes
 
