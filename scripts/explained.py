@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -149,11 +150,17 @@ BUSY = "storyteller-11m, widened to 164M"
 """Target of the report whose measured cost curve stands beside the flat one."""
 
 
+def speed_report() -> dict[str, Any]:
+    """Return the published report on speed."""
+    (path,) = sorted((ROOT / "benchmarks" / "results").glob("*/speed.json"))
+    report: dict[str, Any] = json.loads(path.read_text())
+    return report
+
+
 @cache
 def measured_costs() -> Mapping[str, Mapping[int, float]]:
-    """Return v(n) of each target of the published report on speed: its seconds over n tokens by those over one."""
-    (path,) = sorted((ROOT / "benchmarks" / "results").glob("*/speed.json"))
-    targets = json.loads(path.read_text())["targets"]
+    """Return v(n) of each target of the report on speed: its seconds over n tokens by those over one."""
+    targets = speed_report()["targets"]
     curves = {name: targets[name]["compared"]["cost_curve_ms"] for name in targets}
     return {name: {int(n): ms / curve["1"] for n, ms in curve.items()} for name, curve in curves.items()}
 

@@ -31,7 +31,11 @@ def costs() -> str:
     curves = explained.measured_costs()
     sizes = sorted({size for curve in curves.values() for size in curve})
     rows = [[name, *(f"{curve[size]:.2f}" for size in sizes)] for name, curve in curves.items()]
-    return table(["target", *(f"v({size})" for size in sizes)], rows)
+    report = explained.speed_report()
+    hardware = report["hardware"]
+    dtypes = " and ".join(sorted({target["compared"]["dtype"] for target in report["targets"].values()}))
+    where = f"In {dtypes} on {hardware['processor']}, {hardware['threads']} threads; commit {report['commit']}."
+    return f"{table(['target', *(f'v({size})' for size in sizes)], rows)}\n\n{where}"
 
 
 RATES = (0.1, 0.2, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9)

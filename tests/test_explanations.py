@@ -160,3 +160,15 @@ def test_the_figures_in_the_prose_are_the_computed_ones() -> None:
         assert re.findall(r"\d\.\d+", described(f"pairs-{rule}")) == [f"{value:.4g}"]
     written = sum(explained.split("typical")[1])
     assert re.findall(r"0\.\d+", described("rule-typical")) == [f"{written:g}", f"{P[1]:g}"]
+
+
+def test_a_formula_becomes_mathml_and_one_that_would_show_its_command_ends_the_build() -> None:
+    pytest.importorskip("latex2mathml")
+    site_math = import_module("site_math")
+
+    def built(latex: str) -> str:
+        return str(site_math.on_page_content(f'<p><span class="arithmatex">\\({latex}\\)</span></p>'))
+
+    assert "<msub><mi>p</mi><mi>i</mi></msub>" in built("p_i") and "arithmatex" not in built("p_i")
+    with pytest.raises(Exception, match=r"argmax"):
+        built(r"\argmaxx_y p")
