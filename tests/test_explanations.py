@@ -158,6 +158,11 @@ def test_the_figures_in_the_prose_are_the_computed_ones() -> None:
     for rule in ("token", "block"):
         value = explained.kept_tokens(rule, ProposalKind.SAMPLED, "a chain of two")
         assert re.findall(r"\d\.\d+", described(f"pairs-{rule}")) == [f"{value:.4g}"]
+    assert (explained.NODES, len(pictures.KEPT), max(explained.DEPTHS)) == (8, 2, 8)
+    law = (drawn.FOLDER / "speculation.md").read_text()
+    assert f"(at most {explained.MOST_DEPTH})" in law
+    assert "for chains of {}, {}, {} and {} tokens".format(*explained.DEPTHS) in law
+    assert "for draft costs {:g}, {:g} and {:g}".format(*explained.DRAFT_COSTS) in law
     written = sum(explained.split("typical")[1])
     assert re.findall(r"0\.\d+", described("rule-typical")) == [f"{written:g}", f"{P[1]:g}"]
 
