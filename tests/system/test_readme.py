@@ -127,6 +127,16 @@ def test_the_readme_names_its_commands() -> None:
     assert COMMANDS[:3] == ["pip install .", "make demo", "make test"]  # the last two are run by .ci/run itself
 
 
+def test_every_page_with_commands_or_a_program_is_one_that_a_test_runs() -> None:
+    """The tutorial has a test of its own, and so has the page on completion (a new terminal)."""
+    marked = re.compile(r"^ *```(?:sh|bash|shell|console|python)$", re.MULTILINE)
+    found = {path for path in (ROOT / "docs").rglob("*.md") if marked.search(path.read_text())}
+    others = {ROOT / "docs" / name for name in ("tutorial.md", "reference/completion.md")}
+    run_here = (PYTHON, TRAINING, DRAFTS, PLAN, EVALUATE, DIAGNOSE, ARTEFACTS, SERVING, DOCTOR, DEMO, DATA, MEMORY)
+    assert len(found) >= 14
+    assert [path for path in sorted(found - others) if path.read_text() not in (*run_here, VERIFY, WATCH)] == []
+
+
 def test_every_command_of_the_readme_runs_in_the_order_given(
     desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
