@@ -26,9 +26,9 @@ check: lint
 	$(BIN)/mypy
 	$(PYTEST) --dist worksteal tests/gpu tests/test_*.py
 
-# The documentation site, into site/: a warning is an error.
+# The documentation site, into site/: a warning is an error (with --quiet mkdocs would count none).
 docs: .venv/.ready
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "written: site/index.html"
 
 # Exports in real vLLM, before a release: its environment is made once, in the user's cache folder (3 GB).

@@ -1,7 +1,9 @@
 """The documentation site, built as `make docs` builds it: every page, link, picture and formula, offline."""
 
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -85,12 +87,18 @@ class Site:
         return {path: BuiltPage(path) for path in sorted(found)}
 
 
+def build(*options: str) -> subprocess.CompletedProcess[str]:
+    """Run the command of `make docs`, with further options."""
+    (command,) = re.findall(r"^\tNO_MKDOCS_2_WARNING=1 \$\(BIN\)/mkdocs (.+)$", (ROOT / "Makefile").read_text(), re.M)
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "mkdocs", *shlex.split(command), *options]
+    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     folder = tmp_path_factory.mktemp("site").resolve()
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = build("--site-dir", str(folder))
     assert done.returncode == 0, done.stdout + done.stderr
     return Site(folder, done.stdout + done.stderr)
 
@@ -100,8 +108,21 @@ def outside(link: str) -> bool:
 
 
 def test_the_build_warns_of_nothing(site: Site) -> None:
-    assert site.printed == ""
+    told = re.findall(r"^(\w+) +-", site.printed, re.MULTILINE)
+    assert told and set(told) == {"INFO"}, site.printed
     assert len(site.pages) > 30
+
+
+@pytest.mark.parametrize("link", ["lost.md", "#lost"])
+def test_a_broken_link_ends_the_build(tmp_path: Path, link: str) -> None:
+    """By the command and the settings of the site, on one page."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(f"# One page\n\n[Lost]({link})\n")
+    settings = {"INHERIT": str(ROOT / "mkdocs.yml"), "docs_dir": "docs", "nav": ["index.md"], "hooks": []}
+    (tmp_path / "mkdocs.yml").write_text(json.dumps(settings))
+    done = build("--config-file", str(tmp_path / "mkdocs.yml"), "--site-dir", str(tmp_path / "site"))
+    (told,) = re.findall(r"^WARNING +- (.*)", done.stderr, re.MULTILINE)
+    assert f"'{link}'" in told and done.returncode == 1
 
 
 def test_every_page_of_docs_is_built_with_a_title_and_one_heading_and_stands_in_the_navigation(site: Site) -> None:
