@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from trainer.cli import app
 from trainer.commands import doctor as command
 from trainer.doctor import models
+from trainer.doctor.advice import Advice
 from trainer.doctor.dtypes import Measured
 from trainer.doctor.finding import Finding, Section
 
@@ -139,3 +140,14 @@ def test_a_terminal_wraps_each_finding_beside_its_name_and_a_pipe_gets_whole_lin
     assert f"  problem: sizes: {'word ' * 40}end; give others" in piped.splitlines()
     assert len(lines) > 4 and all(len(line) <= 60 for line in lines) and any("→ give others" in line for line in lines)
     assert "\x1b[3" not in terminal  # no colour
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_names_that_others_wrote_send_no_escape_sequence_to_the_terminal(is_terminal: bool) -> None:
+    evil = "x\x1b[31m\x9b1A"
+    sections = [Section(f"target {evil}", (Finding("origin", "note", f"trained on {evil}", f"give {evil}"),))]
+    console = Console(width=190, force_terminal=is_terminal, color_system=None, markup=False, highlight=False)
+    with console.capture() as captured:
+        command.show(sections, [Advice(f"write {evil}", f"headstart export {evil}")], console)
+    assert captured.get().count("x␛[31m\\x9b1A") == 5
+    assert not set("\x1b\x9b") & set(captured.get())
