@@ -241,8 +241,9 @@ class Batch:
             self.cache.text += (text.tokens[-1], *tokens[:-1])
         if self.keeps_states:
             states = _nodes(hidden, kept)
-            # The next step of a static target overwrites its outputs, and may come before the next draft.
-            self._keep_states(text, states.clone() if self.target.is_static else states)
+            # The next step of a static target overwrites its outputs, and may come before the next draft. A cache that
+            # serves several calls keeps the states for long: not as views, which hold those of all nodes.
+            self._keep_states(text, states.clone() if self.target.is_static or self.serves_calls else states)
         logprobs = self._logprobs(tree, verdict, logits)
         emitted = text.emit(tokens, self.stop)
         # Tokens after the end of a text count neither as offered nor as accepted.

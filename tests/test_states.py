@@ -109,6 +109,14 @@ def test_a_prompt_that_continues_a_cached_text_comes_with_all_its_states(tiny_ll
         text = [*text, *written, 2]
 
 
+def test_states_between_two_calls_take_no_memory_of_the_nodes_that_were_dropped(tiny_llama: CausalLM) -> None:
+    kept = tiny_llama.new_cache(8)
+    steps = list(Engine(tiny_llama, Reading(hostile(tiny_llama))).steps([3, 1, 4], DecodingConfig(12), cache=kept))
+    assert sum(step.drafted - step.accepted for step in steps) > 0
+    held = {states.untyped_storage().data_ptr(): states.untyped_storage().nbytes() for states in kept.states}
+    assert sum(held.values()) == sum(states.nbytes for states in kept.states)
+
+
 @pytest.mark.parametrize("static", [None, "eager"])
 def test_states_of_a_cut_and_appended_text_are_those_of_one_pass(static: str | None) -> None:
     target, text = CausalLM(tiny_model("llama"), static=static), [3, 1, 4, 1, 5, 9, 2, 6]
