@@ -282,6 +282,17 @@ def test_a_second_ctrl_c_ends_the_block_at_once_and_one_outside_of_it_is_what_it
         press()
 
 
+def test_a_process_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:
+    """A shell starts the jobs of a script behind ``&`` so: a Ctrl-C is meant for the one in front."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with CtrlC() as ctrl_c:
+            press()
+        assert not ctrl_c.asked and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_an_error_inside_is_not_swallowed() -> None:
     def fail() -> None:
         with CtrlC():

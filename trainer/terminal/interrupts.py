@@ -13,7 +13,7 @@ class CtrlC:
     """Handler of Ctrl-C between ``with`` and its end; ``asked`` is True once it was pressed.
 
     The first Ctrl-C ends `until_asked` after the running item. A second one ends the block at once. Threads other than
-    the main one leave the handler alone.
+    the main one leave the handler alone, and so does a process that ignores Ctrl-C, as one that a script began with &.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,8 @@ class CtrlC:
         self._before: Any = None
 
     def __enter__(self) -> "CtrlC":
-        if threading.current_thread() is threading.main_thread():
+        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        if threading.current_thread() is threading.main_thread() and not ignored:
             self._before = signal.signal(signal.SIGINT, self._handle)
         return self
 
