@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 _WANTED = "a .jsonl file has one JSON object a line, in UTF-8"
+_FROM_CSV = "the page on data of your own (docs/how-to/data.md) has the lines that turn it into one"
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -22,6 +23,8 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
         raise ValueError(f"{path} {missing}: prompts are read from a .jsonl file, one JSON object a line")
     if path.suffix == ".parquet":
         raise ValueError(f"{path} is Parquet, but prompts are read from a .jsonl file: write its rows as JSON lines")
+    if path.suffix.lower() in (".csv", ".tsv"):
+        raise ValueError(f"{path} is a table of text, but rows are read from a .jsonl file: {_FROM_CSV}")
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():

@@ -168,14 +168,20 @@ def test_a_bare_string_is_a_text(tmp_path: Path) -> None:
             {},
             r"line 2: the row has the fields \['answer', 'prompt'\] but training needs",
         ),
+        (
+            {"q": "a", "a": None},
+            {"prompt_field": "q", "answer_field": "a"},
+            r"line 2: field 'a' is empty \(null\), not",
+        ),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named_by_its_line(
     tmp_path: Path, row: Any, changes: dict[str, Any], message: str
 ) -> None:
     good = {"text": "a b c d e f g h", "prompt": "a", "answer": "b"}
-    with pytest.raises(ValueError, match=message):
-        load(tmp_path, [good, row], **changes)
+    with pytest.raises(ValueError, match=message) as error:
+        load(tmp_path, [{**good, "q": "a", "a": "b"}, row], **changes)
+    assert str(error.value).endswith("; data.bad_rows=skip (--bad-rows skip) leaves such rows out")
 
 
 def test_a_line_that_is_not_json_is_named_with_blank_lines_counted(tmp_path: Path) -> None:
@@ -183,6 +189,13 @@ def test_a_line_that_is_not_json_is_named_with_blank_lines_counted(tmp_path: Pat
     path.write_text('{"text": "a b c d e f g h"}\n\n{"text": \n')
     with pytest.raises(ValueError, match=r"rows\.jsonl, line 3: not JSON"):
         load_dataset(str(path), section(), tiny_tokenizer())
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "ROWS.TSV"])
+def test_a_table_of_text_is_refused_and_the_way_to_jsonl_is_told(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("question,answer\na,b\n")
+    with pytest.raises(ValueError, match=r"(csv|TSV) is a table of text, but rows .*docs/how-to/data\.md"):
+        load_dataset(str(tmp_path / name), section(), tiny_tokenizer())
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

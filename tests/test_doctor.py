@@ -16,7 +16,7 @@ from trainer.doctor.advice import Case, next_steps
 from trainer.doctor.dtypes import ROWS, Measured, best, dtype_findings, measure, medians
 from trainer.doctor.finding import Finding, problem
 from trainer.doctor.machine import Disk, Gpu, Machine, free_bytes, machine_findings, read_machine, size
-from trainer.doctor.packages import PURPOSES, package_findings, wanted_of
+from trainer.doctor.packages import FOR_DEVELOPERS, PURPOSES, package_findings, wanted_of
 from trainer.doctor.refusals import refused
 from trainer.export.formats import FORMATS
 from trainer.recipe.reading import load_recipe
@@ -234,6 +234,13 @@ def test_each_fault_of_the_packages_is_found_by_name_with_its_remedy(
     assert [finding.check for finding in findings if finding.status != "ok"] == [check]
     finding = found(findings, check)
     assert (finding.status, finding.remedy) == (status, remedy) and says in finding.found
+
+
+def test_what_only_work_on_headstart_needs_is_not_missed() -> None:
+    for name in FOR_DEVELOPERS:
+        (_, extra) = package_findings(wanted_of([f'ruff>=1; extra == "{name}"'], [name]), {}.get)
+        assert (extra.status, extra.figures) == ("ok", {"missing": ["ruff"]})
+        assert "not needed" in extra.found
 
 
 def test_a_headstart_that_is_not_installed_is_noted() -> None:

@@ -8,7 +8,7 @@ import pytest
 from tiny_tokenizer import byte_tokenizer
 from tiny_training import tiny_tokenizer
 
-from decoding.fields import find_answer, prompt_of
+from decoding.fields import ANSWER_FIELDS, PROMPT_FIELDS, find_answer, prompt_of
 from decoding.jsonl import read_rows
 from decoding.measure.questions import read_prompts
 from decoding.prompts import encode_prompt
@@ -143,9 +143,13 @@ def test_rows_in_another_container_are_refused_with_the_one_that_is_read(tmp_pat
         list(read_rows(tmp_path))
     with pytest.raises(ValueError, match=r"rows\.parquet is not a readable Parquet file"):
         read_prompts(tmp_path, tiny_tokenizer(), 5)
-    (tmp_path / "rows.csv").write_text("question,answer\n")
-    with pytest.raises(ValueError, match=r"line 1: not JSON \(.*\): a \.jsonl file has one JSON object a line"):
-        read_prompts(tmp_path / "rows.csv", tiny_tokenizer(), 5)
+    for name, message in (
+        ("rows.csv", r"rows\.csv is a table of text, but rows are read from a \.jsonl file"),
+        ("rows.txt", r"line 1: not JSON \(.*\): a \.jsonl file has one JSON object a line"),
+    ):
+        (tmp_path / name).write_text("question,answer\n")
+        with pytest.raises(ValueError, match=message):
+            read_prompts(tmp_path / name, tiny_tokenizer(), 5)
 
 
 def test_a_prompt_that_is_no_text_is_refused() -> None:
@@ -157,3 +161,9 @@ def test_a_template_that_breaks_on_a_prompt_is_named() -> None:
     tokenizer = tiny_tokenizer("{% for i in range(10 ** 9) %}{% endfor %}")
     with pytest.raises(ValueError, match="the chat template cannot hold this prompt: Range too big"):
         encode_prompt("a", tokenizer, chat=True)
+
+
+def test_the_page_on_data_names_the_fields_in_the_order_in_which_they_are_looked_for() -> None:
+    page = (Path(__file__).resolve().parents[1] / "docs" / "how-to" / "data.md").read_text()
+    for kind, fields in (("prompt", PROMPT_FIELDS), ("answer", ANSWER_FIELDS)):
+        assert f"| {kind} | {', '.join(f'`{name}`' for name in fields)}" in page

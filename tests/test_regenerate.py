@@ -163,6 +163,16 @@ def test_an_empty_answer_is_set_aside(models: Path, tmp_path: Path) -> None:
     assert summary.empty == 1
 
 
+def test_prompts_without_a_word_are_told(models: Path, tmp_path: Path) -> None:
+    said = io.StringIO()
+    run_regenerate(options(tmp_path, models / "plain", ["a", " \n", "b"]), Console(file=said, width=1000))
+    assert "1 of 3 prompts are empty: leave such rows out\n" in said.getvalue()
+    (tmp_path / "words").mkdir()
+    said = io.StringIO()
+    run_regenerate(options(tmp_path / "words", models / "plain", ["a", "b"]), Console(file=said, width=1000))
+    assert "prompts are empty" not in said.getvalue()
+
+
 def test_where_the_reasons_stand_is_said_if_any_was_set_aside(models: Path, tmp_path: Path) -> None:
     said = io.StringIO()
     run_regenerate(options(tmp_path, models / "plain", ["a " * 90, "j"]), Console(file=said, width=1000))

@@ -70,6 +70,7 @@ def test_an_option_with_one_value_is_refused_if_given_twice() -> None:
 def test_unknown_and_missing_options_are_one_sentence_that_points_to_the_help() -> None:
     assert error_of([*EVALUATE, "--limt", "3"]).startswith("No such option: --limt (Possible options: --limit")
     assert error_of(EVALUATE[:3]).startswith("Missing option '--prompts': see '")
+    assert error_of(["data", "inspect"]).startswith("Missing argument 'source': see '")
     assert error_of([*GENERATE, "--limt", "3"]).endswith("generate --help'")
 
 

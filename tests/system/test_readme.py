@@ -178,13 +178,17 @@ def test_every_command_of_the_page_on_drafts_runs_in_the_order_given(
 def test_every_command_of_the_page_on_data_runs_on_a_table_of_other_names(
     desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
-    (desk / "questions.csv").write_text('number,wording\n1,"What is 3 + 4, or 4 + 3?"\n2,What is 5 + 6?\n')
+    table = (
+        'wording,number\n"What is 3 + 4,\nor 4 + 3?",1\n,2\nWhat is 5 + 6?,3\n\n'  # a field of two lines, an empty one
+    )
+    (desk / "questions.csv").write_text(table, encoding="utf-8-sig")  # as Excel writes it
     _run_the_python_block(DATA, desk, environment)
     found = commands(DATA)
     assert len(found) == 3
     for command in found:
         run(command, desk, environment, warm)
-    assert "3 + 4, or" in (desk / "own-answers.jsonl").read_text()
+    answered = [json.loads(line)["prompt"] for line in (desk / "own-answers.jsonl").read_text().splitlines()]
+    assert answered == ["What is 3 + 4,\nor 4 + 3?", "What is 5 + 6?"]
     assert (desk / "runs" / "own" / "final" / "model.safetensors").is_file()
 
 

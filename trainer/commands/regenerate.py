@@ -45,6 +45,8 @@ def run_regenerate(
     chat = made_by.pop("chat")
     prompts = resolve(options.prompts)
     conversations = read_conversations(prompts, options.prompt_field, options.limit, options.n, chat)
+    if blank := sum(conversation.blank for conversation in conversations):
+        say(watched, f"{blank} of {len(conversations)} prompts are empty: leave such rows out")
     settings = {
         "prompts_sha256": sha256_of(Path(prompts)),
         "prompt_field": options.prompt_field,

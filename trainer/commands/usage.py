@@ -159,9 +159,10 @@ def _name(option: Any) -> str:
 
 def _sentence(error: Any, values: Mapping[str, Any]) -> str:
     option = getattr(error, "param", None)
-    if isinstance(error, typer.BadParameter) and option is not None and option.name in values:
+    given = values.get(option.name) if option is not None else None  # nothing is given for a missing argument
+    if isinstance(error, typer.BadParameter) and given is not None:
         found = str(error.message)
-        return f"{_name(option)} is {values[option.name]}: {found[:1].lower()}{found[1:].rstrip('.')}"
+        return f"{_name(option)} is {given}: {found[:1].lower()}{found[1:].rstrip('.')}"
     return " ".join(str(error.format_message()).split()).rstrip(".")
 
 

@@ -120,7 +120,8 @@ def _unless_there(field: str, fields: dict[str, Any]) -> str | None:
 
 def _text(value: Any, field: str, where: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{where}: field {field!r} holds {type(value).__name__}, not text")
+        held = "is empty (null)" if value is None else f"holds {type(value).__name__}"
+        raise ValueError(f"{where}: field {field!r} {held}, not text")
     return value
 
 
@@ -152,6 +153,11 @@ class Conversation:
     def open_after(self, answers: Sequence[str]) -> list[Message]:
         """Return the messages up to the next answer."""
         return [*self.with_answers(answers), *self.turns[len(answers)]]
+
+    @property
+    def blank(self) -> bool:
+        """True if nothing but white space is asked."""
+        return not any(message["content"].strip() for turn in self.turns for message in turn)
 
     @property
     def text(self) -> str:

@@ -170,5 +170,5 @@ def _encoded(row: Row, section: DataSection, encoder: TranscriptEncoder) -> Enco
         return encoder.encode(transcript_of(row, section))
     except ValueError as error:
         if section.bad_rows == "stop":
-            raise
+            raise ValueError(f"{error}; data.bad_rows=skip (--bad-rows skip) leaves such rows out") from error
         return error

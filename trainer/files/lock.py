@@ -11,7 +11,8 @@ from pathlib import Path
 from filelock import BaseFileLock, FileLock, Timeout
 
 LOCK_NAME = "run.lock"
-_ASK_EVERY = 15.0  # seconds
+_ASK_FIRST = 1.0  # seconds, after which a person wonders
+_ASK_EVERY = 15.0
 
 
 @contextmanager
@@ -20,7 +21,7 @@ def hold(folder: Path, on_wait: Callable[[str], None] | None = None) -> Iterator
 
     A killed process holds nothing any more. A process may hold a folder more than once. ValueError, naming the process
     and the host, where another run holds the folder. With ``on_wait`` this waits for the end of that run instead, and
-    calls ``on_wait`` with a sentence every 15 seconds.
+    calls ``on_wait`` with a sentence after a second, and then every 15 seconds.
     """
     made = not folder.exists()
     try:
@@ -61,9 +62,10 @@ def _acquired(lock: BaseFileLock, held: Path, on_wait: Callable[[str], None] | N
 
 
 def _acquire(lock: BaseFileLock, path: Path, held: Path, on_wait: Callable[[str], None] | None) -> None:
+    patience = 0.0 if on_wait is None else _ASK_FIRST
     while True:
         try:
-            lock.acquire(timeout=0 if on_wait is None else _ASK_EVERY)
+            lock.acquire(timeout=patience)
             return
         except Timeout:
             holder = _holder(path)
@@ -72,6 +74,7 @@ def _acquire(lock: BaseFileLock, path: Path, held: Path, on_wait: Callable[[str]
                     f"{held} is being written by {holder}: wait for its end, or give another output"
                 ) from None
             on_wait(f"waiting for {holder}, which writes {held}")
+            patience = _ASK_EVERY
 
 
 def _unwritable(held: Path, error: OSError) -> OSError:
