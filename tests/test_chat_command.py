@@ -33,6 +33,18 @@ def ask(target: Path, questions: str, *more: str) -> Result:
     return CliRunner().invoke(app, words, input=questions)
 
 
+# --- beginning --------------------------------------------------------------------------------------------------------
+
+
+def test_a_limit_of_new_tokens_as_long_as_the_context_refuses_no_question() -> None:
+    """Each answer is as long as there is room for it; so is the greeting that the beginning checks."""
+    engine, config = Engine(model(context=40)), DecodingConfig(40)
+    decoder = Decoder(engine, TOKENIZER, config, "plain decoding")
+    chat = Chat(decoder, Conversation(engine, TOKENIZER, config), standard_output(), notes=standard_error())
+    chat.begin(gain=False)
+    assert chat.answer_lines(["Why?"]) and len(chat.conversation.messages) == 2
+
+
 # --- from a pipe ------------------------------------------------------------------------------------------------------
 
 

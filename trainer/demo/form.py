@@ -79,9 +79,16 @@ def race_of(models: Models, form: Form) -> Race:
 
 
 def _number(name: str, value: float | None) -> float:
-    if value is None or not math.isfinite(value):
-        raise ValueError(f"{name} is {'empty' if value is None else value}: give a number")
-    return float(value)
+    """Return the number of an entry; a browser may send anything in its place."""
+    if value is None:
+        raise ValueError(f"{name} is empty: give a number")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {value!s:.40}: give a number")
+    return number
 
 
 def _whole(name: str, value: float | None, least: int, most: int | None = None) -> int:
