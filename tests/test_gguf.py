@@ -113,6 +113,9 @@ def test_the_embedded_target_is_exported_by_its_name(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(quickstart, "folder", lambda: draft)
     summary = export(Path("quickstart"), tmp_path / "out", "gguf")
+    monkeypatch.setattr(quickstart, "folder", lambda: tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="not built yet: headstart generate --target quickstart --prompt x builds it"):
+        export(Path("quickstart"), tmp_path / "other", "gguf")
     assert tensors(summary.folder).keys() == tensors(export(draft, tmp_path / "same", "gguf").folder).keys()
 
 

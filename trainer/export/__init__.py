@@ -83,6 +83,10 @@ def export(
     """
     source, destination = Path(source), Path(destination)
     if not source.exists():
+        if str(source) == quickstart.NAME and not quickstart.is_built():
+            raise ValueError(
+                "the embedded target is not built yet: headstart generate --target quickstart --prompt x builds it"
+            )
         source = Path(quickstart.resolve(str(source)))
     check_license(license)
     check_name(format)
