@@ -1,6 +1,7 @@
 """Loads what every test needs, in the processes that run tests."""
 
 import gc
+import signal
 
 import pytest
 from hypothesis_profiles import register_profiles
@@ -9,6 +10,8 @@ from hypothesis_profiles import register_profiles
 def pytest_configure(config: pytest.Config) -> None:
     """Load the fixtures, and torch with them; the process that only deals tests to others does without."""
     register_profiles()
+    # A shell that starts the tests in the background has SIGINT ignored, in every process they start too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     only_deals = config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
     if not only_deals:
         config.pluginmanager.import_plugin("tiny_fixtures")
