@@ -46,7 +46,7 @@ def test_the_command_and_the_script_set_it_before_torch_is_loaded() -> None:
         "            print('before torch:', os.environ.get('GOMP_SPINCOUNT'))\n"
         "            sys.exit()\n"
         "sys.meta_path.insert(0, Finder())\n"
-        "guarded(lambda: None)\n"
+        "guarded(lambda: __import__('torch'))\n"
     )
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     done = subprocess.run(

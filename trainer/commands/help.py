@@ -75,9 +75,9 @@ def metavar(option: Any) -> str:
         return f"{name}..." if option.nargs == -1 else name
     if option.is_flag:
         return ""
-    kind = option.type_descriptor.annotation
-    kind = kind.__args__[0] if hasattr(kind, "__args__") else kind
-    return str(option.metavar or _METAVARS.get(kind, "TEXT"))
+    declared = option.type_descriptor.annotation
+    value_type = declared.__args__[0] if hasattr(declared, "__args__") else declared
+    return str(option.metavar or _METAVARS.get(value_type, "TEXT"))
 
 
 def term(option: Any) -> str:
