@@ -257,6 +257,18 @@ def test_one_who_goes_in_mid_stream_leaves_nothing(visitors: Visitors, caches: A
     assert list(visitors.run("a", FORM))[-1].ending == Ending(24, "equal"), "the next one is served"
 
 
+def test_one_who_leaves_while_the_race_is_made_leaves_nothing(
+    visitors: Visitors, caches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def left_meanwhile(models: Models, form: Form) -> Race:
+        visitors.leave("a")
+        return race_of(models, form)
+
+    monkeypatch.setattr("trainer.demo.visitors.race_of", left_meanwhile)
+    assert list(visitors.run("a", FORM)) == []
+    assert alive(caches) == 0 and visitors.decoding == visitors.present == 0
+
+
 @pytest.mark.usefixtures("one_step_a_look")
 def test_a_finished_or_stopped_race_keeps_its_steps_and_no_cache(visitors: Visitors, caches: Any) -> None:
     frames = visitors.run("a", FORM)

@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -121,7 +122,8 @@ def test_a_terminated_command_that_saves_nothing_ends_as_the_system_does() -> No
 @pytest.mark.parametrize("name", NAMES)
 def test_every_command_ends_in_this_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its work is handed to `guarded`, which the tests above are about."""
-    monkeypatch.setattr("trainer.cli.guarded", lambda *_, **__: 33)
+    for module in ("trainer.cli", "trainer.commands.usage"):
+        monkeypatch.setattr(f"{module}.guarded", lambda *_, **__: 33)
     example = examples(command_of(name).epilog)[0]
     assert CliRunner().invoke(app, shlex.split(example)[1:]).exit_code == 33
 
@@ -143,3 +145,8 @@ def test_the_page_and_the_help_list_every_code() -> None:
     rows = re.findall(r"^\| (\d+) \| (.*?) \| (.*) \|$", page, re.MULTILINE)
     assert rows == [(str(code.value), code.short, code.meaning) for code in ExitCode]
     assert exit_code_line().startswith("0 done, 1 a check failed, 2 bad input, 70 ") and examples(None) == []
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    done = CliRunner().invoke(app, ["--version"])
+    assert (done.exit_code, done.output) == (ExitCode.DONE, f"headstart {version('headstart')}\n")

@@ -2,12 +2,11 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import wraps
-from inspect import signature
+from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import typer
 
@@ -18,8 +17,14 @@ from trainer.commands.help import LOOK, MEASURE, RUN, SHIP, TRAIN
 from trainer.commands.options import ChatOptions, CompareOptions, EvaluateOptions, GenerateOptions, PlanOptions
 from trainer.commands.proof_options import DiagnoseOptions, DoctorOptions, VerifyOptions
 from trainer.commands.shared_options import Overrides
-from trainer.commands.training_options import InspectOptions, RealignOptions, RegenerateOptions
-from trainer.commands.usage import Command, Group
+from trainer.commands.training_options import (
+    InspectOptions,
+    PlanTrainingOptions,
+    RealignOptions,
+    RecipeOptions,
+    RegenerateOptions,
+)
+from trainer.commands.usage import Command, Group, debugging, takes
 from trainer.terminal.exit_codes import ExitCode
 from trainer.terminal.waiting import waiting
 
@@ -31,8 +36,6 @@ app = typer.Typer(
 
 data = typer.Typer(help="Look at training data.", cls=Group)
 app.add_typer(data, name="data")
-
-Options = TypeVar("Options")
 
 
 def run_train(recipe_path: str, overrides: Sequence[str], profile: str | None = None) -> int:
@@ -47,16 +50,21 @@ def run_train(recipe_path: str, overrides: Sequence[str], profile: str | None = 
 
         run_recipe(load_recipe(recipe_path, overrides), profile=None if profile is None else Path(profile))
 
-    return guarded(work, debug=_debug())
+    return guarded(work, debug=debugging())
 
 
-def _debug() -> bool:
-    return os.environ.get("HEADSTART_DEBUG") == "1"
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"headstart {metadata.version('headstart')}")
+        raise typer.Exit
 
 
 @app.callback()
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks, not errors of one line.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
+    ] = False,
 ) -> None:
     if debug:
         os.environ["HEADSTART_DEBUG"] = "1"
@@ -89,19 +97,13 @@ def train(
     epilog="Example: headstart features recipes/any/medusa1.yaml name=heads target=ORG/NAME "
     "data.train=answers.jsonl data.heldout=test.jsonl output=runs/heads features.folder=runs/features",
 )
-def features(
-    recipe: Annotated[str, typer.Argument(help="A YAML recipe; with a features or a draft.teacher section.")],
-    overrides: Overrides = None,
-) -> None:
+@takes(RecipeOptions, resumes=True)
+def features(options: RecipeOptions) -> None:
     """Store the hidden states or the teacher that a recipe trains on; a killed run resumes."""
+    from trainer.commands.prepare import prepare_features
+    from trainer.recipe.reading import load_recipe
 
-    def work() -> None:
-        from trainer.commands.prepare import prepare_features
-        from trainer.recipe.reading import load_recipe
-
-        prepare_features(load_recipe(recipe, overrides or ()))
-
-    raise typer.Exit(guarded(work, _debug(), resumes=True))
+    prepare_features(load_recipe(options.recipe, options.overrides or ()))
 
 
 @app.command(
@@ -111,40 +113,15 @@ def features(
     epilog="Example: headstart plan-training recipes/any/medusa1.yaml name=heads target=ORG/NAME "
     "data.train=answers.jsonl data.heldout=test.jsonl output=runs/heads --processes 8",
 )
-def plan_training(
-    recipe: Annotated[str, typer.Argument(help="A YAML recipe, such as recipes/any/medusa1.yaml.")],
-    overrides: Overrides = None,
-    processes: Annotated[int, typer.Option(min=1, help="Processes of the launch, one device each.")] = 1,
-    zero_stage: Annotated[int, typer.Option(min=0, max=3, help="DeepSpeed's ZeRO stage, 1 to 3; 0 is none.")] = 0,
-    steps: Annotated[int, typer.Option(min=0, help="Training steps to measure the time by; 0 measures none.")] = 5,
-) -> None:
+@takes(PlanTrainingOptions)
+def plan_training(options: PlanTrainingOptions) -> None:
     """Print the cost of a training run before it starts; parameters, memory, disk, tokens, hours."""
+    from trainer.commands.plan_training import print_plan
+    from trainer.recipe.reading import load_recipe
+    from trainer.run.planning import Launch
 
-    def work() -> None:
-        from trainer.commands.plan_training import print_plan
-        from trainer.recipe.reading import load_recipe
-        from trainer.run.planning import Launch
-
-        print_plan(load_recipe(recipe, overrides or ()), Launch(processes, zero_stage), steps)
-
-    raise typer.Exit(guarded(work, _debug()))
-
-
-def takes(options: type[Options], resumes: bool = False) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
-    """Make a command's options of a dataclass: its fields with their types, their defaults and their help.
-
-    ``resumes``: started again, the command goes on where it was stopped.
-    """
-
-    def decorate(work: Callable[[Options], None]) -> Callable[..., None]:
-        @wraps(work)
-        def command(**values: Any) -> None:
-            raise typer.Exit(guarded(lambda: work(options(**values)), _debug(), resumes))
-
-        command.__signature__ = signature(options)  # type: ignore[attr-defined]  # what typer reads
-        return command
-
-    return decorate
+    launch = Launch(options.processes, options.zero_stage)
+    print_plan(load_recipe(options.recipe, options.overrides or ()), launch, options.steps)
 
 
 @app.command(
@@ -234,7 +211,7 @@ def drafters() -> None:
 
         run_drafters()
 
-    raise typer.Exit(guarded(work, _debug()))
+    raise typer.Exit(guarded(work, debugging()))
 
 
 @app.command(

@@ -17,7 +17,7 @@ from rich.text import Text
 from trainer.terminal.console import standard_output
 from trainer.terminal.exit_codes import exit_code_line
 
-SCREEN = 36
+SCREEN = 37
 """Greatest number of lines of a help of one screen, at 80 columns."""
 WIDTH = 80
 WIDEST = 100

@@ -34,6 +34,25 @@ from trainer.commands.values import BAD_ROWS, DATA_FORMATS, joined
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecipeOptions:
+    """Options of `headstart features`."""
+
+    recipe: Annotated[str, Argument(help="A YAML recipe; with a features or a draft.teacher section.")]
+    overrides: Overrides = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanTrainingOptions:
+    """Options of `headstart plan-training`."""
+
+    recipe: Annotated[str, Argument(help="A YAML recipe, such as recipes/any/medusa1.yaml.")]
+    overrides: Overrides = None
+    processes: Annotated[int, Option(min=1, help="Processes of the launch, one device each.")] = 1
+    zero_stage: Annotated[int, Option(min=0, max=3, help="DeepSpeed's ZeRO stage, 1 to 3; 0 is none.")] = 0
+    steps: Annotated[int, Option(min=0, help="Training steps to measure the time by; 0 measures none.")] = 5
+
+
+@dataclass(frozen=True, kw_only=True)
 class RegenerateOptions:
     """Options of `headstart regenerate`."""
 

@@ -5,6 +5,8 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from inspect import signature
 from typing import Any, TypeVar
 
 import typer
@@ -197,3 +199,28 @@ def numbers(option: str, values: Iterable[str] | None, kind: type[Number]) -> tu
             raise ValueError(f"{option} has {number:g} twice: give each once")
         found.append(number)
     return tuple(found) or None
+
+
+Options = TypeVar("Options")
+
+
+def takes(options: type[Options], resumes: bool = False) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+    """Make a command's options of a dataclass: its fields with their types, their defaults and their help.
+
+    ``resumes``: started again, the command goes on where it was stopped.
+    """
+
+    def decorate(work: Callable[[Options], None]) -> Callable[..., None]:
+        @wraps(work)
+        def command(**values: Any) -> None:
+            raise typer.Exit(guarded(lambda: work(options(**values)), debugging(), resumes))
+
+        command.__signature__ = signature(options)  # type: ignore[attr-defined]  # what typer reads
+        return command
+
+    return decorate
+
+
+def debugging() -> bool:
+    """Return True under ``headstart --debug``."""
+    return os.environ.get("HEADSTART_DEBUG") == "1"

@@ -22,6 +22,8 @@ class Visitors:
         self.models = models
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
         self._races: dict[str, Race] = {}
+        self._here: set[str] = set()
+        """Visitors who have run something and have not left."""
         self._decoding: set[Race] = set()
         self._lock = threading.Lock()
 
@@ -41,9 +43,14 @@ class Visitors:
         ValueError at once for an entry that does not fit; the last race is then kept. When the iterator is closed, the
         race is closed too.
         """
+        with self._lock:
+            self._here.add(visitor)
         race = self._in_thread(lambda: race_of(self.models, form))
         self.stop(visitor)
         with self._lock:
+            if visitor not in self._here:  # who left while others decoded
+                race.close()
+                return iter(())
             self._races.pop(visitor, None)  # the visitor becomes the latest
             self._races[visitor] = race
             while len(self._races) > _MOST_VISITORS:
@@ -75,6 +82,7 @@ class Visitors:
         """Forget a visitor: the race is stopped, and its caches are free."""
         with self._lock:
             race = self._races.pop(visitor, None)
+            self._here.discard(visitor)
         if race is not None:
             self._close(race)
 
