@@ -27,6 +27,7 @@ from decoding.measure.waves import PromptSource, TokenPrompts, Wave, waves_of
 from decoding.metrics import Acceptance, StepCount, acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import measure_cost_curve
+from decoding.rules.tree import common_length
 
 __all__ = ["EvaluationConfig", "Method", "Run", "evaluate", "measure", "measure_acceptance", "standard_methods"]
 
@@ -218,8 +219,8 @@ def margin_of(target: CausalLM, prompt: Sequence[int], mine: Sequence[int], plai
     """
     if tuple(mine) == tuple(plain):
         return None
-    at = next((i for i, (a, b) in enumerate(zip(mine, plain, strict=False)) if a != b), None)
-    if at is None:
+    at = common_length(mine, plain)
+    if at == min(len(mine), len(plain)):
         return "ended"
     text = [*prompt, *plain[:at]]
     logits = target.prefill([text], target.new_cache(len(text))).logits[0].float()

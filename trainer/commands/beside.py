@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from decoding.measure.evaluate import margin_of
-from decoding.measure.figures import NEAR
+from decoding.measure.proof.reference import near_tie
 from decoding.rules.tree import common_length
 from trainer.commands.answers import show_legend
 from trainer.commands.decode import Decoder
@@ -72,6 +72,6 @@ def verdict(decoder: Decoder, prompt: Sequence[int], plain: Sequence[int], draft
     margin = margin_of(target, prompt, drafted, plain)
     assert isinstance(margin, float), "the texts differ at a token"
     told += f", where the target's logits of the two tokens are {margin:.3g} apart"
-    if margin <= NEAR[dtype]:
+    if margin <= near_tie(target.dtype):
         return f"{told}: a tie within the rounding of {dtype}; --dtype fp32 decides it"
     return f"{told}, more than rounding in {dtype} explains: 'headstart verify' looks for the fault"

@@ -13,6 +13,7 @@ from decoding.measure.evaluate import margin_of
 from decoding.measure.proof.reference import near_tie
 from decoding.model.causal_lm import CausalLM
 from decoding.prompts import encode_prompt
+from decoding.rules.tree import common_length
 from decoding.stream import Detokenizer, Piece, step_pieces
 from decoding.tally import Tally
 
@@ -150,8 +151,7 @@ class Race:
     def _compare(self) -> Ending:
         """Compare the texts. In bf16 near-ties may fall either way: the margin where the texts part tells."""
         plain, mine = self.plain.tokens, self.speculative.tokens
-        pairs = zip(plain, mine, strict=False)
-        alike = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(mine)))
+        alike = common_length(plain, mine)
         if plain == mine and self.finished:
             return Ending(alike, "equal")
         if alike == min(len(plain), len(mine)) and not self.finished:

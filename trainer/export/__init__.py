@@ -81,13 +81,7 @@ def export(
     `ValueError` for an unknown format or one that does not fit the artefact, a source without weights, a destination
     that is not empty, a report or a plan that is malformed or of other weights, and files that read back differently.
     """
-    source, destination = Path(source), Path(destination)
-    if not source.exists():
-        if str(source) == quickstart.NAME and not quickstart.is_built():
-            raise ValueError(
-                "the embedded target is not built yet: headstart generate --target quickstart --prompt x builds it"
-            )
-        source = Path(quickstart.resolve(str(source)))
+    source, destination = _found(Path(source)), Path(destination)
     check_license(license)
     check_name(format)
     if prompts is not None and not Path(prompts).is_file():
@@ -126,6 +120,17 @@ def export(
         write_folder(destination, write)
         files = {name: (destination / name).stat().st_size for name in _names_in(destination)}
         return ExportSummary(format, destination, files, tuple(compared))
+
+
+def _found(source: Path) -> Path:
+    """Return the folder of a source, that of the embedded target for ``quickstart``; ValueError if it is not built."""
+    if source.exists():
+        return source
+    if str(source) == quickstart.NAME and not quickstart.is_built():
+        raise ValueError(
+            "the embedded target is not built yet: headstart generate --target quickstart --prompt x builds it"
+        )
+    return Path(quickstart.resolve(str(source)))
 
 
 def _form_of(source: Path, format: str, asked: str | None, published: bool) -> str | None:

@@ -186,10 +186,10 @@ def sampled_draft(shape: TreeShape, q: ContextModel, kind: ProposalKind) -> Draf
         tokens = torch.tensor([ROOT_TOKEN, *(context_of[node][-1] for node in kept[1:])])
         # The row of a node without children is never to be read: NaN would show. Those after the last parent are cut.
         unread = torch.full((q.vocab,), torch.nan, dtype=torch.float64)
-        last_parent = max(kept_shape.parents[1:], default=0)
+        read = max(kept_shape.parents[1:], default=0) + 1
         rows = [
             q(context_of[node]) if children else unread
-            for node, children in zip(kept[: last_parent + 1], kept_shape.children, strict=False)
+            for node, children in zip(kept[:read], kept_shape.children[:read], strict=True)
         ]
         return Proposal(TokenTree(tokens, kept_shape), kind, torch.stack(rows))
 
