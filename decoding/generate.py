@@ -1,7 +1,10 @@
 """THE decoding loop: propose, verify, commit. Every drafter, rule and batch goes through it, plain decoding too."""
 
+import math
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import NamedTuple
@@ -138,36 +141,57 @@ class Batch:
         self.rows = rows
         self.keeps_states = drafter is not None and drafter.reads_states
         self.longest = max((len(prompt) for prompt in prompts), default=0) + config.max_new_tokens
-        self.session = self._open()
-        self.serves_calls = cache is not None
+        self.last_step = time.monotonic()
+        self.serves_calls, self._rehearsed = cache is not None, False
         self._nodes = drafter.max_nodes if drafter else 1
-        self.cache = cache if cache is not None else target.new_cache(self.longest + self._nodes, rows)
+        try:
+            self._open(cache)
+        finally:  # what has not begun keeps nobody waiting
+            target.turns.give_back(self)
 
-    def _open(self) -> DraftSession | None:
-        """Open the drafter's session; ValueError for a target or lengths that do not fit."""
-        if self.drafter is None:
-            return None
-        return self.drafter.open(self.target, self.config.sampling, self.rows, self.longest)
+    def _open(self, cache: PreallocatedCache | None) -> None:
+        """Open the drafter's session and a cache, in a static model's turn; ValueError for what does not fit."""
+        target = self.target
+        if target.is_static:
+            target.turns.take(self)
+        with target.lock:
+            self.session: DraftSession | None = None
+            if self.drafter is not None:
+                self.session = self.drafter.open(target, self.config.sampling, self.rows, self.longest)
+            self.cache = target.new_cache(self.longest + self._nodes, self.rows, self) if cache is None else cache
 
     def run(self) -> Iterator[tuple[int, Step]]:
         """Decode until every prompt is done; yield (place of the prompt, its next step)."""
-        if self.drafter and self.config.max_new_tokens > 2:  # with fewer no text has room for a draft
-            self.policy.begin(self.drafter.budgets, self.rows, self._rehearse)
-        if self.session is None:  # a rehearsal has closed it
-            self.session = self._open()
-        lease = self.cache.take()
-        while self.waiting or self.texts:
+        try:
+            if self.drafter and self.config.max_new_tokens > 2:  # with fewer no text has room for a draft
+                self.policy.begin(self.drafter.budgets, self.rows, self._rehearse)
+            if self.target.is_static or self._rehearsed:  # others have used its caches since it was made
+                self._open(self.cache if self.serves_calls else None)
+            lease = self.cache.take()
+            while self.waiting or self.texts:
+                with self._turn(lease):
+                    steps = self._refill()
+                    self.target.prepare(self.cache, len(self.texts), [self._nodes], self.longest)
+                yield from steps
+                while self.texts and not any(text.finished for text in self.texts):
+                    with self._turn(lease):
+                        steps = [(text.place, step) for text, step in zip(self.texts, self._step(), strict=True)]
+                    yield from steps
+        finally:
+            self.target.turns.give_back(self)
+
+    @contextmanager
+    def _turn(self, lease: int) -> Iterator[None]:
+        """Keep other threads from the model for the length of a step."""
+        with self.target.lock:
             self.cache.check(lease)
-            yield from self._refill()
-            self.target.prepare(self.cache, len(self.texts), [self._nodes], self.longest)
-            while self.texts and not any(text.finished for text in self.texts):
-                self.cache.check(lease)
-                places = [text.place for text in self.texts]
-                yield from zip(places, self._step(), strict=True)
+            self.last_step = math.inf  # however long it takes
+            yield
+            self.last_step = time.monotonic()
 
     def _rehearse(self, policy: Policy, rows: int) -> Iterator[object]:
         """Decode the waiting prompts, in turn and again, by another policy, which measures; the texts are dropped."""
-        self.session = None  # a draft with static shapes has one cache, which the rehearsal takes
+        self._rehearsed = True  # a draft with static shapes has one cache, which the rehearsal takes
         prompts = list(islice(cycle(prompt for _, prompt, _ in self.waiting), _REHEARSALS * rows))
         return Batch(self.target, self.drafter, policy, self.stop, prompts, self.config, rows).run()
 

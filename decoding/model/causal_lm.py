@@ -27,6 +27,7 @@ from decoding.model.forward import ModelOutput, run_model
 from decoding.model.masks import TreeMasks
 from decoding.model.static import StaticSteps, nodes_at
 from decoding.model.static_inputs import row_bucket
+from decoding.model.turns import CacheTurns, Generation, lock_of
 from decoding.rules.tree import TokenTree
 
 _PREFILL_TOKENS = 1 << 14
@@ -52,6 +53,8 @@ class CausalLM:
         refuse_unfit(model)
         leave_out_cudnn()  # here, because every model passes here; it also holds for the peers
         self.model = model
+        self.lock = lock_of(model)
+        """Lock of a decoding step, shared by all wrappers of the model."""
         self.output_tokens = None if output_tokens is None else output_tokens.to(model.device)
         text_config = model.config.get_text_config(decoder=True)
         self.num_layers: int = text_config.num_hidden_layers
@@ -68,6 +71,8 @@ class CausalLM:
         self._dynamic = DynamicSteps(model, self._masks, self._last_place)
         self._static: StaticSteps | None = None
         self._static_cache: PreallocatedCache | None = None
+        self.turns = CacheTurns()
+        """Turns of generations on the only cache of a static model."""
         self.static = static
         """The way in which its steps have fixed shapes; None if they have not."""
         if static is not None:
@@ -103,15 +108,20 @@ class CausalLM:
         dtype: torch.dtype = self.model.dtype
         return dtype
 
-    def new_cache(self, capacity: int, rows: int = 1) -> PreallocatedCache:
-        """Make a cache for ``rows`` texts of about ``capacity`` positions; a static model restarts its only cache."""
+    def new_cache(self, capacity: int, rows: int = 1, generation: Generation | None = None) -> PreallocatedCache:
+        """Make a cache for ``rows`` texts of about ``capacity`` positions.
+
+        A static model restarts its only cache, for ``generation``, when those of other threads are done with it.
+        """
         if self._static is None:
             return PreallocatedCache(self.num_layers, capacity, rows, self._key_devices)
+        self.turns.take(generation)
         capacity, rows = self._static.capacity(capacity), row_bucket(rows)
-        if self._static_cache is None or self._static_cache.rows < rows:
-            self._static_cache = PreallocatedCache(self.num_layers, capacity, rows)
-        self._static_cache.restart(capacity)
-        return self._static_cache
+        with self.lock:
+            if self._static_cache is None or self._static_cache.rows < rows:
+                self._static_cache = PreallocatedCache(self.num_layers, capacity, rows)
+            self._static_cache.restart(capacity)
+            return self._static_cache
 
     @torch.inference_mode()
     def prefill(

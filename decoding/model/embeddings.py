@@ -6,6 +6,7 @@ names (`get_input_embeddings`), so nothing here knows a family.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 from jaxtyping import Float
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def added_to_embeddings(model: nn.Module, addition: Float[Tensor, "batch positions width"] | None) -> Iterator[None]:
-    """Add ``addition`` to the input embeddings in every forward of the model inside the context; None adds nothing.
+    """Add ``addition`` (None: nothing) to the input embeddings in this thread's forwards of the model in the context.
 
     The sum is in the embeddings' dtype, on their device. Gradients flow to the addition.
     """
@@ -22,8 +23,10 @@ def added_to_embeddings(model: nn.Module, addition: Float[Tensor, "batch positio
         yield
         return
 
+    thread = get_ident()
+
     def hook(module: nn.Module, args: tuple[Any, ...], embedded: Tensor) -> Tensor:
-        return embedded + addition.to(embedded)
+        return embedded + addition.to(embedded) if get_ident() == thread else embedded
 
     handle = None
     try:  # from here on: a hook that an interrupt left behind would spoil every later forward

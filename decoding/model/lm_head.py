@@ -6,6 +6,7 @@ a family. All work at the lm_head, in decoding and in training, goes through thi
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any, TypeVar
 
 from jaxtyping import Float
@@ -18,14 +19,17 @@ Result = TypeVar("Result")
 
 @contextmanager
 def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] | None = None) -> Iterator[list[Tensor]]:
-    """Collect the lm_head's input, (batch, positions, hidden), of every forward of the model inside the context.
+    """Collect the lm_head's input, (batch, positions, hidden), of this thread's forwards of the model in the context.
 
     With ``select`` the lm_head itself reads only ``select(hidden)``, which saves logits that are not needed; the
     captured tensor is the whole input.
     """
     captured: list[Tensor] = []
+    thread = get_ident()
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if get_ident() != thread:  # somebody else's forward of the same model
+            return None
         captured.append(args[0])
         return (select(args[0]), *args[1:]) if select else None
 

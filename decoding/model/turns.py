@@ -1,0 +1,69 @@
+"""The order among threads that decode with one model: their steps take turns, and so do generations on one cache."""
+
+import threading
+import time
+import warnings
+from typing import Protocol
+from weakref import WeakKeyDictionary, ref
+
+from torch import nn
+
+PATIENCE = 10.0
+"""Seconds after which a stream that nobody reads loses the cache of a static model to a call that waits for it."""
+_POLL = 0.05
+
+_LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+_LOCKS_LOCK = threading.Lock()
+
+
+def lock_of(model: nn.Module) -> threading.RLock:
+    """Return the lock that a thread holds during a step of the model, the same for every wrapper of the model.
+
+    A pass switches hooks on the model and the way it attends, so two passes at a time would read each other's states.
+    """
+    with _LOCKS_LOCK:
+        return _LOCKS.setdefault(model, threading.RLock())
+
+
+class Generation(Protocol):
+    """A generation that uses a cache. ``last_step``: the end of its last step, by `time.monotonic`."""
+
+    last_step: float
+
+
+class CacheTurns:
+    """The turns of generations on the one cache of a static model."""
+
+    def __init__(self) -> None:
+        self._free = threading.Condition()
+        self._holder: ref[Generation] | None = None
+
+    def take(self, generation: Generation | None) -> None:
+        """Wait until no other generation has the cache; end one that has made no step for `PATIENCE` seconds.
+
+        A generation that was dropped, or has ended, does not have it any more. With None, nobody has it afterwards.
+        """
+        with self._free:
+            while (held := self._held_by_another(generation)) is not None:
+                idle = time.monotonic() - held.last_step
+                if idle >= PATIENCE:
+                    warnings.warn(
+                        f"a stream that was not read for {idle:.0f} seconds is ended: a model with static shapes "
+                        "decodes one batch at a time, and another call waited",
+                        stacklevel=3,
+                    )
+                    break
+                del held  # a waiting thread keeps no dropped generation
+                self._free.wait(_POLL)
+            self._holder = None if generation is None else ref(generation)
+
+    def give_back(self, generation: Generation) -> None:
+        """End the turn of a generation, if it still has the cache."""
+        with self._free:
+            if self._holder is not None and self._holder() is generation:
+                self._holder = None
+                self._free.notify()
+
+    def _held_by_another(self, generation: Generation | None) -> Generation | None:
+        holder = None if self._holder is None else self._holder()
+        return None if holder is generation else holder

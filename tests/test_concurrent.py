@@ -1,0 +1,208 @@
+"""One model used from several threads: every text is right, and a stream that nobody reads keeps nobody waiting."""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import pytest
+import torch
+from drafter_checks import PROMPTS
+from test_medusa_drafter import random_heads
+from tiny_models import naive_greedy, tiny_model
+from tiny_parallel import tiny_parallel_draft
+
+from decoding import DecodingConfig, Engine, HeadstartModel, SamplingConfig
+from decoding.drafters import (
+    CascadeDrafter,
+    Drafter,
+    DraftModelDrafter,
+    DraftTreeDrafter,
+    HybridDrafter,
+    LookaheadDrafter,
+    MedusaDrafter,
+    ParallelDrafter,
+    PromptLookupDrafter,
+)
+from decoding.model import turns
+from decoding.model.causal_lm import CausalLM
+
+TOKENS = 12
+
+DRAFTERS: dict[str, Callable[[CausalLM, CausalLM], Drafter | None]] = {
+    "plain": lambda target, draft: None,
+    "lookup": lambda target, draft: PromptLookupDrafter(3),
+    "heads": lambda target, draft: MedusaDrafter(random_heads(shared=False)),
+    "draft": lambda target, draft: DraftModelDrafter(draft, (1, 1, 1)),
+    "the target as its own draft": lambda target, draft: DraftModelDrafter(
+        CausalLM(target.model, static=target.static), (1, 1)
+    ),
+    "draft tree": lambda target, draft: DraftTreeDrafter(draft, depth=3, width=2, nodes=6),
+    "parallel, which reads the target's states": lambda target, draft: ParallelDrafter(tiny_parallel_draft(target)),
+    "hybrid": lambda target, draft: HybridDrafter(DraftModelDrafter(draft, (1, 1)), PromptLookupDrafter(3)),
+    "lookahead": lambda target, draft: LookaheadDrafter(),
+    "cascade": lambda target, draft: CascadeDrafter(draft, PromptLookupDrafter(3), 4),
+}
+
+KINDS = [*((name, None) for name in DRAFTERS), ("plain", "eager"), ("draft", "eager")]
+
+
+@pytest.fixture(autouse=True)
+def threads_switch_often() -> Iterator[None]:
+    """Let Python switch threads 250 times as often as it does by default."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(2e-5)
+    yield
+    sys.setswitchinterval(usual)
+
+
+def models(static: str | None = None) -> tuple[CausalLM, CausalLM]:
+    """A target of its own for each test, and a draft: other tests' threads share no hooks with these."""
+    return CausalLM(tiny_model(), static=static), CausalLM(tiny_model(seed=1), static=static)
+
+
+def in_threads(count: int, work: Callable[[int], list[object]]) -> list[list[object]]:
+    """Run ``work`` with the numbers from 0 on in as many threads, which all begin at once."""
+    barrier = threading.Barrier(count)
+
+    def begin(number: int) -> list[object]:
+        barrier.wait()
+        return work(number)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(begin, range(count)))
+
+
+@pytest.mark.parametrize(("name", "static"), KINDS)
+def test_calls_from_several_threads_write_the_texts_that_each_would_alone(name: str, static: str | None) -> None:
+    target, draft = models(static)
+    model = HeadstartModel(target, DRAFTERS[name](target, draft))
+    right = [naive_greedy(target.model, prompt, TOKENS) for prompt in PROMPTS]
+
+    def work(number: int) -> list[object]:
+        places = [(number + turn) % len(PROMPTS) for turn in range(3)]
+        texts = [model.generate(torch.tensor([PROMPTS[place]]), max_new_tokens=TOKENS) for place in places]
+        return [tuple(text[0, len(PROMPTS[p]) :].tolist()) == right[p] for p, text in zip(places, texts, strict=True)]
+
+    assert in_threads(6, work) == [[True] * 3] * 6
+
+
+@pytest.mark.parametrize("name", ["draft", "parallel, which reads the target's states"])
+def test_batches_and_sampled_texts_of_several_threads_are_those_of_one(name: str) -> None:
+    target, draft = models()
+    engine = Engine(target, DRAFTERS[name](target, draft))
+    configs = [DecodingConfig(TOKENS), DecodingConfig(TOKENS, SamplingConfig(1.0, repetition_penalty=1.2), seed=7)]
+
+    def work(number: int) -> list[object]:
+        return [text.tokens for text in engine.decode(PROMPTS, configs[number % 2], batch_size=1 + number // 2)]
+
+    assert in_threads(6, work) == [work(number) for number in range(6)]
+
+
+def test_transformers_own_generate_beside_ours_is_right() -> None:
+    """A hook that another thread's pass has set on the model acts in that thread alone."""
+    target, draft = models()
+    model = HeadstartModel(target, DraftModelDrafter(draft, (1, 1, 1)))
+    right = [naive_greedy(target.model, prompt, TOKENS) for prompt in PROMPTS]
+
+    def work(number: int) -> list[object]:
+        found = []
+        for prompt in PROMPTS:
+            generate = model.generate if number % 2 else target.model.generate
+            mask = torch.ones(1, len(prompt), dtype=torch.long)
+            text = generate(torch.tensor([prompt]), attention_mask=mask, max_new_tokens=TOKENS, do_sample=False)
+            found.append(tuple(text[0, len(prompt) :].tolist()))
+        return found
+
+    assert in_threads(4, work) == [right] * 4
+
+
+@pytest.mark.parametrize(("name", "static"), KINDS)
+def test_streams_that_a_pool_of_threads_reads_step_by_step_are_right(name: str, static: str | None) -> None:
+    """As a web framework does, which asks each time another thread for a stream's next step."""
+    target, draft = models(static)
+    engine = Engine(target, DRAFTERS[name](target, draft))
+    right = [naive_greedy(target.model, prompt, TOKENS) for prompt in PROMPTS[:3]]
+    with ThreadPoolExecutor(4) as pool:
+
+        def text(prompt: list[int]) -> tuple[int, ...]:
+            steps = pool.submit(lambda: engine.steps(prompt, DecodingConfig(TOKENS))).result()
+            found: tuple[int, ...] = ()
+            while (step := pool.submit(lambda: next(steps, None)).result()) is not None:
+                found += step.tokens
+            return found
+
+        with ThreadPoolExecutor(3) as readers:
+            assert list(readers.map(text, PROMPTS[:3])) == right
+
+
+def test_a_stream_that_nobody_reads_on_keeps_nobody_waiting_and_goes_on_where_it_was() -> None:
+    target, draft = models()
+    engine = Engine(target, DraftModelDrafter(draft, (1, 1, 1)))
+    right = [naive_greedy(target.model, prompt, TOKENS) for prompt in PROMPTS[:2]]
+    stream = engine.steps(PROMPTS[0], DecodingConfig(TOKENS))
+    first = in_threads(1, lambda number: [next(stream)])[0]
+    assert in_threads(2, lambda number: [engine.decode(PROMPTS[1], DecodingConfig(TOKENS)).tokens]) == [[right[1]]] * 2
+    assert tuple(token for step in [*first, *stream] for token in step.tokens) == right[0]
+
+
+def test_a_static_model_ends_a_stream_that_nobody_reads_when_another_call_has_waited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target, draft = models("eager")
+    engine = Engine(target, DraftModelDrafter(draft, (1, 1, 1)))
+    right = naive_greedy(target.model, PROMPTS[1], TOKENS)
+    stream = engine.steps(PROMPTS[0], DecodingConfig(TOKENS))
+    in_threads(1, lambda number: [next(stream)])
+    monkeypatch.setattr(turns, "PATIENCE", 0.0)
+    with pytest.warns(UserWarning, match="a stream that was not read for 0 seconds is ended"):
+        found = in_threads(1, lambda number: [engine.decode(PROMPTS[1], DecodingConfig(TOKENS)).tokens])
+    assert found == [[right]]
+    with pytest.raises(ValueError, match="another generation has begun on it"):
+        list(stream)
+
+
+@pytest.mark.parametrize("left", ["dropped", "closed", "failed", "not begun", "not begun and kept"])
+def test_a_static_models_cache_is_free_at_once_when_a_stream_is_left(
+    left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "PATIENCE", float("inf"))  # a test that fails here waits for ever
+    target, draft = models("eager")
+    engine = Engine(target, DraftModelDrafter(draft, (1, 1, 1)))
+    stream = engine.steps(PROMPTS[0], DecodingConfig(TOKENS))
+    if not left.startswith("not begun"):
+        next(stream)
+    if left == "closed":
+        stream.close()
+    elif left == "failed":
+        monkeypatch.setattr(target, "verify", None)
+        with pytest.raises(TypeError):
+            next(stream)
+        monkeypatch.undo()
+        monkeypatch.setattr(turns, "PATIENCE", float("inf"))
+    elif left != "not begun and kept":
+        del stream
+    text = in_threads(1, lambda number: [engine.decode(PROMPTS[1], DecodingConfig(TOKENS)).tokens])
+    assert text == [[naive_greedy(target.model, PROMPTS[1], TOKENS)]]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_slow_step_is_not_taken_for_a_stream_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "PATIENCE", 0.0)
+    target, _ = models("eager")
+    engine, reached, goes_on = Engine(target), threading.Event(), threading.Event()
+    prefill = target.prefill
+
+    def slow(*args: object, **options: object) -> object:
+        reached.set()
+        assert goes_on.wait(60)
+        return prefill(*args, **options)  # type: ignore[arg-type]  # as given
+
+    monkeypatch.setattr(target, "prefill", slow)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(lambda: next(engine.steps(PROMPTS[0], DecodingConfig(1))).tokens)
+        assert reached.wait(60)
+        second = pool.submit(lambda: engine.decode(PROMPTS[1], DecodingConfig(1)).tokens)
+        assert not wait([second], timeout=0.2).done
+        goes_on.set()
+        assert [first.result(60), second.result(60)] == [naive_greedy(target.model, p, 1) for p in PROMPTS[:2]]
