@@ -17,6 +17,9 @@ class Engine:
     """A target with its drafter (None: plain decoding), ready to decode.
 
     The policy is the only state: it may adapt from text to text. The tokenizer is needed for stop strings only.
+
+    Several threads may decode with one engine. Their steps take turns; on a target with static shapes, which has one
+    cache, their calls do, and a stream that was not read for 10 seconds is ended when another call waits.
     """
 
     target: CausalLM

@@ -32,6 +32,7 @@ class HeadstartModel:
     """A target and its drafter (None: plain decoding), with transformers' `generate`.
 
     The policy is kept from call to call, and may adapt: only under the fixed policy does a seed repeat sampled texts.
+    Several threads may call one model; their steps take turns.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
 """Proofs of engines: what is compared with the target, what is a fault, and which test catches it."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -8,6 +9,7 @@ import pytest
 import torch
 from tiny_models import full_forward, naive_greedy
 
+from decoding.drafters import PromptLookupDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.measure.proof.distribution import Continuations, undecided
@@ -72,6 +74,24 @@ def test_several_ends_count_as_one() -> None:
     ((alone, _),) = reference().probabilities(text)
     assert tokens.tolist() == [3, 5]
     assert torch.allclose(p[:, 5], alone[:, 5] + alone[:, 7]) and float(p[:, 7].sum()) == 0
+
+
+def test_the_margin_of_several_ends_is_that_of_the_best_of_them() -> None:
+    logits = full_forward(target().model, [1, 2, 3])[1:]
+    ((margins, best),) = reference(5, 7).margins([Written((1, 2), (3, 7))])
+    ends = logits[:, [5, 7]].amax(1)
+    own = torch.stack([logits[0, 3], ends[1]])
+    assert torch.allclose(margins, torch.maximum(logits.amax(1), ends) - own, atol=1e-5)
+    assert best.tolist() == [5 if token == 7 else token for token in logits.argmax(1).tolist()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_target_with_several_ends_passes_every_test(dtype: torch.dtype) -> None:
+    several = CausalLM(copy.deepcopy(target().model).to(dtype))
+    proof = Reference(several, SAMPLED, (END, 5, 7))
+    engine = Engine(several, PromptLookupDrafter(3))
+    writer = EngineWriter(engine, DecodingConfig(sampling=SAMPLED, eos_token_ids=(END, 5, 7)), batch_size=64)
+    assert all(finding.passed for finding in prove(proof, writer, PROMPTS, EFFORT))
 
 
 # --- greedy texts -----------------------------------------------------------------------------------------------------

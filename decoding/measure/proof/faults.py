@@ -159,7 +159,7 @@ _NO_RESIDUAL = Rule("no residual", False, frozenset({ProposalKind.SAMPLED}), _wi
 
 
 class _StaleTarget(CausalLM):
-    def new_cache(self, capacity: int, rows: int = 1) -> PreallocatedCache:
+    def new_cache(self, capacity: int, rows: int = 1, generation: object = None) -> PreallocatedCache:
         return _StaleCache(self.num_layers, capacity, rows)
 
 

@@ -4,7 +4,7 @@ No cache, no tree, no batch of this project is used: a proof must not lean on th
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,7 +50,7 @@ class Reference:
         """Yield each text's distributions, (tokens, vocab) in fp64 after all controls, and its tokens."""
         for text, logits in zip(texts, self._logits(texts), strict=True):
             p = probabilities(logits.double(), self.sampling, self._history(text, self.sampling))
-            yield self._folded(p), self._tokens(text)
+            yield self._folded(p, 0.0, lambda ends: ends.sum(1)), self._tokens(text)
 
     def possible(self, texts: Sequence[Written]) -> Iterator[Tensor]:
         """Yield, for each text, True at tokens that controls a little looser allow: rounding moves their border."""
@@ -70,11 +70,7 @@ class Reference:
         greedy = replace(self.sampling, temperature=0.0)
         for text, logits in zip(texts, self._logits(texts), strict=True):
             scores = adjusted_logits(logits, greedy, self._history(text, greedy)).float()
-            if len(self.eos_token_ids) > 1:
-                ends = torch.tensor(self.eos_token_ids, device=scores.device)
-                best_end = scores[:, ends].amax(1)
-                scores[:, ends] = -torch.inf
-                scores[:, ends[0]] = best_end
+            scores = self._folded(scores, -torch.inf, lambda ends: ends.amax(1))
             own = scores.gather(1, self._tokens(text)[:, None]).squeeze(1)
             yield scores.amax(1) - own, scores.argmax(1)
 
@@ -88,13 +84,16 @@ class Reference:
         folded = [ends[0] if token in ends else token for token in text.tokens]
         return torch.tensor(folded, device=self.target.device)
 
-    def _folded(self, p: Float[Tensor, "tokens vocab"]) -> Float[Tensor, "tokens vocab"]:
-        if len(self.eos_token_ids) > 1:
-            ends = torch.tensor(self.eos_token_ids, device=p.device)
-            together = p[:, ends].sum(1)
-            p[:, ends] = 0
-            p[:, ends[0]] = together
-        return p
+    def _folded(
+        self, values: Float[Tensor, "tokens vocab"], nothing: float, together: Callable[[Tensor], Tensor]
+    ) -> Float[Tensor, "tokens vocab"]:
+        """Give the first EOS id the values of all, ``together``, and the others ``nothing``; ``values`` stay whole."""
+        if len(self.eos_token_ids) < 2:
+            return values
+        ends = torch.tensor(self.eos_token_ids, device=values.device)
+        folded = values.index_fill(1, ends, nothing)
+        folded[:, ends[0]] = together(values[:, ends])
+        return folded
 
     def _history(self, text: Written, sampling: SamplingConfig) -> HistoryRows | None:
         if not sampling.needs_history:
