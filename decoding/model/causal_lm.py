@@ -27,7 +27,7 @@ from decoding.model.forward import ModelOutput, run_model
 from decoding.model.masks import TreeMasks
 from decoding.model.static import StaticSteps, nodes_at
 from decoding.model.static_inputs import row_bucket
-from decoding.model.turns import CacheTurns, Generation, lock_of
+from decoding.model.turns import CacheHolder, CacheTurns, lock_of
 from decoding.rules.tree import TokenTree
 
 _PREFILL_TOKENS = 1 << 14
@@ -108,7 +108,7 @@ class CausalLM:
         dtype: torch.dtype = self.model.dtype
         return dtype
 
-    def new_cache(self, capacity: int, rows: int = 1, generation: Generation | None = None) -> PreallocatedCache:
+    def new_cache(self, capacity: int, rows: int = 1, generation: CacheHolder | None = None) -> PreallocatedCache:
         """Make a cache for ``rows`` texts of about ``capacity`` positions.
 
         A static model restarts its only cache, for ``generation``, when those of other threads are done with it.

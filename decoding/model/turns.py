@@ -25,7 +25,7 @@ def lock_of(model: nn.Module) -> threading.RLock:
         return _LOCKS.setdefault(model, threading.RLock())
 
 
-class Generation(Protocol):
+class CacheHolder(Protocol):
     """A generation that uses a cache. ``last_step``: the end of its last step, by `time.monotonic`."""
 
     last_step: float
@@ -36,9 +36,9 @@ class CacheTurns:
 
     def __init__(self) -> None:
         self._free = threading.Condition()
-        self._holder: ref[Generation] | None = None
+        self._holder: ref[CacheHolder] | None = None
 
-    def take(self, generation: Generation | None) -> None:
+    def take(self, generation: CacheHolder | None) -> None:
         """Wait until no other generation has the cache; end one that has made no step for `PATIENCE` seconds.
 
         A generation that was dropped, or has ended, does not have it any more. With None, nobody has it afterwards.
@@ -57,13 +57,13 @@ class CacheTurns:
                 self._free.wait(_POLL)
             self._holder = None if generation is None else ref(generation)
 
-    def give_back(self, generation: Generation) -> None:
+    def give_back(self, generation: CacheHolder) -> None:
         """End the turn of a generation, if it still has the cache."""
         with self._free:
             if self._holder is not None and self._holder() is generation:
                 self._holder = None
                 self._free.notify()
 
-    def _held_by_another(self, generation: Generation | None) -> Generation | None:
+    def _held_by_another(self, generation: CacheHolder | None) -> CacheHolder | None:
         holder = None if self._holder is None else self._holder()
         return None if holder is generation else holder
