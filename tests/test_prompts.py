@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from tiny_tokenizer import byte_tokenizer
 from tiny_training import tiny_tokenizer
@@ -133,6 +135,13 @@ def test_a_conversation_of_sharegpt_is_asked_up_to_its_first_answer(tmp_path: Pa
     path.write_text(json.dumps({"conversations": turns}) + "\n")
     tokenizer = tiny_tokenizer()
     assert read_prompts(path, tokenizer, 5) == [tuple(tokenizer("a b")["input_ids"])]
+
+
+def test_prompts_are_read_from_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "a"}, {"prompt": "b"}]), path)
+    found = read_conversations(path, None, None, 1, chat=False)
+    assert [(conversation.key.row, conversation.text) for conversation in found] == [(1, "a"), (2, "b")]
 
 
 def test_rows_in_another_container_are_refused_with_the_one_that_is_read(tmp_path: Path) -> None:

@@ -7,12 +7,9 @@ The target counts: after token x comes x + 1. In its tokenizer, a to l are 4 to 
 import io
 import json
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from rich.console import Console
 from tiny_models import counting_model, tiny_model
@@ -24,8 +21,8 @@ from decoding.model.loading import load_tokenizer
 from trainer.cli import app
 from trainer.commands.regenerate import run_regenerate
 from trainer.commands.training_options import RegenerateOptions
-from trainer.data.answers import AnswerFile
-from trainer.data.conversations import Key, read_conversations
+from trainer.data.answers import Answered, AnswerFile
+from trainer.data.conversations import Conversation, Key, answer_message, read_conversations
 from trainer.data.dataset import load_dataset
 from trainer.files.lock import hold_file
 from trainer.recipe.common import DataSection
@@ -142,30 +139,6 @@ def test_samples_of_a_prompt_differ_and_are_those_of_their_seed(models: Path, tm
     assert len({str(text) for text in texts["one"]}) == 4
 
 
-def test_the_target_sees_the_tools_of_a_row_and_training_on_its_answer_does(models: Path, tmp_path: Path) -> None:
-    """A template that ends its question with the first tool's name: the target counts on from there."""
-    first = "{{ tools[0].function.name if tools else '' }} "
-    tokenizer = tiny_tokenizer(f"{first}{CHAT_TEMPLATE}{{% if add_generation_prompt %}}{first}{{% endif %}}")
-    counting_model().save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
-    row = {"prompt": "j", "tools": '[{"name": "h"}]'}
-    regenerate(options(tmp_path, tmp_path / "target", [row, "j"]))
-    having, without = rows(tmp_path / "answers.jsonl")
-    assert contents(having) == ["j", "i j k l"] and contents(without) == ["j", "k l"]
-    assert having["tools"] == [{"type": "function", "function": {"name": "h"}}] and "tools" not in without
-    section = DataSection(train="", heldout="", max_length=32)
-    examples = load_dataset(str(tmp_path / "answers.jsonl"), section, tokenizer).examples
-    #                                                 h <user> j  h  i   j   k   l <unk> <eos>
-    assert [each.tokens.tolist() for each in examples] == [[11, 2, 13, 11, 12, 13, 14, 15, 0, 1], [2, 13, 14, 15, 0, 1]]
-
-
-def test_tools_that_the_targets_template_leaves_out_are_told_once(models: Path, tmp_path: Path) -> None:
-    said = io.StringIO()
-    asked = [{"prompt": "j", "tools": [{"name": "h"}]}] * 2 + [{"prompt": "i"}]
-    run_regenerate(options(tmp_path, models / "chat", asked), Console(file=said, width=1000))
-    assert said.getvalue().count("2 of 3 prompts have tools") == 1
-
-
 # --- what is not ----------------------------------------------------------------------------------------------------
 
 
@@ -190,6 +163,15 @@ def test_an_empty_answer_is_set_aside(models: Path, tmp_path: Path) -> None:
     assert summary.empty == 1
 
 
+def test_an_answer_that_training_would_refuse_is_set_aside(tmp_path: Path) -> None:
+    conversation = Conversation(Key(1, 0), 0, (({"role": "user", "content": "a"},),), chat=True)
+    with AnswerFile(tmp_path / "answers.jsonl", {}, {}, keep_truncated=True) as answers:
+        answers.add([Answered(conversation, (answer_message("half \ud83d"),), 1, truncated=False)])
+    (row,) = set_aside(tmp_path)
+    assert row["problem"] == "failed" and "training would refuse it: " in row["reason"]
+    assert not (tmp_path / "answers.jsonl").exists()
+
+
 def test_tokens_that_training_would_refuse_are_left_out_and_the_text_is_kept(models: Path, tmp_path: Path) -> None:
     """The target has a token that its tokenizer lacks, as where a vocabulary is padded."""
     counting_model().save_pretrained(tmp_path / "target")
@@ -200,13 +182,6 @@ def test_tokens_that_training_would_refuse_are_left_out_and_the_text_is_kept(mod
     assert row["answer"] == "k" and "answer_tokens" not in row
     section = DataSection(train="", heldout="")
     assert load_dataset(str(tmp_path / "answers.jsonl"), section, tokenizer).account.bad_rows == 0
-
-
-def test_prompts_in_parquet_are_answered(models: Path, tmp_path: Path) -> None:
-    path = tmp_path / "prompts.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "j"}, {"prompt": "i"}]), path)
-    regenerate(replace(options(tmp_path, models / "plain", []), prompts=str(path)))
-    assert [(row["row"], row["answer"]) for row in rows(tmp_path / "answers.jsonl")] == [(1, "k l"), (2, "j k l")]
 
 
 def test_prompts_without_a_word_are_told(models: Path, tmp_path: Path) -> None:

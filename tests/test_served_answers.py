@@ -143,9 +143,10 @@ def test_what_is_neither_text_nor_reasoning_nor_calls_is_an_empty_answer(
 @pytest.mark.parametrize(
     "reply", [chat("half \ud83d"), message("Yes", reasoning="half \ud83d")], ids=["text", "reasoning"]
 )
-def test_an_answer_that_training_would_refuse_is_set_aside(tmp_path: Path, reply: Reply) -> None:
-    with serve(in_turn(reply, chat("Yes"))) as endpoint:
-        summary = regenerate(options(tmp_path, endpoint.address, ("one", "two"), concurrency=1))
+def test_half_a_character_is_no_answer_and_neither_asked_on_nor_written(tmp_path: Path, reply: Reply) -> None:
+    """Training refuses such a row, and no request can hold it."""
+    with serve(lambda request: chat("Yes") if last_words(request) == "two" else reply) as endpoint:
+        summary = regenerate(options(tmp_path, endpoint.address, (["one", "more"], "two"), retries=0))
     (row,) = set_aside(tmp_path)
     assert row["problem"] == "failed" and "half a character" in row["reason"] and summary.failed == 1
     assert trained(tmp_path) == ["Yes;"]

@@ -1,13 +1,19 @@
 """Tools, tool calls and reasoning of rows: what training makes of them."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from test_regenerate import contents, options, regenerate, rows
+from tiny_models import counting_model
 from tiny_tokenizer import TOOL_TEMPLATE, byte_tokenizer
-from tiny_training import write_rows
+from tiny_training import CHAT_TEMPLATE, tiny_tokenizer, write_rows
+from transformers import PreTrainedTokenizerBase
 
+from trainer.commands.regenerate import run_regenerate
 from trainer.data.batch import Example
 from trainer.data.dataset import Dataset, load_dataset
 from trainer.data.rows import open_source
@@ -147,3 +153,36 @@ def test_behind_reasoning_that_was_cut_off_nothing_is_trained(
 def test_a_message_that_says_nothing_at_all_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"line 1: a message is .*, without a role and a content"):
         load(tmp_path, answered(content=None, tool_calls=[]))
+
+
+# --- answers by a target in this process ------------------------------------------------------------------------------
+
+
+def counting_target(folder: Path, template: str) -> PreTrainedTokenizerBase:
+    tokenizer = tiny_tokenizer(template)
+    counting_model().save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    return tokenizer
+
+
+def test_the_target_sees_the_tools_of_a_row_and_training_on_its_answer_does(tmp_path: Path) -> None:
+    """A template that ends its question with the first tool's name: the target counts on from there."""
+    first = "{{ tools[0].function.name if tools else '' }} "
+    tokenizer = counting_target(tmp_path, f"{first}{CHAT_TEMPLATE}{{% if add_generation_prompt %}}{first}{{% endif %}}")
+    row = {"prompt": "j", "tools": '[{"name": "h"}]'}
+    regenerate(options(tmp_path, tmp_path / "target", [row, "j"]))
+    having, without = rows(tmp_path / "answers.jsonl")
+    assert contents(having) == ["j", "i j k l"] and contents(without) == ["j", "k l"]
+    assert having["tools"] == [{"type": "function", "function": {"name": "h"}}] and "tools" not in without
+    section = DataSection(train="", heldout="", max_length=32)
+    examples = load_dataset(str(tmp_path / "answers.jsonl"), section, tokenizer).examples
+    #                                                 h <user> j  h  i   j   k   l <unk> <eos>
+    assert [each.tokens.tolist() for each in examples] == [[11, 2, 13, 11, 12, 13, 14, 15, 0, 1], [2, 13, 14, 15, 0, 1]]
+
+
+def test_tools_that_the_targets_template_leaves_out_are_told_once(tmp_path: Path) -> None:
+    counting_target(tmp_path, CHAT_TEMPLATE)
+    said = io.StringIO()
+    asked = [{"prompt": "j", "tools": [{"name": "h"}]}] * 2 + [{"prompt": "i"}]
+    run_regenerate(options(tmp_path, tmp_path / "target", asked), Console(file=said, width=1000))
+    assert said.getvalue().count("2 of 3 prompts have tools") == 1

@@ -236,5 +236,9 @@ def _read(completion: ChatCompletion | Completion) -> _Reply:
     message = answer_message(text("content", "text"), reasoning_content=reasoning, tool_calls=calls)
     if is_empty(message):
         raise _NoAnswer("empty", "the answer is empty")
+    try:
+        json.dumps(message, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # neither the next request nor a row for training can hold it
+        raise _NoAnswer("failed", f"the answer holds half a character ({error.reason})") from error
     tokens, model = getattr(completion.usage, "completion_tokens", None), getattr(completion, "model", None)
     return _Reply(message, tokens if isinstance(tokens, int) else 0, truncated, model)
