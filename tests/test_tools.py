@@ -1,4 +1,4 @@
-"""Tools, tool calls and reasoning of rows: what training makes of them."""
+"""Tools, tool calls and reasoning of rows: what training and a target in this process make of them."""
 
 import io
 import json
