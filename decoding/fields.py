@@ -1,5 +1,7 @@
-"""Prompts and answers in the fields of a row, by the names that data sets give them."""
+"""Prompts, answers and tools in the fields of a row, by the names that data sets give them."""
 
+import json
+from contextlib import suppress
 from typing import Any
 
 PROMPT_FIELDS = (
@@ -7,6 +9,10 @@ PROMPT_FIELDS = (
 )
 ANSWER_FIELDS = ("answer", "response", "output", "completion", "solution", "canonical_solution", "code", "instances")
 """``instances`` is self-instruct's list of inputs with outputs; the first output is the answer."""
+UNSPOKEN = frozenset({"tool_calls", "reasoning_content"})
+"""Fields of a message that may stand in place of its content."""
+Tools = list[Any]
+"""The functions that an assistant may call: objects as chat templates and OpenAI's chat API take them."""
 _ROLES = {
     "human": "user",
     "user": "user",
@@ -72,7 +78,24 @@ def _first_instance(row: dict[str, Any], where: str) -> dict[str, Any]:
     return first
 
 
-def messages_of(turns: Any, where: str) -> list[dict[str, str]]:
+def tools_of(row: dict[str, Any], where: str) -> Tools | None:
+    """Return a row's tools; None where it has none.
+
+    ShareGPT rows hold them as a JSON text, and often without OpenAI's ``{"type": "function", "function": ...}``.
+    ValueError, naming the row by ``where``, for anything else.
+    """
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        with suppress(ValueError):
+            tools = json.loads(tools or "null")
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"{where}: the tools are {tools!r:.60}, not a list of functions: mend or remove the field")
+    return [tool if {"type", "function"} & tool.keys() else {"type": "function", "function": tool} for tool in tools]
+
+
+def messages_of(turns: Any, where: str) -> list[dict[str, Any]]:
     """Turn a ShareGPT row's ``conversations`` into messages for a chat template; ValueError names a bad turn."""
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"{where}: the conversations are {turns!r:.60}, not a list of turns")
@@ -81,7 +104,7 @@ def messages_of(turns: Any, where: str) -> list[dict[str, str]]:
     return [_message(turn, where) for turn in turns]
 
 
-def _message(turn: Any, where: str) -> dict[str, str]:
+def _message(turn: Any, where: str) -> dict[str, Any]:
     if not isinstance(turn, dict) or not all(isinstance(turn.get(key), str) for key in ("from", "value")):
         raise ValueError(f"{where}: a turn is {turn!r:.60}, without a 'from' and a 'value' that are texts")
     if turn["from"] not in _ROLES:
@@ -89,11 +112,33 @@ def _message(turn: Any, where: str) -> dict[str, str]:
     return {"role": _ROLES[turn["from"]], "content": turn["value"]}
 
 
-def check_messages(value: Any, where: str) -> list[dict[str, str]]:
-    """Return ``value`` if it is a list of messages with a role and a content, texts both; else raise ValueError."""
+def check_messages(value: Any, where: str) -> list[dict[str, Any]]:
+    """Return a list of messages with a role and a content, texts both, as chat templates take them; else ValueError.
+
+    A content is empty where only tools are called or only reasoning is given. The arguments of a call, a JSON text in
+    OpenAI's format, become an object, as servers hand them to a template.
+    """
     if not isinstance(value, list) or not value:
         raise ValueError(f"{where}: the messages are {value!r:.60}, not a list of messages")
-    for message in value:
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise ValueError(f"{where}: a message is {message!r:.60}, without a role and a content that are texts")
-    return value
+    return [_checked(message, where) for message in value]
+
+
+def _checked(message: Any, where: str) -> dict[str, Any]:
+    checked = dict(message) if isinstance(message, dict) else {}
+    if (reasoning := checked.pop("reasoning", None)) and not checked.get("reasoning_content"):
+        checked["reasoning_content"] = reasoning  # the name that templates read
+    if checked.get("content") is None and any(checked.get(name) for name in UNSPOKEN):
+        checked["content"] = ""
+    if not all(isinstance(checked.get(key), str) for key in ("role", "content")):
+        raise ValueError(f"{where}: a message is {message!r:.60}, without a role and a content that are texts")
+    if isinstance(calls := checked.get("tool_calls"), list):
+        checked["tool_calls"] = [_with_object(call) for call in calls]
+    return checked
+
+
+def _with_object(call: Any) -> Any:
+    """Return a tool call with its arguments as an object; unchanged where they are none in a text."""
+    try:
+        return {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+    except (TypeError, KeyError, ValueError):
+        return call

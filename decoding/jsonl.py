@@ -1,4 +1,4 @@
-"""Rows of .jsonl files: one JSON object a line, in UTF-8."""
+"""Rows of .jsonl files, one JSON object a line in UTF-8, and of Parquet files."""
 
 import json
 from collections.abc import Iterator
@@ -7,12 +7,36 @@ from typing import Any
 
 _WANTED = "a .jsonl file has one JSON object a line, in UTF-8"
 _FROM_CSV = "the page on data of your own (docs/how-to/data.md) has the lines that turn it into one"
+_ROWS_AT_ONCE = 256
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the objects of a .jsonl file, parsed by `parse_row`, with their line numbers (from 1)."""
+    """Yield the rows of a .jsonl file, parsed by `parse_row`, or of a .parquet file, with their numbers (from 1)."""
+    if Path(path).suffix == ".parquet":
+        yield from read_parquet(path)
+        return
     for number, line in read_lines(path):
         yield number, parse_row(line, f"{path}, line {number}")
+
+
+def read_parquet(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the rows of a Parquet file, `without_nulls`, with their numbers (from 1); ValueError for another file."""
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(path) as file:
+            rows = (row for batch in file.iter_batches(_ROWS_AT_ONCE) for row in batch.to_pylist())
+            yield from enumerate(map(without_nulls, rows), start=1)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise ValueError(f"{path} is not a readable Parquet file: {str(error).partition(chr(10))[0]}") from error
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without the null fields of its objects: columns have a field in every row or in none."""
+    if isinstance(value, dict):
+        return {name: without_nulls(held) for name, held in value.items() if held is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
@@ -22,11 +46,13 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
         missing = "is a folder" if path.is_dir() else "is not there"
         raise ValueError(f"{path} {missing}: prompts are read from a .jsonl file, one JSON object a line")
     if path.suffix == ".parquet":
-        raise ValueError(f"{path} is Parquet, but prompts are read from a .jsonl file: write its rows as JSON lines")
+        raise ValueError(f"{path} is Parquet, but its rows are copied from a .jsonl file: write them as JSON lines")
     if path.suffix.lower() in (".csv", ".tsv"):
         raise ValueError(f"{path} is a table of text, but rows are read from a .jsonl file: {_FROM_CSV}")
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
+            if number == 1 and not (encoding := json.detect_encoding(line)).startswith("utf-8"):
+                raise ValueError(f"{path} is {encoding.upper()} text, but rows are read as UTF-8: save it as UTF-8")
             if line.strip():
                 yield number, line
 

@@ -5,17 +5,21 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from decoding.fields import check_messages
+from decoding.fields import Tools, check_messages
 
 
 def encode_prompt(
-    prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, chat: bool, thinking: bool | None = None
+    prompt: str | list[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    chat: bool,
+    thinking: bool | None = None,
+    tools: Tools | None = None,
 ) -> tuple[int, ...]:
     """Return the token ids that ask for an answer to a user's message or to messages.
 
     Without ``chat`` or a chat template they are the tokens of the plain text, which a model continues. ``thinking`` is
-    handed to the template as ``enable_thinking``; None leaves it to the template. ValueError for text that is not UTF-8
-    and for messages that the template refuses.
+    handed to the template as ``enable_thinking``; None leaves it to the template. ``tools`` are those of
+    `decoding.fields.tools_of`. ValueError for text that is not UTF-8 and for messages that the template refuses.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
@@ -24,7 +28,7 @@ def encode_prompt(
         if chat and tokenizer.chat_template is not None:
             options: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
             encoded: Any = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=True, **options
+                messages, tools=tools, add_generation_prompt=True, return_dict=True, **options
             )
         else:
             encoded = tokenizer("\n".join(message["content"] for message in messages))
@@ -38,7 +42,7 @@ def encode_prompt(
     return tuple(tokens)
 
 
-def before_the_answer(value: Any, where: str) -> str | list[dict[str, str]]:
+def before_the_answer(value: Any, where: str) -> str | list[dict[str, Any]]:
     """Return a text, the first of several turns, or the messages before the first answer."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         messages = check_messages(value, where)

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,6 +11,8 @@ from typing import Any
 Reply = tuple[int, Any]
 """HTTP status, and what is sent as JSON, or as it is if it is text."""
 
+
+_NONE: Mapping[str, str] = {}
 
 DROPPED: Reply = (0, None)
 """No reply: the connection breaks off, as that of a server that is killed."""
@@ -61,10 +63,12 @@ def _usage(tokens: int) -> dict[str, int]:
 
 
 @contextmanager
-def serve(script: Callable[[Request], Reply], models: Sequence[dict[str, str]] = ()) -> Iterator[Endpoint]:
+def serve(
+    script: Callable[[Request], Reply], models: Sequence[dict[str, str]] = (), headers: Mapping[str, str] = _NONE
+) -> Iterator[Endpoint]:
     """Answer each request as the script says. Whoever comes back after an error need not wait for long.
 
-    ``models`` are listed to those who ask for them, which is not noted.
+    ``models`` are listed to those who ask for them, which is not noted. ``headers`` are sent with each reply.
     """
     endpoint = Endpoint()
 
@@ -96,6 +100,8 @@ def serve(script: Callable[[Request], Reply], models: Sequence[dict[str, str]] =
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(encoded)))
                 self.send_header("Retry-After-Ms", "1")
+                for name, value in headers.items():
+                    self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(encoded)
             except ConnectionError:  # a client that lost its patience

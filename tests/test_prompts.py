@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from tiny_tokenizer import byte_tokenizer
 from tiny_training import tiny_tokenizer
 
 from decoding.fields import ANSWER_FIELDS, PROMPT_FIELDS, find_answer, prompt_of
-from decoding.jsonl import read_rows
+from decoding.jsonl import read_lines, read_rows
 from decoding.measure.questions import read_prompts
 from decoding.prompts import encode_prompt
 from trainer.data.conversations import read_conversations
@@ -135,10 +137,17 @@ def test_a_conversation_of_sharegpt_is_asked_up_to_its_first_answer(tmp_path: Pa
     assert read_prompts(path, tokenizer, 5) == [tuple(tokenizer("a b")["input_ids"])]
 
 
+def test_prompts_are_read_from_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "a"}, {"prompt": "b"}]), path)
+    found = read_conversations(path, None, None, 1, chat=False)
+    assert [(conversation.key.row, conversation.text) for conversation in found] == [(1, "a"), (2, "b")]
+
+
 def test_rows_in_another_container_are_refused_with_the_one_that_is_read(tmp_path: Path) -> None:
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ValueError, match=r"rows\.parquet is Parquet, but prompts are read from a \.jsonl file"):
-        list(read_rows(tmp_path / "rows.parquet"))
+    with pytest.raises(ValueError, match=r"rows\.parquet is Parquet, but its rows are copied from a \.jsonl file"):
+        list(read_lines(tmp_path / "rows.parquet"))
     with pytest.raises(ValueError, match=r"is a folder: prompts are read from a \.jsonl file, one JSON object a line"):
         list(read_rows(tmp_path))
     with pytest.raises(ValueError, match=r"rows\.parquet is not a readable Parquet file"):
@@ -150,6 +159,18 @@ def test_rows_in_another_container_are_refused_with_the_one_that_is_read(tmp_pat
         (tmp_path / name).write_text("question,answer\n")
         with pytest.raises(ValueError, match=message):
             read_prompts(tmp_path / name, tiny_tokenizer(), 5)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_a_file_in_another_encoding_is_named_with_the_remedy(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n', encoding=encoding)
+    with pytest.raises(ValueError, match=rf"rows\.jsonl is {encoding.upper()} .*save it as UTF-8"):
+        list(read_rows(tmp_path / "rows.jsonl"))
+
+
+def test_a_mark_of_utf8_is_no_part_of_the_first_row(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n', encoding="utf-8-sig")
+    assert list(read_rows(tmp_path / "rows.jsonl")) == [(1, {"text": "a"})]
 
 
 def test_a_prompt_that_is_no_text_is_refused() -> None:

@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from tiny_tokenizer import byte_tokenizer
 
@@ -81,19 +83,11 @@ def test_a_folder_of_one_set_is_read_shard_after_shard_and_one_of_several_is_ref
         read_questions(tmp_path)
 
 
-def test_parquet_is_read_by_the_datasets_package_whose_absence_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    datasets = pytest.importorskip("datasets")
+def test_parquet_is_read(tmp_path: Path) -> None:
     rows = {"question_id": ["q1"], "category": ["coding"], "turns": [["a", "b"]]}
-    datasets.Dataset.from_dict(rows).to_parquet(str(tmp_path / "test.parquet"))
+    pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "test.parquet")
     (question,) = read_questions(tmp_path)
     assert (question.id, question.later) == ("q1", ("b",))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        ValueError, match=r"is Parquet, which the datasets package reads: pip install 'headstart\[data\]'"
-    ):
-        read_questions(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -108,8 +102,13 @@ def test_a_row_that_asks_nothing_or_no_text_is_refused_by_its_line(tmp_path: Pat
         read_questions(written(tmp_path, row))
 
 
+def test_the_tools_of_a_question_stand_in_its_prompt(tmp_path: Path) -> None:
+    template = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + CHAT
+    (question,) = read_questions(written(tmp_path, {"prompt": "one", "tools": '[{"name": "f"}]'}))
+    assert text(Asker([question], byte_tokenizer(template)).prompt(0)) == "f <u>one<a>"
+
+
 def test_a_damaged_parquet_file_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
     (tmp_path / "test.parquet").write_bytes(b"no Parquet")
     with pytest.raises(ValueError, match=r"test\.parquet is not a readable Parquet file"):
         read_questions(tmp_path)

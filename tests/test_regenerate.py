@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from tiny_models import counting_model, tiny_model
-from tiny_training import CHAT_TEMPLATE, tiny_tokenizer, write_rows
+from tiny_training import CHAT_TEMPLATE, WORDS, tiny_tokenizer, write_rows
 from typer.testing import CliRunner
 
 from decoding.model.heads import MedusaConfig, MedusaHeads
@@ -21,8 +21,8 @@ from decoding.model.loading import load_tokenizer
 from trainer.cli import app
 from trainer.commands.regenerate import run_regenerate
 from trainer.commands.training_options import RegenerateOptions
-from trainer.data.answers import AnswerFile
-from trainer.data.conversations import Key, read_conversations
+from trainer.data.answers import Answered, AnswerFile
+from trainer.data.conversations import Conversation, Key, answer_message, read_conversations
 from trainer.data.dataset import load_dataset
 from trainer.files.lock import hold_file
 from trainer.recipe.common import DataSection
@@ -161,6 +161,27 @@ def test_an_empty_answer_is_set_aside(models: Path, tmp_path: Path) -> None:
     assert [contents(row) for row in rows(tmp_path / "answers.jsonl")] == [["k", "l"]]
     assert [(row["row"], row["problem"]) for row in set_aside(tmp_path)] == [(1, "empty")]
     assert summary.empty == 1
+
+
+def test_an_answer_that_training_would_refuse_is_set_aside(tmp_path: Path) -> None:
+    conversation = Conversation(Key(1, 0), 0, (({"role": "user", "content": "a"},),), chat=True)
+    with AnswerFile(tmp_path / "answers.jsonl", {}, {}, keep_truncated=True) as answers:
+        answers.add([Answered(conversation, (answer_message("half \ud83d"),), 1, truncated=False)])
+    (row,) = set_aside(tmp_path)
+    assert row["problem"] == "failed" and "training would refuse it: " in row["reason"]
+    assert not (tmp_path / "answers.jsonl").exists()
+
+
+def test_tokens_that_training_would_refuse_are_left_out_and_the_text_is_kept(models: Path, tmp_path: Path) -> None:
+    """The target has a token that its tokenizer lacks, as where a vocabulary is padded."""
+    counting_model().save_pretrained(tmp_path / "target")
+    tokenizer = tiny_tokenizer(words=WORDS[:-1])  # without l
+    tokenizer.save_pretrained(tmp_path / "target")
+    regenerate(options(tmp_path, tmp_path / "target", ["j"]))
+    (row,) = rows(tmp_path / "answers.jsonl")
+    assert row["answer"] == "k" and "answer_tokens" not in row
+    section = DataSection(train="", heldout="")
+    assert load_dataset(str(tmp_path / "answers.jsonl"), section, tokenizer).account.bad_rows == 0
 
 
 def test_prompts_without_a_word_are_told(models: Path, tmp_path: Path) -> None:

@@ -3,6 +3,16 @@
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+TOOL_TEMPLATE = (
+    "{% if tools %}tools:{{ tools | tojson }};{% endif %}"
+    "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}!{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %};"
+    "{% else %}{{ m.content }};{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""Writes tools, reasoning and tool calls, as thinking families' templates do."""
+
 
 def byte_tokenizer(chat_template: str | None = None, size: int = 128, shift: int = 0) -> PreTrainedTokenizerFast:
     """Ids are ASCII codes, ``shift`` added; 0 is ``<|end|>``, the EOS."""

@@ -4,8 +4,6 @@ Spec-Bench (2401.07851), MT-Bench, gsm8k, HumanEval, mbpp and any other .jsonl f
 (2604.09557) that its user prepared, as .jsonl or Parquet.
 """
 
-import glob
-import importlib.util
 import json
 import re
 from collections import Counter
@@ -19,9 +17,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from decoding.fields import find_answer, prompt_of
+from decoding.fields import Tools, find_answer, prompt_of, tools_of
 from decoding.jsonl import read_rows
-from decoding.model.loading import first_line
 from decoding.prompts import before_the_answer, encode_prompt
 
 MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
@@ -43,9 +40,10 @@ class Question:
 
     id: str
     task: str | None
-    opening: tuple[dict[str, str], ...]
+    opening: tuple[dict[str, Any], ...]
     later: tuple[str, ...] = ()
     plain: bool = False
+    tools: Tools | None = None
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -121,15 +119,14 @@ def _question(number: int, row: dict[str, Any], field: str | None, where: str) -
     named = next((row[key] for key in _ID_FIELDS if row.get(key) is not None), number)
     task = next((row[key] for key in _TASK_FIELDS if isinstance(row.get(key), str)), None)
     plain = field is None and name == "text" and find_answer(row) is None
-    return Question(str(named), task, tuple(messages), later, plain)
+    return Question(str(named), task, tuple(messages), later, plain, tools_of(row, where))
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any], str]]:
     """Yield (number from 1, row, place for errors) of every row of a file or of a folder's one set."""
     number = 0
     for file in _files_of(path) if path.is_dir() else [path]:
-        rows = _parquet_rows(file) if file.suffix == ".parquet" else read_rows(file)
-        for line, row in rows:
+        for line, row in read_rows(file):
             number += 1
             yield number, row, f"{file}, line {line}"
 
@@ -145,18 +142,6 @@ def _files_of(folder: Path) -> list[Path]:
         shown = ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
         raise ValueError(f"{folder} holds several sets ({shown}): give the folder or the file of one")
     return files
-
-
-def _parquet_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    if importlib.util.find_spec("datasets") is None:
-        raise ValueError(f"{file} is Parquet, which the datasets package reads: pip install 'headstart[data]'")
-    import datasets
-
-    try:  # streamed, so that no second copy of a set that may not be shared is written anywhere
-        rows = datasets.load_dataset("parquet", data_files=glob.escape(str(file)), split="train", streaming=True)
-        yield from enumerate((dict(row) for row in rows), start=1)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"{file} is not a readable Parquet file: {first_line(error)}") from error
 
 
 def evenly(questions: Sequence[Question], limit: int) -> list[Question]:
@@ -218,28 +203,28 @@ class Asker:
             text = str(self.tokenizer.decode(list(answer), skip_special_tokens=True))
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": turn}]
         if context is None:
-            tokens = self._encode(messages, question.plain)[: self.prompt_tokens]
+            tokens = self._encode(messages, question)[: self.prompt_tokens]
             if self.longest is None or answers or len(tokens) <= self.longest:
                 return tokens
             context = self.longest
         return self._filled(place, messages, context)
 
-    def _encode(self, messages: list[dict[str, str]], plain: bool) -> tuple[int, ...]:
-        return encode_prompt(messages, self.tokenizer, not plain, self.thinking)
+    def _encode(self, messages: list[dict[str, Any]], question: Question) -> tuple[int, ...]:
+        return encode_prompt(messages, self.tokenizer, not question.plain, self.thinking, question.tools)
 
-    def _filled(self, place: int, messages: list[dict[str, str]], context: int) -> tuple[int, ...]:
+    def _filled(self, place: int, messages: list[dict[str, Any]], context: int) -> tuple[int, ...]:
         """Return the prompt with so much text before the user's first message that it has ``context`` tokens at most.
 
         A plain text that is longer is cut at its end; a user's message that is longer loses its beginning.
         """
         question = self.questions[place]
-        if question.plain and len(tokens := self._encode(messages, plain=True)) >= context:
+        if question.plain and len(tokens := self._encode(messages, question)) >= context:
             return tokens[:context]
         first = next((index for index, message in enumerate(messages) if message["role"] == "user"), 0)
 
         def encode(text: str) -> tuple[int, ...]:
             message = {**messages[first], "content": text}
-            return self._encode([*messages[:first], message, *messages[first + 1 :]], question.plain)
+            return self._encode([*messages[:first], message, *messages[first + 1 :]], question)
 
         ids = self._tail_ids(question, messages[first]["content"], context)
         room = context - len(encode(""))

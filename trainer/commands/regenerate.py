@@ -21,7 +21,7 @@ from trainer.commands.served import check_endpoint, served_at
 from trainer.commands.target import read_target
 from trainer.commands.training_options import RegenerateOptions
 from trainer.data.answers import AnswerFile, Backend
-from trainer.data.conversations import read_conversations
+from trainer.data.conversations import Conversation, read_conversations
 from trainer.files.folders import sha256_of
 from trainer.quickstart import resolve
 from trainer.run.answering import Summary, answer
@@ -47,6 +47,8 @@ def run_regenerate(
     conversations = read_conversations(prompts, options.prompt_field, options.limit, options.n, chat)
     if blank := sum(conversation.blank for conversation in conversations):
         say(watched, f"{blank} of {len(conversations)} prompts are empty: leave such rows out")
+    if unseen := _without_their_tools(conversations, backend):
+        say(watched, f"{unseen} of {len(conversations)} prompts have tools, which no chat template shows the target")
     settings = {
         "prompts_sha256": sha256_of(Path(prompts)),
         "prompt_field": options.prompt_field,
@@ -60,7 +62,7 @@ def run_regenerate(
         "keep_truncated": options.keep_truncated,
     }
     about = {"prompts": Path(prompts).name, "commit": commit(), "versions": versions()}
-    with AnswerFile(options.output, settings, about, options.keep_truncated) as answers:
+    with AnswerFile(options.output, settings, about, options.keep_truncated, backend.encoder) as answers:
         summary = answer(backend, conversations, answers, watched)
     console.print(_table(summary))
     say(console, *backend.account())
@@ -68,6 +70,16 @@ def run_regenerate(
     aside = f"; why some were set aside: {answers.set_aside_path}" if summary.set_aside else ""
     say(console, f"written: {options.output}{aside}")
     return summary
+
+
+def _without_their_tools(conversations: Sequence[Conversation], backend: Backend) -> int:
+    """Count the conversations with tools if the first of them is asked without; a served template is not known."""
+    having = [conversation for conversation in conversations if conversation.tools]
+    if not having:
+        return 0
+    first, encoder = having[0], backend.encoder
+    left_out = encoder is not None and "tools" in encoder.ignored(first.open_after(()), first.tools)
+    return len(having) if left_out or not first.chat else 0
 
 
 def _table(summary: Summary) -> Table:
@@ -82,6 +94,9 @@ def _table(summary: Summary) -> Table:
         "mean tokens of an answer": f"{summary.tokens / summary.answers:.1f}" if summary.answers else None,
         "cut off, kept": summary.truncated,
         "later turns left out behind a cut-off answer": summary.unasked or None,
+        "with reasoning": summary.reasoned or None,
+        "with reasoning alone": summary.reasoned_only or None,
+        "rows that ask for another model": summary.other_models or None,
         "cut off, set aside": summary.dropped,
         "empty, set aside": summary.empty,
         "failed, set aside": summary.failed,

@@ -7,15 +7,27 @@ Beside the answers (``NAME.jsonl``) stand ``NAME.jsonl.meta.json`` with the sett
 import json
 import os
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from decoding.jsonl import parse_row
 from decoding.model.loading import first_line
-from trainer.data.conversations import ANSWER_TOKENS, TRUNCATED, Conversation, Key
+from trainer.data.chat import TranscriptEncoder
+from trainer.data.conversations import (
+    ANSWER_TOKENS,
+    TRUNCATED,
+    Conversation,
+    Key,
+    Message,
+    is_empty,
+    transcript_of,
+)
+from trainer.data.rows import SET_ASIDE, Row
 from trainer.files.lock import hold_file
 from trainer.files.shards import write_text
+from trainer.recipe.common import DataSection
 
 _KEYS = frozenset({"row", "sample"})
 Problem = Literal["empty", "truncated", "failed"]
@@ -26,7 +38,7 @@ class Answered:
     """A finished conversation."""
 
     conversation: Conversation
-    answers: tuple[str, ...]
+    answers: tuple[Message, ...]
     tokens: int
     """Tokens of all answers together, their ends included."""
     truncated: bool
@@ -36,6 +48,8 @@ class Answered:
     tell them."""
     differing: int | None = None
     """Answers whose text becomes other tokens when it is tokenized again; None from an endpoint."""
+    model: str | None = None
+    """The model that answered, by its server's name."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +68,10 @@ Outcome = Answered | SetAside
 
 class Backend(Protocol):
     """A writer of answers: the target in this process, or endpoints."""
+
+    @property
+    def encoder(self) -> TranscriptEncoder | None:
+        """The encoder of rows as training has it; None where only a server knows the tokenizer."""
 
     @property
     def health(self) -> str:
@@ -104,7 +122,7 @@ class _Lines:
         """Write the rows and wait until the disk has them."""
         if not rows:
             return
-        with self.path.open("a", encoding="utf-8") as file:
+        with _writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(row) + "\n" for row in rows))
             file.flush()
             os.fsync(file.fileno())
@@ -126,9 +144,17 @@ class AnswerFile:
     `finish` sorts the file by row and sample.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any], about: dict[str, Any], keep_truncated: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        settings: dict[str, Any],
+        about: dict[str, Any],
+        keep_truncated: bool,
+        encoder: TranscriptEncoder | None = None,
+    ) -> None:
+        """``encoder``: as of `Backend`; a row that it refuses is set aside."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._keep_truncated = keep_truncated
+        self._keep_truncated, self._encoder = keep_truncated, encoder
         with ExitStack() as until_read:
             until_read.enter_context(hold_file(path))
             _begin(path, settings, about)
@@ -180,19 +206,35 @@ class AnswerFile:
     def _judged(self, outcome: Outcome) -> Outcome:
         if isinstance(outcome, SetAside):
             return outcome
-        if not all(answer.strip() for answer in outcome.answers):
+        if any(map(is_empty, outcome.answers)):
             return SetAside(outcome.conversation, "empty", "the answer is empty")
         if outcome.truncated and not self._keep_truncated:
             return SetAside(outcome.conversation, "truncated", "the answer did not end within the tokens allowed")
+        try:
+            self._check_trainable(_answer_row(outcome))
+        except ValueError as error:
+            if outcome.answer_tokens is not None:  # the text alone may do
+                return self._judged(replace(outcome, answer_tokens=None))
+            return SetAside(outcome.conversation, "failed", f"training would refuse it: {error}")
         return outcome
+
+    def _check_trainable(self, row: dict[str, Any]) -> None:
+        """Raise ValueError for a row that training would refuse."""
+        where = "the answer"
+        fields = parse_row(json.dumps(row).encode(), where)
+        transcript = transcript_of(Row(where, fields), DataSection(train="", heldout=""))
+        if self._encoder is not None:
+            self._encoder.encode(transcript)
 
 
 def _answer_row(outcome: Answered) -> dict[str, Any]:
     conversation = outcome.conversation
     if conversation.chat:
         content: dict[str, Any] = {"messages": conversation.with_answers(outcome.answers)}
+        if conversation.tools:
+            content["tools"] = conversation.tools
     else:
-        content = {"prompt": conversation.text, "answer": outcome.answers[0]}
+        content = {"prompt": conversation.text, "answer": outcome.answers[0]["content"]}
     if outcome.answer_tokens is not None:
         content[ANSWER_TOKENS] = outcome.answer_tokens
     return {**conversation.key._asdict(), **content, "tokens": outcome.tokens, TRUNCATED: outcome.truncated}
@@ -220,7 +262,8 @@ def _begin(path: Path, settings: dict[str, Any], about: dict[str, Any]) -> None:
             f"{meta} is damaged, so nothing tells how {path} was made: put that file back, or name another output"
         )
     else:  # nothing was answered yet; on the disk before any answer is
-        write_text(meta, json.dumps({"settings": settings, "about": about}, indent=2) + "\n")
+        with _writing(path):
+            write_text(meta, json.dumps({"settings": settings, "about": about}, indent=2) + "\n")
 
 
 def _settings_of(meta: Path) -> dict[str, Any] | None:
@@ -234,7 +277,19 @@ def _settings_of(meta: Path) -> dict[str, Any] | None:
 
 def _set_aside_of(path: Path) -> Path:
     """Return the path of the file of conversations without an answer."""
-    return path.with_name(path.name + ".failed.jsonl")
+    return path.with_name(path.name + SET_ASIDE)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Name the file, and the remedy, in the error of a disk that takes no more."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"{path} cannot be written ({error.strerror or error}): make room there, then start the same command "
+            "again; what was answered before is kept"
+        ) from error
 
 
 def _check_settings(path: Path, written: dict[str, Any], settings: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from decoding.fields import UNSPOKEN, Tools
 from decoding.prompts import encode_prompt
 from trainer.data.batch import Example
 from trainer.data.conversations import ANSWER_TOKENS, Transcript
@@ -30,6 +31,8 @@ class Encoded(NamedTuple):
     mask_source: str
     """The way in which the trained tokens were found, in words."""
     examples: tuple[Example, ...]
+    ignored: tuple[str, ...] = ()
+    """Fields of the conversation that the chat template leaves out."""
 
 
 class TranscriptEncoder:
@@ -43,24 +46,35 @@ class TranscriptEncoder:
 
     def encode(self, transcript: Transcript) -> Encoded:
         """Return the transcript's sequences; ValueError, naming the row, for one that cannot be encoded."""
+        template = self._template and self._template.with_tools(transcript.tools)
+        ignored = self.ignored(transcript.messages, transcript.tools)
+        return self._encoded(transcript, template)._replace(ignored=ignored)
+
+    def ignored(self, messages: Messages, tools: Tools | None) -> tuple[str, ...]:
+        """Return "tools", and the fields of the messages, that the chat template leaves out."""
+        if self._template is None:
+            return ("tools",) if tools else ()
+        return self._template.with_tools(tools).ignored(messages)
+
+    def _encoded(self, transcript: Transcript, template: "ChatTemplate | None") -> Encoded:
         messages, where = transcript.messages, transcript.where
         if transcript.format == "text":
             return Encoded(transcript, "the whole text", self._text_pieces(transcript.text))
         if transcript.format == "prompt_answer":
             if not messages[1]["content"].strip():  # a model would be trained to stay silent
                 return Encoded(transcript, "nothing: the answer is empty", ())
-            if self._template is None and transcript.answer_tokens is None:
+            if template is None and transcript.answer_tokens is None:
                 return Encoded(transcript, "the answer behind its prompt", (self._answer_behind_prompt(transcript),))
         if transcript.answer_tokens is not None:
-            return Encoded(transcript, "the target's own tokens", self._own_tokens(transcript))
-        if self._template is None:
+            return Encoded(transcript, "the target's own tokens", self._own_tokens(transcript, template))
+        if template is None:
             raise ValueError(
                 f"{where}: the tokenizer has no chat template, which {transcript.format!r} rows need: name a file with "
                 "one in data.chat_template, or use prompt and answer"
             )
-        marked = self._template.encode(messages, where, transcript.cut_off)
+        marked = template.encode(messages, where, transcript.cut_off)
         examples = tuple(Example(tokens, trained, trained.index(True)) for tokens, trained in marked)
-        return Encoded(transcript, self._template.mask_source, examples)
+        return Encoded(transcript, template.mask_source, examples)
 
     def _text_pieces(self, text: str) -> tuple[Example, ...]:
         """Cut a plain text into consecutive sequences; every token is trained."""
@@ -78,7 +92,7 @@ class TranscriptEncoder:
         mask = [False] * len(prompt_tokens) + [True] * len(answer_tokens)
         return Example(tuple(prompt_tokens + answer_tokens), tuple(mask), len(prompt_tokens))
 
-    def _own_tokens(self, transcript: Transcript) -> tuple[Example, ...]:
+    def _own_tokens(self, transcript: Transcript, template: "ChatTemplate | None") -> tuple[Example, ...]:
         """Return a sequence for each answer, of the very tokens that the target wrote.
 
         The answer's text may be other tokens when it is tokenized again, and a cut-off answer has no end to train.
@@ -102,15 +116,15 @@ class TranscriptEncoder:
                     f"{where}: {ANSWER_TOKENS} are not the answer's text under this tokenizer: regenerate the answers "
                     "with this target, or remove the field"
                 )
-            prompt = self._prompt(messages[:place], where)
+            prompt = self._prompt(messages[:place], where, template)
             trained = (False,) * len(prompt) + (True,) * len(tokens)
             examples.append(Example((*prompt, *tokens), trained, len(prompt)))
         return tuple(examples)
 
-    def _prompt(self, messages: Messages, where: str) -> tuple[int, ...]:
-        if self._template is None:
+    def _prompt(self, messages: Messages, where: str, template: "ChatTemplate | None") -> tuple[int, ...]:
+        if template is None:
             return encode_prompt(list(messages), self._tokenizer, chat=False)
-        return self._template.prompt(messages, where)
+        return template.prompt(messages, where)
 
 
 def read_answer(tokenizer: PreTrainedTokenizerBase, tokens: list[int], truncated: bool) -> str:
@@ -140,10 +154,11 @@ class ChatTemplate:
     each answer, as the target saw it when it wrote that answer.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
-        self._tokenizer = tokenizer
-        self._template = template
-        self._has_marks = _GENERATION.search(template) is not None
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None, tools: Tools | None = None) -> None:
+        """``template`` None: the tokenizer's own, of several the one for ``tools``, which every conversation has."""
+        self._tokenizer, self._given, self._tools = tokenizer, template, tools
+        self._template = tokenizer.get_chat_template(template, tools)
+        self._has_marks = _GENERATION.search(self._template) is not None
         if not tokenizer.is_fast:
             raise ValueError(
                 "the tokenizer cannot say which characters a token stands for, which finding the assistant's tokens "
@@ -156,6 +171,24 @@ class ChatTemplate:
     def mask_source(self) -> str:
         """The way in which the assistant's tokens are found, in words."""
         return MARKED if self._has_marks else COMPARED
+
+    def with_tools(self, tools: Tools | None) -> "ChatTemplate":
+        """Return the template of conversations whose assistant may call ``tools``."""
+        return self if tools == self._tools else ChatTemplate(self._tokenizer, self._given, tools)
+
+    def ignored(self, messages: Messages) -> tuple[str, ...]:
+        """Return "tools", and the fields of the messages, that change nothing in the text of a conversation."""
+        fields = [name for name in sorted(UNSPOKEN) if any(message.get(name) for message in messages)]
+        without = {name: (self, [{**message, name: None} for message in messages]) for name in fields}
+        if self._tools:
+            without["tools"] = (self.with_tools(None), [*messages])
+        return tuple(name for name, (template, others) in without.items() if self._is_same(messages, template, others))
+
+    def _is_same(self, messages: Messages, template: "ChatTemplate", others: Messages) -> bool:
+        try:
+            return self._render(messages) == template._render(others)
+        except (TemplateError, TypeError):  # raised by others that lack what the template needs
+            return False
 
     def prompt(self, messages: Messages, where: str) -> tuple[int, ...]:
         """Return the tokens that ask for an answer to ``messages``; ``where`` names the row in errors."""
@@ -185,15 +218,20 @@ class ChatTemplate:
 
     def _by_marks(self, messages: Messages) -> Marked:
         encoded: Any = self._tokenizer.apply_chat_template(
-            list(messages), chat_template=self._template, return_dict=True, return_assistant_tokens_mask=True
+            list(messages),
+            tools=self._tools,
+            chat_template=self._template,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
         )
         return Marked(tuple(encoded["input_ids"]), tuple(bool(mark) for mark in encoded["assistant_masks"]))
 
     def _without_end(self, messages: Messages, marked: Marked) -> Marked:
-        """Unmark the tokens from where the text would change if the last answer went on."""
+        """Unmark the tokens from where the text would change if the last answer, or its reasoning alone, went on."""
         *before, last = messages
         text = self._render(messages)
-        longer = self._render([*before, {**last, "content": last["content"] + _GOES_ON}])
+        field = "content" if last["content"] or not last.get("reasoning_content") else "reasoning_content"
+        longer = self._render([*before, {**last, field: last[field] + _GOES_ON}])
         end = next((place for place, here in enumerate(text) if not longer.startswith(here, place)), len(text))
         offsets: Any = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         pairs = zip(marked.trained, offsets, strict=True)
@@ -227,6 +265,7 @@ class ChatTemplate:
     def _render(self, messages: Messages, add_generation_prompt: bool = False) -> str:
         text: Any = self._tokenizer.apply_chat_template(
             list(messages),
+            tools=self._tools,
             chat_template=self._template,
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
@@ -269,4 +308,4 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, file: str | None) -> ChatT
         return ChatTemplate(tokenizer, Path(file).read_text(encoding="utf-8"))
     if tokenizer.chat_template is None:
         return None
-    return ChatTemplate(tokenizer, tokenizer.get_chat_template())
+    return ChatTemplate(tokenizer, None)

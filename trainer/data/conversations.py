@@ -8,12 +8,15 @@ from typing import Any, Literal, NamedTuple
 from decoding.fields import (
     ANSWER_FIELDS,
     PROMPT_FIELDS,
+    UNSPOKEN,
+    Tools,
     answer_of,
     check_messages,
     find_answer,
     find_prompt,
     messages_of,
     prompt_of,
+    tools_of,
 )
 from decoding.jsonl import read_rows
 from trainer.data.rows import Row
@@ -26,7 +29,10 @@ TRUNCATED = "truncated"
 _PROMPT_ALONE = tuple(name for name in PROMPT_FIELDS if name not in ("messages", "conversations"))
 """Fields of prompts whose answers stand in another field."""
 
-Message = dict[str, str]
+_ASKED = ("role", "content", "name", "tool_call_id")
+"""Fields of a message that are sent to a target."""
+
+Message = dict[str, Any]
 Format = Literal["messages", "sharegpt", "prompt_answer", "text"]
 
 
@@ -47,6 +53,8 @@ class Transcript:
     """The row's `ANSWER_TOKENS`, unchecked; None without that field."""
     cut_off: bool = False
     """True if the last answer was cut off, so that it has no end to train."""
+    tools: Tools | None = None
+    """The functions that the assistant may call."""
 
 
 def transcript_of(row: Row, section: DataSection) -> Transcript:
@@ -70,7 +78,8 @@ def transcript_of(row: Row, section: DataSection) -> Transcript:
             {"role": "assistant", "content": _text(answer, reply, where)},
         ]
     cut_off = fields.get(TRUNCATED) is True
-    return Transcript(where, format, tuple(messages), "", found, fields.get(ANSWER_TOKENS), cut_off)
+    tokens, tools = fields.get(ANSWER_TOKENS), tools_of(fields, where)
+    return Transcript(where, format, tuple(messages), "", found, tokens, cut_off, tools)
 
 
 def _format_of(fields: dict[str, Any], section: DataSection, where: str) -> Format:
@@ -137,20 +146,23 @@ class Conversation:
     """A conversation to be answered. ``turns[i]`` are the messages between answer i - 1 and answer i.
 
     ``index`` (from 0) counts all conversations of a run; seeds are made of it. Without ``chat`` there is one turn of
-    one message, whose text is to be continued.
+    one message, whose text is to be continued. ``tools``: the functions that the target may call; ``model``: the model
+    that the row names.
     """
 
     key: Key
     index: int
     turns: tuple[tuple[Message, ...], ...]
     chat: bool
+    tools: Tools | None = None
+    model: str | None = None
 
-    def with_answers(self, answers: Sequence[str]) -> list[Message]:
+    def with_answers(self, answers: Sequence[Message]) -> list[Message]:
         """Return the first ``len(answers)`` turns, each with its answer."""
         turns = zip(self.turns[: len(answers)], answers, strict=True)
-        return [message for turn, answer in turns for message in (*turn, {"role": "assistant", "content": answer})]
+        return [message for turn, answer in turns for message in (*turn, answer)]
 
-    def open_after(self, answers: Sequence[str]) -> list[Message]:
+    def open_after(self, answers: Sequence[Message]) -> list[Message]:
         """Return the messages up to the next answer."""
         return [*self.with_answers(answers), *self.turns[len(answers)]]
 
@@ -162,13 +174,23 @@ class Conversation:
     @property
     def text(self) -> str:
         """The text to be continued where there is no chat."""
-        return self.turns[0][0]["content"]
+        return str(self.turns[0][0]["content"])
+
+
+def answer_message(content: str, **unspoken: Any) -> Message:
+    """Return an answer as a message; of the fields in `decoding.fields.UNSPOKEN` those that hold something."""
+    return {"role": "assistant", "content": content, **{name: held for name, held in unspoken.items() if held}}
+
+
+def is_empty(answer: Message) -> bool:
+    """Return True for an answer without text, reasoning and calls."""
+    return not answer["content"].strip() and not UNSPOKEN & answer.keys()
 
 
 def read_conversations(
     path: str | Path, field: str | None, limit: int | None, samples: int, chat: bool
 ) -> list[Conversation]:
-    """Read the first ``limit`` rows of a .jsonl file, each as ``samples`` conversations without their answers.
+    """Read the first ``limit`` rows of a file, each as ``samples`` conversations without their answers.
 
     The prompt's field is found as `decoding.prompts.read_prompts` finds it. A row of several turns, or of messages
     with the assistant's between them, becomes a conversation of several turns, which only a ``chat`` can hold.
@@ -182,8 +204,11 @@ def read_conversations(
         turns = _turns(prompt_of(row, field, where)[1], where)
         if not chat and (len(turns) > 1 or len(turns[0]) > 1):
             raise ValueError(f"{where}: a conversation of several messages needs a chat template: give one text a row")
+        tools = tools_of(row, where)
+        model = row["model"] if isinstance(row.get("model"), str) else None
         for sample in range(samples):
-            conversations.append(Conversation(Key(number, sample), len(conversations), turns, chat))
+            key = Key(number, sample)
+            conversations.append(Conversation(key, len(conversations), turns, chat, tools, model))
     if not conversations:
         raise ValueError(f"{path} holds no prompts: give a .jsonl file with one a line, and a limit above 0")
     return conversations
@@ -194,7 +219,7 @@ def _turns(value: Any, where: str) -> tuple[tuple[Message, ...], ...]:
         turns: list[list[Message]] = [[]]
         for message in check_messages(value, where):
             if message["role"] != "assistant":
-                turns[-1].append({"role": message["role"], "content": message["content"]})
+                turns[-1].append({name: message[name] for name in _ASKED if message.get(name) is not None})
             elif turns[-1]:
                 turns.append([])
         found = tuple(tuple(turn) for turn in turns if turn)

@@ -75,6 +75,9 @@ def load_dataset(path: str, section: DataSection, tokenizer: PreTrainedTokenizer
     sequences, account = load_sequences(source, section, tokenizer)
     for error in account.named:
         _LOGGER.warning("skipped: %s", error)
+    for field, count in account.ignored.items():
+        remedy = "name a template that writes this field in data.chat_template"
+        _LOGGER.warning("%s rows have %s, which the chat template leaves out: %s", f"{count:,}", field, remedy)
     if not sequences:
         why = f"; the first of {account.bad_rows} bad ones: {account.named[0]}" if account.named else ""
         raise ValueError(f"{path} holds nothing to train on: no row is left with a trained token in it{why}")

@@ -20,6 +20,8 @@ from trainer.recipe.common import DataSection
 
 _NAMED_ROWS = 5  # bad rows that are named; all are counted
 _ROWS_AT_ONCE = 64
+COUNTERS = ("formats", "fields", "mask_sources", "ignored")
+"""Fields of an account that count rows by name."""
 _START = "spawn"  # a fork of this process would hold its threads' locks and its devices
 
 
@@ -33,6 +35,8 @@ class Account:
     """Fields of prompt and answer, such as "question with answer" -> rows."""
     mask_sources: Counter[str] = field(default_factory=Counter)
     """Way in which the trained tokens were found -> rows."""
+    ignored: Counter[str] = field(default_factory=Counter)
+    """Field of a conversation that the chat template leaves out, such as "tools" -> rows."""
     sequences: int = 0
     """Before they are packed."""
     tokens: int = 0
@@ -60,6 +64,7 @@ class Account:
         """Count a row: its sequences, and for each the part that is kept."""
         self.formats[encoded.transcript.format] += 1
         self.mask_sources[encoded.mask_source] += 1
+        self.ignored.update(encoded.ignored)
         if encoded.transcript.fields is not None:
             self.fields[" with ".join(encoded.transcript.fields)] += 1
         for whole, short in zip(encoded.examples, kept, strict=True):
@@ -74,12 +79,8 @@ class Account:
 
     def add(self, later: "Account") -> None:
         """Count the rows of an account of later rows too."""
-        for mine, theirs in (
-            (self.formats, later.formats),
-            (self.fields, later.fields),
-            (self.mask_sources, later.mask_sources),
-        ):
-            mine.update(theirs)
+        for name in COUNTERS:
+            getattr(self, name).update(getattr(later, name))
         for name in ("sequences", "tokens", "trained_tokens", "truncated", "skipped", "bad_rows"):
             setattr(self, name, getattr(self, name) + getattr(later, name))
         self.named = [*self.named, *later.named][:_NAMED_ROWS]

@@ -1,18 +1,19 @@
 """Rows of a data source in a fixed order: .jsonl and .parquet files, folders of them, data sets on the hub."""
 
-import glob
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from decoding.jsonl import parse_row, read_lines
+from decoding.jsonl import parse_row, read_lines, read_parquet, without_nulls
 from decoding.model.loading import first_line
 from trainer.data.hub_sets import HubSet, Stream, datasets_library, hub_set
 from trainer.files.folders import sha256_of
 from trainer.recipe.common import DataSection
 
+SET_ASIDE = ".failed.jsonl"
+"""End of the name of a file with conversations that `headstart regenerate` set aside."""
 _SUFFIXES = (".jsonl", ".parquet")
 
 
@@ -56,10 +57,10 @@ class RowSource:
     def read(self) -> Iterator[Row]:
         """Yield every row, file after file; lines and rows count from 1."""
         if self.hub is not None:
-            yield from _numbered(self.name, self.hub)
+            yield from _named(self.name, enumerate(map(without_nulls, self.hub), start=1))
         for file in self.files:
             if file.suffix == ".parquet":
-                yield from _parquet_rows(file)
+                yield from _named(str(file), read_parquet(file))
             else:
                 yield from _jsonl_rows(file)
 
@@ -67,12 +68,13 @@ class RowSource:
 def open_source(name: str, section: DataSection) -> RowSource:
     """Open a file, a folder's files in the order of their names, or the section's split of a data set on the hub.
 
-    A hub data set is named ORG/NAME[@REVISION][:CONFIG]. If it is streamed, only its commit is asked for here, and rows
-    are fetched as they are read. ValueError for a source that is not there or cannot be read.
+    Hidden files and conversations that `headstart regenerate` set aside are not data of a folder. A hub data set is
+    named ORG/NAME[@REVISION][:CONFIG]. If it is streamed, only its commit is asked for here, and rows are fetched as
+    they are read. ValueError for a source that is not there or cannot be read.
     """
     path = Path(name)
     if path.is_dir():
-        files = tuple(sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES))
+        files = tuple(sorted(file for file in path.iterdir() if _is_data(file.name)))
         if not files:
             raise ValueError(f"folder {name} holds no data: put .jsonl or .parquet files into it")
         digests = "".join(f"{file.name} {sha256_of(file)}\n" for file in files)
@@ -90,6 +92,10 @@ def open_source(name: str, section: DataSection) -> RowSource:
     rows = _hub_data_set(name, hub, section.split)
     digest = hashlib.sha256(f"{name}\n{section.split}\n{rows._fingerprint}".encode()).hexdigest()
     return RowSource(name, (), rows, digest)
+
+
+def _is_data(name: str) -> bool:
+    return name.endswith(_SUFFIXES) and not name.startswith(".") and not name.endswith(SET_ASIDE)
 
 
 def _hub_data_set(name: str, hub: HubSet, split: str) -> Any:
@@ -113,17 +119,5 @@ def _jsonl_rows(file: Path) -> Iterator[Row]:
         yield Row(where, content)
 
 
-def _parquet_rows(file: Path) -> Iterator[Row]:
-    """Stream the file, so that no second copy of it is written anywhere."""
-    datasets = datasets_library(str(file))
-    try:
-        rows = datasets.load_dataset("parquet", data_files=glob.escape(str(file)), split="train", streaming=True)
-        yield from _numbered(str(file), rows)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"{file} is not a readable Parquet file: {first_line(error)}") from error
-
-
-def _numbered(name: str, rows: Any) -> Iterator[Row]:
-    """Yield rows without the columns that they leave empty."""
-    for number, row in enumerate(rows, start=1):
-        yield Row(f"{name}, row {number}", {field: value for field, value in row.items() if value is not None})
+def _named(name: str, rows: Iterable[tuple[int, dict[str, Any]]]) -> Iterator[Row]:
+    return (Row(f"{name}, row {number}", fields) for number, fields in rows)

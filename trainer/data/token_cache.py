@@ -21,7 +21,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from decoding.model.loading import first_line
-from trainer.data.encoding import Account, encoded_columns
+from trainer.data.encoding import COUNTERS, Account, encoded_columns
 from trainer.data.rows import RowSource
 from trainer.data.sequences import Columns, Sequences
 from trainer.files.folders import cache_root, check_seal, sha256_of, write_folder
@@ -191,7 +191,7 @@ def _read(folder: Path) -> tuple[Sequences, Account] | None:
     try:
         check_seal(folder)
         content: dict[str, Any] = json.loads((folder / _ACCOUNT).read_text())
-        content |= {name: Counter(content[name]) for name in ("formats", "fields", "mask_sources")}
+        content |= {name: Counter(content[name]) for name in COUNTERS}
         account = Account(**content)
         table = pa.ipc.open_stream(pa.memory_map(str(folder / _TOKENS))).read_all()
         sequences = Sequences(map(_mapped, table.to_batches()))

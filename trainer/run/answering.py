@@ -12,7 +12,11 @@ from trainer.terminal.progress import ProgressBar
 
 @dataclass
 class Summary:
-    """Counts of one run. ``differing``: answers that give other tokens when tokenized again; known in process only."""
+    """Counts of one run. ``differing``: answers that give other tokens when tokenized again; known in process only.
+
+    ``reasoned``: answers with reasoning; ``reasoned_only``: those with nothing else. ``other_models``: conversations
+    that ask for another model than the one that answered.
+    """
 
     rows: int
     before: int
@@ -21,6 +25,9 @@ class Summary:
     tokens: int = 0
     truncated: int = 0
     unasked: int = 0
+    reasoned: int = 0
+    reasoned_only: int = 0
+    other_models: int = 0
     dropped: int = 0
     empty: int = 0
     failed: int = 0
@@ -38,6 +45,11 @@ class Summary:
         self.tokens += outcome.tokens
         self.truncated += outcome.truncated
         self.unasked += len(outcome.conversation.turns) - len(outcome.answers)
+        reasoned = [answer for answer in outcome.answers if "reasoning_content" in answer]
+        self.reasoned += len(reasoned)
+        self.reasoned_only += sum(not answer["content"].strip() and "tool_calls" not in answer for answer in reasoned)
+        asked, answered_by = outcome.conversation.model, outcome.model
+        self.other_models += None not in (asked, answered_by) and asked != answered_by
         if outcome.differing is not None:
             self.differing = (self.differing or 0) + outcome.differing
 

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 from ipaddress import ip_address
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 from openai import (
     APIConnectionError,
@@ -64,8 +64,9 @@ class Connection:
             api_key=self._key or "none",
             timeout=served.timeout,
             max_retries=0 if repeats else served.retries,
-            # A proxy of the environment would look for a server of this machine on its own.
-            http_client=DefaultAsyncHttpxClient(trust_env=False) if _is_here(self.address) else None,
+            # A proxy of the environment would look for a server of this machine on its own. Neither the key nor a
+            # prompt follows a redirect, which may lead to another host.
+            http_client=DefaultAsyncHttpxClient(trust_env=not _is_here(self.address), follow_redirects=False),
         )
 
     @property
@@ -76,12 +77,21 @@ class Connection:
     def fatal(self, error: APIError) -> ValueError | None:
         """Return the sentence for an error that no other request can escape: a wrong key, model or address; else None.
 
+        A redirect is a wrong address.
+
         Raise it ``from None``: the server may repeat the key, which a traceback would show.
         """
         if isinstance(error, AuthenticationError | PermissionDeniedError):
             return ValueError(
                 f"the endpoint {self.host} refuses the key (HTTP {error.status_code}): put the right one into the "
                 f"environment variable {self.served.api_key_variable}"
+            )
+        if isinstance(error, APIStatusError) and 300 <= error.status_code < 400:
+            there = urlsplit(urljoin(self.address, error.response.headers.get("location", "")))
+            shown = self._without_key(f"{there.scheme}://{there.netloc.rpartition('@')[2]}{there.path}")
+            return ValueError(
+                f"the endpoint {self.host} redirects to {shown} (HTTP {error.status_code}), where neither the key nor "
+                "prompts are sent: if that server is meant, give its base address as --endpoint"
             )
         if isinstance(error, NotFoundError):
             return ValueError(
@@ -99,8 +109,10 @@ class Connection:
         status, reason = "", first_line(error)
         if isinstance(error, APIStatusError):
             status, reason = f"HTTP {error.status_code}: ", reason.removeprefix(f"Error code: {error.status_code} - ")
-        reason = reason.replace(self._key, "[the key]") if self._key else reason
-        return f"{status}{reason[:300]}"  # cut after the replacement, which would not find half a key
+        return f"{status}{self._without_key(reason)[:300]}"  # cut behind, which would not find half a key
+
+    def _without_key(self, text: str) -> str:
+        return text.replace(self._key, "[the key]") if self._key else text
 
 
 def _checked(address: str) -> str:

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, cast
 
-from openai import APIError, AsyncOpenAI
+from openai import APIError, AsyncOpenAI, BaseModel, omit
 from openai.types import Completion
-from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
+from openai.types.chat import ChatCompletion, ChatCompletionMessageParam, ChatCompletionToolParam
 
 from decoding.model.loading import first_line
 from trainer.data.answers import Answered, Outcome, Problem, SetAside
 from trainer.data.chat import whole_characters
-from trainer.data.conversations import Conversation, Key
+from trainer.data.conversations import Conversation, Key, Message, answer_message, is_empty
 from trainer.target.connection import Connection, Served
 from trainer.target.pool import Member, Pool, is_unreached, may_pass, pause_after
 
@@ -50,10 +50,11 @@ class Asked:
 class _Reply(NamedTuple):
     """An answer of the endpoint."""
 
-    text: str
+    message: Message
     tokens: int
     """0 where the endpoint does not count them."""
     truncated: bool
+    model: str | None
 
 
 class _NoAnswer(Exception):
@@ -78,6 +79,10 @@ class EndpointBackend:
         self._asked = asked
         connections = [Connection(served, repeats=True) for served in asked.endpoints]
         self._pool = Pool(connections, asked.first.concurrency, asked.first.retries, asked.patience, tell)
+
+    @property
+    def encoder(self) -> None:
+        """Nothing: only the servers know the tokenizer."""
 
     @property
     def health(self) -> str:
@@ -136,13 +141,13 @@ class EndpointBackend:
         replies: list[_Reply] = []
         try:
             while len(replies) < len(conversation.turns) and not (replies and replies[-1].truncated):
-                replies.append(await self._reply(conversation, [reply.text for reply in replies]))
+                replies.append(await self._reply(conversation, [reply.message for reply in replies]))
         except _NoAnswer as error:
             return SetAside(conversation, error.problem, str(error), again=True)
-        texts, tokens = tuple(reply.text for reply in replies), sum(reply.tokens for reply in replies)
-        return Answered(conversation, texts, tokens, replies[-1].truncated)
+        answers, tokens = tuple(reply.message for reply in replies), sum(reply.tokens for reply in replies)
+        return Answered(conversation, answers, tokens, replies[-1].truncated, model=replies[-1].model)
 
-    async def _reply(self, conversation: Conversation, answers: Sequence[str]) -> _Reply:
+    async def _reply(self, conversation: Conversation, answers: Sequence[Message]) -> _Reply:
         """Return the next answer; its seed follows from row, turn and useless answers before, not from the endpoint.
 
         `_NoAnswer` after the last try, and where every endpoint that can be reached refuses the request.
@@ -171,7 +176,7 @@ class EndpointBackend:
                     refused.append(member)
         raise problem
 
-    async def _ask(self, member: Member, conversation: Conversation, answers: Sequence[str], seed: int) -> _Reply:
+    async def _ask(self, member: Member, conversation: Conversation, answers: Sequence[Message], seed: int) -> _Reply:
         """Ask an endpoint once, and tell the pool how it did."""
         try:
             reply = _read(await self._request(member.connection.client, conversation, answers, seed))
@@ -190,7 +195,7 @@ class EndpointBackend:
         return reply
 
     async def _request(
-        self, client: AsyncOpenAI, conversation: Conversation, answers: Sequence[str], seed: int
+        self, client: AsyncOpenAI, conversation: Conversation, answers: Sequence[Message], seed: int
     ) -> ChatCompletion | Completion:
         asked = self._asked
         if not conversation.chat:
@@ -205,6 +210,7 @@ class EndpointBackend:
         return await client.chat.completions.create(
             model=asked.first.model,
             messages=cast(list[ChatCompletionMessageParam], conversation.open_after(answers)),
+            tools=cast(list[ChatCompletionToolParam], conversation.tools) if conversation.tools else omit,
             temperature=asked.temperature,
             top_p=asked.top_p,
             max_tokens=asked.max_new_tokens,
@@ -218,10 +224,21 @@ def _read(completion: ChatCompletion | Completion) -> _Reply:
     if not isinstance(choices, list) or not choices:
         raise _NoAnswer("failed", "what the endpoint sent is no completion")
     holder = getattr(choices[0], "message", choices[0])  # a chat's text stands a level deeper
-    text = getattr(holder, "content", getattr(holder, "text", None))
+    held = holder.to_dict(mode="python", warnings=False) if isinstance(holder, BaseModel) else {}
     truncated = getattr(choices[0], "finish_reason", None) == "length"
-    answer = whole_characters(text, truncated) if isinstance(text, str) else ""
-    if not answer.strip():
+
+    def text(*names: str) -> str:
+        found = (value for name in names if isinstance(value := held.get(name), str) and value.strip())
+        return whole_characters(next(found, ""), truncated)
+
+    calls = called if isinstance(called := held.get("tool_calls"), list) else None
+    reasoning = text("reasoning_content", "reasoning")
+    message = answer_message(text("content", "text"), reasoning_content=reasoning, tool_calls=calls)
+    if is_empty(message):
         raise _NoAnswer("empty", "the answer is empty")
-    tokens = getattr(completion.usage, "completion_tokens", None)
-    return _Reply(answer, tokens if isinstance(tokens, int) else 0, truncated)
+    try:
+        json.dumps(message, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # neither the next request nor a row for training can hold it
+        raise _NoAnswer("failed", f"the answer holds half a character ({error.reason})") from error
+    tokens, model = getattr(completion.usage, "completion_tokens", None), getattr(completion, "model", None)
+    return _Reply(message, tokens if isinstance(tokens, int) else 0, truncated, model)

@@ -13,8 +13,9 @@ from decoding.generate import DecodingConfig, check_prompt
 from decoding.model.causal_lm import CausalLM
 from decoding.prompts import encode_prompt
 from trainer.data.answers import Answered, Outcome, SetAside
-from trainer.data.chat import read_answer
-from trainer.data.conversations import Conversation, Key
+from trainer.data.chat import TranscriptEncoder, read_answer
+from trainer.data.conversations import Conversation, Key, Message, answer_message, is_empty
+from trainer.recipe.common import DataSection
 
 GROUP = 4
 """Batches in a group: more keep the rows of a batch full, fewer lose less to a kill."""
@@ -43,6 +44,7 @@ class TargetBackend:
             raise ValueError(f"batch_size is {batch_size}: give at least 1")
         self._target, self._tokenizer, self._drafter = target, tokenizer, drafter
         self._config, self._batch_size = config, batch_size
+        self.encoder = TranscriptEncoder(DataSection(train="", heldout=""), tokenizer)
 
     @property
     def health(self) -> str:
@@ -78,7 +80,8 @@ class TargetBackend:
         """Return the prompt of the text's next answer; None, with the problem noted, for one that cannot be decoded."""
         conversation = text.conversation
         try:
-            prompt = encode_prompt(conversation.open_after(text.answers), self._tokenizer, conversation.chat)
+            messages, tools = conversation.open_after(text.answers), conversation.tools
+            prompt = encode_prompt(messages, self._tokenizer, conversation.chat, tools=tools)
             check_prompt(self._target, prompt, self._config)
         except (TemplateError, ValueError) as error:
             text.problem = str(error)
@@ -99,17 +102,18 @@ class TargetBackend:
     def _take(self, text: "_Text", prompt: tuple[int, ...], tokens: tuple[int, ...]) -> None:
         text.truncated = tokens[-1] not in self._config.eos_token_ids
         written = list(tokens if text.truncated else tokens[:-1])
-        text.answers.append(read_answer(self._tokenizer, written, text.truncated))
+        text.answers.append(answer_message(read_answer(self._tokenizer, written, text.truncated)))
         text.answer_tokens.append(tokens)
         text.differing += not self._reads_back(text, prompt, written)
 
     def _reads_back(self, text: "_Text", prompt: tuple[int, ...], written: list[int]) -> bool:
         """Return True if training, which tokenizes the text, will see the tokens that the target read and wrote."""
         if not text.conversation.chat:
-            tokens: list[int] = self._tokenizer(text.answers[-1], add_special_tokens=False)["input_ids"]
+            answer = text.answers[-1]["content"]
+            tokens: list[int] = self._tokenizer(answer, add_special_tokens=False)["input_ids"]
             return tokens == written
         closed: Any = self._tokenizer.apply_chat_template(
-            text.conversation.with_answers(text.answers), return_dict=True
+            text.conversation.with_answers(text.answers), tools=text.conversation.tools, return_dict=True
         )
         expected = [*prompt, *written]
         return bool(closed["input_ids"][: len(expected)] == expected)
@@ -120,7 +124,7 @@ class _Text:
 
     def __init__(self, conversation: Conversation) -> None:
         self.conversation = conversation
-        self.answers: list[str] = []
+        self.answers: list[Message] = []
         self.answer_tokens: list[tuple[int, ...]] = []
         self.differing = 0
         self.truncated = False
@@ -129,7 +133,7 @@ class _Text:
     @property
     def is_open(self) -> bool:
         """True while turns are left to answer; an answer that was cut off or is empty ends the conversation."""
-        broken_off = self.problem is not None or self.truncated or "" in self.answers
+        broken_off = self.problem is not None or self.truncated or any(map(is_empty, self.answers))
         return not broken_off and len(self.answers) < len(self.conversation.turns)
 
     def outcome(self) -> Outcome:

@@ -1,0 +1,203 @@
+"""What a served target answers beside plain text, and what is asked of it: tools, reasoning, calls, other hosts."""
+
+import io
+import json
+import resource
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from scripted_endpoint import Reply, Request, chat, completion, in_turn, last_words, serve
+from test_endpoint import KEY, options, regenerate, rows, set_aside
+from tiny_tokenizer import TOOL_TEMPLATE, byte_tokenizer
+from tiny_training import write_rows
+
+from trainer.commands.regenerate import run_regenerate
+from trainer.commands.training_options import RegenerateOptions
+from trainer.data.dataset import load_dataset
+from trainer.recipe.common import DataSection
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+def asking(folder: Path, address: str, *prompts: Any, **changes: Any) -> RegenerateOptions:
+    """Options for rows of several fields."""
+    chosen = options(folder, address, **changes)
+    return replace(chosen, prompts=write_rows(folder / "rows.jsonl", prompts))
+
+
+def message(content: str | None, finish_reason: str = "stop", **fields: Any) -> Reply:
+    """A chat completion whose message has further fields."""
+    status, body = chat(content, finish_reason)
+    body["choices"][0]["message"] |= fields
+    return status, body
+
+
+def answer_of(folder: Path) -> dict[str, Any]:
+    (row,) = rows(folder / "answers.jsonl")
+    answer: dict[str, Any] = row["messages"][-1]
+    return answer
+
+
+def printed(chosen: RegenerateOptions) -> str:
+    said = io.StringIO()
+    run_regenerate(chosen, Console(file=said, width=1000))
+    return said.getvalue()
+
+
+def trained(folder: Path) -> list[str]:
+    section = DataSection(train="t", heldout="h")
+    dataset = load_dataset(str(folder / "answers.jsonl"), section, byte_tokenizer(TOOL_TEMPLATE))
+    pairs = [zip(example.tokens, example.trained, strict=True) for example in dataset.examples]
+    return ["".join(chr(token) for token, counts in pair if counts) for pair in pairs]
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL["function"]])], ids=["list", "text"])
+def test_the_tools_of_a_row_are_sent_and_written_with_its_answer(tmp_path: Path, tools: Any) -> None:
+    with serve(lambda request: chat("Yes")) as endpoint:
+        regenerate(asking(tmp_path, endpoint.address, {"prompt": "a", "tools": tools}, {"prompt": "b"}, concurrency=1))
+    first, second = (request.body for request in endpoint.requests)
+    assert first["tools"] == [TOOL] and "tools" not in second
+    having, without = rows(tmp_path / "answers.jsonl")
+    assert having["tools"] == [TOOL] and "tools" not in without
+
+
+def test_a_call_is_an_answer_which_training_reads_and_the_next_turn_sees(tmp_path: Path) -> None:
+    talk: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "9", "tool_call_id": "1", "name": "f"},
+    ]
+    with serve(in_turn(message(None, "tool_calls", tool_calls=[CALL]), chat("Yes"))) as endpoint:
+        summary = regenerate(asking(tmp_path, endpoint.address, {"messages": talk, "tools": [TOOL]}))
+    assert endpoint.requests[1].body["messages"] == [talk[0], {**talk[1], "content": ""}, talk[2]]
+    assert (summary.answers, summary.empty) == (2, 0)
+    assert trained(tmp_path) == ['!f{"x": 1};Yes;']
+
+
+def test_tools_that_completions_cannot_show_are_told_once_with_their_number(tmp_path: Path) -> None:
+    asked = [{"prompt": "a", "tools": [TOOL]}] * 2 + [{"prompt": "b"}]
+    with serve(lambda request: completion("Yes")) as endpoint:
+        said = printed(asking(tmp_path, endpoint.address, *asked, completions=True))
+    assert said.count("2 of 3 prompts have tools") == 1
+    assert all("tools" not in row for row in rows(tmp_path / "answers.jsonl"))
+
+
+# --- reasoning --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_reasoning_is_kept_under_the_name_that_templates_read_and_is_trained(tmp_path: Path, name: str) -> None:
+    with serve(lambda request: message("Yes", **{name: "Hm"})) as endpoint:
+        summary = regenerate(options(tmp_path, endpoint.address))
+    assert answer_of(tmp_path) == {"role": "assistant", "content": "Yes", "reasoning_content": "Hm"}
+    assert (summary.reasoned, summary.reasoned_only) == (1, 0)
+    assert trained(tmp_path) == ["<think>Hm</think>Yes;"]
+
+
+def test_reasoning_alone_is_an_answer_and_counted_as_such(tmp_path: Path) -> None:
+    with serve(lambda request: message(None, reasoning="Hm")) as endpoint:
+        said = printed(options(tmp_path, endpoint.address))
+    assert answer_of(tmp_path) == {"role": "assistant", "content": "", "reasoning_content": "Hm"}
+    assert [line.split("│")[2].strip() for line in said.splitlines() if "with reasoning" in line] == ["1", "1"]
+
+
+def test_reasoning_that_was_cut_off_is_trained_without_an_end(tmp_path: Path) -> None:
+    with serve(lambda request: message(None, "length", reasoning_content="Hm\N{REPLACEMENT CHARACTER}")) as endpoint:
+        regenerate(options(tmp_path, endpoint.address))
+    assert trained(tmp_path) == ["<think>Hm"]
+
+
+def test_the_next_turn_is_asked_with_the_reasoning_before_it(tmp_path: Path) -> None:
+    with serve(in_turn(message("A", reasoning_content="Hm"), chat("B"))) as endpoint:
+        regenerate(options(tmp_path, endpoint.address, [["one", "two"]]))
+    assert endpoint.requests[1].body["messages"][1]["reasoning_content"] == "Hm"
+
+
+@pytest.mark.parametrize(
+    "fields", [{"reasoning": " "}, {"reasoning_content": 3}, {"tool_calls": []}, {"tool_calls": 3}]
+)
+def test_what_is_neither_text_nor_reasoning_nor_calls_is_an_empty_answer(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    with serve(in_turn(message(None, **fields), chat("Yes"))) as endpoint:
+        regenerate(options(tmp_path, endpoint.address))
+    assert len(endpoint.requests) == 2 and answer_of(tmp_path)["content"] == "Yes"
+
+
+# --- what is not written ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "reply", [chat("half \ud83d"), message("Yes", reasoning="half \ud83d")], ids=["text", "reasoning"]
+)
+def test_half_a_character_is_no_answer_and_neither_asked_on_nor_written(tmp_path: Path, reply: Reply) -> None:
+    """Training refuses such a row, and no request can hold it."""
+    with serve(lambda request: chat("Yes") if last_words(request) == "two" else reply) as endpoint:
+        summary = regenerate(options(tmp_path, endpoint.address, (["one", "more"], "two"), retries=0))
+    (row,) = set_aside(tmp_path)
+    assert row["problem"] == "failed" and "half a character" in row["reason"] and summary.failed == 1
+    assert trained(tmp_path) == ["Yes;"]
+
+
+def test_a_disk_that_takes_no_more_is_named_and_loses_nothing(tmp_path: Path) -> None:
+    """The second answer is half written: files may grow by nine bytes more."""
+    free = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def script(request: Request) -> Reply:
+        if last_words(request) == "two":
+            size = (tmp_path / "answers.jsonl").stat().st_size
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size + 9, free[1]))
+        return chat("Yes")
+
+    with serve(script) as endpoint:
+        try:
+            with pytest.raises(
+                OSError, match=r"answers\.jsonl cannot be written .*: make room there, then start the same"
+            ):
+                regenerate(options(tmp_path, endpoint.address, ("one", "two", "three"), concurrency=1))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, free)
+    with serve(lambda request: chat("Yes")) as endpoint:
+        assert regenerate(options(tmp_path, endpoint.address, ("one", "two", "three"))).before == 1
+    assert [row["row"] for row in rows(tmp_path / "answers.jsonl")] == [1, 2, 3]
+
+
+# --- who answers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [301, 307, 308])
+def test_a_redirect_is_refused_and_neither_key_nor_prompt_reaches_where_it_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    with serve(lambda request: chat("Yes")) as other:
+        there = other.address.replace("127.0.0.1", "localhost")
+        headers = {"Location": f"{there.replace('//', '//me:secret@')}/{KEY}/chat?key=secret"}
+        with (
+            serve(lambda request: (status, {}), headers=headers) as endpoint,
+            pytest.raises(ValueError, match=f"redirects to {there}/.the key./chat .*--endpoint") as caught,
+        ):
+            regenerate(options(tmp_path, endpoint.address, ("one", "two"), concurrency=1))
+    assert not other.requests and len(endpoint.requests) == 1
+    assert KEY not in str(caught.value) and "secret" not in str(caught.value)
+
+
+def test_rows_that_ask_for_another_model_than_answers_are_counted_once(tmp_path: Path) -> None:
+    asked = [{"prompt": "a", "model": "large"}, {"prompt": "b", "model": "large"}, {"prompt": "c", "model": "tiny"}]
+    with serve(lambda request: chat("Yes")) as endpoint:
+        said = printed(asking(tmp_path, endpoint.address, *asked, {"prompt": "d"}, {"prompt": "e", "model": 3}))
+    (line,) = (line for line in said.splitlines() if "another model" in line)
+    assert line.split("│")[2].strip() == "2"

@@ -1,0 +1,188 @@
+"""Tools, tool calls and reasoning of rows: what training and a target in this process make of them."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from test_regenerate import contents, options, regenerate, rows
+from tiny_models import counting_model
+from tiny_tokenizer import TOOL_TEMPLATE, byte_tokenizer
+from tiny_training import CHAT_TEMPLATE, tiny_tokenizer, write_rows
+from transformers import PreTrainedTokenizerBase
+
+from trainer.commands.regenerate import run_regenerate
+from trainer.data.batch import Example
+from trainer.data.dataset import Dataset, load_dataset
+from trainer.data.rows import open_source
+from trainer.data.token_cache import fingerprint
+from trainer.recipe.common import DataSection
+
+FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+TOOL = {"type": "function", "function": FUNCTION}
+SHOWN = f"tools:{json.dumps([TOOL])};"
+ASKED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]
+MARKED = TOOL_TEMPLATE.replace("'assistant' %}", "'assistant' %}{% generation %}").replace(
+    "{% endfor %};{% else %}", "{% endfor %};{% endgeneration %}{% else %}"
+)
+
+
+def load(folder: Path, *rows: Any, template: str | None = TOOL_TEMPLATE) -> Dataset:
+    section = DataSection(train="t", heldout="h")
+    return load_dataset(write_rows(folder / "rows.jsonl", rows), section, byte_tokenizer(template))
+
+
+def text(example: Example) -> str:
+    return "".join(map(chr, example.tokens))
+
+
+def trained(example: Example) -> str:
+    return "".join(chr(token) for token, counts in zip(example.tokens, example.trained, strict=True) if counts)
+
+
+def answered(**message: Any) -> dict[str, Any]:
+    return {"messages": [ASKED[0], {"role": "assistant", **message}]}
+
+
+@pytest.mark.parametrize("template", [TOOL_TEMPLATE, MARKED], ids=["compared", "marked"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": ASKED, "tools": [TOOL]},
+        {"conversations": SHAREGPT, "tools": json.dumps([FUNCTION])},
+        {"prompt": "Hi", "answer": "Yes", "tools": [TOOL]},
+        {"prompt": "Hi", "answer": "Yes", "tools": [TOOL], "answer_tokens": [[*b"Yes;"]]},
+    ],
+    ids=["messages", "sharegpt", "prompt", "own tokens"],
+)
+def test_the_tools_of_a_row_stand_in_its_prompt(
+    tmp_path: Path, row: dict[str, Any], template: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if "answer_tokens" in row:
+        row = {**row, "answer": "Yes;"}
+    (example,) = load(tmp_path, row, template=template).examples
+    assert text(example) == f"{SHOWN}user:Hi;assistant:Yes;" and trained(example) == "Yes;"
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("none", [None, [], "", "[]"])
+def test_a_row_may_have_no_tools(tmp_path: Path, none: Any) -> None:
+    (example,) = load(tmp_path, {"messages": ASKED, "tools": none}).examples
+    assert text(example) == "user:Hi;assistant:Yes;"
+
+
+@pytest.mark.parametrize("tools", ["a hammer", [3], {"name": "f"}])
+def test_tools_that_are_no_functions_are_refused_naming_the_row(tmp_path: Path, tools: Any) -> None:
+    with pytest.raises(ValueError, match=r"line 1: the tools are .*remove the field"):
+        load(tmp_path, {"messages": ASKED, "tools": tools})
+
+
+def test_of_a_tokenizers_templates_the_one_for_tools_is_taken(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"default": "none;" + TOOL_TEMPLATE, "tool_use": TOOL_TEMPLATE}
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": ASKED}, {"messages": ASKED, "tools": [TOOL]}])
+    first, second = load_dataset(path, DataSection(train="t", heldout="h"), tokenizer).examples
+    assert text(first).startswith("none;user") and text(second).startswith(SHOWN)
+
+
+@pytest.mark.parametrize(
+    ("field", "row"),
+    [
+        ("tools", {"messages": ASKED, "tools": [TOOL]}),
+        ("reasoning_content", answered(content="Yes", reasoning_content="Hm")),
+        ("tool_calls", answered(content="Yes", tool_calls=[TOOL])),
+    ],
+)
+def test_a_template_that_leaves_a_field_out_is_told_once_with_the_number_of_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, field: str, row: dict[str, Any]
+) -> None:
+    bare = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    bare += "{% if add_generation_prompt %}assistant:{% endif %}"
+    load(tmp_path, row, {"messages": ASKED}, row, template=bare)
+    (message,) = caplog.messages
+    assert message.startswith(f"2 rows have {field}, ") and "data.chat_template" in message
+
+
+def test_the_tools_of_prompts_without_any_template_are_told_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(tmp_path, {"prompt": "Hi", "answer": "Yes", "tools": [TOOL]}, template=None)
+    assert [message[:17] for message in caplog.messages] == ["1 rows have tools"]
+
+
+def test_rows_that_differ_by_their_tools_are_cached_apart(tmp_path: Path) -> None:
+    section, found = DataSection(train="t", heldout="h"), set()
+    for tools in (None, [TOOL], [TOOL, TOOL]):
+        path = write_rows(tmp_path / "rows.jsonl", [{"messages": ASKED, "tools": tools}])
+        found.add(fingerprint(open_source(path, section), section, byte_tokenizer(TOOL_TEMPLATE)))
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}'], ids=["object", "text"])
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}], ids=["missing", "null", "empty"])
+def test_a_tool_call_is_trained_and_its_result_is_not(tmp_path: Path, content: dict[str, Any], arguments: Any) -> None:
+    call = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}]}
+    result = {"role": "tool", "tool_call_id": "1", "content": "9"}
+    (example,) = load(
+        tmp_path, {"messages": [ASKED[0], {**call, **content}, result, ASKED[1]], "tools": [TOOL]}
+    ).examples
+    assert text(example) == f'{SHOWN}user:Hi;assistant:!f{{"x": 1}};tool:9;assistant:Yes;'
+    assert trained(example) == '!f{"x": 1};Yes;'
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+@pytest.mark.parametrize("content", ["Yes", None])
+def test_reasoning_is_trained_with_the_answer_and_alone(tmp_path: Path, name: str, content: str | None) -> None:
+    (example,) = load(tmp_path, answered(content=content, **{name: "Hm"})).examples
+    assert trained(example) == f"<think>Hm</think>{content or ''};"
+
+
+@pytest.mark.parametrize("template", [TOOL_TEMPLATE, MARKED], ids=["compared", "marked"])
+@pytest.mark.parametrize(("content", "kept"), [("", "<think>Hm"), ("Ye", "<think>Hm</think>Ye")])
+def test_behind_reasoning_that_was_cut_off_nothing_is_trained(
+    tmp_path: Path, content: str, kept: str, template: str
+) -> None:
+    row = {**answered(content=content, reasoning_content="Hm"), "truncated": True}
+    (example,) = load(tmp_path, row, template=template).examples
+    assert trained(example) == kept
+
+
+def test_a_message_that_says_nothing_at_all_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"line 1: a message is .*, without a role and a content"):
+        load(tmp_path, answered(content=None, tool_calls=[]))
+
+
+# --- answers by a target in this process ------------------------------------------------------------------------------
+
+
+def counting_target(folder: Path, template: str) -> PreTrainedTokenizerBase:
+    tokenizer = tiny_tokenizer(template)
+    counting_model().save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    return tokenizer
+
+
+def test_the_target_sees_the_tools_of_a_row_and_training_on_its_answer_does(tmp_path: Path) -> None:
+    """A template that ends its question with the first tool's name: the target counts on from there."""
+    first = "{{ tools[0].function.name if tools else '' }} "
+    tokenizer = counting_target(tmp_path, f"{first}{CHAT_TEMPLATE}{{% if add_generation_prompt %}}{first}{{% endif %}}")
+    row = {"prompt": "j", "tools": '[{"name": "h"}]'}
+    regenerate(options(tmp_path, tmp_path / "target", [row, "j"]))
+    having, without = rows(tmp_path / "answers.jsonl")
+    assert contents(having) == ["j", "i j k l"] and contents(without) == ["j", "k l"]
+    assert having["tools"] == [{"type": "function", "function": {"name": "h"}}] and "tools" not in without
+    section = DataSection(train="", heldout="", max_length=32)
+    examples = load_dataset(str(tmp_path / "answers.jsonl"), section, tokenizer).examples
+    #                                                 h <user> j  h  i   j   k   l <unk> <eos>
+    assert [each.tokens.tolist() for each in examples] == [[11, 2, 13, 11, 12, 13, 14, 15, 0, 1], [2, 13, 14, 15, 0, 1]]
+
+
+def test_tools_that_the_targets_template_leaves_out_are_told_once(tmp_path: Path) -> None:
+    counting_target(tmp_path, CHAT_TEMPLATE)
+    said = io.StringIO()
+    asked = [{"prompt": "j", "tools": [{"name": "h"}]}] * 2 + [{"prompt": "i"}]
+    run_regenerate(options(tmp_path, tmp_path / "target", asked), Console(file=said, width=1000))
+    assert said.getvalue().count("2 of 3 prompts have tools") == 1
