@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 from typer.testing import CliRunner
@@ -14,6 +13,7 @@ from typer.testing import CliRunner
 from decoding.measure.evaluate import Measurement
 from trainer.cli import app
 from trainer.commands.evaluate import show_samples
+from trainer.terminal.console import standard_output
 
 CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}:"
 
@@ -99,11 +99,11 @@ def test_runs_and_report_name_no_local_path(desk: Path, tmp_path: Path) -> None:
 
 
 def test_a_text_of_a_models_making_cannot_clear_the_terminal() -> None:
-    console = Console(file=io.StringIO(), width=80)
-    pieces = [["a\x1b[2J", True], ["b\n", False]]
+    console = standard_output(file=io.StringIO(), width=80)
+    pieces = [["a\x1b[2J", True], ["b\n", False], ["می\u200cخواهم", True]]
     show_samples(console, [{"setting": "greedy", "method": "m", "task": None, "pieces": pieces}])
     shown = console.file.getvalue()  # type: ignore[attr-defined]  # the StringIO above
-    assert "\x1b" not in shown and "a[2Jb" in shown
+    assert "\x1b" not in shown and "a[2Jb" in shown and "می\u200cخواهم" in shown
 
 
 def test_questions_that_do_not_fit_are_cut_and_counted(desk: Path, tmp_path: Path) -> None:
