@@ -296,7 +296,7 @@ def _made_by(
 
 def _provenance(made_by: Mapping[str, Any], methods: Sequence[Method], world: int) -> dict[str, Any]:
     """Return the first line of a file of runs."""
-    names = ("setting", "name", "label", "drafter", "artefact", "temperature", "timed")
+    names = ("setting", "name", "label", "drafter", "artefact", "temperature")
     told = [{name: getattr(method, name) for name in names} for method in methods]
     about = {"command": made_by["command"], "hardware": hardware(), "versions": versions(), "commit": commit()}
     return {"identity": _identity(made_by), "methods": told, "processes": world, **about}

@@ -126,7 +126,8 @@ class EvaluateOptions(ModelOptions):
         list[str] | None,
         Option(
             metavar="NAME,...",
-            help=f"Any of {joined(SETTINGS)}; by commas or repeated, all if not given.",
+            help=f"Any of {joined(SETTINGS)}; by commas or repeated, greedy and sampling if not given. "
+            "typical is lossy.",
             autocompletion=values.some_of(*SETTINGS),
         ),
     ] = None
