@@ -11,6 +11,7 @@ from tiny_tokenizer import byte_tokenizer
 from typer.testing import CliRunner
 
 from decoding.measure.evaluate import Measurement
+from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.cli import app
 from trainer.commands.evaluate import show_samples
 from trainer.terminal.console import standard_output
@@ -90,6 +91,23 @@ def test_a_finished_evaluation_decodes_nothing_again_and_another_one_needs_resta
     assert code == 2 and "holds runs with limit 3, not limit 4: give another output, or --restart to drop" in said
     assert evaluate(desk, tmp_path, "--limit", "4", "--restart")[0] == 0
     assert json.loads((tmp_path / "report.json").read_text())["questions"] == 4
+
+
+def test_drafters_are_named_by_their_runs_and_none_is_lost(desk: Path, tmp_path: Path) -> None:
+    words = []
+    for place, run in enumerate(["alpha", "beta", "beta (2)", "beta", None, None]):
+        folder = tmp_path / str(place) / "final (1)"
+        MedusaHeads.for_target(tiny_model(vocab=128), MedusaConfig(16, 128)).save_pretrained(folder)
+        if run is not None:
+            (folder / "provenance.json").write_text(json.dumps({"recipe": {"name": run}}))
+        words += ["--drafter", f"heads:{folder}"]
+    assert evaluate(desk, tmp_path / "out", "--limit", "1", *words)[0] == 0
+    report: dict[str, Any] = json.loads((tmp_path / "out" / "report.json").read_text())
+    label, *_ = (row["method"].partition(" (")[0] for row in report["rows"] if row["artefact"] == "heads")
+    runs = ["alpha", "beta", "beta (2)", "beta (3)", "final (1)", "final (1) (2)"]
+    assert [row["method"] for row in report["rows"][3:]] == [f"{label} (heads:{run})" for run in runs]
+    assert list(report["drafters"].values()) == ["lookup", *(f"heads:{run}" for run in runs)]
+    assert len({report["fingerprints"][f"heads:{run}"] for run in runs}) == 1
 
 
 def test_runs_and_report_name_no_local_path(desk: Path, tmp_path: Path) -> None:
