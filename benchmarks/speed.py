@@ -305,8 +305,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         max_new_tokens=8 if short else options.max_new_tokens,
         rounds=1 if short else options.rounds,
         eos_token_ids=eos_token_ids(model, tokenizer),
-        settings=("greedy", "sampling"),
-        argmax_twins=False,
     )
     report: dict[str, Any] = {"hardware": hardware(), "versions": versions(), "commit": commit(), "targets": {}}
     if options.output.exists():

@@ -95,9 +95,6 @@ def full_report(**changes: Any) -> Report:
     rows += [
         {**row("T=1, typical", method), "label": "lossy", "rule": "typical acceptance"} for method in (HEADS, DRAFT)
     ]
-    twin = {**row("T=1", DRAFT), "method": f"{DRAFT}, argmax drafts", "drafts": "greedy"}
-    speeds = ("tokens_per_second", "tokens_per_second_with_prefill", "speedup_of_totals", "speedup", "time_split")
-    twin |= {**dict.fromkeys(speeds), "tokens_per_pass": estimate(1.9), "predicted_speedup": None}
     found = {
         "title": "A target on eighty prompts",
         "command": "headstart evaluate --target ORG/NAME",
@@ -113,7 +110,7 @@ def full_report(**changes: Any) -> Report:
         "rounds": 1,
         "max_new_tokens": 64,
         "cost_curve_ms": {str(2**power): 10 * (1 + 0.1 * power) for power in range(8)},
-        "rows": [*rows, twin],
+        "rows": rows,
         "grid": [
             row(setting, method, batch, context)
             for context in CONTEXTS

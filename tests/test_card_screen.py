@@ -67,7 +67,6 @@ def test_the_first_screen_has_the_fastest_lossless_method_of_each_temperature(tm
         row("plain", 0, 8.0, artefact=None),
         row("tree", 1, 1.25),
         row("typical", 1, 2.5, label="lossy", setting="T=1, typical"),
-        row("tree, argmax drafts", 1, 7.0),
     )
     screen = first_screen(card(tmp_path, PROVENANCE, measured=found))
     assert "| | greedy | T=1 |\n|---|---|---|\n" in screen

@@ -11,7 +11,7 @@ from decoding.measure.compare import compare, read_evaluation, verdict
 from decoding.metrics import Estimate
 from trainer.cli import app
 
-_ABOUT = {"label": "lossless", "drafter": None, "artefact": None, "temperature": 0.0, "timed": True}
+_ABOUT = {"label": "lossless", "drafter": None, "artefact": None, "temperature": 0.0}
 METHODS = [{"setting": "greedy", "name": name, **_ABOUT} for name in ("plain", "draft")]
 
 

@@ -309,6 +309,7 @@ def test_text_is_marked_by_its_origin_and_escaped() -> None:
     pieces = [Piece("<b>", True), Piece("&", True), Piece(" own", False)]
     assert views.marked(pieces) == '<span class="drafted">&lt;b&gt;&amp;</span><span class="own"> own</span>'
     assert 'class="drafted now"' in views.marked(pieces, "now")
+    assert views.marked([Piece("\u202eمی\u200cخواهم\x1b", False)]) == '<span class="own">می\u200cخواهم</span>'
     assert "<i>" not in views.notice("bad <i>")
 
 

@@ -18,6 +18,7 @@ from trainer.doctor import models
 from trainer.doctor.advice import Advice
 from trainer.doctor.dtypes import Measured
 from trainer.doctor.finding import Finding, Section
+from trainer.terminal.console import standard_output
 
 CLI = CliRunner()
 
@@ -146,8 +147,8 @@ def test_a_terminal_wraps_each_finding_beside_its_name_and_a_pipe_gets_whole_lin
 def test_names_that_others_wrote_send_no_escape_sequence_to_the_terminal(is_terminal: bool) -> None:
     evil = "x\x1b[31m\x9b1A"
     sections = [Section(f"target {evil}", (Finding("origin", "note", f"trained on {evil}", f"give {evil}"),))]
-    console = Console(width=190, force_terminal=is_terminal, color_system=None, markup=False, highlight=False)
+    console = standard_output(width=190, force_terminal=is_terminal, color_system=None)
     with console.capture() as captured:
         command.show(sections, [Advice(f"write {evil}", f"headstart export {evil}")], console)
-    assert captured.get().count("x␛[31m\\x9b1A") == 5
+    assert captured.get().count("x[31m1A") == 5
     assert not set("\x1b\x9b") & set(captured.get())

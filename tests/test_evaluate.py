@@ -19,8 +19,8 @@ from decoding.measure.evaluate import (
     standard_methods,
     write_report,
 )
+from decoding.measure.methods import SETTINGS
 from decoding.measure.report import COLUMNS, markdown_table, table_rows
-from decoding.measure.report.rows import measured
 from decoding.measure.report.terminal import narrow_table, wide_table
 from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
@@ -34,7 +34,7 @@ PROMPTS = [(1, 2, 3), (4, 5), (6, 7, 8, 9)]
 def report(tiny_llama: CausalLM, tiny_draft: CausalLM) -> dict[str, Any]:
     """Every setting, a draft and prompt lookup, on three prompts."""
     drafters = {"draft": DraftModelDrafter(tiny_draft, (1, 1)), "prompt lookup": PromptLookupDrafter()}
-    config = EvaluationConfig(max_new_tokens=12)
+    config = EvaluationConfig(max_new_tokens=12, settings=SETTINGS)
     return evaluate(tiny_llama, standard_methods(tiny_llama, drafters, config), PROMPTS, config)
 
 
@@ -45,10 +45,19 @@ def row(report: dict[str, Any], setting: str, method: str) -> dict[str, Any]:
 
 def test_every_method_is_measured_under_every_setting(report: dict[str, Any]) -> None:
     methods = [(row["setting"], row["method"]) for row in report["rows"]]
-    assert len(methods) == len(set(methods)) == 2 * 6 + 1 + 3  # with the argmax twin of the draft at T=1
+    assert len(methods) == len(set(methods)) == 2 * 6 + 3
     assert ("greedy", "transformers generate") in methods
     assert ("T=1", "transformers assisted, 2 tokens") in methods
     assert ("T=1, typical", "draft") in methods
+
+
+def test_by_default_what_was_asked_is_decoded_greedily_and_at_temperature_1_by_lossless_rules_alone(
+    tiny_llama: CausalLM, tiny_draft: CausalLM
+) -> None:
+    methods = standard_methods(tiny_llama, {"draft": DraftModelDrafter(tiny_draft, (1, 1))}, EvaluationConfig())
+    ours = [(each.setting, each.name) for each in methods if not each.name.startswith("transformers")]
+    assert ours == [(setting, name) for setting in ("greedy", "T=1") for name in ("plain", "draft")]
+    assert {each.label for each in methods} == {"lossless"}
 
 
 def test_greedy_texts_in_fp32_are_all_identical(report: dict[str, Any]) -> None:
@@ -107,7 +116,7 @@ def _with_other_last(run: Any) -> Any:
 
 
 def test_the_tables_have_a_row_per_method(report: dict[str, Any]) -> None:
-    rows, settings = measured(report), {row["setting"] for row in report["rows"]}
+    rows, settings = report["rows"], {row["setting"] for row in report["rows"]}
     assert wide_table(report).row_count == len(rows) and narrow_table(report).row_count == len(rows) + len(settings)
     assert len(markdown_table(report).splitlines()) == len(rows) + 2
     assert all(len(cells) == len(COLUMNS) for cells in table_rows(report))

@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 from typer.testing import CliRunner
 
 from decoding.measure.evaluate import Measurement
+from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.cli import app
 from trainer.commands.evaluate import show_samples
+from trainer.terminal.console import standard_output
 
 CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}:"
 
@@ -92,6 +93,23 @@ def test_a_finished_evaluation_decodes_nothing_again_and_another_one_needs_resta
     assert json.loads((tmp_path / "report.json").read_text())["questions"] == 4
 
 
+def test_drafters_are_named_by_their_runs_and_none_is_lost(desk: Path, tmp_path: Path) -> None:
+    words = []
+    for place, run in enumerate(["alpha", "beta", "beta (2)", "beta", None, None]):
+        folder = tmp_path / str(place) / "final (1)"
+        MedusaHeads.for_target(tiny_model(vocab=128), MedusaConfig(16, 128)).save_pretrained(folder)
+        if run is not None:
+            (folder / "provenance.json").write_text(json.dumps({"recipe": {"name": run}}))
+        words += ["--drafter", f"heads:{folder}"]
+    assert evaluate(desk, tmp_path / "out", "--limit", "1", *words)[0] == 0
+    report: dict[str, Any] = json.loads((tmp_path / "out" / "report.json").read_text())
+    label, *_ = (row["method"].partition(" (")[0] for row in report["rows"] if row["artefact"] == "heads")
+    runs = ["alpha", "beta", "beta (2)", "beta (3)", "final (1)", "final (1) (2)"]
+    assert [row["method"] for row in report["rows"][3:]] == [f"{label} (heads:{run})" for run in runs]
+    assert list(report["drafters"].values()) == ["lookup", *(f"heads:{run}" for run in runs)]
+    assert len({report["fingerprints"][f"heads:{run}"] for run in runs}) == 1
+
+
 def test_runs_and_report_name_no_local_path(desk: Path, tmp_path: Path) -> None:
     evaluate(desk, tmp_path, "--limit", "1", "--turns", "first")
     for file in ("runs-0.jsonl", "report.json"):
@@ -99,11 +117,11 @@ def test_runs_and_report_name_no_local_path(desk: Path, tmp_path: Path) -> None:
 
 
 def test_a_text_of_a_models_making_cannot_clear_the_terminal() -> None:
-    console = Console(file=io.StringIO(), width=80)
-    pieces = [["a\x1b[2J", True], ["b\n", False]]
+    console = standard_output(file=io.StringIO(), width=80)
+    pieces = [["a\x1b[2J", True], ["b\n", False], ["می\u200cخواهم", True]]
     show_samples(console, [{"setting": "greedy", "method": "m", "task": None, "pieces": pieces}])
     shown = console.file.getvalue()  # type: ignore[attr-defined]  # the StringIO above
-    assert "\x1b" not in shown and "a[2Jb" in shown
+    assert "\x1b" not in shown and "a[2Jb" in shown and "می\u200cخواهم" in shown
 
 
 def test_questions_that_do_not_fit_are_cut_and_counted(desk: Path, tmp_path: Path) -> None:

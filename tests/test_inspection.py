@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from rich.console import Console
+from tiny_tokenizer import byte_tokenizer
 from tiny_training import CHAT_TEMPLATE, recipe_content, tiny_tokenizer, write_corpus, write_rows
 from typer.testing import CliRunner
 
@@ -14,6 +14,7 @@ from trainer.cli import app
 from trainer.commands.inspection import marked_text, run_inspect
 from trainer.commands.training_options import InspectOptions
 from trainer.data.batch import Example
+from trainer.terminal.console import standard_output
 
 
 def tokenizer_folder(folder: Path, template: str | None = CHAT_TEMPLATE) -> str:
@@ -25,7 +26,7 @@ def inspected(folder: Path, source: str, terminal: bool = False, **options: Any)
     """What is printed, for a source and the tiny tokenizer."""
     output = io.StringIO()
     colours: Any = {"force_terminal": True, "color_system": "standard", "no_color": False} if terminal else {}
-    console = Console(file=output, width=200, highlight=False, **colours)
+    console = standard_output(file=output, width=200, **colours)
     options.setdefault("target", tokenizer_folder(folder))
     run_inspect(InspectOptions(source=source, **options), console)
     return output.getvalue()
@@ -50,6 +51,13 @@ def test_on_a_terminal_what_is_trained_is_green_and_special_tokens_stand_out(tmp
     text = inspected(tmp_path, path, terminal=True)
     assert "\x1b[32m c\x1b[0m\x1b[1;32m <eos>\x1b[0m" in text
     assert "⟦" not in text
+
+
+def test_data_send_nothing_to_the_terminal_and_keep_their_joiners(tmp_path: Path) -> None:
+    byte_tokenizer(size=0x2070).save_pretrained(tmp_path / "characters")
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": "caf\x1b[2J\x9b1m \u202eمی\u200cخواهم"}])
+    text = inspected(tmp_path, path, target=str(tmp_path / "characters"))
+    assert not set("\x1b\x9b\u202e") & set(text) and "caf[2J1m می\u200cخواهم" in text
 
 
 def test_a_text_in_pieces_is_the_text(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import unicodedata
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rich.console import Console
 from test_card import PROVENANCE, card_of, report
 from test_report import of_rows
 
-from decoding.measure.markdown import code, fenced, one_line, text
+from decoding.measure.markdown import code, fenced, one_line, text, visible
 from decoding.measure.redact import published_command, without_local_paths
 from decoding.measure.report import markdown_table, speedup_figure, terminal_table, write_html
 
@@ -64,6 +65,19 @@ def test_a_text_is_shown_as_it_is_and_makes_nothing(hostile: str) -> None:
     row = kinds(f"| {text(hostile)} | b |\n|---|---|\n| {text(hostile)} | d |")
     assert row.count("td_open") == row.count("th_open") == 2
     assert not {"image", "link_open", "html_inline", "em_open", "s_open"} & set(row)
+
+
+@pytest.mark.parametrize(
+    "written", ["می\u200cخواهم", "क्\u200dष", "👨\u200d👩\u200d👧", "🏴\U000e0067\U000e0062\U000e007f", "\U0001fae9"]
+)
+def test_joiners_and_emoji_stay_as_they_were_written(written: str) -> None:
+    assert visible(f"{written}\n\t") == f"{written}\n\t" and one_line(written) == text(written) == written
+
+
+def test_controls_are_left_out() -> None:
+    controls = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) in ("Cc", "Cs")]
+    bidi = [chr(code) for code in (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))]
+    assert visible("".join((*controls, *bidi))) == "\t\n"
 
 
 def test_an_address_is_no_link_where_addresses_become_links_by_themselves() -> None:

@@ -2,6 +2,7 @@
 
 # ruff: noqa: F811  # a fixture of another module is a parameter here
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.drafters.registry import parse_drafter
-from decoding.measure.planning.make import Planner
+from decoding.measure.planning.make import PlanConfig, Planner
 from decoding.measure.planning.plan_file import Plan, read_plan, vllm_config
+from decoding.measure.planning.sentences import basis
 from decoding.model.cost_curve import Costs
 from decoding.model.heads import MedusaHeads
 from decoding.policies import Budget, MeasuredPolicy
-from trainer.commands.options import GenerateOptions
+from trainer.commands.options import GenerateOptions, PlanOptions
 from trainer.commands.plan import Planned, planned
 from trainer.export import export
 
@@ -38,6 +40,9 @@ def plan_path(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert code == 0, output
     assert "What to draft here" in output and "The plan against its measurement" in output
     assert "batch 1:" in output and "batch 2:" in output
+    assert (
+        "measured: acceptance on 2 prompts, up to 8 new tokens each (trees chosen and judged on all of them)" in output
+    )
     assert "left out, as target and draft cannot hold them: contexts of 4000" in output
     return folder / "plan.json"
 
@@ -61,8 +66,23 @@ def test_a_plan_has_a_choice_of_every_drafter_in_every_cell(plan_path: Path) -> 
     heads, draft, lookup = plan["drafters"]
     assert (heads["kind"], draft["kind"], lookup["kind"]) == ("tree", "chain", "chain")
     assert len(heads["shares"]) >= 1 and set(lookup["tokens_per_pass_of_chains"]) == {"1", "2", "3"}
-    assert len(plan["curves"]) == 4 and all(set(curve["seconds"]) >= {"1", "64", "128"} for curve in plan["curves"])
+    assert len(plan["curves"]) == 4
+    assert all(set(curve["seconds"]) == set("123456") for curve in plan["curves"]), "up to the largest draft"
     assert (plan_path.parent / "plan.svg").read_text().lstrip().startswith("<?xml")
+
+
+def test_by_default_the_costs_of_two_drafters_are_measured_in_seconds() -> None:
+    config = PlanConfig()
+    measurements = len(config.batch_sizes) * (1 + len(config.contexts)) * (1 + 2)  # the pass alone, and each drafter
+    assert measurements * config.seconds <= 12
+    defaults = {field.name: field.default for field in fields(PlanOptions)}
+    assert (defaults["seconds"], defaults["batch_size"], defaults["context"]) == (config.seconds, None, None)
+
+
+def test_a_plan_says_on_how_many_prompts_it_was_measured() -> None:
+    plan = {"prompts": 9, "halves": [5, 4], "max_new_tokens": 96, "seconds": 2.0, "drafters": [{"kind": "tree"}]}
+    assert "on 9 prompts, up to 96 new tokens each (trees chosen on 5 of them, judged on the other 4)" in basis(plan)
+    assert "trees" not in basis({**plan, "drafters": [{"kind": "chain"}]})
 
 
 def test_the_check_sets_each_prediction_beside_its_measurement(plan_path: Path) -> None:

@@ -11,7 +11,7 @@ from tiny_tokenizer import byte_tokenizer
 
 from decoding.drafters import DraftModelDrafter, PromptLookupDrafter
 from decoding.measure.evaluate import Measurement, cells_of, measure, report_of
-from decoding.measure.methods import EvaluationConfig, Method, Run, settings_of, standard_methods
+from decoding.measure.methods import SETTINGS, EvaluationConfig, Method, Run, settings_of, standard_methods
 from decoding.measure.questions import Asker, Question
 from decoding.measure.records import Cell, Records, check_identity, open_records, provenances, read_lines, record_files
 from decoding.measure.rows import figures_of
@@ -80,7 +80,7 @@ def test_a_wave_is_one_question_alone_and_in_batches_about_twice_the_batch_of_on
 
 
 def test_the_grid_has_every_pair_and_a_setting_at_every_temperature_but_greedy_once() -> None:
-    config = EvaluationConfig(temperatures=(0.5, 1.0), batch_sizes=(1, 8), contexts=(512, 2048))
+    config = EvaluationConfig(settings=SETTINGS, temperatures=(0.5, 1.0), batch_sizes=(1, 8), contexts=(512, 2048))
     assert cells_of(config) == [Cell(1, 512), Cell(1, 2048), Cell(8, 512), Cell(8, 2048)]
     assert [setting.name for setting in settings_of(config)] == [
         *("greedy", "T=0.5", "T=1", "T=0.5, typical", "T=1, typical")
@@ -105,8 +105,7 @@ def test_every_cell_has_the_same_texts_and_assisted_generation_only_where_one_te
         assert row["prompts"] == 3
         if row["setting"] == "greedy":
             assert row["identical_to_plain"]["identical"] == 3
-        if row["timed"]:
-            assert row["speedup"]["observations"] > 0
+        assert row["speedup"]["observations"] > 0
     assert sum(row["predicted_speedup"] is not None for row in report["rows"] if "passes" in row) == 6
     json.dumps(report, allow_nan=False)
 
@@ -126,12 +125,8 @@ def test_a_row_says_the_rule_the_shape_and_how_its_drafts_are_chosen(report: dic
         ("greedy", "lookup"): ("greedy", "chain", "deterministic", 0.0),
         ("T=1", "plain"): (None, None, None, 1.0),
         ("T=1", "draft"): ("block verification", "chain", "sampled", 1.0),
-        ("T=1", "draft, argmax drafts"): ("sampled verify", "chain", "greedy", 1.0),
         ("T=1", "lookup"): ("sampled verify", "chain", "deterministic", 1.0),
     }
-    (twin,) = [row for row in report["rows"] if row["method"] == "draft, argmax drafts"]
-    assert twin["tokens_per_pass"]["value"] > 0 and twin["acceptance_length"] >= 1
-    assert twin["tokens_per_second"]["value"] is twin["speedup"] is twin["time_split"] is None
     for row in report["rows"]:
         if "passes" in row:
             assert row["acceptance_length"] == pytest.approx(1 + row["accepted_per_pass"]["value"])

@@ -9,10 +9,10 @@ import pytest
 from full_report import COUNTS, DRAFT, HEADS, LOOKUP, PEER, estimate, full_report, row
 from rich.console import Console
 
-from decoding.measure.report import bars, curves, speedup_figure, table_rows, terminal_table, write_html
-from decoding.measure.report.rows import measured, methods, twins
+from decoding.measure.report import bars, curves, terminal_table, write_html
+from decoding.measure.report.rows import methods
 from decoding.measure.report.style import COLOURS, GRID, INK, css, panel, series, shade_below_one, styled, svg
-from decoding.measure.report.tables import tables, twins_table
+from decoding.measure.report.tables import tables
 from decoding.measure.report.terminal import narrow_table
 from decoding.measure.report.words import answers, asked, below_from, caption, crossing, curve, enough
 
@@ -21,7 +21,7 @@ REPORT = full_report()
 
 
 def found(setting: str, method: str) -> dict[str, Any]:
-    return next(row for row in measured(REPORT) if (row["setting"], row["method"]) == (setting, method))
+    return next(row for row in REPORT["rows"] if (row["setting"], row["method"]) == (setting, method))
 
 
 # --- sentences ------------------------------------------------------------------------------------------------------
@@ -195,17 +195,7 @@ def test_a_pictures_ink_and_colours_are_the_pages() -> None:
     assert series(0) != series(8) and series(8)["color"] == series(0)["color"]
 
 
-# --- twins, tables, texts -------------------------------------------------------------------------------------------
-
-
-def test_a_twin_with_drafts_by_argmax_stands_beside_its_row_and_in_no_comparison_of_speed() -> None:
-    ((sampled, twin),) = twins(REPORT)
-    assert (sampled["method"], twin["method"]) == (DRAFT, f"{DRAFT}, argmax drafts")
-    table = twins_table(REPORT)
-    assert table is not None and table.rows[0][:4] == ("T=1", DRAFT, "2.95 [2.66, 3.25]", "1.90 [1.71, 2.09]")
-    assert twin["method"] not in [cells[1] for cells in table_rows(REPORT)]
-    assert twin["method"] not in methods(REPORT) and twins_table(full_report(rows=measured(REPORT))) is None
-    assert len(speedup_figure(REPORT).axes) == 3
+# --- tables, texts ------- -------------------------------------------------------------------------------------------
 
 
 def test_both_counts_stand_in_one_table() -> None:
@@ -250,8 +240,7 @@ def test_a_terminal_of_80_columns_shows_every_figure_whole() -> None:
     (best,) = [line for line in lines if "2.50× [2.25, 2.75]" in line and "Fastest" not in line]
     assert best.split()[-6:] == ["2.95", "250", "2.50×", "[2.25,", "2.75]", "2.75×"]
     assert "mt_bench (10) 3.25× 2.60× 1.56× 1.17×" in [" ".join(line.split()) for line in lines], "the fastest first"
-    assert any("by argmax drafts" in line for line in lines)
-    assert narrow_table(REPORT).row_count == len(measured(REPORT)) + 3
+    assert narrow_table(REPORT).row_count == len(REPORT["rows"]) + 3
 
 
 def test_a_wide_terminal_shows_every_column() -> None:

@@ -115,11 +115,6 @@ class Drafter(ABC):
         return frozenset({ProposalKind.DETERMINISTIC})
 
     @property
-    def argmax_twin(self) -> "Drafter | None":
-        """Drafter of the same trees that takes the likeliest tokens where this one draws; None if it never draws."""
-        return None
-
-    @property
     def chains_only(self) -> bool:
         """True if it drafts nothing but chains: no budget has room for a branch."""
         return all(budget.nodes == budget.depth + 1 for budget in self.budgets)

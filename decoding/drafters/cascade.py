@@ -21,7 +21,6 @@ from decoding.drafters.base import (
     TextStart,
     chain_budgets,
 )
-from decoding.drafters.draft_model import DraftModelDrafter
 from decoding.drafters.draft_state import DraftState, check_draft
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
@@ -71,11 +70,6 @@ class CascadeDrafter(TextDrafter):
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
         return frozenset({ProposalKind.DETERMINISTIC if sampling.greedy else ProposalKind.SAMPLED})
-
-    @property
-    def argmax_twin(self) -> DraftModelDrafter:
-        """Drafter of the draft's likeliest tokens alone: ``inner`` makes a chain cheaper, and changes none of it."""
-        return DraftModelDrafter(self.draft, (1,) * self.num_draft_tokens, sampled=False)
 
     def check(self, target: CausalLM, rows: int, max_length: int) -> None:
         check_draft(self.draft, target, max_length)

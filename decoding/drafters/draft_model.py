@@ -96,12 +96,6 @@ class DraftModelDrafter(Drafter):
             return ProposalKind.SAMPLED
         return ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
 
-    @property
-    def argmax_twin(self) -> "DraftModelDrafter | None":
-        if not self.sampled:
-            return None
-        return DraftModelDrafter(self.draft, self.branching, stop_below=self.stop_below, sampled=False)
-
     def depth_within(self, request: DraftRequest) -> int:
         """Return the depth of its deepest tree that fits a request."""
         fitting = [b.depth for b in self.budgets if b.depth <= request.max_depth and b.nodes <= request.max_nodes]

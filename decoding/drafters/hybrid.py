@@ -92,13 +92,6 @@ class HybridDrafter(Drafter):
         first, lookup = self.first.kinds(sampling), self.lookup.kinds(sampling)
         return first | lookup | {_kind(one, other) for one in first for other in lookup}
 
-    @property
-    def argmax_twin(self) -> "HybridDrafter | None":
-        first, lookup = self.first.argmax_twin, self.lookup.argmax_twin
-        if first is None and lookup is None:
-            return None
-        return HybridDrafter(first or self.first, lookup or self.lookup, self.least_gain)
-
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "HybridSession":
         sessions = [drafter.open(target, sampling, rows, max_length) for drafter in (self.first, self.lookup)]
         return HybridSession(self, sessions)

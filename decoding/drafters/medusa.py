@@ -1,7 +1,6 @@
 """Heads as a drafter: a tree of the heads' tokens, from the hidden state that the root was written from."""
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from functools import lru_cache, partial
 
 import torch
@@ -81,14 +80,6 @@ class MedusaDrafter(Drafter):
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
         drawn = self._drawn_at(sampling)
         return frozenset({ProposalKind.DETERMINISTIC if drawn is None else drawn.kind})
-
-    @property
-    def argmax_twin(self) -> "MedusaDrafter | None":
-        if self._drawn is None:
-            return None
-        twin = copy(self)
-        twin._drawn = None
-        return twin
 
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "MedusaSession":
         self.heads.config.check_fits(target.hidden_size, target.vocab_size)

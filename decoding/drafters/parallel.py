@@ -1,7 +1,6 @@
 """A parallel draft as a drafter: one forward drafts all tokens of a step (PARD, 2504.18583; DSpark's Markov head)."""
 
 from collections.abc import Callable, Sequence
-from copy import copy
 
 import torch
 from jaxtyping import Float
@@ -95,14 +94,6 @@ class ParallelDrafter(Drafter):
         if not self.sampled or sampling.greedy:
             return frozenset({ProposalKind.DETERMINISTIC})
         return frozenset({ProposalKind.SAMPLED if self._drawn is None else self._drawn.kind})
-
-    @property
-    def argmax_twin(self) -> "ParallelDrafter | None":
-        if not self.sampled:
-            return None
-        twin = copy(self)
-        twin.sampled, twin._drawn = False, None
-        return twin
 
     def depth_within(self, request: DraftRequest) -> int:
         """Return the depth of its tree for a request."""

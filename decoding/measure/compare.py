@@ -199,12 +199,11 @@ def _row(
     pairs = _pairs(a, b, mine, theirs, cell)
     if not pairs.both:
         return None
-    has_times = timed and a.methods()[mine]["timed"] and b.methods()[theirs]["timed"]
     if cell.batch_size > 1 and a.identity["prompts"] != b.identity["prompts"]:
-        has_times = False  # the texts beside a prompt, which its time depends on, are others
+        timed = False  # the texts beside a prompt, which its time depends on, are others
     questions = len({record.prompts[0] for record, _ in pairs.both})
     passes = ratio_of_rates(_by_question(pairs, _tokens_and_passes))
-    speed = ratio_of_rates(_by_question(pairs, _tokens_and_seconds)) if has_times else None
+    speed = ratio_of_rates(_by_question(pairs, _tokens_and_seconds)) if timed else None
     if not passes.observations and speed is None:  # a peer tells nothing of its passes
         return None
     found: dict[str, Any] = {

@@ -62,6 +62,10 @@ class Measurement:
     world: int = 1
     on_run: Callable[[], None] = lambda: None
 
+    def __post_init__(self) -> None:
+        names = [(method.setting, method.name) for method in self.methods]
+        assert len(set(names)) == len(names), f"methods share a name, so that one would be lost: {names}"
+
     def run(self) -> None:
         """Decode everything of this process's share that the records lack."""
         for cell in cells_of(self.config):
@@ -263,6 +267,9 @@ def report_of(measurement: Measurement) -> dict[str, Any]:
     """Return the report of a finished measurement, its machine and versions those of this process."""
     target, config, records = measurement.target, measurement.config, measurement.records
     tasks = dict(zip(measurement.source.ids, measurement.source.tasks, strict=True))
+    cells = cells_of(config)
+    figures = figures_of(records, measurement.methods, cells, tasks)
+    assert len(figures["rows"]) == len(measurement.methods_of(cells[0])), "every method has a row"
     return {
         "hardware": hardware(),
         "versions": versions(),
@@ -272,7 +279,7 @@ def report_of(measurement: Measurement) -> dict[str, Any]:
         "questions": len(tasks),
         "rounds": config.rounds,
         "max_new_tokens": config.max_new_tokens,
-        **figures_of(records, measurement.methods, cells_of(config), tasks),
+        **figures,
     }
 
 

@@ -1,24 +1,26 @@
-"""Markdown escapes for foreign text, which then shows as written and makes no link, image, tag or table column."""
+"""Foreign text, made safe to show: no control characters, and in Markdown no link, image, tag or table column."""
 
 import re
-import unicodedata
 from typing import Any
 
 _SPECIAL = re.compile(r"[\\`*_\[\]<>&|~$!#]")
 _LINKED = re.compile(r"(?i)(?<=[a-z])(:)(?=//)|(?<=\bwww)(\.)|(@)|(?<=mailto)(:)|(?<=xmpp)(:)")
 """Characters by which some renderers turn a bare address into a link."""
-_HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn")
-"""Unicode categories of invisible characters."""
+_CONTROLS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters but tab and line feed: they colour or rewrite a terminal
+    r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # bidi controls: they reorder what stands around them
+    r"\ud800-\udfff\ufffe\uffff]"  # no text at all: neither UTF-8 nor XML takes them
+)
 
 
 def one_line(value: Any) -> str:
-    """Return the text on one line, without invisible characters, some of which colour or rewrite a terminal."""
+    """Return the text on one line, `visible`."""
     return " ".join(visible(word) for word in str(value).split())
 
 
 def visible(value: Any) -> str:
-    """Return the text without invisible characters, but with its line feeds and tabs."""
-    return "".join(c for c in str(value) if c in "\n\t" or unicodedata.category(c) not in _HIDDEN)
+    """Return the text without control characters and bidi controls, but with its line feeds, tabs and joiners."""
+    return _CONTROLS.sub("", str(value))
 
 
 def text(value: Any) -> str:

@@ -9,7 +9,7 @@ from decoding.drafters.draft_model import DraftModelDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Generation
 from decoding.measure.baselines import TimedText, transformers_generate, transformers_generate_batch
-from decoding.measure.names import ARGMAX_DRAFTS, PLAIN, TRANSFORMERS
+from decoding.measure.names import PLAIN, TRANSFORMERS
 from decoding.metrics import StepCount
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import FixedPolicy, Policy, named_policy
@@ -69,8 +69,6 @@ class Method:
     """Way in which drafted tokens are chosen: drawn, the likeliest ones of a model, or found without a model."""
     max_positions: int | None = None
     """Length of the longest text that its drafter holds, in tokens; None for no limit of its own."""
-    timed: bool = True
-    """False for a method that shows acceptance only."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +79,13 @@ class EvaluationConfig:
     rounds: int = 1
     temperatures: tuple[float, ...] = (1.0,)
     eos_token_ids: tuple[int, ...] = ()
-    settings: tuple[str, ...] = SETTINGS
+    settings: tuple[str, ...] = ("greedy", "sampling")
     policies: tuple[str, ...] = ("fixed",)
     """Names of `decoding.policies`; every drafter gets a row with each."""
     seed: int = 0
     batch_sizes: tuple[int, ...] = (1,)
     contexts: tuple[int | None, ...] = (None,)
     """Longest prompts, in tokens, that the prompts' source is asked for; None for prompts of their own length."""
-    argmax_twins: bool = True
-    """True adds a method to each drafter that samples its drafts: the same drafter with its likeliest tokens."""
 
     def __post_init__(self) -> None:
         for setting in self.settings:
@@ -262,21 +258,7 @@ def standard_methods(
                     target, setting.name, full_name, drafter, decoding, make_policy(policy, name, drafter)
                 )
                 methods.append(replace(method, drafter=name))
-            if config.argmax_twins and not setting.typical:
-                methods += _twins(target, setting, name, drafter, decoding)
     return methods
-
-
-def _twins(target: CausalLM, setting: Setting, name: str, drafter: Drafter, decoding: DecodingConfig) -> list[Method]:
-    """Make the method that shows the acceptance of argmax drafts, where the drafter samples and has such a twin.
-
-    Servers that draft by argmax above temperature 0 see this acceptance.
-    """
-    twin = drafter.argmax_twin
-    if twin is None or _drafts(drafter, decoding.sampling) != "sampled":
-        return []
-    method = our_method(target, setting.name, f"{name}{ARGMAX_DRAFTS}", twin, decoding)
-    return [replace(method, drafter=name, drafts="greedy", timed=False)]
 
 
 def _peers(target: CausalLM, setting: str, drafters: dict[str, Drafter], decoding: DecodingConfig) -> list[Method]:

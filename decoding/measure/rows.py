@@ -167,7 +167,6 @@ class _Cell:
             "rule": method.rule,
             "shape": method.shape,
             "drafts": method.drafts,
-            "timed": method.timed,
             "prompts": len({(record.key.turn, prompt) for record in mine.records for prompt in record.prompts}),
             **self._speeds(method, mine, ids),
         }
@@ -181,11 +180,7 @@ class _Cell:
 
     def _speeds(self, method: Method, mine: _Taken, ids: frozenset[str] | None) -> dict[str, Any]:
         """Return tokens per second, and the ratios to plain decoding's and to transformers'."""
-        if not method.timed:
-            mine = _Taken([])
-        plain, peer = (
-            self.taken(method.setting, name, ids) if method.timed else _Taken([]) for name in (PLAIN, TRANSFORMERS)
-        )
+        plain, peer = (self.taken(method.setting, name, ids) for name in (PLAIN, TRANSFORMERS))
         return {
             "tokens_per_second": told(ratio_of_sums(list(mine.by_wave(False).values()))),
             "tokens_per_second_with_prefill": told(ratio_of_sums(list(mine.by_wave(True).values()))),
@@ -220,9 +215,7 @@ class _Cell:
         found = []
         for setting in dict.fromkeys(method.setting for method in self.methods):
             taken = {
-                method.name: self.taken(setting, method.name)
-                for method in self.methods
-                if method.setting == setting and method.timed
+                method.name: self.taken(setting, method.name) for method in self.methods if method.setting == setting
             }
             # The mean of logarithms ranks methods as their paired differences do; totals may rank them otherwise.
             speeds = {name: mean_ratio(mine.log_speeds()).value for name, mine in taken.items()}
@@ -306,7 +299,7 @@ def acceptance_figures(method: Method, taken: _Taken, costs: Costs | None) -> di
         "predicted_speedup": None,
     }
     total = sum(run.decode_seconds for run in runs)
-    if not method.timed or not total:
+    if not total:
         return found
     draft, verify = sum(run.draft_seconds for run in runs), sum(run.verify_seconds for run in runs)
     found["time_split"] = {

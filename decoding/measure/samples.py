@@ -37,7 +37,7 @@ def _fastest(measurement: Measurement, rows: Sequence[Mapping[str, Any]], settin
     speeds = {
         row["method"]: row["tokens_per_second"]["value"] or 0.0
         for row in rows
-        if row["setting"] == setting and row["timed"] and row["shape"] is not None
+        if row["setting"] == setting and row["shape"] is not None
     }
     name = max(speeds, key=lambda method: speeds[method], default=None)
     return next((each for each in measurement.methods if (each.setting, each.name) == (setting, name)), None)

@@ -53,7 +53,7 @@ TINY = {  # what makes a command quick, behind its own words
     "headstart train": _TINY_RECIPE,
     "headstart features": _TINY_RECIPE,
     "headstart plan-training": _TINY_RECIPE,
-    "headstart plan": "--limit 2 --max-new-tokens 12 --batch-size 1 --context own --max-nodes 6 --seconds 0.05",
+    "headstart plan": "--limit 2 --max-new-tokens 12 --batch-size 1 --max-nodes 6 --seconds 0.05",
     "headstart realign": "--steps 2 --batch-size 2 --max-new-tokens 12",
     "headstart regenerate": "--limit 2 --max-new-tokens 12 --batch-size 2",
     "accelerate launch": "training.steps=1 training.batch_size=2 training.micro_batch_size=2 evaluation.prompts=1 "

@@ -16,7 +16,6 @@ from trainer.commands.options import ChatOptions
 from trainer.terminal.console import say, say_error, standard_error, standard_output
 from trainer.terminal.figures import PlainSpeed, summary
 from trainer.terminal.interrupts import CtrlC
-from trainer.terminal.visible import visible
 from trainer.terminal.waiting import waiting
 
 PROMPT, CONTINUED = "> ", ". "
@@ -37,7 +36,7 @@ def run_chat(options: ChatOptions) -> bool:
     chat.begin(options.gain)
     if not sys.stdin.isatty():
         return chat.answer_lines(sys.stdin)
-    say(chat.console, f"{visible(options.target)}, {decoder.label}; /help lists the commands, Ctrl-D leaves")
+    say(chat.console, f"{options.target}, {decoder.label}; /help lists the commands, Ctrl-D leaves")
     show_legend(decoder, chat.console)
     chat.talk()
     return True
@@ -92,7 +91,7 @@ class Chat:
                 say(self.console, "")
                 return
             except ValueError as error:
-                say_error(self.notes, visible(str(error)))
+                say_error(self.notes, str(error))
 
     def answer_lines(self, lines: Iterable[str]) -> bool:
         """Answer each line that is not blank, an empty line between answers; return False if Ctrl-C stopped one."""
@@ -139,7 +138,7 @@ class Chat:
             say(self.notes, "the conversation begins anew")
         elif command == "/undo":
             question = self.conversation.undo()
-            say(self.notes, "there is no turn to take back" if question is None else f"taken back: {visible(question)}")
+            say(self.notes, "there is no turn to take back" if question is None else f"taken back: {question}")
         elif command == "/exit":
             self.left = True
         else:

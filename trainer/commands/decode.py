@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, count
+from pathlib import Path
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -11,7 +13,8 @@ from decoding.drafters.registry import DrafterLoader
 from decoding.drafters.spec import DrafterSpec
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
-from decoding.measure.redact import published_name
+from decoding.measure.markdown import one_line
+from decoding.measure.redact import published_name, without_local_paths
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import (
     eos_token_ids,
@@ -26,6 +29,7 @@ from trainer.commands.options import DecodingOptions
 from trainer.commands.plan import Planned, check_plan_is_used, check_planned, planned, policy_maker
 from trainer.commands.shared_options import ModelOptions
 from trainer.commands.target import read_target
+from trainer.export.origin import read_stored_provenance
 from trainer.quickstart import resolve
 from trainer.run.train import ensure_built
 from trainer.terminal.console import say, standard_error
@@ -54,21 +58,34 @@ def load_models(options: ModelOptions, asked: Sequence[str]) -> Models:
     loader = DrafterLoader(target, tokenizer, trusted)
     drafters = [loader.load(spec) for spec in specs]
     labels = [drafter.label for drafter in drafters]
-    names = [
-        f"{label} ({told})" if labels.count(label) > 1 else label
-        for label, told in zip(labels, published_specs(specs), strict=True)
-    ]
+    names = _distinct(
+        [
+            f"{label} ({told})" if labels.count(label) > 1 else label
+            for label, told in zip(labels, published_specs(specs), strict=True)
+        ]
+    )
     return Models(target, tokenizer, dict(zip(names, drafters, strict=True)), dict(zip(names, specs, strict=True)))
 
 
 def published_specs(specs: Sequence[DrafterSpec]) -> list[str]:
-    """Return each spec with its path cut to what may be published; those that read alike then are numbered from 2."""
-    told: list[str] = []
-    for spec in specs:
-        text = spec.with_path(None if spec.path is None else published_name(spec.path))
-        alike = sum(other.partition(" (")[0] == text for other in told)
-        told.append(f"{text} ({alike + 1})" if alike else text)
-    return told
+    """Return a text of each spec, distinct from the others: its run's name, or what may be published, is its path."""
+    return _distinct([spec.with_path(None if spec.path is None else _name_of(spec.path)) for spec in specs])
+
+
+def _name_of(path: str) -> str:
+    """Return the name of the run that made the weights, as the folder of every run is called final."""
+    stored = read_stored_provenance(Path(path))
+    name = stored["recipe"].get("name") if stored else None
+    return one_line(without_local_paths(name)) if name else published_name(path)
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Return the names; one that an earlier name has taken gets the first number from 2 that makes it new."""
+    found: list[str] = []
+    for name in names:
+        tried = chain([name], (f"{name} ({number})" for number in count(2)))
+        found.append(next(each for each in tried if each not in found))
+    return found
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from trainer.doctor.finding import Finding, Section, has_problem
 from trainer.doctor.machine import Machine, free_bytes, machine_findings, probe_hub, read_machine
 from trainer.doctor.packages import installed_version, package_findings, read_wanted
 from trainer.terminal.console import say, standard_error, standard_output
-from trainer.terminal.visible import visible
 
 if TYPE_CHECKING:
     from decoding.drafters.spec import DrafterSpec
@@ -73,7 +72,7 @@ def _machine(machine: Machine, options: DoctorOptions) -> list[Finding]:
 def _models(
     options: DoctorOptions, target: str, specs: "Sequence[DrafterSpec]", machine: Machine, watch: Console
 ) -> "Checked":
-    say(watch, f"reading {visible(target)} …", style="dim")
+    say(watch, f"reading {target} …", style="dim")
     from trainer.doctor.models import Request, check_models
 
     return check_models(
@@ -105,17 +104,14 @@ def _as_json(sections: Sequence[Section], advice: Sequence[Advice]) -> dict[str,
 
 
 def show(sections: Sequence[Section], advice: Sequence[Advice], console: Console) -> None:
-    """Print the sections, what to run next, and a last line that counts problems and notes.
-
-    Names, which also come from files that others wrote, have their control characters as signs.
-    """
+    """Print the sections, what to run next, and a last line that counts problems and notes."""
     for section in sections:
-        say(console, visible(section.title), style="bold")
+        say(console, section.title, style="bold")
         _print(section.findings, console)
     say(console, "next", style="bold")
     for each in advice:
-        say(console, f"  {visible(each.reason)}:", style="dim")
-        say(console, f"    {visible(each.command)}")
+        say(console, f"  {each.reason}:", style="dim")
+        say(console, f"    {each.command}")
     say(console, *_verdict([finding for section in sections for finding in section.findings]))
 
 
@@ -124,16 +120,16 @@ def _print(findings: Sequence[Finding], console: Console) -> None:
     if not console.is_terminal:
         for finding in findings:
             remedy = f"; {finding.remedy}" if finding.remedy else ""
-            say(console, visible(f"  {finding.status}: {finding.check}: {finding.found}{remedy}"))
+            say(console, f"  {finding.status}: {finding.check}: {finding.found}{remedy}")
         return
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, min_width=len("  problem"))
     table.add_column(no_wrap=True, min_width=len("special tokens"))
     table.add_column(overflow="fold")
     for finding in findings:
-        told = Text(visible(finding.found))
+        told = Text(finding.found)
         if finding.remedy:
-            told.append(f"\n→ {visible(finding.remedy)}", style="bold")
+            told.append(f"\n→ {finding.remedy}", style="bold")
         table.add_row(Text(f"  {finding.status}", style=_STYLES[finding.status]), Text(finding.check), told)
     console.print(table)
 

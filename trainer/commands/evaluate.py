@@ -26,7 +26,7 @@ from decoding.measure.evaluate import (
     write_report,
 )
 from decoding.measure.machine import commit, hardware, versions
-from decoding.measure.markdown import one_line, visible
+from decoding.measure.markdown import one_line
 from decoding.measure.methods import Method, settings_of
 from decoding.measure.questions import Asker, Question, evenly, read_questions
 from decoding.measure.records import check_identity, open_records, provenances, record_files
@@ -296,7 +296,7 @@ def _made_by(
 
 def _provenance(made_by: Mapping[str, Any], methods: Sequence[Method], world: int) -> dict[str, Any]:
     """Return the first line of a file of runs."""
-    names = ("setting", "name", "label", "drafter", "artefact", "temperature", "timed")
+    names = ("setting", "name", "label", "drafter", "artefact", "temperature")
     told = [{name: getattr(method, name) for name in names} for method in methods]
     about = {"command": made_by["command"], "hardware": hardware(), "versions": versions(), "commit": commit()}
     return {"identity": _identity(made_by), "methods": told, "processes": world, **about}
@@ -380,7 +380,7 @@ def show_samples(console: Console, samples: Sequence[Mapping[str, Any]]) -> None
         about = ", ".join(filter(None, (sample["setting"], sample["method"], sample["task"])))
         text, left = Text(), _SAMPLE_CHARACTERS
         for written, drafted in sample["pieces"]:
-            piece = visible(written)[:left]  # a model may write what colours or clears a terminal
+            piece = written[:left]
             text.append(piece, style="green" if drafted else None)
             left -= len(piece)
         text.append("" if left else " …")

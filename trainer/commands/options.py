@@ -126,7 +126,8 @@ class EvaluateOptions(ModelOptions):
         list[str] | None,
         Option(
             metavar="NAME,...",
-            help=f"Any of {joined(SETTINGS)}; by commas or repeated, all if not given.",
+            help=f"Any of {joined(SETTINGS)}; by commas or repeated, greedy and sampling if not given. "
+            "typical is lossy.",
             autocompletion=values.some_of(*SETTINGS),
         ),
     ] = None
@@ -212,22 +213,22 @@ class PlanOptions(ModelOptions):
     ]
     prompt_field: PromptField = None
     prompt_tokens: PromptTokens = None
-    limit: Annotated[int, Option(min=1, help="Number of prompts; --check takes as many more.")] = 32
+    limit: Annotated[int, Option(min=1, help="Number of prompts; --check takes as many more.")] = 24
     max_new_tokens: Annotated[int, Option(min=2, help="Longest continuation, in tokens.")] = 96
     temperature: Annotated[float, Option(min=0, help="Sampling temperature of later use; 0 is greedy.")] = 0.0
     batch_size: Annotated[
         list[str] | None,
         Option(
             metavar="N,...",
-            help="Texts decoded at a time; several sizes by commas or repeated, 1,2,4,8,16 if not given.",
+            help="Texts decoded at a time; several sizes by commas or repeated, 1,8 if not given.",
         ),
     ] = None
     context: Annotated[
         list[str] | None,
         Option(
             metavar="N,...",
-            help="Tokens before the new ones; given like --batch-size, measured beside the prompts' own lengths, "
-            "128,512,2048 if not given. Those that do not fit are left out; 'own' is the prompts' own alone.",
+            help="Tokens before the new ones; given like --batch-size, measured beside the prompts' own lengths. Those "
+            "that do not fit are left out.",
         ),
     ] = None
     max_nodes: Annotated[
@@ -245,7 +246,7 @@ class PlanOptions(ModelOptions):
             help="Longest time of one measurement; each drafter at each batch size and context.",
             rich_help_panel=MEASURING,
         ),
-    ] = 4.0
+    ] = 2.0
     check: Annotated[
         bool,
         Option(

@@ -23,7 +23,7 @@ from decoding.measure.planning.plan_file import (
     vllm_config,
     write_plan,
 )
-from decoding.measure.planning.sentences import verdict
+from decoding.measure.planning.sentences import basis, verdict
 from decoding.measure.questions import read_prompts
 from decoding.measure.rows import without_nan
 from decoding.model.dtypes import parse_dtype
@@ -36,7 +36,7 @@ from trainer.commands.findings import account
 from trainer.commands.options import PlanOptions
 from trainer.commands.shared_options import ModelOptions
 from trainer.commands.target import read_target
-from trainer.commands.usage import listed, numbers
+from trainer.commands.usage import numbers
 from trainer.quickstart import resolve
 from trainer.terminal.console import say, standard_error, standard_output, wide
 from trainer.terminal.progress import ProgressBar
@@ -87,11 +87,9 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, 
 
 def _config(options: PlanOptions) -> PlanConfig:
     """Return the settings that the options give, without the tokens that end a text."""
-    own_alone = listed(options.context) == ("own",)
-    contexts = () if own_alone else numbers("--context", options.context, int) or PlanConfig.contexts
     return PlanConfig(
         batch_sizes=numbers("--batch-size", options.batch_size, int) or PlanConfig.batch_sizes,
-        contexts=contexts,
+        contexts=numbers("--context", options.context, int) or PlanConfig.contexts,
         temperature=options.temperature,
         max_new_tokens=options.max_new_tokens,
         most_nodes=options.max_nodes,
@@ -112,6 +110,7 @@ def _made_by(options: PlanOptions, specs: Sequence[DrafterSpec]) -> dict[str, An
 def _print(plan: dict[str, Any], console: Console) -> None:
     """Print the tables, and for each batch size what to expect at the prompts' own lengths."""
     console.print(plan_table(plan))
+    say(console, basis(plan))
     for cell in plan["cells"]:
         if cell["context"] is None:
             say(console, verdict(cell))

@@ -5,6 +5,7 @@ from html import escape
 from itertools import groupby
 
 from decoding.generate import Step
+from decoding.measure.markdown import visible
 from decoding.stream import Piece
 from decoding.tally import Tally
 from trainer.demo.race import Decode, Race
@@ -18,7 +19,7 @@ def marked(pieces: Iterable[Piece], kind: str = "") -> str:
     found = []
     for drafted, group in groupby(pieces, key=lambda piece: piece.drafted):
         names = " ".join(filter(None, ("drafted" if drafted else "own", kind)))
-        found.append(f'<span class="{names}">{escape("".join(piece.text for piece in group))}</span>')
+        found.append(f'<span class="{names}">{escape(visible("".join(piece.text for piece in group)))}</span>')
     return "".join(found)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from decoding.measure.figures import NONE, estimate, greedy_sentence, identical, speedup, spread
-from decoding.measure.names import ARGMAX_DRAFTS, TRANSFORMERS
+from decoding.measure.names import TRANSFORMERS
 from decoding.model.header import read_object
 
 _LOSSLESS = "lossless"
@@ -147,12 +147,11 @@ def _fastest(rows: Sequence[dict[str, Any]], chains: bool) -> Iterator[dict[str,
     """Yield the best row of each temperature in the report's order: a lossless one if there is any, then by speed.
 
     With ``chains`` a chain comes before any tree that is as lossless, whatever their speeds. Rows that ``transformers``
-    decoded, and those that only count what drafts by argmax would have accepted, are passed over.
+    decoded are passed over.
     """
     groups: dict[Any, list[dict[str, Any]]] = {}
     for row in rows:
-        method = str(row.get("method"))
-        if not method.startswith(_PEERS) and not method.endswith(ARGMAX_DRAFTS):
+        if not str(row.get("method")).startswith(_PEERS):
             groups.setdefault(_temperature(row), []).append(row)
     for group in groups.values():
         yield max(group, key=lambda row: _merit(row, chains))

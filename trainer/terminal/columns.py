@@ -12,7 +12,6 @@ from decoding.stopping import TextDecoder
 from decoding.stream import Detokenizer, Piece, step_pieces
 from decoding.tally import Tally
 from trainer.terminal.streaming import Pace, has_colours, is_live, styled
-from trainer.terminal.visible import visible
 
 LEAST_COLUMN = 38
 """Fewest characters of a column that is worth reading."""
@@ -96,7 +95,7 @@ class Columns:
     def add(self, lane: Lane, pieces: Sequence[Piece]) -> None:
         """Append a lane's pieces, and draw all lanes unless the last drawing is too recent."""
         coloured = lane.drafts and has_colours(self._console)
-        text = styled(pieces) if coloured else Text(visible("".join(piece.text for piece in pieces)))
+        text = styled(pieces) if coloured else Text("".join(piece.text for piece in pieces))
         self._texts[id(lane)] += text
         most = max(1, self._console.height - 4)
         self._pace.draw(lambda: self._live.update(self._table(most), refresh=True))

@@ -2,16 +2,25 @@
 
 import os
 import sys
+from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
+
+from decoding.measure.markdown import visible
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
         """Raise the error again: the command's end knows its exit code."""
         raise
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Render with every text `visible`: what models, files and servers wrote sends nothing to the terminal."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text))
 
 
 def standard_output(**options: Any) -> Console:

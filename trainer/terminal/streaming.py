@@ -11,9 +11,9 @@ from rich.live import Live
 from rich.text import Text
 
 from decoding.generate import Step
+from decoding.measure.markdown import visible
 from decoding.stopping import TextDecoder
 from decoding.stream import Detokenizer, Piece, step_pieces
-from trainer.terminal.visible import visible
 
 DRAFTED = "green"
 WRITTEN = "bold"
@@ -59,7 +59,7 @@ def styled(pieces: Iterable[Piece]) -> Text:
     """Return pieces as a terminal shows them, in the style of their origin."""
     text = Text()
     for drafted, run in groupby(pieces, key=lambda piece: piece.drafted):
-        text.append(visible("".join(piece.text for piece in run)), DRAFTED if drafted else WRITTEN)
+        text.append("".join(piece.text for piece in run), DRAFTED if drafted else WRITTEN)
     return text
 
 
@@ -80,7 +80,7 @@ class StreamedText:
 
     Where lines can be redrawn, ``status`` returns the line below the text, asked at each drawing; finished lines are
     printed above, each as one line, and only the text's last line is redrawn. Elsewhere the text alone is written: in
-    a pipe as the model wrote it, on a dumb terminal with its control characters made visible.
+    a pipe as the model wrote it, on a dumb terminal without its control characters.
     """
 
     def __init__(self, console: Console, status: Callable[[], str] = str, coloured: bool = True) -> None:
@@ -117,7 +117,7 @@ class StreamedText:
         if not plain:
             return
         self._ends_line = plain.endswith("\n")
-        text = styled(pieces) if self._coloured else Text(visible(plain))
+        text = styled(pieces) if self._coloured else Text(plain)
         if self._live is not None:
             self._draw(self._live, text)
         elif self._coloured:  # forced upon a pipe

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from trainer.terminal.visible import visible
+from decoding.measure.markdown import visible
 
 
 @contextmanager

@@ -36,14 +36,14 @@ class PlanConfig:
     ``seconds`` bounds each measurement of costs: one for every drafter, batch size and context.
     """
 
-    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
-    contexts: tuple[int, ...] = (128, 512, 2048)
+    batch_sizes: tuple[int, ...] = (1, 8)
+    contexts: tuple[int, ...] = ()
     temperature: float = 0.0
     max_new_tokens: int = 96
     most_nodes: int = 64
     eos_token_ids: tuple[int, ...] = ()
     seed: int = 0
-    seconds: float = 4.0
+    seconds: float = 2.0
     sizes: tuple[int, ...] = SIZES
 
     def __post_init__(self) -> None:
@@ -163,6 +163,8 @@ class Planner:
             "temperature": self.config.temperature,
             "max_new_tokens": self.config.max_new_tokens,
             "prompts": len(self.prompts),
+            "halves": [len(half) for half in self._halves()],
+            "seconds": self.config.seconds,
             "text_tokens": self._text_tokens(),
             "contexts_left_out": self.left_out,
             "curves": [
@@ -238,9 +240,12 @@ class Planner:
         return round(fmean(map(len, self.prompts)) + self.config.max_new_tokens / 2)
 
     def curve(self, place: Place) -> dict[int, float]:
-        """Measure the seconds of a target pass by its tokens."""
+        """Measure the seconds of a target pass by its tokens, up to the largest draft of any family."""
         prefix = self._text_tokens() if place.context is None else place.context
-        return measure_cost_curve(self.target, self.config.sizes, prefix, 9, place.batch_size, self.config.seconds)
+        largest = max(family.drafter.max_nodes for family in self.families)
+        below = sum(size < largest for size in self.config.sizes)
+        sizes = self.config.sizes[: below + 1]
+        return measure_cost_curve(self.target, sizes, prefix, 9, place.batch_size, self.config.seconds)
 
     def costs(self, family: Family, place: Place, curve: dict[int, float]) -> StepCosts:
         """Measure the seconds of the family's steps, beside the place's ``curve``."""

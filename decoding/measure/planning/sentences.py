@@ -7,6 +7,18 @@ from decoding.measure.markdown import one_line
 from decoding.measure.planning.choose import LEAST_GAIN
 
 
+def basis(plan: Mapping[str, Any]) -> str:
+    """Say on how many prompts acceptance was measured, and for how long costs were."""
+    chosen_on, judged_on = plan["halves"]
+    others = f"on {chosen_on} of them, judged on the other {judged_on}"
+    halves = others if chosen_on < plan["prompts"] else "and judged on all of them"
+    trees = f" (trees chosen {halves})" if any(held["kind"] == "tree" for held in plan["drafters"]) else ""
+    return (
+        f"measured: acceptance on {plan['prompts']} prompts, up to {plan['max_new_tokens']} new tokens each{trees}; "
+        f"costs for about {plan['seconds']:g} s with each drafter, batch size and context"
+    )
+
+
 def verdict(cell: Mapping[str, Any]) -> str:
     """Say in a sentence what the best choice of a cell costs and brings, and whether that pays."""
     choice = max(cell["choices"], key=lambda each: each["best"]["speedup"])

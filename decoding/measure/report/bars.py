@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from decoding.measure.figures import NONE, estimate
 from decoding.measure.markdown import one_line
 from decoding.measure.names import PLAIN
-from decoding.measure.report.rows import is_peer, measured, methods, named, settings, speed_of
+from decoding.measure.report.rows import is_peer, methods, named, settings, speed_of
 from decoding.measure.report.words import times
 
 Row = dict[str, Any]
@@ -41,7 +41,7 @@ class Chart(NamedTuple):
 
 def speedups(report: Row) -> list[Chart]:
     """Return a chart for each setting, all to one scale."""
-    rows = measured(report)
+    rows = report["rows"]
     scale = 100 / max((*filter(None, (_longest(row) for row in rows)), 1.0)) / 1.02
     return [
         Chart(one_line(setting), scale, [_bar(row, scale) for row in named(rows, setting) if row["method"] != PLAIN])
@@ -183,7 +183,7 @@ def _split(row: Row) -> Stack | None:
 def _stacks(report: Row, stack: Any) -> list[tuple[str, list[Stack]]]:
     found = []
     for setting in settings(report):
-        stacks: Sequence[Stack | None] = [stack(row) for row in named(measured(report), setting)]
+        stacks: Sequence[Stack | None] = [stack(row) for row in named(report["rows"], setting)]
         drawn = [each for each in stacks if each is not None]
         if drawn:
             found.append((one_line(setting), drawn))

@@ -8,7 +8,7 @@ from matplotlib.ticker import MaxNLocator
 
 from decoding.measure.markdown import one_line
 from decoding.measure.names import PLAIN
-from decoding.measure.report.rows import cells, measured, methods, named, settings, speed_of
+from decoding.measure.report.rows import cells, methods, named, settings, speed_of
 from decoding.measure.report.style import GRID, INK, panel, series, shade_below_one, styled, svg, swatch
 from decoding.measure.report.words import agreement, crossing, curve, times, within
 
@@ -97,7 +97,7 @@ def _curve_picture(
 
 def acceptance(report: Row) -> list[Picture]:
     """Draw unconditional acceptance at each position with 95% intervals: a picture per setting, a line per drafter."""
-    rows = [row for row in measured(report) if row.get("unconditional_acceptance")]
+    rows = [row for row in report["rows"] if row.get("unconditional_acceptance")]
     return [
         _acceptance_picture(report, setting, mine) for setting in settings(report) if (mine := named(rows, setting))
     ]
@@ -155,7 +155,7 @@ def cost(report: Row) -> Picture | None:
 @styled
 def predictions(report: Row) -> Picture | None:
     """Draw predicted against measured speed-up with the band of ±10%, a number per method; None without predictions."""
-    rows = [row for row in measured(report) if row.get("predicted_speedup") is not None and speed_of(row)]
+    rows = [row for row in report["rows"] if row.get("predicted_speedup") is not None and speed_of(row)]
     rows = [row for row in rows if row["method"] != PLAIN]
     if not rows:
         return None

@@ -10,7 +10,7 @@ from decoding.measure.figures import greedy_sentence, identical
 from decoding.measure.markdown import one_line, visible
 from decoding.measure.report import bars, curves
 from decoding.measure.report.style import css
-from decoding.measure.report.tables import tables, twins_table
+from decoding.measure.report.tables import tables
 from decoding.measure.report.words import DEFINITIONS, answers, asked, caption, enough
 
 Report = dict[str, Any]
@@ -33,7 +33,6 @@ def write_html(report: Report, path: Path) -> None:
         **_pictures(report),
         samples=_samples(report),
         tables=tables(report),
-        twins=twins_table(report),
         greedy=[
             (one_line(row["setting"]), one_line(row["method"]), identical(row["identical_to_plain"]))
             for row in report["rows"]

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from decoding.measure.markdown import one_line
-from decoding.measure.report.rows import cells, is_peer, measured, methods, named, settings
+from decoding.measure.report.rows import cells, is_peer, methods, named, settings
 from decoding.measure.report.style import COLOURS, series, shade_below_one
 from decoding.measure.report.words import curve, times
 
@@ -18,7 +18,7 @@ def speedup_figure(report: dict[str, Any]) -> Figure:
 
     A dot marks the median of paired runs, its line the quartiles.
     """
-    groups = [(setting, named(measured(report), setting)[::-1]) for setting in settings(report)]
+    groups = [(setting, named(report["rows"], setting)[::-1]) for setting in settings(report)]
     counts = [len(rows) for _, rows in groups]
     figure = Figure(figsize=(7.5, 0.8 + 0.34 * sum(counts)))
     all_axes = figure.subplots(len(groups), 1, height_ratios=counts, sharex=True, squeeze=False)

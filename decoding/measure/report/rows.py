@@ -1,37 +1,16 @@
-"""Rows of a report: those measured, their twins with drafts by argmax, and their settings, methods and cells."""
+"""Rows of a report: their settings, methods and cells."""
 
 from collections.abc import Iterable
 from typing import Any
 
-from decoding.measure.names import ARGMAX_DRAFTS, PLAIN
+from decoding.measure.names import PLAIN
 
 Row = dict[str, Any]
 
 
-def is_twin(row: Row) -> bool:
-    """Return True for a row that only counts what drafts by argmax would have accepted."""
-    return str(row["method"]).endswith(ARGMAX_DRAFTS) and row.get("drafts") == "greedy"
-
-
-def measured(report: Row) -> list[Row]:
-    """Return the rows of the first batch size and context, without twins."""
-    return [row for row in report["rows"] if not is_twin(row)]
-
-
-def twins(report: Row) -> list[tuple[Row, Row]]:
-    """Return pairs of a row whose drafts are sampled and its twin, in the report's order."""
-    by_name = {(row["setting"], row["method"]): row for row in report["rows"]}
-    pairs = [
-        (by_name.get((row["setting"], str(row["method"]).removesuffix(ARGMAX_DRAFTS))), row)
-        for row in report["rows"]
-        if is_twin(row)
-    ]
-    return [(sampled, twin) for sampled, twin in pairs if sampled is not None]
-
-
 def cells(report: Row) -> list[Row]:
-    """Return the rows of every batch size and context length, without twins."""
-    return [row for row in (*report["rows"], *(report.get("grid") or [])) if not is_twin(row)]
+    """Return the rows of every batch size and context length."""
+    return [*report["rows"], *(report.get("grid") or [])]
 
 
 def settings(report: Row) -> list[str]:
@@ -46,7 +25,7 @@ def named(rows: Iterable[Row], setting: str) -> list[Row]:
 
 def methods(report: Row) -> list[str]:
     """Return the measured methods but plain decoding; a method's place is that of its colour in all pictures."""
-    return list(dict.fromkeys(row["method"] for row in measured(report) if row["method"] != PLAIN))
+    return list(dict.fromkeys(row["method"] for row in report["rows"] if row["method"] != PLAIN))
 
 
 def is_peer(row: Row) -> bool:

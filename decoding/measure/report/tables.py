@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from decoding.measure.figures import NONE, counted, estimate, number, shares, speedup
+from decoding.measure.figures import NONE, estimate, number, shares, speedup
 from decoding.measure.markdown import one_line, text
 from decoding.measure.names import PLAIN
-from decoding.measure.report.rows import measured, twins
 from decoding.measure.report.words import times
 
 Report = dict[str, Any]
@@ -41,7 +40,7 @@ def markdown_table(report: Report) -> str:
 
 def table_rows(report: Report) -> list[tuple[str, ...]]:
     """Return the report's figures as text, a tuple per method in the order of `COLUMNS`."""
-    return [_main(row) for row in measured(report)]
+    return [_main(row) for row in report["rows"]]
 
 
 def _main(row: Report) -> tuple[str, ...]:
@@ -101,7 +100,7 @@ def _acceptance_table(report: Report) -> Table:
             " ".join(number(each["value"]) for each in row.get("reached") or []) or NONE,
             _share(row["accepted_per_drafted"]) if row.get("accepted_per_drafted") else NONE,
         )
-        for row in measured(report)
+        for row in report["rows"]
         if row.get("conditional_acceptance")
     ]
     return Table("Acceptance, counted both ways", columns, 2, rows)
@@ -129,7 +128,7 @@ def _speed_table(report: Report) -> Table:
             speedup(row, "speedup_with_prefill"),
             times(row.get("predicted_speedup")),
         )
-        for row in measured(report)
+        for row in report["rows"]
         if row.get("conditional_acceptance")
     ]
     return Table("Speed with the prefill, and as predicted", columns, 2, rows)
@@ -146,7 +145,7 @@ def _cells_table(report: Report) -> Table:
             _count(row.get("prompts")),
             *_figures(row),
         )
-        for row in measured({"rows": report.get("grid") or []})
+        for row in report.get("grid") or []
     ]
     return Table("Other batch sizes and contexts", columns, 2, rows)
 
@@ -161,7 +160,7 @@ def _tasks_table(report: Report) -> Table:
             _count(row.get("prompts")),
             *_figures(row),
         )
-        for row in measured({"rows": report.get("tasks") or []})
+        for row in report.get("tasks") or []
     ]
     return Table("By task", columns, 3, rows)
 
@@ -169,27 +168,3 @@ def _tasks_table(report: Report) -> Table:
 def _figures(row: Report) -> tuple[str, str, str]:
     speed = number((row.get("tokens_per_second") or {}).get("value"), digits=0)
     return estimate(row.get("tokens_per_pass")), speed, speedup(row)
-
-
-def twins_table(report: Report) -> Table | None:
-    """Return what a server that drafts by argmax would accept beside what sampled drafts have accepted."""
-    rows = [
-        (
-            one_line(sampled["setting"]),
-            one_line(sampled["method"]),
-            estimate(sampled.get("tokens_per_pass")),
-            estimate(twin.get("tokens_per_pass")),
-            " ".join(counted(each) for each in (sampled.get("conditional_acceptance") or [])[:1]) or NONE,
-            " ".join(counted(each) for each in (twin.get("conditional_acceptance") or [])[:1]) or NONE,
-        )
-        for sampled, twin in twins(report)
-    ]
-    columns = (
-        "setting",
-        "method",
-        "tokens per pass, sampled drafts",
-        "tokens per pass, argmax drafts",
-        "accepted at 1, sampled (of)",
-        "accepted at 1, argmax (of)",
-    )
-    return Table("Drafts by argmax", columns, 2, rows) if rows else None

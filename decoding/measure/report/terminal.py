@@ -13,7 +13,7 @@ from decoding.measure.figures import NONE, estimate, greedy_sentence, number
 from decoding.measure.markdown import one_line
 from decoding.measure.names import PLAIN
 from decoding.measure.report.bars import tasks
-from decoding.measure.report.rows import measured, settings, speed_of, twins
+from decoding.measure.report.rows import settings, speed_of
 from decoding.measure.report.tables import COLUMNS, table_rows
 from decoding.measure.report.words import answers, asked, caption, enough, notes, times
 
@@ -38,9 +38,8 @@ class TerminalReport:
         yield Text(one_line(report.get("title") or ""), style="bold")
         yield wide_table(report) if width >= WIDE else narrow_table(report)
         yield from _task_tables(report, width)
-        argmax = [_argmax(sampled, twin) for sampled, twin in twins(report)]
         explained = notes(report) if width >= WIDE else f"{_NARROW_NOTES} {greedy_sentence(report)}"
-        lines = (*answers(report), f"{caption(report)}.", asked(report), *argmax, *enough(report), explained)
+        lines = (*answers(report), f"{caption(report)}.", asked(report), *enough(report), explained)
         yield Text("\n".join(filter(None, lines)), style="table.caption")
 
 
@@ -70,7 +69,7 @@ def narrow_table(report: Report) -> Table:
     table.add_column("method", overflow="fold")
     for column in ("same", "tokens\n/pass", "tokens\n/s", "speed-up [95%]", "median"):
         table.add_column(column, justify="right", no_wrap=True)
-    rows = measured(report)
+    rows = report["rows"]
     for setting in settings(report):
         table.add_section()
         table.add_row(Text(one_line(setting), style="bold"))
@@ -98,7 +97,7 @@ def _task_tables(report: Report, width: int) -> Iterator[RenderableType]:
         fit = max(1, (width - _TASK_WIDTH - 2) // (_METHOD_WIDTH + 1))
         speeds = {
             one_line(row["method"]): speed_of(row) or 0.0
-            for row in measured(report)
+            for row in report["rows"]
             if one_line(row["setting"]) == matrix.setting
         }
         ranked = sorted(range(len(matrix.methods)), key=lambda place: -speeds.get(matrix.methods[place], 0.0))[:fit]
@@ -115,11 +114,3 @@ def _task_tables(report: Report, width: int) -> Iterator[RenderableType]:
             shown = [Text(cell.shown, style={"gain": "green", "loss": "red"}.get(cell.kind, "")) for cell in styles]
             table.add_row(Text(task + (f" ({prompts})" if prompts != NONE else "")), *shown)
         yield table
-
-
-def _argmax(sampled: Report, twin: Report) -> str:
-    """Write what drafts by argmax would have accepted beside what sampled ones have."""
-    return one_line(
-        f"{sampled['method']}, {sampled['setting']}: {estimate(sampled.get('tokens_per_pass'))} tokens per pass by "
-        f"sampled drafts, {estimate(twin.get('tokens_per_pass'))} by argmax drafts."
-    )

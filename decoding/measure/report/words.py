@@ -8,7 +8,7 @@ from typing import Any
 from decoding.measure.figures import NONE, estimate, greedy_sentence, number
 from decoding.measure.markdown import one_line
 from decoding.measure.names import PLAIN
-from decoding.measure.report.rows import cells, measured, named, settings, speed_of
+from decoding.measure.report.rows import cells, named, settings, speed_of
 
 Report = dict[str, Any]
 
@@ -97,7 +97,7 @@ def answers(report: Report) -> list[str]:
 
 
 def _answer(report: Report, setting: str) -> str:
-    timed = [row for row in named(measured(report), setting) if speed_of(row) is not None and row["method"] != PLAIN]
+    timed = [row for row in named(report["rows"], setting) if speed_of(row) is not None and row["method"] != PLAIN]
     if not timed:
         return one_line(f"Nothing but plain decoding was timed, {setting}.")
     best = max(timed, key=lambda row: speed_of(row) or 0.0)
@@ -171,7 +171,7 @@ def asked(report: Report) -> str:
         parts.append(f"thinking {'on' if told['thinking'] else 'off'}")
     if told.get("turns"):
         parts.append({"first": "first turns", "all": "all turns"}.get(told["turns"], f"turns: {told['turns']}"))
-    rows = [row for row in measured(report) if row.get("conditional_acceptance")]
+    rows = [row for row in report["rows"] if row.get("conditional_acceptance")]
     for heading, key in (("rule", "rule"), ("drafted as", "shape"), ("drafts", "drafts")):
         found = list(dict.fromkeys(str(row[key]) for row in rows if row.get(key)))
         if found:
