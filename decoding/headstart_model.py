@@ -72,8 +72,8 @@ class HeadstartModel:
         ``"heads:runs/heads/final"``, ``"draft-tree:runs/draft/final,depth=5"``); or the folder or Hub id of heads or of
         a draft alone; or None for plain decoding. ``draft_options`` are further options (``tokens=4``), listed by
         ``headstart drafters``. A draft's tokenizer must match ``tokenizer``, by default the tokenizer of a target given
-        by name. ``dtype`` and ``device`` (default: the GPU if there is one; ``device_map="auto"``: all GPUs) apply to a
-        target given by name; heads and drafts follow their target.
+        by name. ``dtype`` (or ``torch_dtype``) and ``device`` (default: the GPU if there is one; ``device_map="auto"``:
+        all GPUs) apply to a target given by name; heads and drafts follow their target.
 
         ``static`` runs the steps of target and drafts in fixed shapes: ``"graphs"`` as CUDA graphs, ``"compile"``
         through `torch.compile`, ``"eager"`` with neither, ``"off"`` as they come. ``"auto"`` means graphs on a CUDA
@@ -82,8 +82,12 @@ class HeadstartModel:
         """
         if device is not None and device_map is not None:
             raise ValueError(f"device is {device} and device_map is {device_map!r}: give one of them")
+        dtype = draft_options.pop("torch_dtype", dtype)
         if drafter is None and draft_options:
-            raise ValueError(f"{', '.join(draft_options)} say how to draft, but there is no drafter: give one")
+            raise ValueError(
+                f"from_pretrained has no argument {next(iter(draft_options))!r}, and there is no drafter with options: "
+                "leave it out, or give a drafter"
+            )
         if revision is not None:
             if not isinstance(target, str):
                 raise ValueError(f"revision is {revision!r}, but the target is a model in memory: leave it out")

@@ -24,8 +24,8 @@ spin_briefly()  # before torch is imported
 
 from decoding.model.fingerprint import stored_fingerprint
 from trainer import quickstart
-from trainer.cli import guarded
 from trainer.commands.evaluate import run_evaluate
+from trainer.commands.guarded import guarded
 from trainer.commands.options import EvaluateOptions
 from trainer.export import export
 from trainer.recipe.reading import load_recipe

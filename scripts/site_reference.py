@@ -9,7 +9,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from pydantic_core import PydanticUndefined
 from typer.main import get_command
 
 from trainer.cli import app
-from trainer.commands import help
 from trainer.recipe.recipe import AnyRecipe
 
 PROGRAM = "headstart"
@@ -58,14 +57,34 @@ def _commands_of(path: str, command: Any) -> Iterator[tuple[str, Any]]:
 def _command(path: str, command: Any) -> str:
     """Return a command's section."""
     context = command.make_context(path, [], resilient_parsing=True)
-    options = help.shown(command, context)
-    parts = [f"## {path}", _prose(command.help), f"```text\n{help.usage(options, context)}\n```"]
-    if examples := help.examples(command.epilog):
-        parts.append("```sh\n" + "\n".join(examples) + "\n```")
-    for heading, chosen in help.by_group(options).items():
-        rows = [f"| {_code(help.term(each))} | {_cell(_prose(each.help))} | {help.facts(each)} |" for each in chosen]
-        parts.append(f"| {heading.lower()} | meaning | |\n|---|---|---|\n" + "\n".join(rows))
+    parts = [f"## {path}", _prose(command.help), f"```text\n{command.get_usage(context)}\n```"]
+    parts.append("```sh\n" + "\n".join(examples(command.epilog)) + "\n```")
+    options = command.get_params(context)
+    for heading, chosen in (
+        ("arguments", [each for each in options if each.param_type_name == "argument"]),
+        ("options", [each for each in options if each.param_type_name == "option" and not each.hidden]),
+        ("more options", [each for each in options if each.hidden]),
+    ):
+        rows = [f"| {_code(_cell(term))} | {_cell(_prose(help))} |" for term, help in map(_record(context), chosen)]
+        if rows:
+            parts.append(f"| {heading} | meaning |\n|---|---|\n" + "\n".join(rows))
     return "\n\n".join(parts)
+
+
+def _record(context: Any) -> Callable[[Any], tuple[str, str]]:
+    """Return a function from an option, also a hidden one, to its name and its meaning, as a help shows them."""
+
+    def record(option: Any) -> tuple[str, str]:
+        option.hidden = False
+        found: tuple[str, str] = option.get_help_record(context)
+        return found
+
+    return record
+
+
+def examples(epilog: str) -> list[str]:
+    """Return the command lines of a help's end."""
+    return re.findall(r"^ *(headstart .*)$", re.sub(r"\\\n *", "", epilog), re.MULTILINE)
 
 
 def recipes() -> str:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
@@ -23,8 +22,9 @@ from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_tokenizer
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import SAMPLED_VERIFY
-from trainer.cli import app, guarded
+from trainer.cli import app
 from trainer.commands.artefact_options import ExportOptions, ImportOptions, PushOptions, ServeCommandOptions
+from trainer.commands.guarded import guarded
 from trainer.commands.options import ChatOptions, CompareOptions, EvaluateOptions, GenerateOptions, PlanOptions
 from trainer.commands.proof_options import DiagnoseOptions, DoctorOptions, VerifyOptions
 from trainer.commands.training_options import RealignOptions, RegenerateOptions
@@ -249,10 +249,6 @@ ERRORS = {
         ["generate", "--target", "./nowhere", "--prompt", "a"],
         "there is no folder ./nowhere",
     ),
-    "two drafters at once": (
-        ["generate", "--target", "TARGET", "--drafter", "lookup", "--drafter", "HEADS", "--prompt", "a"],
-        "--drafter is given twice: give it once",
-    ),
     "a prompt longer than the context": (
         ["generate", "--target", "TARGET", "--prompt", "a" * 300],
         "a prompt of 300 tokens and 128 new ones make 428, but the target's context holds 256",
@@ -306,19 +302,6 @@ def test_debug_shows_the_traceback(models: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("HEADSTART_DEBUG", "0")
     result = CLI.invoke(app, ["--debug", "generate", "--target", "./nowhere", "--prompt", "a"])
     assert result.exit_code == ExitCode.BAD_INPUT and "Traceback" in result.output
-
-
-@pytest.mark.parametrize("command", ["train", "evaluate", "generate", "export", "push"])
-def test_every_command_explains_itself(command: str) -> None:
-    code, output = run(command, "--help")
-    assert code == 0 and len(output) > 200
-
-
-def test_help_does_not_wait_for_the_imports_of_the_work() -> None:
-    """They take seconds; and what the command line asks other libraries to leave unsaid is asked before they load."""
-    program = "import sys, trainer.cli; print(*{'torch', 'transformers', 'huggingface_hub'} & sys.modules.keys())"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
 
 
 def test_no_secret_and_no_control_character_of_a_file_reaches_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ from trainer.demo.race import Models
 def test_without_gradio_one_sentence_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gradio", None)
     monkeypatch.delitem(sys.modules, "trainer.demo.app", raising=False)
+    monkeypatch.delattr("trainer.demo.app", raising=False)
     result = CliRunner().invoke(program, ["demo"])
     assert result.exit_code == 2
     assert result.stderr.strip().endswith("which is not installed: pip install 'headstart[demo]'")

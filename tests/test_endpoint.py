@@ -19,7 +19,7 @@ from scripted_endpoint import Endpoint as ScriptedEndpoint
 from scripted_endpoint import Reply, Request, chat, completion, in_turn, last_words, serve
 from tiny_training import write_rows
 
-from trainer.cli import guarded
+from trainer.commands.guarded import guarded
 from trainer.commands.regenerate import run_regenerate
 from trainer.commands.training_options import RegenerateOptions
 from trainer.data.answers import Answered, Outcome

@@ -375,10 +375,10 @@ def test_code_of_a_target_does_not_run_when_its_lm_head_is_read(tmp_path: Path) 
     (target / "config.json").write_text(json.dumps({**config, "model_type": "unheard-of", "auto_map": code}))
     (target / "code.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\n")
     theirs = publish(tmp_path / "theirs", without(random_tensors(), f".{LAYERS}.weight"))
-    with pytest.raises(ValueError, match="contains custom code which must be executed"):
+    with pytest.raises(ValueError, match="trust_remote_code"):
         import_heads(str(theirs), tmp_path / "ours", target=str(target))
     import_heads(str(theirs), tmp_path / "ours", target=str(plain))
-    with pytest.raises(ValueError, match="contains custom code which must be executed"):
+    with pytest.raises(ValueError, match="trust_remote_code"):
         export(tmp_path / "ours", tmp_path / "out", "medusa", target=str(target), check_prompts=0)
     assert not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()
 

@@ -506,7 +506,19 @@ def test_a_policy_is_named_or_given_and_options_need_a_speculator(reader: Causal
     policy = MeasuredPolicy()
     assert HeadstartModel.from_pretrained(reader.model, "lookup", policy=policy).policy is policy
     assert HeadstartModel(reader, None, "measured").policy.name == "measured"
-    with pytest.raises(ValueError, match="branching say how to draft, but there is no drafter"):
+    with pytest.raises(ValueError, match=r"no argument 'branching'.*there is no drafter"):
         HeadstartModel.from_pretrained(reader.model, branching=(1, 1))
     with pytest.raises(ValueError, match=r"there is no folder \./nowhere"):
         HeadstartModel.from_pretrained(reader.model, "./nowhere")
+
+
+def test_torch_dtype_is_another_name_of_dtype(folder: Path) -> None:
+    model = HeadstartModel.from_pretrained(str(folder / "target"), torch_dtype=torch.float64, device="cpu")
+    assert model.target.dtype == torch.float64
+
+
+@pytest.mark.parametrize("drafter", [None, "lookup"])
+def test_an_unknown_argument_is_not_called_the_drafters(reader: CausalLM, drafter: str | None) -> None:
+    taken = "lookup takes tokens, ngram" if drafter else "no drafter"
+    with pytest.raises(ValueError, match=f"from_pretrained has no argument 'attn'.*{taken}"):
+        HeadstartModel.from_pretrained(reader.model, drafter, attn="sdpa")

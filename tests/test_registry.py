@@ -30,7 +30,6 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.cli import app
 from trainer.commands.options import EvaluateOptions, GenerateOptions
-from trainer.commands.shared_options import DRAFTERS
 from trainer.commands.training_options import RegenerateOptions
 
 SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
@@ -144,9 +143,8 @@ def test_a_spec_makes_its_drafter_which_decodes_as_plain_decoding(models: Path, 
     assert parse_drafter(str(spec)) == spec, "a spec in words reads back as itself"
 
 
-def test_every_name_of_the_registry_is_tried_above_listed_in_the_help_and_printed() -> None:
+def test_every_name_of_the_registry_is_tried_above_and_printed() -> None:
     assert {text.partition(":")[0] for text in SPECS} >= REGISTRY.keys() and len(REGISTRY) == 9
-    assert all(f"{name}:PATH" in DRAFTERS if entry.weights else name in DRAFTERS for name, entry in REGISTRY.items())
     for options in (EvaluateOptions, GenerateOptions, RegenerateOptions):
         assert "drafter" in {field.name for field in fields(options)}
     printed = CliRunner().invoke(app, ["drafters"], env={"COLUMNS": "400"}).output

@@ -225,7 +225,9 @@ def named_drafter(name: str, weights: LoadedWeights = None, **options: Any) -> D
 
 
 def parse_drafter(text: str, **options: Any) -> DrafterSpec:
-    """Read ``NAME[:PATH][,option=value,…]`` or ``PATH[,option=value,…]``; ``options`` are further ones.
+    """Read ``NAME[:PATH][,option=value,…]`` or ``PATH[,option=value,…]``.
+
+    ``options`` are further ones, arguments of `HeadstartModel.from_pretrained`.
 
     ValueError, in one sentence, for an item that is misspelt, missing or out of range. The weights are not read, but a
     PATH without a name is looked up, on the Hub if it is no folder: it means a ``hybrid`` of ``heads`` if it holds
@@ -242,6 +244,10 @@ def parse_drafter(text: str, **options: Any) -> DrafterSpec:
     if entry.weights is not None and path is None:
         raise ValueError(
             f"{text!r} lacks the path of the weights: give {name}:PATH, a folder or hub id of {entry.weights}"
+        )
+    if unknown := [option for option in options if option not in entry.options]:
+        raise ValueError(
+            f"from_pretrained has no argument {unknown[0]!r}; the drafter {name} takes {', '.join(entry.options)}"
         )
     return DrafterSpec(name, path, read_options(given, entry.options, f"the drafter {name}"))
 

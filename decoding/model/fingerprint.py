@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.model.hub import local_folder
-from decoding.model.loading import TOKENIZER_PROBE, first_line, is_heads_folder
+from decoding.model.loading import TOKENIZER_PROBE, is_heads_folder, reason
 from decoding.model.parallel import CONFIG_NAME as PARALLEL_CONFIG
 from decoding.model.parallel import WEIGHTS_NAME as PARALLEL_WEIGHTS
 from decoding.model.stored import weight_files
@@ -86,8 +86,8 @@ def _stored_fingerprint(folder: Path, trust_remote_code: bool, files: tuple[tupl
         for tensor in sorted(tensors_of(folder)):
             digest.update(f"{tensor.name}{tensor.shape}{tensor.dtype}".encode())
             _update_from_file(digest, tensor)
-    except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"what is stored in {folder} cannot be read: {first_line(error)}") from error
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"what is stored in {folder} cannot be read: {reason(error)}") from error
     return digest.hexdigest()[:_DIGITS]
 
 

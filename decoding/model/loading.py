@@ -103,8 +103,24 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
             str(folder), trust_remote_code=trust_remote_code
         )
     except UNREADABLE as error:
-        raise ValueError(f"no tokenizer could be read from {name!r}: {reason(error)}") from error
+        told = reason(error) if _is_untrusted(error) or _has_vocabulary(folder) else _NO_VOCABULARY
+        raise ValueError(f"no tokenizer could be read from {name!r}: {told}") from error
+    if tokenizer.vocab_files_names and not _has_vocabulary(folder):  # some families then get an empty one
+        raise ValueError(f"no tokenizer could be read from {name!r}: {_NO_VOCABULARY}")
     return tokenizer
+
+
+_VOCABULARIES = ("tokenizer*", "*vocab*", "merges*", "*.model", "*.tiktoken", "tekken*")
+_NO_VOCABULARY = "it holds no tokenizer.json: copy the tokenizer's files of the model that it was made from into it"
+
+
+def _has_vocabulary(folder: Path) -> bool:
+    found = {path.name for pattern in _VOCABULARIES for path in folder.glob(pattern)}
+    return bool(found - {"tokenizer_config.json"})
+
+
+def _is_untrusted(error: BaseException) -> bool:
+    return "trust_remote_code" in str(error)
 
 
 def model_folder(name: str) -> Path:
@@ -118,14 +134,23 @@ def model_folder(name: str) -> Path:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error (library errors have many), or the name of its class if it has no text."""
-    return _lines(error)[0]
+    """Return the first line of an error (library errors have many), or the name of its class if it has no text.
+
+    A line that ends with a colon is followed by the next one.
+    """
+    first, *others = _lines(error)
+    return " ".join((first, *others[:1])) if first.endswith(":") else first
 
 
 def reason(error: BaseException) -> str:
     """Return the line of an error that tells the reason: the first, or the last in transformers' config checks."""
     if "ignore_mismatched_sizes" in str(error):  # an option that users cannot set here
         return "the sizes in its config.json are not those of its weights"
+    if _is_untrusted(error):
+        return (
+            "it needs the code that comes with it: give --trust-remote-code, or trust_remote_code=true in a recipe, "
+            "once you have read that code"
+        )
     if not isinstance(error, StrictDataclassError):
         return first_line(error)
     return _lines(error)[-1].removeprefix("ValueError: ").removeprefix("TypeError: ")

@@ -28,10 +28,10 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect  # noqa: E
 LONG = 1900  # tokens: seconds of decoding
 SIZES = {"wide": (1280, 900), "phone": (390, 844)}
 VISITORS = """async wanted => {
-  const asked = await fetch("gradio_api/call/visitors", {
-    method: "POST", headers: {"Content-Type": "application/json"}, body: JSON.stringify({data: []})});
-  const told = await (await fetch("gradio_api/call/visitors/" + (await asked.json()).event_id)).text();
-  const [found] = JSON.parse(told.match(/data: (.*)/)[1]);
+  const event = window.gradio_config.dependencies.find(each => each.api_name == "visitors");
+  const body = JSON.stringify({data: [], fn_index: event.id}), headers = {"Content-Type": "application/json"};
+  const asked = await fetch("gradio_api/run/predict", {method: "POST", headers, body});
+  const [found] = (await asked.json()).data;
   return Object.entries(wanted).every(([name, number]) => found[name] === number);
 }"""
 FAINTEST = f"""() => {{ {READ}

@@ -128,10 +128,10 @@ def test_the_readme_names_its_commands() -> None:
 
 
 def test_every_page_with_commands_or_a_program_is_one_that_a_test_runs() -> None:
-    """The tutorial has a test of its own, and so has the page on completion (a new terminal)."""
+    """The tutorial has a test of its own."""
     marked = re.compile(r"^ *```(?:sh|bash|shell|console|python)$", re.MULTILINE)
     found = {path for path in (ROOT / "docs").rglob("*.md") if marked.search(path.read_text())}
-    others = {ROOT / "docs" / name for name in ("tutorial.md", "reference/completion.md")}
+    others = {ROOT / "docs" / "tutorial.md"}
     run_here = (PYTHON, TRAINING, DRAFTS, PLAN, EVALUATE, DIAGNOSE, ARTEFACTS, SERVING, DOCTOR, DEMO, DATA, MEMORY)
     assert len(found) >= 14
     assert [path for path in sorted(found - others) if path.read_text() not in (*run_here, VERIFY, WATCH)] == []

@@ -1,4 +1,4 @@
-"""Options given twice, out of range or in lists, folders typed wrong, and prompts that do not fit."""
+"""Options in lists, folders typed wrong, and prompts that do not fit."""
 
 # ruff: noqa: F811  # a fixture comes by the name that it is imported under
 import json

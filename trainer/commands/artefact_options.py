@@ -10,17 +10,13 @@ from typing import Annotated
 from typer import Argument, Option
 
 from decoding.model.header import SHARD_BYTES
-from trainer.commands import values
-from trainer.commands.help import OUTPUT, PROMPTS, TARGET
 from trainer.commands.shared_options import TARGET_HELP, JsonFile, Trusted
-from trainer.commands.values import ADAPTERS, FORMATS, GGUF_TYPES, SERVERS, joined
 
 RecordedTarget = Annotated[
     str | None,
     Option(
         metavar="MODEL",
         help=f"{TARGET_HELP}; by default where the training run recorded it.",
-        autocompletion=values.target,
     ),
 ]
 
@@ -45,9 +41,8 @@ class ExportChoices:
         str | None,
         Option(
             metavar="TYPE",
-            help=f"Type of the numbers in a gguf file; {joined(GGUF_TYPES)}.",
-            rich_help_panel=OUTPUT,
-            autocompletion=values.one_of(*GGUF_TYPES),
+            help="Type of the numbers in a gguf file; f32, f16, bf16 or q8_0.",
+            hidden=True,
         ),
     ] = None
     prompts: Annotated[
@@ -55,7 +50,7 @@ class ExportChoices:
         Option(
             metavar="FILE",
             help=".jsonl file to decode prompts of with the written files; else the training's held-out data.",
-            rich_help_panel=PROMPTS,
+            hidden=True,
         ),
     ] = None
     check_prompts: Annotated[
@@ -63,17 +58,16 @@ class ExportChoices:
         Option(
             min=0,
             help="Prompts decoded with the trained weights and with the written files; 0 decodes none.",
-            rich_help_panel=PROMPTS,
+            hidden=True,
         ),
     ] = 20
     adapters: Annotated[
         str | None,
         Option(
             metavar="NAME",
-            help=f"Target beside heads trained with adapters; {joined(ADAPTERS)}. merged is a whole model; adapter is "
+            help="Target beside heads trained with adapters; merged or adapter. merged is a whole model; adapter is "
             "the adapter alone, if it was kept so.",
-            rich_help_panel=TARGET,
-            autocompletion=values.one_of(*ADAPTERS),
+            hidden=True,
         ),
     ] = None
     shard_bytes: Annotated[
@@ -81,7 +75,7 @@ class ExportChoices:
         Option(
             min=1,
             help="Greatest size of a file of weights, in bytes; more is written in shards.",
-            rich_help_panel=OUTPUT,
+            hidden=True,
         ),
     ] = SHARD_BYTES
     license: Annotated[
@@ -89,7 +83,7 @@ class ExportChoices:
         Option(
             metavar="NAME",
             help="Licence of the weights for their card, such as apache-2.0; none if not given.",
-            rich_help_panel=OUTPUT,
+            hidden=True,
         ),
     ] = None
     trust_remote_code: Trusted = False
@@ -105,9 +99,7 @@ class ExportOptions(ExportChoices):
         str,
         Option(
             metavar="NAME",
-            help=f"{joined(FORMATS)}. Heads take headstart, vllm and medusa; a draft takes draft and gguf; a parallel "
-            "draft takes headstart and draft.",
-            autocompletion=values.one_of(*FORMATS),
+            help="Heads: headstart, vllm or medusa. A draft: draft or gguf. A parallel draft: headstart or draft.",
         ),
     ]
     overwrite: Annotated[bool, Option(help="Replace an earlier export in the folder.")] = False
@@ -124,7 +116,6 @@ class PushOptions(ExportChoices):
         Option(
             metavar="NAME",
             help="Format to export a run in; headstart if not given, draft for a draft.",
-            autocompletion=values.one_of(*FORMATS),
         ),
     ] = None
     public: Annotated[bool, Option("--public", help="Make the repository public; it is private otherwise.")] = False
@@ -145,8 +136,7 @@ class ServeCommandOptions:
         str | None,
         Option(
             metavar="NAME",
-            help=f"{joined(SERVERS)}; all that take the folder if not given.",
-            autocompletion=values.one_of(*SERVERS),
+            help="vllm, llama.cpp, sglang or transformers; all that take the folder if not given.",
         ),
     ] = None
     target: RecordedTarget = None
@@ -171,7 +161,6 @@ class ImportOptions:
         Option(
             metavar="MODEL",
             help=f"{TARGET_HELP}; it is best given, to check that the heads fit it.",
-            autocompletion=values.target,
         ),
     ] = None
     trust_remote_code: Trusted = False

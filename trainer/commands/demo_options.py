@@ -5,7 +5,6 @@ from typing import Annotated
 
 from typer import Option
 
-from trainer.commands import values
 from trainer.commands.shared_options import DRAFTERS, SPEC, ModelOptions, Target
 
 
@@ -18,9 +17,8 @@ class DemoOptions(ModelOptions):
         list[str] | None,
         Option(
             metavar=SPEC,
-            help="Drafter to choose from on the page, any number; by default lookup, and for the embedded target also "
-            f"the drafters that 'make demo' trained. {DRAFTERS}",
-            autocompletion=values.drafter,
+            help="Drafter to choose from on the page, any number; by default lookup, and for quickstart those of "
+            f"'make demo'; {DRAFTERS}.",
         ),
     ] = None
     host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1"

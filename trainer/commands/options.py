@@ -11,8 +11,6 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from trainer.commands import values
-from trainer.commands.help import DRAFTING, MEASURING, OUTPUT, PROMPTS
 from trainer.commands.shared_options import (
     DRAFTERS,
     QUESTIONS_HELP,
@@ -39,7 +37,6 @@ from trainer.commands.shared_options import (
     TopP,
     TypicalP,
 )
-from trainer.commands.values import POLICIES, SETTINGS, TURNS, joined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,24 +49,24 @@ class EvaluateOptions(ModelOptions):
     ]
     output: Annotated[
         Path,
-        Option(metavar="FOLDER", help="Folder for report.json and report.html; a killed evaluation goes on there."),
+        Option(metavar="FOLDER", help="Folder for report.json and report.html."),
     ]
     drafter: Annotated[
         list[str] | None,
-        Option(metavar=SPEC, help=f"Drafter to measure, any number. {DRAFTERS}", autocompletion=values.drafter),
+        Option(metavar=SPEC, help=f"Drafter to measure, any number; {DRAFTERS}."),
     ] = None
     prompt_field: PromptField = None
     prompt_tokens: PromptTokens = None
     limit: Annotated[
         int,
-        Option(min=1, help="Number of questions; as many of each task as there can be, if the file has tasks."),
+        Option(min=1, help="Number of questions, dealt over the tasks of the file."),
     ] = 20
     task: Annotated[
         list[str] | None,
         Option(
             metavar="NAME",
             help="Ask only questions of this task; several by commas or repeated.",
-            rich_help_panel=PROMPTS,
+            hidden=True,
         ),
     ] = None
     turns: Annotated[
@@ -77,8 +74,7 @@ class EvaluateOptions(ModelOptions):
         Option(
             metavar="TURNS",
             help="Later turns of a conversation; all asks them behind plain decoding's own answers, first asks none.",
-            rich_help_panel=PROMPTS,
-            autocompletion=values.one_of(*TURNS),
+            hidden=True,
         ),
     ] = "all"
     thinking: Annotated[
@@ -86,7 +82,7 @@ class EvaluateOptions(ModelOptions):
         Option(
             "--thinking/--no-thinking",
             help="Value of enable_thinking for the chat template.",
-            rich_help_panel=PROMPTS,
+            hidden=True,
         ),
     ] = None
     skip_long: Annotated[
@@ -94,7 +90,7 @@ class EvaluateOptions(ModelOptions):
         Option(
             "--skip-long",
             help="Leave out prompts that do not fit with --max-new-tokens, and count them.",
-            rich_help_panel=PROMPTS,
+            hidden=True,
         ),
     ] = False
     cut_long: Annotated[
@@ -102,43 +98,38 @@ class EvaluateOptions(ModelOptions):
         Option(
             "--cut-long",
             help="Cut the beginning of questions that do not fit, and count them.",
-            rich_help_panel=PROMPTS,
+            hidden=True,
         ),
     ] = False
     max_new_tokens: MaxNewTokens = 96
     temperature: Annotated[
         list[str] | None,
-        Option(metavar="X,...", help="Temperatures of the sampling settings; by commas or repeated, 1 if not given."),
+        Option(metavar="X,...", help="Temperatures of the sampling settings, 1 if not given."),
     ] = None
     batch_size: Annotated[
         list[str] | None,
-        Option(metavar="N,...", help="Texts decoded at a time; several sizes by commas or repeated, 1 if not given."),
+        Option(metavar="N,...", help="Texts decoded at a time, 1 if not given."),
     ] = None
     context: Annotated[
         list[str] | None,
         Option(
             metavar="N,...",
-            help="Lengths of the prompts, in tokens; by commas or repeated. Earlier rows of the file go before each "
-            "question. By default prompts keep their own lengths.",
+            help="Lengths to fill prompts up to, in tokens, with earlier rows of the file.",
         ),
     ] = None
     settings: Annotated[
         list[str] | None,
         Option(
             metavar="NAME,...",
-            help=f"Any of {joined(SETTINGS)}; by commas or repeated, greedy and sampling if not given. "
-            "typical is lossy.",
-            autocompletion=values.some_of(*SETTINGS),
+            help="Any of greedy, sampling and typical (lossy); greedy and sampling if not given.",
         ),
     ] = None
     policies: Annotated[
         list[str] | None,
         Option(
             metavar="NAME,...",
-            help=f"Policies for the amount to draft; any of {joined(POLICIES)}, by commas or repeated, fixed if not "
-            "given.",
-            rich_help_panel=DRAFTING,
-            autocompletion=values.some_of(*POLICIES),
+            help="Policies for the amount to draft; any of fixed, heuristic or measured, fixed if not given.",
+            hidden=True,
         ),
     ] = None
     rounds: Rounds = 1
@@ -146,7 +137,7 @@ class EvaluateOptions(ModelOptions):
     restart: Annotated[bool, Option("--restart", help="Drop the runs in --output, and begin anew.")] = False
     title: Annotated[
         str | None,
-        Option(help="Title of the report; by default the target's and prompts' names.", rich_help_panel=OUTPUT),
+        Option(help="Title of the report; by default the target's and prompts' names.", hidden=True),
     ] = None
     plan: PlanFile = None
 
@@ -174,7 +165,7 @@ class DecodingOptions(ModelOptions):
         bool,
         Option(
             help="Decode up to 24 tokens without the drafter first; for the gain.",
-            rich_help_panel=DRAFTING,
+            hidden=True,
         ),
     ] = True
 
@@ -209,7 +200,7 @@ class PlanOptions(ModelOptions):
     output: Annotated[Path, Option(metavar="FOLDER", help="Folder for plan.json and plan.svg.")]
     drafter: Annotated[
         list[str],
-        Option(metavar=SPEC, help=f"Drafter to plan with, any number. {DRAFTERS}", autocompletion=values.drafter),
+        Option(metavar=SPEC, help=f"Drafter to plan with, any number; {DRAFTERS}."),
     ]
     prompt_field: PromptField = None
     prompt_tokens: PromptTokens = None
@@ -236,7 +227,7 @@ class PlanOptions(ModelOptions):
         Option(
             min=2,
             help="Nodes of the largest tree that is tried, the root included.",
-            rich_help_panel=MEASURING,
+            hidden=True,
         ),
     ] = 64
     seconds: Annotated[
@@ -244,7 +235,7 @@ class PlanOptions(ModelOptions):
         Option(
             min=0.05,
             help="Longest time of one measurement; each drafter at each batch size and context.",
-            rich_help_panel=MEASURING,
+            hidden=True,
         ),
     ] = 2.0
     check: Annotated[
@@ -254,7 +245,7 @@ class PlanOptions(ModelOptions):
             help="Measure the choices beside plain decoding; print predicted against measured.",
         ),
     ] = False
-    rounds: Annotated[int, Option(min=1, help="Times that --check decodes each prompt.", rich_help_panel=MEASURING)] = 1
+    rounds: Annotated[int, Option(min=1, help="Times that --check decodes each prompt.", hidden=True)] = 1
     seed: Seed = 0
 
 
@@ -275,3 +266,8 @@ class CompareOptions:
         None
     )
     json: JsonFile = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftersOptions:
+    """`headstart drafters` takes none."""

@@ -6,8 +6,6 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from trainer.commands import values
-from trainer.commands.help import DRAFTING, MEASURING, PROMPTS, SAMPLING, SERVER, TARGET
 from trainer.commands.shared_options import (
     DRAFTERS,
     DTYPE_HELP,
@@ -43,7 +41,6 @@ class DiagnoseOptions(ModelOptions):
         str,
         Argument(
             help="heads:PATH, draft:PATH,tokens=4 or parallel:PATH; or a folder, of a run or as it was exported.",
-            autocompletion=values.drafter,
         ),
     ]
     prompts: Annotated[str, Option(metavar="FILE", help=f"{PROMPTS_HELP}; best held out.")]
@@ -75,7 +72,7 @@ class DiagnoseOptions(ModelOptions):
         Option(
             metavar="FILE",
             help="report.json of an evaluation of SPECULATOR, named beside the server's figures.",
-            rich_help_panel=SERVER,
+            hidden=True,
         ),
     ] = None
     stale: Annotated[
@@ -84,7 +81,7 @@ class DiagnoseOptions(ModelOptions):
     ] = False
     base: Annotated[
         str | None,
-        Option(metavar="MODEL", help="With --stale, the target before its tuning.", autocompletion=values.target),
+        Option(metavar="MODEL", help="With --stale, the target before its tuning."),
     ] = None
     prompt_field: PromptField = None
     limit: Limit = 32
@@ -95,7 +92,7 @@ class DiagnoseOptions(ModelOptions):
             min=0,
             help="Sampling temperature of the replay; 1 if not given. That of --counters and of --stale is 0 if not "
             "given.",
-            rich_help_panel=SAMPLING,
+            hidden=True,
         ),
     ] = None
     draft_tokens: Annotated[
@@ -103,7 +100,7 @@ class DiagnoseOptions(ModelOptions):
         Option(
             min=1,
             help="Tokens drafted at a time; by default as many as the server counts.",
-            rich_help_panel=DRAFTING,
+            hidden=True,
         ),
     ] = None
     batch_size: BatchSize = 8
@@ -123,7 +120,6 @@ class VerifyOptions:
         Option(
             metavar="MODEL",
             help=f"{TARGET_HELP}; it is loaded here and scores every token.",
-            autocompletion=values.target,
         ),
     ] = None
     prompts: Annotated[str | None, Option(metavar="FILE", help=QUESTIONS_HELP)] = None
@@ -131,8 +127,7 @@ class VerifyOptions:
         list[str] | None,
         Option(
             metavar=SPEC,
-            help=f"Drafter to prove in this process, any number; none for plain decoding. {DRAFTERS}",
-            autocompletion=values.drafter,
+            help=f"Drafter to prove in this process, any number; {DRAFTERS}.",
         ),
     ] = None
     endpoint: Annotated[
@@ -152,28 +147,18 @@ class VerifyOptions:
     chat: Chat = True
     max_new_tokens: MaxNewTokens = 64
     temperature: Annotated[float, Option(min=0, help="Temperature of the tests of sampling; 0 leaves them out.")] = 1.0
-    top_k: Annotated[
-        int, Option(min=0, help="Top-k of the tests of sampling; 0 switches it off.", rich_help_panel=SAMPLING)
-    ] = 0
-    top_p: Annotated[
-        float, Option(help="Nucleus of the tests of sampling; 1 switches it off.", rich_help_panel=SAMPLING)
-    ] = 1.0
-    min_p: Annotated[
-        float, Option(help="Min-p of the tests of sampling; 0 switches it off.", rich_help_panel=SAMPLING)
-    ] = 0.0
+    top_k: Annotated[int, Option(min=0, help="Top-k of the tests of sampling; 0 switches it off.", hidden=True)] = 0
+    top_p: Annotated[float, Option(help="Nucleus of the tests of sampling; 1 switches it off.", hidden=True)] = 1.0
+    min_p: Annotated[float, Option(help="Min-p of the tests of sampling; 0 switches it off.", hidden=True)] = 0.0
     rule: Rule = None
-    draws: Annotated[
-        int, Option(min=1, help="Short texts drawn after each of --draw-prompts.", rich_help_panel=MEASURING)
-    ] = 500
-    draw_prompts: Annotated[
-        int, Option(min=1, help="Prompts after which short texts are drawn.", rich_help_panel=PROMPTS)
-    ] = 2
-    rounds: Annotated[int, Option(min=1, help="Sampled texts after each prompt.", rich_help_panel=MEASURING)] = 1
+    draws: Annotated[int, Option(min=1, help="Short texts drawn after each of --draw-prompts.", hidden=True)] = 500
+    draw_prompts: Annotated[int, Option(min=1, help="Prompts after which short texts are drawn.", hidden=True)] = 2
+    rounds: Annotated[int, Option(min=1, help="Sampled texts after each prompt.", hidden=True)] = 1
     alpha: Annotated[
         float,
         Option(
             help="Greatest probability that a right engine fails, over all tests together.",
-            rich_help_panel=MEASURING,
+            hidden=True,
         ),
     ] = 1e-6
     seed: Seed = 0
@@ -183,8 +168,7 @@ class VerifyOptions:
         Option(
             metavar="TYPE",
             help=f"{DTYPE_HELP} Best the server's own; in fp32 rounding hides the least.",
-            rich_help_panel=TARGET,
-            autocompletion=values.one_of(*values.DTYPES),
+            hidden=True,
         ),
     ] = "fp32"
     static: Static = "auto"
@@ -206,23 +190,20 @@ class DoctorOptions:
         Option(
             metavar="MODEL",
             help=f"{TARGET_HELP} to check too; 'quickstart' is the embedded default.",
-            autocompletion=values.target,
         ),
     ] = None
     drafter: Annotated[
         list[str] | None,
         Option(
             metavar=SPEC,
-            help=f"Drafter to check beside the target, any number. {DRAFTERS}",
-            autocompletion=values.drafter,
+            help=f"Drafter to check beside the target, any number; {DRAFTERS}.",
         ),
     ] = None
     dtype: Annotated[
         str,
         Option(
             metavar="TYPE",
-            help=f"Type of the weights in later use; {values.joined(values.DTYPES)}.",
-            autocompletion=values.one_of(*values.DTYPES),
+            help="Type of the weights in later use; bf16, fp16 or fp32.",
         ),
     ] = "bf16"
     longest: Annotated[

@@ -1,6 +1,6 @@
 """Options that several commands share, each with its name, type and help in one place.
 
-An option with a ``rich_help_panel`` is a rare one: `trainer.commands.help` shows it in the full help only.
+A rare option is hidden: the help gives its name alone, docs/reference/commands.md all of it.
 """
 
 from dataclasses import dataclass
@@ -9,16 +9,9 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from trainer.commands import values
-from trainer.commands.help import DRAFTING, MEASURING, OUTPUT, PROMPTS, SAMPLING, SERVER, TARGET
-from trainer.commands.recipe_keys import override
-from trainer.commands.values import DTYPES, POLICIES, RULES, STATIC, joined
-
 # --- recipes ----------------------------------------------------------------------------------------------------------
 
-Overrides = Annotated[
-    list[str] | None, Argument(help="Values over the recipe's, each section.key=value.", autocompletion=override)
-]
+Overrides = Annotated[list[str] | None, Argument(help="Values over the recipe's, each section.key=value.")]
 
 # --- the target -------------------------------------------------------------------------------------------------------
 
@@ -28,17 +21,15 @@ Target = Annotated[
     Option(
         metavar="MODEL",
         help=f"{TARGET_HELP}; 'quickstart' is the embedded default.",
-        autocompletion=values.target,
     ),
 ]
-DTYPE_HELP = f"Type of the target's weights; {joined(DTYPES)}."
+DTYPE_HELP = "Type of the target's weights; bf16, fp16 or fp32."
 Dtype = Annotated[
     str,
     Option(
         metavar="TYPE",
         help=f"{DTYPE_HELP} On a CPU with AVX512-BF16 or AMX, bf16 is the fast one.",
-        rich_help_panel=TARGET,
-        autocompletion=values.one_of(*DTYPES),
+        hidden=True,
     ),
 ]
 Static = Annotated[
@@ -47,8 +38,7 @@ Static = Annotated[
         metavar="MODE",
         help="Steps of target and drafts in fixed shapes; graphs (CUDA), compile (torch.compile), eager (neither), or "
         "off. auto is graphs on a GPU, where the target allows them, and else off. The texts are the same.",
-        rich_help_panel=TARGET,
-        autocompletion=values.one_of(*STATIC),
+        hidden=True,
     ),
 ]
 DeviceMap = Annotated[
@@ -56,11 +46,10 @@ DeviceMap = Annotated[
     Option(
         metavar="auto",
         help="auto spreads a target that fits no single GPU over all of them; by default one holds it.",
-        rich_help_panel=TARGET,
-        autocompletion=values.one_of("auto"),
+        hidden=True,
     ),
 ]
-Trusted = Annotated[bool, Option(help="Run code that comes with a hub model.", rich_help_panel=TARGET)]
+Trusted = Annotated[bool, Option(help="Run code that comes with a hub model.", hidden=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,14 +66,10 @@ class ModelOptions:
 # --- drafting ---------------------------------------------------------------------------------------------------------
 
 SPEC = "NAME[:PATH]"
-DRAFTERS = (
-    "Written NAME[:PATH][,option=value,...], such as heads:PATH, draft:PATH,tokens=4, draft-tree:PATH,depth=5, "
-    "parallel:PATH, lookup, lookahead, cascade:PATH, hybrid:PATH, other-tokenizer:PATH; 'headstart drafters' lists "
-    "them with their options."
-)
+DRAFTERS = "'headstart drafters' lists them"
 Drafter = Annotated[
     str | None,
-    Option(metavar=SPEC, help=f"Drafter, or plain decoding if not given. {DRAFTERS}", autocompletion=values.drafter),
+    Option(metavar=SPEC, help=f"Drafter, plain decoding if not given; {DRAFTERS}."),
 ]
 PlanFile = Annotated[
     Path | None,
@@ -92,71 +77,63 @@ PlanFile = Annotated[
         metavar="FILE",
         help="plan.json of 'headstart plan'; its choice drafts where no --drafter is given, and the measured policy "
         "starts from its costs.",
-        rich_help_panel=DRAFTING,
+        hidden=True,
     ),
 ]
 Policy = Annotated[
     str,
     Option(
         metavar="NAME",
-        help=f"Policy for the amount to draft; {joined(POLICIES)}.",
-        rich_help_panel=DRAFTING,
-        autocompletion=values.one_of(*POLICIES),
+        help="Policy for the amount to draft; fixed, heuristic or measured.",
+        hidden=True,
     ),
 ]
 Rule = Annotated[
     str | None,
     Option(
         metavar="NAME",
-        help="Acceptance rule; by default the lossless one that keeps the most drafted tokens. One of "
-        f"{joined(RULES)}; typical is lossy, the others are lossless.",
-        rich_help_panel=DRAFTING,
-        autocompletion=values.one_of(*RULES),
+        help="Acceptance rule; by default the lossless one that keeps the most drafted tokens. Lossless are greedy, "
+        "token, sampled-verify, recursive, top-k, block and traversal; typical is lossy.",
+        hidden=True,
     ),
 ]
 
 # --- prompts and texts ------------------------------------------------------------------------------------------------
 
-QUESTIONS_HELP = ".jsonl or .parquet file, one prompt per line; or a folder of one data set."
+QUESTIONS_HELP = ".jsonl or .parquet file of prompts; or the folder of a data set."
 """Help of prompts that `decoding.measure.questions` reads."""
 PROMPTS_HELP = ".jsonl file, one prompt per line"
 PromptField = Annotated[
     str | None,
-    Option(metavar="NAME", help="Field of the prompt; found by name if not given.", rich_help_panel=PROMPTS),
+    Option(metavar="NAME", help="Field of the prompt; found by name if not given.", hidden=True),
 ]
-PromptTokens = Annotated[
-    int | None, Option(min=1, help="Take only the first tokens of each text.", rich_help_panel=PROMPTS)
-]
-Chat = Annotated[bool, Option(help="Use the tokenizer's chat template, if it has one.", rich_help_panel=PROMPTS)]
+PromptTokens = Annotated[int | None, Option(min=1, help="Take only the first tokens of each text.", hidden=True)]
+Chat = Annotated[bool, Option(help="Use the tokenizer's chat template, if it has one.", hidden=True)]
 Limit = Annotated[int, Option(min=1, help="Number of prompts.")]
 MaxNewTokens = Annotated[int, Option(min=1, help="Longest continuation, in tokens.")]
-BatchSize = Annotated[
-    int, Option(min=1, help="Prompts decoded at a time; of a target in this process.", rich_help_panel=MEASURING)
-]
-Rounds = Annotated[int, Option(min=1, help="Times that each method decodes each prompt.", rich_help_panel=MEASURING)]
+BatchSize = Annotated[int, Option(min=1, help="Prompts decoded at a time; of a target in this process.", hidden=True)]
+Rounds = Annotated[int, Option(min=1, help="Times that each method decodes each prompt.", hidden=True)]
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
 Temperature = Annotated[float, Option(help="Sampling temperature; 0 is greedy.")]
-TopK = Annotated[int, Option(help="Top-k sampling; 0 switches it off.", rich_help_panel=SAMPLING)]
-TopP = Annotated[float, Option(help="Nucleus sampling; 1 switches it off.", rich_help_panel=SAMPLING)]
+TopK = Annotated[int, Option(help="Top-k sampling; 0 switches it off.", hidden=True)]
+TopP = Annotated[float, Option(help="Nucleus sampling; 1 switches it off.", hidden=True)]
 MinP = Annotated[
     float,
-    Option(help="Least share of the best token's probability to keep; 0 switches it off.", rich_help_panel=SAMPLING),
+    Option(help="Least share of the best token's probability to keep; 0 switches it off.", hidden=True),
 ]
-TypicalP = Annotated[float, Option(help="Typical sampling; 1 switches it off.", rich_help_panel=SAMPLING)]
+TypicalP = Annotated[float, Option(help="Typical sampling; 1 switches it off.", hidden=True)]
 RepetitionPenalty = Annotated[
     float,
-    Option(help="Penalty on tokens in prompt and output; 1 switches it off.", rich_help_panel=SAMPLING),
+    Option(help="Penalty on tokens in prompt and output; 1 switches it off.", hidden=True),
 ]
-PresencePenalty = Annotated[
-    float, Option(help="Subtracted once from the logits of tokens in the output.", rich_help_panel=SAMPLING)
-]
+PresencePenalty = Annotated[float, Option(help="Subtracted once from the logits of tokens in the output.", hidden=True)]
 FrequencyPenalty = Annotated[
-    float, Option(help="Subtracted from a token's logit per occurrence in the output.", rich_help_panel=SAMPLING)
+    float, Option(help="Subtracted from a token's logit per occurrence in the output.", hidden=True)
 ]
-Stop = Annotated[list[str] | None, Option(help="Stop string; may be given several times.", rich_help_panel=SAMPLING)]
-Seed = Annotated[int, Option(help="Seed of the sampling; same seed, same text.", rich_help_panel=SAMPLING)]
+Stop = Annotated[list[str] | None, Option(help="Stop string; may be given several times.", hidden=True)]
+Seed = Annotated[int, Option(help="Seed of the sampling; same seed, same text.", hidden=True)]
 
 # --- output -----------------------------------------------------------------------------------------------------------
 
@@ -166,25 +143,21 @@ JsonFile = Annotated[
         "--json",
         metavar="FILE",
         help="File for all findings as JSON; '-' prints them in place of the text.",
-        rich_help_panel=OUTPUT,
+        hidden=True,
     ),
 ]
 
 # --- commands that ask a server ---------------------------------------------------------------------------------------
 
-ServedName = Annotated[
-    str | None, Option(metavar="NAME", help="The endpoint's name for the target.", rich_help_panel=SERVER)
-]
-Concurrency = Annotated[int, Option(min=1, help="Requests to each endpoint at a time.", rich_help_panel=SERVER)]
-Retries = Annotated[int, Option(min=0, help="Times that a failed request is tried again.", rich_help_panel=SERVER)]
-Timeout = Annotated[
-    float, Option(min=0.001, help="Seconds to wait for one answer of the endpoint.", rich_help_panel=SERVER)
-]
+ServedName = Annotated[str | None, Option(metavar="NAME", help="The endpoint's name for the target.", hidden=True)]
+Concurrency = Annotated[int, Option(min=1, help="Requests to each endpoint at a time.", hidden=True)]
+Retries = Annotated[int, Option(min=0, help="Times that a failed request is tried again.", hidden=True)]
+Timeout = Annotated[float, Option(min=0.001, help="Seconds to wait for one answer of the endpoint.", hidden=True)]
 KeyVariable = Annotated[
     str,
     Option(
         metavar="NAME",
         help="Environment variable with the endpoint's key; 'none' is sent if it is not set.",
-        rich_help_panel=SERVER,
+        hidden=True,
     ),
 ]

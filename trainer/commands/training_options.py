@@ -6,8 +6,6 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from trainer.commands import values
-from trainer.commands.help import OUTPUT, PROMPTS, SERVER, TARGET, TRAINING
 from trainer.commands.shared_options import (
     DRAFTERS,
     DTYPE_HELP,
@@ -30,11 +28,23 @@ from trainer.commands.shared_options import (
     TopP,
     Trusted,
 )
-from trainer.commands.values import BAD_ROWS, DATA_FORMATS, joined
+
+Recipe = Annotated[str, Argument(help="A YAML recipe, such as recipes/any/medusa1.yaml.")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecipeOptions:
+class TrainOptions:
+    """Options of `headstart train`."""
+
+    recipe: Recipe
+    overrides: Overrides = None
+    profile: Annotated[
+        str | None, Option(metavar="FOLDER", help="Folder for a trace of three steps; prints their parts.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeaturesOptions:
     """Options of `headstart features`."""
 
     recipe: Annotated[str, Argument(help="A YAML recipe; with a features or a draft.teacher section.")]
@@ -45,7 +55,7 @@ class RecipeOptions:
 class PlanTrainingOptions:
     """Options of `headstart plan-training`."""
 
-    recipe: Annotated[str, Argument(help="A YAML recipe, such as recipes/any/medusa1.yaml.")]
+    recipe: Recipe
     overrides: Overrides = None
     processes: Annotated[int, Option(min=1, help="Processes of the launch, one device each.")] = 1
     zero_stage: Annotated[int, Option(min=0, max=3, help="DeepSpeed's ZeRO stage, 1 to 3; 0 is none.")] = 0
@@ -66,7 +76,7 @@ class RegenerateOptions:
     ]
     target: Annotated[
         str | None,
-        Option(metavar="MODEL", help=f"{TARGET_HELP}; it runs in this process.", autocompletion=values.target),
+        Option(metavar="MODEL", help=f"{TARGET_HELP}; it runs in this process."),
     ] = None
     endpoint: Annotated[
         list[str] | None,
@@ -89,15 +99,14 @@ class RegenerateOptions:
         Option(
             "--keep-truncated/--drop-truncated",
             help="Keep answers that are cut off by --max-new-tokens.",
-            rich_help_panel=OUTPUT,
+            hidden=True,
         ),
     ] = True
     drafter: Annotated[
         str | None,
         Option(
             metavar=SPEC,
-            help=f"Drafter, to make a target in this process faster. {DRAFTERS}",
-            autocompletion=values.drafter,
+            help=f"Drafter, to make a target in this process faster; {DRAFTERS}.",
         ),
     ] = None
     batch_size: Annotated[int, Option(min=1, help="Prompts decoded at a time; of a target in this process.")] = 16
@@ -110,7 +119,7 @@ class RegenerateOptions:
         Option(
             "--completions",
             help="Continue prompts by the endpoint's /completions, not its chat.",
-            rich_help_panel=SERVER,
+            hidden=True,
         ),
     ] = False
     concurrency: Concurrency = 16
@@ -121,7 +130,7 @@ class RegenerateOptions:
         Option(
             min=0,
             help="Seconds to wait for endpoints to come back once none of them can be reached.",
-            rich_help_panel=SERVER,
+            hidden=True,
         ),
     ] = 600.0
     api_key_variable: KeyVariable = "OPENAI_API_KEY"
@@ -136,7 +145,6 @@ class RealignOptions:
         Option(
             metavar="MODEL",
             help=f"{TARGET_HELP} after its tuning; a whole one, or its LoRA adapters.",
-            autocompletion=values.target,
         ),
     ]
     draft: Annotated[
@@ -171,21 +179,18 @@ class RealignOptions:
         Option(
             min=1,
             help="Sequences of a training step, and prompts decoded at a time.",
-            rich_help_panel=TRAINING,
+            hidden=True,
         ),
     ] = 16
-    learning_rate: Annotated[float, Option(help="Highest learning rate of the schedule.", rich_help_panel=TRAINING)] = (
-        1e-3
-    )
+    learning_rate: Annotated[float, Option(help="Highest learning rate of the schedule.", hidden=True)] = 1e-3
     draft_tokens: Annotated[int, Option(min=1, help="Tokens drafted at a time.")] = 4
-    seed: Annotated[int, Option(help="Seed of the run; same seed, same draft.", rich_help_panel=TRAINING)] = 0
+    seed: Annotated[int, Option(help="Seed of the run; same seed, same draft.", hidden=True)] = 0
     dtype: Annotated[
         str,
         Option(
             metavar="TYPE",
             help=f"{DTYPE_HELP} The finished draft has it too.",
-            rich_help_panel=TARGET,
-            autocompletion=values.one_of(*values.DTYPES),
+            hidden=True,
         ),
     ] = "bf16"
     static: Static = "auto"
@@ -204,7 +209,7 @@ class InspectOptions:
     overrides: Overrides = None
     target: Annotated[
         str | None,
-        Option(metavar="MODEL", help=f"{TARGET_HELP}; its tokenizer is used.", autocompletion=values.target),
+        Option(metavar="MODEL", help=f"{TARGET_HELP}; its tokenizer is used."),
     ] = None
     rows: Annotated[int, Option(min=0, help="Number of rows to show; all are counted.")] = 3
     heldout: Annotated[bool, Option("--heldout", help="Show the held-out rows, not the training rows.")] = False
@@ -213,24 +218,21 @@ class InspectOptions:
         str | None,
         Option(
             metavar="NAME",
-            help=f"{joined(DATA_FORMATS)}; the format of the rows.",
-            autocompletion=values.one_of(*DATA_FORMATS),
+            help="auto, text, messages, sharegpt or prompt_answer; the format of the rows.",
         ),
     ] = None
-    text_field: Annotated[
-        str | None, Option(metavar="NAME", help="Field of a plain text.", rich_help_panel=PROMPTS)
-    ] = None
+    text_field: Annotated[str | None, Option(metavar="NAME", help="Field of a plain text.", hidden=True)] = None
     prompt_field: PromptField = None
     answer_field: Annotated[
         str | None,
-        Option(metavar="NAME", help="Field of its answer; found by name if not given.", rich_help_panel=PROMPTS),
+        Option(metavar="NAME", help="Field of its answer; found by name if not given.", hidden=True),
     ] = None
     chat_template: Annotated[
         str | None,
         Option(
             metavar="FILE",
             help="Jinja file that replaces the tokenizer's chat template.",
-            rich_help_panel=PROMPTS,
+            hidden=True,
         ),
     ] = None
     max_length: Annotated[int | None, Option(min=8, help="Longest sequence, in tokens.")] = None
@@ -239,23 +241,20 @@ class InspectOptions:
         bool | None,
         Option(
             help="Read a set on the hub without a copy of it; bounded by --max-rows.",
-            rich_help_panel=TRAINING,
+            hidden=True,
         ),
     ] = None
     shuffle_buffer: Annotated[
         int | None,
-        Option(min=1, help="Rows of a streamed set to draw the next one from.", rich_help_panel=TRAINING),
+        Option(min=1, help="Rows of a streamed set to draw the next one from.", hidden=True),
     ] = None
-    packing: Annotated[
-        bool | None, Option(help="Put several short examples into one sequence.", rich_help_panel=TRAINING)
-    ] = None
+    packing: Annotated[bool | None, Option(help="Put several short examples into one sequence.", hidden=True)] = None
     bad_rows: Annotated[
         str | None,
         Option(
             metavar="NAME",
             help="Choice at a row that cannot be used; stop there, or skip it.",
-            rich_help_panel=TRAINING,
-            autocompletion=values.one_of(*BAD_ROWS),
+            hidden=True,
         ),
     ] = None
     trust_remote_code: Trusted = False

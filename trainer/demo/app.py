@@ -4,21 +4,28 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import wraps
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when Gradio is imported: no request leaves this machine
 import gradio as gr
 from gradio.events import api
+from starlette.middleware import Middleware
 
 from trainer.demo import views
-from trainer.demo.form import AUTOMATIC, Form, fitting_rules
+from trainer.demo.access import AccessFilter
+from trainer.demo.form import AUTOMATIC, Form, drafter_of, fitting_rules, number_of, whole
 from trainer.demo.race import Models, Race
 from trainer.demo.visitors import Visitors
 
 CSS = Path(__file__).with_name("style.css")
 _RACES_AT_ONCE = 16
+# Gradio's own checks of entries write a traceback on the server's terminal: those of `Form` answer in their place.
+QUIET: Any = {"show_progress": "hidden", "api_visibility": "private", "preprocess": False}
+AT_ONCE: Any = {**QUIET, "queue": False}
 _SANS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Liberation Sans", "DejaVu Sans", "sans-serif")
 _MONO = ("ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace")
 
@@ -75,7 +82,13 @@ def _controls(models: Models, words: Words) -> Controls:
     prompt = gr.Textbox(
         words.examples[0], label="Prompt (Shift+Enter runs it)", lines=4, max_lines=12, elem_id="prompt"
     )
-    gr.Examples([[example] for example in words.examples], prompt, label="Examples")
+    samples = [[each] for each in words.examples]
+    examples = gr.Dataset(components=[prompt], samples=samples, label="Examples", type="index")
+
+    def example(index: float) -> str:
+        return words.examples[whole("example", index, 0, len(words.examples) - 1)]
+
+    examples.click(reporting(example), examples, prompt, **AT_ONCE)
     with gr.Row(elem_classes="controls"):
         return Controls(
             prompt,
@@ -112,17 +125,16 @@ class Answers:
     def connect(self, page: gr.Blocks, run: Any, stop: Any) -> None:
         """Tie the answers to the components; called within the page."""
         controls, shown = self.controls, self.shown
-        quiet: Any = {"show_progress": "hidden", "api_visibility": "private"}
-        at_once: Any = {**quiet, "queue": False}
-        queue: Any = {**quiet, "concurrency_limit": _RACES_AT_ONCE}
+        queue: Any = {**QUIET, "concurrency_limit": _RACES_AT_ONCE}
         if self.models.target.is_static:  # one cache: races wait for each other, and the page says so
             queue |= {"concurrency_limit": 1, "show_progress": "full", "show_progress_on": shown.notice}
         gr.on([run.click, controls.prompt.submit], self.run, controls, shown, **queue)
-        stop.click(self.stop, **at_once)
-        shown.place.input(self.look, [shown.place], [shown.drawing], trigger_mode="always_last", **at_once)
+        stop.click(self.stop, **AT_ONCE)
+        shown.place.input(reporting(self.look), [shown.place], [shown.drawing], trigger_mode="always_last", **AT_ONCE)
         changes = [controls.drafter.change, controls.temperature.change]
-        gr.on(changes, self.rules, [controls.drafter, controls.temperature, controls.rule], [controls.rule], **at_once)
-        controls.drafter.change(self.bounds, [controls.drafter], [controls.depth, controls.nodes], **at_once)
+        chosen = [controls.drafter, controls.temperature, controls.rule]
+        gr.on(changes, reporting(self.rules), chosen, [controls.rule], **AT_ONCE)
+        controls.drafter.change(reporting(self.bounds), [controls.drafter], [controls.depth, controls.nodes], **AT_ONCE)
         page.unload(self.leave)
         api(self.count, api_name="visitors")
 
@@ -157,7 +169,7 @@ class Answers:
 
     def look(self, request: gr.Request, number: float) -> str:
         """Show a step, and stay there while the texts grow; at the last step, follow them again."""
-        race = self.visitors.race(str(request.session_hash))
+        race, number = self.visitors.race(str(request.session_hash)), number_of("the pass", number)
         if race is not None:
             race.looked_at = int(number) if number < len(race.speculative.steps) - 1 else None
         return views.step_view(race, int(number))
@@ -173,18 +185,32 @@ class Answers:
 
     def rules(self, drafter: str, temperature: float | None, asked: str) -> Any:
         """Offer the rules that fit; keep the one that was chosen if it does."""
-        rules = fitting_rules(self.models.drafters[drafter], temperature)
+        rules = fitting_rules(drafter_of(self.models, drafter), temperature)
         return gr.update(choices=rules, value=asked if asked in dict(rules).values() else AUTOMATIC)
 
     def bounds(self, drafter: str) -> tuple[Any, Any]:
         """Set the bounds of depth and tree to those of the drafter."""
-        own = self.models.drafters[drafter]
+        own = drafter_of(self.models, drafter)
         (deepest, depth), (largest, nodes) = _range(own.max_depth, 1), _range(own.max_nodes, 2)
         return gr.update(maximum=deepest, value=depth), gr.update(maximum=largest, value=nodes)
 
 
-def serve(page: gr.Blocks, host: str, port: int, share: bool, ready: Callable[[str], None]) -> None:
-    """Serve the page until Ctrl-C; ``ready`` is called with its address once it answers."""
+def reporting(answer: Callable[..., Any]) -> Callable[..., Any]:
+    """Report a bad entry in a sentence on the page, not by a traceback on the server's terminal."""
+
+    @wraps(answer)
+    def answered(*given: Any) -> Any:
+        try:
+            return answer(*given)
+        except ValueError as error:
+            raise gr.Error(_sentence(error), print_exception=False) from None
+
+    return answered
+
+
+def launch(page: gr.Blocks, host: str, port: int, share: bool) -> str:
+    """Serve the page from a thread; return its address, the public one if it is shared."""
+    shared = set[str]()
     theme = gr.themes.Base(font=_SANS, font_mono=_MONO, primary_hue="green", neutral_hue="gray", radius_size="sm")
     _, local, public = page.launch(
         server_name=host,
@@ -194,12 +220,21 @@ def serve(page: gr.Blocks, host: str, port: int, share: bool, ready: Callable[[s
         quiet=True,
         ssr_mode=False,
         run_history=False,
+        enable_monitoring=False,
         footer_links=[],
         theme=theme,
+        app_kwargs={"middleware": [Middleware(AccessFilter, page=page, host=host, shared=shared)]},
         # Not as ``css``, whose selectors Gradio rewrites: those in media queries then match nothing.
         head=f"<style>{CSS.read_text(encoding='utf-8')}</style>",
     )
-    ready(public or local)
+    if public:
+        shared.add(str(urlsplit(public).hostname))
+    return public or local
+
+
+def serve(page: gr.Blocks, host: str, port: int, share: bool, ready: Callable[[str], None]) -> None:
+    """Serve the page until Ctrl-C; ``ready`` is called with its address once it answers."""
+    ready(launch(page, host, port, share))
     try:
         threading.Event().wait()
     finally:  # Ctrl-C goes on to the command's end, which has its sentence and its exit code

@@ -148,7 +148,7 @@ def check_code(folder: Path, trusted: bool) -> Finding:
     if trusted:
         return note("code", f"{kind} runs the code in its folder", "read it before each new revision")
     found = f"transformers knows no {kind}: the model brings its own code"
-    return problem("code", found, "read the code in its folder, then give --trust-remote-code")
+    return problem("code", found, "give --trust-remote-code once you have read the code in its folder")
 
 
 def output_tokens_of(skeleton: Skeleton) -> Sequence[int] | None:
