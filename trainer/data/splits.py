@@ -5,6 +5,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.dataset import Dataset, load_dataset
 from trainer.quickstart import resolve
 from trainer.recipe.common import DataSection
+from trainer.terminal.agreement import agreed
 
 
 def load_splits(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset]:
@@ -23,5 +24,5 @@ def load_heldout_data(section: DataSection, tokenizer: PreTrainedTokenizerBase) 
 
 
 def load_training_data(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Load the training data alone."""
-    return load_dataset(resolve(section.train), section, tokenizer)
+    """Load the training data alone. Every process calls this: one machine may have to tokenize it."""
+    return agreed(lambda: load_dataset(resolve(section.train), section, tokenizer), patient=True)
