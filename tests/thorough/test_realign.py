@@ -20,6 +20,7 @@ from decoding.generate import DecodingConfig
 from decoding.measure.evaluate import measure_acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_draft, load_model, load_tokenizer
+from decoding.model.windowed import with_window
 from trainer.commands import realign
 from trainer.commands.realign import run_realign, split_prompts
 from trainer.commands.training_options import RealignOptions
@@ -184,6 +185,14 @@ def test_a_target_that_was_tuned_again_in_its_place_is_measured_anew(
     monkeypatch.setattr(realign, "_measure", lambda *arguments: pytest.fail("measured again"))
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         measure_stale(options(workshop))
+
+
+def test_a_draft_with_a_window_is_realigned_on_texts_longer_than_its_context(workshop: Path) -> None:
+    """Its context holds 32 tokens, fewer than the 64 of a prompt; the target's holds 96."""
+    draft = with_window(counting_model(), 8)
+    draft.config.max_position_embeddings = 32
+    save(draft, workshop / STALE)
+    assert measure_stale(prepared(options(workshop))).positions == 96
 
 
 def prepared(options: RealignOptions) -> RealignOptions:

@@ -226,7 +226,8 @@ def _measure(options: RealignOptions, name: str, console: Console) -> Fit:
     check_same_tokenizer(tokenizer, load_tokenizer(name, trusted))
     target = read_target(options.target, options)
     draft = load_draft(name, target, None, trusted)
-    positions = min((m.max_positions for m in (target, draft) if m.max_positions is not None), default=1 << 30)
+    drafter = named_drafter("draft", draft, tokens=options.draft_tokens)
+    positions = min((m.max_positions for m in (target, drafter) if m.max_positions is not None), default=1 << 30)
     if positions < _PROMPT_TOKENS + options.max_new_tokens:
         raise ValueError(
             f"max_new_tokens is {options.max_new_tokens}, which with {_PROMPT_TOKENS} of a prompt is more than the "
@@ -236,7 +237,6 @@ def _measure(options: RealignOptions, name: str, console: Console) -> Fit:
         options.output / _HELDOUT, options.prompt_field, None, tokenizer, positions, options.max_new_tokens
     )
     prompts = [prompt for _, prompt in heldout]
-    drafter = named_drafter("draft", draft, tokens=options.draft_tokens)
     config = DecodingConfig(options.max_new_tokens, eos_token_ids=eos_token_ids(target.model, tokenizer))
     figures = measure_figures(target, drafter, prompts, config, options.batch_size, console)
     return Fit(figures, len(prompts), positions)
