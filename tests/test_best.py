@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float]], list[tu
             drafter = objective.drafter()
             assert drafter is not None
             asked.append((drafter.max_nodes, self.config.sampling.temperature))
-            return Evaluation({"tokens_per_pass": next(left)}, drafter.max_nodes, ())
+            return Evaluation({"tokens_per_pass": next(left)}, drafter.max_nodes, (), drafter.label)
 
         monkeypatch.setattr(Evaluator, "evaluate", found)
         return asked
@@ -237,6 +238,8 @@ def test_the_heads_of_the_best_step_are_finished_with_a_tree_of_their_own(
         "final, the weights of step 4, which were the best" in said
         and ": the best weights, of step 4, held out, T=0.7" in said
     )
+    assert "step 10, held out, T=0.7 (medusa, chain of 3): " in said
+    assert re.search(rf"of step 4, held out, T=0\.7 \(medusa, \w+ of {nodes[5] - 1}\): ", said)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert (lines[-1]["step"], lines[-1]["heldout/step"], lines[-1]["heldout/tokens_per_pass"]) == (10, 4, 3.5)
 

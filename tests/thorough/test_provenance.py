@@ -257,6 +257,14 @@ def test_a_sequence_longer_than_the_targets_context_is_refused_before_training(r
     assert not (run_folder / "run").exists()
 
 
+def test_held_out_rows_that_are_trained_are_said(run_folder: Path) -> None:
+    content = recipe_content(run_folder, "medusa", steps=1)
+    copied = shutil.copy(content["data"]["train"], run_folder / "copy.jsonl")
+    warning = "warning: data.heldout is the same data as data.train, so held-out figures are of texts that were learnt"
+    assert warning in run(run_folder, "medusa", data={**content["data"], "heldout": str(copied)})[1]
+    assert warning not in run(run_folder, "medusa", output="other")[1]
+
+
 def test_a_target_and_data_that_were_moved_are_the_same_run(run_folder: Path) -> None:
     shutil.copytree(run_folder / "target", run_folder / "moved")
     content = recipe_content(run_folder, "medusa")["data"]

@@ -14,6 +14,11 @@ def load_splits(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> tup
     return load_training_data(section, tokenizer), heldout
 
 
+def not_held_out(heldout: str, train: str) -> str:
+    """Return a warning that two settings name the same rows."""
+    return f"warning: {heldout} is the same data as {train}, so held-out figures are of texts that were learnt"
+
+
 def load_heldout_data(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """Load the held-out data alone, never packed."""
     apart = section.model_copy(update={"split": section.heldout_split, "packing": False})

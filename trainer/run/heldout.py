@@ -78,7 +78,7 @@ class Evaluator:
             CRITERION: found.tokens_per_pass.value,
             **{f"acceptance_{position}": share.value for position, share in enumerate(found.conditional, start=1)},
         }
-        return Evaluation(figures, drafter.max_nodes, found.texts)
+        return Evaluation(figures, drafter.max_nodes, found.texts, drafter.label)
 
     def greedy_texts(self, dataset: Dataset) -> list[tuple[Sequence[int], int]]:
         """Return the target's own answers to prompts of another set, as (tokens, prompt length)."""

@@ -26,11 +26,12 @@ METRICS = "metrics.jsonl"
 
 
 class Evaluation(NamedTuple):
-    """Held-out figures by name, the nodes of the largest tree drafted, and tokens and passes of each prompt's text."""
+    """Held-out figures by name, tokens and passes of each prompt's text, and the drafter's label and largest tree."""
 
     figures: dict[str, float]
     nodes: int
     texts: tuple[tuple[int, int], ...]
+    drafter: str
 
 
 class Log:
@@ -123,7 +124,8 @@ class Log:
         self._write(progress, figures, {"heldout/nodes": evaluation.nodes, "heldout/texts": evaluation.texts})
         say(
             self._console,
-            f"{self._recipe.name}: {kept}step {step}, held out, {f'T={temperature:g}' if temperature else 'greedy'}: "
+            f"{self._recipe.name}: {kept}step {step}, held out, {f'T={temperature:g}' if temperature else 'greedy'} "
+            f"({evaluation.drafter}): "
             + ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in evaluation.figures.items()),
         )
 

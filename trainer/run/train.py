@@ -10,6 +10,7 @@ from accelerate.state import AcceleratorState
 from rich.console import Console
 
 from trainer import quickstart
+from trainer.data.splits import not_held_out
 from trainer.files.folders import check_can_be_folder
 from trainer.files.lock import hold
 from trainer.job import Job, Kind, trained_numbers
@@ -204,6 +205,8 @@ def _announce(place: Place, kind: Kind, job: Job) -> None:
     recipe = job.recipe
     if recipe.tracking == "wandb" and not is_installed():
         place.say("wandb is not installed: figures go to metrics.jsonl alone")
+    if job.heldout.sha256 == job.dataset.sha256:
+        place.say(not_held_out("data.heldout", "data.train"))
     aim = f" for {kind.target}" if kind.target is not None else ""
     place.say(
         f"{recipe.name}: {recipe.kind}{aim}; {trained_numbers(job.objective) / 1e6:.2f}M parameters trained; "
