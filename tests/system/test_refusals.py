@@ -24,3 +24,11 @@ def test_a_refusal_of_one_process_is_an_error_on_both(refused: Path, name: str) 
     own, other = (json.loads((refused / f"{name}-{rank}.json").read_text()) for rank in (place.rank, 1 - place.rank))
     assert own["type"] == place.error.__name__ and "planted" in own["message"]
     assert other["type"] == "ValueError" and "another process cannot go on" in other["message"]
+
+
+def test_a_process_that_works_for_long_is_waited_for_as_long_as_it_gives_signs(tmp_path: Path) -> None:
+    """Each waits for three seconds here, and one works for seven."""
+    script = str(ROOT / "tests" / "system" / "launched_patience.py")
+    run([*TORCHRUN, "--standalone", "--nproc_per_node", "2", script, str(tmp_path)], tmp_path)
+    quick, slow = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert quick == ["done", "given up"] and slow[0] == "done"
