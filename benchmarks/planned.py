@@ -28,12 +28,12 @@ from rich.table import Table
 from decoding.drafters import Drafter
 from decoding.drafters.registry import DrafterLoader, LoadedWeights, named_drafter
 from decoding.drafters.spec import DrafterSpec
+from decoding.measure.figures import without_nan
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.planning.check import Group, check_plan, measure_in_turns
 from decoding.measure.planning.choose import best
 from decoding.measure.planning.make import Measured, Place, PlanConfig, Planner
 from decoding.measure.questions import read_prompts
-from decoding.measure.rows import without_nan
 from decoding.measure.widen import widened_heads, widened_parallel, widened_to
 from decoding.metrics import ratio_of_rates
 from decoding.model.causal_lm import CausalLM

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float]], list[tu
             drafter = objective.drafter()
             assert drafter is not None
             asked.append((drafter.max_nodes, self.config.sampling.temperature))
-            return Evaluation({"tokens_per_pass": next(left)}, drafter.max_nodes, ())
+            return Evaluation({"tokens_per_pass": next(left)}, drafter.max_nodes, (), drafter.label)
 
         monkeypatch.setattr(Evaluator, "evaluate", found)
         return asked
@@ -237,6 +238,8 @@ def test_the_heads_of_the_best_step_are_finished_with_a_tree_of_their_own(
         "final, the weights of step 4, which were the best" in said
         and ": the best weights, of step 4, held out, T=0.7" in said
     )
+    assert "step 10, held out, T=0.7 (medusa, chain of 3): " in said
+    assert re.search(rf"of step 4, held out, T=0\.7 \(medusa, \w+ of {nodes[5] - 1}\): ", said)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert (lines[-1]["step"], lines[-1]["heldout/step"], lines[-1]["heldout/tokens_per_pass"]) == (10, 4, 3.5)
 
@@ -262,9 +265,40 @@ def test_the_last_weights_are_finished_if_they_are_the_best_or_if_the_last_are_w
     scripted([1.5, 3.0, 2.0, 2.5, 3.1, 3.1])
     assert "the weights of step 10, which were the best" in run(content)
     assert finished(content)[0]["steps"] == 10
-    content["evaluation"]["keep"] = "last"
-    scripted([3.1])
+    content["evaluation"]["keep"], content["output"] = "last", str(tmp_path / "last")
+    scripted(SCRIPT)
     assert "the best" not in run(content) and finished(content)[0]["steps"] == 10
+
+
+@pytest.mark.parametrize("change", [{"keep": "last"}, {"every": 5}, {"max_new_tokens": 6}])
+def test_a_finished_run_whose_weights_were_chosen_is_refused_another_choice_and_stays(
+    tmp_path: Path, scripted: Callable[..., list[tuple[int, float]]], change: dict[str, Any]
+) -> None:
+    content = workshop(tmp_path, "medusa")
+    scripted(SCRIPT)
+    run(content)
+    ((name, now),) = change.items()
+    content["evaluation"] |= change
+    with pytest.raises(ValueError, match=rf"evaluation\.{name} \(\w+, now {now}\).* another output"):
+        run(content)
+    assert finished(content)[0]["steps"] == 4 and steps_kept(tmp_path / "run" / "best")
+
+
+def test_a_run_that_patience_has_ended_is_refused_another_learning_rate_unless_it_goes_on(
+    tmp_path: Path, scripted: Callable[..., list[tuple[int, float]]]
+) -> None:
+    content = workshop(tmp_path, "medusa", patience=2)
+    scripted([*SCRIPT[:4], 3.0])
+    run(content)
+    content["training"]["learning_rate"] = 1e-3
+    with pytest.raises(ValueError, match=r"training\.learning_rate \(0\.003, now 0\.001\)"):
+        run(content)
+    content["evaluation"]["patience"] = None
+    scripted([2.5, 3.1, 3.1])
+    said = run(content)
+    assert "training.learning_rate is 0.001 from here on; it was 0.003" in said
+    assert "evaluation.patience is none from here on; it was 2" in said
+    assert finished(content)[0]["steps"] == 10
 
 
 @pytest.mark.parametrize("decides", [{"keep": "best"}, {"patience": 1}])

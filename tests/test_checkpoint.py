@@ -13,12 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import tiny_model
+from tiny_training import recipe_content
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import trainer.run.checkpoint
 from trainer.files.folders import scratch_beside, write_folder
 from trainer.recipe.common import TrainingSection
+from trainer.recipe.reading import parse_recipe
+from trainer.run import resuming
 from trainer.run.checkpoint import Checkpoints, Progress, Saved
 from trainer.run.optimizer import build_optimizers
 from trainer.run.state import gather_moments, gather_weights, load_moments, load_weights
@@ -348,6 +351,20 @@ def test_another_recipe_is_refused_naming_what_differs(tmp_path: Path) -> None:
         error.value
     )
     assert f"another output folder, or remove {tmp_path} to start over" in str(error.value)
+
+
+def test_every_setting_that_may_differ_is_one_of_a_recipe(tmp_path: Path) -> None:
+    """A name that were misspelt in the list would bind."""
+    adapted = parse_recipe({**recipe_content(tmp_path, "medusa"), "adapters": {}})
+    parallel = parse_recipe({**recipe_content(tmp_path, "draft"), "draft": {"parallel": {}}})
+    content = {"launch": {}, "held-out data": "", **adapted.model_dump(), **parallel.model_dump(include={"draft"})}
+
+    def is_there(name: str, section: Any) -> bool:
+        key, _, rest = name.partition(".")
+        return key in section and (not rest or is_there(rest, section[key]))
+
+    listed = (*resuming._ALWAYS, *resuming._WHILE_TRAINING, *resuming._CHOOSING)
+    assert [name for name in listed if not is_there(name, content)] == []
 
 
 def test_a_tuple_in_an_identity_equals_the_list_it_is_stored_as(tmp_path: Path) -> None:

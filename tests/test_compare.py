@@ -52,6 +52,13 @@ def row(found: dict[str, Any], method: str = "draft") -> dict[str, Any]:
     return dict(held)
 
 
+def test_fewer_than_eight_pairs_have_no_interval(tmp_path: Path) -> None:
+    few = read_evaluation(evaluated(tmp_path / "a", [0.4, 0.5] * 3))
+    (held,) = compare(few, few, "plain", "draft")["rows"]
+    speed = held["speed"]
+    assert (speed["observations"], speed["low"], speed["high"]) == (6, None, None)
+
+
 def test_a_method_that_is_faster_on_every_prompt_is_really_faster(tmp_path: Path) -> None:
     a = read_evaluation(evaluated(tmp_path / "a", [0.5] * 10))
     b = read_evaluation(evaluated(tmp_path / "b", [0.4, 0.45] * 5))

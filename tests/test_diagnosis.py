@@ -358,7 +358,7 @@ def test_sampled_drafts_are_told_from_argmax_drafts() -> None:
 
 def test_a_length_like_that_of_argmax_drafts_is_not_theirs_if_its_positions_are_others() -> None:
     found = compare_sampling(replayed((0.8, 0.6)), replayed((0.5, 0.2)), counted((0.35, 0.35)), 1.0)
-    assert found.differs and "is 1.70; here it is 2.40 with sampled drafts and 1.70" in found.found
+    assert found.differs and "is 1.70; here with a chain of 2 it is 2.40 with sampled drafts and 1.70" in found.found
     assert "that of neither" in found.found
 
 
@@ -409,24 +409,26 @@ def test_lengths_are_told_on_average_with_what_may_explain_them() -> None:
 # --- a stale speculator -----------------------------------------------------------------------------------------------
 
 
-def fit(tuned: float, base: float | None, width: float = 0.05) -> Fit:
+def fit(tuned: float, base: float | None, width: float = 0.05, texts: int = 50) -> Fit:
     """A draft that takes 0.2 of a plain step, verifies in 1.2 and has 0.1 of overhead: 1.5 steps a pass."""
-    around = (Estimate(value, value - width, value + width, 50) if value else None for value in (tuned, base))
+    around = (Estimate(value, value - width, value + width, texts) if value else None for value in (tuned, base))
     now, before = around
     assert now is not None
     candidate = Candidate(DrafterSpec("draft", None, {}), Budget(4, 5), tuned)
-    return Fit(now, before, Prediction(candidate, StepSeconds(0.2, 1.2, 0.1), 1.0), "headstart realign …")
+    return Fit(now, before, Prediction(candidate, StepSeconds(0.2, 1.2, 0.1), 1.0), "a chain", "headstart realign …")
 
 
 def test_a_real_gap_is_stale_and_told_in_tokens_and_in_speed() -> None:
     found = fit(1.5, 2.25)
-    assert found.stale is True and found.gain == pytest.approx((1.5, 1.44, 1.56), abs=0.01)
-    assert found.verdict.startswith("stale: 2.25 → 1.50 tokens per pass; predicted 1.00× now, 1.50× at most after")
-    assert "worth up to 1.50× (1.4" in found.verdict and found.verdict.endswith("headstart realign …")
+    assert found.stale is True and found.gain == pytest.approx((1.5, 1.44, 1.56, 50), abs=0.01)
+    assert found.verdict.startswith("stale: 2.25 → 1.50 tokens per pass (a chain); predicted 1.00× now, 1.50× at most")
+    assert "worth up to 1.50× [1.4" in found.verdict and found.verdict.endswith("headstart realign …")
 
 
 def test_no_gap_still_fits_and_a_wide_interval_is_not_clear() -> None:
     assert fit(2.25, 2.28).stale is False and fit(2.25, 2.28).verdict.startswith("still fits: ")
     assert fit(2.0, 2.2, width=0.5).stale is None and "not clear" in fit(2.0, 2.2, width=0.5).verdict
+    few = fit(1.5, 2.25, texts=7)
+    assert few.stale is None and "worth up to 1.50×; give more prompts" in few.verdict
     assert fit(2.25, None).stale is None and "give --base" in fit(2.25, None).verdict
     assert "without speculation it is faster now" in fit(1.2, 2.25).verdict

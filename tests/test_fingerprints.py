@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
 from decoding.model.fingerprint import stored_fingerprint
-from trainer.target import fingerprints, loading
+from trainer.target import fingerprints
 from trainer.target.fingerprints import kept_fingerprint
 
 
@@ -87,21 +86,3 @@ def test_another_folder_and_a_small_one_are_read(
     monkeypatch.setattr(fingerprints, "_SMALL", 1 << 40)
     kept_fingerprint(folder)
     assert len(computed) == 3
-
-
-def test_a_target_that_cannot_be_read_is_refused_on_every_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first process alone reads it; the others wait for what it broadcasts."""
-    sent: list[Sequence[object]] = []
-
-    def broadcast(objects: Sequence[object]) -> Sequence[object]:
-        sent.append(objects)
-        return objects
-
-    monkeypatch.setattr(loading, "broadcast_object_list", broadcast)
-    (tmp_path / "config.json").write_text(tiny_model("llama").config.to_json_string())
-    with pytest.raises(ValueError, match="no weights"):
-        loading._fingerprint_for_all(str(tmp_path), trust_remote_code=False)
-    ((error,),) = sent
-    assert isinstance(error, ValueError)

@@ -21,9 +21,11 @@ from trainer.data.batch import Batch, Example
 from trainer.heads.medusa import MedusaObjective
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.heads import HeadsSection
+from trainer.run import loop, train
 from trainer.run.checkpoint import Progress
-from trainer.run.loop import Interrupted, _check_one_run, learning_rate_at
+from trainer.run.loop import Interrupted, learning_rate_at
 from trainer.run.optimizer import PREFIX
+from trainer.run.resuming import bound
 from trainer.run.train import _check_one_job
 
 
@@ -430,29 +432,25 @@ def test_a_gradient_accumulation_asked_of_the_launcher_changes_nothing(
     assert launched.figures == plain.figures
 
 
-def test_processes_that_find_different_checkpoints_are_told_to_share_a_folder() -> None:
-    elsewhere: Any = SimpleNamespace(device=torch.device("cpu"), gather=lambda steps: torch.cat([steps, steps * 0]))
-    with pytest.raises(
-        ValueError, match=r"checkpoints of different steps \(4, 0\): the recipe's output must be a folder"
-    ):
-        _check_one_run(elsewhere, Progress(4, 100))
-    _check_one_run(elsewhere, Progress(0, 0))
+def test_a_process_without_the_checkpoint_of_the_first_is_told_to_share_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "on_first", lambda work: None)
+    monkeypatch.setattr(loop, "from_first", lambda work: 4)
+    with pytest.raises(ValueError, match=r"checkpoint of step 4, .*: the recipe's output must be a folder that all"):
+        train_toy(tmp_path, ToyObjective())
 
 
-def test_processes_that_read_other_rows_are_stopped_before_the_first_step() -> None:
-    def job(rows: str, *heldout: int) -> Any:
-        kept = [Example(heldout, [True] * len(heldout), 0)]
-        return SimpleNamespace(identity={"training data": rows}, heldout=SimpleNamespace(firsts=kept))
+def test_processes_that_read_other_rows_are_stopped_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def job(**identity: str) -> Any:
+        return SimpleNamespace(identity={"output": "here", "training data": "3f", "held-out data": "12", **identity})
 
-    def beside(other: Any) -> Any:
-        """A process whose ``gather`` finds the other's number behind its own."""
-        sent: list[torch.Tensor] = []
-        alone: Any = SimpleNamespace(device=torch.device("cpu"), gather=lambda mine: sent.append(mine) or mine)
-        _check_one_job(alone, other)
-        return SimpleNamespace(device=torch.device("cpu"), gather=lambda mine: torch.cat([mine, *sent]))
+    def check_beside(first: Any) -> None:
+        monkeypatch.setattr(train, "from_first", lambda work: bound(first.identity, finished=True))
+        _check_one_job(job())
 
-    mine = job("3f", 1, 2)
-    _check_one_job(beside(mine), job("3f", 1, 2))
-    for other in (job("40", 1, 2), job("3f", 1, 3)):
+    check_beside(job())
+    check_beside(job(output="the same folder by another name"))
+    for other in (job(**{"training data": "40"}), job(**{"held-out data": "13"})):
         with pytest.raises(ValueError, match="do not read the same recipe, rows and"):
-            _check_one_job(beside(other), mine)
+            check_beside(other)

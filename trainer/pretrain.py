@@ -150,7 +150,7 @@ class PretrainKind:
     def assemble(self, device: torch.device, place: Place, check_costs: bool = False) -> "PretrainJob":
         recipe, tokenizer = self.recipe, load_tokenizer(self.tokenizer)
         dataset, heldout = load_splits(recipe.data, tokenizer)
-        identity = shared_identity(recipe, None, dataset)
+        identity = shared_identity(recipe, None, dataset, heldout)
         torch.manual_seed(recipe.training.seed)  # for the weights, which start at random
         objective = PretrainObjective(tokenizer, recipe.model)
         return PretrainJob(recipe, tokenizer, dataset, heldout, objective, identity)

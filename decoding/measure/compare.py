@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from decoding.measure.figures import told
 from decoding.measure.names import PLAIN
 from decoding.measure.records import Cell, Record, Records, provenance_of, provenances, read_lines, record_files
 from decoding.metrics import FEWEST, Estimate, ratio_of_rates
@@ -159,10 +160,10 @@ def _drifted(a: Evaluation, b: Evaluation, settings: Iterable[str], cells: Seque
         row = _row(a, b, (setting, PLAIN), (setting, PLAIN), cell, True)
         judged = row and row["speed_verdict"]
         if judged and judged["kind"] == "real":
-            told = judged["text"].removeprefix("real: ")
+            words = judged["text"].removeprefix("real: ")
             where = f"{setting}, batch {cell.batch_size}" + (f", context {cell.context}" if cell.context else "")
             found.append(
-                f"plain decoding itself is not equally fast, so speeds tell of more than the methods: {told} ({where})"
+                f"plain decoding itself is not equally fast, so speeds tell of more than the methods: {words} ({where})"
             )
     return found
 
@@ -214,9 +215,9 @@ def _row(
         "context": cell.context,
         "pairs": sum(len(record.runs) for record, _ in pairs.both),
         "dropped": pairs.dropped,
-        "tokens_per_pass": passes._asdict(),
+        "tokens_per_pass": told(passes),
         "tokens_per_pass_verdict": verdict(passes, "more")._asdict(),
-        "speed": None if speed is None else speed._asdict(),
+        "speed": None if speed is None else told(speed),
         "speed_verdict": None if speed is None else verdict(speed, prompts=questions)._asdict(),
     }
     return found

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from decoding.measure.names import PLAIN
+from decoding.metrics import FEWEST, Estimate
 
 NONE = "–"
 NEAR = {"bfloat16": 0.5, "float16": 0.1, "float32": 0.01}
@@ -12,6 +13,22 @@ NEAR = {"bfloat16": 0.5, "float16": 0.1, "float32": 0.01}
 
 Figure = dict[str, Any] | None
 """A `decoding.metrics.Estimate` or `Spread` as JSON; None if it was not measured."""
+
+
+def told(found: Estimate) -> dict[str, Any]:
+    """Return an estimate as JSON; without an interval if too few observations make it narrower than the truth."""
+    few = {"low": math.nan, "high": math.nan} if found.observations < FEWEST else {}
+    plain: dict[str, Any] = without_nan({**found._asdict(), **few})
+    return plain
+
+
+def without_nan(value: Any) -> Any:
+    """Replace NaN and infinity, which JSON lacks, by null: the figure could not be measured."""
+    if isinstance(value, dict):
+        return {key: without_nan(held) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(held) for held in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def number(value: float | None, digits: int = 2) -> str:

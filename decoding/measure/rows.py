@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from decoding.measure.figures import told, without_nan
 from decoding.measure.methods import Method, Run
 from decoding.measure.names import PLAIN, TRANSFORMERS
 from decoding.measure.records import Cell, Key, Record, Records
 from decoding.metrics import (
-    FEWEST,
     Estimate,
     StepCount,
     acceptance,
@@ -65,15 +65,6 @@ def _left_out(records: Records, cell: Cell) -> int:
 
 def _seconds(run: Run) -> float:
     return run.first_seconds + run.decode_seconds
-
-
-def without_nan(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by null: the figure could not be measured."""
-    if isinstance(value, dict):
-        return {key: without_nan(held) for key, held in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(held) for held in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)
@@ -240,11 +231,6 @@ class _Cell:
         if needed is not None:
             needed = math.ceil(needed * prompts / len(ratios))
         return {"difference": told(mean_ratio(ratios)), "needed_prompts": needed}
-
-
-def told(found: Estimate) -> dict[str, Any]:
-    """Return an estimate as JSON; without an interval if too few observations make it narrower than the truth."""
-    return (found._replace(low=math.nan, high=math.nan) if found.observations < FEWEST else found)._asdict()
 
 
 def mean_ratio(logs: Sequence[float]) -> Estimate:

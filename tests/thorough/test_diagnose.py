@@ -328,7 +328,10 @@ def test_a_draft_of_the_target_before_it_was_tuned_is_stale(desk: Desk, tmp_path
     desk.tokenizer.save_pretrained(tmp_path / "tuned")
     fine, printed, found = stale(desk, tmp_path / "tuned", tmp_path)
     assert not fine and found["stale"] is True
-    assert re.match(r"stale: \d\.\d\d → \d\.\d\d tokens per pass; predicted .*× now, .* worth up to \d\.\d\d×", printed)
+    assert re.match(
+        r"stale: \d\.\d\d → \d\.\d\d tokens per pass \(draft model, .*\); predicted .*× now, .* worth up to \d\.\d\d×",
+        printed,
+    )
     assert "headstart realign --target" in printed and f"--draft {desk.folder / 'final'}" in printed
     assert found["worth_up_to"]["value"] == pytest.approx(found["base"]["value"] / found["tuned"]["value"])
 
@@ -346,6 +349,17 @@ def test_heads_that_no_server_reads_need_something_to_be_compared_with(desk: Des
     MedusaHeads(MedusaConfig(16, 128)).save_pretrained(tmp_path / "heads")
     with pytest.raises(ValueError, match=r"there is nothing to compare heads:.* with: give a server's --endpoint"):
         diagnosed(desk, speculator=f"heads:{tmp_path / 'heads'}", exported=None, target="/nowhere/at/all")
+
+
+def test_an_export_of_another_kind_is_refused_before_anything_is_compared(desk: Desk, tmp_path: Path) -> None:
+    heads = MedusaHeads(MedusaConfig(16, 128))
+    heads.save_pretrained(tmp_path / "heads")
+    (tmp_path / "exported").mkdir()
+    (tmp_path / "exported" / "config.json").write_text('{"model_type": "medusa"}')
+    with pytest.raises(ValueError, match=r"exported, which holds a model, not heads .* but heads:.* is heads: give"):
+        diagnosed(desk, speculator=f"heads:{tmp_path / 'heads'}", target="/nowhere/at/all")
+    with pytest.raises(ValueError, match=r"exported, which holds heads .* but draft:.* is a draft: give the folder"):
+        diagnosed(desk, exported=tmp_path / "exported", target="/nowhere/at/all")
 
 
 @pytest.mark.parametrize(

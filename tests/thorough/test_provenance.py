@@ -29,9 +29,9 @@ from trainer.export.source import target_of
 from trainer.job import shared_identity
 from trainer.recipe.reading import parse_recipe
 from trainer.recipe.recipe import AnyRecipe
-from trainer.run.checkpoint import differences
 from trainer.run.kinds import kind_of
 from trainer.run.provenance import FILE_NAME
+from trainer.run.resuming import compare
 from trainer.run.train import run_recipe
 from trainer.terminal.place import Place
 
@@ -138,15 +138,20 @@ def identity_of(folder: Path, **sections: Any) -> dict[str, Any]:
     return dict(assembled(recipe).identity)
 
 
+def refused(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """The settings by which it is another run."""
+    return [change.name for change in compare(before, now).refused]
+
+
 def test_soft_targets_from_the_best_logits_are_no_resumption_of_exact_ones(run_folder: Path) -> None:
     soft = {"heads": {"loss": {"forward_kl": 1}}}
     exact = identity_of(run_folder, **soft)
-    assert identity_of(run_folder, **soft, features={"folder": str(run_folder / "all")}) == exact
+    assert not refused(exact, identity_of(run_folder, **soft, features={"folder": str(run_folder / "all")}))
     best = identity_of(run_folder, **soft, features={"folder": str(run_folder / "best"), "top_k": 2})
-    assert [name for name in exact if best[name] != exact[name]] == ["features.top_k"]
+    assert refused(exact, best) == ["features.top_k"]
     # Where nothing is soft, the best logits are not read.
     hard = {"folder": str(run_folder / "best"), "top_k": 2}
-    assert identity_of(run_folder, features=hard) == identity_of(run_folder)
+    assert not refused(identity_of(run_folder, features=hard), identity_of(run_folder))
 
 
 def test_states_in_int8_are_no_resumption_of_exact_ones_and_a_backend_binds_no_run(
@@ -154,18 +159,16 @@ def test_states_in_int8_are_no_resumption_of_exact_ones_and_a_backend_binds_no_r
 ) -> None:
     exact = identity_of(run_folder)
     rounded = identity_of(run_folder, features={"folder": str(run_folder / "int8"), "states": "int8"})
-    assert rounded == {**exact, "features.states": "int8"}
-    assert differences(exact, rounded) == differences(rounded, exact) == ["features.states"]
+    assert refused(exact, rounded) == refused(rounded, exact) == ["features.states"]
     monkeypatch.setattr("trainer.heads.job.check_liger", lambda device: None)  # no GPU is asked for an identity
-    assert identity_of(run_folder, heads={"loss": {"backend": "liger"}}) == exact
+    assert not refused(exact, identity_of(run_folder, heads={"loss": {"backend": "liger"}}))
 
 
 def test_the_same_file_read_by_another_tokenizer_is_other_training_data(run_folder: Path) -> None:
     before = identity_of(run_folder)
     words = ("<unk>", "<eos>", "<user>", "<assistant>", *"bacdefghijkl")
     tiny_tokenizer(words=words).save_pretrained(run_folder / "target")
-    after = identity_of(run_folder)
-    assert [name for name in before if after[name] != before[name]] == ["training data"]
+    assert refused(before, identity_of(run_folder)) == ["training data"]
 
 
 def test_which_tokens_are_trained_is_part_of_the_training_data(run_folder: Path) -> None:
@@ -174,7 +177,8 @@ def test_which_tokens_are_trained_is_part_of_the_training_data(run_folder: Path)
     job = assembled(recipe)
     first, *others = job.dataset.examples
     untrained = Example(first.tokens, (False, *first.trained[1:]), first.prompt_length)
-    other = shared_identity(recipe, job.target, replace(job.dataset, examples=(untrained, *others)))
+    changed = replace(job.dataset, examples=(untrained, *others))
+    other = shared_identity(recipe, job.target, changed, job.heldout)
     assert other["training data"] != job.identity["training data"]
 
 
@@ -183,7 +187,7 @@ def test_how_adapters_are_written_at_the_end_does_not_bind_a_run(run_folder: Pat
         identity_of(run_folder, adapters={"rank": 2, "modules": ["q_proj"], **changes})
         for changes in ({"export": "merged"}, {"export": "adapter"}, {"alpha": 3.0})
     )
-    assert merged == adapter != other
+    assert not refused(merged, adapter) and refused(merged, other) == ["adapters.alpha"]
 
 
 @pytest.mark.parametrize("name", ["output", "features.folder"])
@@ -251,6 +255,14 @@ def test_a_sequence_longer_than_the_targets_context_is_refused_before_training(r
     with pytest.raises(ValueError, match=r"data\.max_length is 97 but the target's context holds 96 tokens"):
         run_recipe(parse_recipe(content), Console(file=io.StringIO()))
     assert not (run_folder / "run").exists()
+
+
+def test_held_out_rows_that_are_trained_are_said(run_folder: Path) -> None:
+    content = recipe_content(run_folder, "medusa", steps=1)
+    copied = shutil.copy(content["data"]["train"], run_folder / "copy.jsonl")
+    warning = "warning: data.heldout is the same data as data.train, so held-out figures are of texts that were learnt"
+    assert warning in run(run_folder, "medusa", data={**content["data"], "heldout": str(copied)})[1]
+    assert warning not in run(run_folder, "medusa", output="other")[1]
 
 
 def test_a_target_and_data_that_were_moved_are_the_same_run(run_folder: Path) -> None:

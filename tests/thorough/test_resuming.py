@@ -3,22 +3,18 @@
 import json
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-import torch
 from accelerate.state import AcceleratorState
 from rich.console import Console
 from test_lock import another_holds
 from tiny_models import counting_model
-from tiny_training import cpu_accelerator, recipe_content, tiny_tokenizer, write_corpus
+from tiny_training import recipe_content, tiny_tokenizer, write_corpus
 
-from trainer.data.source import BatchSource
-from trainer.recipe.common import TrainingSection
 from trainer.recipe.reading import parse_recipe
 from trainer.run import loop
 from trainer.run.train import run_recipe
@@ -178,12 +174,23 @@ def test_two_runs_in_one_folder_are_one_too_many(workshop: Path) -> None:
     assert not (workshop / "run" / "run.lock").exists()
 
 
-def test_a_finished_run_records_no_settings_that_nothing_was_trained_by(workshop: Path) -> None:
+@pytest.mark.parametrize("change", [{"learning_rate": 5e-4}, {"mixed_precision": "bf16"}])
+def test_a_finished_run_is_refused_a_setting_that_nothing_would_be_trained_by(
+    workshop: Path, change: dict[str, Any]
+) -> None:
     train(workshop, learning_rate=3e-3)
-    said = train(workshop, learning_rate=5e-4)
-    assert "going on from step 6 of 6" in said and "from here on" not in said
-    provenance = json.loads((workshop / "run" / "final" / "provenance.json").read_text())
-    assert provenance["recipe"]["training"]["learning_rate"] == provenance["stretches"][-1]["learning_rate"] == 3e-3
+    run = workshop / "run"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    ((name, now),) = change.items()
+    with pytest.raises(ValueError, match=rf"finished, .* training\.{name} \(.*, now {now}\): .*another output"):
+        train(workshop, **{"learning_rate": 3e-3, **change})
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_a_finished_run_may_have_settings_that_change_no_weight(workshop: Path) -> None:
+    train(workshop)
+    said = train(workshop, micro_batch_size=4)
+    assert "training.micro_batch_size is 4 from here on; it was 8" in said and "finished: " in said
 
 
 def test_figures_that_were_lost_are_missed(workshop: Path) -> None:
@@ -216,56 +223,6 @@ def test_a_file_where_the_finished_run_goes_is_refused_before_anything_is_traine
     with pytest.raises(ValueError, match=r"run/final is a file: give another folder"):
         train(workshop)
     assert (workshop / "run" / "final").read_text() == "mine"
-
-
-@pytest.mark.parametrize("error", [ValueError("no"), OSError(28, "No space left on device")])
-def test_what_one_process_refuses_is_an_error_on_it_with_its_own_words(error: Exception) -> None:
-    def refuse() -> None:
-        raise error
-
-    with cpu_accelerator() as accelerator, pytest.raises(type(error)) as raised:
-        loop.agreed(accelerator, refuse)
-    assert raised.value is error
-
-
-def test_what_another_process_refuses_is_an_error_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "any_process", lambda accelerator, flag: True)
-    with cpu_accelerator() as accelerator, pytest.raises(ValueError, match="another process cannot go on"):
-        loop.agreed(accelerator, lambda: None)
-
-
-class Writes:
-    """A source that writes before each step, or cannot."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self._error = error
-
-    def writes_at(self, step: int) -> bool:
-        return True
-
-    def write(self, step: int, positions: Sequence[int]) -> dict[str, float]:
-        if self._error is not None:
-            raise self._error
-        return {"generated/texts": float(len(positions))}
-
-
-def test_texts_that_one_process_cannot_write_are_an_error_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others would wait for it in the step's first sum."""
-    told: list[bool] = []
-
-    def any_process(accelerator: Any, flag: bool) -> bool:
-        told.append(flag)
-        return flag or len(told) == 2  # at the second call another process is the one that fails
-
-    monkeypatch.setattr(loop, "any_process", any_process)
-    section = TrainingSection(steps=4, batch_size=2, micro_batch_size=2, learning_rate=0.1)
-    objective: Any = SimpleNamespace(module=torch.nn.Linear(1, 1))
-    with cpu_accelerator() as accelerator:
-        for source, message in ((Writes(ValueError("it collapsed")), "it collapsed"), (Writes(), "another process")):
-            with pytest.raises(ValueError, match=message):
-                loop._write(cast(BatchSource, source), objective, section, accelerator, 0)
-        assert loop._write(cast(BatchSource, Writes()), objective, section, accelerator, 0) == {"generated/texts": 2}
-    assert told == [True, False, False]
 
 
 def test_evaluations_that_were_lost_are_missed_where_they_decide(workshop: Path) -> None:

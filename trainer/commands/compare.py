@@ -7,9 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from decoding.measure.compare import compare, read_evaluation
-from decoding.measure.figures import NONE, estimate
+from decoding.measure.figures import NONE, estimate, without_nan
 from decoding.measure.markdown import one_line
-from decoding.measure.rows import without_nan
 from trainer.commands.findings import PRINTED, write_findings
 from trainer.commands.options import CompareOptions
 from trainer.terminal.console import say, standard_error, standard_output, title, wide

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 _PAGE_SECONDS = 10.0
 _NO_LIMIT = 1 << 30
+_NOUNS = {"heads": "heads", "draft": "a draft", "parallel": "a parallel draft"}
 _OF_SERVERS = ("endpoint", "metrics", "counters", "exported", "report")
 """Options that tell of a server."""
 
@@ -69,6 +70,12 @@ def _check(options: DiagnoseOptions) -> Named:
         raise ValueError(f"{folder} is no folder that a server reads (no config.json): name an exported folder")
     read_conversations(resolve(options.prompts), options.prompt_field, options.limit, 1, chat=True)
     named = named_speculator(options.speculator)
+    if folder is not None and is_vllm_heads(folder) != (named.kind == "heads"):
+        held = "heads as vLLM reads them" if is_vllm_heads(folder) else "a model, not heads as vLLM reads them"
+        raise ValueError(
+            f"--exported is {folder}, which holds {held}, but {options.speculator} is {_NOUNS[named.kind]}: give the "
+            "folder that was exported of it"
+        )
     compared = options.stale or set(of_servers) - {"--report"} or _read_by_servers(named)
     if not compared:
         raise ValueError(
@@ -288,14 +295,14 @@ def _fit(
             raise ValueError("every text ended with its first token: give prompts to be answered")
         return found.tokens_per_pass
 
-    now = tokens_per_pass(tuned, speculator)
+    now, chain = tokens_per_pass(tuned, speculator), speculator.chain(tokens)
     spec = DrafterSpec(named.kind, named.path, {"tokens": tokens})
-    prediction = predict_here(tuned, speculator.chain(tokens), spec, prompts, config, now.value)
+    prediction = predict_here(tuned, chain, spec, prompts, config, now.value)
     before = None
     if options.base is not None:
         base = read_target(options.base, options)
         before = tokens_per_pass(base, load_speculator(named, base, tokenizer, options.trust_remote_code))
-    return Fit(now, before, prediction, _remedy(options, named))
+    return Fit(now, before, prediction, chain.label, _remedy(options, named))
 
 
 def _remedy(options: DiagnoseOptions, named: Named) -> str:

@@ -1,8 +1,8 @@
 """The command `headstart evaluate`: one process, or several that `accelerate launch` starts."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -44,8 +44,8 @@ from trainer.commands.usage import listed, numbers
 from trainer.files.lock import hold
 from trainer.quickstart import resolve
 from trainer.run.distributed import join_processes
-from trainer.run.loop import on_main
 from trainer.target.fingerprints import kept_fingerprint
+from trainer.terminal.agreement import agreed, on_first
 from trainer.terminal.console import say, standard_error, standard_output, wide
 from trainer.terminal.place import Place
 from trainer.terminal.progress import ProgressBar
@@ -73,9 +73,30 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
     accelerator = join_processes()
     rank, world = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
     logging.set_verbosity_error()  # `generate` warns about the draft length that assisted generation is given
+    place = Place(rank, world, watched)
+    measurement, made_by, asked, tokenizer = agreed(lambda: _prepared(options, place), patient=True)
+    with ExitStack() as held:
+        on_first(lambda: held.enter_context(hold(options.output)))
+        on_first(lambda: _check_records(options, made_by))
+        measurement = _measured(options.output, measurement, made_by, accelerator, watched)
+        if rank:
+            return {}
+        report = _report(options, made_by, asked, measurement, tokenizer)
+        write_report(report, options.output / "report.json")
+        write_html(report, options.output / "report.html")
+    wide(console).print(terminal_table(report))
+    show_samples(console, report["samples"])
+    say(console, f"written: {options.output / 'report.json'}, {options.output / 'report.html'}")
+    return report
+
+
+def _prepared(
+    options: EvaluateOptions, place: Place
+) -> tuple[Measurement, dict[str, Any], _Asked, PreTrainedTokenizerBase]:
+    """Read and check everything that is measured; return also the run's account of itself."""
     config = _config(options)
-    plan, asked_for = _planned(options, config, watched if rank == 0 else Console(quiet=True))
-    every, chosen = _chosen(options, Place(rank, world, watched))
+    plan, asked_for = _planned(options, config, place.console if place.is_first else Console(quiet=True))
+    every, chosen = _chosen(options, place)
     models = load_models(options, asked_for)
     config = replace(config, eos_token_ids=eos_token_ids(models.target.model, models.tokenizer))
     asked = _questions(every, chosen, options, config, models)
@@ -85,19 +106,8 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
     methods = standard_methods(models.target, models.drafters, config, policy_maker(plan, models.specs, context))
     if plan is not None and "measured" in config.policies:
         made_by["fingerprints"]["plan"] = plan.plan.fingerprint
-    measurement = Measurement(models.target, methods, asked.asker, config, rank=rank, world=world)
-    with _alone_in(options.output, accelerator):
-        _prepare(options, made_by, accelerator)
-        measurement = _measured(options.output, measurement, made_by, accelerator, watched)
-        if rank:
-            return {}
-        report = _report(options, made_by, asked, measurement, models.tokenizer)
-        write_report(report, options.output / "report.json")
-        write_html(report, options.output / "report.html")
-    wide(console).print(terminal_table(report))
-    show_samples(console, report["samples"])
-    say(console, f"written: {options.output / 'report.json'}, {options.output / 'report.html'}")
-    return report
+    measurement = Measurement(models.target, methods, asked.asker, config, rank=place.rank, world=place.world)
+    return measurement, made_by, asked, models.tokenizer
 
 
 def _measured(
@@ -109,11 +119,10 @@ def _measured(
 ) -> Measurement:
     """Decode this process's share into its file of runs; return the measurement with the records of all processes."""
     provenance = _provenance(made_by, measurement.methods, measurement.world)
-    records = open_records(output, measurement.rank, provenance)
-    _wait(accelerator)
+    records = agreed(lambda: open_records(output, measurement.rank, provenance))
     measurement = replace(measurement, records=records)
     with ProgressBar(watched, "evaluating", measurement.total(), active=measurement.rank == 0) as bar:
-        measure(replace(measurement, on_run=bar.advance))
+        agreed(lambda: measure(replace(measurement, on_run=bar.advance)), patient=True)
     records.close()
     if accelerator is not None:
         for line in gather_object(list(records.lines())):
@@ -307,40 +316,12 @@ def _identity(made_by: Mapping[str, Any]) -> dict[str, Any]:
     return {**made_by["settings"], **made_by["asked"], "drafters": made_by["drafters"], **made_by["fingerprints"]}
 
 
-def _prepare(options: EvaluateOptions, made_by: Mapping[str, Any], accelerator: Accelerator | None) -> None:
-    """Drop earlier runs if asked to; ValueError on every process for a folder of other runs."""
-
-    def work() -> None:
-        if options.restart:
-            for file in record_files(options.output):
-                file.unlink()
-        check_identity(options.output, _identity(made_by))
-
-    if accelerator is None:
-        work()
-    else:
-        on_main(accelerator, work)
-
-
-def _wait(accelerator: Accelerator | None) -> None:
-    if accelerator is not None:
-        accelerator.wait_for_everyone()
-
-
-@contextmanager
-def _alone_in(output: Path, accelerator: Accelerator | None) -> Iterator[None]:
-    """Hold the folder on the first process; where another run does, ValueError on every process."""
-    if accelerator is None:
-        with hold(output):
-            yield
-        return
-    held = hold(output)
-    on_main(accelerator, held.__enter__)
-    try:
-        yield
-    finally:
-        if accelerator.is_main_process:
-            held.__exit__(None, None, None)
+def _check_records(options: EvaluateOptions, made_by: Mapping[str, Any]) -> None:
+    """Drop earlier runs if asked to; ValueError for a folder of other runs."""
+    if options.restart:
+        for file in record_files(options.output):
+            file.unlink()
+    check_identity(options.output, _identity(made_by))
 
 
 # --- the report -------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ def account() -> dict[str, Any]:
 
 def write_findings(file: str, content: Mapping[str, Any]) -> None:
     """Write findings to a file, whose folder need not exist, or print them; NaN becomes null."""
-    from decoding.measure.rows import without_nan  # it imports transformers, which a command may do without
+    from decoding.measure.figures import without_nan  # it imports torch, which a command may do without
     from trainer.files.shards import write_text
 
     text = json.dumps(without_nan(dict(content)), indent=2) + "\n"

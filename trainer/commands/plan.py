@@ -11,6 +11,7 @@ from rich.console import Console
 from decoding.drafters import Drafter
 from decoding.drafters.registry import DrafterLoader
 from decoding.drafters.spec import DrafterSpec
+from decoding.measure.figures import without_nan
 from decoding.measure.methods import MakePolicy
 from decoding.measure.planning.check import check_plan, check_rows
 from decoding.measure.planning.choose import LEAST_GAIN
@@ -25,7 +26,6 @@ from decoding.measure.planning.plan_file import (
 )
 from decoding.measure.planning.sentences import basis, verdict
 from decoding.measure.questions import read_prompts
-from decoding.measure.rows import without_nan
 from decoding.model.dtypes import parse_dtype
 from decoding.model.fingerprint import prompts_fingerprint, tokenizer_fingerprint
 from decoding.model.hub import revisions

@@ -10,6 +10,7 @@ from trainer.run.embedded import ensure_answered
 from trainer.run.kinds import check_folders, kind_of
 from trainer.run.train import ensure_built
 from trainer.target.store import Store
+from trainer.terminal.agreement import agreed
 from trainer.terminal.console import standard_error
 from trainer.terminal.place import Place
 
@@ -27,7 +28,8 @@ def prepare_features(recipe: AnyRecipe, console: Console | None = None) -> Store
         )
     ensure_built(kind.target)
     ensure_answered(kind.recipe.data.train)
-    check_folders(kind)
-    accelerator = build_accelerator(recipe.training)  # its processes have time to wait for one another
+    accelerator = build_accelerator(recipe.training)
+    agreed(lambda: check_folders(kind))
     place = Place(accelerator.process_index, accelerator.num_processes, console or standard_error())
-    return kind.stored.write(accelerator.device, place)
+    write = kind.stored.write
+    return agreed(lambda: write(accelerator.device, place))

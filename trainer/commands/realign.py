@@ -26,6 +26,7 @@ from decoding.model.loading import (
 from trainer.commands.regenerate import run_regenerate
 from trainer.commands.target import read_target
 from trainer.commands.training_options import RealignOptions, RegenerateOptions
+from trainer.data.splits import not_held_out
 from trainer.files.folders import check_can_be_folder, sha256_of
 from trainer.files.lock import hold
 from trainer.files.shards import write_text
@@ -66,6 +67,8 @@ def run_realign(options: RealignOptions, console: Console | None = None) -> dict
 
 def _realign(options: RealignOptions, console: Console, watched: Console) -> dict[str, Any]:
     split_prompts(options)
+    if options.heldout is not None and _digest(options.heldout) == _digest(options.prompts):
+        say(watched, not_held_out("--heldout", "--prompts"))
     before = _measure_stale(options, watched)
     say(console, f"the stale draft, {tokens_per_pass(before.figures)}")
     recipe = recipe_of(options, before.positions)
@@ -88,7 +91,7 @@ def _realign(options: RealignOptions, console: Console, watched: Console) -> dic
         "commit": commit(),
     }
     write_text(options.output / REPORT, json.dumps(report, indent=2) + "\n")
-    title = f"held out, {after.heldout} prompts, 95% intervals"
+    title = f"held out, {after.heldout} prompts, chains of {options.draft_tokens} drafted tokens, 95% intervals"
     console.print(compared({"stale": before.figures, "realigned": after.figures}, title))
     say(console, f"written: {final}, {options.output / REPORT}")
     return report
@@ -120,6 +123,10 @@ def split_prompts(options: RealignOptions) -> None:
     parts = {_PROMPTS: rows[:-choosing], _CHOOSING: rows[-choosing:], _HELDOUT: heldout}
     for name, part in parts.items():
         write_text(options.output / name, "".join(line.decode() + "\n" for line in part))
+
+
+def _digest(prompts: str) -> str:
+    return sha256_of(Path(resolve(prompts)))
 
 
 def _questions(options: RealignOptions, name: str) -> RegenerateOptions:
@@ -226,7 +233,8 @@ def _measure(options: RealignOptions, name: str, console: Console) -> Fit:
     check_same_tokenizer(tokenizer, load_tokenizer(name, trusted))
     target = read_target(options.target, options)
     draft = load_draft(name, target, None, trusted)
-    positions = min((m.max_positions for m in (target, draft) if m.max_positions is not None), default=1 << 30)
+    drafter = named_drafter("draft", draft, tokens=options.draft_tokens)
+    positions = min((m.max_positions for m in (target, drafter) if m.max_positions is not None), default=1 << 30)
     if positions < _PROMPT_TOKENS + options.max_new_tokens:
         raise ValueError(
             f"max_new_tokens is {options.max_new_tokens}, which with {_PROMPT_TOKENS} of a prompt is more than the "
@@ -236,7 +244,6 @@ def _measure(options: RealignOptions, name: str, console: Console) -> Fit:
         options.output / _HELDOUT, options.prompt_field, None, tokenizer, positions, options.max_new_tokens
     )
     prompts = [prompt for _, prompt in heldout]
-    drafter = named_drafter("draft", draft, tokens=options.draft_tokens)
     config = DecodingConfig(options.max_new_tokens, eos_token_ids=eos_token_ids(target.model, tokenizer))
     figures = measure_figures(target, drafter, prompts, config, options.batch_size, console)
     return Fit(figures, len(prompts), positions)

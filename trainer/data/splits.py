@@ -5,12 +5,18 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.dataset import Dataset, load_dataset
 from trainer.quickstart import resolve
 from trainer.recipe.common import DataSection
+from trainer.terminal.agreement import agreed
 
 
 def load_splits(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset]:
     """Load the training data and the held-out data, which is never packed. ValueError for rows that cannot be used."""
     heldout = load_heldout_data(section, tokenizer)
     return load_training_data(section, tokenizer), heldout
+
+
+def not_held_out(heldout: str, train: str) -> str:
+    """Return a warning that two settings name the same rows."""
+    return f"warning: {heldout} is the same data as {train}, so held-out figures are of texts that were learnt"
 
 
 def load_heldout_data(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Dataset:
@@ -23,5 +29,5 @@ def load_heldout_data(section: DataSection, tokenizer: PreTrainedTokenizerBase) 
 
 
 def load_training_data(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Load the training data alone."""
-    return load_dataset(resolve(section.train), section, tokenizer)
+    """Load the training data alone. Every process calls this: one machine may have to tokenize it."""
+    return agreed(lambda: load_dataset(resolve(section.train), section, tokenizer), patient=True)

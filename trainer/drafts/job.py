@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase
 
 from decoding.model.causal_lm import CausalLM
@@ -39,6 +38,7 @@ from trainer.recipe.common import TrainingSection
 from trainer.recipe.draft import DraftRecipe, TeacherSection
 from trainer.target.loading import Target, load_target
 from trainer.target.teacher_cache import TeacherStore, TeacherWriter, ensure_teacher_cache, teacher_writer
+from trainer.terminal.agreement import from_first
 from trainer.terminal.place import Place
 
 _SOFTMAXED = 8  # tensors of fp32 that a divergence makes of a block of logits
@@ -105,7 +105,7 @@ class DraftKind:
         torch.manual_seed(recipe.training.seed)  # for weights that start at random
         trusted, longest = recipe.trust_remote_code, _longest(recipe, target.model)
         initial = initial_draft(target.model, target.tokenizer, recipe.draft, dataset.examples, trusted, longest)
-        identity = _identity(recipe, target, dataset, initial)
+        identity = _identity(recipe, target, dataset, heldout, initial)
         # Nothing is measured of a target that is quantised to teach: it is slower than the one to be sped up.
         if check_costs and recipe.draft.check_costs and recipe.quantise is None:
             _check_costs(target, initial, place)
@@ -207,11 +207,11 @@ def _objective(recipe: DraftRecipe, target: Target, teacher: TeacherSource, init
     return ParallelObjective(*given, recipe.training.seed)
 
 
-def _identity(recipe: DraftRecipe, target: Target, dataset: Dataset, initial: InitialDraft) -> dict[str, Any]:
+def _identity(
+    recipe: DraftRecipe, target: Target, dataset: Dataset, heldout: Dataset, initial: InitialDraft
+) -> dict[str, Any]:
     """See `trainer.job.Job.identity`; a draft that training starts from is known by its weights."""
-    section, content = recipe.draft, shared_identity(recipe, target, dataset)
-    content["draft"].pop("check_costs")
-    content["draft"]["loss"].pop("backend")
+    section, content = recipe.draft, shared_identity(recipe, target, dataset, heldout)
     if section.init.from_model is not None:
         content["draft"]["init"]["from_model"] = fingerprint(initial.model)
         if initial.parts is not None:
@@ -233,10 +233,10 @@ def _check_costs(target: Target, initial: InitialDraft, place: Place) -> None:
 
     The draft is measured in the dtype that it will decode in.
     """
-    costs: list[Costs | None] = [None]
-    if place.is_first:
+
+    def measure() -> Costs:
         draft: Any = copy.deepcopy(initial.model)
         at_once = 1 if initial.parts is None else initial.parts.config.tokens
-        costs = [best_costs(target.model, CausalLM(draft.to(target.dtype).eval(), initial.output_tokens), at_once)]
-    (found,) = broadcast_object_list(costs)
-    place.say(check_pays(found))
+        return best_costs(target.model, CausalLM(draft.to(target.dtype).eval(), initial.output_tokens), at_once)
+
+    place.say(check_pays(from_first(measure)))

@@ -111,7 +111,7 @@ class HeadsKind:
             store = _features(recipe.features, target, dataset, place)
             objective = _objective_from(recipe, target, store, device)
             kept = target if recipe.features.keep_target else target.let_go()
-        return HeadsJob(recipe, dataset, heldout, kept, objective, _identity(recipe, target, dataset))
+        return HeadsJob(recipe, dataset, heldout, kept, objective, _identity(recipe, target, dataset, heldout))
 
 
 @dataclass(frozen=True)
@@ -174,17 +174,13 @@ class HeadsJob:
         return self.target
 
 
-def _identity(recipe: MedusaRecipe, target: StoredTarget, dataset: Dataset) -> dict[str, Any]:
-    """See `trainer.job.Job.identity`; soft losses also depend on the number of logits that were stored."""
-    content = shared_identity(recipe, target, dataset)
-    content["heads"].pop("tree_nodes")
-    content["heads"]["loss"].pop("backend")
-    if recipe.adapters is not None:
-        content["adapters"].pop("export")
-    if recipe.heads.loss.soft:
-        content["features.top_k"] = recipe.features.top_k if recipe.features else 0
-    rounded = recipe.features is not None and recipe.features.states == "int8"
-    content["features.states"] = "int8" if rounded else None
+def _identity(recipe: MedusaRecipe, target: StoredTarget, dataset: Dataset, heldout: Dataset) -> dict[str, Any]:
+    """See `trainer.job.Job.identity`; of stored features only what a loss reads in them makes another run."""
+    content, features = shared_identity(recipe, target, dataset, heldout), recipe.features
+    content["features"] = {
+        "top_k": features.top_k if features and recipe.heads.loss.soft else 0,
+        "states": features.states if features else "target",
+    }
     return content
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from decoding.drafters import Drafter
 from decoding.generate import DecodingConfig
 from decoding.measure.evaluate import measure_acceptance
-from decoding.metrics import Estimate
+from decoding.measure.figures import estimate, told
 from decoding.model.causal_lm import CausalLM
 from decoding.prompts import encode_prompt
 from decoding.rules.sampling import SamplingConfig
@@ -23,7 +23,7 @@ _NAMES = {"tokens_per_pass": "tokens per pass", "accepted_per_drafted": "accepte
 _TEMPERATURES = {"greedy": 0.0, "T=1": 1.0}
 
 Figures = dict[str, dict[str, Any]]
-"""By setting: tokens per target pass, and the share of drafted tokens that were accepted, as `Estimate` values."""
+"""By setting: tokens per target pass, and the share of drafted tokens that were accepted, as `told` gives them."""
 
 
 def read_heldout(
@@ -63,24 +63,19 @@ def measure_figures(
             acceptance = measure_acceptance(target, drafter, prompts, sampled, batch_size, bar.advance)
         if not acceptance.passes:
             raise ValueError(f"every text ended with its first token, {setting}: give held-out prompts to be answered")
-        found[setting] = {name: getattr(acceptance, name)._asdict() for name in _NAMES}
+        found[setting] = {name: told(getattr(acceptance, name)) for name in _NAMES}
     return found
 
 
 def compared(figures: Mapping[str, Figures], title: str) -> Table:
-    """Return a table with a column for each of ``figures`` by its name; every value has its 95% interval."""
+    """Return a table with a column for each of ``figures`` by its name, with 95% intervals."""
     table = Table("setting", "figure", *figures, title=title)
     for setting, names in next(iter(figures.values())).items():
         for name in names:
-            table.add_row(setting, _NAMES[name], *(_shown(each[setting][name]) for each in figures.values()))
+            table.add_row(setting, _NAMES[name], *(estimate(each[setting][name]) for each in figures.values()))
     return table
 
 
 def tokens_per_pass(figures: Figures) -> str:
     """Return the tokens per target pass of every setting, in one line."""
-    return "; ".join(f"{name}: {_shown(held['tokens_per_pass'])} tokens per pass" for name, held in figures.items())
-
-
-def _shown(estimate: dict[str, Any]) -> str:
-    value, low, high, _ = Estimate(**estimate)
-    return f"{value:.3f} ({low:.3f} to {high:.3f})"
+    return "; ".join(f"{name}: {estimate(held['tokens_per_pass'])} tokens per pass" for name, held in figures.items())

@@ -40,7 +40,7 @@ class Best:
     def __init__(
         self, folder: Path, section: EvaluationSection, identity: Any, checkpoint_steps: Callable[[], Sequence[int]]
     ) -> None:
-        """``identity``: all that makes figures comparable, as JSON values; folders of another one are dropped.
+        """``identity``: all that makes figures comparable, as JSON values; folders of another one do not count.
 
         ``checkpoint_steps`` gives the steps of the checkpoints on the disk.
         """
@@ -66,9 +66,9 @@ class Best:
         if is_best:
             self._write(Evaluated(progress, figure), module)
         resumable = [max((step for step in earlier if step <= c), default=0) for c in self._checkpoint_steps()]
-        needed = {*resumable, progress.step} if is_best else {*earlier}
-        for step in known.keys() - needed:
-            shutil.rmtree(self._place(step), ignore_errors=True)
+        needed = {*map(self._place, {*resumable, progress.step} if is_best else earlier)}
+        for folder in {*self._folder.glob("step-*")} - needed:
+            shutil.rmtree(folder, ignore_errors=True)
         return is_best
 
     def latest(self) -> Evaluated | None:
@@ -111,15 +111,9 @@ class Best:
         return self._section.keep == "best"
 
     def _known(self) -> dict[int, Evaluated]:
-        """Return the evaluations on the disk, by step; folders that another run left are removed."""
-        known = {}
-        for folder in sorted(self._folder.glob("step-*")):
-            found = self._read(folder)
-            if found is None:
-                shutil.rmtree(folder, ignore_errors=True)
-            else:
-                known[found.progress.step] = found
-        return known
+        """Return the evaluations on the disk, by step, without those that another run left."""
+        found = map(self._read, sorted(self._folder.glob("step-*")))
+        return {each.progress.step: each for each in found if each is not None}
 
     def _read(self, folder: Path) -> Evaluated | None:
         """Return an evaluation; None if it is another run's. ValueError if it cannot be read."""

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from decoding.measure.machine import commit, versions
 from decoding.model.finite import non_finite
 from trainer.files.folders import check_seal, write_folder
+from trainer.run.resuming import Change, compare
 from trainer.run.state import Tensors
 
 _STATE, _WEIGHTS, _OPTIMIZER = "state.json", "weights.safetensors", "optimizer.safetensors"
@@ -63,9 +64,9 @@ class Unreadable(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run, newest last. ``identity`` ties them to a recipe: another one cannot resume them.
+    """The checkpoints of one run, newest last. ``identity`` ties them to a recipe, by `trainer.run.resuming`.
 
-    ``settings`` may change where a run goes on, as the learning rate may; `stretches` lists them.
+    ``settings``: those that change the figures of a step, and may change where a run goes on; `stretches` lists them.
     """
 
     def __init__(
@@ -86,6 +87,9 @@ class Checkpoints:
         """The settings of each stretch of steps and the first step, from 0, that was trained by them."""
         self.unreadable: list[Unreadable] = []
         """The checkpoints that `latest` passed over, newest first."""
+        self.changes: list[Change] = []
+        """The settings that are not those of the checkpoint that `latest` returned, and need not be."""
+        self._recorded = self._identity
 
     def _all(self) -> list[Path]:
         return sorted(folder for folder in self._folder.glob("step-*") if _NAME.fullmatch(folder.name))
@@ -157,11 +161,8 @@ class Checkpoints:
             except (OSError, ValueError, SafetensorError) as error:
                 self.unreadable.append(Unreadable(folder, " ".join(str(error).split()) or type(error).__name__))
                 continue
-            if changed := differences(identity, self._identity):
-                raise ValueError(
-                    f"{folder} was made by a recipe with another {', '.join(changed)}: give the recipe another output "
-                    f"folder, or remove {self._folder} to start over"
-                )
+            self._recorded = identity
+            self.changes = self._allowed(f"{folder} was made by a recipe")
             self.stretches = _continued(stretches, saved.progress.step, self._settings)
             return saved
         if self.unreadable:
@@ -171,6 +172,19 @@ class Checkpoints:
                 f"are whole; to start over, give the recipe another output folder or remove {self._folder}"
             )
         return None
+
+    def check_finished(self) -> None:
+        """Raise ValueError if a run of which no step is left to train has other settings now, which nothing follows."""
+        self._allowed(f"the run in {self._folder.parent} is finished,", finished=True)
+
+    def _allowed(self, whose: str, finished: bool = False) -> list[Change]:
+        refused, allowed = compare(self._recorded, self._identity, finished)
+        if refused:
+            raise ValueError(
+                f"{whose} with another {', '.join(map(str, refused))}: give the recipe another output folder, or "
+                f"remove {self._folder} to start over"
+            )
+        return allowed
 
 
 class Apart(NamedTuple):
@@ -204,23 +218,6 @@ def read_apart(folder: Path) -> Apart:
         case {"recipe": dict() as recipe, "launch": dict() as launch}:
             return Apart(recipe, launch, identity, stretches, progress, weights)
     raise ValueError(f"{folder / _STATE} holds no recipe: resume the run, and export what it finishes")
-
-
-def differences(before: Mapping[str, Any], now: Mapping[str, Any], section: str = "") -> list[str]:
-    """Return the keys of ``now`` that differ from before, plain values as well: ``training.steps (8, now 12)``."""
-    found = []
-    for key, value in sorted(now.items()):
-        old, name = before.get(key), f"{section}{key}"
-        if isinstance(value, dict) and isinstance(old, dict):
-            found += differences(old, value, f"{name}.")
-        elif old != value:
-            plain = section and not isinstance(old, dict | list) and not isinstance(value, dict | list)
-            found.append(f"{name} ({_shown(old)}, now {_shown(value)})" if plain else name)
-    return found
-
-
-def _shown(value: Any) -> str:
-    return "none" if value is None else str(value)
 
 
 def _step_of(folder: Path) -> int:

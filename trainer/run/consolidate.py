@@ -11,10 +11,11 @@ import torch
 from rich.console import Console
 
 from trainer.recipe.reading import parse_recipe
-from trainer.run.checkpoint import differences, read_apart
+from trainer.run.checkpoint import read_apart
 from trainer.run.finish import choose_tree, finish
 from trainer.run.heldout import evaluator_at_end
 from trainer.run.kinds import kind_of
+from trainer.run.resuming import compare
 from trainer.run.state import load_weights
 from trainer.terminal.console import standard_error
 from trainer.terminal.place import Place
@@ -34,7 +35,7 @@ def consolidate(checkpoint: Path, destination: Path, console: Console | None = N
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     job = kind_of(kind_of(recipe).without_store()).assemble(device, Place(console=console or standard_error()))
     now = json.loads(json.dumps(dict(job.identity)))
-    changed = [name for name in differences(apart.identity, now) if not name.startswith(_STORED)]
+    changed = [str(each) for each in compare(apart.identity, now).refused if not each.name.startswith(_STORED)]
     if changed:
         raise ValueError(
             f"{checkpoint} was made with another {', '.join(changed)} than its recipe names now: put back what it was "

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from trainer.run.loop import agreed
+from trainer.terminal.agreement import agreed
 
 Row = tuple[int, ...]
 Share = TypeVar("Share")
@@ -19,8 +19,8 @@ def dealt(
     """Do the work of each share on one process; return the rows of all shares on every process.
 
     The process of rank r takes the shares r, r + world, …; None is a process alone. A row is ``width`` integers, the
-    first of them at least 0. The rows of one share keep their order. Every process must call this; a ValueError or
-    OSError of one process becomes an error on all.
+    first of them at least 0. The rows of one share keep their order. Every process must call this; an error of one
+    process becomes an error on all.
     """
     rows: list[Row] = []
     rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
@@ -29,11 +29,8 @@ def dealt(
         for share in shares[rank::world]:
             rows.extend(work(share))
 
-    if accelerator is None or world == 1:
-        do_mine()
-        return rows
-    agreed(accelerator, do_mine)
-    return _gathered(accelerator, rows, width)
+    agreed(do_mine)
+    return rows if accelerator is None or world == 1 else _gathered(accelerator, rows, width)
 
 
 def _gathered(accelerator: Accelerator, rows: Sequence[Row], width: int) -> list[Row]:

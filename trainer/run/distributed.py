@@ -9,7 +9,6 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from trainer.recipe.common import TrainingSection
+from trainer.terminal.agreement import TIMEOUT
 
 
 def build_accelerator(section: TrainingSection, **options: Any) -> Accelerator:
@@ -32,7 +32,7 @@ def build_accelerator(section: TrainingSection, **options: Any) -> Accelerator:
     _meet_apart_from_the_dead()
     deepspeed = _is_asked_for("ACCELERATE_USE_DEEPSPEED")
     fsdp = _is_asked_for("ACCELERATE_USE_FSDP")
-    group: dict[str, Any] = {"timeout": timedelta(hours=6)}  # all wait while one reads data or writes the state
+    group: dict[str, Any] = {"timeout": TIMEOUT}
     if deepspeed:
         _check_deepspeed()
         if not torch.cuda.is_available():
@@ -65,7 +65,7 @@ def join_processes() -> Accelerator | None:
                 "recipes/accelerate/ddp.yaml"
             )
     _meet_apart_from_the_dead()
-    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=6))])
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=TIMEOUT)])
     _check_type(accelerator, deepspeed=False, fsdp=False)
     return accelerator
 

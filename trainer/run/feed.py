@@ -80,6 +80,13 @@ class Feed:
     def __exit__(self, *exception: object) -> None:
         self._thread.shutdown(cancel_futures=True)
 
+    def begin(self, step: int) -> None:
+        """Prepare a run's first micro batch, and raise what is wrong with it; do nothing if the source writes first."""
+        if step < self._section.steps and not self._source.writes_at(step):
+            self._begin(step, 0)
+            assert self._next is not None
+            self._next[1].result()
+
     def step(self, step: int) -> FedStep:
         """Return this process's share of a step (from 0)."""
         first = self._take(step, 0)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,8 +26,9 @@ from trainer.run.best import CRITERION, Best
 from trainer.run.checkpoint import Checkpoints, Progress
 from trainer.run.dealing import Row, dealt
 from trainer.run.log import Evaluation, Log
-from trainer.run.loop import agreed, on_main
+from trainer.run.resuming import bound
 from trainer.target.loading import StoredTarget, Target
+from trainer.terminal.agreement import agreed, from_first
 
 
 class Evaluator:
@@ -77,7 +78,7 @@ class Evaluator:
             CRITERION: found.tokens_per_pass.value,
             **{f"acceptance_{position}": share.value for position, share in enumerate(found.conditional, start=1)},
         }
-        return Evaluation(figures, drafter.max_nodes, found.texts)
+        return Evaluation(figures, drafter.max_nodes, found.texts, drafter.label)
 
     def greedy_texts(self, dataset: Dataset) -> list[tuple[Sequence[int], int]]:
         """Return the target's own answers to prompts of another set, as (tokens, prompt length)."""
@@ -132,8 +133,8 @@ class Watch:
         self._best: Best | None = None
         if self._section.decides:
             assert self._evaluator is not None, "a recipe whose evaluations decide keeps a target for them"
-            settings = (self._section.max_new_tokens, self._section.temperature)
-            comparable = [job.identity, self._evaluator.prompts, *settings]
+            settings = (self._section.keep, self._section.max_new_tokens, self._section.temperature)
+            comparable = [bound(job.identity), self._evaluator.prompts, *settings]
             self._best = Best(Path(job.recipe.output) / "best", self._section, comparable, checkpoints.steps)
 
     def check(self) -> None:
@@ -142,7 +143,7 @@ class Watch:
             self._best.check()
 
     def evaluate(self, progress: Progress) -> bool:
-        """Evaluate the present weights if a target is loaded; True on the main process when patience has run out.
+        """Evaluate the present weights if a target is loaded; True when patience has run out.
 
         Every process must call this.
         """
@@ -150,9 +151,7 @@ class Watch:
             return False
         evaluation = self._evaluator.evaluate(self._objective)
         self._evaluated_at = progress.step
-        enough: list[bool] = []
-        on_main(self._accelerator, lambda: enough.append(self._judge(progress, evaluation)))
-        return any(enough)
+        return from_first(lambda: self._judge(progress, evaluation))
 
     def _judge(self, progress: Progress, evaluation: Evaluation) -> bool:
         self._log.evaluation(progress, evaluation)
@@ -166,6 +165,11 @@ class Watch:
             )
         self._best.offer(progress, figure, self._objective.module)
         return self._best.is_enough(progress.step)
+
+    def is_over(self, progress: Progress) -> bool:
+        """Return True for a run that patience has ended at this step. Main process only."""
+        best, due = self._best, progress.step % self._section.every == 0
+        return best is not None and due and best.latest() is not None and best.is_enough(progress.step)
 
     def begun(self, progress: Progress) -> None:
         """Say if a run goes on without the evaluations that it made before."""
@@ -186,12 +190,8 @@ class Watch:
         if self._evaluated_at != progress.step:
             self.evaluate(progress)
 
-        def choose(_: None) -> list[Row]:
-            found = best.latest()
-            return [astuple(found.progress if found else progress)]
-
-        (row,) = dealt(self._accelerator, [None], choose, 2)  # one share, which is the first process's
-        chosen = Progress(*row)
+        latest = from_first(best.latest)
+        chosen = latest.progress if latest else progress
         if chosen != progress:
-            agreed(self._accelerator, lambda: best.restore(self._objective.module, chosen.step))
+            agreed(lambda: best.restore(self._objective.module, chosen.step))
         return chosen

@@ -23,16 +23,15 @@ from trainer.terminal.progress import ProgressBar
 
 METRICS = "metrics.jsonl"
 """File of a run's figures, in its output folder."""
-_NAMES = {"num_processes": "the number of processes"}
-"""Names for the settings of a stretch of steps that are no keys of the recipe's training section."""
 
 
 class Evaluation(NamedTuple):
-    """Held-out figures by name, the nodes of the largest tree drafted, and tokens and passes of each prompt's text."""
+    """Held-out figures by name, tokens and passes of each prompt's text, and the drafter's label and largest tree."""
 
     figures: dict[str, float]
     nodes: int
     texts: tuple[tuple[int, int], ...]
+    drafter: str
 
 
 class Log:
@@ -73,8 +72,7 @@ class Log:
         if lost:
             lines.append(f"{self._file} lacks the figures of {lost} of the {progress.step} steps that are done")
         lines.append(f"{self._recipe.name}: going on from step {progress.step} of {steps}")
-        if progress.step < steps:
-            lines += _changes(checkpoints.stretches, progress)
+        lines += [change.announcement for change in checkpoints.changes]
         say(self._console, *lines)
 
     def note(self, line: str) -> None:
@@ -126,7 +124,8 @@ class Log:
         self._write(progress, figures, {"heldout/nodes": evaluation.nodes, "heldout/texts": evaluation.texts})
         say(
             self._console,
-            f"{self._recipe.name}: {kept}step {step}, held out, {f'T={temperature:g}' if temperature else 'greedy'}: "
+            f"{self._recipe.name}: {kept}step {step}, held out, {f'T={temperature:g}' if temperature else 'greedy'} "
+            f"({evaluation.drafter}): "
             + ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in evaluation.figures.items()),
         )
 
@@ -153,16 +152,3 @@ def _is_repeated(line: str, step: int, evaluates: bool) -> bool:
         return bool(row["step"] > step or (row["step"] == step and evaluation and evaluates))
     except (ValueError, TypeError, KeyError):  # no row of figures
         return True
-
-
-def _changes(stretches: list[dict[str, Any]], progress: Progress) -> list[str]:
-    """Return one line for each setting that changed since the run was stopped."""
-    now = stretches[-1]
-    if now["first_step"] != progress.step or len(stretches) < 2:
-        return []
-    before = stretches[-2]
-    return [
-        f"{_NAMES.get(name, f'training.{name}')} is {value} from here on; it was {before.get(name)}"
-        for name, value in now.items()
-        if name != "first_step" and value != before.get(name)
-    ]

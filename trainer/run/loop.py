@@ -5,6 +5,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from types import FrameType
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from trainer.run.distributed import Runner, prepare, whole_parameters
 from trainer.run.feed import Feed, MicroBatch, send
 from trainer.run.optimizer import build_optimizers, set_learning_rates
 from trainer.run.state import gather_moments, gather_weights, load_moments, load_weights
+from trainer.terminal.agreement import agreed, any_process, from_first, on_first
 from trainer.terminal.exit_codes import ExitCode, Stopped
 
 FLOPS = "model_flops"
@@ -38,7 +40,7 @@ class Hooks(NamedTuple):
     """Callbacks around the steps, each called with the progress so far."""
 
     on_step: Callable[[Progress, dict[str, float]], None]
-    """On every process, after each optimizer step, with its figures."""
+    """On every process, after each optimizer step, with its figures. Its error ends the run on all, its state saved."""
     evaluate: Callable[[Progress], bool]
     """On every process, with whole parameters, and once more where a run resumes at that step; True on one ends it.
 
@@ -72,47 +74,59 @@ def train(
     to be saved that are not finite (the last good checkpoint stays).
     """
     optimizers = build_optimizers(objective.module, section, objective.rates(0).keys())
-    saved = _saved_by_all(accelerator, checkpoints)
+    saved = _saved_by_all(checkpoints)
     progress = saved.progress if saved else Progress(0, 0)
     if saved:
         load_weights(objective.module, saved.weights)
-    on_main(accelerator, lambda: hooks.on_begin(progress))
+    on_first(lambda: hooks.on_begin(progress))
     objective.module.to(accelerator.device)
     runner = prepare(accelerator, objective.module, optimizers, section)
     if saved:
         load_moments(objective.module, optimizers, saved.moments, runner.engine)
     del saved
     feed = Feed(objective, source, section, _my_positions(section, accelerator), accelerator.device)
+    failed: Exception | None = None
     with _stop_signals() as stop_requested, feed:
+        agreed(lambda: feed.begin(progress.step))
         while progress.step < section.steps:
             due = progress.step > 0 and progress.step % evaluate_every == 0
             if due and _evaluate(hooks, objective, accelerator, feed, progress):
                 _save(accelerator, checkpoints, objective, optimizers, runner, progress)
                 break
             written = _write(source, objective, section, accelerator, progress.step)
-            notes = {**written, _STOP: float(bool(stop_requested()))}
+            notes = {**written, _STOP: float(bool(stop_requested() or failed))}
             try:
                 done = _step(objective, runner, optimizers, feed, section, accelerator, progress, notes)
             except _NotFinite as error:
                 raise ValueError(f"{error}; {checkpoints.last_good()}: {_REMEDY}") from None
             progress = Progress(progress.step + 1, progress.tokens + done.tokens)
-            hooks.on_step(progress, done.figures)
+            try:
+                hooks.on_step(progress, done.figures)
+            except (ValueError, OSError) as error:
+                failed = failed or error  # the others hear of it with the figures of the next step
             last = progress.step == section.steps
             # One process looks anew; several have to agree, and have sent word along with the figures.
-            stop = done.stop if accelerator.num_processes > 1 else bool(stop_requested())
+            stop = done.stop if accelerator.num_processes > 1 else bool(stop_requested() or failed)
             if stop or last or progress.step % checkpoint_every == 0:
                 _save(accelerator, checkpoints, objective, optimizers, runner, progress)
+            if stop or last:
+                agreed(partial(_raise, failed))
             if stop and not last:
                 code = ExitCode.STOPPED if stop_requested() == signal.SIGINT else ExitCode.TERMINATED
                 raise Interrupted(f"stopped at step {progress.step} of {section.steps}; the state is saved", code)
     return progress
 
 
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
 def _evaluate(hooks: Hooks, objective: Objective, accelerator: Accelerator, feed: Feed, progress: Progress) -> bool:
     """Return True on every process if the run ends here."""
     feed.settle()  # a CUDA graph cannot be captured while another thread allocates
     with whole_parameters(accelerator, objective.module):
-        return any_process(accelerator, hooks.evaluate(progress))
+        return any_process(hooks.evaluate(progress))
 
 
 class _Done(NamedTuple):
@@ -253,10 +267,8 @@ def _write(
     """Let the source write where a step needs it; return the figures of this process."""
     if not source.writes_at(step):
         return {}
-    figures: dict[str, float] = {}
     with whole_parameters(accelerator, objective.module):
-        agreed(accelerator, lambda: figures.update(source.write(step, _my_positions(section, accelerator))))
-    return figures
+        return agreed(lambda: source.write(step, _my_positions(section, accelerator)))
 
 
 def _seed_step(seed: int, step: int, process: int) -> None:
@@ -278,70 +290,32 @@ def _save(
     moments = gather_moments(objective.module, optimizers, runner.engine, keep=main)
     saved = Saved(progress, weights, moments)
     broken = saved.non_finite()
-    if any_process(accelerator, bool(broken)):
+    if any_process(bool(broken)):
         named = f" ({broken[0]}{f' and {len(broken) - 1} more tensors' if broken[1:] else ''})" if broken else ""
         raise ValueError(
             f"step {progress.step} left weights or moments that are not finite{named}, which are not saved; "
             f"{checkpoints.last_good()}: {_REMEDY}"
         )
-    on_main(accelerator, lambda: checkpoints.save(saved))
+    on_first(lambda: checkpoints.save(saved))
 
 
-def _saved_by_all(accelerator: Accelerator, checkpoints: Checkpoints) -> Saved | None:
+def _saved_by_all(checkpoints: Checkpoints) -> Saved | None:
     """Return the state to go on from: the first process chooses and verifies it, all others read the same."""
-    found: list[Saved | None] = []
-    on_main(accelerator, lambda: found.append(checkpoints.latest()))
-    if accelerator.num_processes == 1:
-        return found[0]
-    chosen = found[0].progress.step if found and found[0] else 0
-    total: Tensor = accelerator.reduce(torch.tensor(chosen, device=accelerator.device), "sum")  # of the others 0
-    step, steps = int(total), checkpoints.steps()
-    here = step if step in steps or accelerator.is_main_process else max(steps, default=0)
-    _check_one_run(accelerator, Progress(here, 0))
+    chosen: list[Saved | None] = []
+    on_first(lambda: chosen.append(checkpoints.latest()))
+    step = from_first(lambda: chosen[0].progress.step if chosen[0] else 0)
 
-    def read_it_too() -> None:
-        if not found:
-            found.append(checkpoints.read(step) if step else None)
+    def read() -> Saved | None:
+        if chosen or not step:
+            return chosen[0] if chosen else None
+        if step not in checkpoints.steps():
+            raise ValueError(
+                f"the checkpoint of step {step}, from which the first process goes on, is not in the output folder "
+                "here: the recipe's output must be a folder that all machines share"
+            )
+        return checkpoints.read(step)
 
-    agreed(accelerator, read_it_too)
-    return found[0]
-
-
-def _check_one_run(accelerator: Accelerator, progress: Progress) -> None:
-    """Check that all processes go on from the same step: each reads the checkpoint, and the first alone writes it."""
-    steps = accelerator.gather(torch.tensor([progress.step], device=accelerator.device)).tolist()
-    if len(set(steps)) > 1:
-        raise ValueError(
-            f"the processes find checkpoints of different steps ({', '.join(map(str, steps))}): the recipe's output "
-            "must be a folder that all machines share"
-        )
-
-
-def on_main(accelerator: Accelerator, work: Callable[[], object]) -> None:
-    """Do work on the first process alone; an error of it becomes an error on all, as by `agreed`."""
-    agreed(accelerator, work if accelerator.is_main_process else lambda: None)
-
-
-def agreed(accelerator: Accelerator, work: Callable[[], object]) -> None:
-    """Do work whose error on one process becomes an error on all, which would wait for that process for ever.
-
-    All must call this, inside of any context that they have entered together.
-    """
-    refusal: ValueError | OSError | None = None
-    try:
-        work()
-    except (ValueError, OSError) as error:
-        refusal = error
-    if any_process(accelerator, refusal is not None):
-        raise refusal or ValueError("another process cannot go on: its own message says why")
-
-
-def any_process(accelerator: Accelerator, flag: bool) -> bool:
-    """Return True on every process if it is on one: all must leave the loop at the same step."""
-    if accelerator.num_processes == 1:
-        return flag
-    total: Tensor = accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), "sum")
-    return bool(total > 0)
+    return agreed(read)
 
 
 @contextlib.contextmanager

@@ -1,20 +1,18 @@
 """From a recipe to a finished folder: assemble, train, evaluate, write."""
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from rich.console import Console
 
 from trainer import quickstart
+from trainer.data.splits import not_held_out
 from trainer.files.folders import check_can_be_folder
 from trainer.files.lock import hold
-from trainer.files.shards import digest_of, digest_of_each
 from trainer.job import Job, Kind, trained_numbers
 from trainer.learning.spans import Stopwatch
 from trainer.recipe.recipe import AnyRecipe
@@ -22,12 +20,14 @@ from trainer.run.checkpoint import Checkpoints, Progress
 from trainer.run.distributed import build_accelerator, describe, whole_parameters
 from trainer.run.embedded import ensure_answered
 from trainer.run.finish import choose_tree, finish
-from trainer.run.heldout import Evaluator, Watch, evaluator_at_end
+from trainer.run.heldout import Watch, evaluator_at_end
 from trainer.run.kinds import check_folders, kind_of
 from trainer.run.log import Log
-from trainer.run.loop import Hooks, agreed, on_main, train
+from trainer.run.loop import Hooks, train
 from trainer.run.profile import NEEDED, TRACED, Profile
+from trainer.run.resuming import bound
 from trainer.run.tracking import address_of, is_installed, tracker_of
+from trainer.terminal.agreement import agreed, any_process, from_first, on_first
 from trainer.terminal.console import say, standard_error
 from trainer.terminal.place import Place
 
@@ -50,38 +50,33 @@ def run_recipe(recipe: AnyRecipe, console: Console | None = None, profile: Path 
     console, kind = console or standard_error(), kind_of(recipe)
     ensure_built(kind.target)
     ensure_answered(kind.recipe.data.train)
-    check_folders(kind)
     accelerator = _accelerator(recipe)
-    with _alone_in(Path(recipe.output), accelerator):
+    agreed(lambda: check_folders(kind))
+    with ExitStack() as held:
+        on_first(lambda: held.enter_context(hold(Path(recipe.output))))
         place = Place(accelerator.process_index, accelerator.num_processes, console)
         _run(kind, accelerator, place, profile)
     accelerator.end_training()
     return Path(recipe.output) / FINAL
 
 
-@contextmanager
-def _alone_in(output: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Hold the run's folder; where another run does, ValueError on every process."""
-    with ExitStack() as held:
-        on_main(accelerator, lambda: held.enter_context(hold(output)))
-        yield
-
-
 def _run(kind: Kind, accelerator: Accelerator, place: Place, profile: Path | None) -> None:
     recipe, output = kind.recipe, Path(kind.recipe.output)
     # A run that was begun may go on, however busy the machine is now.
-    begun = any((output / CHECKPOINTS).glob("step-*"))
-    job = kind.assemble(accelerator.device, place, check_costs=not begun)
-    _check_one_job(accelerator, job)
+    begun = from_first(lambda: any((output / CHECKPOINTS).glob("step-*")))
+    job = agreed(lambda: kind.assemble(accelerator.device, place, check_costs=not begun))
+    _check_one_job(job)
     keep, settings = recipe.checkpoint.keep, _settings(recipe, place.world)
     made_by = {"recipe": recipe.model_dump(mode="json"), "launch": describe(accelerator)}
-    checkpoints = Checkpoints(output / CHECKPOINTS, keep, job.identity, settings, made_by)
+    identity = {**job.identity, "launch": made_by["launch"]}
+    checkpoints = Checkpoints(output / CHECKPOINTS, keep, identity, settings, made_by)
     _announce(place, kind, job)
-    with Log(recipe, accelerator, place.console) as log:
+    with ExitStack() as logging:
+        log = agreed(lambda: logging.enter_context(Log(recipe, accelerator, place.console)))
         if (address := address_of(accelerator)) is not None:
             say(place.console, f"figures also go to {address}")
         watch = Watch(job, log, checkpoints, accelerator)
-        on_main(accelerator, watch.check)
+        on_first(watch.check)
 
         progress = _train(job, accelerator, log, watch, checkpoints, place, profile)
         with whole_parameters(accelerator, job.objective.module):
@@ -91,12 +86,10 @@ def _run(kind: Kind, accelerator: Accelerator, place: Place, profile: Path | Non
         accelerator.wait_for_everyone()
 
 
-def _check_one_job(accelerator: Accelerator, job: Job) -> None:
+def _check_one_job(job: Job) -> None:
     """Check that all processes read the same rows and weights: each has opened its own files, or asked the hub."""
-    heldout = digest_of_each(example.content() for example in job.heldout.firsts)
-    digest = digest_of([dict(job.identity), heldout])
-    mine = torch.tensor([int(digest[:15], 16)], device=accelerator.device)
-    if len(set(accelerator.gather(mine).tolist())) > 1:
+    mine = bound(job.identity, finished=True)
+    if any_process(from_first(lambda: mine) != mine):
         raise ValueError(
             "the processes do not read the same recipe, rows and target: give all machines the same files, and name "
             "a data set or a model of the hub with its commit, ORG/NAME@COMMIT"
@@ -117,6 +110,8 @@ def _train(
     with Stopwatch(device) as stopwatch, Profile(folder, place, device) as profile:
 
         def on_begin(progress: Progress) -> None:
+            if progress.step == recipe.training.steps or watch.is_over(progress):
+                checkpoints.check_finished()
             log.begun(progress, checkpoints)
             watch.begun(progress)
 
@@ -131,7 +126,7 @@ def _train(
             return over
 
         hooks = Hooks(on_step, evaluate, on_begin)
-        every, source = recipe.checkpoint.every, job.source(recipe.training, place)
+        every, source = recipe.checkpoint.every, agreed(lambda: job.source(recipe.training, place))
         return train(
             job.objective, source, recipe.training, accelerator, checkpoints, every, recipe.evaluation.every, hooks
         )
@@ -147,12 +142,10 @@ def _finish(
     finished: Progress,
 ) -> None:
     """Write the artefact of the weights of step ``finished``, then evaluate it; every process takes part."""
-    loaded: list[Evaluator | None] = []
-    agreed(accelerator, lambda: loaded.append(evaluator_at_end(job, accelerator.device, accelerator)))
-    (evaluator,) = loaded
-    agreed(accelerator, lambda: choose_tree(job, evaluator))
+    evaluator = agreed(lambda: evaluator_at_end(job, accelerator.device, accelerator))
+    agreed(lambda: choose_tree(job, evaluator))
     destination, origin = Path(recipe.output) / FINAL, describe(accelerator)
-    on_main(accelerator, lambda: finish(job, recipe, destination, finished, checkpoints.stretches, origin))
+    on_first(lambda: finish(job, recipe, destination, finished, checkpoints.stretches, origin))
     if evaluator is None:
         return
     evaluation = evaluator.evaluate(job.objective)
@@ -161,7 +154,7 @@ def _finish(
         log.evaluation(progress, evaluation, finished.step)
         log.forecast()
 
-    on_main(accelerator, note)
+    on_first(note)
 
 
 def _settings(recipe: AnyRecipe, num_processes: int) -> dict[str, Any]:
@@ -212,6 +205,8 @@ def _announce(place: Place, kind: Kind, job: Job) -> None:
     recipe = job.recipe
     if recipe.tracking == "wandb" and not is_installed():
         place.say("wandb is not installed: figures go to metrics.jsonl alone")
+    if job.heldout.sha256 == job.dataset.sha256:
+        place.say(not_held_out("data.heldout", "data.train"))
     aim = f" for {kind.target}" if kind.target is not None else ""
     place.say(
         f"{recipe.name}: {recipe.kind}{aim}; {trained_numbers(job.objective) / 1e6:.2f}M parameters trained; "

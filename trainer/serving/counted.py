@@ -25,6 +25,11 @@ class Replayed:
     texts: int
 
     @property
+    def place(self) -> str:
+        """The place of our figures in words: trees, which other figures may be of, accept more."""
+        return f"here with a chain of {self.tokens}"
+
+    @property
     def acceptance_length(self) -> float:
         """1 + the unconditional acceptance of all positions: the acceptance length of whole drafts."""
         return 1 + sum(estimate.value for estimate in self.acceptance.unconditional)
@@ -194,12 +199,13 @@ def _told(ours: Replayed, server: Counts) -> str:
     positions = compare_positions(ours, server)
     if positions:
         shares = ", ".join(f"{place.server:.2f} ({place.ours:.2f} here)" for place in positions)
-        length = f"acceptance length {server.acceptance_length:.2f}, {ours.acceptance_length:.2f} here"
+        length = f"acceptance length {server.acceptance_length:.2f}, {ours.acceptance_length:.2f} {ours.place}"
         return f"accepted to each position {shares}; {length}, over {server.drafts:,.0f} drafts"
     if not math.isnan(server.acceptance_length):
-        return f"acceptance length {server.acceptance_length:.2f} on the server, {ours.acceptance_length:.2f} here"
+        length = f"{ours.acceptance_length:.2f} {ours.place}"
+        return f"acceptance length {server.acceptance_length:.2f} on the server, {length}"
     mine = ours.acceptance.accepted_per_drafted.value
-    return f"{server.per_drafted:.2f} of the drafted tokens accepted on the server, {mine:.2f} here"
+    return f"{server.per_drafted:.2f} of the drafted tokens accepted on the server, {mine:.2f} {ours.place}"
 
 
 def compare_sampling(
@@ -214,7 +220,7 @@ def compare_sampling(
         return unknown(SAMPLING, f"{server.server}'s counts hold no acceptance to compare{note}")
     figures = {"temperature": temperature, "sampled": figures_of(sampled, server), "argmax": figures_of(argmax, server)}
     told = (
-        f"at temperature {temperature:g} the server's acceptance is {_figure(server)}; here it is "
+        f"at temperature {temperature:g} the server's acceptance is {_figure(server)}; {sampled.place} it is "
         f"{_figure(server, sampled)} with sampled drafts and {_figure(server, argmax)} with argmax drafts{note}"
     )
     other_than_best = is_other(argmax, server)

@@ -52,10 +52,7 @@ class Speculator(NamedTuple):
     @property
     def max_positions(self) -> int | None:
         """The longest text that it drafts for; None without a limit."""
-        if isinstance(self.weights, MedusaHeads):
-            return None
-        model = self.weights.model if isinstance(self.weights, ParallelDraft) else self.weights
-        return model.max_positions
+        return self.chain(1).max_positions
 
     def chain_length(self, asked: int | None) -> int:
         """Return the tokens of a chain: as many as asked, but not more than there are; of a draft 4 if None."""

@@ -8,9 +8,10 @@ from typing import Any
 from decoding.drafters import Drafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.generate import DecodingConfig
+from decoding.measure.figures import estimate, told
 from decoding.measure.planning.choose import Candidate, Prediction, with_tokens
 from decoding.measure.planning.step_costs import survey_steps
-from decoding.metrics import Estimate
+from decoding.metrics import FEWEST, Estimate
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import PLAIN
 
@@ -52,12 +53,14 @@ class Fit:
     base: Estimate | None
     prediction: Prediction
     """The speed-up with ``tuned`` tokens per pass, and the costs that it follows from."""
+    drafter: str
+    """The label of the drafter that both were measured with, its shape included."""
     realign: str
     """The command or the remedy that would win the gap back."""
 
     @property
-    def gain(self) -> tuple[float, float, float] | None:
-        """Base over tuned tokens per pass, all that realigning could win, with its 95% interval; None without base.
+    def gain(self) -> Estimate | None:
+        """Base over tuned tokens per pass, all that realigning could win; None without base.
 
         Both intervals come from texts of their own, so their relative errors add in squares.
         """
@@ -65,48 +68,47 @@ class Fit:
             return None
         ratio = self.base.value / self.tuned.value
         error = math.hypot(*((each.high - each.low) / (2 * _Z95 * each.value) for each in (self.base, self.tuned)))
-        return ratio, ratio * math.exp(-_Z95 * error), ratio * math.exp(_Z95 * error)
+        texts = min(self.base.observations, self.tuned.observations)
+        return Estimate(ratio, ratio * math.exp(-_Z95 * error), ratio * math.exp(_Z95 * error), texts)
 
     @property
     def stale(self) -> bool | None:
         """True if the gap is real and worth a run; None where more prompts would tell."""
-        if self.gain is None:
+        gain = self.gain
+        if gain is None or gain.observations < FEWEST:
             return None
-        value, low, high = self.gain
-        if low > 1 and value >= _WORTH:
+        if gain.low > 1 and gain.value >= _WORTH:
             return True
-        return False if high < _NOTHING else None
+        return False if gain.high < _NOTHING else None
 
     @property
     def verdict(self) -> str:
         """The verdict with its figures, in one sentence."""
-        now = self.prediction.speedup
-        value, low, high, _ = self.tuned
-        told = f"{value:.2f} tokens per pass ({low:.2f} to {high:.2f}), predicted {now:.2f}× plain decoding"
+        now, by = self.prediction.speedup, f"tokens per pass ({self.drafter})"
         if self.gain is None or self.base is None:
-            return f"{told}; give --base, the target before it was tuned, to tell what the tuning cost"
-        value, low, high = self.gain
+            figures = f"{estimate(told(self.tuned))} {by}, predicted {now:.2f}× plain decoding"
+            return f"{figures}; give --base, the target before it was tuned, to tell what the tuning cost"
         after = with_tokens(self.prediction, self.base.value).speedup
-        told = (
-            f"{self.base.value:.2f} → {self.tuned.value:.2f} tokens per pass; predicted {now:.2f}× now, {after:.2f}× "
-            f"at most after realigning, which would be worth up to {value:.2f}× ({low:.2f} to {high:.2f})"
+        figures = (
+            f"{self.base.value:.2f} → {self.tuned.value:.2f} {by}; predicted {now:.2f}× now, "
+            f"{after:.2f}× at most after realigning, which would be worth up to {estimate(told(self.gain), '×')}"
         )
         if self.stale is None:
-            return f"not clear: {told}; give more prompts (--limit)"
+            return f"not clear: {figures}; give more prompts (--limit)"
         if not self.stale:
-            return f"still fits: {told}"
+            return f"still fits: {figures}"
         loses = "; without speculation it is faster now" if now < 1 else ""
-        return f"stale: {told}{loses}; {self.realign}"
+        return f"stale: {figures}{loses}; {self.realign}"
 
     def as_json(self) -> dict[str, Any]:
         """Return JSON values."""
-        gain = None if self.gain is None else dict(zip(("value", "low", "high"), self.gain, strict=True))
         return {
             "stale": self.stale,
             "verdict": self.verdict,
-            "tuned": self.tuned._asdict(),
-            "base": None if self.base is None else self.base._asdict(),
-            "worth_up_to": gain,
+            "drafter": self.drafter,
+            "tuned": told(self.tuned),
+            "base": None if self.base is None else told(self.base),
+            "worth_up_to": None if self.gain is None else told(self.gain),
             "seconds": {**self.prediction.step._asdict(), "plain": self.prediction.plain},
             "predicted_speedup": {
                 "now": self.prediction.speedup,

@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase
 
 from decoding.model.causal_lm import CausalLM
@@ -18,6 +16,7 @@ from trainer.quickstart import resolve
 from trainer.recipe.draft import DraftRecipe
 from trainer.recipe.heads import MedusaRecipe
 from trainer.target.fingerprints import kept_fingerprint
+from trainer.terminal.agreement import agreed, from_first
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,10 @@ def load_target(recipe: MedusaRecipe | DraftRecipe, device: torch.device) -> Tar
 
     Every process calls this.
     """
-    name, model, trusted = resolve(recipe.target), load_target_model(recipe, device), recipe.trust_remote_code
-    fingerprint, tokenizer = _fingerprint_for_all(name, trusted), load_tokenizer(name, trusted)
+    name, trusted = resolve(recipe.target), recipe.trust_remote_code
+    model = agreed(lambda: load_target_model(recipe, device), patient=True)  # one machine may have to fetch it
+    fingerprint = from_first(lambda: kept_fingerprint(name, trusted))
+    tokenizer = load_tokenizer(name, trusted)
     return Target(name, parse_dtype(recipe.dtype), fingerprint, tokenizer, model)
 
 
@@ -87,20 +88,3 @@ def load_target_model(recipe: MedusaRecipe | DraftRecipe, device: torch.device) 
     if recipe.data.packing:
         check_documents_are_apart(model.model)
     return model
-
-
-def _fingerprint_for_all(name: str, trust_remote_code: bool) -> str:
-    """Return the stored weights' fingerprint; the first process alone looks for it.
-
-    Its error becomes one on all processes, which would wait for it for ever.
-    """
-    found: list[str | ValueError | OSError | None] = [None]
-    if PartialState().is_main_process:
-        try:
-            found = [kept_fingerprint(name, trust_remote_code)]
-        except (ValueError, OSError) as error:
-            found = [error]
-    (fingerprint,) = broadcast_object_list(found)
-    if isinstance(fingerprint, ValueError | OSError):
-        raise fingerprint
-    return str(fingerprint)

@@ -10,13 +10,12 @@ import math
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
-from accelerate import PartialState
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -34,6 +33,7 @@ from trainer.files.shards import (
     write_sealed,
     write_text,
 )
+from trainer.terminal.agreement import agreed, on_first
 from trainer.terminal.console import say
 from trainer.terminal.place import ALONE, Place
 from trainer.terminal.progress import ProgressBar
@@ -157,7 +157,6 @@ def write_store(
     """
     identity = writer.identity
     layout = _begin(folder, identity, examples, shard_rows, place)
-    _check_space(folder, identity, layout)
     stamp = _stamp(identity, layout)
     missing = set(missing_files(folder, _names(identity, layout)[place.rank :: place.world], stamp, verify=True))
     if on_damaged is not None:
@@ -180,15 +179,18 @@ def write_store(
 
 
 def _begin(folder: Path, identity: Identity, examples: Sequence[Example], shard_rows: int, place: Place) -> Layout:
-    """Return the layout of a folder; write the manifest of a new one."""
+    """Return the layout of a folder, for which there is room on its disk; write the manifest of a new one."""
     found = _read_manifest(folder)
     layout = Layout(tuple(identity.num_rows(example) for example in examples), shard_rows)
     if found is not None:
         _check_identity(folder, found["identity"], identity)
         if tuple(found["lengths"]) == layout.lengths:
-            return replace(layout, shard_rows=found["shard_tokens"])  # the size that the folder was begun with
+            layout = replace(layout, shard_rows=found["shard_tokens"])  # the size that the folder was begun with
+        else:
+            found = None
     folder.mkdir(parents=True, exist_ok=True)
-    if place.is_first:
+    _check_space(folder, identity, layout)
+    if found is None and place.is_first:
         content = {
             "identity": asdict(identity),
             "shard_tokens": shard_rows,
@@ -340,29 +342,23 @@ def ensure_store(writer: Writer, examples: Sequence[Example], folder: Path, shar
 
     Every process calls this; each waits for the others, and for another run that writes the same folder.
     """
-    wait_for_all = PartialState().wait_for_everyone if place.world > 1 else lambda: None
-    with _held(writer.identity, folder, place) if place.is_first else nullcontext():
-        wait_for_all()
-        _write_missing(writer, examples, folder, shard_rows, place)
-        wait_for_all()
-
-
-@contextmanager
-def _held(identity: Identity, folder: Path, place: Place) -> Iterator[None]:
-    """Lock a folder against other runs; a whole folder may lie where no lock can be written."""
     with ExitStack() as held:
-        try:
-            held.enter_context(hold(folder, place.say))
-        except OSError:
-            Store.open(folder, identity, verify=False)
-        yield
+        on_first(lambda: _hold(held, writer.identity, folder, place))
+        agreed(lambda: _begin(folder, writer.identity, examples, shard_rows, place))
+        agreed(lambda: _write_missing(writer, examples, folder, shard_rows, place), patient=True)
+
+
+def _hold(held: ExitStack, identity: Identity, folder: Path, place: Place) -> None:
+    """Lock a folder against other runs; a whole folder may lie where no lock can be written."""
+    try:
+        held.enter_context(hold(folder, place.say))
+    except OSError:
+        Store.open(folder, identity, verify=False)
 
 
 def _write_missing(writer: Writer, examples: Sequence[Example], folder: Path, shard_rows: int, place: Place) -> None:
     identity = writer.identity
     noun, row = identity.noun, identity.row
-    if (found := _read_manifest(folder)) is not None:
-        _check_identity(folder, found["identity"], identity)
     place.say(f"{noun}: {_size_of(examples, identity, folder)}")
     with ProgressBar(place.console, f"writing the {noun}", None, active=place.is_first) as bar:
 

@@ -8,6 +8,7 @@ from decoding.drafters.base import Drafter
 from decoding.drafters.registry import parse_drafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Step
+from decoding.measure.figures import told
 from decoding.measure.planning.families import Load
 from decoding.metrics import ratio_of_rates
 from decoding.model.causal_lm import CausalLM
@@ -127,7 +128,7 @@ def _row(batch_size: int, choice: Mapping[str, Any], mine: Sequence[Group], plai
         "drafter": choice["drafter"],
         "spec": best["spec"],
         "predicted": best["speedup"],
-        "measured": measured._asdict(),
+        "measured": told(measured),
         "ratio": best["speedup"] / measured.value,
         "tokens_per_pass": {"predicted": best["tokens_per_pass"], "measured": tokens},
         "cost": {"predicted": best["cost"], "measured": tokens / measured.value},

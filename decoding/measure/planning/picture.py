@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 from rich.text import Text
 
+from decoding.measure.figures import estimate
 from decoding.measure.markdown import one_line
 from decoding.measure.planning.choose import LEAST_GAIN
 from decoding.measure.report.style import series, shade_below_one, styled
@@ -83,14 +84,12 @@ def check_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         title=Text("The plan against its measurement", style="bold"),
     )
     for row in rows:
-        low, high = row["measured"]["low"], row["measured"]["high"]
-        interval = "" if low is None or low == high else f" [{low:.2f}, {high:.2f}]"
         table.add_row(
             str(row["batch_size"]),
             one_line(row["spec"] if len(row["spec"]) < 60 else row["drafter"]),
             *(f"{row[name]['predicted']:.2f} / {row[name]['measured']:.2f}" for name in ("tokens_per_pass", "cost")),
             f"{row['predicted']:.2f}×",
-            f"{row['measured']['value']:.2f}×{interval}",
+            estimate(row["measured"], "×"),
             f"{row['ratio']:.3f}",
         )
     return table

@@ -1,0 +1,37 @@
+"""Let one of two processes work for longer than the other waits where it hears nothing, as torchrun runs this file.
+
+Usage: launched_patience.py FOLDER: FOLDER/RANK.json says how the work ended, with signs between them and without.
+"""
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import patch
+
+from trainer.recipe.common import TrainingSection
+from trainer.run.distributed import build_accelerator
+from trainer.terminal.agreement import agreed
+
+RANK = int(os.environ["RANK"])
+WAIT, WORK = 3, 7  # seconds
+
+
+def outcome(patient: bool) -> str:
+    try:
+        return agreed(lambda: time.sleep(RANK * WORK) or "done", patient)
+    except RuntimeError:
+        return "given up"
+
+
+if __name__ == "__main__":
+    with (
+        patch("trainer.run.distributed.TIMEOUT", timedelta(seconds=WAIT)),
+        patch("trainer.terminal.agreement.TIMEOUT", timedelta(seconds=WAIT)),
+        patch("trainer.terminal.agreement._SIGN_EVERY", 0.2),
+    ):
+        build_accelerator(TrainingSection(steps=1, mixed_precision="no"))
+        found = [outcome(patient) for patient in (True, False)]
+    (Path(sys.argv[1]) / f"{RANK}.json").write_text(json.dumps(found))

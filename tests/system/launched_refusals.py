@@ -1,0 +1,106 @@
+"""Let one of two processes refuse at each place where the others would wait for it, as torchrun runs this file.
+
+Usage: launched_refusals.py FOLDER PLACE ...: writes FOLDER/PLACE-RANK.json, the error that each process ended with.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import yaml
+from rich.console import Console
+from whole_runs import write_recipe, write_workshop
+
+from trainer.commands.evaluate import run_evaluate
+from trainer.commands.options import EvaluateOptions
+from trainer.commands.prepare import prepare_features
+from trainer.recipe.reading import load_recipe
+from trainer.run.train import run_recipe
+
+RANK = int(os.environ.get("RANK", "0"))
+QUIET = Console(quiet=True)
+
+
+class Place(NamedTuple):
+    """The work in which the process of a rank refuses, by a function that raises in it."""
+
+    rank: int
+    function: str
+    work: Callable[[Path], object]
+    error: type[Exception] = ValueError
+
+
+def train(*overrides: str, kind: str = "medusa") -> Callable[[Path], object]:
+    return lambda folder: run_recipe(load_recipe(folder / f"{kind}.yaml", overrides), QUIET)
+
+
+def features(folder: Path) -> object:
+    return prepare_features(load_recipe(folder / "medusa.yaml", [f"features.folder={folder}/features"]), QUIET)
+
+
+def evaluate(folder: Path) -> object:
+    options = EvaluateOptions(
+        target=str(folder / "target"),
+        prompts=str(folder / "prompts.jsonl"),
+        output=folder / "evaluated",
+        drafter=["lookup"],
+        max_new_tokens=4,
+        dtype="fp32",
+    )
+    return run_evaluate(options, QUIET)
+
+
+WRITES = ("draft.check_costs=false", "draft.policy.draft=1", "draft.policy.max_new_tokens=4")
+PLACES = {
+    "costs": Place(0, "trainer.drafts.job.best_costs", train(kind="draft")),
+    "folders": Place(1, "trainer.run.train.check_folders", train()),
+    "target": Place(1, "trainer.target.loading.load_model", train()),
+    "fingerprint": Place(0, "trainer.target.loading.kept_fingerprint", train()),
+    "rows": Place(1, "trainer.data.splits.load_dataset", train()),
+    "tracker": Place(0, "accelerate.Accelerator.init_trackers", train()),
+    "batches": Place(1, "trainer.run.feed.collate", train()),
+    "texts": Place(1, "trainer.drafts.generations.WindowFiles.write", train(*WRITES, kind="draft")),
+    "metrics": Place(0, "trainer.run.log.Log.step", train("training.steps=3"), OSError),
+    "tree": Place(1, "trainer.heads.medusa.fit_tree", train("training.steps=1")),
+    "final": Place(0, "trainer.run.train.finish", train("training.steps=1")),
+    "lock": Place(0, "trainer.target.store.hold", features),
+    "space": Place(1, "trainer.target.store._check_space", features),
+    "shards": Place(1, "trainer.target.store.write_sealed", features, OSError),
+    "models": Place(1, "trainer.commands.evaluate.load_models", evaluate),
+    "records": Place(1, "trainer.commands.evaluate.open_records", evaluate, OSError),
+    "decoding": Place(0, "trainer.commands.evaluate.measure", evaluate),
+}
+
+
+def prepare(folder: Path) -> None:
+    """Write a target, texts and recipes, of features in several shards too."""
+    write_workshop(folder)
+    (folder / "prompts.jsonl").write_text('{"prompt": "a b c"}\n{"prompt": "b c d"}\n')
+    for kind in ("medusa", "draft"):
+        path = Path(write_recipe(folder, kind, folder / kind, micro_batch_size=2))
+        content: dict[str, Any] = yaml.safe_load(path.read_text())
+        if kind == "draft":
+            content["draft"] = {"check_costs": True}
+        path.write_text(yaml.safe_dump(content))
+
+
+def refuse(folder: Path, name: str) -> dict[str, str]:
+    place = PLACES[name]
+    with patch(place.function, side_effect=place.error("planted")) if place.rank == RANK else nullcontext():
+        try:
+            place.work(folder / name)
+        except (ValueError, OSError, RuntimeError) as error:
+            return {"type": type(error).__name__, "message": str(error)}
+    return {}
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    for name in sys.argv[2:]:
+        found = refuse(folder, name)
+        (folder / f"{name}-{RANK}.json").write_text(json.dumps(found))
