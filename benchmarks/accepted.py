@@ -53,7 +53,6 @@ from decoding.model.loading import (
     parallel_folder,
 )
 from decoding.model.parallel import ParallelDraft
-from decoding.policies import named_policy
 from decoding.rules.sampling import SamplingConfig
 from trainer.terminal.console import standard_output
 
@@ -221,8 +220,6 @@ def measure_acceptance(bench: Bench) -> None:
             if not bench.is_ready(name, seed):
                 continue
             for drafting, how, drafter in bench.drafters(name, bench.weights(name, seed)):
-                if how.policy != "fixed":  # its choices are by time, which means nothing in a batch
-                    continue
                 for prompt_set, prompts in bench.prompts.items():
                     for setting in (each for each in how.settings if each in bench.options.settings):
                         place = {"arm": name, "drafting": drafting, "seed": seed, "set": prompt_set, "setting": setting}
@@ -258,7 +255,7 @@ def measure_speed(bench: Bench) -> None:
     for setting, by_key in methods.items():
         longest = max((each for prompts in bench.prompts.values() for each in prompts), key=len)
         for method in by_key.values():
-            method.decode(longest, 0)  # warm-up; a measured policy's survey falls into it
+            method.decode(longest, 0)  # warm-up
         for prompt_set, prompts in bench.prompts.items():
             for place, prompt in enumerate(prompts):
                 wanted = {"part": "speed", "target": name, "set": prompt_set, "setting": setting, "prompt": place}
@@ -283,7 +280,7 @@ def timed_methods(bench: Bench, target: CausalLM, width: int, setting: str) -> d
         for drafting, how, drafter in bench.drafters(name, weights):
             if setting in how.settings:
                 key = key_of(name, drafting)
-                methods[key] = our_method(target, setting, key, drafter, config, named_policy(how.policy))
+                methods[key] = our_method(target, setting, key, drafter, config)
     return methods
 
 

@@ -11,11 +11,10 @@ SETTINGS = {GREEDY: 0.0, SAMPLED: 1.0}
 
 
 class Drafting(NamedTuple):
-    """A way to draft with trained weights: a drafter of the registry, its options, its policy, and where it differs."""
+    """A way to draft with trained weights: a drafter of the registry, its options, and its settings."""
 
     drafter: str
     options: Mapping[str, Any] = {}
-    policy: str = "fixed"
     settings: tuple[str, ...] = tuple(SETTINGS)
 
     @property
@@ -54,9 +53,6 @@ def _heads(depth: int = 4) -> dict[str, Drafting]:
         "sampled chain": Drafting("heads", {"tree": chain, "sampled": True}, settings=(SAMPLED,)),
         "dynamic tree of 16": Drafting("heads", {"dynamic_nodes": 16}),
         "with lookup": Drafting("hybrid", {"of": "heads", "sampled": True, **_LOOKUP}),
-        "with lookup, measured": Drafting("hybrid", {"of": "heads", "sampled": True, **_LOOKUP}, "measured"),
-        "dynamic tree of 32, measured": Drafting("heads", {"dynamic_nodes": 32}, "measured"),
-        "sampled tree of 16, measured": Drafting("heads", {"sampled": True}, "measured", (SAMPLED,)),
     }
 
 
@@ -65,8 +61,6 @@ _ORDINARY = {
     "2 tokens": Drafting("draft", {"tokens": 2}),
     TREE: Drafting("draft-tree", {"depth": 6, "width": 3, "nodes": 16}),
     "with lookup": Drafting("hybrid", {"of": "draft", **_LOOKUP}),
-    "with lookup, measured": Drafting("hybrid", {"of": "draft", **_LOOKUP}, "measured"),
-    "8 tokens, measured": Drafting("draft", {"tokens": 8}, "measured"),
 }
 _PARALLEL = {
     "fitted tree of 16": Drafting("parallel"),
@@ -74,8 +68,6 @@ _PARALLEL = {
     "4 tokens": Drafting("parallel", {"tokens": 4}),
     "dynamic tree of 16": Drafting("parallel", {"dynamic_nodes": 16}),
     "with lookup": Drafting("hybrid", {"of": "parallel", **_LOOKUP}),
-    "with lookup, measured": Drafting("hybrid", {"of": "parallel", **_LOOKUP}, "measured"),
-    "fitted tree of 16, measured": Drafting("parallel", policy="measured"),
 }
 
 
@@ -111,17 +103,11 @@ def _loop(trains: str) -> tuple[str, ...]:
 
 
 _MARKOV = "markov_rank=256"
-_LK = ("loss.lk=1", "loss.lk_scope=head", "loss.lk_eta=10")
 ARMS: dict[str, Arm] = {
     MEDUSA: _medusa()._replace(baseline=None),
     "Medusa-1, KL": _medusa("loss.forward_kl=1"),
     "Markov": _medusa(_MARKOV),
     "Markov, KL": _medusa(_MARKOV, "loss.forward_kl=1"),
-    "Markov, LK": _medusa(_MARKOV, *_LK),
-    "Markov, LK, D-PACE": _medusa(_MARKOV, *_LK, "weighting=prefix_survival"),
-    "Markov, KL, D-PACE": _medusa(_MARKOV, "loss.forward_kl=1", "weighting=prefix_survival"),
-    "Hydra": _medusa("sequential=true"),
-    "Hydra, KL": _medusa("sequential=true", "loss.forward_kl=1"),
     "Medusa-1, shared lm_head": _medusa("shared_lm_head=true"),
     "Markov, KL, shared lm_head": _medusa(_MARKOV, "loss.forward_kl=1", "shared_lm_head=true"),
     DRAFT: _draft()._replace(baseline=None),

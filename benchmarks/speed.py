@@ -29,11 +29,10 @@ from rich.table import Table
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
-from decoding.drafters.base import DraftRequest, TextDrafter, TextSession, TextStart, chain_budgets
 from decoding.drafters.registry import named_drafter
 from decoding.measure.evaluate import evaluate
 from decoding.measure.machine import commit, hardware, versions
-from decoding.measure.methods import EvaluationConfig, Method, our_method, settings_of, standard_methods
+from decoding.measure.methods import EvaluationConfig, standard_methods
 from decoding.measure.names import PLAIN, TRANSFORMERS
 from decoding.measure.questions import read_prompts
 from decoding.measure.report import markdown_table
@@ -51,35 +50,10 @@ from decoding.model.loading import (
     load_tokenizer,
 )
 from decoding.model.parallel import ParallelDraft
-from decoding.policies import Budget, MeasuredPolicy
-from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import SamplingConfig
-from decoding.rules.tree import TokenTree
 from trainer.terminal.console import standard_output
 
-BEST = ", measured"
 DEPTH = 4
 CHAIN = f"draft model, {DEPTH} tokens"
-
-
-class WrongDrafter(TextDrafter):
-    """A useless drafter: eight copies of token 7, which the target hardly ever writes."""
-
-    name = "wrong tokens"
-
-    @property
-    def budgets(self) -> tuple[Budget, ...]:
-        return chain_budgets(8)
-
-    def open_text(self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int) -> TextSession:
-        return self
-
-    def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
-        pass
-
-    def propose(self, request: DraftRequest) -> Proposal:
-        depth = min(request.max_depth, request.max_nodes - 1)
-        return Proposal(TokenTree.chain([request.tokens[-1], *[7] * depth]), ProposalKind.DETERMINISTIC)
 
 
 @dataclass(frozen=True)
@@ -110,37 +84,6 @@ class Trained:
             found["parallel, 6 tokens"] = named_drafter("parallel", self.parallel, tokens=6)
             found["parallel and lookup"] = named_drafter("hybrid", self.parallel, of="parallel", lookup_tokens=8)
         return {**found, "prompt lookup": named_drafter("lookup"), "lookahead": named_drafter("lookahead")}
-
-    def measured(self) -> dict[str, Drafter]:
-        """Make the larger drafts that the measured policy cuts down at every step."""
-        found: dict[str, Drafter] = {}
-        if self.draft is not None:
-            found["draft model, up to 8"] = named_drafter("draft", self.draft, tokens=8)
-            found["draft tree of 32"] = named_drafter("draft-tree", self.draft, depth=8, width=4, nodes=32)
-        for name, heads in self.heads.items():
-            found[f"{name}, dynamic tree of 32"] = named_drafter("heads", heads, dynamic_nodes=32)
-        return found
-
-
-def compared_methods(target: CausalLM, trained: Trained, config: EvaluationConfig) -> list[Method]:
-    """Make what the goals compare: plain decoding, the peers, the draft at their depth, and a useless drafter."""
-    drafters = {name: drafter for name, drafter in trained.drafters().items() if name == CHAIN}
-    methods = standard_methods(target, drafters, config)
-    return methods + _under_policy(target, {"wrong tokens": WrongDrafter()}, config)
-
-
-def all_methods(target: CausalLM, trained: Trained, config: EvaluationConfig) -> list[Method]:
-    """Make plain decoding, the peers and every way to draft, fixed; the larger ones under the measured policy."""
-    methods = standard_methods(target, trained.drafters(), config)
-    return methods + _under_policy(target, trained.measured(), config)
-
-
-def _under_policy(target: CausalLM, drafters: Mapping[str, Drafter], config: EvaluationConfig) -> list[Method]:
-    return [
-        our_method(target, setting.name, f"{name}{BEST}", drafter, setting.decoding(config), MeasuredPolicy())
-        for setting in settings_of(config)
-        for name, drafter in drafters.items()
-    ]
 
 
 def context_curve(target: CausalLM, lengths: Sequence[int], repeats: int) -> list[dict[str, float]]:
@@ -190,7 +133,6 @@ def goals(report: dict[str, Any]) -> list[dict[str, Any]]:
         assisted = f"transformers assisted, {DEPTH} tokens"
         add(f"{name}: plain over transformers generate", 1.03, _ratio(compared, PLAIN, TRANSFORMERS))
         add(f"{name}: draft over assisted generation, same draft and depth", 1.15, _ratio(compared, CHAIN, assisted))
-        add(f"{name}: a useless drafter over plain", 0.95, _ratio(compared, f"wrong tokens{BEST}", PLAIN))
         for setting, wanted in (("greedy", 2.0), ("T=1", 1.5)) if part["widened"] else ():
             ours = {
                 row: gain
@@ -232,13 +174,14 @@ def measure(
     short: bool = options.short
     some = prompts[: options.drafter_limit]
     greedy = replace(config, settings=("greedy",))
-    in_batches = replace(greedy, policies=("fixed", "measured"), batch_sizes=(2,) if short else (8,))
+    in_batches = replace(greedy, batch_sizes=(2,) if short else (8,))
     batched = {name: drafter for name, drafter in trained.drafters().items() if name in (CHAIN, "prompt lookup")}
+    chain = {name: drafter for name, drafter in batched.items() if name == CHAIN}
     lengths = (128, 256) if short else (128, 512, 2048, 8192)
     return {
         "widened": widened,
-        "compared": evaluate(target, compared_methods(target, trained, greedy), prompts, greedy),
-        "drafters": evaluate(target, all_methods(target, trained, config), some, config),
+        "compared": evaluate(target, standard_methods(target, chain, greedy), prompts, greedy),
+        "drafters": evaluate(target, standard_methods(target, trained.drafters(), config), some, config),
         "batches": evaluate(target, standard_methods(target, batched, in_batches), prompts, in_batches),
         "context": context_curve(target, lengths, 5 if short else 15),
     }

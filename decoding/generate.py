@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import cycle, islice
 from typing import NamedTuple
 
 import torch
@@ -29,9 +28,6 @@ from decoding.rules.verify import GREEDY, Rule, Verdict
 from decoding.stopping import StopCheck
 from decoding.text import Text
 from decoding.token_ids import check_ids
-
-_REHEARSALS = 100
-"""Most texts that a rehearsal decodes in each row; its policy ends it sooner."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +138,7 @@ class Batch:
         self.keeps_states = drafter is not None and drafter.reads_states
         self.longest = max((len(prompt) for prompt in prompts), default=0) + config.max_new_tokens
         self.last_step = time.monotonic()
-        self.serves_calls, self._rehearsed = cache is not None, False
+        self.serves_calls = cache is not None
         self._nodes = drafter.max_nodes if drafter else 1
         try:
             self._open(cache)
@@ -163,9 +159,7 @@ class Batch:
     def run(self) -> Iterator[tuple[int, Step]]:
         """Decode until every prompt is done; yield (place of the prompt, its next step)."""
         try:
-            if self.drafter and self.config.max_new_tokens > 2:  # with fewer no text has room for a draft
-                self.policy.begin(self.drafter.budgets, self.rows, self._rehearse)
-            if self.target.is_static or self._rehearsed:  # others have used its caches since it was made
+            if self.target.is_static:  # others have used its caches since they were made
                 self._open(self.cache if self.serves_calls else None)
             lease = self.cache.take()
             while self.waiting or self.texts:
@@ -188,12 +182,6 @@ class Batch:
             self.last_step = math.inf  # however long it takes
             yield
             self.last_step = time.monotonic()
-
-    def _rehearse(self, policy: Policy, rows: int) -> Iterator[object]:
-        """Decode the waiting prompts, in turn and again, by another policy, which measures; the texts are dropped."""
-        self._rehearsed = True  # a draft with static shapes has one cache, which the rehearsal takes
-        prompts = list(islice(cycle(prompt for _, prompt, _ in self.waiting), _REHEARSALS * rows))
-        return Batch(self.target, self.drafter, policy, self.stop, prompts, self.config, rows).run()
 
     @torch.inference_mode()
     def _step(self) -> list[Step]:

@@ -1,6 +1,6 @@
 """Put a report's figures where readers see them: benchmarks/results/, the README and the pages of docs/.
 
-Usage: scripts/publish_results.py REPORT NAME; the pages show those with NAME quickstart, policies,
+Usage: scripts/publish_results.py REPORT NAME; the pages show those with NAME quickstart,
 accepted, drafts, spec_bench, spec_bench_sampled, crossover, planned, served, speed, long_texts, and those of
 docs/results/scale.md.
 """
@@ -97,30 +97,6 @@ def long_table(report: Report) -> str:
     """Return every row of the report, its caption, and a sentence on its greedy texts."""
     below = " ".join(filter(None, (f"{caption(report)}.", greedy_sentence(report))))
     return f"{markdown_table(report)}\n\n{text(below)}"
-
-
-def policies_table(report: Report) -> str:
-    """Return a row for every drafter, target, temperature and batch size, as `benchmarks/policies.py` measures them."""
-    policies = list(report["rows"][0]["speedup"])
-    names = ["target", "T", "batch", "drafter", *policies, "measured over the better of fixed and plain"]
-    lines = [f"| {' | '.join(names)} |", "|---|---:|---:|---|" + "---:|" * (len(policies) + 1)]
-    for row in report["rows"]:
-        cells = (
-            text(row["target"]),
-            f"{row['temperature']:g}",
-            str(row["batch_size"]),
-            text(row["drafter"]),
-            *(f"{number(row['speedup'][policy]['value'])}×" for policy in policies),
-            f"{_over_groups(row['measured_over_better'])} of {text(row['better'])}",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    groups = (
-        "a third of them for the widened target; intervals over groups decoded together, where there is more than one"
-    )
-    return "\n".join(lines) + (
-        f"\n\nSpeed-ups over plain decoding, on {_machine(report)}; {report['prompts']} prompts, up to "
-        f"{report['max_new_tokens']} new tokens, {groups}; commit {text(report['commit'])}."
-    )
 
 
 def lead_table(report: Report) -> str:
@@ -241,7 +217,6 @@ PLACES: dict[str, dict[str, Blocks]] = {
         "README.md": (("headline", headline), ("table", short_table)),
         "docs/results/measured.md": (("quickstart", long_table),),
     },
-    "policies": {"docs/results/measured.md": (("policies", policies_table),)},
     "spec_bench": {"docs/results/measured.md": (("spec_bench", tasks_table),)},
     "spec_bench_sampled": {"docs/results/measured.md": (("spec_bench_sampled", tasks_table),)},
     "crossover": {"docs/results/measured.md": (("crossover", cells_table),)},

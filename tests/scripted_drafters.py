@@ -120,9 +120,6 @@ class RandomPolicy:
         self.seen: list[tuple[Budget, int, list[StepCount]]] = []
         """What came of each choice: the budget, the rows, and a count for each row."""
 
-    def begin(self, *_: object) -> None:
-        """Nothing to prepare."""
-
     def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
         self.chosen.append(self._chance.choice([PLAIN, *budgets]))
         return self.chosen[-1]

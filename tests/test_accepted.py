@@ -18,7 +18,6 @@ from tiny_tokenizer import byte_tokenizer
 from decoding.drafters.registry import parse_drafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.model.causal_lm import CausalLM
-from decoding.policies import named_policy
 from trainer.recipe.reading import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -154,7 +153,7 @@ def test_every_way_to_draft_is_one_of_the_registrys(scripts: dict[str, ModuleTyp
     for arm in scripts["accepted_arms"].ALL.values():
         for how in arm.draftings.values():
             spec = DrafterSpec(how.drafter, None if how.drafter == "lookup" else "folder", how.options)
-            assert parse_drafter(str(spec)) == spec and named_policy(how.policy)
+            assert parse_drafter(str(spec)) == spec
             specs += 1
     assert specs >= 150
 

@@ -155,12 +155,12 @@ def test_every_option_reaches_the_decoder(models: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(Engine, "steps", spy)
     run(
         "generate", "--target", str(models / "target"), "--drafter", "lookup", "--prompt", "ab", "--no-gain",
-        "--policy", "measured", "--rule", "sampled-verify", "--max-new-tokens", "5", "--temperature", "0.7", "--top-k",
+        "--policy", "heuristic", "--rule", "sampled-verify", "--max-new-tokens", "5", "--temperature", "0.7", "--top-k",
         "9", "--top-p", "0.8", "--min-p", "0.1", "--typical-p", "0.9", "--repetition-penalty", "1.2",
         "--presence-penalty", "0.3", "--frequency-penalty", "0.4", "--stop", "a", "--stop", "b", "--seed", "3",
     )  # fmt: skip
     sampling = SamplingConfig(0.7, 9, 0.8, 0.1, 0.9, 1.2, 0.3, 0.4)
-    assert calls == [(DecodingConfig(5, sampling, SAMPLED_VERIFY, (0,), ("a", "b"), seed=3), "measured")]
+    assert calls == [(DecodingConfig(5, sampling, SAMPLED_VERIFY, (0,), ("a", "b"), seed=3), "heuristic")]
 
 
 def test_the_warm_up_of_eight_tokens_is_not_what_a_policy_learns_from(
@@ -267,7 +267,7 @@ ERRORS = {
     ),
     "a policy that is none": (
         ["generate", "--target", "TARGET", "--prompt", "a", "--policy", "bold"],
-        "no policy is called 'bold': choose one of fixed, heuristic, measured",
+        "no policy is called 'bold': choose one of fixed, heuristic",
     ),
     "a drafter that is none": (
         ["generate", "--target", "TARGET", "--drafter", "lokup", "--prompt", "a"],

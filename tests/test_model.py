@@ -20,7 +20,7 @@ from decoding.generate import DecodingConfig
 from decoding.headstart_model import HeadstartModel
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.policies import FixedPolicy, MeasuredPolicy
+from decoding.policies import FixedPolicy, HeuristicPolicy
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import SAMPLED_VERIFY
 from decoding.speculation import SpeculativeOutput, speculate
@@ -503,9 +503,9 @@ def test_a_draft_of_another_tokenizer_is_refused_where_the_targets_is_known(fold
 
 def test_a_policy_is_named_or_given_and_options_need_a_speculator(reader: CausalLM) -> None:
     assert HeadstartModel.from_pretrained(reader.model).policy.name == "fixed"
-    policy = MeasuredPolicy()
+    policy = HeuristicPolicy()
     assert HeadstartModel.from_pretrained(reader.model, "lookup", policy=policy).policy is policy
-    assert HeadstartModel(reader, None, "measured").policy.name == "measured"
+    assert HeadstartModel(reader, None, "heuristic").policy.name == "heuristic"
     with pytest.raises(ValueError, match=r"no argument 'branching'.*there is no drafter"):
         HeadstartModel.from_pretrained(reader.model, branching=(1, 1))
     with pytest.raises(ValueError, match=r"there is no folder \./nowhere"):

@@ -30,7 +30,6 @@ def _publisher() -> ModuleType:
 
 COUNTS = {
     "quickstart": 3,
-    "policies": 1,
     "spec_bench": 1,
     "spec_bench_sampled": 1,
     "crossover": 1,
@@ -63,7 +62,7 @@ def test_the_figures_of_the_pages_are_those_of_one_committed_report(name: str, c
     )
 
 
-def test_the_tables_of_drafters_and_policies_hold_every_row_with_its_figures() -> None:
+def test_the_table_of_drafters_holds_every_row_with_its_figures() -> None:
     publisher = _publisher()
     figure = {"value": 2.0, "low": 1.5, "high": 2.5, "observations": 3}
     told = {"hardware": {"processor": "P", "cores": 2, "threads": 2}, "commit": "c", "dtype": "float32"}
@@ -73,13 +72,6 @@ def test_the_tables_of_drafters_and_policies_hold_every_row_with_its_figures() -
     written = publisher.drafters_table({"targets": {"t": {"drafters": {"rows": [peer, drafter], "questions": 4}}}})
     assert "| | t, greedy | t, T=1 |" in written
     assert "| peer | 1.25× | – |" in written and "| lookup | – | 3.00× · 2.00 |" in written
-    policy = {"target": "t", "temperature": 0.0, "batch_size": 8, "drafter": "lookup", "better": "fixed"}
-    policy |= {"speedup": {"fixed": figure, "measured": figure}, "measured_over_better": figure}
-    written = publisher.policies_table({**told, "rows": [policy]})
-    assert "| t | 0 | 8 | lookup | 2.00× | 2.00× | 2.00 [1.50, 2.50] of fixed |" in written
-    policy["measured_over_better"] = {"value": 2.0, "low": 2.0, "high": 2.0, "observations": 1}
-    written = publisher.policies_table({**told, "rows": [policy]})
-    assert "| 2.00× | 2.00 of fixed |" in written, "one group has no interval"
 
 
 def test_the_tables_of_arms_have_a_column_for_each_prompt_set_and_setting() -> None:

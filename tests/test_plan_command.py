@@ -1,12 +1,14 @@
 """`headstart plan` on tiny models, and all that reads its file: generate, evaluate, the measured policy, exports."""
 
 # ruff: noqa: F811  # a fixture of another module is a parameter here
+import io
 import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from test_cli import models, run  # noqa: F401  # a fixture
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
@@ -15,11 +17,9 @@ from decoding.drafters.registry import parse_drafter
 from decoding.measure.planning.make import PlanConfig, Planner
 from decoding.measure.planning.plan_file import Plan, read_plan, vllm_config
 from decoding.measure.planning.sentences import basis
-from decoding.model.cost_curve import Costs
 from decoding.model.heads import MedusaHeads
-from decoding.policies import Budget, MeasuredPolicy
 from trainer.commands.options import GenerateOptions, PlanOptions
-from trainer.commands.plan import Planned, planned
+from trainer.commands.plan import asked_or_planned
 from trainer.export import export
 
 QUICK = ("--max-new-tokens", "8", "--seconds", "0.05", "--limit", "2", "--dtype", "fp32", "--max-nodes", "6")
@@ -95,8 +95,12 @@ def test_the_check_sets_each_prediction_beside_its_measurement(plan_path: Path) 
         assert row["tokens_per_pass"]["measured"] >= 1
 
 
-def planned_for(path: Path, models: Path) -> Planned:
-    return planned(path, GenerateOptions(target=str(models / "target"), prompt="", dtype="fp32"))
+def chosen(path: Path, models: Path, *batch_sizes: int, temperatures: tuple[float, ...] = ()) -> tuple[list[str], str]:
+    """The drafters that the plan chooses, and what is printed."""
+    options, notes = GenerateOptions(target=str(models / "target"), prompt="", dtype="fp32"), io.StringIO()
+    console = Console(file=notes, width=1000)
+    found = asked_or_planned((), path, options, temperatures, batch_sizes or (1,), (None,), console)
+    return list(found), notes.getvalue()
 
 
 def planned_as(plan_path: Path, folder: Path, form: str, speedup: float) -> Path:
@@ -141,82 +145,18 @@ def test_where_the_plan_finds_no_gain_generate_decodes_plainly_and_says_so(
     assert "was made at temperature 0, not 0.5" in output
 
 
-def test_the_measured_policy_starts_from_the_plan_s_costs_without_a_survey(
-    models: Path,
-    plan_path: Path,
-    tmp_path: Path,
-) -> None:
-    form = f"draft:{models / 'draft'},tokens=2"
-    found = planned_for(planned_as(plan_path, tmp_path, form, 1.5), models)
-    assert found.drafters((1,)) == ([form], [])
-    costs = found.plan.policy_costs(form, [Budget(1, 2), Budget(2, 3)])
-    assert sorted(costs) == [1, 2] and all(held.pass_over(1) > 0 and held.draft_to(2) > 0 for held in costs.values())
-    at_forty = found.plan.policy_costs(form, [Budget(1, 2), Budget(2, 3)], context=40)
-    assert at_forty.keys() == costs.keys() and at_forty != costs
-    slashed = form.replace("/draft,", "/draft/,")
-    assert found.plan.policy_costs(slashed, [Budget(1, 2)]).keys() == costs.keys()
-    policy = MeasuredPolicy(costs)
-
-    def never(*_: object) -> Any:
-        raise AssertionError("nothing is to be rehearsed")
-
-    policy.begin([Budget(1, 2)], 2, never)
-    with pytest.raises(ValueError, match="has no costs of lookup"):
-        found.plan.policy_costs("lookup:ngram=4", [Budget(1, 2)])
-
-
-@pytest.mark.parametrize("given", [(), ("--drafter", "draft:{draft},tokens=2")])
-def test_evaluate_s_measured_policy_starts_from_the_plan_s_costs(
-    models: Path, plan_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...]
-) -> None:
-    path = planned_as(plan_path, tmp_path, f"draft:{models / 'draft'},tokens=3", 1.5)
-    monkeypatch.setattr(MeasuredPolicy, "_survey", lambda *_: pytest.fail("it measures"))
-    code, output = run(
-        "evaluate", "--target", str(models / "target"), "--dtype", "fp32", "--max-new-tokens", "8", "--plan", str(path),
-        "--prompts", str(models / "prompts.jsonl"), "--output", str(tmp_path / "report"), "--settings", "greedy",
-        "--policies", "measured", *(word.format(draft=models / "draft") for word in given),
-    )  # fmt: skip
-    assert code == 0, output
-    report = json.loads((tmp_path / "report" / "report.json").read_text())
-    depth = 2 if given else 3
-    assert f"draft model, {depth} tokens, measured" in {row["method"] for row in report["rows"]}
-    assert report["fingerprints"]["plan"] == read_plan(path).fingerprint
-
-
 def test_where_the_plan_knows_less_than_is_asked_it_says_so(models: Path, plan_path: Path, tmp_path: Path) -> None:
     form = f"draft:{models / 'draft'},tokens=2"
     path = planned_as(plan_path, tmp_path, form, 1.5)
-    options = GenerateOptions(target=str(models / "target"), prompt="", dtype="fp32")
-    assert "was made at temperature 0, not 1, 0.7" in planned(path, options, (0.0, 1.0, 0.7)).notes[-1]
-    specs, notes = planned_for(path, models).drafters((1, 16))
-    assert specs == [form] and "is of batch sizes 1, 2: for 16 the nearest is taken" in notes[0]
+    specs, notes = chosen(path, models, 1, 16, temperatures=(0.0, 1.0, 0.7))
+    assert "was made at temperature 0, not 1, 0.7" in notes
+    assert specs == [form] and "is of batch sizes 1, 2: for 16 the nearest is taken" in notes
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-def test_the_measured_policy_measures_what_a_plan_of_other_batch_sizes_does_not_know(rows: int) -> None:
-    policy, asked = MeasuredPolicy({2: Costs({1: 1.0, 2: 1.0}, {1: 0.1})}), []
-
-    def rehearse(survey: Any, count: int) -> Any:
-        asked.append(count)
-        return iter(())
-
-    policy.begin([Budget(1, 2)], 2, rehearse)
-    assert not asked
-    policy.begin([Budget(1, 2)], rows, rehearse)
-    assert asked == sorted({1, rows})
-
-
-@pytest.mark.parametrize("command", ["generate --prompt a --policy", "evaluate --prompts {prompts} --policies"])
-def test_a_plan_beside_a_drafter_is_refused_where_nothing_would_be_taken_from_it(
-    models: Path, plan_path: Path, tmp_path: Path, command: str
-) -> None:
-    name, *words, option = command.format(prompts=models / "prompts.jsonl").split()
-    output = ("--output", str(tmp_path / "report")) if name == "evaluate" else ()
-    shared = (name, *words, "--target", str(models / "target"), "--dtype", "fp32", "--plan", str(plan_path), *output)
-    code, said = run(*shared, "--drafter", "lookup:tokens=3")
-    assert code == 2 and f"--plan and --drafter are both given: leave one out, or give {option} measured" in said
-    code, said = run(*shared, "--drafter", "lookup:tokens=3,ngram=2", option, "measured")
-    assert code == 2 and "has no costs of lookup:tokens=3,ngram=2: make one with `headstart plan` with this" in said
+def test_a_plan_beside_a_drafter_is_refused(models: Path, plan_path: Path) -> None:
+    shared = ("generate", "--prompt", "a", "--target", str(models / "target"), "--dtype", "fp32")
+    code, said = run(*shared, "--plan", str(plan_path), "--drafter", "lookup:tokens=3")
+    assert code == 2 and "--plan and --drafter are both given" in said
 
 
 @pytest.mark.parametrize(
@@ -239,7 +179,7 @@ def test_a_plan_of_something_else_is_refused_in_a_sentence(
     changed = {name: value for name, value in (content_of(plan_path) | change).items() if value is not None}
     path.write_text(json.dumps(changed))
     with pytest.raises(ValueError, match=message):
-        planned_for(path, models)
+        chosen(path, models)
 
 
 def test_a_plan_with_other_weights_is_refused_and_one_of_another_machine_is_told(
@@ -250,14 +190,14 @@ def test_a_plan_with_other_weights_is_refused_and_one_of_another_machine_is_told
     content = content_of(plan_path)
     elsewhere = tmp_path / "elsewhere.json"
     elsewhere.write_text(json.dumps(content | {"hardware": {"processor": "another"}}))
-    assert "was made on another machine" in planned_for(elsewhere, models).notes[0]
+    assert "was made on another machine" in chosen(elsewhere, models)[1]
     content["fingerprints"]["drafters"][f"draft:{models / 'draft'}"] = "feed"
     other = tmp_path / "other.json"
     other.write_text(json.dumps(content))
     with pytest.raises(ValueError, match="was made with the drafter feed, but draft is"):
-        planned_for(other, models)
+        chosen(other, models)
     with pytest.raises(ValueError, match="there is no plan"):
-        planned_for(tmp_path / "missing.json", models)
+        chosen(tmp_path / "missing.json", models)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,6 @@ def test_a_goal_is_met_by_the_median_of_paired_runs(speed: ModuleType) -> None:
     found = {goal["goal"]: goal for goal in speed.goals({"targets": {"small": ROW}})}
     assert found["small: plain over transformers generate"]["measured"] == 1 / 0.8
     assert found["small: draft over assisted generation, same draft and depth"]["met"]  # 1.5 / 1.25 = 1.2
-    assert not found["small: a useless drafter over plain"]["met"]
     assert found["small: batch 8, draft model, 4 tokens over transformers"]["measured"] == 1.45
     assert found["small: time in neither model's forward, worst method"]["met"]
 
@@ -57,7 +56,7 @@ def _row(method: str, gain: float, **more: Any) -> dict[str, Any]:
 _COMPARED = {"plain": 1.0, "transformers generate": 0.8, "transformers assisted, 4 tokens": 1.25, CHAIN: 1.5}
 ROW: dict[str, Any] = {
     "widened": {"width": 2},
-    "compared": {"rows": [_row(*each) for each in {**_COMPARED, "wrong tokens, measured": 0.9}.items()]},
+    "compared": {"rows": [_row(*each) for each in _COMPARED.items()]},
     "drafters": {"rows": [_row("plain", 1.0, time_split={"overhead": 0.03})]},
     "batches": {"rows": [_row(CHAIN, 1.3, drafter=CHAIN, batch_size=8, speedup_over_transformers={"median": 1.45})]},
     "context": [],

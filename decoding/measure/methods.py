@@ -42,8 +42,6 @@ Decode = Callable[[Sequence[int], int], Run]
 """Function (prompt, seed) -> Run."""
 DecodeBatch = Callable[[Sequence[Sequence[int]], Sequence[int], int], list[Run]]
 """Function (prompts, seeds, batch size) -> Runs in the prompts' order."""
-MakePolicy = Callable[[str, str, Drafter], Policy]
-"""Function (policy's name, drafter's name, drafter) -> new policy."""
 
 
 @dataclass(frozen=True)
@@ -238,12 +236,7 @@ def _timed(text: TimedText) -> Run:
     return Run(text.tokens, len(text.tokens) - text.first_tokens, text.first_seconds, text.decode_seconds)
 
 
-def standard_methods(
-    target: CausalLM,
-    drafters: dict[str, Drafter],
-    config: EvaluationConfig,
-    make_policy: MakePolicy = lambda policy, *_: named_policy(policy),
-) -> list[Method]:
+def standard_methods(target: CausalLM, drafters: dict[str, Drafter], config: EvaluationConfig) -> list[Method]:
     """Make a method for plain decoding, for transformers' peers and for every drafter, under each setting."""
     methods: list[Method] = []
     for setting in settings_of(config):
@@ -254,9 +247,7 @@ def standard_methods(
         for name, drafter in drafters.items():
             for policy in config.policies:
                 full_name = name if policy == "fixed" else f"{name}, {policy}"
-                method = our_method(
-                    target, setting.name, full_name, drafter, decoding, make_policy(policy, name, drafter)
-                )
+                method = our_method(target, setting.name, full_name, drafter, decoding, named_policy(policy))
                 methods.append(replace(method, drafter=name))
     return methods
 

@@ -1,7 +1,6 @@
 """Twelve hundred generations of every sort, many of them broken off: the texts stay right, and nothing piles up."""
 
 import gc
-import itertools
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Generation
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
-from decoding.policies import FixedPolicy, HeuristicPolicy, MeasuredPolicy, Policy
+from decoding.policies import FixedPolicy, HeuristicPolicy, Policy
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TreeShape
 from decoding.rules.verify import RULES, SAMPLED_VERIFY, Rule
@@ -94,8 +93,7 @@ class Soak:
         )
 
     def policy(self) -> Policy:
-        hasty = MeasuredPolicy(clock=itertools.count().__next__)  # a second at each look: it measures a step or two
-        made: list[Policy] = [FixedPolicy(), FixedPolicy(), FixedPolicy(depth=2), HeuristicPolicy(), hasty]
+        made: list[Policy] = [FixedPolicy(), FixedPolicy(), FixedPolicy(depth=2), HeuristicPolicy()]
         return self.chance.choice([*made, RandomPolicy(self.chance.randrange(1000))])
 
     def generate(self) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import pairwise
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from decoding.model.forward import ModelOutput
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.static import StaticSteps
 from decoding.model.static_inputs import Layout, Size, StaticInputs, key_bucket, node_bucket
-from decoding.policies import Budget, FixedPolicy, Rehearsal
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
 
@@ -206,19 +205,6 @@ def test_two_generations_at_once_on_one_static_model_are_refused() -> None:
     assert Engine(model).decode([4], DecodingConfig(2)).tokens
     with pytest.raises(ValueError, match="decodes one batch at a time, and another generation has begun on it"):
         next(first)
-
-
-def test_a_policys_rehearsal_leaves_the_only_cache_of_a_static_draft_to_the_generation() -> None:
-    class Rehearsing(FixedPolicy):
-        def begin(self, budgets: Sequence[Budget], rows: int, rehearse: Rehearsal, /) -> None:
-            assert len(list(islice(rehearse(FixedPolicy(), rows), 9))) == 9
-
-    draft = DraftModelDrafter(CausalLM(tiny_model("llama", seed=1), static="eager"), (1, 1, 1))
-    for static in (None, "eager"):
-        target = CausalLM(tiny_model("llama"), static=static)
-        texts = Engine(target, draft, Rehearsing()).decode(PROMPTS, DecodingConfig(8), batch_size=2)
-        assert [text.tokens for text in texts] == decoded(target, None, GREEDY)
-        assert sum(step.drafted for text in texts for step in text.steps) > 0
 
 
 def test_one_generation_after_the_other_shares_the_buffers() -> None:

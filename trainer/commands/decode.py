@@ -26,13 +26,13 @@ from decoding.speculation import named_rule
 from decoding.tally import Tally
 from trainer.commands.drafters import asked_drafters
 from trainer.commands.options import DecodingOptions
-from trainer.commands.plan import Planned, check_plan_is_used, check_planned, planned, policy_maker
+from trainer.commands.plan import asked_or_planned
 from trainer.commands.shared_options import ModelOptions
 from trainer.commands.target import read_target
 from trainer.export.origin import read_stored_provenance
 from trainer.quickstart import resolve
 from trainer.run.train import ensure_built
-from trainer.terminal.console import say, standard_error
+from trainer.terminal.console import standard_error
 from trainer.terminal.figures import PlainSpeed
 from trainer.terminal.waiting import waiting
 
@@ -145,31 +145,21 @@ class Decoder:
 
 def read_decoder(options: DecodingOptions, context: int | None) -> Decoder:
     """Read target, drafter and policy as asked, else as planned for a prompt of ``context`` tokens (None: any)."""
-    plan, asked = _planned(options, context)
+    asked = asked_or_planned(
+        [] if options.drafter is None else [options.drafter],
+        options.plan,
+        options,
+        (options.temperature,),
+        (1,),
+        (context,),
+        standard_error(),
+    )
     ensure_built(options.target)
     with waiting(f"loading {options.target}"):
-        target, tokenizer, drafters, specs = load_models(options, asked)
+        target, tokenizer, drafters, _ = load_models(options, asked)
     name, drafter = next(iter(drafters.items()), ("plain decoding", None))
     config = _decoding_config(options, eos_token_ids(target.model, tokenizer))
-    policy = (
-        named_policy(options.policy)
-        if drafter is None
-        else policy_maker(plan, specs, context)(options.policy, name, drafter)
-    )
-    return Decoder(Engine(target, drafter, policy, tokenizer), tokenizer, config, name)
-
-
-def _planned(options: DecodingOptions, context: int | None) -> tuple[Planned | None, list[str]]:
-    """Return the plan, if one is given, and the drafter: as asked, else as planned for this context."""
-    given = [] if options.drafter is None else [options.drafter]
-    if options.plan is None:
-        return None, given
-    check_plan_is_used(options.drafter, (options.policy,), "--policy")
-    plan = planned(options.plan, options, (options.temperature,))
-    chosen, notes = ([], []) if given else plan.drafters((1,), (context,))
-    say(standard_error(), *plan.notes, *notes)
-    check_planned(plan, (options.policy,), given)
-    return plan, given or chosen
+    return Decoder(Engine(target, drafter, named_policy(options.policy), tokenizer), tokenizer, config, name)
 
 
 def _decoding_config(options: DecodingOptions, eos: tuple[int, ...]) -> DecodingConfig:

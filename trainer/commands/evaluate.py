@@ -39,7 +39,7 @@ from decoding.model.hub import revisions, short_name
 from decoding.model.loading import eos_token_ids
 from trainer.commands.decode import Models, load_models, published_specs
 from trainer.commands.options import EvaluateOptions
-from trainer.commands.plan import Planned, check_plan_is_used, check_planned, planned, policy_maker
+from trainer.commands.plan import asked_or_planned
 from trainer.commands.usage import listed, numbers
 from trainer.files.lock import hold
 from trainer.quickstart import resolve
@@ -95,17 +95,22 @@ def _prepared(
 ) -> tuple[Measurement, dict[str, Any], _Asked, PreTrainedTokenizerBase]:
     """Read and check everything that is measured; return also the run's account of itself."""
     config = _config(options)
-    plan, asked_for = _planned(options, config, place.console if place.is_first else Console(quiet=True))
+    asked_for = asked_or_planned(
+        options.drafter or (),
+        options.plan,
+        options,
+        [setting.temperature for setting in settings_of(config)],
+        config.batch_sizes,
+        config.contexts,
+        place.console if place.is_first else Console(quiet=True),
+    )
     every, chosen = _chosen(options, place)
     models = load_models(options, asked_for)
     config = replace(config, eos_token_ids=eos_token_ids(models.target.model, models.tokenizer))
     asked = _questions(every, chosen, options, config, models)
     made_by = _made_by(options, config, models.specs, asked.asker, models.tokenizer)
     made_by["settings"]["static"] = models.target.static or "off"
-    context = config.contexts[0] if len(config.contexts) == 1 else None
-    methods = standard_methods(models.target, models.drafters, config, policy_maker(plan, models.specs, context))
-    if plan is not None and "measured" in config.policies:
-        made_by["fingerprints"]["plan"] = plan.plan.fingerprint
+    methods = standard_methods(models.target, models.drafters, config)
     measurement = Measurement(models.target, methods, asked.asker, config, rank=place.rank, world=place.world)
     return measurement, made_by, asked, models.tokenizer
 
@@ -154,20 +159,6 @@ def _config(options: EvaluateOptions) -> EvaluationConfig:
         batch_sizes=sizes,
         contexts=contexts or default.contexts,
     )
-
-
-def _planned(
-    options: EvaluateOptions, config: EvaluationConfig, notes: Console
-) -> tuple[Planned | None, Sequence[str]]:
-    """Return the plan, if one is given, and the drafters: as asked, else as planned."""
-    if options.plan is None:
-        return None, options.drafter or ()
-    check_plan_is_used(options.drafter, config.policies, "--policies")
-    plan = planned(options.plan, options, [setting.temperature for setting in settings_of(config)])
-    chosen, remarks = ([], []) if options.drafter else plan.drafters(config.batch_sizes, config.contexts)
-    say(notes, *plan.notes, *remarks)
-    check_planned(plan, config.policies, options.drafter or ())
-    return plan, options.drafter or chosen
 
 
 # --- questions --------------------------------------------------------------------------------------------------------

@@ -1,24 +1,21 @@
 """`headstart plan`: what to draft on this machine, at every batch size and context; and plans for other commands."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from decoding.drafters import Drafter
 from decoding.drafters.registry import DrafterLoader
 from decoding.drafters.spec import DrafterSpec
 from decoding.measure.figures import without_nan
-from decoding.measure.methods import MakePolicy
 from decoding.measure.planning.check import check_plan, check_rows
 from decoding.measure.planning.choose import LEAST_GAIN
 from decoding.measure.planning.make import PlanConfig, Planner
 from decoding.measure.planning.picture import check_table, plan_table, write_picture
 from decoding.measure.planning.plan_file import (
-    Plan,
     plan_fingerprints,
     read_plan,
     vllm_config,
@@ -30,7 +27,6 @@ from decoding.model.dtypes import parse_dtype
 from decoding.model.fingerprint import prompts_fingerprint, tokenizer_fingerprint
 from decoding.model.hub import revisions
 from decoding.model.loading import eos_token_ids, load_tokenizer
-from decoding.policies import MeasuredPolicy, Policy, named_policy
 from trainer.commands.drafters import asked_drafters
 from trainer.commands.findings import account
 from trainer.commands.options import PlanOptions
@@ -126,70 +122,36 @@ def _print(plan: dict[str, Any], console: Console) -> None:
 # --- a plan for another command ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A plan that was read for a target, and notes on what may make it a poor guide here."""
+def asked_or_planned(
+    given: Sequence[str],
+    path: Path | None,
+    options: ModelOptions,
+    temperatures: Sequence[float],
+    batch_sizes: Sequence[int],
+    contexts: Sequence[int | None],
+    notes: Console,
+) -> Sequence[str]:
+    """Return the specs of the ``given`` drafters, or those that the plan in ``path`` chooses; plain decoding has none.
 
-    plan: Plan
-    notes: tuple[str, ...] = ()
-
-    def drafters(
-        self, batch_sizes: Sequence[int], contexts: Sequence[int | None] = (None,)
-    ) -> tuple[list[str], list[str]]:
-        """Return the specs that the plan chooses at these places, each once, and notes on them; plain has no spec.
-
-        ``contexts``: as in `Plan.choice`.
-        """
-        choices = {(size, context): self.plan.choice(size, context) for size in batch_sizes for context in contexts}
-        notes = []
-        if unplanned := [str(size) for size in batch_sizes if size not in self.plan.batch_sizes]:
-            known = ", ".join(map(str, self.plan.batch_sizes))
-            notes.append(f"{self.plan.name} is of batch sizes {known}: for {', '.join(unplanned)} the nearest is taken")
-        if slow := dict.fromkeys(str(size) for (size, _), choice in choices.items() if choice is None):
-            gain = f"{LEAST_GAIN - 1:.0%} over plain decoding at batch size {', '.join(slow)}"
-            notes.append(f"{self.plan.name} finds no drafter that gains {gain}")
-        specs = dict.fromkeys(choice["spec"] for choice in choices.values() if choice is not None)
-        return list(specs), [f"note: {note}" for note in notes]
-
-
-def planned(path: Path, options: ModelOptions, temperatures: Sequence[float] = ()) -> Planned:
-    """Read a plan for a target. ``temperatures``: those of the texts to decode.
-
-    ValueError for a plan of another target, drafter or dtype.
+    ``temperatures``, ``batch_sizes`` and ``contexts`` are those of the texts to decode, contexts as in `Plan.choice`.
+    Prints to ``notes`` what may make the plan a poor guide. ValueError for drafters beside a plan, and for a plan of
+    another target, drafter or dtype.
     """
+    if path is None:
+        return given
+    if given:
+        raise ValueError("--plan and --drafter are both given: leave one out")
     plan = read_plan(path)
     dtype = str(parse_dtype(options.dtype)).removeprefix("torch.")
-    notes = plan.check(resolve(options.target), dtype, options.trust_remote_code)
+    found = plan.check(resolve(options.target), dtype, options.trust_remote_code)
     if other := [f"{each:g}" for each in temperatures if each != plan.content["temperature"]]:
-        notes.append(f"{path} was made at temperature {plan.content['temperature']:g}, not {', '.join(other)}")
-    return Planned(plan, tuple(f"note: {note}" for note in notes))
-
-
-def check_plan_is_used(drafters: str | Sequence[str] | None, policies: Sequence[str], option: str) -> None:
-    """Raise ValueError for a plan from which nothing is taken: drafters are given, and no policy asks for its costs."""
-    if drafters and "measured" not in policies:
-        raise ValueError(
-            f"--plan and --drafter are both given: leave one out, or give {option} measured, which takes the plan's "
-            "costs of the drafter"
-        )
-
-
-def check_planned(plan: Planned | None, policies: Sequence[str], drafters: Sequence[str]) -> None:
-    """Raise ValueError for a drafter of whose costs the measured policy would find nothing in the plan."""
-    if plan is not None and "measured" in policies:
-        for spec in asked_drafters(drafters):
-            plan.plan.drafter(str(spec))
-
-
-def policy_maker(plan: Planned | None, specs: Mapping[str, DrafterSpec], context: int | None = None) -> MakePolicy:
-    """Return the function that makes policies; the measured one starts from a plan's costs, where there is a plan.
-
-    ``specs``: of the drafters by their names. ``context``: as in `Plan.choice`.
-    """
-
-    def make(policy: str, name: str, drafter: Drafter) -> Policy:
-        if plan is None or policy != "measured":
-            return named_policy(policy)
-        return MeasuredPolicy(plan.plan.policy_costs(str(specs[name]), drafter.budgets, context))
-
-    return make
+        found.append(f"{path} was made at temperature {plan.content['temperature']:g}, not {', '.join(other)}")
+    choices = {(size, context): plan.choice(size, context) for size in batch_sizes for context in contexts}
+    if unplanned := [str(size) for size in batch_sizes if size not in plan.batch_sizes]:
+        known = ", ".join(map(str, plan.batch_sizes))
+        found.append(f"{path} is of batch sizes {known}: for {', '.join(unplanned)} the nearest is taken")
+    if slow := dict.fromkeys(str(size) for (size, _), choice in choices.items() if choice is None):
+        gain = f"{LEAST_GAIN - 1:.0%} over plain decoding at batch size {', '.join(slow)}"
+        found.append(f"{path} finds no drafter that gains {gain}")
+    say(notes, *(f"note: {note}" for note in found))
+    return list(dict.fromkeys(choice["spec"] for choice in choices.values() if choice is not None))

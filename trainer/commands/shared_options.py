@@ -75,8 +75,7 @@ PlanFile = Annotated[
     Path | None,
     Option(
         metavar="FILE",
-        help="plan.json of 'headstart plan'; its choice drafts where no --drafter is given, and the measured policy "
-        "starts from its costs.",
+        help="plan.json of 'headstart plan', whose choice drafts, in place of --drafter.",
         hidden=True,
     ),
 ]

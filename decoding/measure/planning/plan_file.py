@@ -12,12 +12,9 @@ from decoding.drafters.registry import named_drafter, parse_drafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.measure.machine import hardware
 from decoding.measure.planning.choose import LEAST_GAIN
-from decoding.measure.planning.step_costs import StepCosts, StepSeconds
-from decoding.model.cost_curve import Costs
-from decoding.model.fingerprint import stored_fingerprint, values_fingerprint
+from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.header import read_object
 from decoding.model.hub import short_name
-from decoding.policies import PLAIN, Budget
 
 FORMAT = "headstart plan 1"
 _KEYS = frozenset({"cells", "curves", "drafters", "dtype", "fingerprints", "hardware", "temperature", "text_tokens"})
@@ -58,11 +55,6 @@ class Plan:
 
     name: str
     content: Mapping[str, Any]
-
-    @property
-    def fingerprint(self) -> str:
-        """A short digest of everything in the plan."""
-        return values_fingerprint(self.content)
 
     def check(self, target: str, dtype: str, trusted: bool = False) -> list[str]:
         """Return warnings; ValueError if the plan was made for another target, other drafters' weights or dtype.
@@ -119,42 +111,6 @@ class Plan:
             return 0.0 if planned is None else math.inf
         return abs(math.log((planned or self.content["text_tokens"]) / max(context, 1)))
 
-    def drafter(self, spec: str) -> dict[str, Any]:
-        """Return the plan's drafter of which ``spec`` is a form; ValueError if there is none."""
-        found: dict[str, Any] | None = next(
-            (held for held in self.content["drafters"] if _same(held["drafter"], spec)), None
-        )
-        if found is None:
-            raise ValueError(f"{self.name} has no costs of {spec}: {_REMEDY} with this drafter")
-        return found
-
-    def policy_costs(self, spec: str, budgets: Sequence[Budget], context: int | None = None) -> dict[int, Costs]:
-        """Return the costs, by batch size, from which the measured policy may start in place of a survey.
-
-        ``spec`` is a form of one of the plan's drafters, ``budgets`` its sizes, ``context`` as in `choice`. ValueError
-        for a drafter that the plan does not have.
-        """
-        costs = self.drafter(spec)["costs"]
-        return {
-            size: self._step_costs(
-                min(
-                    (held for held in costs if held["batch_size"] == size),
-                    key=lambda held: self._away(held["context"], context),
-                )
-            ).policy_costs(budgets)
-            for size in sorted({held["batch_size"] for held in costs})
-        }
-
-    def _step_costs(self, held: Mapping[str, Any]) -> StepCosts:
-        place = held["batch_size"], held["context"]
-        curve = next(each for each in self.content["curves"] if (each["batch_size"], each["context"]) == place)
-        steps = {
-            Budget(step["depth"], step["nodes"]): StepSeconds(step["draft"], step["verify"], step["overhead"])
-            for step in held["steps"]
-        }
-        assert PLAIN in steps
-        return StepCosts(steps, {int(size): seconds for size, seconds in curve["seconds"].items()})
-
     def drafter_of(self, fingerprint: str) -> dict[str, Any]:
         """Return the plan's drafter with these weights; ValueError if there is none.
 
@@ -203,21 +159,3 @@ def _vllm_lookup(spec: DrafterSpec) -> dict[str, Any]:
 def _vllm_draft(spec: DrafterSpec, temperature: float) -> dict[str, Any]:
     drawn = {"draft_sample_method": "probabilistic"} if temperature and spec.options.get("sampled", True) else {}
     return {"method": "draft_model", "model": spec.path, **drawn}
-
-
-def _same(asked: str, form: str) -> bool:
-    """Return True if ``form`` is a form of the drafter that was asked for: it may differ in its tokens or tree."""
-    first, second = parse_drafter(asked), parse_drafter(form)
-
-    def is_free(name: str, value: Any) -> bool:
-        if name == "branching":  # of a chain, whose forms have tokens
-            return bool(max(value) == 1)
-        return name in ("tokens", "tree")
-
-    def fixed(spec: DrafterSpec) -> dict[str, Any]:
-        return {name: value for name, value in spec.options.items() if not is_free(name, value)}
-
-    def known(spec: DrafterSpec) -> tuple[Any, ...]:
-        return spec.name, None if spec.path is None else Path(spec.path), fixed(spec)
-
-    return known(first) == known(second)

@@ -70,9 +70,6 @@ class StepSurvey:
         """True once every budget has a sample, or has been tried for four rounds."""
         return self._left <= 0 or all(self._found[budget] for budget in self._wanted)
 
-    def begin(self, *_: object) -> None:
-        """Do nothing: the survey is the measurement."""
-
     def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
         self._left -= 1
         return next(self._turns)
@@ -181,13 +178,6 @@ class StepCosts:
     def of_chains(self, depths: Iterable[int]) -> dict[int, float]:
         """Return the cost of a step by the depth of its chain, in steps of plain decoding."""
         return {depth: self.step(Budget(depth, depth + 1)).total / self.plain for depth in depths}
-
-    def policy_costs(self, budgets: Sequence[Budget]) -> Costs:
-        """Return the costs as the measured policy takes them: its target pass has the overhead in it."""
-        steps = {budget: self.step(budget) for budget in (PLAIN, *budgets)}
-        passes = {budget.nodes: step.verify + step.overhead for budget, step in steps.items()}
-        drafts = {budget.depth: step.draft for budget, step in steps.items() if budget != PLAIN}
-        return Costs(passes, drafts)
 
 
 def _fitted(points: Sequence[tuple[Sequence[float], float]], at: Sequence[float]) -> float:
