@@ -3,7 +3,7 @@
 Each arm of `accepted_arms` is trained in a process of its own, with each seed. `--measure acceptance` then decodes the
 prompts in batches by every way to draft, for tokens per pass; `--measure speed` decodes one prompt after the other,
 plain decoding, assisted generation and the first seed's drafters in turns, on the target and on the same function at a
-larger one's cost (`decoding.measure.widen`). A run may be killed at any time: no finished training and no recorded text
+larger one's cost (`widen.py`). A run may be killed at any time: no finished training and no recorded text
 is done again, and a larger --limit adds prompts. `--summarise` writes the figures of all records.
 
     python benchmarks/accepted.py --target FOLDER --answers greedy=ANSWERS.jsonl --heldout HELD.jsonl \\
@@ -29,6 +29,7 @@ from accepted_figures import PEER, PLAIN, append_record, key_of, read_records, s
 from accepted_goals import goals
 from arms import ROOT, curve_of, slug, train, write
 from rich.table import Table
+from widen import widened_heads, widened_parallel, widened_to
 
 from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
@@ -38,7 +39,6 @@ from decoding.measure.figures import number
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.methods import Method, our_method, transformers_method
 from decoding.measure.questions import read_prompts
-from decoding.measure.widen import widened_heads, widened_parallel, widened_to
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dtypes import parse_dtype
 from decoding.model.heads import MedusaHeads

@@ -1,6 +1,6 @@
 """Time in neither model's forward, in batches: the split of a step's time for every drafter, greedy and sampled.
 
-The target is widened (`decoding.measure.widen`), so that a forward costs what a larger model's does while the
+The target is widened (`widen.py`), so that a forward costs what a larger model's does while the
 acceptance is the small one's. Methods take turns. `overhead` is the evaluation's: a step's time without drafting and
 without the target's pass. `outside` is stricter: all time in which no forward of target, draft or heads runs.
 
@@ -27,6 +27,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from widen import widened_heads, widened_to
 
 import decoding.clock
 from decoding.drafters import Drafter, MedusaDrafter
@@ -35,7 +36,6 @@ from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.questions import read_prompts
-from decoding.measure.widen import widened_heads, widened_to
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dtypes import parse_dtype
 from decoding.model.heads import MedusaHeads

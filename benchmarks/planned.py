@@ -1,7 +1,7 @@
 """Predictions of `headstart plan` against measurements, and calibrated trees against Medusa's published one.
 
 For every drafter a plan is made on some prompts and checked on others: predicted and measured speed-up, and their
-ratio. ``--widen`` gives the target, with the same function, a larger one's cost (`decoding.measure.widen`).
+ratio. ``--widen`` gives the target, with the same function, a larger one's cost (`widen.py`).
 Then the same heads decode with the published tree of 63 nodes (FasterDecoding/Medusa, ``mc_sim_7b_63``), with the
 calibrated tree of as many nodes, and with the planned one, in turns. A killed run resumes: what the output file holds
 is not repeated.
@@ -24,6 +24,7 @@ from decoding.threads import spin_briefly
 spin_briefly()  # before torch is imported
 
 from rich.table import Table
+from widen import widened_heads, widened_parallel, widened_to
 
 from decoding.drafters import Drafter
 from decoding.drafters.registry import DrafterLoader, LoadedWeights, named_drafter
@@ -34,7 +35,6 @@ from decoding.measure.planning.check import Group, check_plan, measure_in_turns
 from decoding.measure.planning.choose import best
 from decoding.measure.planning.make import Measured, Place, PlanConfig, Planner
 from decoding.measure.questions import read_prompts
-from decoding.measure.widen import widened_heads, widened_parallel, widened_to
 from decoding.metrics import ratio_of_rates
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dtypes import parse_dtype

@@ -1,7 +1,7 @@
 """Decoding speed against `transformers` in one run: a trained target, and the same function at a larger target's cost.
 
 Everything is a ratio of runs that took turns in one process. The widened target computes exactly what the small one
-does (`decoding.measure.widen`), so its acceptance is the small one's: figures of it say "widened".
+does (`widen.py`), so its acceptance is the small one's: figures of it say "widened".
 
 Two tables each: the methods that the goals compare, on many prompts, and every way to draft, on few. Batches follow.
 
@@ -27,6 +27,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache, PreTrainedTokenizerBase
+from widen import widened_heads, widened_parallel, widened_to
 
 from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
@@ -36,7 +37,6 @@ from decoding.measure.methods import EvaluationConfig, standard_methods
 from decoding.measure.names import PLAIN, TRANSFORMERS
 from decoding.measure.questions import read_prompts
 from decoding.measure.report import markdown_table
-from decoding.measure.widen import widened_heads, widened_parallel, widened_to
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import measure_cost_curve
 from decoding.model.dtypes import parse_dtype

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from widen import widened, widened_heads, widened_to
 
 from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter
 from decoding.measure.questions import read_prompts
-from decoding.measure.widen import widened, widened_heads, widened_to
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_draft, load_heads, load_model, load_tokenizer

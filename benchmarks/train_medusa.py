@@ -35,9 +35,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from train_medusa_table import WAYS, show
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from widen import widened_to
 
 from decoding.measure.machine import commit, hardware, versions
-from decoding.measure.widen import widened_to
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_model

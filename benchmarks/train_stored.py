@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 _HERE = Path(__file__).resolve().parent
-sys.path = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE)]
+sys.path = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE), str(_HERE)]
 
 from decoding.threads import spin_briefly
 
@@ -27,9 +27,9 @@ spin_briefly()  # before torch is imported
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from widen import widened_to
 
 from decoding.measure.machine import commit, hardware, versions
-from decoding.measure.widen import widened_to
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_model, load_tokenizer
 from trainer.data.batch import Batch, Example, collate

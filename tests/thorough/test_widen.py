@@ -1,24 +1,23 @@
 """Stand-ins compute what their source computes, and every added weight is there to be paid for."""
 
-import json
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from tiny_models import full_forward, naive_greedy, tiny_model
+from tiny_models import full_forward, tiny_model
 from tiny_parallel import tiny_parallel_draft
-from tiny_tokenizer import byte_tokenizer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decoding.measure.widen import main, widened, widened_heads, widened_parallel, widened_to
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.lm_head import capture_lm_head_input
-from decoding.model.loading import load_model
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from widen import widened, widened_heads, widened_parallel, widened_to
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen2-mixed", "qwen3")
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]
@@ -52,12 +51,6 @@ def last_hidden(model: PreTrainedModel) -> Tensor:
     return captured[0][0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_stand_in_writes_the_text_of_its_source(family: str) -> None:
-    model = source(family)
-    assert naive_greedy(widened(model, 4, 2), TEXT, 24) == naive_greedy(model, TEXT, 24)
-
-
 @pytest.mark.parametrize(
     "changes",
     [{"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}, {"attn_implementation": "eager"}],
@@ -80,21 +73,6 @@ def test_the_norms_factors_are_exact_in_bf16() -> None:
     padded = torch.nn.functional.pad(hidden, (0, 240))
     normed = wide.model.norm(padded)
     assert torch.equal(normed[:, :16], model.model.norm(hidden)) and not normed[:, 16:].any()
-
-
-def test_in_bf16_a_stand_in_differs_by_no_more_than_rounding() -> None:
-    model = source("llama", hidden_size=320, intermediate_size=864, num_attention_heads=5, num_key_value_heads=5)
-    exact = full_forward(model, TEXT)
-    model.bfloat16()
-    lost = (full_forward(model, TEXT) - exact).abs().max()
-    assert (full_forward(widened(model, 4, 1), TEXT) - full_forward(model, TEXT)).abs().max() < 2 * lost
-
-
-def test_the_lm_head_reads_the_sources_hidden_state_followed_by_zeros() -> None:
-    model = source()
-    hidden = last_hidden(widened(model, 4, 1))
-    assert hidden.shape == (len(TEXT), 64) and not hidden[:, 16:].any()
-    assert torch.allclose(hidden[:, :16], last_hidden(model), atol=1e-5)
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -133,40 +111,6 @@ def test_only_what_writes_to_the_residual_stream_is_padded_with_zeros(family: st
             assert parameter.count_nonzero() * (4 if "embed" in name else 16) == parameter.numel(), name
         else:
             assert not parameter.any(), name
-
-
-def test_everything_grows_but_the_head_size_and_the_vocabulary() -> None:
-    wide = widened(source("qwen3"), 4, 2)
-    config = wide.config
-    assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (64, 96, 4)
-    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (8, 4, 8)
-    # per layer: q and o 64 x 64, k and v 64 x 32, MLP 3 x 64 x 96, norms 2 x 64 and 2 x 8; embeddings 2 x 16 x 64
-    per_layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96 + 2 * 64 + 2 * 8
-    assert wide.num_parameters() == 4 * per_layer + 2 * 16 * 64 + 64
-
-
-def test_extra_layers_stand_between_the_real_ones_and_add_nothing() -> None:
-    wide = widened(source("qwen2-mixed"), 1, 3)
-    silent = [
-        not layer.self_attn.o_proj.weight.any() and not layer.mlp.down_proj.weight.any() for layer in wide.model.layers
-    ]
-    assert silent == [False, True, False, True, True]
-    assert wide.config.layer_types == ["full_attention"] * 2 + ["sliding_attention"] * 3
-
-
-def test_the_source_is_left_alone_and_the_padding_is_the_generators() -> None:
-    model = source()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    first, again, other = (widened(model, 4, 0, generator=torch.Generator().manual_seed(seed)) for seed in (0, 0, 1))
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, before[name])
-    state = other.state_dict()
-    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in first.state_dict().items())
-    assert not torch.equal(first.lm_head.weight, state["lm_head.weight"])
-    assert all(
-        tensor.untyped_storage().data_ptr() != model.state_dict()[name].untyped_storage().data_ptr()
-        for name, tensor in state.items()
-    )
 
 
 def test_widened_heads_on_a_stand_in_predict_what_the_heads_predict_on_its_source() -> None:
@@ -208,43 +152,6 @@ def test_other_families_and_changed_models_are_refused() -> None:
     model.get_output_embeddings().bias = nn.Parameter(torch.ones(16))
     with pytest.raises(ValueError, match=r"lm_head.bias: not what a plain llama of this config has"):
         widened(model)
-
-
-def test_a_size_that_is_there_already_or_out_of_reach_is_refused() -> None:
-    model = source()
-    with pytest.raises(ValueError, match=f"has {model.num_parameters():,} parameters already: ask for more"):
-        widened_to(model, model.num_parameters())
-    with pytest.raises(
-        ValueError, match=r"3 layers make [\d,]+ parameters at most, not 1,000,000,000: raise max_layers"
-    ):
-        widened_to(model, 10**9, max_layers=3)
-
-
-def test_the_command_writes_a_labelled_folder_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = source("qwen3")
-    model.save_pretrained(tmp_path / "small")
-    byte_tokenizer().save_pretrained(tmp_path / "small")
-    random_heads().save_pretrained(tmp_path / "heads")
-    output = tmp_path / "wide"
-    command = [str(tmp_path / "small"), str(output), "--parameters", "2e5", "--dtype", "fp32"]
-    main([*command, "--heads", str(tmp_path / "heads")])
-    wide = load_model(str(output), torch.float32, torch.device("cpu"))
-    assert wide.num_parameters() >= 200_000
-    assert torch.allclose(full_forward(wide, TEXT), full_forward(model, TEXT), rtol=1e-5, atol=1e-5)
-    note = json.loads((output / "config.json").read_text())["stand_in"]["note"]
-    assert note.startswith("benchmark stand-in: computes what a model of 4.5K parameters computes")
-    assert wide.config.stand_in["note"] == note and note in capsys.readouterr().out
-    assert (output / "README.md").read_text().startswith("# Benchmark stand-in for small\n")
-    assert (output / "tokenizer.json").is_file()
-    heads = load_file(output / "heads" / "model.safetensors")
-    assert heads["heads.0.lm_head.weight"].shape == (16, wide.config.hidden_size)
-    with pytest.raises(SystemExit, match="is not empty: give a new folder"):
-        main(command)
-
-
-def test_sequential_heads_are_not_widened() -> None:
-    with pytest.raises(ValueError, match="sequential heads cannot be widened"):
-        widened_heads(MedusaHeads(MedusaConfig(16, 16, sequential=True)), 4)
 
 
 def in_double(model: PreTrainedModel) -> PreTrainedModel:

@@ -11,17 +11,11 @@ that both factors are powers of 2, exact in every dtype. Added weights that cann
 never zero, so that they cost as much as real ones; only weights that write to the residual stream (embeddings, the
 output projections of attention and MLP) are padded with zeros. Growing a network without changing its function follows
 Net2Net (1511.05641).
-
-``python -m decoding.measure.widen SOURCE OUTPUT --parameters 150e6`` writes such a model to a folder.
 """
 
-import argparse
 import copy
 import math
-import sys
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,9 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from decoding.model.dtypes import DTYPES, parse_dtype
 from decoding.model.heads import MedusaHeads
-from decoding.model.loading import load_model, load_tokenizer
 from decoding.model.parallel import ParallelDraft, ParallelParts
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -289,53 +281,3 @@ def _short(count: int) -> str:
         if count >= 0.99995 * size:
             return f"{count / size:.1f}{letter}"
     return f"{count / 1e3:.1f}K"
-
-
-def _readme(source: str, stand_in: dict[str, Any]) -> str:
-    return (
-        f"# Benchmark stand-in for {source}\n\n"
-        f"{stand_in['note'][0].upper()}{stand_in['note'][1:]}: width × {stand_in['width']}, "
-        f"{stand_in['extra_layers']} extra layers, the added weights read but without influence.\n"
-        "Use it to time decoding at that size, and label every figure: the speed is the larger size's, the texts and "
-        "the acceptance are the small model's. It knows nothing that the small model does not know.\n"
-    )
-
-
-def write_stand_in(
-    source: str, output: Path, parameters: int, heads: Path | None = None, dtype: torch.dtype = torch.bfloat16
-) -> dict[str, Any]:
-    """Write `widened_to`'s model of ``source`` (folder or Hub id), its tokenizer and a README to a new folder.
-
-    Widened ``heads`` go to ``output/heads``. Returns the description of the stand-in.
-    """
-    if output.exists() and any(output.iterdir()):
-        raise ValueError(f"{output} is not empty: give a new folder")
-    wide, stand_in = widened_to(load_model(source, dtype), parameters)
-    wide.save_pretrained(output)
-    load_tokenizer(source).save_pretrained(output)
-    (output / "README.md").write_text(_readme(Path(source).name, stand_in))
-    if heads is not None:
-        widened_heads(MedusaHeads.from_pretrained(heads, dtype), stand_in["width"]).save_pretrained(output / "heads")
-    return stand_in
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m decoding.measure.widen", description=__doc__.splitlines()[0])
-    parser.add_argument("source", help="hub id or folder of a causal LM")
-    parser.add_argument("output", type=Path, help="folder to write")
-    parser.add_argument("--parameters", type=float, required=True, help="least number of parameters, such as 150e6")
-    parser.add_argument("--heads", type=Path, help="Medusa heads of the source, to be widened too (OUTPUT/heads)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    given = parser.parse_args(arguments)
-    try:
-        stand_in = write_stand_in(
-            given.source, given.output, int(given.parameters), given.heads, parse_dtype(given.dtype)
-        )
-    except ValueError as error:
-        sys.exit(str(error))
-    print(f"{given.output}: {stand_in['note']}")
-
-
-if __name__ == "__main__":
-    main()
