@@ -40,7 +40,7 @@ POLICY = {"offline": 0.5, "draft": 0.5, "max_new_tokens": 6, "every": 2}
 SMALL = {"from_config": {"num_hidden_layers": 1}}
 """Random weights, as a layer of the counting target would have little to learn."""
 KINDS: dict[str, dict[str, Any]] = {
-    "heads": {"kind": "medusa", "heads": {"num_heads": 3, "weighting": "prefix_survival"}},
+    "heads": {"kind": "medusa", "heads": {"num_heads": 3}},
     "medusa2": {
         "kind": "medusa",
         "adapters": {"rank": 4, "dropout": 0.0, "heads_first_steps": 2, "base_loss": "forward_kl"},

@@ -109,8 +109,6 @@ def widened_heads(heads: MedusaHeads, width: int, generator: torch.Generator | N
     ValueError for sequential heads: the zeros would change their embeddings, which are normalised.
     """
     _refuse_factor(width)
-    if heads.config.sequential:
-        raise ValueError("sequential heads cannot be widened: give heads with sequential=false")
     first = next(heads.parameters())
     config = replace(heads.config, hidden_size=heads.config.hidden_size * width)
     with torch.device(first.device), no_init_weights():

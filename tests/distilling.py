@@ -11,7 +11,6 @@ from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Batch, Example
 from trainer.drafts.distill import DistillObjective, OnlineTeacher
 from trainer.drafts.start import initial_draft
-from trainer.learning.flops import Text
 from trainer.learning.losses import divergence
 from trainer.learning.objective import TermSums
 from trainer.learning.teachers import SampledTailTeacher, Teacher
@@ -61,9 +60,6 @@ class AllOnDisk:
 
     def read(self, batch: Batch) -> None:
         return None
-
-    def flops(self, text: Text, labels: int) -> float:
-        return 0.0
 
     def for_batch(self, batch: Batch, places: object = None, stored: object = None) -> Teacher:
         with torch.no_grad():

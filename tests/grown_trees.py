@@ -1,4 +1,4 @@
-"""Trees of heads whose nodes have distributions of their own: the checks that Hydra's and Markov heads' tests call."""
+"""Trees of heads and parallel drafts whose nodes have distributions of their own: checks that their tests call."""
 
 import itertools
 from collections.abc import Callable, Sequence

@@ -109,7 +109,7 @@ def reference(
         if term == "cross_entropy":
             value = _cross_entropy(logits, labels, tokens)
         else:
-            value = divergence(draft, target, term, tokens=tokens, beta=mix.beta, eta=mix.eta, share=mix.share)
+            value = divergence(draft, target, term, tokens=tokens, beta=mix.beta, eta=mix.eta)
         total = total + factor * value
     return total
 

@@ -52,7 +52,7 @@ def never_built(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- heads ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, sequential=True), replace(CONFIG, shared_lm_head=True)])
+@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, markov_rank=3), replace(CONFIG, shared_lm_head=True)])
 def test_the_shapes_that_a_config_gives_are_those_of_the_heads(config: MedusaConfig) -> None:
     built = {name: tuple(tensor.shape) for name, tensor in MedusaHeads(config).state_dict().items()}
     assert dict(config.shapes()) == built
@@ -102,10 +102,14 @@ def test_a_size_that_is_none_is_refused_by_its_name(key: str, size: Any, tmp_pat
         MedusaHeads.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("key", ["shared_lm_head", "sequential"])
-def test_a_flag_that_is_none_is_refused(key: str, tmp_path: Path) -> None:
-    change(written_heads(tmp_path) / CONFIG_NAME, **{key: "false"})
-    with pytest.raises(ValueError, match=f"{key} is 'false': give true or false"):
+def test_a_flag_that_is_none_and_hydra_heads_are_refused_and_no_hydra_is_no_difference(tmp_path: Path) -> None:
+    change(written_heads(tmp_path) / CONFIG_NAME, sequential=False)
+    assert MedusaHeads.from_pretrained(tmp_path).config == CONFIG
+    change(tmp_path / CONFIG_NAME, sequential=True)
+    with pytest.raises(ValueError, match="Hydra"):
+        MedusaHeads.from_pretrained(tmp_path)
+    change(written_heads(tmp_path) / CONFIG_NAME, shared_lm_head="false")
+    with pytest.raises(ValueError, match="shared_lm_head is 'false': give true or false"):
         MedusaHeads.from_pretrained(tmp_path)
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trainer.learning import products
-from trainer.learning.fused import Bias, fused_loss, label_probabilities
+from trainer.learning.fused import Bias, fused_loss
 from trainer.learning.losses import LossMix
 from trainer.learning.teachers import HiddenTeacher
 from trainer.recipe.loss import Divergence, Term
@@ -99,43 +99,6 @@ def test_a_bias_is_a_second_product_in_the_logits(weights: dict[Term, float], ch
     loss, correct, _ = fused_loss(hidden, weight, labels, LossMix(weights), teacher, bias=bias, chunk=chunk)
     assert correct == ((hidden @ weight.T + bias.hidden @ bias.weight.T).argmax(-1) == labels).sum()
     assert_same(loss, expected, hidden, weight, *bias)
-
-
-@pytest.mark.parametrize("kind", TEACHERS)
-def test_one_share_of_lk_for_all_tokens_is_fused_as_the_formula_says(kind: str) -> None:
-    hidden, weight, labels = inputs()
-    teacher, target = a_teacher(kind)
-    mix = LossMix({"lk": 0.7, "tvd": 0.1}, temperature=1.0, share=torch.tensor(0.3))
-    expected = reference(hidden @ weight.T, labels, mix, teacher, target)
-    assert_same(fused_loss(hidden, weight, labels, mix, teacher, chunk=5).loss, expected, hidden, weight)
-
-
-@pytest.mark.parametrize("biased", [False, True])
-def test_label_probabilities_are_the_softmax_at_the_labels(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_BLOCK_BYTES", 2 * VOCAB * 8)
-    hidden, weight, labels = inputs()
-    bias = Bias(torch.randn(TOKENS, 2, dtype=hidden.dtype), torch.randn(VOCAB, 2, dtype=hidden.dtype))
-    logits = hidden @ weight.T + (bias.hidden @ bias.weight.T if biased else 0)
-    for chunk in (1, 5, None):
-        found = label_probabilities(hidden, weight, labels, bias=bias if biased else None, chunk=chunk)
-        assert torch.allclose(found, logits.softmax(-1)[torch.arange(TOKENS), labels], rtol=0, atol=1e-12)
-        assert not found.requires_grad
-
-
-@pytest.mark.parametrize("weights", MIXES, ids="+".join)
-def test_row_weights_multiply_each_tokens_loss_and_leave_the_hits_alone(weights: dict[Term, float]) -> None:
-    hidden, weight, labels = inputs()
-    teacher, target = a_teacher("hidden")
-    factors = torch.linspace(0, 2, TOKENS, dtype=hidden.dtype)
-    rows = [
-        reference((hidden @ weight.T)[row, None], labels[row, None], LossMix(weights), None, target[row, None])
-        for row in range(TOKENS)
-    ]
-    expected = (factors * torch.stack(rows)).sum()
-    found = fused_loss(hidden, weight, labels, LossMix(weights), teacher, row_weights=factors, chunk=5)
-    plain = fused_loss(hidden, weight, labels, LossMix(weights), teacher, chunk=5)
-    assert found.correct == plain.correct and found.accepted == plain.accepted
-    assert_same(found.loss, expected, hidden, weight)
 
 
 @pytest.mark.parametrize("weights", MIXES, ids="+".join)

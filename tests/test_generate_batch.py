@@ -94,7 +94,6 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "markov, another tree each step": lambda: MedusaDrafter(medusa_heads(markov_rank=4), dynamic_nodes=6),
     "medusa, drawn": lambda: drawn_tree(medusa_heads()),
     "markov, drawn": lambda: drawn_tree(medusa_heads(markov_rank=4)),
-    "hydra, drawn": lambda: drawn_tree(medusa_heads(sequential=True)),
     "prompt lookup": lambda: PromptLookupDrafter(4, num_branches=2),
     "lookahead": lambda: LookaheadDrafter(window=3, ngram=3, guesses=3),
     "cascade": lambda: CascadeDrafter(llama(1), PromptLookupDrafter(3), 4),

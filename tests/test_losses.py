@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from loss_references import KINDS, SEEDS, VOCAB, WITHOUT_GRADIENT_INSIDE, gradients
 from torch import Tensor
 
-from trainer.learning.losses import LossMix, divergence, prefix_survival
+from trainer.learning.losses import LossMix, divergence
 from trainer.recipe.loss import Divergence
 
 # Two tokens whose distributions can be told by hand, and one on which both agree.
@@ -182,34 +182,6 @@ def test_logits_far_apart_stay_finite(kind: Divergence) -> None:
     draft = torch.tensor([[1e4, 0.0, -1e4]], requires_grad=True)
     loss = divergence(draft, torch.tensor([[-1e4, 0.0, 1e4]]), kind)
     assert loss.isfinite() and gradients(loss, draft)[0].isfinite().all()
-
-
-def test_lk_takes_one_share_for_all_tokens() -> None:
-    draft, target = torch.randn(5, VOCAB), torch.randn(5, VOCAB)
-    kl, tvd = (divergence(draft, target, kind).item() for kind in ("forward_kl", "tvd"))
-    found = divergence(draft, target, "lk", eta=9.0, share=torch.tensor(0.25))
-    assert found.item() == pytest.approx(0.25 * kl + 0.75 * tvd)
-
-
-def test_prefix_survival_is_what_a_label_adds_to_the_expected_accepted_length() -> None:
-    """With α = 1/2 the q̃ of 1, 0, 1 are 1, 1/2, 1: the chain survives to each head with 1, 1/2, 1/2."""
-    q, all_labelled = torch.tensor([[1.0, 0.0, 1.0]]), torch.tensor([[True, True, True]])
-    assert prefix_survival(q, all_labelled, 0.5).tolist() == [[2.0, 1.0, 0.5]]
-    assert prefix_survival(q, all_labelled, 0.0).tolist() == [[1.0, 0.0, 0.0]]
-    assert prefix_survival(q, all_labelled, 1.0).tolist() == [[3.0, 2.0, 1.0]]
-
-
-def test_a_chain_does_not_survive_a_head_without_a_label() -> None:
-    q = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
-    labelled = torch.tensor([[True, True, False], [False, True, True]])
-    assert prefix_survival(q, labelled, 0.5).tolist() == [[2.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
-
-
-def test_prefix_survival_is_the_gradient_of_the_expected_accepted_length() -> None:
-    log_q = (0.1 + 0.8 * torch.rand(4, 3, dtype=torch.float64)).log().requires_grad_()
-    (expected,) = gradients(log_q.exp().cumprod(1).sum(), log_q)
-    found = prefix_survival(log_q.exp(), torch.ones(4, 3, dtype=torch.bool), 0.0)
-    assert torch.allclose(found, expected, rtol=0, atol=1e-12) and not found.requires_grad
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -101,11 +101,6 @@ def test_a_rank_that_is_no_whole_number_is_refused(rank: object) -> None:
         replace(CONFIG, markov_rank=rank)
 
 
-def test_sequential_heads_take_no_bias() -> None:
-    with pytest.raises(ValueError, match="markov_rank is 4, but sequential heads read every token before their own"):
-        replace(CONFIG, sequential=True)
-
-
 # --- on disk --------------------------------------------------------------------------------------------------------
 
 

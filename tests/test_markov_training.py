@@ -1,25 +1,75 @@
 """Training of heads with a bias by the token before: which token it is, the gradients, and what is stored."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from plain_heads import COUNTING, all_logits, assert_same_gradients, disturb, disturbed
 from tiny_models import tiny_model
-from tiny_training import Recorder, medusa_on, train_toy
+from tiny_training import Recorder, interrupt, medusa_on, toy_examples, train_toy
 from torch import Tensor
 from torch.nn import functional as F
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads
-from trainer.data.batch import Example, collate
+from trainer.data.batch import Batch, Example, collate
 from trainer.heads.medusa import MedusaObjective, heads_for_decoding, rank_accuracies
 from trainer.learning.losses import divergence
 from trainer.recipe.heads import HeadsSection
 from trainer.recipe.loss import LossSection
+from trainer.run.loop import Interrupted
 
 HEADS = HeadsSection(num_heads=3, markov_rank=4)
+COUNTING = Example(tuple(i % 16 for i in range(20)), (True,) * 20, 0)
+
+
+def disturb(objective: MedusaObjective, seed: int = 0) -> None:
+    """Add noise to everything that is trained."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in objective.module.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+
+def disturbed(section: HeadsSection, dtype: torch.dtype = torch.float32, seed: int = 0) -> MedusaObjective:
+    """The objective of such heads on a tiny Llama, the same target for every call."""
+    objective = medusa_on(CausalLM(tiny_model("llama").to(dtype)), section)
+    objective.module.to(dtype)
+    disturb(objective, seed)
+    return objective
+
+
+class HeadLogits(NamedTuple):
+    """One head's logits at its labels, the target's own there, and the labels."""
+
+    logits: Tensor
+    target: Tensor
+    labels: Tensor
+
+
+def all_logits(objective: MedusaObjective, batch: Batch) -> list[HeadLogits]:
+    """Of every head on a batch of one row in which every token is trained."""
+    (inputs,) = objective.inputs(batch, step=0)
+    heads, tokens, found = objective.module.heads, batch.tokens[0], []
+    assert len(batch.tokens) == 1 and bool(batch.trained.all())
+    lm_head = objective._states.lm_head
+    for k, head in enumerate(heads.heads):
+        x = head.features(inputs.hidden[0, : -(k + 2)])
+        logits = F.linear(x, lm_head if head.lm_head is None else head.lm_head.weight)
+        if heads.markov is not None:
+            logits = logits + heads.markov(tokens[k + 1 : -1])
+        found.append(HeadLogits(logits, F.linear(inputs.hidden[0, k + 1 : -1], lm_head), tokens[k + 2 :]))
+    return found
+
+
+def assert_same_gradients(losses: Tensor, expected: Tensor, objective: MedusaObjective) -> None:
+    """Those of a weighted sum of the losses with respect to everything that is trained."""
+    trained = list(objective.module.parameters())
+    weights = torch.linspace(0.5, 2, len(losses), dtype=losses.dtype)
+    assert torch.allclose(losses, expected, rtol=0, atol=1e-9)
+    ours, theirs = (torch.autograd.grad((found * weights).sum(), trained) for found in (losses, expected))
+    for gradient, right in zip(ours, theirs, strict=True):
+        assert torch.allclose(gradient, right, rtol=0, atol=1e-9)
 
 
 def counts_by_the_bias_alone(objective: MedusaObjective, ahead: int) -> None:
@@ -98,6 +148,38 @@ def test_eight_micro_batches_of_one_train_as_one_of_eight(tmp_path: Path) -> Non
     assert all(torch.allclose(tensor, trained[1][name], atol=1e-5) for name, tensor in trained[0].items())
 
 
+def run_to(folder: Path, last: int, seed: int) -> MedusaObjective:
+    """Train six steps in ``folder`` from noise, which a checkpoint replaces, or stop after ``last`` of them."""
+    objective, recorder = disturbed(HEADS, seed=seed), Recorder()
+    if last == 6:
+        train_toy(folder, objective, recorder, toy_examples(), steps=6)
+        return objective
+    recorder.actions[last] = interrupt
+    with pytest.raises(Interrupted):
+        train_toy(folder, objective, recorder, toy_examples(), steps=6)
+    return objective
+
+
+def test_a_run_that_was_stopped_resumes_with_its_bias_bit_by_bit(tmp_path: Path) -> None:
+    whole = run_to(tmp_path / "straight", 6, seed=0).module.state_dict()
+    run_to(tmp_path / "stopped", 3, seed=0)
+    resumed = run_to(tmp_path / "stopped", 6, seed=1).module.state_dict()
+    assert resumed.keys() == whole.keys() and all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+
+
+def test_soft_heads_report_their_acceptance_and_others_their_right_argmaxes() -> None:
+    batch = collate([COUNTING])
+    soft = disturbed(HeadsSection(num_heads=3, loss=LossSection(cross_entropy=1, forward_kl=1)))
+    hard = disturbed(HeadsSection(num_heads=3))
+    overlaps = [
+        torch.minimum(head.logits.softmax(-1), head.target.softmax(-1)).sum().item() for head in all_logits(soft, batch)
+    ]
+    right = [(head.logits.argmax(-1) == head.labels).sum().item() for head in all_logits(hard, batch)]
+    assert (soft.hit_name, hard.hit_name) == ("acceptance", "top1")
+    assert soft.module(*soft.inputs(batch, 0)).hits.tolist() == pytest.approx(overlaps, rel=1e-4)
+    assert hard.module(*hard.inputs(batch, 0)).hits.tolist() == right
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_training_learns_from_the_token_before_what_no_state_tells(tmp_path: Path, optimizer: str) -> None:
     """The target's states are those of one token throughout: heads alone can only guess, the bias can count."""
@@ -147,10 +229,3 @@ def test_heads_with_a_bias_start_from_a_folder_of_such_heads_alone(tmp_path: Pat
     assert medusa_on(counting, HEADS.model_copy(update={"init": str(tmp_path)})).module.heads.markov is not None
     with pytest.raises(ValueError, match="whose markov_rank is 4 and not 0: set the recipe's heads section to fit"):
         medusa_on(counting, HeadsSection(num_heads=3, init=str(tmp_path)))
-
-
-def test_sequential_heads_with_a_bias_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"heads.markov_rank is 4, but sequential heads read every token before their own already"
-    ):
-        HeadsSection(sequential=True, markov_rank=4)

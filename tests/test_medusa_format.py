@@ -91,16 +91,9 @@ def test_heads_without_a_known_target_are_refused_as_readers_would_load_a_defaul
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({"sequential": True}, "read one another's tokens.*give format headstart, or .*heads.sequential=false"),
-        ({"markov_rank": 3}, "a bias of rank 3.*give format headstart, or .*heads.markov_rank=0"),
-    ],
-)
-def test_heads_that_read_tokens_are_refused(change: dict[str, Any], complaint: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        export_medusa(written_heads(tmp_path / "run", replace(CONFIG, **change)), tmp_path / "out")
+def test_heads_with_a_bias_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a bias of rank 3.*give format headstart, or .*heads.markov_rank=0"):
+        export_medusa(written_heads(tmp_path / "run", replace(CONFIG, markov_rank=3)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

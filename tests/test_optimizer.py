@@ -91,16 +91,6 @@ def test_the_learning_rates_are_the_groups_factors_times_the_recipes() -> None:
     assert rates == {("Muon", "model.layers."): 2.0, ("AdamW", "model.layers."): 2.0, ("AdamW", ""): 0.0}
 
 
-def test_muon_steps_the_matrix_by_which_sequential_heads_read_embeddings() -> None:
-    heads = MedusaHeads(MedusaConfig(16, 32, num_heads=1, sequential=True, tree=((0,),)))
-    section = TrainingSection(steps=1, optimizer="muon")
-    muon, adamw = build_optimizers(heads, section)
-    names = {id(parameter): name for name, parameter in heads.named_parameters()}
-    stepped = [{names[id(p)] for group in each.param_groups for p in group["params"]} for each in (muon, adamw)]
-    assert stepped[0] == {"heads.0.blocks.0.linear.weight", "heads.0.blocks.0.embedded.weight"}
-    assert "heads.0.lm_head.weight" in stepped[1]
-
-
 def test_adamw_steps_both_sides_of_the_bias_by_the_token_before() -> None:
     heads = MedusaHeads(MedusaConfig(16, 32, num_heads=1, markov_rank=4, tree=((0,),)))
     muon, _ = build_optimizers(heads, TrainingSection(steps=1, optimizer="muon"))

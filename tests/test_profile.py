@@ -109,7 +109,7 @@ def test_a_profile_is_a_trace_of_three_steps_with_a_table_and_figures_say_where_
     assert target.endswith("the frozen target's forward") and " ms " in target and "%" in target
     first, *rows = [json.loads(line) for line in (workshop / "run" / "metrics.jsonl").read_text().splitlines()][:7]
     assert "target_share" not in first and all(0 < row["target_share"] < 1 for row in rows)
-    assert all(0 <= row["data_share"] < 1 and row["model_flops"] > 0 and "mfu" not in row for row in rows)
+    assert all(0 <= row["data_share"] < 1 for row in rows)
 
 
 def test_a_run_too_short_to_be_profiled_is_refused_and_one_nearly_over_says_so(workshop: Path) -> None:

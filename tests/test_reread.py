@@ -57,7 +57,7 @@ def test_exported_heads_draft_as_the_trained_ones(heads: Path, tmp_path: Path, f
     assert "to plain decoding's 3/3" in sentence and sentence.endswith("logits of 2 heads bit-equal")
 
 
-@pytest.mark.parametrize("change", [{"shared_lm_head": True}, {"sequential": True}, {"markov_rank": 3}])
+@pytest.mark.parametrize("change", [{"shared_lm_head": True}, {"markov_rank": 3}])
 def test_heads_of_every_kind_are_decoded_with(heads: Path, tmp_path: Path, change: dict[str, Any]) -> None:
     random_heads(replace(HEADS, **change), torch.bfloat16).save_pretrained(heads)
     for format in ["headstart", "vllm"] if "shared_lm_head" in change else ["headstart"]:

@@ -28,7 +28,7 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
 from decoding.rules.verify import TRAVERSAL_VERIFICATION, Verdict, lossless_rule
 
-KINDS = ["medusa", "markov", "hydra"]
+KINDS = ["medusa", "markov"]
 ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
 PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (2, 1), (0, 1, 0), (2, 0, 0), (2, 0, 1))
 AT_ONE = SamplingConfig(1.0)
@@ -37,7 +37,7 @@ WITHOUT = ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
 
 
 def heads_of(kind: str, vocab: int = 16, width: int = 16, count: int = 3, shared: bool = False) -> MedusaHeads:
-    config = MedusaConfig(width, vocab, count, 1, ((0,),), shared, sequential=kind == "hydra")
+    config = MedusaConfig(width, vocab, count, 1, ((0,),), shared)
     heads = MedusaHeads(replace(config, markov_rank=4 if kind == "markov" else 0))
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
@@ -54,7 +54,6 @@ def reference_q(heads: MedusaHeads, target: CausalLM, hidden: Tensor, tokens: Se
         len(tokens) - 1,
         hidden,
         target.model.get_output_embeddings(),
-        target.model.get_input_embeddings()(ids).to(hidden) if heads.config.sequential else None,
         ids[-1] if heads.config.markov_rank else None,
     )
     return logits.softmax(-1)
@@ -353,13 +352,13 @@ def test_the_enumeration_catches_a_drawn_child_that_is_dropped_for_its_q(monkeyp
 
 def nudged_heads(kind: str, target: CausalLM, count: int = 2) -> MedusaHeads:
     """Heads that say nearly what the target's lm_head says, right now and then, but hear the tokens as well."""
-    config = MedusaConfig(target.hidden_size, target.vocab_size, count, 1, ((0,),), sequential=kind == "hydra")
+    config = MedusaConfig(target.hidden_size, target.vocab_size, count, 1, ((0,),))
     heads = MedusaHeads.for_target(target.model, replace(config, markov_rank=3 if kind == "markov" else 0))
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for name, weight in heads.named_parameters():
-            if "embedded" in name or "markov" in name:
-                weight.copy_(torch.randn(weight.shape, generator=generator) * (1.0 if kind == "markov" else 0.3))
+            if "markov" in name:
+                weight.copy_(torch.randn(weight.shape, generator=generator))
     return heads
 
 

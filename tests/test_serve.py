@@ -311,7 +311,6 @@ def test_the_target_is_the_one_of_the_provenance_and_doubts_about_it_are_told(
         ({}, "vllm", r"headstart export \S+ NEW --format vllm"),
         ({}, "sglang", "sglang has no Medusa heads; vLLM has them, headstart too: headstart generate"),
         ({"markov_rank": 2}, "vllm", "no server knows of a bias by the token before, by which .*: headstart generate"),
-        ({"sequential": True, "num_layers": 1}, "vllm", "no server knows of the tokens of the heads before"),
     ],
 )
 def test_heads_in_our_own_format_are_refused_with_the_way_on(

@@ -148,17 +148,11 @@ class ToyObjective:
     def counts(self, batch: Batch, step: int = 0) -> Tensor:
         return batch.trained[:, 1:].sum()[None]
 
-    def flops(self, batch: Batch, step: int) -> float:
-        return 0.0
-
     def ahead(self, batch: Batch, step: int) -> None:
         pass
 
     def inputs(self, batch: Batch, step: int, ahead: Any = None) -> tuple[Tensor, ...]:
         return batch.tokens, batch.trained, self.factor
-
-    def observe(self, hits: Tensor, counts: Tensor) -> None:
-        pass
 
     def drafter(self) -> Drafter | None:
         return None

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from trainer.job import (
     trained_itemsize,
     trained_numbers,
 )
-from trainer.learning.flops import LEARNING, Layers, Text, weights_of
 from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.pretrain import PretrainRecipe, PretrainSection
@@ -81,22 +79,11 @@ class PretrainObjective:
     def rates(self, step: int) -> Mapping[str, float]:
         return EVERYWHERE_THE_SAME
 
-    def flops(self, batch: Batch, step: int) -> float:
-        text, lm_head = Text.of(batch), self.module.model.get_output_embeddings()
-        return self._layers.flops(text, LEARNING) + LEARNING * text.tokens * weights_of([lm_head])
-
-    @cached_property
-    def _layers(self) -> Layers:
-        return Layers.of(self.module.model)
-
     def ahead(self, batch: Batch, step: int) -> Int[Tensor, " labels"]:
         return batch.label_places(1)
 
     def inputs(self, batch: Batch, step: int, ahead: Int[Tensor, " labels"] | None = None) -> tuple[Any, ...]:
         return batch, self.ahead(batch, step) if ahead is None else ahead
-
-    def observe(self, hits: Float[Tensor, " terms"], counts: Float[Tensor, " terms"]) -> None:
-        """Nothing here depends on the hits."""
 
     def drafter(self) -> Drafter | None:
         return None

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from decoding.drafters.base import Drafter, DraftRequest, TextStart
 from decoding.drafters.draft_tree import tree_budgets
 from decoding.drafters.growth import ConditionalLogits, DynamicGrowth, PathLogits, SampledGrowth, StaticGrowth
-from decoding.drafters.hydra import SequentialHeads
 from decoding.drafters.static_tree import StaticTree
 from decoding.drafters.text_rows import TextRows
 from decoding.model.causal_lm import CausalLM
@@ -28,7 +27,7 @@ class MedusaDrafter(Drafter):
     """Drafter of the tree in the heads' config, or of ``tree``: paths of ranks among each head's best tokens.
 
     A node at depth d (from 1) holds one of the best tokens of head d-1; for heads with a Markov bias, one of the best
-    after its parent, and for sequential heads (Hydra) one of the best after its whole path. With ``dynamic_nodes``
+    after its parent. With ``dynamic_nodes``
     every step has a tree of its own: the ``dynamic_nodes`` nodes, the root included, with the largest product of the
     heads' probabilities. All these trees depend on the context alone, so proposals are deterministic at any
     temperature.
@@ -51,17 +50,16 @@ class MedusaDrafter(Drafter):
         if dynamic_nodes is not None and dynamic_nodes < 2:
             raise ValueError(f"dynamic_nodes is {dynamic_nodes}, the root included: give at least 2")
         self.heads = heads
-        self.name = "hydra" if heads.config.sequential else "medusa" if heads.markov is None else "markov"
+        self.name = "medusa" if heads.markov is None else "markov"
         self.dynamic_nodes = dynamic_nodes
         self._static = None
         if dynamic_nodes is None:
             self._static = _static_tree(heads.config, tree if tree is not None else heads.config.tree)
         self._best = StaticGrowth(self._static) if self._static is not None else DynamicGrowth(self.budgets[-1])
         self._drawn = SampledGrowth(self._static) if self._static is not None and sampled else None
-        if not heads.config.sequential:
-            self._stacked = StackedHeads(heads)
-            self._bias = None if heads.markov is None else DecodingBias(heads.markov)
-            self._places = lru_cache(maxsize=None)(_places)
+        self._stacked = StackedHeads(heads)
+        self._bias = None if heads.markov is None else DecodingBias(heads.markov)
+        self._places = lru_cache(maxsize=None)(_places)
 
     @property
     def label(self) -> str:
@@ -87,7 +85,7 @@ class MedusaDrafter(Drafter):
         propose: Callable[[Sequence[DraftRequest], PathLogits], list[Proposal]] = self._best.propose
         if (drawn := self._drawn_at(sampling)) is not None:
             propose = partial(drawn.propose, texts=texts)
-        elif not self.heads.config.sequential and self._bias is None:  # no head's logits depend on a drafted token
+        elif self._bias is None:  # no head's logits depend on a drafted token
             return MedusaSession(texts, partial(self._draft, lm_head=self._lm_head(target)))
         logits_of = self._logits_of(target)
         return MedusaSession(texts, lambda requests: propose(requests, logits_of(requests)))
@@ -105,9 +103,6 @@ class MedusaDrafter(Drafter):
 
     def _logits_of(self, target: CausalLM) -> Callable[[Sequence[DraftRequest]], PathLogits]:
         """Return the function from requests to the logits of their trees' nodes."""
-        if self.heads.config.sequential:
-            heads = SequentialHeads(self.heads, target.model)
-            return lambda requests: heads.at(torch.stack([request.hidden for request in requests]))
         lm_head = self._lm_head(target)
         return lambda requests: ConditionalLogits(self._run(requests, lm_head), self._bias)
 

@@ -1,9 +1,8 @@
 """Medusa heads: small networks on the target's last hidden state that predict tokens further ahead.
 
 Head k (from 0) reads the hidden state at position t, from which the target's own lm_head predicts token t+1,
-and predicts token t+2+k (Medusa, 2401.10774, section 2.1.1). A sequential head also reads the tokens in between, t+1
-to t+1+k, all but the first of which were drafted by the heads before it (Hydra, 2402.05109, section 3). Heads with a
-Markov bias add to their logits a term of the last of these tokens, t+1+k, alone.
+and predicts token t+2+k (Medusa, 2401.10774, section 2.1.1). Heads with a Markov bias add to their logits a term of the
+token before their own, t+1+k.
 """
 
 import json
@@ -39,9 +38,8 @@ class MedusaConfig:
     """Sizes of the heads and the tree that they draft; ValueError for an impossible size or tree.
 
     ``tree`` lists paths of ranks: ``(0, 2)`` is head 1's third best token after head 0's best. Every prefix is listed.
-    ``shared_lm_head``: the heads have no output layer of their own and use the target's lm_head. ``sequential``: each
-    head also reads the embeddings of the tokens between t and its own. ``markov_rank``: rank of the `MarkovBias` that
-    all heads share, 0 for none.
+    ``shared_lm_head``: the heads have no output layer of their own and use the target's lm_head. ``markov_rank``: rank
+    of the `MarkovBias` that all heads share, 0 for none.
     """
 
     hidden_size: int
@@ -50,28 +48,19 @@ class MedusaConfig:
     num_layers: int = 1
     tree: tuple[tuple[int, ...], ...] = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0))
     shared_lm_head: bool = False
-    sequential: bool = False
     markov_rank: int = 0
 
     def __post_init__(self) -> None:
         least = {"hidden_size": 1, "vocab_size": 1, "num_heads": 1, "num_layers": 0, "markov_rank": 0}
         for name, smallest in least.items():
             check_whole(name, getattr(self, name), smallest)
-        for name in ("shared_lm_head", "sequential"):
-            if type(getattr(self, name)) is not bool:
-                raise ValueError(f"{name} is {getattr(self, name)!r}: give true or false")
+        if type(self.shared_lm_head) is not bool:
+            raise ValueError(f"shared_lm_head is {self.shared_lm_head!r}: give true or false")
         paths = checked_paths(self.tree, self.vocab_size)
         deepest = max((len(path) for path in paths), default=0)
         if deepest > self.num_heads:
             raise ValueError(f"the tree is {deepest} deep but there are {self.num_heads} heads: shorten its paths")
         object.__setattr__(self, "tree", paths)
-        if self.sequential and self.num_layers < 1:
-            raise ValueError("sequential heads read tokens in their first block, but num_layers is 0: give at least 1")
-        if self.sequential and self.markov_rank:
-            raise ValueError(
-                f"markov_rank is {self.markov_rank}, but sequential heads read every token before their own already: "
-                "give markov_rank 0 or sequential false"
-            )
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name and shape of every tensor of heads with this config, head by head."""
@@ -80,8 +69,6 @@ class MedusaConfig:
                 block = f"heads.{head}.blocks.{layer}"
                 yield f"{block}.linear.weight", (self.hidden_size, self.hidden_size)
                 yield f"{block}.linear.bias", (self.hidden_size,)
-                if self.sequential and layer == 0:
-                    yield f"{block}.embedded.weight", (2 * self.hidden_size, (head + 1) * self.hidden_size)
             if not self.shared_lm_head:
                 yield f"heads.{head}.lm_head.weight", (self.vocab_size, self.hidden_size)
         if self.markov_rank:
@@ -102,86 +89,39 @@ class MedusaConfig:
             )
 
 
-def _zero_linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
-    linear = nn.Linear(inputs, outputs, bias)
-    for parameter in linear.parameters():
-        nn.init.zeros_(parameter)
-    return linear
-
-
 class ResidualBlock(nn.Module):
     """Residual block x + SiLU(Wx + b); W and b start at zero, which makes it the identity."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        self.linear = _zero_linear(hidden_size, hidden_size)
+        self.linear = nn.Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         residual: Tensor = x + F.silu(self.linear(x))
         return residual
 
 
-class SequentialBlock(nn.Module):
-    """Residual block x + Ue + SiLU(Wx + Ve + b), with e the embeddings of ``tokens`` tokens side by side.
-
-    All weights start at zero, which makes it the identity. It is Hydra's first layer with the hidden state itself in
-    place of a projection of it, so that it starts as Medusa's. Embeddings are tens of times smaller than hidden states,
-    by a factor that depends on the target: each embedding is scaled to a mean square of 1.
-    """
-
-    def __init__(self, hidden_size: int, tokens: int) -> None:
-        super().__init__()
-        self.linear = _zero_linear(hidden_size, hidden_size)
-        self.embedded = _zero_linear(tokens * hidden_size, 2 * hidden_size, bias=False)
-
-    def forward(self, x: Tensor, embedded: Tensor) -> Tensor:
-        # The default eps belongs to the dtype: in bf16 it is larger than an embedding's mean square.
-        unit = F.rms_norm(embedded, embedded.shape[-1:], eps=1e-12)
-        outer, inner = self.embedded(unit.flatten(-2)).chunk(2, -1)
-        residual: Tensor = x + outer + F.silu(self.linear(x) + inner)
-        return residual
-
-
 class MedusaHead(nn.Module):
-    """Head ``index`` (from 0): its blocks, then an `OutputLayer`, unless the target's lm_head is shared.
+    """A head: its blocks, then an `OutputLayer`, unless the target's lm_head is shared."""
 
-    A sequential head reads the embeddings of ``index + 1`` tokens.
-    """
-
-    def __init__(self, config: MedusaConfig, index: int) -> None:
+    def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(ResidualBlock(config.hidden_size) for _ in range(config.num_layers))
-        if config.sequential:
-            self.blocks[0] = SequentialBlock(config.hidden_size, index + 1)
         self.lm_head = None if config.shared_lm_head else OutputLayer(config.hidden_size, config.vocab_size, bias=False)
-        self.sequential = config.sequential
 
-    def features(
-        self, hidden: Float[Tensor, "*batch hidden"], embedded: Float[Tensor, "*batch tokens hidden"] | None = None
-    ) -> Float[Tensor, "*batch hidden"]:
-        """Return the input of the output layer.
-
-        ``embedded``: for a sequential head, and for no other, the target's embeddings of the tokens from t+1 to the one
-        before the head's own.
-        """
-        if self.sequential != (embedded is not None):
-            raise ValueError(
-                "sequential heads read the tokens before their own: give their embeddings as embedded"
-                if self.sequential
-                else "embedded is given, but these heads read no tokens: leave it out"
-            )
+    def features(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch hidden"]:
+        """Return the input of the output layer."""
         for block in self.blocks:
-            hidden = block(hidden, embedded) if isinstance(block, SequentialBlock) else block(hidden)
+            hidden = block(hidden)
         return hidden
 
     def forward(
-        self,
-        hidden: Float[Tensor, "*batch hidden"],
-        lm_head: nn.Module | None = None,
-        embedded: Float[Tensor, "*batch tokens hidden"] | None = None,
+        self, hidden: Float[Tensor, "*batch hidden"], lm_head: nn.Module | None = None
     ) -> Float[Tensor, "*batch vocab"]:
-        """Return the logits. ``lm_head``: the target's, for a head without its own; ``embedded``: as in `features`."""
-        return self.written(self.features(hidden, embedded), lm_head)
+        """Return the logits. ``lm_head``: the target's, for a head without its own."""
+        return self.written(self.features(hidden), lm_head)
 
     def written(
         self, features: Float[Tensor, "*batch hidden"], lm_head: nn.Module | None
@@ -200,7 +140,7 @@ class MedusaHeads(nn.Module):
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
         self.config = config
-        self.heads = nn.ModuleList(MedusaHead(config, index) for index in range(config.num_heads))
+        self.heads = nn.ModuleList(MedusaHead(config) for _ in range(config.num_heads))
         size, rank = config.vocab_size, config.markov_rank
         self.markov = MarkovBias(size, size, rank) if rank else None
 
@@ -237,23 +177,15 @@ class MedusaHeads(nn.Module):
         self,
         hidden: Float[Tensor, "*batch hidden"],
         lm_head: nn.Module | None = None,
-        embedded: Float[Tensor, "*batch heads hidden"] | None = None,
         before: Int[Tensor, "heads *batch"] | None = None,
     ) -> Float[Tensor, "heads *batch vocab"]:
         """Return the logits of every head. In training run the heads one at a time: this holds the logits of all.
 
-        ``embedded``: for sequential heads, the embeddings of the tokens t+1, t+2, ...; head k (from 0) reads the first
-        k+1. ``before``: for heads with a Markov bias, token t+1+k for head k, the one before its own.
+        ``before``: for heads with a Markov bias, token t+1+k for head k, the one before its own.
         """
         return torch.stack(
             [
-                self.head_logits(
-                    k,
-                    hidden,
-                    lm_head,
-                    None if embedded is None else embedded[..., : k + 1, :],
-                    None if before is None else before[k],
-                )
+                self.head_logits(k, hidden, lm_head, None if before is None else before[k])
                 for k in range(len(self.heads))
             ]
         )
@@ -263,15 +195,13 @@ class MedusaHeads(nn.Module):
         k: int,
         hidden: Float[Tensor, "*batch hidden"],
         lm_head: nn.Module | None = None,
-        embedded: Float[Tensor, "*batch tokens hidden"] | None = None,
         before: Int[Tensor, "*batch"] | None = None,
     ) -> Float[Tensor, "*batch vocab"]:
         """Return the logits of head k (from 0), which predicts token t+2+k.
 
-        ``embedded``: for sequential heads, and for no others, the embeddings of the tokens t+1 to t+1+k. ``before``:
-        for heads with a Markov bias, and for no others, token t+1+k.
+        ``before``: for heads with a Markov bias, and for no others, token t+1+k.
         """
-        logits: Tensor = self.heads[k](hidden, lm_head, embedded)
+        logits: Tensor = self.heads[k](hidden, lm_head)
         if (self.markov is None) != (before is None):
             raise ValueError(
                 "before is given, but these heads have no Markov bias: leave it out"
@@ -279,22 +209,6 @@ class MedusaHeads(nn.Module):
                 else "heads with a Markov bias want the token before each head's own: give it as before"
             )
         return logits if self.markov is None or before is None else self.markov.added_to(logits, before)
-
-    def embeddings_of(self, target: nn.Module) -> nn.Module | None:
-        """Return the target's embedding layer, through which sequential heads read tokens; None for other heads.
-
-        ValueError if the size of its embeddings is not that of the hidden states.
-        """
-        if not self.config.sequential:
-            return None
-        embeddings: nn.Module = target.get_input_embeddings()  # type: ignore[operator]  # nn.Module's getattr
-        size = getattr(embeddings, "embedding_dim", self.config.hidden_size)
-        if size != self.config.hidden_size:
-            raise ValueError(
-                f"the target's embeddings have size {size} and its hidden states {self.config.hidden_size}, "
-                "but sequential heads want one size for both: train heads with sequential=false"
-            )
-        return embeddings
 
     def save_pretrained(self, folder: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
         """Write ``config.json`` and the weights to the folder, in shards as `write_weights` makes them."""
@@ -347,6 +261,8 @@ def read_config(folder: Path) -> MedusaConfig:
     stored = read_object(folder / CONFIG_NAME, _REMEDY)
     if stored.get("tree") == []:
         raise ValueError(f"{folder / CONFIG_NAME} holds an empty tree: give it at least the path [0]")
+    if stored.pop("sequential", False):
+        raise ValueError(f"{folder} holds Hydra heads, which are not supported any more: {_REMEDY}")
     known = [field.name for field in fields(MedusaConfig)]
     if stored.pop("format", None) != FORMAT:
         raise ValueError(f"{folder / CONFIG_NAME} does not describe Medusa heads (no format: {FORMAT!r}): {_REMEDY}")

@@ -15,12 +15,10 @@ class StackedHeads:
 
     The blocks' weights are stored side by side, and the given heads become views of them: no weight is held twice, even
     if the heads are stacked again. Heads that are later moved to another device or dtype are no longer those that run
-    here. Not for sequential heads, each of which needs the tokens of the heads before it. A Markov bias is left out: it
-    is added where the tokens are chosen.
+    here. A Markov bias is left out: it is added where the tokens are chosen.
     """
 
     def __init__(self, heads: MedusaHeads) -> None:
-        assert not heads.config.sequential, "sequential heads cannot run at once"
         self._heads: list[MedusaHead] = list(heads.heads)  # type: ignore[arg-type]  # ModuleList's items
         self._like = next(heads.parameters())
         self._layers: list[tuple[Tensor, Tensor]] = []

@@ -1,11 +1,10 @@
-"""The fused losses on a GPU: the CPU's values and gradients, sums that are never rounded, and Liger's kernel."""
+"""The fused losses on a GPU: the CPU's values and gradients and sums that are never rounded."""
 
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
-from loss_references import MIXES, TOKENS, VOCAB, a_teacher, gradients, inputs
+from loss_references import MIXES, VOCAB, a_teacher, gradients, inputs
 from torch import Tensor
 
 from trainer.learning.fused import fused_loss
@@ -15,7 +14,6 @@ from trainer.learning.teachers import HiddenTeacher, Teacher, TopKTeacher
 from trainer.recipe.loss import Term
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
-needs_liger = pytest.mark.skipif(find_spec("liger_kernel") is None, reason="needs liger-kernel")
 
 
 def on_gpu(given: Any) -> Any:
@@ -55,35 +53,3 @@ def test_products_of_half_precision_are_summed_without_rounding(dtype: torch.dty
         add_product(sums, left[:, chunk], right[chunk], onto=chunk > 0)
     exact = torch.einsum("ack,ckb->ab", left.double(), right.double())
     assert torch.allclose(sums.double(), exact, rtol=0, atol=1e-4)  # one product rounded to bf16 is off by 0.05
-
-
-@needs_liger
-@pytest.mark.parametrize("soft_cap", [None, 1.5])
-@pytest.mark.parametrize("factor", [1.0, 0.3])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("tokens", [None, [6, 0, 3, 4]])
-@pytest.mark.parametrize("chunk", [1, 5, None])
-def test_ligers_cross_entropy_is_the_cpus(
-    soft_cap: float | None, factor: float, weighted: bool, tokens: list[int] | None, chunk: int | None
-) -> None:
-    options: dict[str, Any] = {"soft_cap": soft_cap, "chunk": chunk}
-    if tokens is not None:
-        options["tokens"] = torch.tensor(tokens)
-    if weighted:
-        options["row_weights"] = torch.linspace(0, 2, TOKENS)
-    weights: dict[Term, float] = {"cross_entropy": factor}
-    check_same(LossMix(weights, backend="liger"), LossMix(weights), **options)
-
-
-@needs_liger
-@pytest.mark.parametrize("vocabulary", [4096, 100_003])  # the second takes several reads of a row
-def test_ligers_cross_entropy_in_bf16_is_as_near_to_fp32_as_torchs(vocabulary: int) -> None:
-    hidden, weight = torch.randn(96, 64, device="cuda") * 0.3, torch.randn(vocabulary, 64, device="cuda")
-    labels = torch.randint(vocabulary, (96,), device="cuda")
-    given = (hidden.requires_grad_(), weight.requires_grad_())
-    exact = fused_loss(*given, labels, LossMix({"cross_entropy": 1.0}))
-    with torch.autocast("cuda", torch.bfloat16):
-        found = fused_loss(*given, labels, LossMix({"cross_entropy": 1.0}, backend="liger"))
-    assert found.loss.item() == pytest.approx(exact.loss.item(), rel=2e-2)
-    for ours, theirs in zip(gradients(found.loss, *given), gradients(exact.loss, *given), strict=True):
-        assert ours.dtype == torch.float32 and (ours - theirs).norm() < 2e-2 * theirs.norm()

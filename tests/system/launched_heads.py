@@ -42,8 +42,7 @@ SECTION = TrainingSection(steps=STEPS, **SETTINGS)
 SECTION_OF_HEADS = HeadsSection(
     num_heads=3,
     markov_rank=5,
-    weighting="prefix_survival",
-    loss=LossSection(cross_entropy=1, lk=1, lk_eta=10, lk_scope="head"),
+    loss=LossSection(cross_entropy=1, lk=1),
 )
 EXAMPLES = toy_examples(12, vocab=15)  # an odd vocabulary: no tensor of the heads divides into equal parts by luck
 

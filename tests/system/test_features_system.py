@@ -38,7 +38,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_recipe(workshop: Path, path: Path, features: dict[str, Any] | None, **training: Any) -> str:
     content = recipe_content(workshop, "medusa", **{"batch_size": 16, **training})
-    content |= {"output": str(path.with_suffix("")), "heads": {"num_heads": 2, "sequential": True}}
+    content |= {"output": str(path.with_suffix("")), "heads": {"num_heads": 2, "markov_rank": 3}}
     if features is not None:
         content["features"] = {"shard_tokens": 1024, **features}
     path.write_text(yaml.safe_dump(content))

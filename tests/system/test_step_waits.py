@@ -11,7 +11,6 @@ MICRO_BATCHES = 2
 FORWARDS = {
     "heads": (1, 1),
     "soft heads": (1, 1),
-    "Hydra": (1, 1),
     "Markov": (1, 1),
     "Medusa-2": (1, 2),
     "draft": (2, 2),

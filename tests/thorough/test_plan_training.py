@@ -133,11 +133,11 @@ def test_an_impossible_launch_is_refused(launch: tuple[int, int]) -> None:
 
 
 def test_disk_is_counted_and_nothing_is_left_on_it(workshop: Path) -> None:
-    """Features of 24 texts of 20 tokens, 16 fp32 numbers each; lm_head and embeddings; three checkpoints; heads."""
+    """Features of 24 texts of 20 tokens, 16 fp32 numbers each; lm_head; three checkpoints; heads."""
     before = sorted(workshop.rglob("*"))
     disk = plan_training(recipe(workshop, features={"folder": str(workshop / "features")}), steps=1).disk
     assert disk == {
-        "features": 24 * 20 * 16 * 4 + 2 * 16 * 16 * 4,
+        "features": 24 * 20 * 16 * 4 + 16 * 16 * 4,
         "checkpoints, 2 and one being written": 3 * 12 * HEADS,
         "the finished artefact": 4 * HEADS,
     }

@@ -37,10 +37,10 @@ PROMPTS = ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7], [9])
 GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(temperature=1.0, repetition_penalty=1.1)
 DRAFTERS = (
     *("plain", "chain", "tree", "draft tree", "prompt lookup"),
-    *("medusa", "shared medusa", "dynamic medusa", "hydra", "shared hydra", "dynamic hydra"),
-    *("markov", "shared markov", "dynamic markov", "drawn medusa", "drawn shared markov", "drawn hydra"),
+    *("medusa", "shared medusa", "dynamic medusa"),
+    *("markov", "shared markov", "dynamic markov", "drawn medusa", "drawn shared markov"),
 )
-DRAWN = ("tree", "drawn medusa", "drawn shared markov", "drawn hydra")
+DRAWN = ("tree", "drawn medusa", "drawn shared markov")
 CPU = torch.device("cpu")
 Devices = tuple[torch.device, torch.device]
 
@@ -59,7 +59,7 @@ def heads_of(name: str, width: int) -> MedusaHeads:
         return random_heads("shared" in name, width=width, layers=1)
     torch.manual_seed(5)
     config = MedusaConfig(width, 16, num_heads=2, shared_lm_head="shared" in name, tree=((0,), (1,), (0, 0)))
-    heads = MedusaHeads(replace(config, sequential=True) if "hydra" in name else replace(config, markov_rank=3))
+    heads = MedusaHeads(replace(config, markov_rank=3))
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter)
     return heads
@@ -71,7 +71,7 @@ def drafter(name: str, family: str, width: int, device: torch.device | None = No
         return None
     if name == "prompt lookup":
         return PromptLookupDrafter(3)
-    if any(kind in name for kind in ("medusa", "hydra", "markov")):
+    if any(kind in name for kind in ("medusa", "markov")):
         heads = heads_of(name, width)
         if device is not None:
             moved(heads, device)

@@ -128,7 +128,7 @@ class EvaluateOptions(ModelOptions):
         list[str] | None,
         Option(
             metavar="NAME,...",
-            help="Policies for the amount to draft; any of fixed, heuristic or measured, fixed if not given.",
+            help="Policies for the amount to draft; any of fixed and heuristic, fixed if not given.",
             hidden=True,
         ),
     ] = None

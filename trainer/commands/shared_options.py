@@ -83,7 +83,7 @@ Policy = Annotated[
     str,
     Option(
         metavar="NAME",
-        help="Policy for the amount to draft; fixed, heuristic or measured.",
+        help="Policy for the amount to draft; fixed or heuristic.",
         hidden=True,
     ),
 ]

@@ -5,13 +5,12 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters.registry import weights_of
 from decoding.drafters.spec import DrafterSpec
 from decoding.model.header import check_tensors, read_header
-from decoding.model.heads import CONFIG_NAME, MedusaConfig, MedusaHeads, read_config
+from decoding.model.heads import CONFIG_NAME, MedusaConfig, read_config
 from decoding.model.hub import hub_name, local_folder
 from decoding.model.loading import (
     UNREADABLE,
@@ -90,7 +89,7 @@ def _examine_heads(path: str, folder: Path, target: Skeleton, trusted: bool) -> 
         check_heads_fit(config, target),
         check_origin(folder, target, trusted, reads_target=True),
     ]
-    return Examined(findings, count, format=_format(folder, path, plain=not (config.sequential or config.markov_rank)))
+    return Examined(findings, count, format=_format(folder, path, plain=not config.markov_rank))
 
 
 def check_heads_fit(config: MedusaConfig, target: Skeleton) -> Finding:
@@ -98,8 +97,6 @@ def check_heads_fit(config: MedusaConfig, target: Skeleton) -> Finding:
 
     def check() -> Finding:
         config.check_fits(target.model.hidden_size, target.model.vocab_size)
-        with torch.device("meta"):
-            MedusaHeads(config).embeddings_of(target.model.model)
         return ok("sizes", f"hidden states of {config.hidden_size}, {config.vocab_size} tokens, as the target")
 
     return attempt("sizes", check, _OWN)

@@ -17,7 +17,6 @@ PURPOSES = {
     "gguf": "drafts for llama.cpp",
     "deepspeed": "training of large models over several GPUs by ZeRO",
     "demo": "the web page of `headstart demo`",
-    "liger": "a cross entropy of less memory, on a GPU",
     "docs": "building the documentation site",
     "dev": "tests and checks of headstart itself",
 }

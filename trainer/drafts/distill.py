@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -21,7 +21,6 @@ from trainer.data.batch import Batch, flat_rows
 from trainer.drafts.blocks import Blocks, Labels, text_labels
 from trainer.drafts.drafter import AnyDraft, drafter_of
 from trainer.drafts.start import InitialDraft, write_draft
-from trainer.learning.flops import FORWARD, LEARNING, THROUGH, Layers, Text, weights_of
 from trainer.learning.fused import Bias, fused_loss
 from trainer.learning.lora import base_of, refuse_embeddings, with_adapters
 from trainer.learning.losses import LossMix
@@ -56,10 +55,6 @@ class TeacherSource(Protocol):
         """
         ...
 
-    def flops(self, text: Text, labels: int) -> float:
-        """Return the operations of a batch's states, and of the distributions at labels; 0 where no target is run."""
-        ...
-
 
 class DraftAhead(NamedTuple):
     """Parts of a draft's step that are ready before the target runs."""
@@ -90,9 +85,6 @@ class OnlineTeacher:
 
     def read(self, batch: Batch) -> None:
         """Return None: nothing is on a disk."""
-
-    def flops(self, text: Text, labels: int) -> float:
-        return self._target.flops(text) + FORWARD * labels * self._target.lm_head.numel()
 
     def for_batch(
         self,
@@ -276,30 +268,6 @@ class DistillObjective:
     def counts(self, batch: Batch, step: int = 0) -> Float[Tensor, " terms"]:
         return batch.labelled(1).sum().expand(len(self.terms)).clone()
 
-    def flops(self, batch: Batch, step: int) -> float:
-        text, labels = Text.of(batch), int(batch.labelled(1).sum())
-        return self._draft_flops(text, labels) + self._teacher_flops(text, labels)
-
-    def _draft_flops(self, text: Text, labels: int) -> float:
-        """Return the operations of the draft on all that it reads, and of its logits at labels."""
-        lm_head: nn.Linear = self.module.base.get_output_embeddings()
-        each = LEARNING if self._section.lora is None else THROUGH
-        found = self._layers.flops(text, each, LEARNING)
-        if self._section.loss.mix:
-            found += each * labels * weights_of([lm_head])
-        if self.module.projection is not None:
-            found += LEARNING * labels * weights_of([self.module.projection])
-        return found
-
-    def _teacher_flops(self, text: Text, labels: int) -> float:
-        if not self._needs_teacher:
-            return 0.0
-        return self._teacher.flops(text, labels if self._section.loss.soft else 0)
-
-    @cached_property
-    def _layers(self) -> Layers:
-        return Layers.of(self.module.base)
-
     def ahead(self, batch: Batch, step: int) -> DraftAhead:
         return DraftAhead(batch.label_places(1), self._teacher.read(batch) if self._needs_teacher else None)
 
@@ -308,9 +276,6 @@ class DistillObjective:
         ahead = ahead or self.ahead(batch, step)
         teacher = self._teacher.for_batch(batch, ahead.places, ahead.stored) if self._needs_teacher else None
         return (DraftInputs(batch.model_inputs(), (TaughtLabels(text_labels(batch, ahead.places), teacher),)),)
-
-    def observe(self, hits: Float[Tensor, " terms"], counts: Float[Tensor, " terms"]) -> None:
-        """Nothing here depends on the hits."""
 
     def draft_for_decoding(self) -> CausalLM:
         """Return a copy of the draft by its present weights, adapters merged, in the target's dtype."""

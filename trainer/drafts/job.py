@@ -30,7 +30,6 @@ from trainer.job import (
     trained_itemsize,
     with_few_rows,
 )
-from trainer.learning.liger import check_liger
 from trainer.learning.memory import frozen_forward_bytes, layer_bytes
 from trainer.learning.objective import GreedyTexts
 from trainer.learning.products import held_bytes
@@ -98,8 +97,6 @@ class DraftKind:
 
     def assemble(self, device: torch.device, place: Place, check_costs: bool = False) -> "DraftJob":
         """See `trainer.job.Kind.assemble`; the draft is made of the target before that is rounded to teach."""
-        if self.recipe.draft.loss.backend == "liger":
-            check_liger(device)
         recipe, target = self.recipe, self._load_target(device)
         dataset, heldout = load_splits(recipe.data, target.tokenizer)
         torch.manual_seed(recipe.training.seed)  # for weights that start at random

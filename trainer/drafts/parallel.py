@@ -42,7 +42,6 @@ from trainer.drafts.distill import (
 from trainer.drafts.mask_token import even_out_mask_row
 from trainer.drafts.rank_accuracies import rank_accuracies
 from trainer.drafts.start import InitialDraft, write_draft
-from trainer.learning.flops import LEARNING, THROUGH, Text, weights_of
 from trainer.learning.objective import GreedyTexts
 from trainer.learning.teachers import Teacher
 from trainer.recipe.draft import DraftSection, ParallelSection
@@ -79,20 +78,6 @@ class ParallelObjective(DistillObjective):
     def counts(self, batch: Batch, step: int = 0) -> Float[Tensor, " terms"]:
         text, masks = batch.labelled(1).sum(), self._blocks(batch, step).trained.sum()
         return torch.stack([masks if term == "masked" else text for term in self.terms])
-
-    def flops(self, batch: Batch, step: int) -> float:
-        text, (labels, *_), blocks = Text.of(batch), self.counts(batch, step).tolist(), self._blocks(batch, step)
-        masked = len(blocks.masks)
-        read = batch.attention_mask.sum(1) + blocks.given.sum(1) * blocks.places.shape[2]
-        found = self._draft_flops(Text(tuple(read.tolist())), labels + masked)
-        if self._needs_teacher:
-            found += self._teacher_flops(text, labels + masked)
-        elif self._parallel.reads_target:
-            found += self._teacher.flops(text, 0)
-        bias, reader = self._parts.markov, self._parts.reader
-        if bias is not None:
-            found += LEARNING * (labels + masked) * weights_of([bias.output])
-        return found if reader is None else found + THROUGH * text.tokens * weights_of([reader])
 
     def ahead(self, batch: Batch, step: int) -> DraftAhead:
         return super().ahead(batch, step)._replace(blocks=self._blocks(batch, step))

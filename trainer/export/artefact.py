@@ -64,7 +64,6 @@ class Artefact:
     heads: int = 0
     tree_nodes: int = 0
     shared_lm_head: bool = False
-    sequential: bool = False
     markov_rank: int = 0
     """Rank of the bias by the token before; 0: none."""
     at_once: int = 0

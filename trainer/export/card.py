@@ -32,7 +32,6 @@ _TARGET_BESIDE = "DIR/target"
 _SERVERS = {"vllm": "vLLM", "sglang": "SGLang"}
 _KINDS = {
     "medusa": "Medusa heads",
-    "hydra": "Hydra heads",
     "draft-model": "Draft model",
     "parallel-draft": "Parallel draft",
 }

@@ -93,8 +93,7 @@ def read_exported(folder: Path) -> Exported:
     config = read_object(folder / "config.json", _REMEDY)
     if is_heads_folder(folder):
         own = read_heads_config(folder)
-        reads = (("the tokens of the heads before",) if own.sequential else ()) + _bias(own.markov_rank)
-        return Exported(folder, OWN_HEADS, config, own.num_heads, reads)
+        return Exported(folder, OWN_HEADS, config, own.num_heads, _bias(own.markov_rank))
     if "medusa_num_heads" in config:
         return Exported(folder, MEDUSA_HEADS, config, _count(config, "medusa_num_heads", folder))
     if config.get("model_type") == "medusa":

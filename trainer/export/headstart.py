@@ -27,7 +27,6 @@ def describe_heads(heads: MedusaHeads, format: str) -> Artefact:
         layers=config.num_layers,
         tree_nodes=len(config.tree),
         shared_lm_head=config.shared_lm_head,
-        sequential=config.sequential,
         markov_rank=config.markov_rank,
     )
 

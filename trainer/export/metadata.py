@@ -13,10 +13,10 @@ _TASK = "text-generation"
 
 
 def method_of(artefact: Artefact) -> str:
-    """Return the method's tag: ``medusa``, ``hydra``, ``draft-model`` or ``parallel-draft``."""
+    """Return the method's tag: ``medusa``, ``draft-model`` or ``parallel-draft``."""
     if artefact.is_draft:
         return "parallel-draft" if artefact.at_once else "draft-model"
-    return "hydra" if artefact.sequential else "medusa"
+    return "medusa"
 
 
 def card_data(

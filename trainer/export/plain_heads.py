@@ -8,12 +8,7 @@ from trainer.target.stored_lm_head import read_lm_head
 
 
 def check_plain(config: MedusaConfig, task: Task) -> None:
-    """Raise ValueError for heads that read tokens, for which only our own format has a place."""
-    if config.sequential:
-        raise ValueError(
-            f"the heads in {task.source} read one another's tokens, for which format {task.format} has no place: "
-            "give format headstart, or train heads with heads.sequential=false"
-        )
+    """Raise ValueError for heads with a bias by the token before, for which only our own format has a place."""
     if config.markov_rank:
         raise ValueError(
             f"the heads in {task.source} add a bias of rank {config.markov_rank} by the token before, for which format "

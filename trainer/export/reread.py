@@ -196,7 +196,6 @@ def heads_logits(
     places = slice(max(0, end - _POSITIONS), end)
     following = tokens[1:].unfold(0, count, 1)[places]
     hidden = lm_head_input(target.model, {"input_ids": tokens[None]})[0, places]
-    embeddings, lm_head = heads.embeddings_of(target.model), target.model.get_output_embeddings()
-    embedded = None if embeddings is None else embeddings(following)
-    logits: Tensor = heads(hidden, lm_head, embedded, None if heads.markov is None else following.T)
+    lm_head = target.model.get_output_embeddings()
+    logits: Tensor = heads(hidden, lm_head, None if heads.markov is None else following.T)
     return logits

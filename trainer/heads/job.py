@@ -26,7 +26,6 @@ from trainer.job import (
     trained_numbers,
     with_few_rows,
 )
-from trainer.learning.liger import check_liger
 from trainer.learning.memory import frozen_bytes, frozen_forward_bytes, layer_bytes
 from trainer.learning.objective import GreedyTexts
 from trainer.learning.products import held_bytes
@@ -99,8 +98,6 @@ class HeadsKind:
 
     def assemble(self, device: torch.device, place: Place, check_costs: bool = False) -> "HeadsJob":
         """See `trainer.job.Kind.assemble`; the costs of heads are small, and not checked."""
-        if self.recipe.heads.loss.backend == "liger":
-            check_liger(device)
         recipe, target = self.recipe, load_target(self.recipe, device)
         dataset, heldout = load_splits(recipe.data, target.tokenizer)
         torch.manual_seed(recipe.training.seed)  # for heads that start at random

@@ -1,13 +1,12 @@
 """The Medusa-1 objective: heads on the hidden states of a frozen target (2401.10774, section 2.2.1).
 
-Also Hydra's (2402.05109), whose heads read the tokens before their own as well; heads with a bias by the token before
-(`decoding.model.markov`), which are given the true one; and the same with soft targets: the distribution of the target
-itself at the position that predicts a head's token.
+Also heads with a bias by the token before (`decoding.model.markov`), which are given the true one; and the same with
+soft targets: the distribution of the target itself at the position that predicts a head's token.
 """
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,9 +24,8 @@ from decoding.model.hub import local_folder
 from decoding.model.lm_head import lm_head_input
 from decoding.rules.best_tree import FITTED_RANKS, best_tree
 from trainer.data.batch import Batch, flat_rows
-from trainer.learning.flops import FORWARD, LEARNING, THROUGH, Text, weights_of
-from trainer.learning.fused import Bias, FusedLoss, fused_loss, label_probabilities
-from trainer.learning.losses import LossMix, prefix_survival
+from trainer.learning.fused import Bias, FusedLoss, fused_loss
+from trainer.learning.losses import LossMix
 from trainer.learning.objective import EVERYWHERE_THE_SAME, TermSums
 from trainer.learning.teachers import HiddenTeacher, Teacher, TopKTeacher
 from trainer.recipe.heads import HeadsSection
@@ -41,8 +39,6 @@ class HeadInputs:
 
     batch: Batch
     hidden: Float[Tensor, "batch positions hidden"]
-    embedded: Float[Tensor, "batch positions hidden"] | None = None
-    """The tokens' embeddings, for sequential heads."""
     lm_head: Float[Tensor, "vocab hidden"] | None = None
     """The target's lm_head, for heads that share it and for soft targets."""
     top_k: TopLogits | None = None
@@ -65,17 +61,11 @@ class HeadsAhead(NamedTuple):
 class MedusaTraining(nn.Module):
     """The heads with their loss: a sum per head, at the tokens the answer is made of."""
 
-    acceptance: Tensor | None
-    """Mean acceptance of each head over the batch of the step before, where the loss follows it. It is stored in
-    checkpoints, but not with the finished heads."""
-
     def __init__(self, heads: MedusaHeads, section: HeadsSection) -> None:
         super().__init__()
         self.heads = heads
-        self._section = section
+        self._loss, self._mix = section.loss, LossMix.of(section.loss)
         self.hit_name = "acceptance" if section.loss.soft else "top1"
-        by_head = section.loss.lk_by_head
-        self.register_buffer("acceptance", torch.zeros(heads.config.num_heads) if by_head else None)
 
     def forward(self, inputs: HeadInputs) -> TermSums:
         """Return losses and hits, (heads,) each.
@@ -89,11 +79,6 @@ class MedusaTraining(nn.Module):
         sums: TermSums = markov.output(markov.embedding(inputs.batch.tokens), read=partial(self._sums, inputs))
         return sums
 
-    def observe(self, hits: Float[Tensor, " heads"], counts: Float[Tensor, " heads"]) -> None:
-        """Take the hits of a step for the loss of the next; heads without a label there keep theirs."""
-        if self.acceptance is not None:
-            self.acceptance.copy_(torch.where(counts > 0, hits, self.acceptance))
-
     def _sums(
         self,
         inputs: HeadInputs,
@@ -102,61 +87,31 @@ class MedusaTraining(nn.Module):
     ) -> TermSums:
         """Return the sums of every head; ``embedded`` and ``weight`` are the bias's, for heads with one."""
         bias = None if embedded is None or weight is None else Bias(embedded, weight)
-        survival = self._survival(inputs, bias) if self._section.weighting == "prefix_survival" else None
-        sums = [self._head(k, inputs, bias, survival) for k in range(len(self.heads.heads))]
+        sums = [self._head(k, inputs, bias) for k in range(len(self.heads.heads))]
         hits = [found.accepted if self.hit_name == "acceptance" else found.correct for found in sums]
         return TermSums(torch.stack([found.loss for found in sums]), torch.stack(hits))
 
-    def _head(
-        self, k: int, inputs: HeadInputs, bias: Bias | None, survival: Float[Tensor, "batch positions heads"] | None
-    ) -> FusedLoss:
-        places = inputs.places_of(k)
-        loss = partial(
-            fused_loss,
-            mix=LossMix.of(self._section.loss, None if self.acceptance is None else self.acceptance[k]),
-            teacher=_teacher(inputs, places + k + 1) if self._section.loss.soft else None,
-            row_weights=None if survival is None else survival[..., k].flatten()[places],
-        )
-        sums: FusedLoss = self._at_labels(k, inputs, bias, loss)
-        return sums
+    def _head(self, k: int, inputs: HeadInputs, bias: Bias | None) -> FusedLoss:
+        """Return the sums of head k, which at position t predicts token t+2+k.
 
-    @torch.no_grad()
-    def _survival(self, inputs: HeadInputs, bias: Bias | None) -> Float[Tensor, "batch positions heads"]:
-        """Return the weight of each head's label by `losses.prefix_survival`, for the chain of each position."""
-        labelled, of_labels = [], []
-        for k in range(len(self.heads.heads)):
-            found: Tensor = self._at_labels(k, inputs, bias, label_probabilities)
-            labelled.append(inputs.batch.labelled(k + 2))
-            flat = torch.zeros_like(labelled[k], dtype=found.dtype).flatten()
-            of_labels.append(flat.scatter(0, inputs.places_of(k), found).view_as(labelled[k]))
-        q, known = torch.stack(of_labels, -1), torch.stack(labelled, -1)
-        return prefix_survival(q.flatten(0, 1), known.flatten(0, 1), self._section.survival_alpha).view_as(q)
-
-    def _at_labels(self, k: int, inputs: HeadInputs, bias: Bias | None, read: Callable[..., Any]) -> Any:
-        """Return ``read(states, weight, labels=..., bias=...)`` at the labels of head k, by its output layer's weight.
-
-        Head k at position t predicts token t+2+k. The order of labels is that of the batch's ``label_places(k + 2)``.
         A label stands in its state's row: in the flattened batch too, it is ``k + 2`` places behind its state.
         """
         head: MedusaHead = self.heads.heads[k]  # type: ignore[assignment]  # ModuleList's items
-        ahead = k + 2
         places = inputs.places_of(k)
         dtype = head.blocks[0].linear.weight.dtype  # type: ignore[union-attr]
-        embedded = None
-        if inputs.embedded is not None:  # of the tokens t+1 .. t+1+k, which are drafted before this head's own
-            before = places[:, None] + torch.arange(1, ahead, device=places.device)
-            embedded = inputs.embedded.flatten(0, 1)[before].to(dtype)  # type: ignore[arg-type]
-        hidden = flat_rows(inputs.hidden, places)
-        x = head.features(hidden.to(dtype), embedded)  # type: ignore[arg-type]
-        read = partial(
-            read,
-            labels=inputs.batch.tokens.flatten()[places + ahead],
-            bias=None if bias is None else Bias(flat_rows(bias.hidden, places + ahead - 1), bias.weight),
+        x = head.features(flat_rows(inputs.hidden, places).to(dtype))  # type: ignore[arg-type]
+        loss = partial(
+            fused_loss,
+            labels=inputs.batch.tokens.flatten()[places + k + 2],
+            mix=self._mix,
+            teacher=_teacher(inputs, places + k + 1) if self._loss.soft else None,
+            bias=None if bias is None else Bias(flat_rows(bias.hidden, places + k + 1), bias.weight),
         )
         if head.lm_head is not None:  # inside its forward, for the same reason as the bias
-            return head.lm_head(x, read=read)
+            sums: FusedLoss = head.lm_head(x, read=loss)
+            return sums
         assert inputs.lm_head is not None, "heads without an lm_head are given the target's"
-        return read(x, inputs.lm_head)
+        return loss(x, inputs.lm_head)
 
 
 def _teacher(inputs: HeadInputs, places: Int[Tensor, " labels"]) -> Teacher:
@@ -168,13 +123,8 @@ def _teacher(inputs: HeadInputs, places: Int[Tensor, " labels"]) -> Teacher:
 
 
 def head_weights(section: HeadsSection, step: int, steps: int) -> tuple[float, ...]:
-    """Return each head's weight in the loss at a step (from 0) of ``steps``.
-
-    Under ``weighting: prefix_survival`` the weights of its labels take the place of ``decay``: ``weights`` multiply
-    them, and the loss of a head stays the sum over its labels divided by their number, not by their weights.
-    """
-    decay = 1.0 if section.weighting == "prefix_survival" else section.decay
-    weights = section.weights or tuple(decay**k for k in range(section.num_heads))
+    """Return each head's weight in the loss at a step (from 0) of ``steps``."""
+    weights = section.weights or tuple(section.decay**k for k in range(section.num_heads))
     rise = math.sin((step + 1) / steps * math.pi / 2) if section.schedule == "sine" else 1.0
     return tuple(rise * weight for weight in weights)
 
@@ -188,7 +138,6 @@ def initial_heads(lm_head: Float[Tensor, "vocab hidden"], section: HeadsSection)
         num_layers=section.num_layers,
         tree=tuple((0,) * depth for depth in range(1, section.num_heads + 1)),
         shared_lm_head=section.shared_lm_head,
-        sequential=section.sequential,
         markov_rank=section.markov_rank,
     )
     if section.init is None:
@@ -227,11 +176,6 @@ class MedusaObjective:
     def counts(self, batch: Batch, step: int = 0) -> Float[Tensor, " terms"]:
         return head_counts(batch, len(self.terms))
 
-    def flops(self, batch: Batch, step: int) -> float:
-        labels = self.counts(batch).tolist()
-        by_lm_head = self._section.loss.soft and not self._states.stores_top_k
-        return self._states.flops(Text.of(batch)) + head_flops(self.module.heads, self._section, labels, by_lm_head)
-
     def ahead(self, batch: Batch, step: int) -> HeadsAhead:
         return HeadsAhead(head_places(batch, len(self.terms)), self._states.read(batch, self._section.loss.soft))
 
@@ -244,16 +188,12 @@ class MedusaObjective:
             HeadInputs(
                 batch,
                 states.hidden(batch) if stored is None else stored.hidden,
-                states.embedded(batch.tokens) if section.sequential else None,
                 self._lm_head_on(batch.tokens.device) if uses_lm_head else None,
                 top_k,
                 states.transform,
                 places,
             ),
         )
-
-    def observe(self, hits: Float[Tensor, " terms"], counts: Float[Tensor, " terms"]) -> None:
-        self.module.observe(hits, counts)
 
     def _lm_head_on(self, device: torch.device) -> Float[Tensor, "vocab hidden"]:
         """Return the target's lm_head on the heads' device; a target spread over several may hold it on another."""
@@ -280,26 +220,6 @@ def head_counts(batch: Batch, num_heads: int) -> Float[Tensor, " heads"]:
     return torch.stack([batch.labelled(k + 2).sum() for k in range(num_heads)])
 
 
-def head_flops(
-    heads: MedusaHeads, section: HeadsSection, labels: Sequence[int], by_lm_head: bool, learns_input: bool = False
-) -> float:
-    """Return the operations of heads on their labels, each head's number of them.
-
-    ``by_lm_head``: the target's distribution comes from its lm_head. ``learns_input``: a gradient reaches the states.
-    """
-    vocabulary, size, total = heads.config.vocab_size, heads.config.hidden_size, 0.0
-    for head, count in zip(heads.heads, labels, strict=True):
-        first, *others = (weights_of(block.modules()) for block in head.blocks)  # type: ignore[union-attr]
-        written = vocabulary * size
-        each = (LEARNING if learns_input else THROUGH) * first + LEARNING * sum(others)
-        each += (THROUGH if section.shared_lm_head else LEARNING) * written
-        each += LEARNING * vocabulary * section.markov_rank + (FORWARD * written if by_lm_head else 0)
-        if section.weighting == "prefix_survival":
-            each += FORWARD * (first + sum(others) + written + vocabulary * section.markov_rank)
-        total += count * each
-    return total
-
-
 def head_places(batch: Batch, num_heads: int) -> tuple[Int[Tensor, " labels"], ...]:
     """Return the places of each head's labels in the flattened batch."""
     return tuple(batch.label_places(k + 2) for k in range(num_heads))
@@ -323,26 +243,22 @@ def rank_accuracies(
 ) -> list[list[float]]:
     """Return at ``[k][r]`` the share of labels that are head k's rank-r token (both from 0).
 
-    A sequential head, and a head with a bias, is given the text's own tokens before that one.
+    A head with a bias is given the text's own token before that one.
     """
     counts = torch.zeros(heads.config.num_heads, FITTED_RANKS)
     totals = torch.zeros(heads.config.num_heads, 1)
-    lm_head, embed = target.model.get_output_embeddings(), target.model.get_input_embeddings()
+    lm_head = target.model.get_output_embeddings()
     device = next(heads.parameters()).device
     for tokens, prompt_length in texts:
         ids = torch.tensor([list(tokens)], device=target.device)
         hidden, text = lm_head_input(target.model, {"input_ids": ids})[0].to(device), ids[0].to(device)
-        embedded = embed(ids[0]).to(device) if heads.config.sequential else None
         for k in range(heads.config.num_heads):
             first = max(prompt_length - 1, 0)  # the position whose lm_head wrote the first new token
             labels = text[first + k + 2 :]
             if not len(labels):
                 continue
-            between = None
-            if embedded is not None:  # (labels, k+1, hidden): the tokens between the state and the label
-                between = embedded[first + 1 : -1].unfold(0, k + 1, 1).transpose(1, 2)
             before = None if heads.markov is None else text[first + k + 1 : -1]
-            logits = heads.head_logits(k, hidden[first : first + len(labels)], lm_head, between, before)
+            logits = heads.head_logits(k, hidden[first : first + len(labels)], lm_head, before)
             best = logits.topk(min(FITTED_RANKS, heads.config.vocab_size)).indices.to(device)
             counts[k, : best.shape[1]] += (best == labels[:, None]).sum(0).cpu()
             totals[k] += len(labels)

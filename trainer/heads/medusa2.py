@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +23,11 @@ from trainer.heads.medusa import (
     MedusaTraining,
     fit_tree,
     head_counts,
-    head_flops,
     head_places,
     head_weights,
     heads_for_decoding,
     initial_heads,
 )
-from trainer.learning.flops import FORWARD, LEARNING, THROUGH, Layers, Text
 from trainer.learning.fused import fused_loss
 from trainer.learning.lora import base_of, merged_weights, refuse_embeddings, wake, with_adapters
 from trainer.learning.losses import LossMix
@@ -90,12 +88,8 @@ class JointTraining(nn.Module):
     def _losses(
         self, batch: Batch, places: Sequence[Tensor], teacher: Tensor | None, hidden: Tensor, lm_head: Tensor
     ) -> TermSums:
-        embedded = None
-        if self.heads.heads.config.sequential:
-            with torch.no_grad():
-                embedded = self._target.get_input_embeddings()(batch.tokens)  # type: ignore[operator]  # nn.Module's
         *of_heads, at = places
-        inputs = HeadInputs(batch, hidden, embedded, lm_head, transform=self._transform, places=tuple(of_heads))
+        inputs = HeadInputs(batch, hidden, lm_head, transform=self._transform, places=tuple(of_heads))
         losses, hits = self.heads(inputs)
         was = None if teacher is None else HiddenTeacher(flat_rows(teacher, at), lm_head, self._transform)
         mix = LossMix({"cross_entropy": 1.0} if was is None else {"forward_kl": 1.0})
@@ -145,24 +139,6 @@ class Medusa2Objective:
     def counts(self, batch: Batch, step: int = 0) -> Float[Tensor, " terms"]:
         heads = head_counts(batch, self._section.num_heads)
         return torch.cat([heads, batch.labelled(1).sum()[None]])
-
-    def observe(self, hits: Float[Tensor, " terms"], counts: Float[Tensor, " terms"]) -> None:
-        self.module.heads.observe(hits[:-1], counts[:-1])
-
-    def flops(self, batch: Batch, step: int) -> float:
-        *labels, own = self.counts(batch).tolist()
-        text, joint, heads = Text.of(batch), self._is_joint(step), self.module.heads.heads
-        written = heads.config.vocab_size * heads.config.hidden_size
-        diverges = joint and self._adapters.base_loss == "forward_kl"
-        found: float = head_flops(heads, self._section, labels, self._section.loss.soft, learns_input=joint)
-        found += own * written * ((THROUGH if joint else FORWARD) + (FORWARD if diverges else 0))
-        if diverges:
-            found += self._layers.flops(text, adapters=0)
-        return found + (self._layers.flops(text, THROUGH, LEARNING) if joint else self._layers.flops(text))
-
-    @cached_property
-    def _layers(self) -> Layers:
-        return Layers.of(base_of(self.module.model))
 
     def ahead(self, batch: Batch, step: int) -> tuple[Int[Tensor, " labels"], ...]:
         return (*head_places(batch, self._section.num_heads), batch.label_places(1))

@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from trainer.learning.liger import check_liger, cross_entropy_into_gradient
 from trainer.learning.losses import Comparison, LossMix
 from trainer.learning.products import Product, blocks, chunks, product_dtype, scale, wide_dtype
 from trainer.learning.teachers import KnownLogits, Teacher
@@ -43,15 +42,13 @@ def fused_loss(
     teacher: Teacher | None = None,
     *,
     bias: Bias | None = None,
-    row_weights: Float[Tensor, " tokens"] | None = None,
     tokens: Int[Tensor, " outputs"] | None = None,
     soft_cap: float | None = None,
     chunk: int | None = None,
 ) -> FusedLoss:
     """Return the sum over tokens of ``mix``'s weighted terms for the logits ``hidden @ weight.T``, with its hits.
 
-    ``bias`` adds a second product to the logits. ``row_weights`` multiply each token's loss, and get no gradient; hits
-    are not weighted.
+    ``bias`` adds a second product to the logits.
 
     ``cross_entropy`` is taken at ``labels``; the other terms are `losses.divergence` between ``teacher`` and the
     logits. The teacher and frozen weights get no gradient.
@@ -62,42 +59,17 @@ def fused_loss(
 
     The gradient of a chunk overwrites its logits: at most ``chunk`` rows of logits are held, and as many of the
     teacher's, and nothing is computed twice. Products run in autocast's dtype, the softmax in fp32. Raises ValueError
-    for a divergence without a teacher, for a teacher that does not fit, and for Liger's kernel where it cannot run.
-    After Liger Kernel, 2410.10989, section 3.2.
+    for a divergence without a teacher, and for a teacher that does not fit. After Liger Kernel (2410.10989, section
+    3.2).
     """
     if teacher is None and mix.soft:
         raise ValueError(f"the loss is mixed of {', '.join(mix.weights)}, which needs a teacher: give one")
-    if mix.backend == "liger":
-        assert teacher is None and not mix.soft, "Liger's kernel compares with no teacher, which recipes refuse"
-        check_liger(hidden.device)
     layer = _Outputs(len(weight), tokens, soft_cap)
     if not torch.is_grad_enabled():  # which `apply` hides from the function
         hidden, weight = hidden.detach(), weight.detach()
         bias = None if bias is None else Bias(bias.hidden.detach(), bias.weight.detach())
     pairs = (hidden, weight, *(bias or (None, None)))
-    return FusedLoss(*_FusedLoss.apply(*pairs, row_weights, labels, mix, teacher, layer, chunk))  # type: ignore[no-untyped-call]  # torch's
-
-
-@torch.no_grad()
-def label_probabilities(
-    hidden: Float[Tensor, "tokens hidden"],
-    weight: Float[Tensor, "vocab hidden"],
-    labels: Int[Tensor, " tokens"],
-    *,
-    bias: Bias | None = None,
-    chunk: int | None = None,
-) -> Float[Tensor, " tokens"]:
-    """Return the probability of each token's label by the logits of `fused_loss`, in as little memory."""
-    dtype = product_dtype(hidden)
-    pairs = [Product(*pair, dtype, False, False) for pair in ((hidden, weight), bias) if pair is not None]
-    found = torch.empty(len(hidden), dtype=wide_dtype(dtype), device=hidden.device)
-    with torch.autocast(hidden.device.type, enabled=False):
-        for rows, logits in chunks(pairs, 0, chunk):
-            label, written = labels[rows, None], found[rows]
-            for block in blocks(logits, 0):
-                scores = logits[block].to(found.dtype)
-                written[block] = (scores.gather(1, label[block])[:, 0] - scores.logsumexp(-1)).exp()
-    return found
+    return FusedLoss(*_FusedLoss.apply(*pairs, labels, mix, teacher, layer, chunk))  # type: ignore[no-untyped-call]  # torch's
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -108,7 +80,6 @@ class _FusedLoss(torch.autograd.Function):
         weight: Tensor,
         bias_hidden: Tensor | None,
         bias_weight: Tensor | None,
-        row_weights: Tensor | None,
         labels: Tensor,
         mix: LossMix,
         teacher: Teacher | None,
@@ -126,8 +97,7 @@ class _FusedLoss(torch.autograd.Function):
                 target = None
                 if teacher is not None:
                     target = teacher.known_logits(rows.start, rows.stop, mix.temperature).to(hidden.device)
-                weighted = None if row_weights is None else row_weights[rows]
-                found = _turn_into_gradient(logits, labels[rows], mix, target, layer, weighted)
+                found = _turn_into_gradient(logits, labels[rows], mix, target, layer)
                 for total, part in zip(sums, found, strict=True):
                     total += part
                 for pair in pairs:
@@ -140,7 +110,7 @@ class _FusedLoss(torch.autograd.Function):
     def backward(ctx: Any, loss_gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         # In place, for a copy of a weight's gradient costs as much as a product: a graph is good for one backward.
         scaled = [None if saved is None else scale(saved, loss_gradient) for saved in ctx.saved_tensors]
-        return *scaled, *(None,) * (10 - len(scaled))
+        return *scaled, *(None,) * (9 - len(scaled))
 
 
 def _turn_into_gradient(
@@ -149,22 +119,16 @@ def _turn_into_gradient(
     mix: LossMix,
     target: KnownLogits | None,
     layer: "_Outputs",
-    row_weights: Float[Tensor, " rows"] | None,
 ) -> FusedLoss:
     """Overwrite a linear layer's products with the loss's gradient with respect to these products; return the loss."""
     loss, accepted = (torch.zeros((), dtype=wide_dtype(logits.dtype), device=logits.device) for _ in range(2))
     correct = torch.zeros((), dtype=torch.long, device=logits.device)
     written = layer.outputs_of(labels)
-    if mix.backend == "liger":
-        factor = mix.weights["cross_entropy"]
-        loss, correct = cross_entropy_into_gradient(logits, written, factor, row_weights, layer.soft_cap)
-        return FusedLoss(loss, correct, accepted)
     for block in blocks(logits, 0 if target is None else target.logits.shape[1]):
         scores, right = layer.scores(logits[block]), written[block]
         correct += _hits(scores, right)
         known = None if target is None else target.block(block)
-        weighted = None if row_weights is None else row_weights[block]
-        block_loss, block_accepted, gradient = _mixed(scores, right, mix, known, layer, weighted)
+        block_loss, block_accepted, gradient = _mixed(scores, right, mix, known, layer)
         logits[block] = layer.through_cap(gradient, scores)
         loss += block_loss
         accepted += block_accepted
@@ -177,7 +141,6 @@ def _mixed(
     mix: LossMix,
     target: KnownLogits | None,
     layer: "_Outputs",
-    row_weights: Float[Tensor, " rows"] | None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, "rows outputs"]]:
     """Return the loss of wide logits, Σ min(p, q), and the loss's gradient with respect to the logits."""
     accepted, gradient, log_q, q = scores.new_zeros(()), None, None, None
@@ -203,9 +166,6 @@ def _mixed(
         hard = q.mul_(factor).scatter_add_(1, label, -factor)
         gradient = hard if gradient is None else gradient.add_(hard)
     assert gradient is not None, "a mix without divergences is a cross entropy"
-    if row_weights is not None:
-        weights = row_weights.to(gradient.dtype)
-        losses, gradient = losses * weights, gradient.mul_(weights[:, None])
     return losses.sum(), accepted, gradient
 
 

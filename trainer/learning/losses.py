@@ -11,10 +11,10 @@ from functools import cached_property
 from typing import NamedTuple, get_args
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from trainer.recipe.loss import Backend, Divergence, LossSection, Term
+from trainer.recipe.loss import Divergence, LossSection, Term
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,6 @@ class LossMix:
     """Weight of the target in ``jsd``'s mixture, between 0 and 1."""
     eta: float = 3.0
     """Rate at which ``lk`` turns from the KL to the TVD as acceptance rises."""
-    share: Float[Tensor, ""] | None = None
-    """λ of ``lk``, one for all tokens; None: each token's own, by ``eta``."""
-    backend: Backend = "torch"
-    """``liger``: a cross entropy alone, by the kernel of `trainer.learning.liger`."""
 
     def __post_init__(self) -> None:
         if not self.weights or not self.weights.keys() <= set(get_args(Term)):
@@ -49,13 +45,9 @@ class LossMix:
             raise ValueError(f"lk has eta {self.eta:g}: give 0 or more")
 
     @staticmethod
-    def of(section: LossSection, acceptance: Float[Tensor, ""] | None = None) -> "LossMix":
-        """Return the mix of a recipe's terms on the logits; ValueError if it has none.
-
-        ``acceptance``: the mean acceptance that ``lk`` follows; None: each token's own.
-        """
-        share = None if acceptance is None else torch.exp(-section.lk_eta * acceptance)
-        return LossMix(section.mix, section.temperature, section.jsd_beta, section.lk_eta, share, section.backend)
+    def of(section: LossSection) -> "LossMix":
+        """Return the mix of a recipe's terms on the logits; ValueError if it has none."""
+        return LossMix(section.mix, section.temperature, section.jsd_beta, section.lk_eta)
 
     @property
     def soft(self) -> bool:
@@ -72,7 +64,6 @@ def divergence(
     tokens: Int[Tensor, " outputs"] | None = None,
     beta: float = 0.5,
     eta: float = 3.0,
-    share: Float[Tensor, ""] | None = None,
 ) -> Float[Tensor, ""]:
     """Return the sum over tokens of the divergence between the target's p and the draft's q, both softmaxed in fp32.
 
@@ -83,10 +74,9 @@ def divergence(
     - ``jsd``: β KL(p‖m) + (1-β) KL(q‖m) with m = β p + (1-β) q (GKD, 2306.13649).
     - ``acceptance``: -log Σ min(p, q) (LK losses, 2602.23881).
     - ``lk``: λ KL(p‖q) + (1-λ) tvd with λ = exp(-η Σ min(p, q)) (the same paper, where λ has the mean over a batch;
-      here each token has its own, unless one is given for all as ``share``).
+      here each token has its own, which adds up over accumulation steps and processes). No gradient flows through λ.
 
-    No gradient flows through λ. A λ by the mean over the present batch would not add up over accumulation steps and
-    processes, so ``share`` comes from an earlier one. Terms are not scaled by temperature squared.
+    Terms are not scaled by temperature squared.
 
     ``tokens[i]`` is the target's token that the draft's output i stands for; without it, token i. Where the draft
     writes only a set S of the tokens, p is not renormalised and sums go over S: ``forward_kl`` is p(S) KL(p_S‖q) with
@@ -116,27 +106,13 @@ def divergence(
         case "acceptance":
             each = -torch.minimum(log_p, log_q).logsumexp(-1)
         case "lk":
-            share = torch.exp(-eta * overlap.detach()) if share is None else share.to(wide)
+            share = torch.exp(-eta * overlap.detach())
             each = share * forward_kl + (1 - share) * (1 - overlap)
         case "jsd":
             log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log(1 - beta))
             known = beta * (p * (log_p - log_m)).sum(-1) + (1 - beta) * (q * (log_q - log_m)).sum(-1)
             each = known - beta * math.log(beta) * (1 - covered)  # outside S only the target has mass: m = β p
     return each.sum()
-
-
-def prefix_survival(
-    q: Float[Tensor, "chains heads"], labelled: Bool[Tensor, "chains heads"], alpha: float
-) -> Float[Tensor, "chains heads"]:
-    """Return Σ(m ≥ k) Π(i ≤ m) q̃_i for head k (from 0), with q̃ = (1 - α) q + α (D-PACE, 2605.18810).
-
-    ``q[c, i]`` is head i's probability of its label in chain c. Π(i ≤ m) q̃_i stands for the probability that the chain
-    survives to head m; it is 0 from the first head on whose label is not ``labelled``. The sum is the gradient of the
-    expected accepted length with respect to log q̃_k, the weight of that head's label in the loss. No gradient flows
-    through it.
-    """
-    survives = torch.where(labelled, (1 - alpha) * q.detach() + alpha, 0.0).cumprod(1)
-    return survives.flip(1).cumsum(1).flip(1)
 
 
 class Pulled(NamedTuple):
@@ -187,8 +163,6 @@ class Comparison:
             case "lk":
                 value, pull = self._forward_kl()
                 share = torch.exp(-mix.eta * self.overlap)
-                if mix.share is not None:
-                    share = mix.share.to(share).expand_as(share)
                 mixed = torch.lerp(self._gain, pull, share[:, None])
                 return Pulled(torch.lerp(1 - self.overlap, value, share), mixed)
 

@@ -48,9 +48,6 @@ class Objective(Protocol):
     def counts(self, batch: Batch, step: int) -> Float[Tensor, " terms"]:
         """Return the number of labels that each term has in this batch at a step (from 0)."""
 
-    def flops(self, batch: Batch, step: int) -> float:
-        """Return the operations of a batch on the host by `trainer.learning.flops`, all models; NaN if not known."""
-
     def ahead(self, batch: Batch, step: int) -> Any:
         """Return what `inputs` needs beside a batch on the host and needs no model for, such as rows from a disk.
 
@@ -61,12 +58,6 @@ class Objective(Protocol):
         """Run the frozen models without gradients; return the arguments for the module.
 
         ``ahead`` is `ahead`'s result for the same batch, moved to the batch's device; None: it is made here.
-        """
-
-    def observe(self, hits: Float[Tensor, " terms"], counts: Float[Tensor, " terms"]) -> None:
-        """Take the mean hits of a step over its whole batch of all processes, and the labels that they are means of.
-
-        Called on every process, after the optimizers' step.
         """
 
     def drafter(self) -> Drafter | None:

@@ -169,12 +169,6 @@ class DraftSection(Section):
     quantised target is slower than the one that will be sped up."""
 
     @model_validator(mode="after")
-    def _lk_goes_by_the_token(self) -> "DraftSection":
-        if self.loss.lk_scope == "head":
-            raise ValueError("draft.loss.lk_scope is head, but a draft has no heads: set it to token")
-        return self
-
-    @model_validator(mode="after")
     def _the_cache_suffices(self) -> "DraftSection":
         if self.teacher is not None and self.policy.generates:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The recipe of heads on a target: Medusa-1, Medusa-2 and Hydra."""
+"""The recipe of heads on a target: Medusa-1 and Medusa-2."""
 
 from typing import Annotated, Literal
 
@@ -15,8 +15,6 @@ class HeadsSection(Section):
     num_heads: Annotated[int, Field(ge=1)] = 4
     num_layers: Annotated[int, Field(ge=1)] = 1
     """Residual blocks per head, each with weights of its own."""
-    sequential: bool = False
-    """Hydra-style: head k also reads the tokens drafted before its own."""
     markov_rank: Annotated[int, Field(ge=0)] = 0
     """Rank of a bias on every head's logits by the token before the head's own, such as 256; 0: none."""
     shared_lm_head: bool = False
@@ -24,14 +22,9 @@ class HeadsSection(Section):
     init: str | None = None
     """Folder or hub id of heads to start from, such as a Medusa-1 run's final/."""
     decay: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Head k weighs ``decay ** k``; without use under ``weighting: prefix_survival``."""
+    """Head k weighs ``decay ** k``."""
     weights: tuple[Annotated[float, Field(ge=0)], ...] | None = None
-    """One weight per head, in place of ``decay``; under ``weighting: prefix_survival`` a factor of it."""
-    weighting: Literal["decay", "prefix_survival"] = "decay"
-    """``prefix_survival``: each label of head k weighs the tokens that its chain is likely to gain by it, by the heads'
-    own present probabilities (D-PACE, 2605.18810), in place of ``decay``. Costs a second forward of the heads."""
-    survival_alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Probabilities q count as (1 − ``survival_alpha``) q + ``survival_alpha`` in ``prefix_survival``."""
+    """One weight per head, in place of ``decay``."""
     schedule: Literal["constant", "sine"] = "constant"
     """``sine``: the heads' weights rise as sin(step / steps · π/2)."""
     loss: Annotated[LossSection, default_term("cross_entropy")] = LossSection(cross_entropy=1.0)
@@ -45,15 +38,6 @@ class HeadsSection(Section):
             raise ValueError(f"heads.weights holds {len(self.weights)} numbers for {self.num_heads} heads")
         if self.weights is not None and not any(self.weights):
             raise ValueError("heads.weights are all 0, so that no head would learn: give one a weight")
-        return self
-
-    @model_validator(mode="after")
-    def _sequential_heads_have_no_bias(self) -> "HeadsSection":
-        if self.sequential and self.markov_rank:
-            raise ValueError(
-                f"heads.markov_rank is {self.markov_rank}, but sequential heads read every token before their own "
-                "already: set heads.markov_rank=0 or heads.sequential=false"
-            )
         return self
 
     @model_validator(mode="after")

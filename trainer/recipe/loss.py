@@ -13,7 +13,6 @@ Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd", "acceptance", "lk
 """Terms that compare the logits with the target's."""
 Term = Literal["cross_entropy", Divergence]
 """Terms on the logits."""
-Backend = Literal["torch", "liger"]
 
 Weight = Annotated[float, Field(ge=0)]
 
@@ -46,19 +45,6 @@ class LossSection(Section):
     """Divides the logits of both sides in every term but ``cross_entropy``."""
     jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
     lk_eta: Annotated[float, Field(gt=0)] = 3.0
-    """For heads, begin with 10."""
-    lk_scope: Literal["token", "head"] = "token"
-    """Acceptance that ``lk`` follows: each token's own, or for heads the head's mean over the whole batch of the step
-    before (λ is 1 in the first step)."""
-
-    backend: Backend = "torch"
-    """``liger``: Liger's kernel (``pip install 'headstart[liger]'``, on a GPU) computes the cross entropy, which then
-    is the only term on the logits."""
-
-    @property
-    def lk_by_head(self) -> bool:
-        """True if ``lk`` follows each head's mean acceptance."""
-        return self.lk > 0 and self.lk_scope == "head"
 
     @property
     def mix(self) -> dict[Term, float]:
@@ -74,16 +60,6 @@ class LossSection(Section):
     def _a_term_has_a_weight(self) -> "LossSection":
         if not self.mix and not self.hidden:
             raise ValueError("the loss weighs every term 0: give one of them a weight, such as forward_kl=1")
-        return self
-
-    @model_validator(mode="after")
-    def _liger_knows_the_cross_entropy(self) -> "LossSection":
-        others = [term for term in self.mix if term != "cross_entropy"]
-        if self.backend == "liger" and others:
-            raise ValueError(
-                f"loss.backend is liger, whose kernel computes cross_entropy and not {', '.join(others)}: "
-                "set backend to torch, or train on cross_entropy alone"
-            )
         return self
 
 

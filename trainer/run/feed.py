@@ -35,18 +35,16 @@ class _Prepared(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """A process's batches of a step, the labels of each term in them, and their operations."""
+    """A process's batches of a step, and the labels of each term in them."""
 
     batches: list[Batch]
     counts: Int[Tensor, " terms"]
-    flops: float
 
 
 class FedStep(NamedTuple):
-    """This process's share of a step: labels of each term, operations by `Objective.flops`, and the micro batches."""
+    """This process's share of a step: labels of each term, and the micro batches."""
 
     counts: Int[Tensor, " terms"]
-    flops: float
     micro_batches: Iterator[MicroBatch]
 
 
@@ -90,7 +88,7 @@ class Feed:
     def step(self, step: int) -> FedStep:
         """Return this process's share of a step (from 0)."""
         first = self._take(step, 0)
-        return FedStep(send(first.share.counts, self._device), first.share.flops, self._from(step, first))
+        return FedStep(send(first.share.counts, self._device), self._from(step, first))
 
     def settle(self) -> None:
         """Wait until the thread rests."""
@@ -133,7 +131,7 @@ class Feed:
         shares = [examples[start : start + size] for start in range(0, len(examples), size)]
         batches = [collate([each.example for each in share], [each.place for each in share]) for share in shares]
         counts = torch.stack([self._objective.counts(batch, step) for batch in batches]).sum(0)
-        return _Share(batches, counts, sum(self._objective.flops(batch, step) for batch in batches))
+        return _Share(batches, counts)
 
 
 def send(values: Tensors, device: torch.device) -> Tensors:

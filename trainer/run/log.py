@@ -16,8 +16,6 @@ from trainer.learning.spans import StepTimes
 from trainer.recipe.recipe import AnyRecipe
 from trainer.run.checkpoint import Checkpoints, Progress
 from trainer.run.forecast import points_of, read_evaluated, sentence
-from trainer.run.loop import FLOPS
-from trainer.run.peak import peak_of
 from trainer.terminal.console import say
 from trainer.terminal.progress import ProgressBar
 
@@ -38,8 +36,6 @@ class Log:
     """metrics.jsonl, the tracker, and a progress bar (lines, where there is no terminal). Main process only."""
 
     def __init__(self, recipe: AnyRecipe, accelerator: Accelerator, console: Console) -> None:
-        peak = peak_of(accelerator.device, recipe.training.mixed_precision)
-        self._peak = None if peak is None else peak * accelerator.num_processes
         self._recipe = recipe
         self._accelerator = accelerator
         self._console = console
@@ -108,9 +104,6 @@ class Log:
             speed, share = tokens / times.seconds, times.share("target")
             figures = {**figures, "tokens_per_second": speed, "data_share": times.share("data"), "target_share": share}
             note += f", {speed:,.0f} tokens/s" + (f", target {share:.0%}" if share else "")
-            if self._peak is not None and FLOPS in figures:
-                figures["mfu"] = figures[FLOPS] / times.seconds / self._peak
-                note += f", MFU {figures['mfu']:.0%}"
         self._write(progress, figures)
         self._bar.update(progress.step, note=note)
 

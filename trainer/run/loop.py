@@ -28,9 +28,6 @@ from trainer.run.state import gather_moments, gather_weights, load_moments, load
 from trainer.terminal.agreement import agreed, any_process, from_first, on_first
 from trainer.terminal.exit_codes import ExitCode, Stopped
 
-FLOPS = "model_flops"
-"""Name of the figure that counts a step's operations by `Objective.flops`, where they are known."""
-
 
 class Interrupted(Stopped):
     """A SIGTERM or SIGINT arrived; the state is saved."""
@@ -156,9 +153,8 @@ def _step(
     _seed_step(section.seed, step, accelerator.process_index)
     learning_rate = learning_rate_at(step, section)
     set_learning_rates(optimizers, learning_rate, objective.rates(step))
-    mine, flops, micro_batches = feed.step(step)
+    mine, micro_batches = feed.step(step)
     counts = _summed(accelerator, mine)
-    notes = notes if math.isnan(flops) else {**notes, FLOPS: flops}
     weights = send(torch.tensor(objective.weights(step)), counts.device)
     scale: Float[Tensor, " terms"] = weights / counts.clamp(min=1)
     sums = _accumulate(objective, runner, micro_batches, step, scale, accelerator)
@@ -173,7 +169,6 @@ def _step(
     with span("optimizer"):
         norms += runner.step()
     _check_finite("gradient's norm", norms, progress)
-    objective.observe(means[1], counts)
     said_by_name = dict(zip(notes, said, strict=True))
     stop = said_by_name.pop(_STOP) > 0
     figures = {"loss": loss, "learning_rate": learning_rate, "grad_norm": norms[0]}

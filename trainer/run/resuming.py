@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 _ALWAYS = (
     *("name", "output", "tracking", "checkpoint", "draft.check_costs"),  # the weights do not depend on them
-    *("launch", "training.micro_batch_size", "evaluation.batch_size", "heads.loss.backend", "draft.loss.backend"),
+    *("launch", "training.micro_batch_size", "evaluation.batch_size"),
     *("heads.tree_nodes", "draft.parallel.tree_nodes", "adapters.export"),  # apply where the artefact is written anew
 )
 """Settings that may always differ: they change nothing but rounding, or they take effect in a finished run too."""

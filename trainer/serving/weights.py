@@ -135,7 +135,7 @@ def compare_top_1(
     ``folder``: the trained one, for the names of its tensors.
     """
     if isinstance(trained, MedusaHeads):
-        if trained.config.sequential or trained.markov is not None:
+        if trained.markov is not None:
             return unknown(TOP_1, "these heads read tokens, which the heads of no server do: export plain Medusa heads")
         return _compare_heads(target, trained, served, texts)
     read = read_served_draft(served, target, folder, trusted)

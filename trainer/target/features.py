@@ -1,6 +1,6 @@
 """Features, the target's hidden states on disk, read in place of running the target: see `trainer.target.store`.
 
-A row is a token. The target's lm_head and input embeddings are stored beside the rows. Whole sequences are stored, so
+A row is a token. The target's lm_head is stored beside the rows. Whole sequences are stored, so
 any number of heads can be trained from the same features.
 """
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int, Int8
-from torch import Tensor, nn
+from jaxtyping import Float, Int8
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from decoding.model.banded import attention_in_bands
@@ -20,7 +20,6 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import capture_lm_head_input, last_position
 from trainer.data.batch import Batch, Example
 from trainer.files.shards import digest_of_each
-from trainer.learning.flops import Text
 from trainer.recipe.heads import FeaturesSection, StatesDtype
 from trainer.target.hidden import StoredStates, TopLogits
 from trainer.target.loading import Target
@@ -80,8 +79,8 @@ class FeatureIdentity(Identity):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the lm_head and the embeddings."""
-        return 2 * self.vocab_size * self.hidden_size * self.torch_dtype.itemsize
+        """Bytes of the lm_head."""
+        return self.vocab_size * self.hidden_size * self.torch_dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -96,18 +95,11 @@ class FeatureWriter:
         return tokens_of_a_forward(self.identity.vocab_size) if self.identity.top_k else BATCH_TOKENS
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the lm_head's weight, and the outputs of the model's embedding layer, its scale included.
-
-        ValueError for an lm_head with a bias.
-        """
-        model = self.target.model
-        lm_head = model.get_output_embeddings()
+        """Return the lm_head's weight; ValueError for an lm_head with a bias."""
+        lm_head = self.target.model.get_output_embeddings()
         if getattr(lm_head, "bias", None) is not None:
             raise ValueError("the target's lm_head has a bias, which heads have no place for")
-        with torch.inference_mode():
-            embedding = model.get_input_embeddings()(torch.arange(self.identity.vocab_size, device=self.target.device))
-        found = {"lm_head": lm_head.weight, "embedding": embedding}
-        return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
+        return {"lm_head": lm_head.weight.detach().cpu().contiguous()}
 
     @torch.inference_mode()
     def compute_columns(self, batch: Batch) -> dict[str, Tensor]:
@@ -146,11 +138,6 @@ class FeatureStore(Store[FeatureIdentity]):
     def lm_head(self) -> Float[Tensor, "vocab hidden"]:
         """The weight of the target's lm_head."""
         return self._weight("lm_head")
-
-    @cached_property
-    def embedding(self) -> Float[Tensor, "vocab hidden"]:
-        """Output of the target's embedding layer for each token."""
-        return self._weight("embedding")
 
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
         """Return what the target's lm_head reads, in the target's dtype on the batch's device; zeros on padding."""
@@ -193,10 +180,6 @@ class StoredFeatures:
     def lm_head(self) -> Float[Tensor, "vocab hidden"]:
         return self._store.lm_head.to(self._device)
 
-    @cached_property
-    def _embedding(self) -> Float[Tensor, "vocab hidden"]:
-        return self._store.embedding.to(self._device)
-
     @property
     def stores_top_k(self) -> bool:
         return self._store.has_top_k
@@ -206,12 +189,6 @@ class StoredFeatures:
 
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
         raise AssertionError("stored features are read, and no target is run")
-
-    def flops(self, text: Text) -> float:
-        return 0.0
-
-    def embedded(self, tokens: Int[Tensor, "batch positions"]) -> Float[Tensor, "batch positions hidden"]:
-        return nn.functional.embedding(tokens, self._embedding)
 
 
 def ensure_features(

@@ -3,7 +3,6 @@
 `trainer.target.features` has them from disk.
 """
 
-from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import lm_head_input
 from trainer.data.batch import Batch
-from trainer.learning.flops import Layers, Text
 from trainer.learning.spans import span
 from trainer.target.logits import LogitTransform, check_logits, logit_transform
 
@@ -57,12 +55,6 @@ class HiddenStates(Protocol):
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
         """Return what the lm_head reads, on the batch's device, by a run of the target."""
 
-    def flops(self, text: Text) -> float:
-        """Return the operations of `hidden` on a batch's texts; 0 where no target is run."""
-
-    def embedded(self, tokens: Int[Tensor, "batch positions"]) -> Float[Tensor, "batch positions hidden"]:
-        """Return the target's own embeddings of tokens."""
-
 
 class OnlineTarget:
     """The target itself, run without gradients on every batch."""
@@ -87,15 +79,3 @@ class OnlineTarget:
         with span("target"):
             hidden = lm_head_input(self._model, batch.model_inputs())
         return hidden.to(batch.tokens.device)  # a target spread over devices ends on another
-
-    def flops(self, text: Text) -> float:
-        return self._layers.flops(text)
-
-    @cached_property
-    def _layers(self) -> Layers:
-        return Layers.of(self._model)
-
-    @torch.no_grad()
-    def embedded(self, tokens: Int[Tensor, "batch positions"]) -> Float[Tensor, "batch positions hidden"]:
-        embeddings: Tensor = self._model.get_input_embeddings()(tokens)
-        return embeddings.to(tokens.device)

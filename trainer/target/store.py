@@ -377,5 +377,5 @@ def _size_of(examples: Sequence[Example], identity: Identity, folder: Path) -> s
     rows, size, row = sum(map(identity.num_rows, examples)), estimate_bytes(examples, identity), identity.row
     line = f"{rows:,} {row}s in {folder}, {size / 1e9:.3f} GB: {identity.row_bytes:,} bytes a {row}"
     if identity.weight_bytes:
-        line += f" and {identity.weight_bytes / 1e6:.1f} MB for the lm_head and the embeddings"
+        line += f" and {identity.weight_bytes / 1e6:.1f} MB for the lm_head"
     return line

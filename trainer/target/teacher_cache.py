@@ -25,7 +25,6 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import capture_lm_head_input
 from trainer.data.batch import Batch, Example
 from trainer.files.shards import digest_of_each
-from trainer.learning.flops import Text
 from trainer.learning.teachers import SampledTailTeacher
 from trainer.recipe.draft import TeacherSection
 from trainer.target.loading import Target
@@ -164,9 +163,6 @@ class TeacherStore(Store[TeacherIdentity]):
         counts = [len(rows) for rows in columns["log_total"]]
         assert counts == batch.labelled(1).sum(1).tolist(), "the batch trains what the cache was written for"
         return {name: torch.cat(rows) for name, rows in columns.items()}
-
-    def flops(self, text: Text, labels: int) -> float:
-        return 0.0
 
     def for_batch(
         self, batch: Batch, places: Tensor | None = None, stored: Mapping[str, Tensor] | None = None
