@@ -6,7 +6,7 @@ plain decoding, assisted generation and the first seed's drafters in turns, on t
 larger one's cost (`widen.py`). A run may be killed at any time: no finished training and no recorded text
 is done again, and a larger --limit adds prompts. `--summarise` writes the figures of all records.
 
-    python benchmarks/accepted.py --target FOLDER --answers greedy=ANSWERS.jsonl --heldout HELD.jsonl \\
+    python benchmarks/accepted.py --target FOLDER --answers ANSWERS.jsonl --heldout HELD.jsonl \\
         --prompts gsm8k/test=TEST.jsonl --train --measure acceptance speed --summarise accepted.json
 """
 
@@ -24,18 +24,15 @@ from decoding.threads import spin_briefly
 
 spin_briefly()  # before torch is imported
 
-from accepted_arms import ALL, ARMS, DRAFT, SETTINGS, Drafting, overrides_of
+from accepted_arms import ARMS, DRAFT, SETTINGS, Drafting, overrides_of
 from accepted_figures import PEER, PLAIN, append_record, key_of, read_records, summary
-from accepted_goals import goals
 from arms import ROOT, curve_of, slug, train, write
-from rich.table import Table
 from widen import widened_heads, widened_parallel, widened_to
 
 from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, check_prompt
-from decoding.measure.figures import number
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.methods import Method, our_method, transformers_method
 from decoding.measure.questions import read_prompts
@@ -54,7 +51,6 @@ from decoding.model.loading import (
 )
 from decoding.model.parallel import ParallelDraft
 from decoding.rules.sampling import SamplingConfig
-from trainer.terminal.console import standard_output
 
 RECIPES = ROOT / "recipes" / "storyteller-11m"
 
@@ -77,18 +73,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="folder of storyteller-11m, or of another small target")
-    parser.add_argument("--answers", nargs="+", default=[], metavar="NAME=FILE", help="rows that arms learn")
+    parser.add_argument("--answers", help="rows that the arms learn, written by the target")
     parser.add_argument("--heldout", help="rows for the evaluations during training")
     parser.add_argument("--prompts", nargs="+", default=[], metavar="NAME=FILE")
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--measure", nargs="*", choices=("acceptance", "speed"), default=[])
     parser.add_argument("--summarise", type=Path, metavar="FILE", help="write the figures of all records as JSON")
-    parser.add_argument("--arms", nargs="+", choices=list(ALL), default=list(ARMS), metavar="ARM")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM")
     parser.add_argument("--draftings", nargs="+", help="ways to draft, by name; all if not given")
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="training seeds")
     parser.add_argument(
-        "--peer", default=DRAFT, choices=list(ALL), metavar="ARM", help="arm of assisted generation's draft"
+        "--peer", default=DRAFT, choices=list(ARMS), metavar="ARM", help="arm of assisted generation's draft"
     )
     parser.add_argument("--widen", type=float, help="time on the target widened to this many parameters instead")
     parser.add_argument("--runs", type=Path, default=Path("runs/accepted"))
@@ -110,19 +106,16 @@ def folder_of(runs: Path, arm: str, seed: int) -> Path:
 
 def train_arms(options: argparse.Namespace) -> list[str]:
     """Train every arm with the first seed, then with the next; return those whose training failed."""
-    answers = dict(each.split("=", 1) for each in options.answers)
     failed = []
     for seed in options.seeds:
         for name in options.arms:
-            recipe = ALL[name].recipe
+            recipe = ARMS[name].recipe
             if recipe is None:
                 continue
-            given = {"target": options.target, "data.heldout": options.heldout}
+            given = {"target": options.target, "data.train": options.answers, "data.heldout": options.heldout}
             if recipe == "medusa1":  # the target stands still: it is run once for all heads on the same answers
-                given["features.folder"] = options.runs / "features" / ALL[name].answers
-            after = ALL[name].after
-            start = None if after is None else str(folder_of(options.runs, after, seed).resolve() / "final")
-            overrides = overrides_of(ALL[name], seed, options.steps, given, answers, start)
+                given["features.folder"] = options.runs / "features"
+            overrides = overrides_of(ARMS[name], seed, options.steps, given)
             try:
                 train(RECIPES / f"{recipe}.yaml", overrides, folder_of(options.runs, name, seed), options.threads)
             except subprocess.CalledProcessError:
@@ -178,13 +171,13 @@ class Bench:
 
     def is_ready(self, name: str, seed: int) -> bool:
         """Return True for an arm that is trained with the seed; one without a training has the seed 0."""
-        if ALL[name].recipe is None:
+        if ARMS[name].recipe is None:
             return seed == 0
         return (folder_of(self.options.runs, name, seed) / "final").is_dir()
 
     def weights(self, name: str, seed: int) -> Weights | None:
         """Load an arm's weights; None if it has none."""
-        if ALL[name].recipe is None:
+        if ARMS[name].recipe is None:
             return None
         folder = folder_of(self.options.runs, name, seed) / "final"
         if is_heads_folder(folder):
@@ -194,7 +187,7 @@ class Bench:
 
     def drafters(self, name: str, weights: Weights | None) -> Iterator[tuple[str, Drafting, Drafter]]:
         """Yield the arm's ways to draft that were asked for and that fit; say once which do not fit, and why."""
-        for drafting, how in ALL[name].draftings.items():
+        for drafting, how in ARMS[name].draftings.items():
             if drafting not in (self.options.draftings or [drafting]):
                 continue
             try:
@@ -321,7 +314,7 @@ def summarise(options: argparse.Namespace) -> None:
     records = read_records(options.runs / "records.jsonl")
     rows = summary(records)
     trained = {}
-    for name, arm in ALL.items():
+    for name, arm in ARMS.items():
         folders = {seed: folder_of(options.runs, name, seed) for seed in range(100)}
         runs = {seed: curve_of(folder) for seed, folder in folders.items() if (folder / "final").is_dir()}
         if runs or arm.recipe is None or any(row["arm"] == name for row in rows):
@@ -334,14 +327,8 @@ def summarise(options: argparse.Namespace) -> None:
         "settings": {"steps": options.steps, "max_new_tokens": options.max_new_tokens, "peer": options.peer},
         "arms": trained,
         "rows": rows,
-        "goals": goals(rows),
     }
     write(report, options.summarise)
-    table = Table("goal", "wanted", "measured", "by", "met")
-    for goal in report["goals"]:
-        cells = (f"{goal['wanted']:g}", number(goal["measured"]), goal.get("by") or "", "yes" if goal["met"] else "no")
-        table.add_row(goal["goal"], *cells)
-    (standard_output() if sys.stdout.isatty() else standard_output(width=150)).print(table)
     print(f"written: {options.summarise}")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accepted_arms import ALL, GREEDY, Arm
+from accepted_arms import ARMS, GREEDY, Arm
 from torch import Tensor
 
 from decoding.metrics import Estimate, ratio_of_rates
@@ -132,7 +132,7 @@ def key_of(arm: str, drafting: str) -> str:
     return f"{arm} | {drafting}"
 
 
-def summary(records: Sequence[Record], arms: Mapping[str, Arm] = ALL) -> list[Record]:
+def summary(records: Sequence[Record], arms: Mapping[str, Arm] = ARMS) -> list[Record]:
     """Return a row for each arm, way to draft, prompt set and setting that was measured."""
     sets, targets = (list(dict.fromkeys(each[key] for each in records if key in each)) for key in ("set", "target"))
     rows = []

@@ -1,32 +1,24 @@
-"""Put a report's figures where readers see them: benchmarks/results/, the README and the pages of docs/.
+"""Copy a report to benchmarks/results/<hardware>/ and renew the tables and pictures that show it.
 
-Usage: scripts/publish_results.py REPORT NAME; the pages show those with NAME quickstart,
-accepted, drafts, spec_bench, spec_bench_sampled, crossover, planned, served, speed, long_texts, and those of
-docs/results/scale.md.
+Usage: scripts/publish_results.py REPORT NAME, with a NAME of `PLACES`.
 """
 
 import json
 import re
+import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from choosing_page import page as choosing_page
-from drafts_page import publish as publish_drafts
-from evaluated_tables import cells_table, predictions_table, tasks_table, trees_table
-from long_texts_table import long_texts_table
 from matplotlib import pyplot as plt
-from scale_tables import TABLES as SCALE
-from served_table import served_table
-from speed_table import drafters_table, goals_table
 
-from decoding.measure.figures import NONE, estimate, greedy_sentence, number
+from decoding.measure.figures import NONE, estimate, number
 from decoding.measure.markdown import text
-from decoding.measure.report import caption, crossover_figure, markdown_table, speedup_figure
+from decoding.measure.report import caption, crossover_figure
 
 ROOT = Path(__file__).resolve().parent.parent
-MOST_DRAFTERS = 4  # rows of the README's table, beside plain decoding and transformers
+MOST_DRAFTERS = 4  # rows of the README's table, next to plain decoding and transformers
 Report = dict[str, Any]
 
 
@@ -37,66 +29,188 @@ def results_folder(report: Report) -> Path:
     return ROOT / "benchmarks" / "results" / re.sub(r"[^a-z0-9]+", "-", str(name).lower()).strip("-")
 
 
+def machine_of(report: Report) -> str:
+    """Name the hardware and the commits of a report."""
+    machine = report["hardware"]
+    commits = report.get("commits") or [report["commit"]]
+    return text(
+        f"{machine.get('gpu') or str(machine['cores']) + ' cores of ' + machine['processor']}; "
+        f"commit {', '.join(commits)}."
+    )
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]], numbers: int) -> str:
+    """Write a Markdown table whose last ``numbers`` columns are aligned to the right."""
+    head = list(head)
+    marks = ["---"] * (len(head) - numbers) + ["---:"] * numbers
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, marks, *rows))
+
+
+def _value(row: Mapping[str, Any], name: str) -> float | None:
+    found: float | None = (row.get(name) or {}).get("value")
+    return found
+
+
+# --- the quickstart ---------------------------------------------------------------------------------------------------
+
+
 def headline(report: Report) -> str:
     """Return one sentence with one figure: the fastest trained drafter of the report's first setting."""
     setting = report["rows"][0]["setting"]
-    rows = {row["method"]: row for row in report["rows"] if row["setting"] == setting and row.get("artefact")}
-    method = max((name for name in rows if not name.startswith("transformers")), key=lambda name: _speedup(rows[name]))
+    rows = [row for row in report["rows"] if row["setting"] == setting and row.get("artefact")]
+    best = max(rows, key=lambda row: _value(row, "speedup_of_totals") or 0.0)
+    machine = report["hardware"]
+    place = machine.get("gpu") or f"{machine['cores']} cores of {machine['processor']}"
     return (
-        f"**{estimate(rows[method]['speedup_of_totals'], '×')} the speed of plain decoding** ({text(method)}, "
+        f"**{estimate(best['speedup_of_totals'], '×')} the speed of plain decoding** ({text(best['method'])}, "
         f"{text(setting)}), after minutes of training by `make demo`: a target of {report['parameters'] / 1e6:.0f}M "
-        f"parameters on {_machine(report)}."
+        f"parameters on {place}."
     )
 
 
 def short_table(report: Report) -> str:
-    """Return five rows and four columns: plain decoding, transformers at its best, and the first drafters.
-
-    The columns hold the report's first two settings, which are greedy decoding and lossless sampling.
-    """
+    """Return plain decoding, transformers at its best and the first drafters, greedy and sampled."""
     first, second = list(dict.fromkeys(row["setting"] for row in report["rows"]))[:2]
-    by_setting = {
-        setting: {row["method"]: row for row in report["rows"] if row["setting"] == setting}
-        for setting in (first, second)
-    }
-    lines = [
-        f"| method | tokens per target pass, {text(first)} | speed-up, {text(first)} | speed-up, {text(second)} |",
-        "|---|---:|---:|---:|",
-    ]
-    for method in _short_methods(by_setting[first]):
-        row, other = by_setting[first][method], by_setting[second].get(method, {})
-        cells = (
+    found = {(row["setting"], row["method"]): row for row in report["rows"]}
+    greedy = {method: row for (setting, method), row in found.items() if setting == first}
+    peers = [name for name in greedy if name.startswith("transformers")]
+    drafters = [name for name in greedy if name != "plain" and name not in peers][:MOST_DRAFTERS]
+    fastest = max(peers, key=lambda name: _value(greedy[name], "speedup_of_totals") or 0.0)
+    head = ["method", f"tokens per target pass, {first}", f"speed-up, {first}", f"speed-up, {second}"]
+    rows = (
+        (
             text(method),
-            estimate(row.get("tokens_per_pass")),
-            estimate(row.get("speedup_of_totals"), "×"),
-            estimate(other.get("speedup_of_totals"), "×"),
+            estimate(greedy[method].get("tokens_per_pass")),
+            estimate(greedy[method].get("speedup_of_totals"), "×"),
+            estimate(found.get((second, method), {}).get("speedup_of_totals"), "×"),
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + f"\n\n{text(caption(report))}."
+        for method in ("plain", fastest, *drafters)
+    )
+    return f"{table(map(text, head), rows, 3)}\n\n{text(caption(report))}."
 
 
-def _short_methods(rows: Mapping[str, Report]) -> list[str]:
-    """Return plain decoding, the fastest method of transformers, and the drafters that the report has first."""
-    peers = [name for name in rows if name.startswith("transformers")]
-    drafters = [name for name in rows if name != "plain" and name not in peers]
-    fastest = sorted(peers, key=lambda name: _speedup(rows[name]))[-1:]
-    return ["plain", *fastest, *drafters[:MOST_DRAFTERS]]
+# --- evaluations ------------------------------------------------------------------------------------------------------
 
 
-def _speedup(row: Report) -> float:
-    figure = row.get("speedup_of_totals") or {}
-    return figure.get("value") or 0.0
+def tasks_table(report: Report) -> str:
+    """Return for each setting a row per method and a column per task: speed-up over plain, and tokens per pass."""
+    rows = [{**row, "task": "all"} for row in report["rows"]] + report["tasks"]
+    return _by_column(report, rows, lambda row: str(row["task"]))
 
 
-def _machine(report: Report) -> str:
-    machine = report["hardware"]
-    return str(machine.get("gpu") or f"{machine['cores']} cores of {machine['processor']}")
+def cells_table(report: Report) -> str:
+    """Return for each setting a row per method and a column per context and batch size."""
+    rows = report["rows"] + report["grid"]
+    return _by_column(report, rows, lambda row: f"{row['context'] or 'own'} tokens, batch {row['batch_size']}")
 
 
-def long_table(report: Report) -> str:
-    """Return every row of the report, its caption, and a sentence on its greedy texts."""
-    below = " ".join(filter(None, (f"{caption(report)}.", greedy_sentence(report))))
-    return f"{markdown_table(report)}\n\n{text(below)}"
+def _by_column(report: Report, rows: Iterable[Report], column: Callable[[Report], str]) -> str:
+    rows = [row for row in rows if row["method"] != "plain" and _gain(row) != NONE]
+    names = list(dict.fromkeys(column(row) for row in rows))
+    names.sort(key=lambda name: name == "all")
+    parts = []
+    for setting in dict.fromkeys(row["setting"] for row in rows):
+        found = {(row["method"], column(row)): _gain(row) for row in rows if row["setting"] == setting}
+        methods = dict.fromkeys(method for method, _ in found)
+        cells = ([text(method), *(found.get((method, name), NONE) for name in names)] for method in methods)
+        parts.append(table([text(setting), *map(text, names)], cells, len(names)))
+    cut = f" ({report['prompts_cut']} too long, cut)" if report.get("prompts_cut") else ""
+    parts.append(
+        "Speed-up over plain decoding, then tokens per target pass. "
+        f"{report['parameters'] / 1e6:.0f}M-parameter target in {report['dtype']}; {report['prompts']} prompts{cut}, "
+        f"up to {report['max_new_tokens']} new tokens; {machine_of(report)}"
+    )
+    return "\n\n".join(parts)
+
+
+def _gain(row: Report) -> str:
+    passes, gain = _value(row, "tokens_per_pass"), _value(row, "speedup_of_totals")
+    parts = [f"{number(gain)}×"] if gain is not None else []
+    return " · ".join([*parts, *([number(passes)] if passes is not None else [])]) or NONE
+
+
+# --- benchmarks -------------------------------------------------------------------------------------------------------
+
+
+def goals_table(report: Report) -> str:
+    """Return a row for each goal of `benchmarks/speed.py`."""
+    rows = (
+        (text(goal["goal"]), f"≥ {goal['wanted']:g}", number(goal["measured"], 3), "yes" if goal["met"] else "**no**")
+        for goal in report["goals"]
+    )
+    return table(("", "wanted", "measured", "met"), rows, 3) + f"\n\nMedians of paired runs; {machine_of(report)}"
+
+
+def drafters_table(report: Report) -> str:
+    """Return a row for each way to draft and each peer, with a column for each target and setting."""
+    rows = [(name, row) for name, part in report["targets"].items() for row in part["drafters"]["rows"]]
+    found = {(row["method"], name, row["setting"]): row for name, row in rows}
+    places = list(dict.fromkeys((name, setting) for _, name, setting in found))
+
+    def cell(row: Report | None) -> str:
+        if row is None:
+            return NONE
+        kept = _value(row, "tokens_per_pass")
+        return f"{number(row['speedup']['median'])}×" + ("" if kept is None else f" · {number(kept)}")
+
+    methods = dict.fromkeys(method for method, _, _ in found if method != "plain")
+    cells = ([text(method), *(cell(found.get((method, *place))) for place in places)] for method in methods)
+    count = max(part["drafters"]["questions"] for part in report["targets"].values())
+    head = ["", *(f"{text(name)}, {setting}" for name, setting in places)]
+    below = f"Median of paired speed-ups over plain decoding, then tokens per target pass; {count} prompts."
+    return f"{table(head, cells, len(places))}\n\n{below}"
+
+
+def served_table(report: Report) -> str:
+    """Return a row for every engine, artefact and batch size: equal texts, and the counts of both sides."""
+
+    def compared(theirs: str, ours: str) -> str:
+        return f"{theirs}, as here" if theirs == ours else f"{theirs}; here {ours}"
+
+    rows = []
+    for row in report["rows"]:
+        if "error" in row:
+            raise ValueError(f"{row['engine']} refused {row['artefact']} ({row['error']}): mend that, measure again")
+        drafted = row["speculation"] or {}
+        theirs, ours = row["theirs"], row["ours"]
+        rows.append(
+            (
+                text(row["engine"]),
+                text(row["artefact"]),
+                str(drafted.get("num_speculative_tokens") or drafted.get("tokens") or NONE),
+                str(row["batch_size"]),
+                f"**{row['equal']}/{row['prompts']}**",
+                compared(f"{theirs['passes']:,}", f"{ours['passes']:,}"),
+                compared(*("/".join(map(str, side["accepted"])) or "none" for side in (theirs, ours))),
+            )
+        )
+    head = ("engine", "artefact", "drafted at a time", "batch", "texts equal", "target passes", "accepted by position")
+    engines = ", ".join(dict.fromkeys(f"{row['engine']}: {row['version']}" for row in report["rows"]))
+    return table(head, rows, 5) + (
+        f"\n\n{text(report['target'])} in fp32, greedy; {report['prompts']} prompts of {text(report['set'])}, up to "
+        f"{report['max_new_tokens']} new tokens each; {text(engines)}; {machine_of(report)}"
+    )
+
+
+def stored_table(report: Report) -> str:
+    """Return a row for each target and kind of `benchmarks/train_stored.py`."""
+    rows = (
+        (
+            f"{run['parameters'] / 1e6:.0f}M",
+            run["kind"],
+            number(run["tokens_per_second"]["online"], 0),
+            number(run["tokens_per_second"]["stored"], 0),
+            f"{number(run['speedup']['clock'])}×",
+        )
+        for run in report["runs"]
+    )
+    share = statistics.mean(run["trained_tokens_per_step"] / run["positions_per_step"] for run in report["runs"])
+    return table(("target", "what trains", "tokens/s, online", "tokens/s, from disk", "ratio"), rows, 3) + (
+        f"\n\nMedians over steps; {share:.0%} of the tokens that the target reads are trained; {machine_of(report)}"
+    )
+
+
+# --- the comparison of all arms ---------------------------------------------------------------------------------------
 
 
 def lead_table(report: Report) -> str:
@@ -104,33 +218,33 @@ def lead_table(report: Report) -> str:
 
     Only methods that were timed on the most prompts compete.
     """
-    lines = ["| target | method | greedy | T=1 | prompts |", "|---|---|---:|---:|---:|"]
-    prompts = report["rows"][0]["set"]
+    rows, first = [], report["rows"][0]["set"]
     for target in dict.fromkeys(target for row in report["rows"] for target in row["speed"]):
-        timed = [row for row in report["rows"] if target in row["speed"] and row["set"] == prompts]
-        greedy = _fullest([row for row in timed if row["setting"] == "greedy"], target)
-        if not greedy:
+        timed = [row for row in report["rows"] if target in row["speed"] and row["set"] == first]
+        best = _fastest([row for row in timed if row["setting"] == "greedy"], target)
+        if best is None:
             continue
-        best = max(greedy, key=lambda row: float(row["speed"][target]["over_plain"]["value"]))
-        drawn = _fullest([row for row in timed if row["setting"] == "T=1" and row["arm"] == best["arm"]], target)
-        beside = max(drawn, key=lambda row: float(row["speed"][target]["over_plain"]["value"]), default=None)
-        at_one = NONE if beside is None else f"{_gains(beside['speed'][target])}, {text(beside['drafting'])}"
+        drawn = _fastest([row for row in timed if row["setting"] == "T=1" and row["arm"] == best["arm"]], target)
+        at_one = NONE if drawn is None else f"{_gains(drawn['speed'][target])}, {text(drawn['drafting'])}"
+        counts = [row["speed"][target]["over_plain"]["observations"] for row in (best, drawn) if row is not None]
+        prompts = " and ".join(str(each) for each in dict.fromkeys(counts))
         method = f"*{text(best['arm'])}*, {text(best['drafting'])}"
-        counts = [row["speed"][target]["over_plain"]["observations"] for row in (best, beside) if row is not None]
-        count = " and ".join(str(each) for each in dict.fromkeys(counts))
-        lines.append(f"| {text(target)} | {method} | {_gains(best['speed'][target])} | {at_one} | {count} |")
-    return "\n".join(lines) + (
+        rows.append((text(target), method, _gains(best["speed"][target]), at_one, prompts))
+    return table(("target", "method", "greedy", "T=1", "prompts"), rows, 3) + (
         "\n\nOver plain decoding, and in brackets over assisted generation of `transformers` with its defaults and the "
-        f"ordinary draft of the same data and steps, on prompts of {text(prompts)} that no training saw. A *widened* "
-        "target computes the same function at a larger one's cost. [Every method](docs/results/accepted.md); "
-        "[which to choose](docs/how-to/choosing.md)."
+        f"ordinary draft of the same data and steps, on prompts of {text(first)} that no training saw. A *widened* "
+        "target computes the same function at a larger one's cost. [Every method](docs/results.md)."
     )
 
 
-def _fullest(rows: list[Report], target: str) -> list[Report]:
-    """Return the rows that were timed on the most prompts."""
-    counts = [row["speed"][target]["over_plain"]["observations"] for row in rows]
-    return [row for row, count in zip(rows, counts, strict=True) if count == max(counts)]
+def _fastest(rows: list[Report], target: str) -> Report | None:
+    """Return the fastest of the rows that were timed on the most prompts; None without rows."""
+
+    def rank(row: Report) -> tuple[int, float]:
+        gain = row["speed"][target]["over_plain"]
+        return gain["observations"], gain["value"]
+
+    return max(rows, key=rank, default=None)
 
 
 def _gains(speed: Report) -> str:
@@ -138,112 +252,53 @@ def _gains(speed: Report) -> str:
 
 
 def accepted_table(report: Report) -> str:
-    """Return tokens per pass of every arm and way to draft on every prompt set, as `benchmarks/accepted.py` counts.
+    """Return tokens per pass of every arm and way to draft, a column for each prompt set and setting."""
+    return _by_place(report, lambda row: estimate(row["tokens_per_pass"]), "tokens_per_pass")
 
-    A figure of fewer prompts than others of its set has their number behind it.
-    """
-    most: dict[str, int] = {}
-    for row in report["rows"]:
-        if row["tokens_per_pass"] is not None:
-            most[row["set"]] = max(most.get(row["set"], 0), row["tokens_per_pass"]["observations"])
+
+def gained_table(report: Report) -> str:
+    """Return speed-ups over plain decoding on the first target, and in brackets over assisted generation."""
+    target = next(iter(report["rows"][0]["speed"]), None) or "storyteller-11m"
 
     def cell(row: Report) -> str:
-        count = row["tokens_per_pass"]["observations"]
-        return estimate(row["tokens_per_pass"]) + (f" of {count}" if count < most[row["set"]] else "")
+        timed = row["speed"].get(target)
+        return (
+            NONE
+            if timed is None
+            else f"{estimate(timed['over_plain'], '×')} ({number(_value(timed, 'over_assisted'))}×)"
+        )
 
-    prompts = ", ".join(f"{count} of {text(name)}" for name, count in most.items())
-    below = f"Prompts: {prompts}; fewer where a figure ends in their number."
-    return f"{_by_place(report, cell, 'tokens_per_pass')}\n\n{below}"
-
-
-def compared_table(report: Report) -> str:
-    """Return each arm's tokens per pass over its baseline's, paired by prompt."""
-    return _by_place(report, lambda row: estimate(row["over_baseline"], "×"), "over_baseline")
+    return f"{_by_place(report, cell, 'speed')}\n\n{text(target)}; {machine_of(report)}"
 
 
-def gained_tables(report: Report) -> str:
-    """Return speed-ups over plain decoding, and in brackets over assisted generation, in a table for each target."""
-    parts = []
-    for target in dict.fromkeys(target for row in report["rows"] for target in row["speed"]):
-
-        def cell(row: Report, target: str = target) -> str:
-            timed = row["speed"].get(target)
-            if timed is None:
-                return NONE
-            return f"{estimate(timed['over_plain'], '×')} ({estimate(timed['over_assisted'], '×')})"
-
-        parts.append(f"**{text(target)}**\n\n{_by_place(report, cell)}")
-    return "\n\n".join(parts)
-
-
-def trained_table(report: Report) -> str:
-    """Return what each arm learned: its overrides, seeds, and its trained tokens without those of an arm before it."""
-    lines = ["| arm | recipe | overrides | seeds | trained tokens |", "|---|---|---|---:|---:|"]
-    for name, arm in report["arms"].items():
-        tokens = sorted({run["tokens"] for run in arm["seeds"].values()})
-        overrides = " ".join(f"`{each}`" for each in arm["overrides"])
-        spread = " to ".join(f"{count:,}" for count in dict.fromkeys((*tokens[:1], *tokens[-1:])))
-        recipe = f"{arm['recipe'] or NONE}{', from ' + text(arm['after']) if arm['after'] else ''}"
-        cells = (text(name), recipe, overrides or NONE, str(len(arm["seeds"])), spread or NONE)
-        lines.append(f"| {' | '.join(cells)} |")
-    settings = report["settings"]
-    return "\n".join(lines) + (
-        f"\n\n{settings['steps']} steps each, of which two stages share half and half, up to "
-        f"{settings['max_new_tokens']} new tokens, on {_machine(report)}; commits {text(', '.join(report['commits']))}."
-    )
-
-
-def _by_place(report: Report, cell: Callable[[Report], str], needed: str | None = None) -> str:
-    """Return a row for each arm and way to draft that has a figure, with a column for each prompt set and setting."""
-    rows = [row for row in report["rows"] if needed is None or row[needed] is not None]
+def _by_place(report: Report, cell: Callable[[Report], str], needed: str) -> str:
+    timed = {row["set"] for row in report["rows"] if row["speed"]}
+    rows = [row for row in report["rows"] if row[needed] and row["set"] in timed]
     places = sorted({(row["set"], row["setting"]) for row in rows}, key=lambda place: (place[0], place[1] != "greedy"))
-    lines = [f"| arm | drafted | {' | '.join(f'{text(name)}, {setting}' for name, setting in places)} |"]
-    lines.append("|---|---|" + "---:|" * len(places))
-    for arm, drafting in dict.fromkeys((row["arm"], row["drafting"]) for row in rows):
-        mine = {(row["set"], row["setting"]): row for row in rows if (row["arm"], row["drafting"]) == (arm, drafting)}
-        cells = [cell(mine[place]) if place in mine else NONE for place in places]
-        if set(cells) != {NONE}:
-            lines.append(f"| {text(arm)} | {text(drafting)} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _over_groups(ratio: Report) -> str:
-    return estimate(ratio) if ratio["observations"] > 1 else number(ratio["value"])
+    found = {(row["arm"], row["drafting"], row["set"], row["setting"]): cell(row) for row in rows}
+    ways = dict.fromkeys((row["arm"], row["drafting"]) for row in rows)
+    cells = ([*map(text, way), *(found.get((*way, *place), NONE) for place in places)] for way in ways)
+    head = ["arm", "drafted", *(f"{text(name)}, {setting}" for name, setting in places)]
+    return table(head, cells, len(places))
 
 
 Blocks = tuple[tuple[str, Callable[[Report], str]], ...]
+RESULTS = "docs/results.md"
 PLACES: dict[str, dict[str, Blocks]] = {
-    "quickstart": {
-        "README.md": (("headline", headline), ("table", short_table)),
-        "docs/results/measured.md": (("quickstart", long_table),),
-    },
-    "spec_bench": {"docs/results/measured.md": (("spec_bench", tasks_table),)},
-    "spec_bench_sampled": {"docs/results/measured.md": (("spec_bench_sampled", tasks_table),)},
-    "crossover": {"docs/results/measured.md": (("crossover", cells_table),)},
-    "planned": {"docs/how-to/plan.md": (("planned", predictions_table), ("trees", trees_table))},
-    "speed": {"docs/results/measured.md": (("speed", goals_table), ("drafters", drafters_table))},
+    "quickstart": {"README.md": (("headline", headline), ("table", short_table))},
+    "spec_bench": {RESULTS: (("spec_bench", tasks_table),)},
+    "spec_bench_sampled": {RESULTS: (("spec_bench_sampled", tasks_table),)},
+    "crossover": {RESULTS: (("crossover", cells_table),)},
+    "speed": {RESULTS: (("speed", goals_table), ("drafters", drafters_table))},
+    "train_stored": {RESULTS: (("train_stored", stored_table),)},
     "served": {"docs/how-to/serving.md": (("served", served_table),)},
-    "long_texts": {"docs/how-to/drafts.md": (("long_texts", long_texts_table),)},
     "accepted": {
         "README.md": (("lead", lead_table),),
-        "docs/results/accepted.md": (
-            ("choosing", lambda _: "[choosing](../how-to/choosing.md)."),
-            ("accepted", accepted_table),
-            ("compared", compared_table),
-            ("gained", gained_tables),
-            ("trained", trained_table),
-        ),
+        RESULTS: (("accepted", accepted_table), ("gained", gained_table)),
     },
-    **{name: {"docs/results/scale.md": ((name, write),)} for name, write in SCALE.items()},
 }
 """Name of a report -> page -> the marked blocks in it, each with the function that writes it."""
-PICTURES = {
-    "quickstart": ("docs/results/speedup.svg", speedup_figure),
-    "crossover": ("docs/results/crossover.svg", crossover_figure),
-}
-UNPUBLISHED = "Not published yet."
-
-
+PICTURES = {"crossover": crossover_figure}
 MAKER = "scripts/publish_results.py"
 
 
@@ -262,26 +317,22 @@ def renewed(page: str, name: str, content: str, maker: str = MAKER) -> str:
 
 
 def main(source: str, name: str) -> None:
-    """Copy the report, renew its blocks in the pages, and write what stands on it alone: plot, page of choices."""
+    """Copy the report, and renew its blocks in the pages and its picture."""
     report = json.loads(Path(source).read_text())
     pages = {}
     for place, blocks in PLACES.get(name, {}).items():
         pages[place] = (ROOT / place).read_text()
         for marked, write in blocks:
             pages[place] = renewed(pages[place], marked, write(report))
-    if name == "accepted":
-        pages["docs/how-to/choosing.md"] = choosing_page(report)
     destination = results_folder(report) / f"{name}.json"
     destination.parent.mkdir(parents=True, exist_ok=True)
     destination.write_text(json.dumps(report, indent=1) + "\n")
     for place, page in pages.items():  # all of them were made before anything is written
         (ROOT / place).write_text(page)
-    if name == "drafts":
-        publish_drafts(report, ROOT / "docs" / "results")
     if name in PICTURES:
-        picture, draw = PICTURES[name]
         plt.rcParams["svg.hashsalt"] = name  # the same figures, the same file
-        draw(report).savefig(ROOT / picture, bbox_inches="tight", metadata={"Date": None})
+        picture = ROOT / "docs" / "pictures" / f"{name}.svg"
+        PICTURES[name](report).savefig(picture, bbox_inches="tight", metadata={"Date": None})
     print(f"written: {destination.relative_to(ROOT)}")
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 from tiny_training import tiny_tokenizer, toy_examples
 
 from decoding.model.causal_lm import CausalLM
@@ -42,11 +41,3 @@ def test_training_from_disk_and_from_the_target_come_to_the_same_loss(
     assert found["trained_tokens_per_step"] == trained and set(found["speedup"]) == {"clock", "processor"}
     losses = found["last_losses"]
     assert losses["stored"] == pytest.approx(losses["online"], rel=2e-2) and losses["online"] > 0
-
-
-def test_tokens_per_pass_from_int8_states_are_compared_over_the_same_prompts() -> None:
-    compared = script("int8_states").ratio(
-        torch.tensor([[8.0, 2.0], [4.0, 2.0]]), torch.tensor([[4.0, 2.0], [4.0, 2.0]])
-    )
-    assert (compared["int8"], compared["target"], compared["ratio"]) == (3.0, 2.0, 1.5)
-    assert compared["low"] == 1.0 and compared["high"] == 2.0  # one prompt drawn twice
