@@ -40,7 +40,6 @@ vllm: .venv/.ready
 lint: .venv/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/python scripts/check_prose.py
 	$(BIN)/lint-imports
 
 format: .venv/.ready

@@ -161,7 +161,7 @@ def speed_report() -> dict[str, Any]:
 def measured_costs() -> Mapping[str, Mapping[int, float]]:
     """Return v(n) of each target of the report on speed: its seconds over n tokens by those over one."""
     targets = speed_report()["targets"]
-    curves = {name: targets[name]["compared"]["cost_curve_ms"] for name in targets}
+    curves = {name: targets[name]["drafters"]["cost_curve_ms"] for name in targets}
     return {name: {int(n): ms / curve["1"] for n, ms in curve.items()} for name, curve in curves.items()}
 
 

@@ -33,7 +33,7 @@ def costs() -> str:
     rows = [[name, *(f"{curve[size]:.2f}" for size in sizes)] for name, curve in curves.items()]
     report = explained.speed_report()
     hardware = report["hardware"]
-    dtypes = " and ".join(sorted({target["compared"]["dtype"] for target in report["targets"].values()}))
+    dtypes = " and ".join(sorted({target["drafters"]["dtype"] for target in report["targets"].values()}))
     where = f"In {dtypes} on {hardware['processor']}, {hardware['threads']} threads; commit {report['commit']}."
     return f"{table(['target', *(f'v({size})' for size in sizes)], rows)}\n\n{where}"
 

@@ -91,7 +91,7 @@ def test_the_measured_costs_are_those_of_the_published_report() -> None:
     report = json.loads(path.read_text())["targets"]
     assert set(explained.measured_costs()) == set(report) and explained.BUSY in report
     for name, curve in explained.measured_costs().items():
-        raw = report[name]["compared"]["cost_curve_ms"]
+        raw = report[name]["drafters"]["cost_curve_ms"]
         assert curve == pytest.approx({int(size): raw[size] / raw["1"] for size in raw})
 
 

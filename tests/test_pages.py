@@ -14,8 +14,6 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "PAPERS.md", "examples/README.md")]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
-CHOOSING = "docs/how-to/choosing.md"
-"""Page that stands on one report alone, and is not there before it."""
 
 
 def _publisher() -> ModuleType:
@@ -29,16 +27,14 @@ def _publisher() -> ModuleType:
 
 
 COUNTS = {
-    "quickstart": 3,
+    "quickstart": 2,
     "spec_bench": 1,
     "spec_bench_sampled": 1,
     "crossover": 1,
-    "planned": 2,
     "speed": 2,
+    "train_stored": 1,
     "served": 1,
-    "long_texts": 1,
-    "accepted": 6,
-    **dict.fromkeys(("data_scale", "launchers", "elastic", "train_stored", "heldout", "endpoints", "overhead"), 1),
+    "accepted": 3,
 }
 
 
@@ -50,56 +46,10 @@ def test_the_figures_of_the_pages_are_those_of_one_committed_report(name: str, c
     assert len(blocks) == count
     found = sorted((ROOT / "benchmarks" / "results").glob(f"*/{name}.json"))
     reports = [json.loads(path.read_text()) for path in found]
-    assert len(reports) >= (name == "quickstart")
-    if not reports:
-        assert all(
-            publisher.block(mark, publisher.UNPUBLISHED) in (ROOT / page).read_text() for page, mark, _ in blocks
-        )
-        return
     assert any(
         all(publisher.block(mark, write(report)) in (ROOT / page).read_text() for page, mark, write in blocks)
         for report in reports
     )
-
-
-def test_the_table_of_drafters_holds_every_row_with_its_figures() -> None:
-    publisher = _publisher()
-    figure = {"value": 2.0, "low": 1.5, "high": 2.5, "observations": 3}
-    told = {"hardware": {"processor": "P", "cores": 2, "threads": 2}, "commit": "c", "dtype": "float32"}
-    told |= {"parameters": 7_000_000, "prompts": 3, "rounds": 1, "max_new_tokens": 8}
-    peer = {"setting": "greedy", "method": "peer", "tokens_per_pass": None, "speedup": {"median": 1.25}}
-    drafter = {"setting": "T=1", "method": "lookup", "tokens_per_pass": figure, "speedup": {"median": 3.0}}
-    written = publisher.drafters_table({"targets": {"t": {"drafters": {"rows": [peer, drafter], "questions": 4}}}})
-    assert "| | t, greedy | t, T=1 |" in written
-    assert "| peer | 1.25× | – |" in written and "| lookup | – | 3.00× · 2.00 |" in written
-
-
-def test_the_tables_of_arms_have_a_column_for_each_prompt_set_and_setting() -> None:
-    publisher = _publisher()
-    figure = {"value": 2.0, "low": 1.5, "high": 2.5, "observations": 3}
-    row = {"arm": "A", "drafting": "chain", "set": "s", "setting": "T=1", "tokens_per_pass": figure}
-    row |= {"over_baseline": None, "speed": {"t": {"over_plain": figure, "over_assisted": None}}}
-    timed = {**row, "setting": "greedy", "tokens_per_pass": None}
-    arms = {"A": {"recipe": "draft", "overrides": ["a=1"], "seeds": {"0": {"tokens": 1000}, "1": {"tokens": 1200}}}}
-    arms["A"]["after"] = None
-    arms["B"] = {"recipe": "draft", "overrides": [], "seeds": {"0": {"tokens": 500}}, "after": "A"}
-    report = {"rows": [row, timed], "arms": arms, "settings": {"steps": 5, "max_new_tokens": 8}, "commits": ["c"]}
-    report["hardware"] = {"processor": "P", "cores": 2}
-    fewer = {**row, "drafting": "tree", "tokens_per_pass": {**figure, "observations": 2}}
-    assert publisher.accepted_table({**report, "rows": [row, timed, fewer]}).splitlines() == [
-        "| arm | drafted | s, T=1 |",
-        "|---|---|---:|",
-        "| A | chain | 2.00 [1.50, 2.50] |",
-        "| A | tree | 2.00 [1.50, 2.50] of 2 |",
-        "",
-        "Prompts: 3 of s; fewer where a figure ends in their number.",
-    ]
-    assert len(publisher.compared_table(report).splitlines()) == 2, "an arm without a baseline has no row"
-    gained = publisher.gained_tables(report).splitlines()
-    assert gained[0] == "**t**" and gained[2] == "| arm | drafted | s, greedy | s, T=1 |"
-    assert gained[4] == "| A | chain | 2.00× [1.50, 2.50] (–) | 2.00× [1.50, 2.50] (–) |"
-    assert "| A | draft | `a=1` | 2 | 1,000 to 1,200 |" in publisher.trained_table(report)
-    assert "| B | draft, from A | – | 1 | 500 |" in publisher.trained_table(report), "its own tokens alone"
 
 
 def test_the_leading_table_lets_methods_of_the_most_prompts_compete_and_names_the_way_at_each_temperature() -> None:
@@ -120,41 +70,6 @@ def test_the_leading_table_lets_methods_of_the_most_prompts_compete_and_names_th
     assert lines[3].endswith("| 40 and 30 |"), "prompts of the greedy figure, then of the other where it has fewer"
     assert lines[4] == "", "a target without a greedy figure has no row"
     assert publisher.lead_table({"rows": [{**row("tree", "greedy", 1.0, 9), "speed": {}}]}).startswith("| target |")
-
-
-def test_the_page_of_choices_names_the_fastest_and_those_that_may_be_as_fast() -> None:
-    publisher = _publisher()
-
-    def row(arm: str, drafting: str, value: float, high: float, setting: str = "greedy") -> dict[str, object]:
-        gain = {"value": value, "low": value - 0.1, "high": high, "observations": 9}
-        return {"arm": arm, "drafting": drafting, "set": "s", "setting": setting, "speed": {"t": {"over_plain": gain}}}
-
-    arms = {
-        "M": {"recipe": "medusa1", "overrides": []},
-        "D": {"recipe": "draft", "overrides": []},
-        "P": {"recipe": "draft", "overrides": ["draft.parallel={tokens: 6}"]},
-        "L": {"recipe": None, "overrides": []},
-    }
-    rows = [row("M", "chain", 1.5, 1.6), row("M", "tree", 1.8, 1.9), row("P", "6 tokens", 2.0, 2.2)]
-    rows += [row("D", "4 tokens", 1.9, 2.05), row("D", "with lookup", 1.2, 1.3), row("L", "10 tokens", 0.9, 1.0)]
-    rows += [row("L", "10 tokens", 0.8, 0.9, "T=1")]
-    page = publisher.choosing_page({"arms": arms, "rows": rows})
-    assert (
-        "| s | greedy | 1.80× (M, tree; 9 prompts) | 2.00× (P, 6 tokens; 9 prompts) | 1.90× (D, 4 tokens; 9 prompts) "
-        in page
-    )
-    assert "| 0.90× (L, 10 tokens; 9 prompts) | 1.20× (D, with lookup; 9 prompts) | parallel draft or draft |" in page
-    assert "| s | T=1 | – | – | – | 0.80× (L, 10 tokens; 9 prompts) | – | plain decoding |" in page
-    assert "- **Parallel draft**: the fastest on s (greedy).\n" in page
-    assert "- **Heads**: the fastest on none.\n" in page
-    assert "slower than plain decoding on s (greedy), s (T=1)." in page
-
-
-def test_the_page_of_choices_is_that_of_the_report() -> None:
-    publisher = _publisher()
-    reports = [json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("*/accepted.json")]
-    assert (ROOT / CHOOSING).exists() == bool(reports)
-    assert not reports or any((ROOT / CHOOSING).read_text() == publisher.choosing_page(each) for each in reports)
 
 
 def test_the_readme_names_every_machine_that_figures_come_from_and_says_which_are_missing() -> None:

@@ -219,11 +219,9 @@ def test_the_page_marks_drafted_tokens_and_is_closed_to_everything_from_elsewher
     assert page.index("<details") > page.index('class="lead"')
 
 
-@pytest.mark.parametrize("name", ["quickstart", "stories260k", "storyteller-11m"])
-def test_a_report_without_the_newer_keys_leaves_their_parts_out(name: str, tmp_path: Path) -> None:
-    (path,) = (ROOT / "benchmarks" / "results").glob(f"*/{name}.json")
-    older = json.loads(path.read_text())
-    write_html(older, tmp_path / "report.html")
+def test_a_report_without_the_newer_keys_leaves_their_parts_out(tmp_path: Path) -> None:
+    (path,) = (ROOT / "benchmarks" / "results").glob("*/quickstart.json")
+    write_html(json.loads(path.read_text()), tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert "Accepted in a pass" in page
     assert not any(part in page for part in ("By task", "Over batch size", "and what was drafted", "Asked:", "None"))

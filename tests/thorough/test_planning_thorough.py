@@ -1,12 +1,7 @@
 """Plans of every family of drafters on tiny models: acceptance that is the loop's own, greedy and sampled."""
 
-import importlib
-import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 from test_cli import models  # noqa: F401  # a fixture
@@ -172,47 +167,3 @@ def test_costs_of_a_cell_hold_plain_steps_and_every_size_that_fits(
     costs = planner.costs(planner.families[0], place, planner.curve(place))
     assert {budget.depth for budget in costs.found} == {0, 1, 2, 3, 4}
     assert all(part >= 0 for step in costs.found.values() for part in step)
-
-
-# --- the benchmark ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def script() -> Iterator[ModuleType]:
-    """benchmarks/planned.py as a module, with its own folder in the path as where it is run."""
-    path = list(sys.path)
-    sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-    yield importlib.import_module("planned")
-    sys.path[:] = path
-
-
-def test_the_published_tree_has_63_nodes_with_their_prefixes_within_four_heads_of_ten_ranks(
-    script: ModuleType,
-) -> None:
-    tree = script.PUBLISHED
-    assert len(tree) == len(set(tree)) == 63 and all(path[:-1] in {(), *tree} for path in tree)
-    assert max(map(len, tree)) == 4 and max(map(max, tree)) == 9
-
-
-def test_the_benchmark_of_predictions_repeats_nothing_that_its_file_holds(
-    script: ModuleType,
-    models: Path,  # noqa: F811  # a fixture of another module
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    words = (
-        f"--target {models}/target --draft {models}/draft --prompts {models}/prompts.jsonl --limit 2 "
-        f"--max-new-tokens 12 --batch-sizes 1 --rounds 1 --seconds 0.05 --dtype fp32 --output {tmp_path}/planned.json"
-    ).split()
-    script.main([*words, "--only", "lookup"])
-    other = {"target": "again", "drafter": "draft:draft", "within": True}
-    monkeypatch.setattr(script, "measure_pair", lambda *_: [other])
-    monkeypatch.setattr(script, "tables", lambda report: [])
-    script.main([*words, "--only", "lookup", "draft"])
-    first, second = json.loads((tmp_path / "planned.json").read_text())["pairs"]
-    assert first["drafter"] == "lookup" and first["ratio"] == pytest.approx(
-        first["predicted"] / first["measured"]["value"]
-    )
-    assert first["within"] == (abs(first["ratio"] - 1) <= 0.1) and second["target"] == "again"
-    with pytest.raises(SystemExit, match="holds a run with other max_new_tokens: give another file"):
-        script.main([*words, "--max-new-tokens", "13"])
