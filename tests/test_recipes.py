@@ -11,7 +11,7 @@ from trainer.recipe.reading import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*/*.yaml") if path.parent.name != "accelerate")
-MEASURED = re.compile(r"Measured: see (LOG|docs/results)\.md")
+MEASURED = re.compile(r"Measured: see (dev/log|docs/results\.md)")
 FAMILIES = sorted({path.parent.name for path in RECIPES} - {"any", "quickstart"})
 
 
