@@ -155,7 +155,7 @@ def test_every_link_within_the_site_leads_to_a_file_and_an_anchor(site: Site) ->
 def test_links_to_files_of_the_repository_show_these_files(site: Site) -> None:
     papers = site.pages[site.folder / "repository" / "PAPERS.html"]
     linking = [page for page in site.pages.values() if papers.path in {page.resolved(link)[0] for link in page.links}]
-    assert any("results" in page.path.parts for page in linking)
+    assert linking, "no page links to the papers"
     listings = [page for page in site.pages.values() if page.path.name.endswith(".yaml.html")]
     assert listings, "no page links to a recipe"
     for page in listings:
