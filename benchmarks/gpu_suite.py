@@ -39,7 +39,7 @@ import transformers  # noqa: E402, F401  # while what it looks for is not there,
 from suite_packages import stand_ins  # noqa: E402
 
 with stand_ins() as MISSING:
-    from suite_decoding import COMPILED, GRAPHS, PLAIN, copy_bandwidth, measure_compiled, measure_group
+    from suite_decoding import GRAPHS, PLAIN, copy_bandwidth, measure_group
     from suite_models import Models, Stages, read_models
     from suite_page import page
     from suite_profile import profile_items, profile_steps
@@ -96,7 +96,7 @@ class Suite:
         """In this order, by what would be missed most."""
         names = self.stages.names
         middle = names[len(names) // 2]
-        compiled, profiled = (names[0], names[0]) if self.short else (names[-1], middle)
+        profiled = names[0] if self.short else middle
         decoding = [
             Part(f"decoding, {name}", seconds, self._decoding_items(name))
             for name, seconds in zip(names, (50, 80, 105), strict=False)
@@ -105,7 +105,6 @@ class Suite:
             Part("tests", 75, [Item("tests/gpu", run_gpu_tests)]),
             Part("bandwidth", 5, [Item("copy", self._measure_bandwidth)]),
             *decoding,
-            Part("compile", 90, [Item(f"{compiled}, plain, batch 1", self._compiling(compiled))]),
             Part("launches", 35, self._profile_items(profiled)),
             Part("training", 50, [Item(kind, self._training(kind, middle)) for kind in ("medusa", "draft")]),
         ]
@@ -127,13 +126,6 @@ class Suite:
             return Item(f"{setting}, batch {batch}", run, 3.0 if batch == 1 else 1.0)
 
         return [item(setting, t, batch) for batch in self.batches for setting, t in SETTINGS]
-
-    def _compiling(self, name: str) -> Callable[[float], Any]:
-        def run(seconds: float) -> Any:
-            rounds = 1 if self.short else 3
-            return measure_compiled(self.stages.get(name), self.models.prompts, self.new_tokens, rounds, self.bandwidth)
-
-        return run
 
     def _profile_items(self, name: str) -> list[Item]:
         def item(method: str, static: str | None) -> Item:
@@ -171,7 +163,7 @@ def cut_after(seconds: float) -> Iterator[None]:
 
 
 def _is_out_of_time(error: BaseException | None) -> bool:
-    """True where the alarm rang, also where a capture or a compiler put an error of its own in the place of ours."""
+    """True where the alarm rang, also where a capture put an error of its own in the place of ours."""
     while error is not None and not isinstance(error, OutOfTime):
         error = error.__cause__ or error.__context__
     return error is not None
@@ -242,7 +234,7 @@ def run_part(part: Part, seconds: float, report: dict[str, Any], write: Callable
         except Exception as error:  # noqa: BLE001  # one that fails must not take the others' figures along
             traceback.print_exc()
             what = f"{type(error).__name__}: {error}"[:500]
-            # A capture or a compiler that is interrupted may put an error of its own in the place of ours.
+            # A capture that is interrupted may put an error of its own in the place of ours.
             cut = time.perf_counter() - began >= seconds
             report["skipped" if cut else "failed"].append({"part": part.name, "item": item.name, "why": what})
         report["seconds"][part.name] = time.perf_counter() - began
@@ -260,15 +252,8 @@ def goals(report: dict[str, Any], largest: str) -> list[dict[str, Any]]:
 
     group = parts.get(f"decoding, {largest}", {}).get("greedy, batch 1", {"rows": []})
     shares = {row["mode"]: row.get("bandwidth") for row in group["rows"] if row["method"] == PLAIN}
-    for result in parts.get("compile", {}).values():
-        shares |= {row["mode"]: row["bandwidth"] for row in result["rows"] if row["mode"] == COMPILED}
-    for mode in (GRAPHS, COMPILED):
-        share = shares.get(mode)
-        add(
-            f"{largest}: plain pass, share of the memory's bandwidth, {mode}",
-            SHARE_WANTED,
-            share and share["share_of_pass"],
-        )
+    share = shares.get(GRAPHS)
+    add(f"{largest}: plain pass, share of the memory's bandwidth", SHARE_WANTED, share and share["share_of_pass"])
     for part, groups in parts.items():
         if part.startswith("decoding"):
             for row in groups.get("greedy, batch 1", {"rows": []})["rows"]:

@@ -16,7 +16,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
 
 PLAIN, DRAFT, MEDUSA = METHODS = ("plain", "draft model", "medusa")
-GRAPHS, EAGER, COMPILED, TRANSFORMERS = "graphs", "eager", "compile", "transformers"
+GRAPHS, EAGER, TRANSFORMERS = "graphs", "eager", "transformers"
 ASSISTED = f"assisted generation, {DRAFT_TOKENS} tokens"
 Prompts = Sequence[Sequence[int]]
 
@@ -206,33 +206,3 @@ def bandwidth_share(
         "share_of_pass": needed / bandwidth / in_pass,
         "share_of_step": needed / bandwidth / in_step,
     }
-
-
-def measure_compiled(
-    stage: Stage, prompts: Prompts, new_tokens: int, rounds: int, bandwidth: float | None
-) -> dict[str, Any]:
-    """Plain greedy decoding of one text through `torch.compile` and graphs, beside graphs alone."""
-    config = DecodingConfig(new_tokens)
-    methods = {(PLAIN, mode): _ours(stage, PLAIN, mode, config) for mode in (GRAPHS, COMPILED)}
-    warm_up = {}
-    for key, method in methods.items():
-        begin = time.perf_counter()
-        method(prompts[:1])
-        warm_up[key] = time.perf_counter() - begin
-    runs: dict[tuple[str, str], list[Timed]] = {key: [method(prompts[:1])] for key, method in methods.items()}
-    for _ in range(rounds - 1):
-        for key, method in methods.items():
-            runs[key].append(method(prompts[:1]))
-    rows = []
-    for key, mine in runs.items():
-        ratios = [_speed(a) / _speed(b) for a, b in zip(mine, runs[PLAIN, GRAPHS], strict=True)]
-        rows.append(
-            {
-                "mode": key[1],
-                "warm_up_seconds": warm_up[key],
-                "tokens_per_second": spread([_speed(timed) for timed in mine])._asdict(),
-                "over_graphs": spread(ratios)._asdict(),
-                "bandwidth": bandwidth_share(stage, mine, len(prompts[0]), bandwidth) if bandwidth else None,
-            }
-        )
-    return {"parameters": stage.parameters, "rows": rows}

@@ -99,22 +99,6 @@ def _bandwidth(results: dict[str, Any]) -> str:
     return "<h2>Memory</h2>" + _table(["", "GB/s, read and written"], rows)
 
 
-def _compile(results: dict[str, Any]) -> str:
-    rows = [
-        [
-            f"{name}, {row['mode']}",
-            row["tokens_per_second"]["median"],
-            f"{row['over_graphs']['median']:.2f}×",
-            _share((row["bandwidth"] or {}).get("share_of_pass")),
-            row["warm_up_seconds"],
-        ]
-        for name, result in results.items()
-        for row in result["rows"]
-    ]
-    heads = ["", "tokens/s", "over graphs", "of bandwidth, pass", "seconds to record and compile"]
-    return "<h2>Compiled</h2>" + _table(heads, rows)
-
-
 def _launches(results: dict[str, Any]) -> str:
     kinds = sorted({kind for result in results.values() for kind in result["per_step"]})
     rows = [[name, *(result["per_step"].get(kind, 0.0) for kind in kinds)] for name, result in results.items()]
@@ -148,7 +132,6 @@ def _training(results: dict[str, Any]) -> str:
 _SECTIONS = {
     "tests": _tests,
     "bandwidth": _bandwidth,
-    "compile": _compile,
     "launches": _launches,
     "training": _training,
 }

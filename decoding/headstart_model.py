@@ -15,9 +15,9 @@ from decoding.drafters import Drafter
 from decoding.drafters.registry import DrafterLoader, parse_drafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
+from decoding.model.architecture import check_static, static_of
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dtypes import default_device
-from decoding.model.fixed_shapes import check_choice, static_of
 from decoding.model.hub import only_cached, with_revision
 from decoding.model.loading import load_model
 from decoding.policies import Policy, named_policy
@@ -75,9 +75,9 @@ class HeadstartModel:
         by name. ``dtype`` (or ``torch_dtype``) and ``device`` (default: the GPU if there is one; ``device_map="auto"``:
         all GPUs) apply to a target given by name; heads and drafts follow their target.
 
-        ``static`` runs the steps of target and drafts in fixed shapes: ``"graphs"`` as CUDA graphs, ``"compile"``
-        through `torch.compile`, ``"eager"`` with neither, ``"off"`` as they come. ``"auto"`` means graphs on a CUDA
-        device, where the target allows them, and else off. The texts are the same; graphs and their cache stay in
+        ``static`` runs the steps of target and drafts in fixed shapes: ``"graphs"`` as CUDA graphs, ``"eager"``
+        without, ``"off"`` as they come. ``"auto"`` means graphs on a CUDA device, where the target allows them, and
+        else off. The texts are the same; graphs and their cache stay in
         memory for as long as the model does.
         """
         if device is not None and device_map is not None:
@@ -98,7 +98,7 @@ class HeadstartModel:
             if isinstance(target, str):
                 target_tokenizer = tokenizer or target
                 device = default_device() if device is None else torch.device(device)
-                check_choice(static, device)
+                check_static(static, device)
                 target = load_model(target, dtype, device, trust_remote_code, device_map)
             model = CausalLM(target, static=static_of(static, target))
             loader = DrafterLoader(model, target_tokenizer, trust_remote_code)

@@ -15,9 +15,10 @@ from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.headstart_model import HeadstartModel
+from decoding.model.architecture import static_of
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
-from decoding.model.fixed_shapes import at_its_fastest, following, static_of
+from decoding.model.loading import load_draft
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 PROMPTS = [[3, 1, 4, 1, 5] * 3, [9, 2], [6, 5, 3, 5, 8, 9, 7], [5, 6] * 8]
@@ -32,12 +33,7 @@ def test_auto_is_graphs_on_a_gpu_and_off_elsewhere() -> None:
     assert static_of("auto", on_gpu()) == "graphs" and static_of("graphs", on_gpu()) == "graphs"
     assert static_of("off", on_gpu()) is None
     model = tiny_model("llama")
-    assert [static_of(asked, model) for asked in ("auto", "off", "eager", "compile")] == [
-        None,
-        None,
-        "eager",
-        "compile",
-    ]
+    assert [static_of(choice, model) for choice in ("auto", "off", "eager")] == [None, None, "eager"]
 
 
 def test_auto_leaves_models_alone_that_cannot() -> None:
@@ -48,19 +44,19 @@ def test_auto_leaves_models_alone_that_cannot() -> None:
 
 
 def test_what_cannot_be_is_refused_in_one_sentence() -> None:
-    with pytest.raises(ValueError, match="static is 'fast': give one of auto, off, eager, graphs, compile"):
+    with pytest.raises(ValueError, match="static is 'fast': give one of auto, off, eager, graphs"):
         static_of("fast", tiny_model("llama"))
     with pytest.raises(ValueError, match="graphs, which only a CUDA device records, and the model runs on cpu"):
         HeadstartModel(tiny_model("llama"), None, static="graphs")
 
 
-def test_a_draft_follows_its_target_if_it_can() -> None:
-    target, draft = CausalLM(tiny_model("llama"), static="eager"), CausalLM(tiny_model("llama", seed=1))
-    assert following(draft, target).static == "eager" and following(draft, target).model is draft.model
-    assert following(following(draft, target), CausalLM(target.model)).static is None
-    unable = CausalLM(tiny_model("llama", rope_parameters=DYNAMIC))
-    assert following(unable, target) is unable
-    assert at_its_fastest(draft) is draft and at_its_fastest(target).static is None
+def test_a_draft_follows_its_target_if_it_can(tmp_path: Path) -> None:
+    target = CausalLM(tiny_model("llama", vocab=128), static="eager")
+    for name, changes in (("able", {}), ("unable", {"rope_parameters": DYNAMIC})):
+        tiny_model("llama", vocab=128, **changes).save_pretrained(tmp_path / name)
+    assert load_draft(str(tmp_path / "able"), target, None).static == "eager"
+    assert load_draft(str(tmp_path / "unable"), target, None).static is None
+    assert target.at_its_fastest().static is None and target.with_static("eager") is target
 
 
 def test_a_loaded_model_and_its_draft_run_as_asked_and_write_the_same_text(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from decoding.drafters.registry import parse_drafter
 from decoding.measure.methods import SETTINGS
+from decoding.model.architecture import STATIC_CHOICES
 from decoding.model.dtypes import DTYPES
-from decoding.model.fixed_shapes import CHOICES
 from decoding.policies import _POLICIES
 from decoding.rules.verify import RULES
 from trainer.cli import app
@@ -118,7 +118,7 @@ def test_the_help_names_the_values_that_the_code_takes() -> None:
     values = {
         "generate --dtype": DTYPES,
         "doctor --dtype": DTYPES,
-        "generate --static": CHOICES,
+        "generate --static": STATIC_CHOICES,
         "generate --rule": RULES,
         "generate --policy": _POLICIES,
         "evaluate --policies": _POLICIES,

@@ -6,6 +6,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+STATIC_MODES = ("eager", "graphs")
+STATIC_CHOICES = ("auto", "off", *STATIC_MODES)
+"""Ways to run steps, as users give them; the modes run in fixed shapes."""
+
 
 def layer_types(text_config: PreTrainedConfig) -> tuple[str, ...]:
     """Return the type of each layer for architectures that take one mask per layer type; else an empty tuple.
@@ -101,6 +105,28 @@ def why_not_static(model: PreTrainedModel) -> str | None:
             "static out, or load the model without device_map"
         )
     return None
+
+
+def check_static(static: str, device: torch.device) -> None:
+    """Raise ValueError for a choice that is unknown, or that a device has not."""
+    if static not in STATIC_CHOICES:
+        raise ValueError(f"static is {static!r}: give one of {', '.join(STATIC_CHOICES)}")
+    if static == "graphs" and device.type != "cuda":
+        raise ValueError(
+            f"static is graphs, which only a CUDA device records, and the model runs on {device.type}: give auto or "
+            "eager"
+        )
+
+
+def static_of(choice: str, model: PreTrainedModel) -> str | None:
+    """Return the ``static`` of `CausalLM` for a choice: ``auto`` takes graphs on a CUDA device if the model can.
+
+    ValueError for a choice that `check_static` refuses; `CausalLM` itself refuses a model that cannot.
+    """
+    check_static(choice, model.device)
+    if choice == "auto":
+        return "graphs" if model.device.type == "cuda" and why_not_static(model) is None else None
+    return None if choice == "off" else choice
 
 
 def places_of(model: PreTrainedModel) -> frozenset[str]:

@@ -67,7 +67,7 @@ def _for_each_head(mask: Tensor, shared: int) -> Tensor:
 
 def _once_a_pass(mask: Tensor, kind: int, lay_out: Callable[[], Laid]) -> Laid:
     """Return what ``lay_out`` makes of a mask, made once in a pass inside `copy_free_attention`."""
-    known = None if torch.compiler.is_compiling() else _LAID_OUT.get()
+    known = _LAID_OUT.get()
     if known is None:
         return lay_out()
     key = id(mask), kind

@@ -1,8 +1,7 @@
 """Any transformers causal language model behind one call: tokens or trees in, hidden states and logits out."""
 
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
-from typing import Any
+from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int
@@ -16,7 +15,7 @@ from decoding.model.architecture import (
     max_positions,
     max_text,
     refuse_unfit,
-    why_not_static,
+    static_of,
     windows,
 )
 from decoding.model.attention import leave_out_cudnn
@@ -25,8 +24,7 @@ from decoding.model.dynamic import DynamicSteps, last_of, stacked
 from decoding.model.embeddings import added_to_embeddings
 from decoding.model.forward import ModelOutput, run_model
 from decoding.model.masks import TreeMasks
-from decoding.model.static import StaticSteps, nodes_at
-from decoding.model.static_inputs import row_bucket
+from decoding.model.static import StaticSteps, row_bucket
 from decoding.model.turns import CacheHolder, CacheTurns, lock_of
 from decoding.rules.tree import TokenTree
 
@@ -47,8 +45,8 @@ class CausalLM:
 
         ``output_tokens``: the token id of each output of a draft with a trimmed lm_head (None: all tokens).
 
-        ``static`` runs steps in fixed shapes: ``graphs`` as CUDA graphs, ``compile`` through `torch.compile` as well,
-        ``eager`` with neither, for tests. Such a model decodes one batch at a time.
+        ``static`` runs steps in fixed shapes: ``graphs`` as CUDA graphs, ``eager`` without, for tests. Such a model
+        decodes one batch at a time.
         """
         refuse_unfit(model)
         leave_out_cudnn()  # here, because every model passes here; it also holds for the peers
@@ -76,9 +74,7 @@ class CausalLM:
         self.static = static
         """The way in which its steps have fixed shapes; None if they have not."""
         if static is not None:
-            if reason := why_not_static(model):
-                raise ValueError(reason)
-            self._static = StaticSteps(model, self._forward, self.windows(), self._last_place, self.dtype, static)
+            self._static = StaticSteps(model, self.windows(), self._last_place, static)
 
     @property
     def is_static(self) -> bool:
@@ -88,6 +84,10 @@ class CausalLM:
     def with_static(self, static: str | None) -> "CausalLM":
         """Return the same model with this ``static``, on the same weights; itself if that is its own already."""
         return self if static == self.static else CausalLM(self.model, self.output_tokens, static)
+
+    def at_its_fastest(self) -> "CausalLM":
+        """Return the model as the choice ``auto`` runs it; dropping that one frees its graphs and its cache."""
+        return self.with_static(static_of("auto", self.model))
 
     @property
     def device(self) -> torch.device:
@@ -169,7 +169,7 @@ class CausalLM:
             positions = positions + torch.tensor(dropped, device=self.device)[:, None]
         with added_to_embeddings(self.model, None if added is None else stacked(added, longest, self.device)):
             select = last_of(lengths, 1, self.device)
-            output = run_model(self.model, self.model, tokens, positions, cache, None, select, keep_states)
+            output = run_model(self.model, tokens, positions, cache, None, select, keep_states)
         cache.end(lengths)
         states = tuple(row[:length] for row, length in zip(output.states, lengths, strict=True)) if keep_states else ()
         return ModelOutput(output.hidden[:, 0], output.logits[:, 0], states)
@@ -187,7 +187,7 @@ class CausalLM:
             return self.prefill(blocks, cache, keep_states=keep_states)
         trees = [TokenTree.chain(block) for block in blocks]
         if self._static is not None and self._static.fits(trees) and not keep_states:
-            output = ModelOutput(*self._static.run(trees, cache, last_only=True))
+            output = self._static.run(trees, cache, last_only=True)
         else:
             output = self._dynamic.append(blocks, cache, keep_states)
         return ModelOutput(output.hidden[:, 0], output.logits[:, 0], output.states)
@@ -198,10 +198,8 @@ class CausalLM:
 
         Returns (rows, hidden) and (rows, vocab).
         """
-        if self._static is not None:
-            output = ModelOutput(*self._static.step(tokens, cache))
-        else:
-            output = self._dynamic.step(tokens, cache)
+        steps = self._static or self._dynamic
+        output = steps.step(tokens, cache)
         return ModelOutput(output.hidden[:, 0], output.logits[:, 0])
 
     @torch.inference_mode()
@@ -221,9 +219,9 @@ class CausalLM:
         trees = [TokenTree.chain([*block, *masks]) for block in blocks]
         select = last_of([len(tree) for tree in trees], 1 + len(masks), self.device)
         addition = None if added is None else stacked(added, max(lengths) + len(masks), self.device)
-        if self._static is not None and cache.device is not None and self._static.fits(trees, addition):
-            hidden, logits = self._static.run(trees, cache, kept=lengths, added=addition)
-            return ModelOutput(select(hidden), select(logits))
+        if self._static is not None and cache.device is not None and self._static.fits(trees):
+            output = self._static.run(trees, cache, kept=lengths, added=addition)
+            return ModelOutput(select(output.hidden), select(output.logits))
         with added_to_embeddings(self.model, addition):
             return self._dynamic.run(trees, cache, [0] * len(trees), select, lengths)
 
@@ -247,7 +245,7 @@ class CausalLM:
             counts = [len(tree) - skipped for tree, skipped in zip(trees, first, strict=True)]
             select = last_of(counts, read, self.device)
         if self._static is not None and self._static.fits(trees):
-            output = ModelOutput(*self._static.run(trees, cache, first))
+            output = self._static.run(trees, cache, first)
             return output if select is None else ModelOutput(select(output.hidden), select(output.logits))
         return self._dynamic.run(trees, cache, first, select)
 
@@ -259,19 +257,3 @@ class CausalLM:
         """
         if self._static is not None:
             self._static.prepare(cache, rows, nodes, longest)
-
-    def _forward(
-        self,
-        model: Callable[..., Any],
-        tokens: Tensor,
-        positions: Tensor,
-        cache: PreallocatedCache,
-        mask: Any,
-        last: Tensor | None,
-        added: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Run a step for `decoding.model.static`; ``model`` may be compiled, ``last`` selects a node of each row."""
-        select = None if last is None else partial(nodes_at, last)
-        with added_to_embeddings(self.model, added):
-            output = run_model(self.model, model, tokens, positions, cache, mask, select)
-        return output.hidden, output.logits

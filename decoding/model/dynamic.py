@@ -69,7 +69,7 @@ class DynamicSteps:
             masks = self._masks.of_tokens(starts)
         positions = self._positions(starts, cache, 0)
         cache.begin(range(rows), 1, self._device)
-        output = run_model(self._model, self._model, tokens[:, None], positions, cache, masks)
+        output = run_model(self._model, tokens[:, None], positions, cache, masks)
         cache.end([1] * rows)
         return output
 
@@ -105,7 +105,7 @@ class DynamicSteps:
         masks = self._masks.of_trees(shapes, starts, first, size)
         keys = cache.begin(range(len(trees)), size, self._device, counts)
         mask = _narrowed(masks, keys)
-        output = run_model(self._model, self._model, tokens, positions, cache, mask, select, keep_states)
+        output = run_model(self._model, tokens, positions, cache, mask, select, keep_states)
         cache.end(counts if kept is None else kept)
         return output
 

@@ -54,7 +54,6 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 def run_model(
     model: PreTrainedModel,
-    call: Callable[..., Any],
     tokens: Tensor,
     positions: Tensor,
     cache: PreallocatedCache,
@@ -64,17 +63,17 @@ def run_model(
 ) -> ModelOutput:
     """Run ``tokens`` at ``positions``, both (rows, size), into the block that the cache has begun.
 
-    ``call`` is the model, or a compiled form of it. ``mask`` is an additive mask (rows, 1, size, keys), or a dict of
-    them by layer type, or None where `transformers` builds its own. ``select`` picks the positions, (rows, some,
-    hidden), that the lm_head reads and that come back: all of them without it. ``keep_states`` returns the whole input
-    of the lm_head too. Outputs come to the device of the tokens.
+    ``mask`` is an additive mask (rows, 1, size, keys), or a dict of them by layer type, or None where `transformers`
+    builds its own. ``select`` picks the positions, (rows, some, hidden), that the lm_head reads and that come back: all
+    of them without it. ``keep_states`` returns the whole input of the lm_head too. Outputs come to the device of the
+    tokens.
     """
     with (
         in_eval_mode(model),
         capture_lm_head_input(model, select) as captured,
         copy_free_attention(model),
     ):
-        output = call(
+        output = model(
             input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
         )
     hidden = captured[0] if select is None else select(captured[0])

@@ -13,11 +13,10 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from decoding.model.architecture import is_spread, places_of
+from decoding.model.architecture import is_spread, places_of, why_not_static
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dtypes import default_device
 from decoding.model.finite import check_finite
-from decoding.model.fixed_shapes import following
 from decoding.model.folder import adapted_model, check_model_folder
 from decoding.model.header import read_object
 from decoding.model.heads import CONFIG_NAME, FORMAT, MedusaHeads, read_config
@@ -256,11 +255,10 @@ def _load_draft_model(
                 f"{error}, or ask for this one as other-tokenizer:{name}, which drafts by text and is clearly slower"
             ) from error
     output_tokens = read_output_tokens(draft, name)
-    if output_tokens is None:
-        return following(CausalLM(draft), target)
-    if not other_tokenizer:
+    if output_tokens is not None and not other_tokenizer:
         check_trimmed(name, output_tokens, target.vocab_size)
-    return following(trimmed_vocabulary(draft, output_tokens), target)
+    loaded = CausalLM(draft) if output_tokens is None else trimmed_vocabulary(draft, output_tokens)
+    return loaded if why_not_static(draft) else loaded.with_static(target.static)
 
 
 def check_trimmed(name: str, output_tokens: Sequence[int], vocab_size: int) -> None:

@@ -7,9 +7,8 @@ from transformers import PreTrainedModel
 def quantised(model: PreTrainedModel, lm_head: bool = True) -> PreTrainedModel:
     """Round the weights of the model's linear layers to int8, row by row; in place.
 
-    ``lm_head=False`` leaves the lm_head in its dtype, for losses that read its weight. Products are still computed in
-    the model's dtype, and the weights widened at every call: without `torch.compile` (``static="compile"`` of
-    `CausalLM`) the model is smaller, but slower. ValueError without torchao.
+    ``lm_head=False`` leaves the lm_head in its dtype, for losses that read its weight. The weights are
+    widened to the model's dtype at every call: the model is smaller, but slower. ValueError without torchao.
     """
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_

@@ -1,59 +1,208 @@
-"""Steps of fixed shapes, for target and draft: CUDA graphs and `torch.compile` need them, and a CPU can run them too.
+"""Steps of fixed shapes, for target and draft: CUDA graphs need them, and a CPU can run them too.
 
 A step's shape is rounded up to a bucket (rows, nodes, keys). Everything that changes from step to step (tokens, depths,
 the tree's mask, the start of each row) is copied into tensors of fixed address; positions, the attention mask and the
 places to write to are computed from them on the device, inside the graph. The host never waits for the device here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
+from decoding.model.architecture import STATIC_MODES, why_not_static
 from decoding.model.cache import PreallocatedCache
-from decoding.model.static_inputs import NODE_BUCKETS, Layout, Size, StaticInputs, key_bucket, node_bucket, row_bucket
+from decoding.model.embeddings import added_to_embeddings
+from decoding.model.forward import ModelOutput, run_model
 from decoding.rules.tree import TokenTree, TreeShape
 
-MODES = ("eager", "graphs", "compile")
+NODE_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
+_FREE_TOKENS = 64
+"""Tokens in a pass up to which a GPU takes no longer than for a single token: there, a few large buckets suffice."""
+_KEY_BUCKET = 256
+_ALIGNMENT = 8  # bytes
 _AHEAD = 2
 """Buckets of keys whose graphs are recorded before a text comes to them."""
-_COMPILED_SHAPES = 1024
 
 
-Forward = Callable[
-    [Callable[..., Any], Tensor, Tensor, PreallocatedCache, Any, Tensor | None, Tensor | None], tuple[Tensor, Tensor]
-]
-"""A pass of the model: (model, tokens, positions, cache, masks, last, added) -> (hidden, logits), (rows, nodes, ...).
+class Size(NamedTuple):
+    """The shape of a bucket's steps: in each row ``nodes`` of a tree of ``span`` run, and see ``keys`` positions."""
 
-With ``last`` (rows,), only that node of each row: (rows, 1, ...). ``added``: additions to the embeddings."""
+    rows: int
+    nodes: int
+    span: int
+    keys: int
+    last_only: bool
+    """True if the lm_head computes logits of each row's last node alone."""
+    added: int = 0
+    """Width of the additions to the nodes' embeddings; 0 for none."""
+
+
+def row_bucket(rows: int) -> int:
+    """Round up a number of rows to a power of two.
+
+    Caches are made with that number of rows: else the shape of a step, and in bf16 its rounding, would depend on the
+    batches that the cache served before.
+    """
+    return 1 << (rows - 1).bit_length()
+
+
+def node_bucket(rows: int, nodes: int) -> int:
+    """Round up the ``nodes`` of each row: to a power of two up to `_FREE_TOKENS` in all, else to `NODE_BUCKETS`."""
+    power = 1 << (nodes - 1).bit_length()
+    if rows * power <= _FREE_TOKENS:
+        return power
+    return next(bucket for bucket in NODE_BUCKETS if bucket >= nodes)
+
+
+def key_bucket(keys: int) -> int:
+    """Round up a number of keys, at least to 256: to a power of two, or to three quarters of one.
+
+    Each bucket has graphs of its own: a text that grows from 256 keys to 32k meets 15 of them.
+    """
+    power = max(_KEY_BUCKET, 1 << (keys - 1).bit_length())
+    return power * 3 // 4 if power > _KEY_BUCKET and keys <= power * 3 // 4 else power
+
+
+class _Fields:
+    """Tensors of several shapes and dtypes side by side in one byte buffer, which one copy fills."""
+
+    def __init__(self, fields: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> None:
+        self._fields = fields
+        self.bytes = torch.zeros(self._carve(None)[-1], dtype=torch.uint8, device=device)
+        self.tensors: list[Tensor] = self._carve(self.bytes)[0]
+
+    def _carve(self, buffer: Tensor | None) -> tuple[list[Tensor], int]:
+        tensors, begin = [], 0
+        for shape, dtype in self._fields:
+            end = begin + prod(shape) * dtype.itemsize
+            if buffer is not None:
+                tensors.append(buffer[begin:end].view(dtype).view(shape))
+            begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+        return tensors, begin
+
+    def staged(self) -> tuple[Tensor, list[Tensor]]:
+        """Return an uninitialised host buffer of the same layout and its tensors, to fill in and copy over.
+
+        The buffer is pinned, so that the copy does not block, and new at each step: PyTorch reuses its memory only when
+        the copy from it is done.
+        """
+        host = torch.empty(self.bytes.shape, dtype=torch.uint8, pin_memory=self.bytes.is_cuda)
+        return host, self._carve(host)[0]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Shapes of a step's trees. A step with the same layout as the one before needs no copy of the tree fields."""
+
+    shapes: tuple[TreeShape, ...]
+    firsts: tuple[int, ...]
+    """Number of nodes of each tree that are in the cache already; the others run."""
+
+    @property
+    def counts(self) -> list[int]:
+        return [len(shape) - first for shape, first in zip(self.shapes, self.firsts, strict=True)]
+
+
+class StaticInputs:
+    """Inputs of a step, all on the model's device. Each row has a tree of ``span`` nodes; the last ``nodes`` of it run.
+
+    ``tokens`` (rows, nodes) · ``starts`` (rows,): place of each row's root in its slot · ``dropped`` (rows,): number of
+    its text's positions before that slot's first · ``firsts`` (rows,): number of cached nodes · ``last`` (rows,): index
+    of each row's last own node among those that run, the rest being padding · ``depths`` (rows, nodes): depths of the
+    nodes that run · ``key_depths`` (rows, span): depths of all nodes · ``hidden_from`` (rows, nodes, span): true where
+    a node must not attend to another · ``added`` (rows, nodes, width): additions to the nodes' embeddings, or None.
+    """
+
+    def __init__(self, size: Size, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        rows, nodes, span = size[:3]
+        integers, flags = torch.long, torch.bool
+        self._step = _Fields([((rows,), integers), ((rows,), integers), ((rows, nodes), integers)], device)
+        self._tree = _Fields(
+            [((rows,), integers)] * 2
+            + [((rows, nodes), integers), ((rows, span), integers), ((rows, nodes, span), flags)],
+            device,
+        )
+        self.starts, self.dropped, self.tokens = self._step.tensors
+        self.firsts, self.last, self.depths, self.key_depths, self.hidden_from = self._tree.tensors
+        self.added = torch.zeros(rows, nodes, size.added, dtype=dtype, device=device) if size.added else None
+        self._layout: Layout | None = None
+
+    def add(self, added: Tensor) -> None:
+        """Copy the additions of a step in, (rows, nodes, width) of those that run; those of the others are zero."""
+        assert self.added is not None
+        self.added.zero_()
+        self.added[: added.shape[0], : added.shape[1]].copy_(added)
+
+    def fill(
+        self,
+        layout: Layout,
+        starts: Sequence[int],
+        dropped: Sequence[int],
+        tokens: Tensor | Sequence[Sequence[int]],
+    ) -> None:
+        """Copy a step in: the layout only if it changed, the rest in one copy.
+
+        ``tokens``: the tokens that run, as lists on the host, or as a (rows, nodes) tensor, which never leaves the
+        device. The rest of the bucket is padding, to which no node of a tree attends.
+        """
+        if layout != self._layout:
+            self._fill_layout(layout)
+            self._layout = layout
+        host, (host_starts, host_dropped, host_tokens) = self._step.staged()
+        missing = [0] * (len(self.starts) - len(starts))
+        host_starts[:] = torch.tensor([*starts, *missing])
+        host_dropped[:] = torch.tensor([*dropped, *missing])
+        if isinstance(tokens, Tensor):
+            end = self.starts.nbytes + self.dropped.nbytes
+            self._step.bytes[:end].copy_(host[:end], non_blocking=True)
+            self.tokens[: tokens.shape[0], : tokens.shape[1]].copy_(tokens)
+            return
+        width = host_tokens.shape[1]
+        padded = [[*row, *[0] * (width - len(row))] for row in tokens] + [[0] * width for _ in missing]
+        host_tokens[:] = torch.tensor(padded)
+        self._step.bytes.copy_(host, non_blocking=True)
+
+    def _fill_layout(self, layout: Layout) -> None:
+        host, (firsts, last, depths, key_depths, hidden_from) = self._tree.staged()
+        host.zero_()
+        hidden_from.fill_(True)
+        # Every node attends to at least one key, padding too: a softmax over none is NaN in fp16, which would stay in
+        # the cache.
+        hidden_from.diagonal(dim1=1, dim2=2).fill_(False)
+        members: dict[tuple[TreeShape, int], list[int]] = {}
+        for row, key in enumerate(zip(layout.shapes, layout.firsts, strict=True)):
+            members.setdefault(key, []).append(row)
+        for (shape, first), rows in members.items():
+            of_tree = shape.depth_tensor
+            firsts[rows], last[rows] = first, len(shape) - first - 1
+            depths[rows, : len(shape) - first] = of_tree[first:]
+            key_depths[rows, : len(shape)] = of_tree
+            hidden_from[rows, : len(shape) - first, : len(shape)] = ~shape.ancestor_mask[first:]
+        self._tree.bytes.copy_(host, non_blocking=True)
 
 
 class StaticSteps:
-    """Runner of one model's steps on one cache, with a graph (or compiled function) for each bucket that occurs."""
+    """Runner of one model's steps on one cache, with a graph for each bucket that occurs."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        forward: Forward,
-        windows: dict[str, int | None],
-        max_positions: int | None,
-        dtype: torch.dtype,
-        mode: str,
+        self, model: PreTrainedModel, windows: dict[str, int | None], max_positions: int | None, mode: str
     ) -> None:
-        if mode not in MODES:
-            raise ValueError(f"static mode is {mode!r}: give one of {', '.join(MODES)}")
-        self._forward = partial(forward, _compiled(model) if mode == "compile" else model)
-        # torch.compile traces the hooks that select nodes or add to embeddings, but does not notice when others
-        # replace them.
-        self._hooks = mode != "compile"
-        self._prepares = mode == "graphs"
+        """``max_positions``: places that the model has embeddings for; None for rotary embeddings of any place."""
+        if mode not in STATIC_MODES:
+            raise ValueError(f"static mode is {mode!r}: give one of {', '.join(STATIC_MODES)}")
+        if reason := why_not_static(model):
+            raise ValueError(reason)
+        self._model = model
         self._windows = windows
         self._max_positions = max_positions
-        self._dtype = dtype
-        self.captures = mode != "eager"
+        self.captures = mode == "graphs"
         """True if steps on a GPU are recorded as CUDA graphs."""
         self._steps: dict[Size, _Bucket] = {}
         self._buffers = 0
@@ -65,9 +214,9 @@ class StaticSteps:
         """Return the capacity that a cache for ``wanted`` positions needs so that no padded step makes it grow."""
         return key_bucket(wanted + NODE_BUCKETS[-1])
 
-    def fits(self, trees: Sequence[TokenTree], added: Tensor | None = None) -> bool:
-        """Return True if the largest tree fits into the largest bucket, and its embeddings can be added to."""
-        return max(len(tree) for tree in trees) <= NODE_BUCKETS[-1] and (added is None or self._hooks)
+    def fits(self, trees: Sequence[TokenTree]) -> bool:
+        """Return True if the largest tree fits into the largest bucket."""
+        return max(len(tree) for tree in trees) <= NODE_BUCKETS[-1]
 
     @torch.inference_mode()
     def run(
@@ -78,7 +227,7 @@ class StaticSteps:
         last_only: bool = False,
         kept: Sequence[int] | None = None,
         added: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> ModelOutput:
         """Run a tree after each of the first rows; return (rows, nodes, hidden) and (rows, nodes, vocab), with padding.
 
         The nodes of row i from ``first[i]`` on run, the others are cached. ``last_only`` returns the last node of each
@@ -100,7 +249,7 @@ class StaticSteps:
         return self._run(layout, tokens, cache, last_only, kept, added)
 
     @torch.inference_mode()
-    def step(self, tokens: Tensor, cache: PreallocatedCache) -> tuple[Tensor, Tensor]:
+    def step(self, tokens: Tensor, cache: PreallocatedCache) -> ModelOutput:
         """Run one token after each of the first rows; ``tokens`` (rows,) are on the device.
 
         Returns (rows, 1, hidden) and (rows, 1, vocab).
@@ -116,7 +265,7 @@ class StaticSteps:
         last_only: bool,
         kept: Sequence[int] | None = None,
         added: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> ModelOutput:
         asked, counts = len(layout.shapes), layout.counts
         starts = [held - first for held, first in zip(cache.lengths, layout.firsts, strict=False)]
         rows = min(cache.rows, row_bucket(asked))
@@ -127,23 +276,21 @@ class StaticSteps:
         last_only = last_only and nodes > 1  # a single node is the last one
         keys = min(cache.capacity, key_bucket(needed))
         width = 0 if added is None else added.shape[-1]
-        bucket = self._bucket(Size(rows, nodes, span, keys, last_only and self._hooks, width), cache)
+        bucket = self._bucket(Size(rows, nodes, span, keys, last_only, width), cache)
         bucket.inputs.fill(layout, starts, cache.dropped[:asked], tokens)
         if added is not None:
             bucket.inputs.add(added)
         hidden, logits = bucket.run()
         cache.advance(range(asked), counts if kept is None else kept)
-        if last_only and not self._hooks:
-            hidden, logits = (nodes_at(bucket.inputs.last, tensor) for tensor in (hidden, logits))
         given = 1 if last_only else max(counts)
-        return hidden[:asked, :given], logits[:asked, :given]
+        return ModelOutput(hidden[:asked, :given], logits[:asked, :given])
 
     def _bucket(self, size: Size, cache: PreallocatedCache) -> "_Bucket":
         if cache.buffers != self._buffers:
             # Graphs recorded on replaced buffers are invalid, and free their pool.
             self._steps, self._buffers, self.pool = {}, cache.buffers, None
         if size not in self._steps:
-            self._steps[size] = _Bucket(self, cache, size, self._dtype)
+            self._steps[size] = _Bucket(self, cache, size, self._model.dtype)
         return self._steps[size]
 
     @torch.inference_mode()
@@ -153,7 +300,7 @@ class StaticSteps:
         Recorded for the first `_AHEAD` buckets of keys that the texts of the first ``asked`` rows will come to, while
         they grow to ``longest`` positions. What recording writes into the cache lies behind the texts.
         """
-        if not (self._prepares and asked and cache.device):
+        if not (self.captures and asked and cache.device):
             return
         rows, lengths = min(cache.rows, row_bucket(asked)), cache.lengths[:asked]
         kinds = {(size.nodes, size.span, size.last_only, size.added) for size in self._steps if size.rows == rows}
@@ -180,8 +327,10 @@ class StaticSteps:
         if len(masks) == 1:
             (masks,) = masks.values()
         try:
-            last = inputs.last if size.last_only else None
-            return self._forward(inputs.tokens, positions, cache, masks, last, inputs.added)
+            select = partial(nodes_at, inputs.last) if size.last_only else None
+            with added_to_embeddings(self._model, inputs.added):
+                output = run_model(self._model, inputs.tokens, positions, cache, masks, select)
+            return output.hidden, output.logits
         finally:
             cache.block = None
 
@@ -198,30 +347,13 @@ class StaticSteps:
             key_positions = torch.where(in_prefix, key, begin + inputs.key_depths.gather(1, node))
             queries = inputs.depths + begin
             blocked = blocked | (queries[:, :, None] - key_positions[:, None] >= window)
-        mask = torch.zeros(blocked.shape, dtype=self._dtype, device=blocked.device)
-        return mask.masked_fill(blocked, torch.finfo(self._dtype).min)[:, None]
+        mask = torch.zeros(blocked.shape, dtype=self._model.dtype, device=blocked.device)
+        return mask.masked_fill(blocked, torch.finfo(self._model.dtype).min)[:, None]
 
 
 def nodes_at(index: Tensor, values: Tensor) -> Tensor:
     """Return the node ``index[row]`` of each row of ``values`` (rows, nodes, width): (rows, 1, width)."""
     return values.gather(1, index[:, None, None].expand(-1, -1, values.shape[-1]))
-
-
-def _compiled(model: nn.Module) -> Callable[..., Any]:
-    """Return the model through `torch.compile`, for up to `_COMPILED_SHAPES` shapes (torch's default limit is 8)."""
-
-    # torch keeps compiled code per function: a new function keeps other uses of the same model apart.
-    def run(**inputs: Any) -> Any:
-        return model(**inputs)
-
-    compiled = torch.compile(run, dynamic=False)
-
-    def call(**inputs: Any) -> Any:
-        limits = {"recompile_limit": _COMPILED_SHAPES, "accumulated_recompile_limit": 4 * _COMPILED_SHAPES}
-        with torch._dynamo.config.patch(limits):
-            return compiled(**inputs)
-
-    return call
 
 
 class _Bucket:

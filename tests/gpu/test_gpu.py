@@ -22,7 +22,6 @@ from decoding.measure.evaluate import evaluate
 from decoding.measure.machine import attention_backends
 from decoding.measure.methods import EvaluationConfig, standard_methods
 from decoding.model.causal_lm import CausalLM
-from decoding.model.fixed_shapes import at_its_fastest
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.parallel import ParallelDraft
 from decoding.model.split_attention import SplitMask, part_of, split_attention
@@ -203,7 +202,7 @@ def test_a_greedy_step_waits_for_the_gpu_once(name: str, batch_size: int) -> Non
 
 def test_what_runs_by_default_is_graphs() -> None:
     model = HeadstartModel(model_on("cuda"), None)
-    assert model.target.static == "graphs" and at_its_fastest(CausalLM(model_on("cuda"))).static == "graphs"
+    assert model.target.static == "graphs" and CausalLM(model_on("cuda")).at_its_fastest().static == "graphs"
     assert HeadstartModel(model_on("cuda"), None, static="off").target.static is None
 
 
@@ -282,10 +281,3 @@ def test_evaluating_again_and_again_keeps_no_memory() -> None:
     methods = standard_methods(target, {"chain": chain}, config)
     held = memory_after(4, [None], lambda _: evaluate(target, methods, PROMPTS[:2], config))
     assert all(after <= before for before, after in pairwise(held[1:])), held
-
-
-def test_compiled_steps_write_the_texts_of_the_cpu() -> None:
-    expected = texts_of(CausalLM(model_on("cpu")), drafter_on("cpu", "chain", None), batch_size=1)
-    target, drafter = CausalLM(model_on("cuda"), static="compile"), drafter_on("cuda", "chain", "compile")
-    for _ in range(2):
-        assert texts_of(target, drafter, batch_size=1) == expected

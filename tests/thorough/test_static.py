@@ -17,8 +17,7 @@ from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.model.forward import ModelOutput
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.static import StaticSteps
-from decoding.model.static_inputs import Layout, Size, StaticInputs, key_bucket, node_bucket
+from decoding.model.static import Layout, Size, StaticInputs, StaticSteps, key_bucket, node_bucket
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
 
@@ -94,7 +93,7 @@ LONGROPE = {
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
-@pytest.mark.parametrize("static", ["eager", "graphs", "compile"])
+@pytest.mark.parametrize("static", ["eager", "graphs"])
 @pytest.mark.parametrize(
     ("family", "rope", "named"),
     [
@@ -319,28 +318,10 @@ def test_steps_have_the_same_shape_whatever_the_cache_served_before() -> None:
 
 
 def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match="static mode is 'fast': give one of eager, graphs, compile"):
+    with pytest.raises(ValueError, match="static mode is 'fast': give one of eager, graphs"):
         CausalLM(tiny_model("llama"), static="fast")
 
 
 def test_graphs_run_as_they_are_where_there_is_no_gpu() -> None:
     model, plain = CausalLM(tiny_model("llama"), static="graphs"), CausalLM(tiny_model("llama"))
     assert decoded(model, None, GREEDY) == decoded(plain, None, GREEDY)
-
-
-def test_compiled_steps_decode_the_texts_of_dynamic_ones() -> None:
-    """Target and draft are compiled; the hidden state that Medusa reads comes out of the compiled function too."""
-    prompts, config = PROMPTS[:2], DecodingConfig(10, SAMPLED)
-    drafts = [CausalLM(tiny_model("llama", seed=1, num_hidden_layers=1), static=mode) for mode in (None, "compile")]
-    dynamic, static = (CausalLM(tiny_model("llama", num_hidden_layers=1), static=mode) for mode in (None, "compile"))
-    heads = drafters("llama", None)["medusa"]
-    for theirs, ours in ((heads, heads), *[[DraftModelDrafter(draft, (1, 1, 1)) for draft in drafts]]):
-        expected = [text.tokens for text in Engine(dynamic, theirs).decode(prompts, config, batch_size=1)]
-        assert [text.tokens for text in Engine(static, ours).decode(prompts, config, batch_size=1)] == expected
-    cache, other = static.new_cache(32), dynamic.new_cache(32)
-    for model, own in ((static, cache), (dynamic, other)):
-        model.prefill([[3, 1, 4]], own)
-    for block in ([[5, 9, 2]], [[6, 5]]):  # both pad to buckets of their own
-        ours, theirs = static.append(block, cache), dynamic.append(block, other)
-        assert torch.allclose(ours.logits, theirs.logits, atol=1e-5)
-        assert torch.allclose(ours.hidden, theirs.hidden, atol=1e-5)

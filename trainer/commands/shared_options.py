@@ -36,8 +36,8 @@ Static = Annotated[
     str,
     Option(
         metavar="MODE",
-        help="Steps of target and drafts in fixed shapes; graphs (CUDA), compile (torch.compile), eager (neither), or "
-        "off. auto is graphs on a GPU, where the target allows them, and else off. The texts are the same.",
+        help="Steps of target and drafts in fixed shapes; graphs (CUDA), eager, or off. auto is graphs on a GPU, where "
+        "the target allows them, and else off. The texts are the same.",
         hidden=True,
     ),
 ]

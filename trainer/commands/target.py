@@ -2,9 +2,9 @@
 
 from typing import Protocol
 
+from decoding.model.architecture import check_static, static_of
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dtypes import default_device, parse_dtype
-from decoding.model.fixed_shapes import check_choice, static_of
 from decoding.model.loading import load_model
 from trainer.run.train import prepare_target
 
@@ -27,7 +27,7 @@ class Reading(Protocol):
 
 def read_target(name: str, options: Reading) -> CausalLM:
     """Read the target of this name; the embedded default is trained first where it is not there yet."""
-    check_choice(options.static, default_device())
+    check_static(options.static, default_device())
     dtype, trusted = parse_dtype(options.dtype), options.trust_remote_code
     model = load_model(prepare_target(name), dtype, trust_remote_code=trusted, device_map=options.device_map)
     return CausalLM(model, static=static_of(options.static, model))

@@ -3,7 +3,6 @@
 from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
 from decoding.model.causal_lm import CausalLM
-from decoding.model.fixed_shapes import at_its_fastest
 from decoding.model.parallel import ParallelDraft
 
 AnyDraft = CausalLM | ParallelDraft
@@ -16,6 +15,6 @@ def drafter_of(draft: AnyDraft, tokens: int) -> Drafter:
     On a CUDA device its steps are CUDA graphs, if they can be.
     """
     if isinstance(draft, ParallelDraft):
-        draft = ParallelDraft(at_its_fastest(draft.model), draft.parts)
+        draft = ParallelDraft(draft.model.at_its_fastest(), draft.parts)
         return named_drafter("parallel", draft, tokens=min(tokens, draft.tokens))
-    return named_drafter("draft", at_its_fastest(draft), tokens=tokens)
+    return named_drafter("draft", draft.at_its_fastest(), tokens=tokens)

@@ -12,7 +12,6 @@ from decoding.drafters import Drafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
-from decoding.model.fixed_shapes import at_its_fastest
 from decoding.model.vocabulary import with_whole_vocabulary
 from decoding.rules.sampling import SamplingConfig
 from trainer.data.batch import Example
@@ -128,7 +127,7 @@ class TextWriter:
 
     def write(self, orders: Sequence[Order], draft: AnyDraft) -> list[Written]:
         """Write texts in the order of steps and positions. Where the target writes, its draft only makes it faster."""
-        target, drafter = at_its_fastest(self.target), drafter_of(draft, self._num_draft_tokens)
+        target, drafter = self.target.at_its_fastest(), drafter_of(draft, self._num_draft_tokens)
         writers: dict[Origin, tuple[CausalLM, Drafter | None]] = {
             "target": (target, drafter if self._speculates else None),
             "loop": (target, drafter),

@@ -15,7 +15,6 @@ from decoding.measure.evaluate import count_steps
 from decoding.measure.waves import equal_parts
 from decoding.metrics import StepCount, acceptance
 from decoding.model.causal_lm import CausalLM
-from decoding.model.fixed_shapes import at_its_fastest
 from decoding.model.loading import eos_token_ids
 from decoding.rules.sampling import SamplingConfig
 from trainer.data.dataset import Dataset, heldout_prompts
@@ -61,7 +60,7 @@ class Evaluator:
 
     def evaluate(self, objective: Objective) -> Evaluation:
         """Measure the present weights: tokens per target pass, and conditional acceptance by position (from 1)."""
-        drafter, target = objective.drafter(), at_its_fastest(self.target)
+        drafter, target = objective.drafter(), self.target.at_its_fastest()
         assert drafter is not None
 
         def count(batch: Sequence[int]) -> Iterator[Row]:
@@ -83,7 +82,7 @@ class Evaluator:
     def greedy_texts(self, dataset: Dataset) -> list[tuple[Sequence[int], int]]:
         """Return the target's own answers to prompts of another set, as (tokens, prompt length)."""
         config = replace(self.config, sampling=SamplingConfig())
-        prompts, target = self._prompts_of(dataset), at_its_fastest(self.target)
+        prompts, target = self._prompts_of(dataset), self.target.at_its_fastest()
 
         def decode(batch: Sequence[int]) -> Iterator[Row]:
             texts = Engine(target).decode([prompts[place] for place in batch], config, batch_size=len(batch))
