@@ -17,7 +17,7 @@ from trainer import prepare_target
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--target", default="quickstart", help="folder or hub id; the default is trained on first use")
-parser.add_argument("--drafter", default="lookup", help="as `headstart drafters` lists them")
+parser.add_argument("--drafter", default="lookup", help="as in docs/reference/commands.md")
 parser.add_argument("--prompt", default="class Stack:\n    def __init__(self):\n        self.items = []\n")
 parser.add_argument("--max-new-tokens", type=int, default=64)
 options = parser.parse_args()

@@ -1,7 +1,7 @@
 """Hook of the documentation site: reference pages written from the code when the site is built.
 
-The commands come from the typer application, the keys of recipes from their classes: a page holds a mark where the text
-belongs, such as ``<!-- every command -->``.
+The commands come from the typer application, the drafters from their registry, the keys of recipes from their classes.
+A page holds a mark where the text belongs, such as ``<!-- every command -->``.
 """
 
 # ruff: noqa: E402  # the repository joins the path before its packages are imported
@@ -25,6 +25,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 from typer.main import get_command
 
+from decoding.drafters.registry import REGISTRY
 from trainer.cli import app
 from trainer.recipe.recipe import AnyRecipe
 
@@ -33,7 +34,11 @@ PROGRAM = "headstart"
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Put the generated texts in the place of their marks."""
-    for mark, write in (("<!-- every command -->", commands), ("<!-- every key -->", recipes)):
+    for mark, write in (
+        ("<!-- every command -->", commands),
+        ("<!-- every drafter -->", drafters),
+        ("<!-- every key -->", recipes),
+    ):
         if mark in markdown:
             markdown = markdown.replace(mark, write())
     return markdown
@@ -43,6 +48,17 @@ def commands() -> str:
     """Return a section for each command: what it does, its example, its arguments and options."""
     group: Any = get_command(app)
     return "\n\n".join(_command(path, command) for path, command in _commands_of(PROGRAM, group))
+
+
+def drafters() -> str:
+    """Return a table of the drafters: an option without a default is written ``name=``."""
+    rows = []
+    for name, entry in REGISTRY.items():
+        options = ", ".join(f"{option}={known.shown}" for option, known in entry.options.items())
+        rows.append(
+            f"| {_code(f'{name}:PATH' if entry.weights else name)} | {_code(_cell(options))} | {entry.summary} |"
+        )
+    return "| drafter | options, with their defaults | what it drafts |\n|---|---|---|\n" + "\n".join(rows)
 
 
 def _commands_of(path: str, command: Any) -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,7 @@ from decoding.drafters import DraftModelDrafter
 from decoding.model.causal_lm import CausalLM
 from trainer.cli import app
 from trainer.commands.chat import Chat
-from trainer.commands.decode import Decoder
+from trainer.commands.generate import Decoder
 from trainer.terminal.console import standard_error, standard_output
 from trainer.terminal.exit_codes import ExitCode
 
@@ -41,7 +41,7 @@ def test_a_limit_of_new_tokens_as_long_as_the_context_refuses_no_question() -> N
     engine, config = Engine(model(context=40)), DecodingConfig(40)
     decoder = Decoder(engine, TOKENIZER, config, "plain decoding")
     chat = Chat(decoder, Conversation(engine, TOKENIZER, config), standard_output(), notes=standard_error())
-    chat.begin(gain=False)
+    chat.begin()
     assert chat.answer_lines(["Why?"]) and len(chat.conversation.messages) == 2
 
 

@@ -14,7 +14,7 @@ from decoding.drafters import PromptLookupDrafter
 from decoding.model.causal_lm import CausalLM
 from trainer.cli import app as program
 from trainer.commands import demo
-from trainer.commands.demo_options import DemoOptions
+from trainer.commands.options import DemoOptions
 from trainer.demo.race import Models
 
 

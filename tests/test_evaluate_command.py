@@ -40,13 +40,7 @@ def evaluate(desk: Path, output: Path, *more: str, prompts: str = "questions.jso
 
 
 REFUSED = {
-    "--temperature 1,0": "--temperature is 0: give numbers above 0 (0 is the setting greedy)",
-    "--temperature warm": "--temperature is warm: give numbers above 0",
-    "--batch-size 8,0": "--batch-size is 0: give whole numbers of at least 1",
     "--batch-size 1,8": "--batch-size 8 needs as many questions of one task, and the largest task has 2: raise",
-    "--batch-size 8,8": "'8' is listed twice in 8,8: give each once",
-    "--batch-size 8,08": "--batch-size has 8 twice: give each once",
-    "--temperature 1,1.0": "--temperature has 1 twice: give each once",
     "--turns second": "--turns is 'second': give all or first",
     "--context 64,253": "--context 253 does not fit with 4 new tokens into the 256 that the target can hold",
     "--context 64": "--context 64 is more than the texts of",

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from test_help import NAMES, examples
+from test_cli import COMMANDS, examples
 from typer.testing import CliRunner
 
 from trainer.cli import app
@@ -21,24 +21,22 @@ ROOT = Path(__file__).resolve().parents[1]
 
 PROGRAM = """
 import os, signal, sys, types, typer
-work = types.ModuleType("trainer.commands.drafters")
-def run_drafters():
+work = types.ModuleType("trainer.commands.demo")
+def run_demo(options):
     {act}
-work.run_drafters = run_drafters
-sys.modules["trainer.commands.drafters"] = work  # in place of the command's own, whose imports take seconds
+work.run_demo = run_demo
+sys.modules["trainer.commands.demo"] = work  # in place of the command's own, whose imports take seconds
 from trainer.cli import main
 main()
 """
-"""A process of ``headstart``, whose command ``drafters`` does as it is told."""
+"""A process of ``headstart``, whose command ``demo`` does as it is told."""
 
 FOREVER = "while True: print('x' * 1000)"
-RICH = """from trainer.terminal.console import say, standard_output
-    while True: say(standard_output(), 'x')
-"""
+RICH = "from trainer.terminal.console import say, standard_output\n    while True: say(standard_output(), 'x')"
 
 
 def end_of(act: str, *words: str, **options: object) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-c", PROGRAM.format(act=act), *words, "drafters"]
+    program = [sys.executable, "-c", PROGRAM.format(act=act), *words, "demo"]
     return subprocess.run(program, capture_output=True, text=True, cwd=ROOT, **options)  # type: ignore[call-overload, no-any-return]  # keywords of subprocess
 
 
@@ -69,7 +67,7 @@ def test_an_internal_error_keeps_its_traceback_in_a_file_and_debug_prints_it(tmp
         "'headstart --debug COMMAND ...' prints it\n"
     )
     text = kept.read_text()
-    assert text.startswith("Traceback") and "run_drafters" in text and hidden not in text
+    assert text.startswith("Traceback") and "run_demo" in text and hidden not in text
     assert kept.stat().st_mode & 0o077 == 0
     shown = end_of(act, "--debug", env=environment)
     assert shown.returncode == ExitCode.INTERNAL_ERROR and shown.stderr.startswith("Traceback")
@@ -89,12 +87,9 @@ def test_full_memory_of_torch_on_a_cpu_is_told_from_an_internal_error() -> None:
     assert done.returncode == ExitCode.OUT_OF_MEMORY and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "act",
-    [FOREVER, "from trainer.terminal.console import say, standard_output\n    while True: say(standard_output(), 'x')"],
-)
+@pytest.mark.parametrize("act", [FOREVER, RICH])
 def test_a_reader_that_ends_early_ends_the_command_quietly(act: str) -> None:
-    program = [sys.executable, "-c", PROGRAM.format(act=act), "drafters"]
+    program = [sys.executable, "-c", PROGRAM.format(act=act), "demo"]
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=errors, cwd=ROOT)
         assert process.stdout is not None and process.stdout.read(1) == b"x"
@@ -111,7 +106,7 @@ def test_a_connection_that_a_server_closed_is_no_closed_output() -> None:
 
 def test_streams_that_the_caller_has_closed_are_empty() -> None:
     act = "assert sys.stdin.read() == ''; print('x'); sys.stderr.write('y'); os._exit(5)"
-    closing = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", PROGRAM.format(act=act), "drafters"]
+    closing = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", PROGRAM.format(act=act), "demo"]
     assert subprocess.run(closing, cwd=ROOT, check=False).returncode == 5
 
 
@@ -120,7 +115,7 @@ def test_a_terminated_command_that_saves_nothing_ends_as_the_system_does() -> No
     assert (128 - done.returncode, done.stderr) == (ExitCode.TERMINATED, "")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_ends_in_this_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its work is handed to `guarded`, which the tests above are about, by way of `guarded` around the whole."""
 

@@ -76,7 +76,7 @@ def test_by_default_the_costs_of_two_drafters_are_measured_in_seconds() -> None:
     measurements = len(config.batch_sizes) * (1 + len(config.contexts)) * (1 + 2)  # the pass alone, and each drafter
     assert measurements * config.seconds <= 12
     defaults = {field.name: field.default for field in fields(PlanOptions)}
-    assert (defaults["seconds"], defaults["batch_size"], defaults["context"]) == (config.seconds, None, None)
+    assert (defaults["seconds"], defaults["batch_size"], defaults["context"]) == (config.seconds, (1, 8), ())
 
 
 def test_a_plan_says_on_how_many_prompts_it_was_measured() -> None:
@@ -204,8 +204,8 @@ def test_a_plan_with_other_weights_is_refused_and_one_of_another_machine_is_told
     ("given", "message"),
     [
         (("--drafter", "lookup", "--drafter", "lookup"), "--drafter lookup is given twice"),
-        (("--drafter", "lookup", "--batch-size", "0"), "--batch-size is 0"),
-        (("--drafter", "lookup", "--context", "much"), "--context is much"),
+        (("--drafter", "lookup", "--batch-size", "0"), "'--batch-size': 0 does not list"),
+        (("--drafter", "lookup", "--context", "much"), "'--context': much does not list"),
         (("--drafter", "nothing"), "no drafter is called 'nothing'"),
     ],
 )

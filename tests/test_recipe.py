@@ -267,7 +267,7 @@ def test_evaluations_are_needed_to_go_by_them(tmp_path: Path) -> None:
 
 
 def test_an_override_given_twice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"training\.steps is given twice behind the recipe: give it once"):
+    with pytest.raises(ValueError, match=r"override training\.steps is given twice: give it once"):
         load_recipe("recipes/quickstart/medusa1.yaml", ["training.steps=3", "name=x", "training.steps=4"])
 
 

@@ -13,13 +13,10 @@ from rich.text import Text
 from test_stream import Utf8
 
 from decoding.generate import Step
-from decoding.stream import Piece
 from decoding.tally import Tally
-from trainer.terminal.columns import Columns, Lane, fits_columns, in_turns, one_by_one
 from trainer.terminal.console import say, standard_output
-from trainer.terminal.figures import PlainSpeed, live_line, summary
 from trainer.terminal.interrupts import CtrlC
-from trainer.terminal.streaming import Pace, StreamedText, folded, has_colours, is_live, legend, show_steps
+from trainer.terminal.streaming import PlainSpeed, is_live, legend, live_line, show_steps, shows_styles, summary
 from trainer.terminal.waiting import waiting
 
 SHOWN = "a\x1b[2J\x07\x7f\x9b1m می\u200cخواهم\u202e\u2066\u200f 👨\u200d👩\u200d👧"
@@ -78,8 +75,7 @@ def test_in_a_pipe_the_text_is_written_as_it_is_with_one_line_end() -> None:
     console = standard_output(file=heard)
     streamed(console, status="3 tokens per pass")
     assert heard.getvalue() == "abcde\nf\x1b[31mg\n"
-    with StreamedText(console) as text:
-        text.add([Piece("x\n", False)])
+    show_steps(console, [step(b"x\n")], Utf8())
     assert heard.getvalue() == "abcde\nf\x1b[31mg\nx\n"
 
 
@@ -90,7 +86,7 @@ def test_on_a_terminal_tokens_are_coloured_by_origin_above_a_line_of_figures_tha
     assert "3 tokens per pass" in written
     *_, last_lines = re.split(r"\x1b\[2K", written)
     assert SGR.sub("", last_lines).endswith("f[31mg\n") and "3 tokens" not in last_lines
-    runs = ((1, "a"), (32, "bc"), (1, "d"), (32, "e"))
+    runs = ((1, "a"), (32, "b"), (32, "c"), (1, "d"), (32, "e"))
     finished = "".join(f"\x1b[{style}m{letters}\x1b[0m" for style, letters in runs)
     assert f"{finished}\n" in written, "target, draft, target, draft"
     assert "\x1b[31mg" not in written
@@ -106,7 +102,7 @@ def test_with_no_color_nothing_has_a_style(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("NO_COLOR", "1")
     screen = Screen()
     console = standard_output(file=screen, width=30)
-    assert is_live(console) and not has_colours(console)
+    assert is_live(console) and not shows_styles(console)
     streamed(console, status="3 tokens per pass")
     assert not SGR.findall(screen.getvalue()) and "abcde\n" in screen.getvalue()
 
@@ -116,70 +112,33 @@ def test_a_dumb_terminal_gets_visible_text_alone(monkeypatch: pytest.MonkeyPatch
     screen = Screen()
     console = standard_output(file=screen)
     streamed(console, status="3 tokens per pass")
-    assert screen.getvalue() == "abcde\nf[31mg\n" and not has_colours(console)
+    assert screen.getvalue() == "abcde\nf[31mg\n" and not shows_styles(console)
 
 
-def test_colours_forced_upon_a_pipe_come_without_a_line_that_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colours_forced_upon_a_pipe_leave_the_text_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     heard = io.StringIO()
-    console = console_on(heard)
-    assert not is_live(console)
-    streamed(console, status="3 tokens per pass")
-    assert SGR.sub("", heard.getvalue()) == "abcde\nf[31mg\n" and "\x1b[32mb" in heard.getvalue()
+    streamed(console_on(heard), status="3 tokens per pass")
+    assert heard.getvalue() == "abcde\nf[31mg\n"
 
 
 def test_a_long_line_is_printed_whole_and_redrawn_in_what_the_screen_holds() -> None:
     screen = Screen()
     console = console_on(screen, height=5)
     long = "0123456789" * 30
-    with StreamedText(console, lambda: "figures") as text:
-        for place in range(0, 300, 100):
-            text.add([Piece(long[place : place + 100], True)])
+    steps = [step(long[index : index + 100].encode(), 100) for index in range(0, 300, 100)]
+    show_steps(console, steps, Utf8(), status=lambda: "figures")
     *_, end = re.split(r"\x1b\[2K", screen.getvalue())
     assert SGR.sub("", end).endswith(f"{long}\n"), "in one line, for a copy of it"
     drawn = screen.getvalue().partition("figures")[0]
     assert SGR.sub("", drawn).count("\n") <= 4
 
 
-def test_drawings_are_apart_and_take_a_quarter_of_the_time_at_most() -> None:
-    now, drawn = [0.0], list[float]()
-
-    def drawing(seconds: float) -> None:
-        drawn.append(now[0])
-        now[0] += seconds
-
-    pace = Pace(lambda: now[0])
-    for _ in range(40):
-        pace.draw(lambda: drawing(0.0))
-        now[0] += 0.01
-    assert len(drawn) == 10, "every 40 ms, the first of these steps behind 33 ms"
-    drawn.clear()
-    pace.draw(lambda: drawing(1.0))
-    for _ in range(310):
-        pace.draw(lambda: drawing(1.0))
-        now[0] += 0.01
-    assert len(drawn) == 2 and drawn[1] - drawn[0] == pytest.approx(4.0, abs=0.02)
-
-
-@pytest.mark.parametrize(
-    ("text", "rows"),
-    [
-        ("abcdef", ["abc", "def"]),
-        ("abcd", ["abc", "d"]),
-        ("", [""]),
-        ("日本語", ["日", "本", "語"]),
-        ("ab日", ["ab", "日"]),
-    ],
-)
-def test_a_line_is_folded_where_a_terminal_does(text: str, rows: list[str]) -> None:
-    assert [row.plain for row in folded(Text(text), 3)] == rows
-
-
 def test_the_legend_names_each_style_in_that_style() -> None:
     screen = Screen()
     console_on(screen, width=100).print(legend())
     assert "\x1b[32mgreen\x1b[0m: accepted draft tokens" in screen.getvalue()
-    assert "\x1b[1mbold\x1b[0m: tokens that the target" in screen.getvalue()
+    assert "\x1b[1mbold\x1b[0m: the target's own tokens" in screen.getvalue()
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -201,53 +160,6 @@ def test_before_the_first_pass_there_are_no_figures() -> None:
         live_line(tally, PlainSpeed(2.0)) == ""
         and summary(tally, None, "lookup") == "lookup: no token behind the prefill"
     )
-
-
-# --- side by side -----------------------------------------------------------------------------------------------------
-
-
-def lane(name: str, seconds: float, count: int, prefill: float = 0.0) -> Lane:
-    steps = [step(b"0", seconds=prefill, is_prefill=True), *(step(b"x", seconds=seconds) for _ in range(count))]
-    return Lane(name, steps, Utf8(), (), drafts=name == "fast")
-
-
-def test_the_next_step_is_that_of_the_lane_whose_own_clock_is_behind() -> None:
-    slow, fast = lane("slow", 3.0, 2), lane("fast", 1.0, 6)
-    order = []
-    for each, _ in in_turns([slow, fast]):
-        if not each.done:
-            order.append((each.name, each.seconds))
-    running = [(name, seconds) for name, seconds in order if seconds]
-    assert running == [
-        ("slow", 3.0), ("fast", 1.0), ("fast", 2.0), ("fast", 3.0),
-        ("slow", 6.0), ("fast", 4.0), ("fast", 5.0), ("fast", 6.0),
-    ]  # fmt: skip
-
-
-def test_one_by_one_a_lane_ends_before_the_next_begins() -> None:
-    lanes = [lane("slow", 3.0, 2), lane("fast", 1.0, 3)]
-    assert [each.name for each, _ in one_by_one(lanes)] == ["slow"] * 4 + ["fast"] * 5
-    assert [each.tokens for each in lanes] == [list(b"0xx"), list(b"0xxx")]
-
-
-def test_columns_hold_both_texts_whole_in_the_end_and_both_speeds() -> None:
-    screen = Screen()
-    console = console_on(screen, width=90, height=6)
-    lanes = [lane("slow", 0.5, 200), lane("fast", 0.25, 200)]
-    with Columns(console, lanes) as columns:
-        for each, pieces in in_turns(lanes):
-            columns.add(each, pieces)
-    *_, table = re.split(r"\x1b\[2K", screen.getvalue())
-    plain = SGR.sub("", table)
-    assert plain.count("x") == 400 and plain.count("0x") == 2
-    assert "2 tokens/s after 201 tokens" in plain and "4 tokens/s after 201 tokens" in plain
-    drawings = [SGR.sub("", part) for part in re.split(r"\x1b\[2K", screen.getvalue())[:-1]]
-    assert len(drawings) > 1 and max(part.count("\n") for part in drawings) < 6, "no more rows than the screen has"
-
-
-def test_columns_are_for_wide_terminals_alone() -> None:
-    assert fits_columns(console_on(Screen(), width=80)) and not fits_columns(console_on(Screen(), width=79))
-    assert not fits_columns(standard_output(file=io.StringIO(), width=200))
 
 
 # --- Ctrl-C and waiting -----------------------------------------------------------------------------------------------

@@ -10,11 +10,10 @@ from typing import Annotated
 import typer
 
 from trainer.commands.artefact_options import ExportOptions, ImportOptions, PushOptions, ServeCommandOptions
-from trainer.commands.demo_options import DemoOptions
 from trainer.commands.options import (
     ChatOptions,
     CompareOptions,
-    DraftersOptions,
+    DemoOptions,
     EvaluateOptions,
     GenerateOptions,
     PlanOptions,
@@ -355,14 +354,6 @@ def doctor(options: DoctorOptions) -> None:
 
     if not run_doctor(options):
         raise typer.Exit(ExitCode.FAILED)
-
-
-@command(app, DraftersOptions, "headstart drafters")
-def drafters(options: DraftersOptions) -> None:
-    """List the drafters that --drafter takes, with their options."""
-    from trainer.commands.drafters import run_drafters
-
-    run_drafters()
 
 
 def main() -> None:

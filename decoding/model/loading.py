@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from decoding.errors import UserError
 from decoding.model.architecture import is_spread, places_of, why_not_static
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dtypes import default_device
@@ -161,6 +162,9 @@ def _lines(error: BaseException) -> list[str]:
     return [line if len(line) <= 300 else f"{line[:300]}..." for line in lines]
 
 
+_OWN_TOKENIZER = "give a draft that was trained with the target's tokenizer"
+
+
 def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
     """Refuse a draft whose token ids mean other texts; vocabularies that differ only in their padding pass."""
     target_vocab, draft_vocab = target.get_vocab(), draft.get_vocab()
@@ -169,20 +173,19 @@ def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedToken
     missing = [token for token in target_vocab if token not in draft_vocab]
     if differing:
         token = min(differing, key=lambda text: draft_vocab[text])
-        raise ValueError(
+        raise UserError(
             f"the draft's tokenizer is not the target's: token {token!r} is {draft_vocab[token]} in the draft and "
-            f"{target_vocab[token]} in the target; give a draft that was trained with the target's tokenizer"
+            f"{target_vocab[token]} in the target",
+            _OWN_TOKENIZER,
         )
     if len(unknown) + len(missing) > max(64, len(target_vocab) // 100):
-        raise ValueError(
+        raise UserError(
             f"the draft's tokenizer is not the target's: {len(missing)} of the target's {len(target_vocab)} tokens are "
-            f"missing and {len(unknown)} are its own; give a draft that was trained with the target's tokenizer"
+            f"missing and {len(unknown)} are its own",
+            _OWN_TOKENIZER,
         )
     if target(TOKENIZER_PROBE)["input_ids"] != draft(TOKENIZER_PROBE)["input_ids"]:
-        raise ValueError(
-            "the draft's tokenizer has the target's tokens but splits text in another way; "
-            "give a draft that was trained with the target's tokenizer"
-        )
+        raise UserError("the draft's tokenizer has the target's tokens but splits text in another way", _OWN_TOKENIZER)
 
 
 def load_heads(name: str | Path, target: CausalLM) -> MedusaHeads:

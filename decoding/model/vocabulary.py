@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from decoding.errors import check_once
 from decoding.model.causal_lm import CausalLM
 from decoding.model.hub import local_folder
 
@@ -160,8 +161,6 @@ def read_output_tokens(model: PreTrainedModel, name: str) -> tuple[int, ...] | N
 def _check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
     if not tokens:
         raise ValueError("no tokens are given to trim the vocabulary to: give at least one")
-    if len(set(tokens)) < len(tokens):
-        token = Counter(tokens).most_common(1)[0][0]
-        raise ValueError(f"token {token} is given twice: give each token of the trimmed vocabulary once")
+    check_once("token", tokens)
     if outside := [token for token in tokens if not 0 <= token < vocab_size]:
         raise ValueError(f"token {outside[0]} is to be kept but the draft knows 0 to {vocab_size - 1}")

@@ -207,7 +207,7 @@ def test_every_command_of_the_page_on_plans_runs_in_the_order_given(
     desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
     found = commands(PLAN)
-    assert len(found) == 6
+    assert len(found) == 5
     for command in found:  # with the heads that the README trains
         run(command, desk, environment, warm)
     assert (desk / "runs" / "plan" / "plan.svg").is_file()
@@ -218,7 +218,7 @@ def test_every_command_of_the_page_on_watching_runs_in_the_order_given(
     desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
     *alone, into_file, from_pipe = commands(WATCH)
-    assert len(alone) == 3
+    assert len(alone) == 2
     for command in alone:  # with the heads that the README trains
         run(command, desk, environment, warm)
     for command, wanted in ((into_file, 1), (from_pipe, 2)):

@@ -197,6 +197,7 @@ def test_formulas_are_markup_of_the_page(site: Site) -> None:
 def test_the_reference_has_every_command_and_every_key_of_a_recipe(site: Site) -> None:
     from typer.main import get_command
 
+    from decoding.drafters.registry import REGISTRY
     from trainer.cli import app
 
     commands = site.pages[site.folder / "reference" / "commands.html"]
@@ -206,6 +207,9 @@ def test_the_reference_has_every_command_and_every_key_of_a_recipe(site: Site) -
             assert f"headstart-{name}-{below}".strip("-") in commands.ids
         for option in command.params:
             assert option.opts[0] in commands.text, (name, option.opts)
+    for drafter, entry in REGISTRY.items():
+        assert drafter in commands.text
+        assert all(f"{option}={known.shown}" in commands.text for option, known in entry.options.items())
     recipes = site.pages[site.folder / "reference" / "recipes.html"].text
     assert "adamw | muon" in recipes and "\\|" not in recipes + commands.text
     for key in ("training.learning_rate", "heads.loss.forward_kl", "draft.parallel.tokens", "features.folder"):

@@ -10,13 +10,11 @@ from rich.console import Console
 from decoding.conversation import Conversation
 from decoding.generate import Step
 from decoding.tally import Tally
-from trainer.commands.answers import show_answer, show_legend
-from trainer.commands.decode import Decoder, read_decoder
+from trainer.commands.generate import Decoder, read_decoder
 from trainer.commands.options import ChatOptions
 from trainer.terminal.console import say, say_error, standard_error, standard_output
-from trainer.terminal.figures import PlainSpeed, summary
 from trainer.terminal.interrupts import CtrlC
-from trainer.terminal.waiting import waiting
+from trainer.terminal.streaming import PlainSpeed, summary
 
 PROMPT, CONTINUED = "> ", ". "
 COMMANDS = """\
@@ -33,11 +31,11 @@ def run_chat(options: ChatOptions) -> bool:
     decoder = read_decoder(options, None)
     conversation = Conversation(decoder.engine, decoder.tokenizer, decoder.config, options.system)
     chat = Chat(decoder, conversation, standard_output())
-    chat.begin(options.gain)
+    chat.begin()
     if not sys.stdin.isatty():
         return chat.answer_lines(sys.stdin)
     say(chat.console, f"{options.target}, {decoder.label}; /help lists the commands, Ctrl-D leaves")
-    show_legend(decoder, chat.console)
+    decoder.show_legend(chat.console)
     chat.talk()
     return True
 
@@ -57,8 +55,8 @@ class Chat:
     stopped: bool = False
     left: bool = False
 
-    def begin(self, gain: bool) -> None:
-        """Check system message, rule and drafter; measure plain decoding after a first greeting if ``gain``."""
+    def begin(self) -> None:
+        """Check system message, rule and drafter; measure plain decoding after a first greeting."""
         prompt = self.conversation.encode("Hello")
         most = self.conversation.max_positions
         room = self.decoder.config.max_new_tokens if most is None else max(1, most - len(prompt))
@@ -67,9 +65,7 @@ class Chat:
         first.engine.steps(prompt, first.config)
         if self.decoder.tokenizer.chat_template is None:
             say(self.notes, "note: the target has no chat template: it continues the messages, joined by line ends")
-        if gain and self.decoder.drafts:
-            with waiting("measuring plain decoding"):
-                self.plain = first.plain_speed(prompt)
+        self.plain = first.plain_speed(prompt)
 
     def talk(self) -> None:
         """Answer what is typed, until Ctrl-D, /exit, or Ctrl-C twice at the prompt."""
@@ -149,7 +145,7 @@ class Chat:
         steps = self.conversation.ask(question)
         tally, tokens = Tally(), list[int]()
         with CtrlC() as ctrl_c:
-            show_answer(self.decoder, _noted(ctrl_c.until_asked(steps), tokens), self.console, tally, self.plain)
+            self.decoder.show(_noted(ctrl_c.until_asked(steps), tokens), self.console, tally, self.plain)
         self.stopped = ctrl_c.asked
         told = summary(tally, self.plain, self.decoder.label)
         if not tokens:

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from decoding.measure.redact import published_name
 from decoding.model.fingerprint import stored_fingerprint
 from trainer import quickstart
-from trainer.commands.decode import load_models
-from trainer.commands.demo_options import DemoOptions
+from trainer.commands.models import load_models
+from trainer.commands.options import DemoOptions
 from trainer.demo.race import Models
 from trainer.run.train import ensure_built
 from trainer.terminal.console import say, standard_error

@@ -22,9 +22,9 @@ from decoding.model.hub import local_folder
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.findings import PRINTED, account, write_findings
+from trainer.commands.models import read_target
 from trainer.commands.proof_options import DiagnoseOptions
 from trainer.commands.served import check_endpoint, connect
-from trainer.commands.target import read_target
 from trainer.data.conversations import read_conversations
 from trainer.export.match import drafters_of
 from trainer.export.measured import read_report

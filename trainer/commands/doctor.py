@@ -59,9 +59,9 @@ def _specs(options: DoctorOptions) -> "list[DrafterSpec]":
         return []
     if options.target is None:
         raise ValueError(f"--drafter is {options.drafter[0]}, which is checked against a target: give --target too")
-    from trainer.commands.drafters import asked_drafters
+    from trainer.commands.models import read_specs
 
-    return asked_drafters(options.drafter)
+    return read_specs(options.drafter)
 
 
 def _machine(machine: Machine, options: DoctorOptions) -> list[Finding]:

@@ -37,10 +37,9 @@ from decoding.measure.waves import waves_of
 from decoding.model.fingerprint import prompts_fingerprint, tokenizer_fingerprint
 from decoding.model.hub import revisions, short_name
 from decoding.model.loading import eos_token_ids
-from trainer.commands.decode import Models, load_models, published_specs
+from trainer.commands.models import LoadedModels, load_models, published_specs
 from trainer.commands.options import EvaluateOptions
 from trainer.commands.plan import asked_or_planned
-from trainer.commands.usage import listed, numbers
 from trainer.files.lock import hold
 from trainer.quickstart import resolve
 from trainer.run.distributed import join_processes
@@ -105,7 +104,7 @@ def _prepared(
         place.console if place.is_first else Console(quiet=True),
     )
     every, chosen = _chosen(options, place)
-    models = load_models(options, asked_for)
+    models = load_models(options, asked_for, options.static)
     config = replace(config, eos_token_ids=eos_token_ids(models.target.model, models.tokenizer))
     asked = _questions(every, chosen, options, config, models)
     made_by = _made_by(options, config, models.specs, asked.asker, models.tokenizer)
@@ -138,26 +137,21 @@ def _measured(
 
 def _config(options: EvaluateOptions) -> EvaluationConfig:
     """Return the settings, before anything is read; ValueError for those that cannot be."""
-    default = EvaluationConfig()
-    sizes = numbers("--batch-size", options.batch_size, int) or default.batch_sizes
-    contexts = numbers("--context", options.context, int)
-    if contexts and min(contexts) < 1:
-        raise ValueError(f"--context is {min(contexts)}: give lengths of at least 1 token")
     if options.turns not in ("all", "first"):
         raise ValueError(f"--turns is {options.turns!r}: give all or first")
     if options.skip_long and options.cut_long:
         raise ValueError("--skip-long and --cut-long are both given: leave long prompts out, or cut them")
-    if contexts and options.prompt_tokens:
+    if options.context and options.prompt_tokens:
         raise ValueError("--context and --prompt-tokens are both given: each sets the length of the prompts")
     return EvaluationConfig(
         max_new_tokens=options.max_new_tokens,
         rounds=options.rounds,
-        temperatures=numbers("--temperature", options.temperature, float) or default.temperatures,
-        settings=listed(options.settings) or default.settings,
-        policies=listed(options.policies) or default.policies,
+        temperatures=tuple(options.temperature),
+        settings=tuple(options.settings),
+        policies=tuple(options.policies),
         seed=options.seed,
-        batch_sizes=sizes,
-        contexts=contexts or default.contexts,
+        batch_sizes=tuple(options.batch_size),
+        contexts=tuple(options.context or (None,)),
     )
 
 
@@ -167,7 +161,7 @@ def _config(options: EvaluateOptions) -> EvaluationConfig:
 def _chosen(options: EvaluateOptions, place: Place) -> tuple[list[Question], list[Question]]:
     """Return all questions of the file, and those to ask; ValueError for tasks that it lacks."""
     every = read_questions(resolve(options.prompts), options.prompt_field)
-    wanted = listed(options.task)
+    wanted = options.task
     of_tasks = every
     if wanted is not None:
         known = sorted({question.task for question in every if question.task is not None})
@@ -185,7 +179,7 @@ def _questions(
     chosen: Sequence[Question],
     options: EvaluateOptions,
     config: EvaluationConfig,
-    models: Models,
+    models: LoadedModels,
 ) -> _Asked:
     """Return the chosen questions that target and drafters can hold; ValueError for contexts that do not fit."""
     # A prompt of a given length has no room that is known beforehand for the answers before a later turn.
@@ -196,7 +190,7 @@ def _questions(
     return asked
 
 
-def _fitting(asked: _Asked, config: EvaluationConfig, models: Models, options: EvaluateOptions) -> _Asked:
+def _fitting(asked: _Asked, config: EvaluationConfig, models: LoadedModels, options: EvaluateOptions) -> _Asked:
     """Return the questions that target and drafters can hold with their new tokens; others are left out or cut."""
     asker = asked.asker
     limits = [drafter.max_positions for drafter in models.drafters.values() if drafter.max_positions is not None]

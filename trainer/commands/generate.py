@@ -1,49 +1,115 @@
-"""The command `headstart generate`: one text, alone or beside plain decoding."""
+"""The command `headstart generate`: one text on a console. `Decoder` serves `headstart chat` too."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 
-from decoding.model.loading import load_tokenizer
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig, Step
+from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.prompts import encode_prompt
+from decoding.rules.sampling import SamplingConfig
+from decoding.speculation import named_rule
 from decoding.tally import Tally
-from trainer.commands.answers import show_answer, show_legend
-from trainer.commands.beside import run_beside
-from trainer.commands.decode import Decoder, read_decoder
-from trainer.commands.options import GenerateOptions
+from trainer.commands.models import load_models
+from trainer.commands.options import DecodingOptions, GenerateOptions
+from trainer.commands.plan import asked_or_planned
 from trainer.quickstart import resolve
+from trainer.run.train import ensure_built
 from trainer.terminal.console import say, standard_error, standard_output
-from trainer.terminal.figures import summary
 from trainer.terminal.interrupts import CtrlC
+from trainer.terminal.streaming import PlainSpeed, legend, live_line, show_steps, shows_styles, summary
 from trainer.terminal.waiting import waiting
+
+PLAIN_PASSES = 24
+PLAIN_SECONDS = 2.0
+"""Bounds of the measurement of plain decoding, in passes and in seconds of their own."""
 
 
 def run_generate(options: GenerateOptions, console: Console | None = None) -> bool:
     """Stream the text on the console, and print its figures on standard error; return False if Ctrl-C stopped it."""
     console = console or standard_output()
-    if options.compare and options.drafter is None and options.plan is None:
-        raise ValueError("--compare shows a drafter beside plain decoding: give --drafter or --plan")
     context = None
     if options.plan is not None:  # the plan's choice depends on the prompt's length
         tokenizer = load_tokenizer(resolve(options.target), options.trust_remote_code)
         context = len(encode_prompt(options.prompt, tokenizer, options.chat))
     decoder = read_decoder(options, context)
     prompt = encode_prompt(options.prompt, decoder.tokenizer, options.chat)
-    if options.compare and decoder.drafts:
-        return run_beside(decoder, prompt, console)
-    return _stream(decoder, prompt, console, options.gain)
-
-
-def _stream(decoder: Decoder, prompt: Sequence[int], console: Console, gain: bool) -> bool:
-    steps = decoder.engine.steps(prompt, decoder.config)  # bad input is found before anything is measured
-    plain = None
-    if gain and decoder.drafts:
-        with waiting("measuring plain decoding"):
-            plain = decoder.plain_speed(prompt)
-        steps = decoder.engine.steps(prompt, decoder.config)
-    show_legend(decoder, console)
+    decoder.engine.steps(prompt, decoder.config)  # bad input is found before anything is measured
+    plain = decoder.plain_speed(prompt)
+    decoder.show_legend(console)
     tally = Tally()
     with CtrlC() as ctrl_c:
-        show_answer(decoder, ctrl_c.until_asked(steps), console, tally, plain)
+        steps = decoder.engine.steps(prompt, decoder.config)
+        decoder.show(ctrl_c.until_asked(steps), console, tally, plain)
     say(standard_error(), summary(tally, plain, decoder.label), style="dim")
     return not ctrl_c.asked
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A target with a drafter, and the settings of its texts. ``name`` is the drafter's."""
+
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    config: DecodingConfig
+    name: str
+
+    @property
+    def label(self) -> str:
+        """Name of the drafter and label of the rule, lossless or lossy."""
+        return f"{self.name} ({self.config.label})"
+
+    def plain_speed(self, prompt: Sequence[int]) -> PlainSpeed | None:
+        """Measure plain decoding after this prompt, for up to `PLAIN_PASSES` passes and `PLAIN_SECONDS`.
+
+        None without a drafter, or if not even one pass fits.
+        """
+        if self.engine.drafter is None:
+            return None
+        tally = Tally()
+        with waiting("measuring plain decoding"):
+            most = self.config.max_new_tokens
+            self.engine.decode(prompt, replace(self.config, max_new_tokens=min(8, most)))  # warms up
+            tokens = min(PLAIN_PASSES + 1, most)
+            config = replace(self.config, rule=None, max_new_tokens=tokens, eos_token_ids=(), stop_strings=())
+            for _ in tally.watch(replace(self.engine, drafter=None).steps(prompt, config)):
+                if tally.total_seconds > PLAIN_SECONDS:
+                    break
+        if not tally.passes:
+            return None
+        return PlainSpeed(tally.tokens_per_second, f", measured over {tally.tokens} tokens before")
+
+    def show_legend(self, console: Console) -> None:
+        """Say which style means which origin, if there are styles and a drafter."""
+        if self.engine.drafter is not None and shows_styles(console):
+            say(console, legend())
+
+    def show(self, steps: Iterable[Step], console: Console, tally: Tally, plain: PlainSpeed | None) -> None:
+        """Show the text of steps as soon as they are done, above a live line of figures; count them in the tally."""
+        hidden, coloured = self.config.eos_token_ids, self.engine.drafter is not None
+        show_steps(console, tally.watch(steps), self.tokenizer, hidden, lambda: live_line(tally, plain), coloured)
+
+
+def read_decoder(options: DecodingOptions, context: int | None) -> Decoder:
+    """Read target and drafter as asked, else as planned for a prompt of ``context`` tokens (None: any)."""
+    given = [] if options.drafter is None else [options.drafter]
+    drafters = asked_or_planned(
+        given, options.plan, options, (options.temperature,), (1,), (context,), standard_error()
+    )
+    ensure_built(options.target)
+    with waiting(f"loading {options.target}"):
+        models = load_models(options, drafters)
+    name, loaded = next(iter(models.drafters.items()), ("plain decoding", None))
+    config = DecodingConfig(
+        max_new_tokens=options.max_new_tokens,
+        sampling=SamplingConfig(temperature=options.temperature, top_p=options.top_p),
+        rule=named_rule(options.rule) if options.rule else None,
+        eos_token_ids=eos_token_ids(models.target.model, models.tokenizer),
+        stop_strings=tuple(options.stop or ()),
+        seed=options.seed,
+    )
+    engine = Engine(models.target, loaded, tokenizer=models.tokenizer)
+    return Decoder(engine, models.tokenizer, config, name)

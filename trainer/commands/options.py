@@ -5,6 +5,7 @@ Artefacts: `artefact_options`. Proofs and diagnoses: `proof_options`. Training d
 This module imports no PyTorch, so that ``--help`` need not wait for it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -17,25 +18,23 @@ from trainer.commands.shared_options import (
     SPEC,
     Chat,
     Drafter,
-    FrequencyPenalty,
     JsonFile,
     MaxNewTokens,
-    MinP,
     ModelOptions,
     PlanFile,
-    Policy,
-    PresencePenalty,
     PromptField,
     PromptTokens,
-    RepetitionPenalty,
     Rounds,
     Rule,
     Seed,
+    Static,
     Stop,
+    Target,
     Temperature,
-    TopK,
     TopP,
-    TypicalP,
+    names,
+    numbers,
+    whole_numbers,
 )
 
 
@@ -51,6 +50,7 @@ class EvaluateOptions(ModelOptions):
         Path,
         Option(metavar="FOLDER", help="Folder for report.json and report.html."),
     ]
+    static: Static = "auto"
     drafter: Annotated[
         list[str] | None,
         Option(metavar=SPEC, help=f"Drafter to measure, any number; {DRAFTERS}."),
@@ -62,12 +62,8 @@ class EvaluateOptions(ModelOptions):
         Option(min=1, help="Number of questions, dealt over the tasks of the file."),
     ] = 20
     task: Annotated[
-        list[str] | None,
-        Option(
-            metavar="NAME",
-            help="Ask only questions of this task; several by commas or repeated.",
-            hidden=True,
-        ),
+        Sequence[str] | None,
+        Option(metavar="NAME,...", parser=names, help="Ask only questions of these tasks.", hidden=True),
     ] = None
     turns: Annotated[
         str,
@@ -103,35 +99,34 @@ class EvaluateOptions(ModelOptions):
     ] = False
     max_new_tokens: MaxNewTokens = 96
     temperature: Annotated[
-        list[str] | None,
-        Option(metavar="X,...", help="Temperatures of the sampling settings, 1 if not given."),
-    ] = None
+        Sequence[float],
+        Option(metavar="X,...", parser=numbers, help="Temperatures of the sampling settings."),
+    ] = (1.0,)
     batch_size: Annotated[
-        list[str] | None,
-        Option(metavar="N,...", help="Texts decoded at a time, 1 if not given."),
-    ] = None
+        Sequence[int],
+        Option(metavar="N,...", parser=whole_numbers, help="Texts decoded at a time."),
+    ] = (1,)
     context: Annotated[
-        list[str] | None,
+        Sequence[int] | None,
         Option(
             metavar="N,...",
+            parser=whole_numbers,
             help="Lengths to fill prompts up to, in tokens, with earlier rows of the file.",
         ),
     ] = None
     settings: Annotated[
-        list[str] | None,
-        Option(
-            metavar="NAME,...",
-            help="Any of greedy, sampling and typical (lossy); greedy and sampling if not given.",
-        ),
-    ] = None
+        Sequence[str],
+        Option(metavar="NAME,...", parser=names, help="Any of greedy, sampling and typical (lossy)."),
+    ] = ("greedy", "sampling")
     policies: Annotated[
-        list[str] | None,
+        Sequence[str],
         Option(
             metavar="NAME,...",
-            help="Policies for the amount to draft; any of fixed and heuristic, fixed if not given.",
+            parser=names,
+            help="Policies for the amount to draft; any of fixed and heuristic.",
             hidden=True,
         ),
-    ] = None
+    ] = ("fixed",)
     rounds: Rounds = 1
     seed: Seed = 0
     restart: Annotated[bool, Option("--restart", help="Drop the runs in --output, and begin anew.")] = False
@@ -148,26 +143,12 @@ class DecodingOptions(ModelOptions):
 
     drafter: Drafter = None
     plan: PlanFile = None
-    policy: Policy = "fixed"
     rule: Rule = None
     max_new_tokens: MaxNewTokens = 128
     temperature: Temperature = 0.0
-    top_k: TopK = 0
     top_p: TopP = 1.0
-    min_p: MinP = 0.0
-    typical_p: TypicalP = 1.0
-    repetition_penalty: RepetitionPenalty = 1.0
-    presence_penalty: PresencePenalty = 0.0
-    frequency_penalty: FrequencyPenalty = 0.0
     stop: Stop = None
     seed: Seed = 0
-    gain: Annotated[
-        bool,
-        Option(
-            help="Decode up to 24 tokens without the drafter first; for the gain.",
-            hidden=True,
-        ),
-    ] = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,9 +157,6 @@ class GenerateOptions(DecodingOptions):
 
     prompt: Annotated[str, Option(help="Text to answer or to continue; '-' reads it from standard input.")]
     chat: Chat = True
-    compare: Annotated[
-        bool, Option("--compare", help="Decode the text without the drafter too; side by side on a wide terminal.")
-    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +168,26 @@ class ChatOptions(DecodingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DemoOptions(ModelOptions):
+    """Options of `headstart demo`."""
+
+    target: Target = "quickstart"
+    drafter: Annotated[
+        list[str] | None,
+        Option(
+            metavar=SPEC,
+            help="Drafter to choose from on the page, any number; by default lookup, and for quickstart those of "
+            f"'make demo'; {DRAFTERS}.",
+        ),
+    ] = None
+    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1"
+    port: Annotated[int, Option(min=1, max=65535, help="Port to listen on.")] = 7860
+    share: Annotated[
+        bool, Option("--share", help="Open a public address too; through Gradio's servers, for a week at most.")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanOptions(ModelOptions):
     """Options of `headstart plan`."""
 
@@ -198,6 +196,7 @@ class PlanOptions(ModelOptions):
         Option(metavar="FILE", help=f"{QUESTIONS_HELP} Best held out, and like those that the target gets in use."),
     ]
     output: Annotated[Path, Option(metavar="FOLDER", help="Folder for plan.json and plan.svg.")]
+    static: Static = "auto"
     drafter: Annotated[
         list[str],
         Option(metavar=SPEC, help=f"Drafter to plan with, any number; {DRAFTERS}."),
@@ -208,20 +207,17 @@ class PlanOptions(ModelOptions):
     max_new_tokens: Annotated[int, Option(min=2, help="Longest continuation, in tokens.")] = 96
     temperature: Annotated[float, Option(min=0, help="Sampling temperature of later use; 0 is greedy.")] = 0.0
     batch_size: Annotated[
-        list[str] | None,
-        Option(
-            metavar="N,...",
-            help="Texts decoded at a time; several sizes by commas or repeated, 1,8 if not given.",
-        ),
-    ] = None
+        Sequence[int],
+        Option(metavar="N,...", parser=whole_numbers, help="Texts decoded at a time."),
+    ] = (1, 8)
     context: Annotated[
-        list[str] | None,
+        Sequence[int],
         Option(
             metavar="N,...",
-            help="Tokens before the new ones; given like --batch-size, measured beside the prompts' own lengths. Those "
-            "that do not fit are left out.",
+            parser=whole_numbers,
+            help="Tokens before the new ones, besides the prompts' own lengths. Those that do not fit are left out.",
         ),
-    ] = None
+    ] = ()
     max_nodes: Annotated[
         int,
         Option(
@@ -266,8 +262,3 @@ class CompareOptions:
         None
     )
     json: JsonFile = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftersOptions:
-    """`headstart drafters` takes none."""

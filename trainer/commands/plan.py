@@ -27,12 +27,10 @@ from decoding.model.dtypes import parse_dtype
 from decoding.model.fingerprint import prompts_fingerprint, tokenizer_fingerprint
 from decoding.model.hub import revisions
 from decoding.model.loading import eos_token_ids, load_tokenizer
-from trainer.commands.drafters import asked_drafters
 from trainer.commands.findings import account
+from trainer.commands.models import read_specs, read_target
 from trainer.commands.options import PlanOptions
 from trainer.commands.shared_options import ModelOptions
-from trainer.commands.target import read_target
-from trainer.commands.usage import numbers
 from trainer.quickstart import resolve
 from trainer.terminal.console import say, standard_error, standard_output, wide
 from trainer.terminal.progress import ProgressBar
@@ -41,9 +39,9 @@ from trainer.terminal.progress import ProgressBar
 def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, Any]:
     """Measure, choose, print the tables, write plan.json and plan.svg; returns the plan."""
     watched, console = console or standard_error(), console or standard_output()
-    specs = asked_drafters(options.drafter)
+    specs = read_specs(options.drafter)
     config = _config(options)
-    target = read_target(options.target, options)
+    target = read_target(options.target, options, options.static)
     tokenizer = load_tokenizer(resolve(options.target), options.trust_remote_code)
     config = replace(config, eos_token_ids=eos_token_ids(target.model, tokenizer))
     limit = options.limit * (2 if options.check else 1)
@@ -84,8 +82,8 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, 
 def _config(options: PlanOptions) -> PlanConfig:
     """Return the settings that the options give, without the tokens that end a text."""
     return PlanConfig(
-        batch_sizes=numbers("--batch-size", options.batch_size, int) or PlanConfig.batch_sizes,
-        contexts=numbers("--context", options.context, int) or PlanConfig.contexts,
+        batch_sizes=tuple(options.batch_size),
+        contexts=tuple(options.context),
         temperature=options.temperature,
         max_new_tokens=options.max_new_tokens,
         most_nodes=options.max_nodes,

@@ -20,6 +20,7 @@ from trainer.commands.shared_options import (
     JsonFile,
     KeyVariable,
     Limit,
+    LoadingOptions,
     MaxNewTokens,
     ModelOptions,
     PromptField,
@@ -112,7 +113,7 @@ class DiagnoseOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
+class VerifyOptions(LoadingOptions):
     """Options of `headstart verify`."""
 
     target: Annotated[
@@ -172,8 +173,6 @@ class VerifyOptions:
         ),
     ] = "fp32"
     static: Static = "auto"
-    device_map: DeviceMap = None
-    trust_remote_code: Trusted = False
     json: JsonFile = None
     concurrency: Concurrency = 16
     retries: Retries = 5

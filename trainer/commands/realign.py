@@ -23,8 +23,8 @@ from decoding.model.loading import (
     load_draft,
     load_tokenizer,
 )
+from trainer.commands.models import read_target
 from trainer.commands.regenerate import run_regenerate
-from trainer.commands.target import read_target
 from trainer.commands.training_options import RealignOptions, RegenerateOptions
 from trainer.data.splits import not_held_out
 from trainer.files.folders import check_can_be_folder, sha256_of
@@ -141,7 +141,6 @@ def _questions(options: RealignOptions, name: str) -> RegenerateOptions:
         batch_size=options.batch_size,
         seed=options.seed,
         dtype=options.dtype,
-        static=options.static,
         device_map=options.device_map,
         trust_remote_code=options.trust_remote_code,
     )

@@ -17,8 +17,8 @@ from decoding.generate import DecodingConfig
 from decoding.measure.machine import commit, versions
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
+from trainer.commands.models import read_target
 from trainer.commands.served import check_endpoint, served_at
-from trainer.commands.target import read_target
 from trainer.commands.training_options import RegenerateOptions
 from trainer.data.answers import AnswerFile, Backend
 from trainer.data.conversations import Conversation, read_conversations
@@ -127,8 +127,6 @@ def _check(options: RegenerateOptions, sampling: SamplingConfig) -> None:
         raise ValueError("--drafter speeds up a --target in this process; an --endpoint decodes as it likes")
     if options.endpoint is not None and options.device_map:
         raise ValueError("--device-map spreads a --target in this process; an --endpoint places its model itself")
-    if options.endpoint is not None and options.static != "auto":
-        raise ValueError("--static says how a --target in this process runs its steps; an --endpoint runs its own")
     if options.endpoint is None and options.completions:
         raise ValueError("--completions is the choice of an --endpoint; a --target goes by its chat template")
     if options.n < 1:

@@ -3,11 +3,52 @@
 A rare option is hidden: the help gives its name alone, docs/reference/commands.md all of it.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
-from typer import Argument, Option
+from typer import Argument, BadParameter, Option
+
+# --- lists ------------------------------------------------------------------------------------------------------------
+
+Value = TypeVar("Value")
+Number = TypeVar("Number", int, float)
+
+
+def names(text: Any) -> Sequence[str]:
+    """Read names with commas between them, each given once. A default is no text, and is returned as it is."""
+    if not isinstance(text, str):
+        return tuple(text)
+    return _each_once(text, [name.strip() for name in text.split(",")])
+
+
+def whole_numbers(text: Any) -> Sequence[int]:
+    """Read whole numbers of at least 1 with commas between them, as `names` reads names."""
+    return _numbers(text, int, "whole numbers of at least 1")
+
+
+def numbers(text: Any) -> Sequence[float]:
+    """Read numbers above 0 with commas between them, as `names` reads names."""
+    return _numbers(text, float, "numbers above 0")
+
+
+def _numbers(text: Any, kind: type[Number], wanted: str) -> Sequence[Number]:
+    try:
+        values = [kind(each) for each in names(text)]
+    except ValueError:
+        values = [kind(0)]
+    if not all(0 < value < math.inf for value in values):
+        raise BadParameter(f"{text} does not list {wanted}, with commas between them")
+    return _each_once(text, values)
+
+
+def _each_once(text: str, values: Sequence[Value]) -> Sequence[Value]:
+    if len(set(values)) < len(values):
+        raise BadParameter(f"{text} lists a value twice: give it once")
+    return tuple(values)
+
 
 # --- recipes ----------------------------------------------------------------------------------------------------------
 
@@ -53,20 +94,25 @@ Trusted = Annotated[bool, Option(help="Run code that comes with a hub model.", h
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """Options of the target."""
+class LoadingOptions:
+    """Options that say how a target is loaded."""
 
-    target: Target
     dtype: Dtype = "bf16"
-    static: Static = "auto"
     device_map: DeviceMap = None
     trust_remote_code: Trusted = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(LoadingOptions):
+    """Options of a command that cannot do without a target."""
+
+    target: Target
 
 
 # --- drafting ---------------------------------------------------------------------------------------------------------
 
 SPEC = "NAME[:PATH]"
-DRAFTERS = "'headstart drafters' lists them"
+DRAFTERS = "such as lookup, heads:PATH or draft:PATH,tokens=4 (all: docs/reference/commands.md)"
 Drafter = Annotated[
     str | None,
     Option(metavar=SPEC, help=f"Drafter, plain decoding if not given; {DRAFTERS}."),
@@ -76,14 +122,6 @@ PlanFile = Annotated[
     Option(
         metavar="FILE",
         help="plan.json of 'headstart plan', whose choice drafts, in place of --drafter.",
-        hidden=True,
-    ),
-]
-Policy = Annotated[
-    str,
-    Option(
-        metavar="NAME",
-        help="Policy for the amount to draft; fixed or heuristic.",
         hidden=True,
     ),
 ]
@@ -116,21 +154,7 @@ Rounds = Annotated[int, Option(min=1, help="Times that each method decodes each 
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
 Temperature = Annotated[float, Option(help="Sampling temperature; 0 is greedy.")]
-TopK = Annotated[int, Option(help="Top-k sampling; 0 switches it off.", hidden=True)]
 TopP = Annotated[float, Option(help="Nucleus sampling; 1 switches it off.", hidden=True)]
-MinP = Annotated[
-    float,
-    Option(help="Least share of the best token's probability to keep; 0 switches it off.", hidden=True),
-]
-TypicalP = Annotated[float, Option(help="Typical sampling; 1 switches it off.", hidden=True)]
-RepetitionPenalty = Annotated[
-    float,
-    Option(help="Penalty on tokens in prompt and output; 1 switches it off.", hidden=True),
-]
-PresencePenalty = Annotated[float, Option(help="Subtracted once from the logits of tokens in the output.", hidden=True)]
-FrequencyPenalty = Annotated[
-    float, Option(help="Subtracted from a token's logit per occurrence in the output.", hidden=True)
-]
 Stop = Annotated[list[str] | None, Option(help="Stop string; may be given several times.", hidden=True)]
 Seed = Annotated[int, Option(help="Seed of the sampling; same seed, same text.", hidden=True)]
 

@@ -13,16 +13,14 @@ from trainer.commands.shared_options import (
     SPEC,
     TARGET_HELP,
     Concurrency,
-    DeviceMap,
-    Dtype,
     KeyVariable,
+    LoadingOptions,
     MaxNewTokens,
     Overrides,
     PromptField,
     Retries,
     Seed,
     ServedName,
-    Static,
     Temperature,
     Timeout,
     TopP,
@@ -63,7 +61,7 @@ class PlanTrainingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegenerateOptions:
+class RegenerateOptions(LoadingOptions):
     """Options of `headstart regenerate`."""
 
     prompts: Annotated[
@@ -110,10 +108,6 @@ class RegenerateOptions:
         ),
     ] = None
     batch_size: Annotated[int, Option(min=1, help="Prompts decoded at a time; of a target in this process.")] = 16
-    dtype: Dtype = "bf16"
-    static: Static = "auto"
-    device_map: DeviceMap = None
-    trust_remote_code: Trusted = False
     completions: Annotated[
         bool,
         Option(
@@ -137,7 +131,7 @@ class RegenerateOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RealignOptions:
+class RealignOptions(LoadingOptions):
     """Options of `headstart realign`."""
 
     target: Annotated[
@@ -193,9 +187,6 @@ class RealignOptions:
             hidden=True,
         ),
     ] = "bf16"
-    static: Static = "auto"
-    device_map: DeviceMap = None
-    trust_remote_code: Trusted = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,14 +4,15 @@ import math
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from inspect import signature
 from typing import Any, TypeVar, get_type_hints
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
+from decoding.errors import UserError, check_once
 from trainer.commands.guarded import guarded
 
 
@@ -25,12 +26,34 @@ class Group(TyperGroup):
             try:
                 code = super(Group, self).main(*args, **{**named, "standalone_mode": False})
             except typer.TyperException as error:
-                told = " ".join(error.format_message().split()).rstrip(".")
+                message = " ".join(error.format_message().split()).rstrip(".")
                 context = getattr(error, "ctx", None)
-                raise ValueError(f"{told}: see '{context.command_path if context else 'headstart'} --help'") from None
+                raise UserError(message, f"see '{context.command_path if context else 'headstart'} --help'") from None
             raise typer.Exit(code or 0)
 
         sys.exit(guarded(work))
+
+
+class Command(TyperCommand):
+    """A command that rejects a second value of an option that takes one. Typer alone would use the last value."""
+
+    def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
+        """Parse the words behind the command's name."""
+        options: dict[str, Any] = {name: each for each in self.params for name in (*each.opts, *each.secondary_opts)}
+        given, words = [], iter(arguments)
+        for word in words:
+            if word == "--":
+                break
+            name, equals, _ = word.partition("=")
+            option = options.get(name)
+            if option is None or not name.startswith("-"):
+                continue
+            if not option.multiple:
+                given.append(option.opts[0])
+            if not (equals or option.is_flag):
+                next(words, None)  # the option's value
+        check_once("the option", given)
+        return super().parse_args(context, arguments)
 
 
 Options = TypeVar("Options")
@@ -50,7 +73,7 @@ def command(
             raise typer.Exit(guarded(lambda: work(options(**_finite(values))), debugging(), resumes))
 
         run.__signature__ = signature(options)  # type: ignore[attr-defined]  # what typer reads
-        app.command(name, epilog=_epilog(options, examples))(run)
+        app.command(name, cls=Command, epilog=_epilog(options, examples))(run)
         return work
 
     return decorate
@@ -71,44 +94,11 @@ def _name(field: str) -> str:
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values; ValueError for a number that is not finite, which typer lets through."""
+    """Return the values; UserError for a number that is not finite, which typer lets through."""
     for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{_name(name)} is {value}: give a finite number")
+            raise UserError(f"{_name(name)} is {value}", "give a finite number")
     return values
-
-
-def listed(values: Iterable[str] | None) -> tuple[str, ...] | None:
-    """Return the values of a list-like option, given by commas, repeated, or both; None if it was not given."""
-    if values is None:
-        return None
-    found = tuple(name.strip() for value in values for name in value.split(","))
-    if again := next((name for place, name in enumerate(found) if name in found[:place]), None):
-        raise ValueError(f"{again!r} is listed twice in {','.join(found)}: give each once")
-    return found
-
-
-Number = TypeVar("Number", int, float)
-
-
-def numbers(option: str, values: Iterable[str] | None, kind: type[Number]) -> tuple[Number, ...] | None:
-    """Return the numbers of a list-like option; None if it was not given. ValueError names the option."""
-    found: list[Number] = []
-    for text in listed(values) or ():
-        try:
-            number = kind(text)
-        except ValueError:
-            number = kind(0)
-        if not math.isfinite(number) or number <= 0:
-            wanted = "whole numbers of at least 1" if kind is int else "numbers above 0"
-            hint = ""
-            if kind is float:
-                hint = " (0 is the setting greedy)"
-            raise ValueError(f"{option} is {text}: give {wanted}{hint}")
-        if number in found:
-            raise ValueError(f"{option} has {number:g} twice: give each once")
-        found.append(number)
-    return tuple(found) or None
 
 
 def debugging() -> bool:

@@ -24,11 +24,10 @@ from decoding.model.hub import revisions
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
 from decoding.speculation import named_rule
-from trainer.commands.drafters import asked_drafters
 from trainer.commands.findings import PRINTED, account, write_findings
+from trainer.commands.models import read_specs, read_target
 from trainer.commands.proof_options import VerifyOptions
 from trainer.commands.served import check_endpoint, connect
-from trainer.commands.target import read_target
 from trainer.quickstart import resolve
 from trainer.target.fingerprints import kept_fingerprint
 from trainer.terminal.console import say, standard_error, standard_output
@@ -120,7 +119,7 @@ def _check(options: VerifyOptions) -> list[DrafterSpec]:
         named_rule(options.rule)
         if options.temperature == 0:
             raise ValueError(f"--rule {options.rule} is of sampling: give a --temperature above 0")
-    return asked_drafters(options.drafter or ())
+    return read_specs(options.drafter or ())
 
 
 def _read(options: VerifyOptions, engines: int) -> _Input:
@@ -132,7 +131,7 @@ def _read(options: VerifyOptions, engines: int) -> _Input:
     name, trusted = resolve(options.target), options.trust_remote_code
     tokenizer = load_tokenizer(name, trusted)
     prompts = read_prompts(resolve(options.prompts), tokenizer, options.limit, options.prompt_field, chat=options.chat)
-    target = read_target(options.target, options)
+    target = read_target(options.target, options, options.static)
     for prompt in prompts:
         check_prompt(target, prompt, DecodingConfig(options.max_new_tokens))
     reference = Reference(target, sampling, eos_token_ids(target.model, tokenizer))

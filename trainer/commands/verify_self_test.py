@@ -22,8 +22,8 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_tokenizer
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.findings import account, write_findings
+from trainer.commands.models import read_target
 from trainer.commands.proof_options import VerifyOptions
-from trainer.commands.target import read_target
 from trainer.commands.verify import effort_of
 from trainer.quickstart import resolve
 from trainer.terminal.console import say, title, wide
@@ -128,7 +128,7 @@ def _desk(options: VerifyOptions) -> _Desk:
         prompts = read_prompts(
             resolve(options.prompts), tokenizer, options.limit, options.prompt_field, chat=options.chat
         )
-        target = read_target(options.target, options)
+        target = read_target(options.target, options, options.static)
         for prompt in prompts:
             check_prompt(target, prompt, DecodingConfig(options.max_new_tokens))
     end = usual_end(target, sampling, prompts, effort.max_new_tokens)

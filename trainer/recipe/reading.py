@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from decoding.errors import check_once
 from trainer.recipe.layers import laid_over, nested, open_keys, read_yaml, resolved
 from trainer.recipe.recipe import AnyRecipe, Recipe
 
@@ -28,9 +29,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     if wrong:
         raise ValueError(f"override {wrong[0]!r} has no '=': write section.key=value")
     given = [override.partition("=") for override in overrides]
-    keys = [key for key, _, _ in given]
-    if twice := next((key for place, key in enumerate(keys) if key in keys[:place]), None):
-        raise ValueError(f"{twice} is given twice behind the recipe: give it once")
+    check_once("the override", (key for key, _, _ in given))
     files = _with_bases(path)
     try:
         content = reduce(laid_over, [*files, *(nested(key, read_yaml(value)) for key, _, value in given)])

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.header import read_object
 from decoding.model.loading import UNREADABLE, check_same_tokenizer, load_tokenizer, reason
@@ -141,7 +142,8 @@ def _truncated(stored: Mapping[str, Any], wanted: int) -> Sequence[Difference]:
 def _other_tokens(tokenizer: PreTrainedTokenizerBase, served: Path, trusted: bool) -> Sequence[Difference]:
     try:
         check_same_tokenizer(tokenizer, load_tokenizer(str(served), trusted))
+    except UserError as error:
+        return ((error.message, error.remedy),)
     except ValueError as error:
-        found, _, remedy = str(error).rpartition("; ")
-        return ((found or str(error), remedy if found else _REMEDY),)
+        return ((str(error), _REMEDY),)
     return ()

@@ -1,0 +1,27 @@
+"""Errors that a user can remedy."""
+
+from collections.abc import Hashable, Iterable
+
+
+class UserError(ValueError):
+    """An error with its remedy. Its text is ``message: remedy``.
+
+    Both are one sentence without a full stop, and no program needs to take the text apart.
+    """
+
+    def __init__(self, message: str, remedy: str) -> None:
+        super().__init__(message, remedy)  # both, so that a pickled error can be read back
+        self.message = message
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.message}: {self.remedy}"
+
+
+def check_once(name: str, values: Iterable[Hashable]) -> None:
+    """Raise UserError if a value occurs twice. ``name`` says what the values are, such as "--drafter"."""
+    seen = set[Hashable]()
+    for value in values:
+        if value in seen:
+            raise UserError(f"{name} {value} is given twice", "give it once")
+        seen.add(value)

@@ -1,0 +1,85 @@
+"""Targets and drafters of the commands that decode, read by the options that these commands share."""
+
+from collections.abc import Sequence
+from itertools import chain, count
+from pathlib import Path
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from decoding.drafters import Drafter
+from decoding.drafters.registry import DrafterLoader, parse_drafter
+from decoding.drafters.spec import DrafterSpec
+from decoding.errors import check_once
+from decoding.measure.markdown import one_line
+from decoding.measure.redact import published_name, without_local_paths
+from decoding.model.architecture import check_static, static_of
+from decoding.model.causal_lm import CausalLM
+from decoding.model.dtypes import default_device, parse_dtype
+from decoding.model.loading import load_model, load_tokenizer
+from trainer.commands.shared_options import LoadingOptions, ModelOptions
+from trainer.export.origin import read_stored_provenance
+from trainer.quickstart import resolve
+from trainer.run.train import prepare_target
+
+
+def read_target(name: str, options: LoadingOptions, static: str = "auto") -> CausalLM:
+    """Read the target of this name; the embedded default is trained first if it is not there yet."""
+    check_static(static, default_device())
+    dtype, trusted = parse_dtype(options.dtype), options.trust_remote_code
+    model = load_model(prepare_target(name), dtype, trust_remote_code=trusted, device_map=options.device_map)
+    return CausalLM(model, static=static_of(static, model))
+
+
+def read_specs(texts: Sequence[str]) -> list[DrafterSpec]:
+    """Read the values of ``--drafter``, before any weights are read."""
+    specs = [parse_drafter(text) for text in texts]
+    check_once("--drafter", map(str, specs))
+    return specs
+
+
+class LoadedModels(NamedTuple):
+    """A target, its tokenizer, and drafters, each with its spec, by their names in tables."""
+
+    target: CausalLM
+    tokenizer: PreTrainedTokenizerBase
+    drafters: dict[str, Drafter]
+    specs: dict[str, DrafterSpec]
+
+
+def load_models(options: ModelOptions, drafters: Sequence[str], static: str = "auto") -> LoadedModels:
+    """Read the target and the drafters; a mistake in a spec is found before the target is read."""
+    specs = read_specs(drafters)
+    target, trusted = read_target(options.target, options, static), options.trust_remote_code
+    tokenizer = load_tokenizer(resolve(options.target), trusted)
+    loader = DrafterLoader(target, tokenizer, trusted)
+    loaded = [loader.load(spec) for spec in specs]
+    labels = [drafter.label for drafter in loaded]
+    names = _distinct(
+        [
+            f"{label} ({text})" if labels.count(label) > 1 else label
+            for label, text in zip(labels, published_specs(specs), strict=True)
+        ]
+    )
+    return LoadedModels(target, tokenizer, dict(zip(names, loaded, strict=True)), dict(zip(names, specs, strict=True)))
+
+
+def published_specs(specs: Sequence[DrafterSpec]) -> list[str]:
+    """Return a text of each spec, distinct from the others: its run's name, or what may be published, is its path."""
+    return _distinct([spec.with_path(None if spec.path is None else _name_of(spec.path)) for spec in specs])
+
+
+def _name_of(path: str) -> str:
+    """Return the name of the run that made the weights, as the folder of every run is called final."""
+    stored = read_stored_provenance(Path(path))
+    name = stored["recipe"].get("name") if stored else None
+    return one_line(without_local_paths(name)) if name else published_name(path)
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Return the names; one that an earlier name has taken gets the first number from 2 that makes it new."""
+    found: list[str] = []
+    for name in names:
+        tried = chain([name], (f"{name} ({number})" for number in count(2)))
+        found.append(next(each for each in tried if each not in found))
+    return found
