@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trainer.serving.counters import Counts, parse_counts
+from trainer.servers.counters import Counts, parse_counts
 
 VLLM_PAGE = """
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.

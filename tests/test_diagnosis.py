@@ -22,22 +22,22 @@ from decoding.policies import Budget
 from decoding.rules.sampling import SamplingConfig
 from trainer.export import vllm
 from trainer.export.artefact import Task
-from trainer.serving.answers import Completed
-from trainer.serving.configs import compare_settings, compare_vocabularies
-from trainer.serving.counted import (
+from trainer.servers.answers import Completed
+from trainer.servers.configs import compare_settings, compare_vocabularies
+from trainer.servers.counted import (
     Replayed,
     compare_acceptance,
     compare_lengths,
     compare_positions,
     compare_sampling,
 )
-from trainer.serving.counters import Counts
-from trainer.serving.finding import STEPS, TEXT, Diagnosis, Finding, equal
-from trainer.serving.rendered import Question, Rendered, compare_rendered
-from trainer.serving.speculator import load_speculator, named_speculator
-from trainer.serving.stale import Fit
-from trainer.serving.texts import compare_texts
-from trainer.serving.weights import compare_top_1, read_vllm_heads
+from trainer.servers.counters import Counts
+from trainer.servers.finding import STEPS, TEXT, Diagnosis, Finding, equal
+from trainer.servers.rendered import Question, Rendered, compare_rendered
+from trainer.servers.speculator import load_speculator, named_speculator
+from trainer.servers.stale import Fit
+from trainer.servers.texts import compare_texts
+from trainer.servers.weights import compare_top_1, read_vllm_heads
 
 # --- the order --------------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from decoding.rules.drawing import GeneratorSource
 from decoding.rules.sampling import SamplingConfig
 from trainer.data.batch import Example, collate
 from trainer.drafts.start import write_draft
-from trainer.serving.speculator import Named, Speculator
+from trainer.servers.speculator import Named, Speculator
 
 WINDOW = 6
 LONG = 240

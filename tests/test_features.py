@@ -35,7 +35,7 @@ from trainer.target.features import (
 from trainer.target.hidden import OnlineTarget
 from trainer.target.store import estimate_bytes, write_store
 from trainer.terminal import progress
-from trainer.terminal.place import Place
+from trainer.processes import Process
 
 EXAMPLES = toy_examples(12)  # of 4 to 12 tokens
 SHARD_TOKENS = 30  # three shards of EXAMPLES
@@ -217,9 +217,9 @@ def test_a_shard_holds_whole_examples_and_a_long_one_has_a_shard_of_its_own() ->
 
 
 def test_two_processes_write_half_each_and_together_all(tiny_llama: CausalLM, tmp_path: Path) -> None:
-    write(tiny_llama, tmp_path / "both", place=Place(0, 2))
+    write(tiny_llama, tmp_path / "both", process=Process(0, 2))
     first = written_at(tmp_path / "both")
-    identity = write(tiny_llama, tmp_path / "both", place=Place(1, 2))
+    identity = write(tiny_llama, tmp_path / "both", process=Process(1, 2))
     both = written_at(tmp_path / "both")
     write(tiny_llama, tmp_path / "one")
     assert len(first) == 2 and first.items() < both.items() and both.keys() == written_at(tmp_path / "one").keys()
@@ -298,7 +298,7 @@ def test_a_run_names_the_file_that_it_writes_again(tiny_llama: CausalLM, stored:
     def said() -> str:
         heard = Console(file=io.StringIO(), width=200)
         section = FeaturesSection(folder=str(stored.folder))
-        ensure_features(FeatureWriter(tiny_llama, stored.identity), EXAMPLES, section, Place(console=heard))
+        ensure_features(FeatureWriter(tiny_llama, stored.identity), EXAMPLES, section, Process(console=heard))
         return heard.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO
 
     fault(stored.folder / name)
@@ -462,8 +462,8 @@ def test_the_size_is_said_before_and_the_speed_after(tiny_llama: CausalLM, tmp_p
     section = FeaturesSection(folder=str(tmp_path))
     identity = identity_of(tiny_llama)
     for _ in range(2):
-        place = Place(console=Console(file=heard, width=200))
-        store = ensure_features(FeatureWriter(tiny_llama, identity), EXAMPLES, section, place)
+        process = Process(console=Console(file=heard, width=200))
+        store = ensure_features(FeatureWriter(tiny_llama, identity), EXAMPLES, section, process)
         assert store.hidden(collate(EXAMPLES[:1], (0,))).shape == (1, 4, 16)
     lines = heard.getvalue().splitlines()
     assert len(lines) == 3  # the second time there is nothing to write
@@ -476,7 +476,7 @@ def test_without_a_terminal_the_writing_says_how_far_it_is(
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     heard, section = io.StringIO(), FeaturesSection(folder=str(tmp_path))
     writer = FeatureWriter(tiny_llama, identity_of(tiny_llama))
-    ensure_features(writer, EXAMPLES, section, Place(console=Console(file=heard, width=200)))
+    ensure_features(writer, EXAMPLES, section, Process(console=Console(file=heard, width=200)))
     written = [line for line in heard.getvalue().splitlines() if line.startswith("writing the features: ")]
     assert written and written[-1].startswith("writing the features: 87/87, ") and written[-1].endswith(" tokens/s")
 
@@ -491,10 +491,10 @@ def test_a_whole_store_is_read_where_nobody_can_write(
 
     monkeypatch.setattr(stores, "hold", read_only)
     writer = FeatureWriter(tiny_llama, stored.identity)
-    stores.ensure_store(writer, EXAMPLES, stored.folder, SHARD_TOKENS, Place(console=Console(file=io.StringIO())))
+    stores.ensure_store(writer, EXAMPLES, stored.folder, SHARD_TOKENS, Process(console=Console(file=io.StringIO())))
     (stored.folder / "shard-00000.safetensors").unlink()
     with pytest.raises(ValueError, match=r"1 of .* files missing or damaged"):
-        stores.ensure_store(writer, EXAMPLES, stored.folder, SHARD_TOKENS, Place(console=Console(file=io.StringIO())))
+        stores.ensure_store(writer, EXAMPLES, stored.folder, SHARD_TOKENS, Process(console=Console(file=io.StringIO())))
 
 
 def test_features_of_other_data_are_refused_before_anything_is_said_of_them(
@@ -504,8 +504,8 @@ def test_features_of_other_data_are_refused_before_anything_is_said_of_them(
     backwards = EXAMPLES[::-1]
     writer = FeatureWriter(tiny_llama, identity_of(tiny_llama, backwards))
     with pytest.raises(ValueError, match="holds features made with other data: "):
-        stores.ensure_store(writer, backwards, stored.folder, SHARD_TOKENS, Place(console=Console(file=said)))
+        stores.ensure_store(writer, backwards, stored.folder, SHARD_TOKENS, Process(console=Console(file=said)))
     rounded = FeatureWriter(tiny_llama, replace(stored.identity, dtype="float16"))
     with pytest.raises(ValueError, match="made with dtype float32 and not float16: "):
-        stores.ensure_store(rounded, EXAMPLES, stored.folder, SHARD_TOKENS, Place(console=Console(file=said)))
+        stores.ensure_store(rounded, EXAMPLES, stored.folder, SHARD_TOKENS, Process(console=Console(file=said)))
     assert said.getvalue() == ""

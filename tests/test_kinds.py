@@ -21,7 +21,7 @@ from trainer.run import kinds
 from trainer.run.kinds import check_folders, kind_of
 from trainer.run.train import run_recipe
 from trainer.target.loading import StoredTarget, Target
-from trainer.terminal.place import Place
+from trainer.processes import Process
 
 ROOT = Path(str(trainer.__file__)).parent
 CPU = torch.device("cpu")
@@ -118,7 +118,7 @@ def test_a_target_that_is_let_go_is_another_type_and_comes_back_as_it_was(tmp_pa
     write_corpus(tmp_path)
     features = {"folder": str(tmp_path / "features"), "keep_target": False}
     kind = kind_of(parse_recipe({**recipe_content(tmp_path, "medusa"), "features": features}))
-    job = kind.assemble(CPU, Place(console=Console(file=io.StringIO())))
+    job = kind.assemble(CPU, Process(console=Console(file=io.StringIO())))
     assert isinstance(job, HeadsJob) and type(job.target) is StoredTarget and not kind.keeps_target
     again = job.target_again(CPU)
     assert type(again) is Target and again.let_go() == job.target
@@ -134,5 +134,5 @@ def test_a_folder_that_is_written_ahead_is_named_by_its_setting(tmp_path: Path) 
 def test_only_the_first_of_several_processes_speaks() -> None:
     heard = io.StringIO()
     for rank in range(3):
-        Place(rank, 3, Console(file=heard)).say(f"by {rank}")
+        Process(rank, 3, Console(file=heard)).say(f"by {rank}")
     assert heard.getvalue() == "by 0\n"

@@ -21,7 +21,7 @@ from trainer.recipe.recipe import AnyRecipe
 from trainer.run import distributed
 from trainer.run.kinds import kind_of
 from trainer.target.teacher_cache import TeacherStore
-from trainer.terminal.place import Place
+from trainer.processes import Process
 
 CPU = torch.device("cpu")
 
@@ -57,7 +57,7 @@ def test_features_written_ahead_are_those_that_training_reads(workshop: Path) ->
     prepare_features(recipe_with_features(workshop), Console(file=io.StringIO()))
     before = shards_of(workshop / "features")
     heard = io.StringIO()
-    kind_of(recipe_with_features(workshop)).assemble(CPU, Place(console=Console(file=heard)))
+    kind_of(recipe_with_features(workshop)).assemble(CPU, Process(console=Console(file=heard)))
     assert before and shards_of(workshop / "features") == before and "written here" not in heard.getvalue()
 
 
@@ -68,7 +68,7 @@ def test_a_teacher_cache_written_ahead_is_what_a_draft_is_trained_from(workshop:
     before = shards_of(workshop / "teacher")
     assert f"teacher cache: 456 positions in {workshop}/teacher, 0.000 GB: 52 bytes a position" in heard.getvalue()
     again = io.StringIO()
-    job = kind_of(recipe_with_teacher(workshop, 2.0)).assemble(CPU, Place(console=Console(file=again)))
+    job = kind_of(recipe_with_teacher(workshop, 2.0)).assemble(CPU, Process(console=Console(file=again)))
     assert before and shards_of(workshop / "teacher") == before and "written here" not in again.getvalue()
     assert isinstance(store, TeacherStore)
     batch = collate(job.dataset.examples[:3], range(3))
@@ -77,7 +77,7 @@ def test_a_teacher_cache_written_ahead_is_what_a_draft_is_trained_from(workshop:
     assert isinstance(taught, SampledTailTeacher)
     assert torch.equal(taught.logits, store.for_batch(batch).logits) and taught.temperature == 2.0
     with pytest.raises(ValueError, match=r"holds a teacher cache made with temperature 2\.0 and not 1\.5: "):
-        kind_of(recipe_with_teacher(workshop, 1.5)).assemble(CPU, Place(console=Console(file=again)))
+        kind_of(recipe_with_teacher(workshop, 1.5)).assemble(CPU, Process(console=Console(file=again)))
 
 
 @pytest.mark.parametrize("kind", ["medusa", "draft"])

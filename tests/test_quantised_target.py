@@ -19,7 +19,7 @@ from trainer.data.batch import collate
 from trainer.drafts.job import DraftJob
 from trainer.recipe.reading import parse_recipe
 from trainer.run.kinds import kind_of
-from trainer.terminal.place import Place
+from trainer.processes import Process
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def job_of(folder: Path, **changes: Any) -> DraftJob:
     write_target(folder / "target")
     write_corpus(folder)
     recipe = parse_recipe({**recipe_content(folder, "draft"), **changes})
-    job = kind_of(recipe).assemble(torch.device("cpu"), Place(console=Console(file=io.StringIO())))
+    job = kind_of(recipe).assemble(torch.device("cpu"), Process(console=Console(file=io.StringIO())))
     assert isinstance(job, DraftJob)
     return job
 

@@ -15,9 +15,9 @@ from decoding.measure.proof.faults import tiny_target
 from decoding.measure.proof.reference import Reference
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
-from trainer.serving.answers import Asked
-from trainer.serving.client import ServedModel
-from trainer.serving.writer import ServedWriter
+from trainer.servers.answers import Asked
+from trainer.servers.client import ServedModel
+from trainer.servers.writer import ServedWriter
 from trainer.target.connection import Served
 
 KEY = "sk-ThisIsNoRealKeyOnlyATest"
@@ -226,7 +226,7 @@ def no_openai(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Importing openai fails, and what may import it is imported anew; all is as before afterwards."""
 
     def drop() -> dict[str, ModuleType]:
-        parts = ("trainer.serving.", "trainer.commands.", "trainer.target.connection", "trainer.target.endpoint")
+        parts = ("trainer.servers.", "trainer.commands.", "trainer.target.connection", "trainer.target.endpoint")
         return {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(parts)}
 
     monkeypatch.setitem(sys.modules, "openai", None)
@@ -241,4 +241,4 @@ def test_commands_that_may_ask_a_server_load_without_openai(no_openai: None) -> 
     for name in ("diagnose", "verify", "regenerate"):
         importlib.import_module(f"trainer.commands.{name}")
     with pytest.raises(ImportError):
-        importlib.import_module("trainer.serving.client")
+        importlib.import_module("trainer.servers.client")

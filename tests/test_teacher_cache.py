@@ -25,7 +25,7 @@ from trainer.target.features import FeatureIdentity, FeatureWriter
 from trainer.target.loading import Target
 from trainer.target.store import estimate_bytes, write_store
 from trainer.target.teacher_cache import TeacherIdentity, TeacherStore, TeacherWriter, sample_tail, teacher_writer
-from trainer.terminal.place import Place
+from trainer.processes import Process
 
 EXAMPLES = toy_examples(12)  # of 4 to 12 tokens, some of them trained
 LABELLED = [int(collate([example]).labelled(1).sum()) for example in EXAMPLES]
@@ -242,7 +242,7 @@ def test_any_number_of_processes_and_a_run_broken_off_write_the_same_files(
 
     write_store(writer, EXAMPLES, tmp_path / "one", SHARD_ROWS)
     for process in (1, 0, 2):
-        write_store(writer, EXAMPLES, tmp_path / "three", SHARD_ROWS, Place(process, 3))
+        write_store(writer, EXAMPLES, tmp_path / "three", SHARD_ROWS, Process(process, 3))
     with pytest.raises(KeyboardInterrupt):
         write_store(writer, EXAMPLES, tmp_path / "broken", SHARD_ROWS, on_progress=break_off)
     begun = files_of(tmp_path / "broken")

@@ -13,7 +13,7 @@ from trainer.drafts.generations import Order, Origin, TextWriter, WindowFiles
 from trainer.drafts.on_policy import PolicySource
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.draft import PolicySection
-from trainer.terminal.place import Place
+from trainer.processes import Process
 
 PROMPTS = [(4, 5, 6), (7,), (8, 9), (10, 11, 12, 13), (5, 4), (6, 6, 6), (14, 15), (9, 8, 7, 6, 5)]
 DATA = [Example((*prompt, 4, 5, 1), (False,) * len(prompt) + (True,) * 3, len(prompt)) for prompt in PROMPTS]
@@ -55,5 +55,5 @@ def source_of(
     processes: int = 1,
     kept_steps: int = 100,
 ) -> PolicySource:
-    files = WindowFiles(folder, tiny_tokenizer(), kept_steps, Place(process, processes))
+    files = WindowFiles(folder, tiny_tokenizer(), kept_steps, Process(process, processes))
     return PolicySource(DATA, training or training_of(), policy, writer_of(policy), draft_now, files)

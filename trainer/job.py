@@ -20,7 +20,7 @@ from trainer.recipe.common import TrainingSection
 from trainer.recipe.recipe import AnyRecipe
 from trainer.target.loading import StoredTarget, Target
 from trainer.target.store import Store, Writer
-from trainer.terminal.place import Place
+from trainer.processes import Process
 
 
 class Stored(NamedTuple):
@@ -29,7 +29,7 @@ class Stored(NamedTuple):
     setting: str
     """The key of the recipe that names the folder."""
     folder: Path
-    write: Callable[[torch.device, Place], Store[Any]]
+    write: Callable[[torch.device, Process], Store[Any]]
     """Writes what is missing of it. Every process calls this, and writes its share."""
 
 
@@ -86,7 +86,7 @@ class Kind(Protocol):
     def without_store(self) -> AnyRecipe:
         """Return the recipe without ``stored``, for weights that are trained already."""
 
-    def assemble(self, device: torch.device, place: Place, check_costs: bool = False) -> "Job":
+    def assemble(self, device: torch.device, process: Process, check_costs: bool = False) -> "Job":
         """Load and check everything the recipe names, and write what is missing of ``stored``.
 
         Every process calls this. With ``check_costs``, ValueError for a draft that by the costs measured here could
@@ -124,7 +124,7 @@ class Job(Protocol):
         Target, data and drafts are known by their content, wherever they lie, from before anything is trained.
         """
 
-    def source(self, section: TrainingSection, place: Place, folder: Path | None = None) -> BatchSource:
+    def source(self, section: TrainingSection, process: Process, folder: Path | None = None) -> BatchSource:
         """Return the batches of a training by ``section``.
 
         ``folder`` is for texts that are written, by default in the output.

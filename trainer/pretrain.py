@@ -31,7 +31,7 @@ from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSum
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.pretrain import PretrainRecipe, PretrainSection
 from trainer.target.store import Writer
-from trainer.terminal.place import Place
+from trainer.processes import Process
 
 
 class LanguageModelTraining(nn.Module):
@@ -134,7 +134,7 @@ class PretrainKind:
     def without_store(self) -> PretrainRecipe:
         return self.recipe
 
-    def assemble(self, device: torch.device, place: Place, check_costs: bool = False) -> "PretrainJob":
+    def assemble(self, device: torch.device, process: Process, check_costs: bool = False) -> "PretrainJob":
         recipe, tokenizer = self.recipe, load_tokenizer(self.tokenizer)
         dataset, heldout = load_splits(recipe.data, tokenizer)
         identity = shared_identity(recipe, None, dataset, heldout)
@@ -158,7 +158,7 @@ class PretrainJob:
     def target(self) -> None:
         """None: there is no target."""
 
-    def source(self, section: TrainingSection, place: Place, folder: Path | None = None) -> BatchSource:
+    def source(self, section: TrainingSection, process: Process, folder: Path | None = None) -> BatchSource:
         return Offline(self.dataset.examples, section.batch_size, section.seed)
 
     def writer(self, examples: Sequence[Example]) -> Writer | None:

@@ -20,7 +20,7 @@ from trainer.recipe.reading import parse_recipe
 from trainer.run.heldout import Evaluator
 from trainer.run.kinds import kind_of
 from trainer.target.loading import Target
-from trainer.terminal.place import ALONE
+from trainer.processes import ALONE
 
 decoded: list[Sequence[int]] = []
 """Prompts that this process decoded."""

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from trainer.recipe.common import TrainingSection
 from trainer.run.distributed import build_accelerator
-from trainer.terminal.agreement import agreed
+from trainer.processes import agreed
 
 RANK = int(os.environ["RANK"])
 WAIT, WORK = 3, 7  # seconds
@@ -29,8 +29,8 @@ def outcome(patient: bool) -> str:
 if __name__ == "__main__":
     with (
         patch("trainer.run.distributed.TIMEOUT", timedelta(seconds=WAIT)),
-        patch("trainer.terminal.agreement.TIMEOUT", timedelta(seconds=WAIT)),
-        patch("trainer.terminal.agreement._SIGN_EVERY", 0.2),
+        patch("trainer.processes.TIMEOUT", timedelta(seconds=WAIT)),
+        patch("trainer.processes._SIGN_EVERY", 0.2),
     ):
         build_accelerator(TrainingSection(steps=1, mixed_precision="no"))
         found = [outcome(patient) for patient in (True, False)]

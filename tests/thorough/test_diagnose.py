@@ -27,7 +27,7 @@ from trainer.commands.options import EvaluateOptions
 from trainer.commands.proof_options import DiagnoseOptions
 from trainer.drafts.start import write_draft
 from trainer.export import export
-from trainer.serving.finding import ACCEPTANCE, ROPE, SAMPLING, TEMPLATE, TEXT, TOP_1, VOCABULARY
+from trainer.servers.finding import ACCEPTANCE, ROPE, SAMPLING, TEMPLATE, TEXT, TOP_1, VOCABULARY
 
 TEMPLATE_TEXT = (
     "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}"

@@ -17,7 +17,7 @@ from decoding.model.vocabulary import trimmed_vocabulary
 from trainer.data.batch import Example, collate
 from trainer.drafts.distill import OnlineTeacher
 from trainer.drafts.generations import Order, Origin, WindowFiles, Written, is_collapsed
-from trainer.terminal.place import Place
+from trainer.processes import Process
 
 TABLE = [token for row in range(12) for token in (7, 20 + row, 7, 40 + row, 7, 9)]
 """Twelve rows of six tokens, of which two differ from row to row."""
@@ -218,7 +218,7 @@ TEXT = Written(4, 2, 7, "loop", 2, (14, 15, 4, 5, 6), (3,), ((7, 8),), False)
 
 
 def files_in(folder: Path, process: int = 0, processes: int = 1, kept_steps: int = 100) -> WindowFiles:
-    return WindowFiles(folder, tiny_tokenizer(), kept_steps, Place(process, processes))
+    return WindowFiles(folder, tiny_tokenizer(), kept_steps, Process(process, processes))
 
 
 def test_texts_are_read_as_they_were_written_with_their_answers_to_look_at(tmp_path: Path) -> None:

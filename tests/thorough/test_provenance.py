@@ -33,7 +33,7 @@ from trainer.run.kinds import kind_of
 from trainer.run.provenance import FILE_NAME
 from trainer.run.resuming import compare
 from trainer.run.train import run_recipe
-from trainer.terminal.place import Place
+from trainer.processes import Process
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MARKER = "s3cret-m4rker-that-must-not-leak"
@@ -130,7 +130,7 @@ def test_a_fingerprint_is_the_same_wherever_the_model_is_read_from(tmp_path: Pat
 
 
 def assembled(recipe: AnyRecipe) -> Any:
-    return kind_of(recipe).assemble(torch.device("cpu"), Place(console=Console(file=io.StringIO())))
+    return kind_of(recipe).assemble(torch.device("cpu"), Process(console=Console(file=io.StringIO())))
 
 
 def identity_of(folder: Path, **sections: Any) -> dict[str, Any]:
@@ -190,9 +190,9 @@ def test_how_adapters_are_written_at_the_end_does_not_bind_a_run(run_folder: Pat
 def test_a_file_where_a_folder_is_to_be_written_is_said_in_a_sentence(run_folder: Path, name: str) -> None:
     (run_folder / "taken").write_text("mine")
     content = recipe_content(run_folder, "medusa")
-    for place in (run_folder / "taken", run_folder / "taken" / "inside"):
-        content |= {"output": str(place)} if name == "output" else {"features": {"folder": str(place)}}
-        with pytest.raises(ValueError, match=rf"^{name} is {place}, but {run_folder}/taken is a file: give another"):
+    for process in (run_folder / "taken", run_folder / "taken" / "inside"):
+        content |= {"output": str(process)} if name == "output" else {"features": {"folder": str(process)}}
+        with pytest.raises(ValueError, match=rf"^{name} is {process}, but {run_folder}/taken is a file: give another"):
             run_recipe(parse_recipe(content), Console(file=io.StringIO()))
     assert (run_folder / "taken").read_text() == "mine"
 

@@ -29,7 +29,7 @@ from decoding.measure.proof.prove import Effort, prove
 from decoding.measure.proof.reference import Reference
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
-from trainer.serving.loopback import NAME, served
+from trainer.servers.loopback import NAME, served
 
 QUICK = ["--limit", "2", "--max-new-tokens", "6", "--draws", "30"]
 SAMPLED = SamplingConfig(1.0)

@@ -30,17 +30,17 @@ from trainer.export.match import drafters_of
 from trainer.export.measured import read_report
 from trainer.quickstart import resolve
 from trainer.run.acceptance import read_heldout
-from trainer.serving.configs import is_vllm_heads
-from trainer.serving.counters import parse_counts
-from trainer.serving.diagnosis import Case, Counted, diagnose
-from trainer.serving.finding import Diagnosis
-from trainer.serving.rendered import Question
-from trainer.serving.speculator import Named, Speculator, load_speculator, named_speculator
-from trainer.serving.stale import Fit, predict_here
+from trainer.servers.configs import is_vllm_heads
+from trainer.servers.counters import parse_counts
+from trainer.servers.diagnosis import Case, Counted, diagnose
+from trainer.servers.finding import Diagnosis
+from trainer.servers.rendered import Question
+from trainer.servers.speculator import Named, Speculator, load_speculator, named_speculator
+from trainer.servers.stale import Fit, predict_here
 from trainer.terminal.console import say, standard_error, standard_output
 
 if TYPE_CHECKING:
-    from trainer.serving.client import ServedModel
+    from trainer.servers.client import ServedModel
 
 _PAGE_SECONDS = 10.0
 _NO_LIMIT = 1 << 30

@@ -44,9 +44,8 @@ from trainer.files.lock import hold
 from trainer.quickstart import resolve
 from trainer.run.distributed import join_processes
 from trainer.target.fingerprints import kept_fingerprint
-from trainer.terminal.agreement import agreed, on_first
+from trainer.processes import Process, agreed, on_first
 from trainer.terminal.console import say, standard_error, standard_output, wide
-from trainer.terminal.place import Place
 from trainer.terminal.progress import ProgressBar
 
 _SAMPLE_CHARACTERS = 400
@@ -72,8 +71,8 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
     accelerator = join_processes()
     rank, world = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
     logging.set_verbosity_error()  # `generate` warns about the draft length that assisted generation is given
-    place = Place(rank, world, watched)
-    measurement, made_by, asked, tokenizer = agreed(lambda: _prepared(options, place), patient=True)
+    process = Process(rank, world, watched)
+    measurement, made_by, asked, tokenizer = agreed(lambda: _prepared(options, process), patient=True)
     with ExitStack() as held:
         on_first(lambda: held.enter_context(hold(options.output)))
         on_first(lambda: _check_records(options, made_by))
@@ -90,7 +89,7 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
 
 
 def _prepared(
-    options: EvaluateOptions, place: Place
+    options: EvaluateOptions, process: Process
 ) -> tuple[Measurement, dict[str, Any], _Asked, PreTrainedTokenizerBase]:
     """Read and check everything that is measured; return also the run's account of itself."""
     config = _config(options)
@@ -101,16 +100,16 @@ def _prepared(
         [setting.temperature for setting in settings_of(config)],
         config.batch_sizes,
         config.contexts,
-        place.console if place.is_first else Console(quiet=True),
+        process.console if process.is_first else Console(quiet=True),
     )
-    every, chosen = _chosen(options, place)
+    every, chosen = _chosen(options, process)
     models = load_models(options, asked_for, options.static)
     config = replace(config, eos_token_ids=eos_token_ids(models.target.model, models.tokenizer))
     asked = _questions(every, chosen, options, config, models)
     made_by = _made_by(options, config, models.specs, asked.asker, models.tokenizer)
     made_by["settings"]["static"] = models.target.static or "off"
     methods = standard_methods(models.target, models.drafters, config)
-    measurement = Measurement(models.target, methods, asked.asker, config, rank=place.rank, world=place.world)
+    measurement = Measurement(models.target, methods, asked.asker, config, rank=process.rank, world=process.world)
     return measurement, made_by, asked, models.tokenizer
 
 
@@ -158,7 +157,7 @@ def _config(options: EvaluateOptions) -> EvaluationConfig:
 # --- questions --------------------------------------------------------------------------------------------------------
 
 
-def _chosen(options: EvaluateOptions, place: Place) -> tuple[list[Question], list[Question]]:
+def _chosen(options: EvaluateOptions, process: Process) -> tuple[list[Question], list[Question]]:
     """Return all questions of the file, and those to ask; ValueError for tasks that it lacks."""
     every = read_questions(resolve(options.prompts), options.prompt_field)
     wanted = options.task
@@ -170,7 +169,7 @@ def _chosen(options: EvaluateOptions, place: Place) -> tuple[list[Question], lis
         of_tasks = [question for question in every if question.task in wanted]
     chosen = evenly(of_tasks, options.limit)
     if len(chosen) < len(of_tasks) and (tasks := {question.task for question in chosen} - {None}):
-        place.say(f"{len(chosen)} of {len(of_tasks)} questions, evenly over {len(tasks)} tasks (--limit)")
+        process.say(f"{len(chosen)} of {len(of_tasks)} questions, evenly over {len(tasks)} tasks (--limit)")
     return every, chosen
 
 

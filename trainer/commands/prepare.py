@@ -10,9 +10,8 @@ from trainer.run.embedded import ensure_answered
 from trainer.run.kinds import check_folders, kind_of
 from trainer.run.train import ensure_built
 from trainer.target.store import Store
-from trainer.terminal.agreement import agreed
+from trainer.processes import Process, agreed
 from trainer.terminal.console import standard_error
-from trainer.terminal.place import Place
 
 
 def prepare_features(recipe: AnyRecipe, console: Console | None = None) -> Store[Any]:
@@ -30,6 +29,6 @@ def prepare_features(recipe: AnyRecipe, console: Console | None = None) -> Store
     ensure_answered(kind.recipe.data.train)
     accelerator = build_accelerator(recipe.training)
     agreed(lambda: check_folders(kind))
-    place = Place(accelerator.process_index, accelerator.num_processes, console or standard_error())
+    process = Process(accelerator.process_index, accelerator.num_processes, console or standard_error())
     write = kind.stored.write
-    return agreed(lambda: write(accelerator.device, place))
+    return agreed(lambda: write(accelerator.device, process))

@@ -4,7 +4,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from trainer.serving.client import ServedModel
+    from trainer.servers.client import ServedModel
     from trainer.target.connection import Served
 
 
@@ -44,7 +44,7 @@ def check_endpoint(options: Asking) -> None:
 
 def connect(options: Asking) -> "ServedModel":
     """Return the connection to the server, which sends nothing yet; ValueError for an address that cannot work."""
-    from trainer.serving.client import ServedModel
+    from trainer.servers.client import ServedModel
 
     assert isinstance(options.endpoint, str), "checked by check_endpoint"
     return ServedModel(served_at(options.endpoint, options))

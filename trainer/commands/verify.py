@@ -186,7 +186,7 @@ def _without_rule(config: DecodingConfig) -> DecodingConfig:
 
 def _served(options: VerifyOptions, given: _Input, watched: Console) -> Iterator[tuple[str, Finding]]:
     """Yield the findings of a served model."""
-    from trainer.serving.writer import ServedWriter
+    from trainer.servers.writer import ServedWriter
 
     name = f"{published_name(options.model or '')}, served"  # vLLM's own names are paths
     with connect(options) as model:

@@ -169,9 +169,9 @@ def _on_the_loopback(desk: _Desk) -> Iterator[_Caught]:
 
 @contextmanager
 def _served_writer(engine: Engine, desk: _Desk, heat: float) -> Iterator[Writer]:
-    from trainer.serving.client import ServedModel
-    from trainer.serving.loopback import NAME, served
-    from trainer.serving.writer import ServedWriter
+    from trainer.servers.client import ServedModel
+    from trainer.servers.loopback import NAME, served
+    from trainer.servers.writer import ServedWriter
     from trainer.target.connection import Served
 
     with served(engine, desk.eos, heat) as address, ServedModel(Served(address=address, model=NAME)) as model:

@@ -5,7 +5,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.dataset import Dataset, load_dataset
 from trainer.quickstart import resolve
 from trainer.recipe.common import DataSection
-from trainer.terminal.agreement import agreed
+from trainer.processes import agreed
 
 
 def load_splits(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset]:

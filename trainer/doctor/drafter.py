@@ -28,7 +28,7 @@ from trainer.doctor.refusals import attempt, refused
 from trainer.export.formats import HEADS, kind_held_in
 from trainer.export.match import trained_for
 from trainer.export.origin import UNKNOWN_TARGET, read_provenance, read_stored_provenance
-from trainer.serving.configs import is_vllm_heads
+from trainer.servers.configs import is_vllm_heads
 from trainer.target.fingerprints import kept_fingerprint
 
 _COPY = "copy the folder again from the training run"

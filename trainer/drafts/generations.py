@@ -18,7 +18,7 @@ from trainer.data.batch import Example
 from trainer.drafts.drafter import AnyDraft, drafter_of
 from trainer.files.shards import write_text
 from trainer.recipe.draft import LoopTrains, PolicySection
-from trainer.terminal.place import ALONE, Place
+from trainer.processes import ALONE, Process
 
 Origin = Literal["offline", "target", "draft", "loop"]
 """Where a sequence comes from: see `PolicySection`."""
@@ -183,8 +183,8 @@ class WindowFiles:
     resumes between two writings reads its texts from these files; files older than ``kept_steps`` are removed.
     """
 
-    def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase, kept_steps: int, place: Place = ALONE) -> None:
-        self.folder, self.place = folder, place
+    def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase, kept_steps: int, process: Process = ALONE) -> None:
+        self.folder, self.process = folder, process
         self._tokenizer, self._kept_steps = tokenizer, kept_steps
 
     def text_of(self, written: Written) -> str:
@@ -194,10 +194,10 @@ class WindowFiles:
     def write(self, done: int, texts: Iterable[Written]) -> None:
         """Write this process's texts, whole or not at all."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self.place.is_first:
+        if self.process.is_first:
             self._remove_others(done)
         rows = ({**text._asdict(), "text": self.text_of(text)} for text in texts)
-        name = f"{_window_name(done)}-process-{self.place.rank}-of-{self.place.world}.jsonl"
+        name = f"{_window_name(done)}-process-{self.process.rank}-of-{self.process.world}.jsonl"
         write_text(self.folder / name, "".join(json.dumps(row) + "\n" for row in rows))
 
     def _remove_others(self, done: int) -> None:
@@ -205,7 +205,7 @@ class WindowFiles:
         for path in self.folder.glob("after-*.jsonl"):
             same = path.name.startswith(_window_name(done))
             if path.name < _window_name(max(0, done - self._kept_steps)) or (
-                same and not path.name.endswith(f"-of-{self.place.world}.jsonl")
+                same and not path.name.endswith(f"-of-{self.process.world}.jsonl")
             ):
                 path.unlink(missing_ok=True)
 

@@ -37,8 +37,7 @@ from trainer.recipe.common import TrainingSection
 from trainer.recipe.draft import DraftRecipe, TeacherSection
 from trainer.target.loading import Target, load_target
 from trainer.target.teacher_cache import TeacherStore, TeacherWriter, ensure_teacher_cache, teacher_writer
-from trainer.terminal.agreement import from_first
-from trainer.terminal.place import Place
+from trainer.processes import Process, from_first
 
 _SOFTMAXED = 8  # tensors of fp32 that a divergence makes of a block of logits
 
@@ -91,11 +90,11 @@ class DraftKind:
         draft = self.recipe.draft.model_copy(update={"teacher": None})
         return self.recipe.model_copy(update={"draft": draft})
 
-    def _write_cache(self, section: TeacherSection, device: torch.device, place: Place) -> TeacherStore:
+    def _write_cache(self, section: TeacherSection, device: torch.device, process: Process) -> TeacherStore:
         target = self._as_teacher(self._load_target(device), device)
-        return self._cache(section, target, load_training_data(self.recipe.data, target.tokenizer), place)
+        return self._cache(section, target, load_training_data(self.recipe.data, target.tokenizer), process)
 
-    def assemble(self, device: torch.device, place: Place, check_costs: bool = False) -> "DraftJob":
+    def assemble(self, device: torch.device, process: Process, check_costs: bool = False) -> "DraftJob":
         """See `trainer.job.Kind.assemble`; the draft is made of the target before that is rounded to teach."""
         recipe, target = self.recipe, self._load_target(device)
         dataset, heldout = load_splits(recipe.data, target.tokenizer)
@@ -105,12 +104,12 @@ class DraftKind:
         identity = _identity(recipe, target, dataset, heldout, initial)
         # Nothing is measured of a target that is quantised to teach: it is slower than the one to be sped up.
         if check_costs and recipe.draft.check_costs and recipe.quantise is None:
-            _check_costs(target, initial, place)
-        if initial.output_tokens is not None and place.is_first:
+            _check_costs(target, initial, process)
+        if initial.output_tokens is not None and process.is_first:
             share = coverage(dataset.examples, initial.output_tokens)
-            place.say(f"the draft writes {len(initial.output_tokens):,} tokens, {share:.1%} of those trained")
+            process.say(f"the draft writes {len(initial.output_tokens):,} tokens, {share:.1%} of those trained")
         target = self._as_teacher(target, device)
-        teacher = self._teacher(target, dataset, place)
+        teacher = self._teacher(target, dataset, process)
         objective = _objective(recipe, target, teacher, initial)
         return DraftJob(recipe, dataset, heldout, target, objective, identity)
 
@@ -124,18 +123,18 @@ class DraftKind:
             return target
         return target.rounded(self.recipe.quantise, None if self.recipe.device_map else device)
 
-    def _teacher(self, target: Target, dataset: Dataset, place: Place) -> TeacherSource:
+    def _teacher(self, target: Target, dataset: Dataset, process: Process) -> TeacherSource:
         """Return the target itself, or its logits on disk."""
         section = self.recipe.draft.teacher
         if section is None:
             return OnlineTeacher(target.model)
-        return self._cache(section, target, dataset, place)
+        return self._cache(section, target, dataset, process)
 
-    def _cache(self, section: TeacherSection, target: Target, dataset: Dataset, place: Place) -> TeacherStore:
+    def _cache(self, section: TeacherSection, target: Target, dataset: Dataset, process: Process) -> TeacherStore:
         """Return the teacher cache of the training data, written where it is not there yet."""
         temperature = self.recipe.draft.loss.temperature
         writer = teacher_writer(target, dataset.examples, section, temperature)
-        return ensure_teacher_cache(writer, dataset.examples, section, place)
+        return ensure_teacher_cache(writer, dataset.examples, section, process)
 
 
 @dataclass(frozen=True)
@@ -153,10 +152,10 @@ class DraftJob:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return self.target.tokenizer
 
-    def source(self, section: TrainingSection, place: Place, folder: Path | None = None) -> BatchSource:
+    def source(self, section: TrainingSection, process: Process, folder: Path | None = None) -> BatchSource:
         recipe = self.recipe.model_copy(update={"training": section})
         draft = self.objective.writing_draft
-        return draft_source(recipe, self.dataset.examples, self.target.model, self.tokenizer, draft, place, folder)
+        return draft_source(recipe, self.dataset.examples, self.target.model, self.tokenizer, draft, process, folder)
 
     def writer(self, examples: Sequence[Example]) -> TeacherWriter | None:
         section, temperature = self.recipe.draft.teacher, self.recipe.draft.loss.temperature
@@ -225,7 +224,7 @@ def _longest(recipe: DraftRecipe, target: CausalLM) -> int:
     return min(recipe.data.max_length + max(answers), target.max_positions or 1 << 30)
 
 
-def _check_costs(target: Target, initial: InitialDraft, place: Place) -> None:
+def _check_costs(target: Target, initial: InitialDraft, process: Process) -> None:
     """Refuse a draft that could not pay, on every process by the costs that the first one measures.
 
     The draft is measured in the dtype that it will decode in.
@@ -236,4 +235,4 @@ def _check_costs(target: Target, initial: InitialDraft, place: Place) -> None:
         at_once = 1 if initial.parts is None else initial.parts.config.tokens
         return best_costs(target.model, CausalLM(draft.to(target.dtype).eval(), initial.output_tokens), at_once)
 
-    place.say(check_pays(from_first(measure)))
+    process.say(check_pays(from_first(measure)))

@@ -18,7 +18,7 @@ from trainer.drafts.drafter import AnyDraft
 from trainer.drafts.generations import Order, Origin, TextWriter, WindowFiles, Written
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.draft import DraftRecipe, PolicySection
-from trainer.terminal.place import ALONE, Place
+from trainer.processes import ALONE, Process
 
 TEXT_PROMPT = 64
 """A plain text has no prompt of its own: its first `TEXT_PROMPT` tokens serve as one, or half of a short text."""
@@ -32,7 +32,7 @@ def draft_source(
     target: CausalLM,
     tokenizer: PreTrainedTokenizerBase,
     draft: Callable[[], AnyDraft],
-    place: Place = ALONE,
+    process: Process = ALONE,
     folder: Path | None = None,
 ) -> BatchSource:
     """Return the source of a draft's batches. ``draft`` gives the draft with its present weights, to decode with.
@@ -47,7 +47,7 @@ def draft_source(
     writer = TextWriter(target, policy, recipe.draft.num_draft_tokens, ends, training.seed)
     kept_steps = recipe.checkpoint.every * (recipe.checkpoint.keep + 1) + policy.every
     folder = folder or Path(recipe.output) / GENERATED
-    files = WindowFiles(folder, tokenizer, kept_steps, place)
+    files = WindowFiles(folder, tokenizer, kept_steps, process)
     return PolicySource(examples, training, policy, writer, draft, files)
 
 
@@ -101,7 +101,7 @@ class PolicySource:
             "generated/tokens": sum(len(text.answer) for text in texts),
             "generated/rejected": sum(len(text.rejected) for text in texts),
             "generated/collapsed": sum(text.collapsed for text in texts),
-            "generated/seconds": (time.perf_counter() - start) / self._files.place.world,
+            "generated/seconds": (time.perf_counter() - start) / self._files.process.world,
         }
 
     def _check(self, texts: Sequence[Written]) -> None:

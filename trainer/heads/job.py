@@ -39,7 +39,7 @@ from trainer.target.loading import (
     load_target,
     load_target_model,
 )
-from trainer.terminal.place import Place
+from trainer.processes import Process
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,11 @@ class HeadsKind:
     def without_store(self) -> MedusaRecipe:
         return self.recipe.model_copy(update={"features": None})
 
-    def _write_features(self, section: FeaturesSection, device: torch.device, place: Place) -> FeatureStore:
+    def _write_features(self, section: FeaturesSection, device: torch.device, process: Process) -> FeatureStore:
         target = load_target(self.recipe, device)
-        return _features(section, target, load_training_data(self.recipe.data, target.tokenizer), place)
+        return _features(section, target, load_training_data(self.recipe.data, target.tokenizer), process)
 
-    def assemble(self, device: torch.device, place: Place, check_costs: bool = False) -> "HeadsJob":
+    def assemble(self, device: torch.device, process: Process, check_costs: bool = False) -> "HeadsJob":
         """See `trainer.job.Kind.assemble`; the costs of heads are small, and not checked."""
         recipe, target = self.recipe, load_target(self.recipe, device)
         dataset, heldout = load_splits(recipe.data, target.tokenizer)
@@ -105,7 +105,7 @@ class HeadsKind:
         if recipe.features is None:
             objective = _objective_on(recipe, target)
         else:
-            store = _features(recipe.features, target, dataset, place)
+            store = _features(recipe.features, target, dataset, process)
             objective = _objective_from(recipe, target, store, device)
             kept = target if recipe.features.keep_target else target.let_go()
         return HeadsJob(recipe, dataset, heldout, kept, objective, _identity(recipe, target, dataset, heldout))
@@ -126,7 +126,7 @@ class HeadsJob:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return self.target.tokenizer
 
-    def source(self, section: TrainingSection, place: Place, folder: Path | None = None) -> BatchSource:
+    def source(self, section: TrainingSection, process: Process, folder: Path | None = None) -> BatchSource:
         return Offline(self.dataset.examples, section.batch_size, section.seed)
 
     def writer(self, examples: Sequence[Example]) -> FeatureWriter | None:
@@ -181,10 +181,10 @@ def _identity(recipe: MedusaRecipe, target: StoredTarget, dataset: Dataset, held
     return content
 
 
-def _features(section: FeaturesSection, target: Target, dataset: Dataset, place: Place) -> FeatureStore:
+def _features(section: FeaturesSection, target: Target, dataset: Dataset, process: Process) -> FeatureStore:
     """Return the features of the training data, written where they are not there yet."""
     writer = feature_writer(target, dataset.examples, section)
-    return ensure_features(writer, dataset.examples, section, place)
+    return ensure_features(writer, dataset.examples, section, process)
 
 
 def _objective_on(recipe: MedusaRecipe, target: Target) -> MedusaObjective | Medusa2Objective:

@@ -18,7 +18,7 @@ from trainer.run.kinds import kind_of
 from trainer.run.resuming import compare
 from trainer.run.state import load_weights
 from trainer.terminal.console import standard_error
-from trainer.terminal.place import Place
+from trainer.processes import Process
 
 _STORED = ("features.top_k", "draft.teacher")
 """Keys of a job's identity on what was stored ahead, which finished weights no longer need."""
@@ -33,7 +33,7 @@ def consolidate(checkpoint: Path, destination: Path, console: Console | None = N
     apart = read_apart(checkpoint)
     recipe = parse_recipe(apart.recipe, f"{checkpoint.name}/state.json")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    job = kind_of(kind_of(recipe).without_store()).assemble(device, Place(console=console or standard_error()))
+    job = kind_of(kind_of(recipe).without_store()).assemble(device, Process(console=console or standard_error()))
     now = json.loads(json.dumps(dict(job.identity)))
     changed = [str(each) for each in compare(apart.identity, now).refused if not each.name.startswith(_STORED)]
     if changed:

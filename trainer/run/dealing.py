@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from trainer.terminal.agreement import agreed
+from trainer.processes import agreed
 
 Row = tuple[int, ...]
 Share = TypeVar("Share")

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from trainer.recipe.common import TrainingSection
-from trainer.terminal.agreement import TIMEOUT
+from trainer.processes import TIMEOUT
 
 
 def build_accelerator(section: TrainingSection, **options: Any) -> Accelerator:

@@ -27,7 +27,7 @@ from trainer.run.dealing import Row, dealt
 from trainer.run.log import Evaluation, Log
 from trainer.run.resuming import bound
 from trainer.target.loading import StoredTarget, Target
-from trainer.terminal.agreement import agreed, from_first
+from trainer.processes import agreed, from_first
 
 
 class Evaluator:

@@ -25,7 +25,7 @@ from trainer.run.loop import Hooks, train
 from trainer.run.state import gather_weights
 from trainer.target.loading import Target
 from trainer.terminal.console import standard_output
-from trainer.terminal.place import ALONE
+from trainer.processes import ALONE
 
 
 @dataclass(frozen=True)

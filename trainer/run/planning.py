@@ -26,7 +26,7 @@ from trainer.run.measuring import Measured, measure, peak_memory, quiet
 from trainer.run.optimizer import build_optimizers
 from trainer.target.loading import Target
 from trainer.target.store import estimate_bytes
-from trainer.terminal.place import Place
+from trainer.processes import Process
 
 _LIBRARIES = 100_000_000  # memory of PyTorch's and other libraries' own on a CPU, once they have worked
 
@@ -98,7 +98,7 @@ def plan_training(recipe: AnyRecipe, launch: Launch | None = None, steps: int = 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as scratch:
         small = kind_of(kind.small(recipe.training.batch_size * max(steps, 1), Path(scratch)))
-        job = small.assemble(device, Place(console=quiet()))
+        job = small.assemble(device, Process(console=quiet()))
         dataset = job.dataset if kind.stored is None else load_training_data(recipe.data, job.tokenizer)
         tokens = count_tokens(dataset.examples, recipe.training)
         memory = memory_of(kind, job, launch, largest_batch(dataset.examples, recipe.training, launch.processes))

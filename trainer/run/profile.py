@@ -8,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from trainer.learning.spans import NAMES, Name, StepTimes
-from trainer.terminal.place import Place
+from trainer.processes import Process
 
 TRACED = 3
 _BEFORE = 2  # steps that compile, allocate and fill caches, and one in which the profiler itself warms up
@@ -31,8 +31,8 @@ class Profile:
     Each process writes ``trace-RANK.json``, for chrome://tracing or ui.perfetto.dev; the first prints the table.
     """
 
-    def __init__(self, folder: Path | None, place: Place, device: torch.device) -> None:
-        self._folder, self._place = folder, place
+    def __init__(self, folder: Path | None, process: Process, device: torch.device) -> None:
+        self._folder, self._place = folder, process
         self._spans: Counter[Name] = Counter()
         self._seconds = 0.0
         self._steps = 0

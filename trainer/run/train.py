@@ -27,9 +27,8 @@ from trainer.run.loop import Hooks, train
 from trainer.run.profile import NEEDED, TRACED, Profile
 from trainer.run.resuming import bound
 from trainer.run.tracking import address_of, is_installed, tracker_of
-from trainer.terminal.agreement import agreed, any_process, from_first, on_first
+from trainer.processes import Process, agreed, any_process, from_first, on_first
 from trainer.terminal.console import say, standard_error
-from trainer.terminal.place import Place
 
 CHECKPOINTS, FINAL = "checkpoints", "final"
 
@@ -54,35 +53,35 @@ def run_recipe(recipe: AnyRecipe, console: Console | None = None, profile: Path 
     agreed(lambda: check_folders(kind))
     with ExitStack() as held:
         on_first(lambda: held.enter_context(hold(Path(recipe.output))))
-        place = Place(accelerator.process_index, accelerator.num_processes, console)
-        _run(kind, accelerator, place, profile)
+        process = Process(accelerator.process_index, accelerator.num_processes, console)
+        _run(kind, accelerator, process, profile)
     accelerator.end_training()
     return Path(recipe.output) / FINAL
 
 
-def _run(kind: Kind, accelerator: Accelerator, place: Place, profile: Path | None) -> None:
+def _run(kind: Kind, accelerator: Accelerator, process: Process, profile: Path | None) -> None:
     recipe, output = kind.recipe, Path(kind.recipe.output)
     # A run that was begun may go on, however busy the machine is now.
     begun = from_first(lambda: any((output / CHECKPOINTS).glob("step-*")))
-    job = agreed(lambda: kind.assemble(accelerator.device, place, check_costs=not begun))
+    job = agreed(lambda: kind.assemble(accelerator.device, process, check_costs=not begun))
     _check_one_job(job)
-    keep, settings = recipe.checkpoint.keep, _settings(recipe, place.world)
+    keep, settings = recipe.checkpoint.keep, _settings(recipe, process.world)
     made_by = {"recipe": recipe.model_dump(mode="json"), "launch": describe(accelerator)}
     identity = {**job.identity, "launch": made_by["launch"]}
     checkpoints = Checkpoints(output / CHECKPOINTS, keep, identity, settings, made_by)
-    _announce(place, kind, job)
+    _announce(process, kind, job)
     with ExitStack() as logging:
-        log = agreed(lambda: logging.enter_context(Log(recipe, accelerator, place.console)))
+        log = agreed(lambda: logging.enter_context(Log(recipe, accelerator, process.console)))
         if (address := address_of(accelerator)) is not None:
-            say(place.console, f"figures also go to {address}")
+            say(process.console, f"figures also go to {address}")
         watch = Watch(job, log, checkpoints, accelerator)
         on_first(watch.check)
 
-        progress = _train(job, accelerator, log, watch, checkpoints, place, profile)
+        progress = _train(job, accelerator, log, watch, checkpoints, process, profile)
         with whole_parameters(accelerator, job.objective.module):
             finished = watch.choose_weights(progress)
             _finish(job, recipe, accelerator, log, checkpoints, progress, finished)
-        place.say(_end(recipe, progress, finished))
+        process.say(_end(recipe, progress, finished))
         accelerator.wait_for_everyone()
 
 
@@ -102,12 +101,12 @@ def _train(
     log: Log,
     watch: Watch,
     checkpoints: Checkpoints,
-    place: Place,
+    process: Process,
     folder: Path | None,
 ) -> Progress:
     """Run the loop with a clock beside it; a profile goes to ``folder``."""
     recipe, device = job.recipe, accelerator.device
-    with Stopwatch(device) as stopwatch, Profile(folder, place, device) as profile:
+    with Stopwatch(device) as stopwatch, Profile(folder, process, device) as profile:
 
         def on_begin(progress: Progress) -> None:
             if progress.step == recipe.training.steps or watch.is_over(progress):
@@ -126,7 +125,7 @@ def _train(
             return over
 
         hooks = Hooks(on_step, evaluate, on_begin)
-        every, source = recipe.checkpoint.every, agreed(lambda: job.source(recipe.training, place))
+        every, source = recipe.checkpoint.every, agreed(lambda: job.source(recipe.training, process))
         return train(
             job.objective, source, recipe.training, accelerator, checkpoints, every, recipe.evaluation.every, hooks
         )
@@ -201,14 +200,14 @@ def _accelerator(recipe: AnyRecipe) -> Accelerator:
     return build_accelerator(recipe.training, log_with=tracker_of(recipe.tracking), project_dir=recipe.output)
 
 
-def _announce(place: Place, kind: Kind, job: Job) -> None:
+def _announce(process: Process, kind: Kind, job: Job) -> None:
     recipe = job.recipe
     if recipe.tracking == "wandb" and not is_installed():
-        place.say("wandb is not installed: figures go to metrics.jsonl alone")
+        process.say("wandb is not installed: figures go to metrics.jsonl alone")
     if job.heldout.sha256 == job.dataset.sha256:
-        place.say(not_held_out("data.heldout", "data.train"))
+        process.say(not_held_out("data.heldout", "data.train"))
     aim = f" for {kind.target}" if kind.target is not None else ""
-    place.say(
+    process.say(
         f"{recipe.name}: {recipe.kind}{aim}; {trained_numbers(job.objective) / 1e6:.2f}M parameters trained; "
         f"{job.dataset.describe()}; {recipe.training.steps} steps of {recipe.training.batch_size} sequences"
     )

@@ -25,7 +25,7 @@ from trainer.target.hidden import StoredStates, TopLogits
 from trainer.target.loading import Target
 from trainer.target.logits import logit_transform
 from trainer.target.store import BATCH_TOKENS, Column, Identity, Store, ensure_store, tokens_of_a_forward
-from trainer.terminal.place import Place
+from trainer.processes import Process
 
 _LOGIT_ROWS = 1024  # rows of logits in fp32 at a time
 
@@ -98,7 +98,7 @@ class FeatureWriter:
         """Return the lm_head's weight; ValueError for an lm_head with a bias."""
         lm_head = self.target.model.get_output_embeddings()
         if getattr(lm_head, "bias", None) is not None:
-            raise ValueError("the target's lm_head has a bias, which heads have no place for")
+            raise ValueError("the target's lm_head has a bias, which heads have no process for")
         return {"lm_head": lm_head.weight.detach().cpu().contiguous()}
 
     @torch.inference_mode()
@@ -162,8 +162,8 @@ class FeatureStore(Store[FeatureIdentity]):
         rows = self._column(name, batch)
         shape = (*batch.tokens.shape, *rows[0].shape[1:])
         padded = torch.zeros(shape, dtype=rows[0].dtype)
-        for place, row in zip(padded, rows, strict=True):
-            place[: len(row)] = row
+        for process, row in zip(padded, rows, strict=True):
+            process[: len(row)] = row
         return padded.to(batch.tokens.device)
 
 
@@ -192,14 +192,14 @@ class StoredFeatures:
 
 
 def ensure_features(
-    writer: FeatureWriter, examples: Sequence[Example], section: FeaturesSection, place: Place
+    writer: FeatureWriter, examples: Sequence[Example], section: FeaturesSection, process: Process
 ) -> FeatureStore:
     """Write the missing features of these examples; return all of them.
 
     Every process calls this, and waits for the others at the end.
     """
     folder = Path(section.folder)
-    ensure_store(writer, examples, folder, section.shard_tokens, place)
+    ensure_store(writer, examples, folder, section.shard_tokens, process)
     return FeatureStore.open(folder, writer.identity, verify=False)  # each process has verified its share
 
 

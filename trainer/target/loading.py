@@ -16,7 +16,7 @@ from trainer.quickstart import resolve
 from trainer.recipe.draft import DraftRecipe
 from trainer.recipe.heads import MedusaRecipe
 from trainer.target.fingerprints import kept_fingerprint
-from trainer.terminal.agreement import agreed, from_first
+from trainer.processes import agreed, from_first
 
 
 @dataclass(frozen=True)

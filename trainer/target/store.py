@@ -33,9 +33,8 @@ from trainer.files.shards import (
     write_sealed,
     write_text,
 )
-from trainer.terminal.agreement import agreed, on_first
+from trainer.processes import ALONE, Process, agreed, on_first
 from trainer.terminal.console import say
-from trainer.terminal.place import ALONE, Place
 from trainer.terminal.progress import ProgressBar
 
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
@@ -146,7 +145,7 @@ def write_store(
     examples: Sequence[Example],
     folder: Path,
     shard_rows: int,
-    place: Place = ALONE,
+    process: Process = ALONE,
     on_progress: OnProgress | None = None,
     on_damaged: OnDamaged | None = None,
 ) -> None:
@@ -156,9 +155,9 @@ def write_store(
     processes have returned. Raises ValueError for a folder of another identity, and for a disk that is too small.
     """
     identity = writer.identity
-    layout = _begin(folder, identity, examples, shard_rows, place)
+    layout = _begin(folder, identity, examples, shard_rows, process)
     stamp = _stamp(identity, layout)
-    missing = set(missing_files(folder, _names(identity, layout)[place.rank :: place.world], stamp, verify=True))
+    missing = set(missing_files(folder, _names(identity, layout)[process.rank :: process.world], stamp, verify=True))
     if on_damaged is not None:
         for name in sorted(name for name in missing if is_begun(folder / name)):
             on_damaged(name)
@@ -178,7 +177,7 @@ def write_store(
         write_sealed(folder / shard_name(shard), tensors, stamp)
 
 
-def _begin(folder: Path, identity: Identity, examples: Sequence[Example], shard_rows: int, place: Place) -> Layout:
+def _begin(folder: Path, identity: Identity, examples: Sequence[Example], shard_rows: int, process: Process) -> Layout:
     """Return the layout of a folder, for which there is room on its disk; write the manifest of a new one."""
     found = _read_manifest(folder)
     layout = Layout(tuple(identity.num_rows(example) for example in examples), shard_rows)
@@ -190,7 +189,7 @@ def _begin(folder: Path, identity: Identity, examples: Sequence[Example], shard_
             found = None
     folder.mkdir(parents=True, exist_ok=True)
     _check_space(folder, identity, layout)
-    if found is None and place.is_first:
+    if found is None and process.is_first:
         content = {
             "identity": asdict(identity),
             "shard_tokens": shard_rows,
@@ -276,11 +275,11 @@ def _batches(
 
 
 def _fill(tensors: dict[str, Tensor], layout: Layout, batch: Batch, found: dict[str, Tensor]) -> None:
-    """Copy each example's rows to their place in its shard."""
+    """Copy each example's rows to their process in its shard."""
     counts = [layout.lengths[index] for index in batch.examples]
     for name, tensor in tensors.items():
         for index, rows in zip(batch.examples, found[name].cpu().split(counts), strict=True):
-            tensor[layout.place(index)[1]] = rows.to(tensor.dtype)
+            tensor[layout.process(index)[1]] = rows.to(tensor.dtype)
 
 
 MadeFrom = TypeVar("MadeFrom", bound=Identity)
@@ -327,7 +326,7 @@ class Store(Generic[MadeFrom]):
         assert min(batch.examples) >= 0, "only examples of the data set are stored"
         found = []
         for index in batch.examples:
-            shard, rows = self._layout.place(index)
+            shard, rows = self._layout.process(index)
             found.append(self._open(shard_name(shard)).get_slice(name)[rows])
         return found
 
@@ -337,40 +336,40 @@ class Store(Generic[MadeFrom]):
         return self._files[name]
 
 
-def ensure_store(writer: Writer, examples: Sequence[Example], folder: Path, shard_rows: int, place: Place) -> None:
+def ensure_store(writer: Writer, examples: Sequence[Example], folder: Path, shard_rows: int, process: Process) -> None:
     """Print the total size, then write the missing shards.
 
     Every process calls this; each waits for the others, and for another run that writes the same folder.
     """
     with ExitStack() as held:
-        on_first(lambda: _hold(held, writer.identity, folder, place))
-        agreed(lambda: _begin(folder, writer.identity, examples, shard_rows, place))
-        agreed(lambda: _write_missing(writer, examples, folder, shard_rows, place), patient=True)
+        on_first(lambda: _hold(held, writer.identity, folder, process))
+        agreed(lambda: _begin(folder, writer.identity, examples, shard_rows, process))
+        agreed(lambda: _write_missing(writer, examples, folder, shard_rows, process), patient=True)
 
 
-def _hold(held: ExitStack, identity: Identity, folder: Path, place: Place) -> None:
+def _hold(held: ExitStack, identity: Identity, folder: Path, process: Process) -> None:
     """Lock a folder against other runs; a whole folder may lie where no lock can be written."""
     try:
-        held.enter_context(hold(folder, place.say))
+        held.enter_context(hold(folder, process.say))
     except OSError:
         Store.open(folder, identity, verify=False)
 
 
-def _write_missing(writer: Writer, examples: Sequence[Example], folder: Path, shard_rows: int, place: Place) -> None:
+def _write_missing(writer: Writer, examples: Sequence[Example], folder: Path, shard_rows: int, process: Process) -> None:
     identity = writer.identity
     noun, row = identity.noun, identity.row
-    place.say(f"{noun}: {_size_of(examples, identity, folder)}")
-    with ProgressBar(place.console, f"writing the {noun}", None, active=place.is_first) as bar:
+    process.say(f"{noun}: {_size_of(examples, identity, folder)}")
+    with ProgressBar(process.console, f"writing the {noun}", None, active=process.is_first) as bar:
 
         def on_progress(written: int, total: int) -> None:
             bar.update(written, total=total, note=f"{written / bar.seconds:,.0f} {row}s/s")
 
         def on_damaged(name: str) -> None:
-            say(place.console, f"{noun}: {name} was damaged or half written, and is written again")
+            say(process.console, f"{noun}: {name} was damaged or half written, and is written again")
 
-        write_store(writer, examples, folder, shard_rows, place, on_progress, on_damaged)
+        write_store(writer, examples, folder, shard_rows, process, on_progress, on_damaged)
     if bar.completed:
-        place.say(f"{noun}: {bar.completed:,} {row}s written here, {bar.completed / bar.seconds:,.0f} {row}s/s")
+        process.say(f"{noun}: {bar.completed:,} {row}s written here, {bar.completed / bar.seconds:,.0f} {row}s/s")
 
 
 def _size_of(examples: Sequence[Example], identity: Identity, folder: Path) -> str:

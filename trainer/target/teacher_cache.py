@@ -29,7 +29,7 @@ from trainer.learning.teachers import SampledTailTeacher
 from trainer.recipe.draft import TeacherSection
 from trainer.target.loading import Target
 from trainer.target.store import Column, Identity, Store, ensure_store, tokens_of_a_forward
-from trainer.terminal.place import Place
+from trainer.processes import Process
 
 _SEED = 20_170_706  # of the sample, the same in every cache
 _TWO_BYTES = 1 << 16
@@ -184,14 +184,14 @@ class TeacherStore(Store[TeacherIdentity]):
 
 
 def ensure_teacher_cache(
-    writer: TeacherWriter, examples: Sequence[Example], section: TeacherSection, place: Place
+    writer: TeacherWriter, examples: Sequence[Example], section: TeacherSection, process: Process
 ) -> TeacherStore:
     """Write the missing rows of these examples' cache; return the whole cache.
 
     Every process calls this, and waits for the others at the end.
     """
     folder = Path(section.folder)
-    ensure_store(writer, examples, folder, section.shard_tokens, place)
+    ensure_store(writer, examples, folder, section.shard_tokens, process)
     return TeacherStore.open(folder, writer.identity, verify=False)  # each process has verified its share
 
 

@@ -15,8 +15,8 @@ from decoding.model.heads import MedusaHeads
 from decoding.model.hub import local_folder
 from decoding.model.loading import load_draft, load_heads, load_parallel_draft
 from decoding.model.parallel import ParallelDraft
-from trainer.serving.configs import is_vllm_heads
-from trainer.serving.weights import read_vllm_heads
+from trainer.servers.configs import is_vllm_heads
+from trainer.servers.weights import read_vllm_heads
 
 _DRAFT_TOKENS = 4
 _KINDS = {"heads": "heads", "draft": "draft", "draft-tree": "draft", "parallel": "parallel", "cascade": "draft"}

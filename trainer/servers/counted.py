@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from decoding.metrics import Acceptance
-from trainer.serving.counters import Counts
-from trainer.serving.finding import ACCEPTANCE, SAMPLING, Finding, equal, unknown
+from trainer.servers.counters import Counts
+from trainer.servers.finding import ACCEPTANCE, SAMPLING, Finding, equal, unknown
 
 _Z = 3.29
 """Standard errors beyond which a difference is real: a healthy server exceeds them at one of 1,000 positions."""

@@ -6,6 +6,7 @@ any of these functions, so the work given to one may call another.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Event, Thread
 from typing import TypeVar, cast
@@ -13,6 +14,9 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from rich.console import Console
+
+from trainer.terminal.console import say, standard_error
 
 TIMEOUT = timedelta(minutes=30)
 """Time after which processes give up one that they hear nothing of."""
@@ -20,6 +24,29 @@ _SIGN_EVERY = 60.0  # seconds
 _AGREED = "every process has this error, or one that names it"
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Process:
+    """One of the processes that run together: number ``rank`` (from 0) of ``world``."""
+
+    rank: int = 0
+    world: int = 1
+    console: Console = field(default_factory=standard_error)
+
+    @property
+    def is_first(self) -> bool:
+        """True on the process that writes and speaks for all."""
+        return self.rank == 0
+
+    def say(self, *lines: str) -> None:
+        """Print each line once, on the first process."""
+        if self.is_first:
+            say(self.console, *lines)
+
+
+ALONE = Process()
+"""A single process that speaks on standard error."""
 
 
 def any_process(flag: bool) -> bool:

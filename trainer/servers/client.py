@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from openai import APIError, BadRequestError, UnprocessableEntityError
 
 from decoding.model.loading import first_line
-from trainer.serving.answers import Asked, Completed, Prompt
+from trainer.servers.answers import Asked, Completed, Prompt
 from trainer.target.connection import Connection, Served
 
 Result = TypeVar("Result")

@@ -6,8 +6,8 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from decoding.measure.proof.reference import Reference, Written
-from trainer.serving.answers import Asked, Completed
-from trainer.serving.client import ServedModel
+from trainer.servers.answers import Asked, Completed
+from trainer.servers.client import ServedModel
 
 Source = Literal["token ids", "token ids beside the log-probabilities", "texts alone, tokenized again here"]
 

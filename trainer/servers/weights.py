@@ -17,7 +17,7 @@ from decoding.model.loading import load_model
 from decoding.model.parallel import ParallelDraft
 from decoding.model.stored import stored_weights, weights_header
 from trainer.files.head_names import config_read_by_vllm, read_by_vllm, vllm_name
-from trainer.serving.finding import TOP_1, Finding, equal, unknown
+from trainer.servers.finding import TOP_1, Finding, equal, unknown
 
 _LEAST = 0.98
 """Share of equal top-1 tokens below which weights are other weights: rounding to bf16 alone turns over fewer."""

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from decoding.prompts import encode_prompt
-from trainer.serving.answers import Asked
-from trainer.serving.finding import TEMPLATE, Finding, equal, unknown
+from trainer.servers.answers import Asked
+from trainer.servers.finding import TEMPLATE, Finding, equal, unknown
 
 if TYPE_CHECKING:
-    from trainer.serving.client import ServedModel
+    from trainer.servers.client import ServedModel
 
 _CONTEXT = 4
 """Tokens shown before and behind the first that differs."""

@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from decoding.measure.proof.reference import Reference, near_tie
-from trainer.serving.answers import Completed
-from trainer.serving.finding import TEXT, Finding, equal
+from trainer.servers.answers import Completed
+from trainer.servers.finding import TEXT, Finding, equal
 
 
 class Parting(NamedTuple):

@@ -18,18 +18,18 @@ from decoding.measure.evaluate import measure_acceptance
 from decoding.measure.proof.reference import Reference
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
-from trainer.serving.answers import Asked, Completed
-from trainer.serving.configs import compare_settings, compare_vocabularies
-from trainer.serving.counted import Replayed, compare_acceptance, compare_lengths, compare_sampling
-from trainer.serving.counters import Counts, parse_counts
-from trainer.serving.finding import ACCEPTANCE, ROPE, SAMPLING, TEMPLATE, TEXT, TOP_1, Diagnosis, Finding, unknown
-from trainer.serving.rendered import Question, ask_rendered, compare_rendered
-from trainer.serving.speculator import Speculator
-from trainer.serving.texts import compare_texts
-from trainer.serving.weights import compare_top_1
+from trainer.servers.answers import Asked, Completed
+from trainer.servers.configs import compare_settings, compare_vocabularies
+from trainer.servers.counted import Replayed, compare_acceptance, compare_lengths, compare_sampling
+from trainer.servers.counters import Counts, parse_counts
+from trainer.servers.finding import ACCEPTANCE, ROPE, SAMPLING, TEMPLATE, TEXT, TOP_1, Diagnosis, Finding, unknown
+from trainer.servers.rendered import Question, ask_rendered, compare_rendered
+from trainer.servers.speculator import Speculator
+from trainer.servers.texts import compare_texts
+from trainer.servers.weights import compare_top_1
 
 if TYPE_CHECKING:
-    from trainer.serving.client import ServedModel
+    from trainer.servers.client import ServedModel
 
 _TEXTS = 16
 """Texts along which top-1 tokens are compared."""

@@ -11,7 +11,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.header import read_object
 from decoding.model.loading import UNREADABLE, check_same_tokenizer, load_tokenizer, reason
 from trainer.files.server_traps import misread, other_size, taken_over, too_few_positions, trimmed
-from trainer.serving.finding import ROPE, VOCABULARY, Finding, joined, unknown
+from trainer.servers.finding import ROPE, VOCABULARY, Finding, joined, unknown
 
 _REMEDY = "export the speculator again"
 _COMPARED = (
