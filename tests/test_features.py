@@ -22,6 +22,7 @@ from decoding.model.lm_head import capture_lm_head_input
 from trainer.data.batch import Example, collate
 from trainer.files.shards import Layout
 from trainer.heads.medusa import MedusaObjective
+from trainer.processes import Process
 from trainer.recipe.heads import FeaturesSection, HeadsSection, StatesDtype
 from trainer.target import store as stores
 from trainer.target.features import (
@@ -35,7 +36,6 @@ from trainer.target.features import (
 from trainer.target.hidden import OnlineTarget
 from trainer.target.store import estimate_bytes, write_store
 from trainer.terminal import progress
-from trainer.processes import Process
 
 EXAMPLES = toy_examples(12)  # of 4 to 12 tokens
 SHARD_TOKENS = 30  # three shards of EXAMPLES

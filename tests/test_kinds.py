@@ -14,6 +14,7 @@ from tiny_training import recipe_content, write_corpus, write_target
 import trainer
 from trainer.heads.job import HeadsJob
 from trainer.pretrain import PretrainKind
+from trainer.processes import Process
 from trainer.recipe.pretrain import PretrainRecipe
 from trainer.recipe.reading import parse_recipe
 from trainer.recipe.recipe import AnyRecipe
@@ -21,7 +22,6 @@ from trainer.run import kinds
 from trainer.run.kinds import check_folders, kind_of
 from trainer.run.train import run_recipe
 from trainer.target.loading import StoredTarget, Target
-from trainer.processes import Process
 
 ROOT = Path(str(trainer.__file__)).parent
 CPU = torch.device("cpu")

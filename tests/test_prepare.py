@@ -16,12 +16,12 @@ from tiny_training import recipe_content, write_corpus, write_target
 from trainer.commands.prepare import prepare_features
 from trainer.data.batch import collate
 from trainer.learning.teachers import SampledTailTeacher
+from trainer.processes import Process
 from trainer.recipe.reading import parse_recipe
 from trainer.recipe.recipe import AnyRecipe
 from trainer.run import distributed
 from trainer.run.kinds import kind_of
 from trainer.target.teacher_cache import TeacherStore
-from trainer.processes import Process
 
 CPU = torch.device("cpu")
 

@@ -17,9 +17,9 @@ from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.quantise import quantised
 from trainer.data.batch import collate
 from trainer.drafts.job import DraftJob
+from trainer.processes import Process
 from trainer.recipe.reading import parse_recipe
 from trainer.run.kinds import kind_of
-from trainer.processes import Process
 
 
 @pytest.fixture(autouse=True)

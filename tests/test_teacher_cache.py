@@ -17,6 +17,7 @@ from trainer.data.batch import Batch, Example, collate
 from trainer.data.dataset import load_dataset
 from trainer.learning.fused import fused_loss
 from trainer.learning.losses import LossMix, divergence
+from trainer.processes import Process
 from trainer.recipe.common import DataSection
 from trainer.recipe.draft import TeacherSection
 from trainer.recipe.heads import FeaturesSection
@@ -25,7 +26,6 @@ from trainer.target.features import FeatureIdentity, FeatureWriter
 from trainer.target.loading import Target
 from trainer.target.store import estimate_bytes, write_store
 from trainer.target.teacher_cache import TeacherIdentity, TeacherStore, TeacherWriter, sample_tail, teacher_writer
-from trainer.processes import Process
 
 EXAMPLES = toy_examples(12)  # of 4 to 12 tokens, some of them trained
 LABELLED = [int(collate([example]).labelled(1).sum()) for example in EXAMPLES]

@@ -11,9 +11,9 @@ from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Example
 from trainer.drafts.generations import Order, Origin, TextWriter, WindowFiles
 from trainer.drafts.on_policy import PolicySource
+from trainer.processes import Process
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.draft import PolicySection
-from trainer.processes import Process
 
 PROMPTS = [(4, 5, 6), (7,), (8, 9), (10, 11, 12, 13), (5, 4), (6, 6, 6), (14, 15), (9, 8, 7, 6, 5)]
 DATA = [Example((*prompt, 4, 5, 1), (False,) * len(prompt) + (True,) * 3, len(prompt)) for prompt in PROMPTS]

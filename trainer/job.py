@@ -16,11 +16,11 @@ from trainer.data.dataset import Dataset
 from trainer.data.source import BatchSource
 from trainer.files.shards import digest_of_each
 from trainer.learning.objective import GreedyTexts, Objective
+from trainer.processes import Process
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.recipe import AnyRecipe
 from trainer.target.loading import StoredTarget, Target
 from trainer.target.store import Store, Writer
-from trainer.processes import Process
 
 
 class Stored(NamedTuple):

@@ -28,10 +28,10 @@ from trainer.job import (
     trained_numbers,
 )
 from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums
+from trainer.processes import Process
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.pretrain import PretrainRecipe, PretrainSection
 from trainer.target.store import Writer
-from trainer.processes import Process
 
 
 class LanguageModelTraining(nn.Module):

@@ -16,11 +16,11 @@ from tiny_training import recipe_content
 import trainer.run.heldout
 from decoding.measure.evaluate import count_steps
 from trainer.job import Job
+from trainer.processes import ALONE
 from trainer.recipe.reading import parse_recipe
 from trainer.run.heldout import Evaluator
 from trainer.run.kinds import kind_of
 from trainer.target.loading import Target
-from trainer.processes import ALONE
 
 decoded: list[Sequence[int]] = []
 """Prompts that this process decoded."""

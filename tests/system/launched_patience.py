@@ -11,9 +11,9 @@ from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
+from trainer.processes import agreed
 from trainer.recipe.common import TrainingSection
 from trainer.run.distributed import build_accelerator
-from trainer.processes import agreed
 
 RANK = int(os.environ["RANK"])
 WAIT, WORK = 3, 7  # seconds

@@ -27,13 +27,13 @@ from trainer.data.batch import Example
 from trainer.export import export
 from trainer.export.source import target_of
 from trainer.job import shared_identity
+from trainer.processes import Process
 from trainer.recipe.reading import parse_recipe
 from trainer.recipe.recipe import AnyRecipe
 from trainer.run.kinds import kind_of
 from trainer.run.provenance import FILE_NAME
 from trainer.run.resuming import compare
 from trainer.run.train import run_recipe
-from trainer.processes import Process
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MARKER = "s3cret-m4rker-that-must-not-leak"

@@ -4,13 +4,13 @@ from typing import Any
 
 from rich.console import Console
 
+from trainer.processes import Process, agreed
 from trainer.recipe.recipe import AnyRecipe
 from trainer.run.distributed import build_accelerator
 from trainer.run.embedded import ensure_answered
 from trainer.run.kinds import check_folders, kind_of
 from trainer.run.train import ensure_built
 from trainer.target.store import Store
-from trainer.processes import Process, agreed
 from trainer.terminal.console import standard_error
 
 

@@ -3,9 +3,9 @@
 from transformers import PreTrainedTokenizerBase
 
 from trainer.data.dataset import Dataset, load_dataset
+from trainer.processes import agreed
 from trainer.quickstart import resolve
 from trainer.recipe.common import DataSection
-from trainer.processes import agreed
 
 
 def load_splits(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset]:

@@ -17,8 +17,8 @@ from decoding.rules.sampling import SamplingConfig
 from trainer.data.batch import Example
 from trainer.drafts.drafter import AnyDraft, drafter_of
 from trainer.files.shards import write_text
-from trainer.recipe.draft import LoopTrains, PolicySection
 from trainer.processes import ALONE, Process
+from trainer.recipe.draft import LoopTrains, PolicySection
 
 Origin = Literal["offline", "target", "draft", "loop"]
 """Where a sequence comes from: see `PolicySection`."""
@@ -183,7 +183,9 @@ class WindowFiles:
     resumes between two writings reads its texts from these files; files older than ``kept_steps`` are removed.
     """
 
-    def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase, kept_steps: int, process: Process = ALONE) -> None:
+    def __init__(
+        self, folder: Path, tokenizer: PreTrainedTokenizerBase, kept_steps: int, process: Process = ALONE
+    ) -> None:
         self.folder, self.process = folder, process
         self._tokenizer, self._kept_steps = tokenizer, kept_steps
 

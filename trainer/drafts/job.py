@@ -33,11 +33,11 @@ from trainer.job import (
 from trainer.learning.memory import frozen_forward_bytes, layer_bytes
 from trainer.learning.objective import GreedyTexts
 from trainer.learning.products import held_bytes
+from trainer.processes import Process, from_first
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.draft import DraftRecipe, TeacherSection
 from trainer.target.loading import Target, load_target
 from trainer.target.teacher_cache import TeacherStore, TeacherWriter, ensure_teacher_cache, teacher_writer
-from trainer.processes import Process, from_first
 
 _SOFTMAXED = 8  # tensors of fp32 that a divergence makes of a block of logits
 

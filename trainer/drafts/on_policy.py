@@ -16,9 +16,9 @@ from trainer.data.batch import Example
 from trainer.data.source import BatchSource, Offline, PlacedExample
 from trainer.drafts.drafter import AnyDraft
 from trainer.drafts.generations import Order, Origin, TextWriter, WindowFiles, Written
+from trainer.processes import ALONE, Process
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.draft import DraftRecipe, PolicySection
-from trainer.processes import ALONE, Process
 
 TEXT_PROMPT = 64
 """A plain text has no prompt of its own: its first `TEXT_PROMPT` tokens serve as one, or half of a short text."""

@@ -29,6 +29,7 @@ from trainer.job import (
 from trainer.learning.memory import frozen_bytes, frozen_forward_bytes, layer_bytes
 from trainer.learning.objective import GreedyTexts
 from trainer.learning.products import held_bytes
+from trainer.processes import Process
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.heads import FeaturesSection, MedusaRecipe
 from trainer.target.features import FeatureStore, FeatureWriter, StoredFeatures, ensure_features, feature_writer
@@ -39,7 +40,6 @@ from trainer.target.loading import (
     load_target,
     load_target_model,
 )
-from trainer.processes import Process
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from trainer.processes import Process
 from trainer.recipe.reading import parse_recipe
 from trainer.run.checkpoint import read_apart
 from trainer.run.finish import choose_tree, finish
@@ -18,7 +19,6 @@ from trainer.run.kinds import kind_of
 from trainer.run.resuming import compare
 from trainer.run.state import load_weights
 from trainer.terminal.console import standard_error
-from trainer.processes import Process
 
 _STORED = ("features.top_k", "draft.teacher")
 """Keys of a job's identity on what was stored ahead, which finished weights no longer need."""

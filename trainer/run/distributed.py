@@ -20,8 +20,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from trainer.recipe.common import TrainingSection
 from trainer.processes import TIMEOUT
+from trainer.recipe.common import TrainingSection
 
 
 def build_accelerator(section: TrainingSection, **options: Any) -> Accelerator:

@@ -20,6 +20,7 @@ from decoding.rules.sampling import SamplingConfig
 from trainer.data.dataset import Dataset, heldout_prompts
 from trainer.job import Job
 from trainer.learning.objective import Objective
+from trainer.processes import agreed, from_first
 from trainer.recipe.common import EvaluationSection
 from trainer.run.best import CRITERION, Best
 from trainer.run.checkpoint import Checkpoints, Progress
@@ -27,7 +28,6 @@ from trainer.run.dealing import Row, dealt
 from trainer.run.log import Evaluation, Log
 from trainer.run.resuming import bound
 from trainer.target.loading import StoredTarget, Target
-from trainer.processes import agreed, from_first
 
 
 class Evaluator:

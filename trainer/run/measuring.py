@@ -18,6 +18,7 @@ from rich.console import Console
 from trainer.data.batch import Example, collate
 from trainer.job import Job, Kind, Phase
 from trainer.learning.objective import Objective
+from trainer.processes import ALONE
 from trainer.run.checkpoint import Checkpoints, Progress, Saved
 from trainer.run.distributed import build_accelerator
 from trainer.run.heldout import Evaluator
@@ -25,7 +26,6 @@ from trainer.run.loop import Hooks, train
 from trainer.run.state import gather_weights
 from trainer.target.loading import Target
 from trainer.terminal.console import standard_output
-from trainer.processes import ALONE
 
 
 @dataclass(frozen=True)

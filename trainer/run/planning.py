@@ -18,6 +18,7 @@ from trainer.data.dataset import Dataset
 from trainer.data.splits import load_training_data
 from trainer.job import Job, Kind, Largest, trained_numbers
 from trainer.learning.memory import frozen_bytes
+from trainer.processes import Process
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.recipe import AnyRecipe
 from trainer.run.kinds import check_folders, kind_of
@@ -26,7 +27,6 @@ from trainer.run.measuring import Measured, measure, peak_memory, quiet
 from trainer.run.optimizer import build_optimizers
 from trainer.target.loading import Target
 from trainer.target.store import estimate_bytes
-from trainer.processes import Process
 
 _LIBRARIES = 100_000_000  # memory of PyTorch's and other libraries' own on a CPU, once they have worked
 

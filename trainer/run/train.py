@@ -15,6 +15,7 @@ from trainer.files.folders import check_can_be_folder
 from trainer.files.lock import hold
 from trainer.job import Job, Kind, trained_numbers
 from trainer.learning.spans import Stopwatch
+from trainer.processes import Process, agreed, any_process, from_first, on_first
 from trainer.recipe.recipe import AnyRecipe
 from trainer.run.checkpoint import Checkpoints, Progress
 from trainer.run.distributed import build_accelerator, describe, whole_parameters
@@ -27,7 +28,6 @@ from trainer.run.loop import Hooks, train
 from trainer.run.profile import NEEDED, TRACED, Profile
 from trainer.run.resuming import bound
 from trainer.run.tracking import address_of, is_installed, tracker_of
-from trainer.processes import Process, agreed, any_process, from_first, on_first
 from trainer.terminal.console import say, standard_error
 
 CHECKPOINTS, FINAL = "checkpoints", "final"

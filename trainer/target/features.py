@@ -20,12 +20,12 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import capture_lm_head_input, last_position
 from trainer.data.batch import Batch, Example
 from trainer.files.shards import digest_of_each
+from trainer.processes import Process
 from trainer.recipe.heads import FeaturesSection, StatesDtype
 from trainer.target.hidden import StoredStates, TopLogits
 from trainer.target.loading import Target
 from trainer.target.logits import logit_transform
 from trainer.target.store import BATCH_TOKENS, Column, Identity, Store, ensure_store, tokens_of_a_forward
-from trainer.processes import Process
 
 _LOGIT_ROWS = 1024  # rows of logits in fp32 at a time
 

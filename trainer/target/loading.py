@@ -12,11 +12,11 @@ from decoding.model.dtypes import parse_dtype
 from decoding.model.loading import load_model, load_tokenizer
 from decoding.model.quantise import quantised
 from trainer.data.batch import check_documents_are_apart
+from trainer.processes import agreed, from_first
 from trainer.quickstart import resolve
 from trainer.recipe.draft import DraftRecipe
 from trainer.recipe.heads import MedusaRecipe
 from trainer.target.fingerprints import kept_fingerprint
-from trainer.processes import agreed, from_first
 
 
 @dataclass(frozen=True)

@@ -279,7 +279,7 @@ def _fill(tensors: dict[str, Tensor], layout: Layout, batch: Batch, found: dict[
     counts = [layout.lengths[index] for index in batch.examples]
     for name, tensor in tensors.items():
         for index, rows in zip(batch.examples, found[name].cpu().split(counts), strict=True):
-            tensor[layout.process(index)[1]] = rows.to(tensor.dtype)
+            tensor[layout.place(index)[1]] = rows.to(tensor.dtype)
 
 
 MadeFrom = TypeVar("MadeFrom", bound=Identity)
@@ -326,7 +326,7 @@ class Store(Generic[MadeFrom]):
         assert min(batch.examples) >= 0, "only examples of the data set are stored"
         found = []
         for index in batch.examples:
-            shard, rows = self._layout.process(index)
+            shard, rows = self._layout.place(index)
             found.append(self._open(shard_name(shard)).get_slice(name)[rows])
         return found
 
@@ -355,7 +355,9 @@ def _hold(held: ExitStack, identity: Identity, folder: Path, process: Process) -
         Store.open(folder, identity, verify=False)
 
 
-def _write_missing(writer: Writer, examples: Sequence[Example], folder: Path, shard_rows: int, process: Process) -> None:
+def _write_missing(
+    writer: Writer, examples: Sequence[Example], folder: Path, shard_rows: int, process: Process
+) -> None:
     identity = writer.identity
     noun, row = identity.noun, identity.row
     process.say(f"{noun}: {_size_of(examples, identity, folder)}")

@@ -26,10 +26,10 @@ from decoding.model.lm_head import capture_lm_head_input
 from trainer.data.batch import Batch, Example
 from trainer.files.shards import digest_of_each
 from trainer.learning.teachers import SampledTailTeacher
+from trainer.processes import Process
 from trainer.recipe.draft import TeacherSection
 from trainer.target.loading import Target
 from trainer.target.store import Column, Identity, Store, ensure_store, tokens_of_a_forward
-from trainer.processes import Process
 
 _SEED = 20_170_706  # of the sample, the same in every cache
 _TWO_BYTES = 1 << 16
