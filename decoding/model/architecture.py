@@ -130,7 +130,7 @@ def static_of(choice: str, model: PreTrainedModel) -> str | None:
 
 
 def places_of(model: PreTrainedModel) -> frozenset[str]:
-    """Return the places (devices, ``cpu``, ``disk``) where accelerate put a model; empty for one that it did not place."""
+    """Return the places (devices, ``cpu``, ``disk``) where accelerate put a model, if it did."""
     placed: Any = getattr(model, "hf_device_map", None) or {}
     return frozenset(str(place) for place in placed.values())
 
