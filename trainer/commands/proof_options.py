@@ -16,7 +16,6 @@ from trainer.commands.shared_options import (
     BatchSize,
     Chat,
     Concurrency,
-    DeviceMap,
     JsonFile,
     KeyVariable,
     Limit,
@@ -221,5 +220,4 @@ class DoctorOptions:
     ] = None
     hub: Annotated[bool, Option("--hub", help="Ask the Hub for an answer; by default nothing is sent.")] = False
     json: JsonFile = None
-    device_map: DeviceMap = None
     trust_remote_code: Trusted = False
