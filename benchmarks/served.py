@@ -42,8 +42,7 @@ from decoding.model.loading import (
 )
 from trainer.export import export
 from trainer.export.source import artefact_folder
-from trainer.terminal.console import standard_output
-from trainer.terminal.quiet import quiet_libraries
+from trainer.terminal.console import quiet_libraries, standard_output
 
 DRAFT_TOKENS = 4
 ARTEFACTS = ("draft", "heads", "shared-heads", "parallel")

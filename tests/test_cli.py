@@ -172,10 +172,9 @@ GENERATE = ["generate", "--target", "t", "--prompt", "p"]
 EVALUATE = ["evaluate", "--target", "t", "--prompts", "p", "--output", "o"]
 WRONG = {
     "below its range": ([*EVALUATE, "--limit", "0"], "Invalid value for '--limit': Input should be greater than or"),
-    "not finite": ([*GENERATE, "--top-p", "nan"], "--top-p is nan: give a finite number"),
+    "not finite": ([*GENERATE, "--temperature", "nan"], "--temperature is nan: give a finite number"),
     "no number": ([*GENERATE, "--seed", "many"], "'--seed': Input should be a valid integer"),
     "given twice": ([*GENERATE, "--drafter=a", "--drafter", "b"], "the option --drafter is given twice: give it once"),
-    "both values of a flag": ([*GENERATE, "--chat", "--no-chat"], "the option --chat is given twice"),
     "a list of one": ([*EVALUATE, "--batch-size", "1", "--batch-size", "8"], "the option --batch-size is given twice"),
     "unknown": ([*EVALUATE, "--limt", "3"], "No such option: --limt"),
     "missing": (EVALUATE[:3], "Missing option '--prompts': see 'headstart evaluate --help'"),

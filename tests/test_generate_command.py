@@ -70,9 +70,9 @@ def test_every_option_reaches_the_decoder(target: Path, monkeypatch: pytest.Monk
         return steps(engine, prompt, config)
 
     monkeypatch.setattr(Engine, "steps", spy)
-    sampled = ["--rule", "sampled-verify", "--temperature", "0.7", "--top-p", "0.8", "--seed", "3"]
+    sampled = ["--rule", "sampled-verify", "--temperature", "0.7", "--seed", "3"]
     generate(target, "--drafter", "lookup", *sampled, "--stop", "1", "--stop", "2")
-    own = DecodingConfig(40, SamplingConfig(0.7, top_p=0.8), RULES["sampled-verify"], (0,), ("1", "2"), seed=3)
+    own = DecodingConfig(40, SamplingConfig(0.7), RULES["sampled-verify"], (0,), ("1", "2"), seed=3)
     plain = replace(own, max_new_tokens=25, rule=None, eos_token_ids=(), stop_strings=())
     warm_up = replace(own, max_new_tokens=8)
     assert configs == [own, warm_up, plain, own], "checked, warmed up, measured without the drafter, and written"

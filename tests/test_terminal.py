@@ -14,10 +14,8 @@ from test_stream import Utf8
 
 from decoding.generate import Step
 from decoding.tally import Tally
-from trainer.terminal.console import say, standard_output
-from trainer.terminal.interrupts import CtrlC
-from trainer.terminal.streaming import PlainSpeed, is_live, legend, live_line, show_steps, shows_styles, summary
-from trainer.terminal.waiting import waiting
+from trainer.terminal.console import say, standard_output, waiting
+from trainer.terminal.streaming import CtrlC, PlainSpeed, is_live, legend, live_line, show_steps, shows_styles, summary
 
 SHOWN = "a\x1b[2J\x07\x7f\x9b1m می\u200cخواهم\u202e\u2066\u200f 👨\u200d👩\u200d👧"
 SGR = re.compile(r"\x1b\[[0-9;]*m")

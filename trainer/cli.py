@@ -28,8 +28,8 @@ from trainer.commands.training_options import (
     TrainOptions,
 )
 from trainer.commands.usage import Group, command
+from trainer.terminal.console import waiting
 from trainer.terminal.exit_codes import ExitCode, exit_code_line
-from trainer.terminal.waiting import waiting
 
 app = typer.Typer(
     help="Make a large language model decode faster without changing what it says.",

@@ -13,8 +13,7 @@ from decoding.tally import Tally
 from trainer.commands.generate import Decoder, read_decoder
 from trainer.commands.options import ChatOptions
 from trainer.terminal.console import say, say_error, standard_error, standard_output
-from trainer.terminal.interrupts import CtrlC
-from trainer.terminal.streaming import PlainSpeed, summary
+from trainer.terminal.streaming import CtrlC, PlainSpeed, summary
 
 PROMPT, CONTINUED = "> ", ". "
 COMMANDS = """\

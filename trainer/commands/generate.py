@@ -18,10 +18,8 @@ from trainer.commands.options import DecodingOptions, GenerateOptions
 from trainer.commands.plan import asked_or_planned
 from trainer.quickstart import resolve
 from trainer.run.train import ensure_built
-from trainer.terminal.console import say, standard_error, standard_output
-from trainer.terminal.interrupts import CtrlC
-from trainer.terminal.streaming import PlainSpeed, legend, live_line, show_steps, shows_styles, summary
-from trainer.terminal.waiting import waiting
+from trainer.terminal.console import say, standard_error, standard_output, waiting
+from trainer.terminal.streaming import CtrlC, PlainSpeed, legend, live_line, show_steps, shows_styles, summary
 
 PLAIN_PASSES = 24
 PLAIN_SECONDS = 2.0
@@ -34,9 +32,9 @@ def run_generate(options: GenerateOptions, console: Console | None = None) -> bo
     context = None
     if options.plan is not None:  # the plan's choice depends on the prompt's length
         tokenizer = load_tokenizer(resolve(options.target), options.trust_remote_code)
-        context = len(encode_prompt(options.prompt, tokenizer, options.chat))
+        context = len(encode_prompt(options.prompt, tokenizer, chat=True))
     decoder = read_decoder(options, context)
-    prompt = encode_prompt(options.prompt, decoder.tokenizer, options.chat)
+    prompt = encode_prompt(options.prompt, decoder.tokenizer, chat=True)
     decoder.engine.steps(prompt, decoder.config)  # bad input is found before anything is measured
     plain = decoder.plain_speed(prompt)
     decoder.show_legend(console)
@@ -105,7 +103,7 @@ def read_decoder(options: DecodingOptions, context: int | None) -> Decoder:
     name, loaded = next(iter(models.drafters.items()), ("plain decoding", None))
     config = DecodingConfig(
         max_new_tokens=options.max_new_tokens,
-        sampling=SamplingConfig(temperature=options.temperature, top_p=options.top_p),
+        sampling=SamplingConfig(options.temperature),
         rule=named_rule(options.rule) if options.rule else None,
         eos_token_ids=eos_token_ids(models.target.model, models.tokenizer),
         stop_strings=tuple(options.stop or ()),

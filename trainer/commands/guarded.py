@@ -12,9 +12,8 @@ import typer
 from decoding.measure.markdown import one_line
 from decoding.measure.redact import without_secrets
 from decoding.threads import spin_briefly
-from trainer.terminal.console import say, say_error, standard_error
+from trainer.terminal.console import quiet_libraries, say, say_error, standard_error
 from trainer.terminal.exit_codes import ExitCode, Stopped
-from trainer.terminal.quiet import quiet_libraries
 
 _FULL = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """Phrases of PyTorch's RuntimeErrors for full memory, on a CPU and on GPUs."""

@@ -16,7 +16,6 @@ from trainer.commands.shared_options import (
     DRAFTERS,
     QUESTIONS_HELP,
     SPEC,
-    Chat,
     Drafter,
     JsonFile,
     MaxNewTokens,
@@ -31,7 +30,6 @@ from trainer.commands.shared_options import (
     Stop,
     Target,
     Temperature,
-    TopP,
     names,
     numbers,
     whole_numbers,
@@ -146,7 +144,6 @@ class DecodingOptions(ModelOptions):
     rule: Rule = None
     max_new_tokens: MaxNewTokens = 128
     temperature: Temperature = 0.0
-    top_p: TopP = 1.0
     stop: Stop = None
     seed: Seed = 0
 
@@ -156,7 +153,6 @@ class GenerateOptions(DecodingOptions):
     """Options of `headstart generate`."""
 
     prompt: Annotated[str, Option(help="Text to answer or to continue; '-' reads it from standard input.")]
-    chat: Chat = True
 
 
 @dataclass(frozen=True, kw_only=True)

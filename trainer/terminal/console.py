@@ -1,8 +1,12 @@
-"""Consoles that print text literally: brackets in a name or a title are no markup."""
+"""Consoles that print text literally (brackets in a name or a title are no markup), and the silencing of libraries."""
 
+import logging
 import os
+import shutil
 import sys
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -61,3 +65,50 @@ def say_error(console: Console, message: str) -> None:
 def is_terminal() -> bool:
     """Return True where standard error is a terminal."""
     return sys.stderr.isatty()
+
+
+@contextmanager
+def waiting(work: str) -> Iterator[None]:
+    """Show ``work`` on standard error until the block ends, and erase it then; nothing where it is no terminal.
+
+    It has no thread and no spinner: what the block prints itself stands behind it, and stays.
+    """
+    shown = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    if shown:
+        sys.stderr.write(f"{visible(work)} …"[: shutil.get_terminal_size().columns - 1])
+        sys.stderr.flush()
+    try:
+        yield
+    finally:
+        if shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+_LIBRARIES = ("accelerate", "datasets", "fsspec", "huggingface_hub", "peft", "tokenizers", "torch", "transformers")
+_VARIABLES = {
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "DATASETS_VERBOSITY": "error",
+    "HF_HUB_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",  # texts are tokenized one by one; it warns at every fork otherwise
+    "WANDB_SILENT": "true",
+}
+"""Variables that the libraries read on import; a value that the user has set stays."""
+
+
+def quiet_libraries() -> None:
+    """Silence everything but errors, before the libraries are imported; downloads still show bars on a terminal."""
+    for name, value in _VARIABLES.items():
+        os.environ.setdefault(name, value)
+    if not is_terminal():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for name in _LIBRARIES:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("DeepSpeed").addFilter(_is_error)  # DeepSpeed sets its own level when accelerate imports it
+    warnings.filterwarnings("ignore", module=rf"({'|'.join(_LIBRARIES)})\b")
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
