@@ -125,8 +125,6 @@ def _backend(
 def _check(options: RegenerateOptions, sampling: SamplingConfig) -> None:
     if options.endpoint is not None and options.drafter:
         raise ValueError("--drafter speeds up a --target in this process; an --endpoint decodes as it likes")
-    if options.endpoint is not None and options.device_map:
-        raise ValueError("--device-map spreads a --target in this process; an --endpoint places its model itself")
     if options.endpoint is None and options.completions:
         raise ValueError("--completions is the choice of an --endpoint; a --target goes by its chat template")
     if options.n < 1:
