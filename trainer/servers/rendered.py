@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.measure.proof.finding import Finding, ok, problem, undecided
 from decoding.prompts import encode_prompt
-from decoding.token_ids import common_length
+from decoding.rules.tree import common_length
 from trainer.servers.answers import Request
 
 if TYPE_CHECKING:

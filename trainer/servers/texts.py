@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from decoding.measure.proof.finding import Finding, ok, problem
 from decoding.measure.proof.greedy import near_tie
 from decoding.measure.proof.reference import Reference
-from decoding.token_ids import common_length
+from decoding.rules.tree import common_length
 from trainer.servers.answers import Completion
 
 TEXT = "the target's greedy text"

@@ -20,7 +20,7 @@ _MEASURED_TOKENS = 256
 """Last tokens of each of these prompts that are taken."""
 
 
-class TextWriter(Protocol):
+class EngineUnderTest(Protocol):
     """An engine in this process or on a server, which writes texts to be tested."""
 
     def write(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int) -> list[EngineText]:
@@ -58,7 +58,7 @@ class Effort:
 
 def prove(
     reference: Reference,
-    writer: TextWriter,
+    writer: EngineUnderTest,
     prompts: Sequence[tuple[int, ...]],
     effort: Effort,
     on_texts: Callable[[str, int], None] = lambda what, texts: None,
