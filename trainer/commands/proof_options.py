@@ -16,7 +16,6 @@ from trainer.commands.shared_options import (
     BatchSize,
     Chat,
     Concurrency,
-    DeviceMap,
     JsonFile,
     Limit,
     LoadingOptions,
@@ -215,5 +214,4 @@ class DoctorOptions:
     ] = None
     hub: Annotated[bool, Option("--hub", help="Ask the Hub for an answer; by default nothing is sent.")] = False
     json: JsonFile = None
-    device_map: DeviceMap = None
     trust_remote_code: Trusted = False

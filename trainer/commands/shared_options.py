@@ -82,14 +82,6 @@ Static = Annotated[
         hidden=True,
     ),
 ]
-DeviceMap = Annotated[
-    str | None,
-    Option(
-        metavar="auto",
-        help="auto spreads a target that fits no single GPU over all of them; by default one holds it.",
-        hidden=True,
-    ),
-]
 Trusted = Annotated[bool, Option(help="Run code that comes with a hub model.", hidden=True)]
 
 
@@ -98,7 +90,6 @@ class LoadingOptions:
     """Options that say how a target is loaded."""
 
     dtype: Dtype = "bf16"
-    device_map: DeviceMap = None
     trust_remote_code: Trusted = False
 
 
