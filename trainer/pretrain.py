@@ -15,9 +15,8 @@ from decoding.drafters import Drafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_tokenizer
 from trainer.data.batch import Batch, Example, flat_rows
-from trainer.data.dataset import Dataset
+from trainer.data.dataset import Dataset, load_splits
 from trainer.data.source import BatchSource, Offline
-from trainer.data.splits import load_splits
 from trainer.files.transformers4 import write_model
 from trainer.job import (
     Largest,

@@ -14,9 +14,8 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import Costs
 from decoding.model.fingerprint import fingerprint
 from trainer.data.batch import Example
-from trainer.data.dataset import Dataset
+from trainer.data.dataset import Dataset, load_splits, load_training_data
 from trainer.data.source import BatchSource
-from trainer.data.splits import load_splits, load_training_data
 from trainer.drafts.costs import best_costs, check_pays
 from trainer.drafts.distill import DistillObjective, OnlineTeacher, TeacherSource
 from trainer.drafts.on_policy import draft_source

@@ -12,9 +12,8 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from decoding.model.causal_lm import CausalLM
 from decoding.model.hub import local_folder
 from trainer.data.batch import Example
-from trainer.data.dataset import Dataset
+from trainer.data.dataset import Dataset, load_splits, load_training_data
 from trainer.data.source import BatchSource, Offline
-from trainer.data.splits import load_splits, load_training_data
 from trainer.heads.medusa import MedusaObjective
 from trainer.heads.medusa2 import Medusa2Objective
 from trainer.job import (

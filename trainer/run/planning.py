@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from trainer.data.batch import Example, batch_indices
-from trainer.data.dataset import Dataset
-from trainer.data.splits import load_training_data
+from trainer.data.dataset import Dataset, load_training_data
 from trainer.job import Job, Kind, Largest, trained_numbers
 from trainer.learning.memory import frozen_bytes
 from trainer.processes import Process
