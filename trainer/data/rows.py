@@ -185,8 +185,11 @@ class _Stream:
         if self.split not in splits:
             remedy = "give one as data.split or data.heldout_split, and take a part of it by data.max_rows"
             raise UserError(f"it has no split {self.split!r} but {' and '.join(splits)}", remedy)
-        rows: Any = splits[self.split]
-        return rows if self.shuffle_buffer is None else rows.shuffle(_SEED, buffer_size=self.shuffle_buffer)
+        rows = splits[self.split]
+        found: Iterable[dict[str, Any]] = rows
+        if self.shuffle_buffer is not None:
+            found = rows.shuffle(_SEED, buffer_size=self.shuffle_buffer)
+        return found
 
 
 def _commit_of(hub: HubName) -> str:

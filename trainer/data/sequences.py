@@ -61,8 +61,8 @@ class Packed(_Examples):
         return len(self._bounds) - 1
 
     def _at(self, index: int) -> Example:
-        indices = self._order[self._bounds[index] : self._bounds[index + 1]].tolist()
-        documents = [self._documents[each] for each in indices]
+        indices = self._order[self._bounds[index] : self._bounds[index + 1]]
+        documents: list[Example] = [self._documents[int(each)] for each in indices]
         if len(documents) == 1:
             return documents[0]
         return Example(

@@ -143,7 +143,10 @@ def _read(folder: Path) -> Tokenized | None:
     try:
         check_seal(folder)
         content: dict[str, Any] = json.loads((folder / _ACCOUNT).read_text())
-        account = Account(**{name: Counter(held) if isinstance(held, dict) else held for name, held in content.items()})
+        account = Account(**content)
+        for name, held in content.items():
+            if isinstance(held, dict):
+                setattr(account, name, Counter(held))
         examples = StoredExamples(folder / _SEQUENCES)
         firsts = np.flatnonzero(examples.dataset.data.column("first").to_numpy())
     except (OSError, ValueError, KeyError, TypeError) as error:
