@@ -17,6 +17,7 @@ from decoding.drafters.spec import DrafterSpec
 from decoding.generate import DecodingConfig
 from decoding.jsonl import read_lines
 from decoding.measure.machine import commit, hardware, versions
+from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import (
     check_same_tokenizer,
     eos_token_ids,
@@ -35,7 +36,6 @@ from trainer.recipe.reading import parse_recipe
 from trainer.recipe.recipe import AnyRecipe
 from trainer.run.acceptance import Figures, compared, measure_figures, read_heldout, tokens_per_pass
 from trainer.run.train import FINAL, ensure_built, run_recipe
-from trainer.target.fingerprints import kept_fingerprint
 from trainer.terminal.console import say, standard_error, standard_output
 
 REPORT = "realigned.json"
@@ -206,7 +206,7 @@ def _made_by(options: RealignOptions) -> dict[str, str]:
     """Return everything that the stale figures depend on, except the draft: its folder may hold another one by now."""
     made_by = {name: str(value) for name, value in vars(options).items() if name != "output"}
     made_by["heldout rows"] = sha256_of(options.output / _HELDOUT)
-    made_by["target weights"] = kept_fingerprint(resolve(options.target), options.trust_remote_code)
+    made_by["target weights"] = stored_fingerprint(resolve(options.target), options.trust_remote_code)
     return made_by
 
 
