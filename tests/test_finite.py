@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from decoding.model.finite import check_finite, non_finite
+from decoding.model.stored import check_finite, non_finite
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 

@@ -13,8 +13,7 @@ from transformers.models.auto.configuration_auto import (  # type: ignore[attr-d
     CONFIG_MAPPING_NAMES,
 )
 
-from decoding.model.header import StoredTensor, check_whole, read_header, read_object
-from decoding.model.stored import weights_header
+from decoding.model.stored import StoredTensor, check_whole, read_header, read_object, weights_header
 
 _CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _ADAPTER = "adapter_model.safetensors"

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from decoding.model.architecture import STATIC_MODES, why_not_static
 from decoding.model.cache import PreallocatedCache
-from decoding.model.embeddings import added_to_embeddings
 from decoding.model.forward import ModelOutput, run_model
+from decoding.model.lm_head import added_to_embeddings
 from decoding.rules.tree import TokenTree, TreeShape
 
 NODE_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from decoding.model.header import SHARD_BYTES
+from decoding.model.stored import SHARD_BYTES
 from trainer.commands.shared_options import TARGET_HELP, Trusted
 
 RecordedTarget = Annotated[

@@ -6,7 +6,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from decoding.model.finite import check_finite
+from decoding.model.stored import check_finite
 from trainer.files.folders import write_folder
 from trainer.job import Job
 from trainer.recipe.recipe import AnyRecipe
