@@ -257,7 +257,7 @@ def test_a_draft_that_splits_text_in_another_way_is_refused(tmp_path: Path) -> N
 
 
 def test_a_folder_without_a_draft_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"there is no folder .*none .*: give a folder with a model, or a hub id"):
+    with pytest.raises(ValueError, match=r"there is no folder .*none: give a folder with a model, or a hub id"):
         initial(tiny_model("llama"), init={"from_model": str(tmp_path / "none")})
 
 
