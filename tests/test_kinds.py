@@ -17,7 +17,7 @@ from trainer.pretrain import PretrainKind
 from trainer.processes import Process
 from trainer.recipe.pretrain import PretrainRecipe
 from trainer.recipe.reading import parse_recipe
-from trainer.recipe.recipe import AnyRecipe
+from trainer.recipe.reading import AnyRecipe
 from trainer.run import kinds
 from trainer.run.kinds import check_folders, kind_of
 from trainer.run.train import run_recipe

@@ -10,7 +10,7 @@ from tiny_training import recipe_content
 
 from trainer.recipe.draft import DraftRecipe
 from trainer.recipe.heads import MedusaRecipe
-from trainer.recipe.layers import read_yaml
+from trainer.recipe.reading import read_yaml
 from trainer.recipe.pretrain import PretrainRecipe
 from trainer.recipe.reading import load_recipe, parse_recipe
 

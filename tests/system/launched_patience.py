@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from trainer.processes import agreed
 from trainer.recipe.common import TrainingSection
-from trainer.run.distributed import build_accelerator
+from trainer.processes import build_accelerator
 
 RANK = int(os.environ["RANK"])
 WAIT, WORK = 3, 7  # seconds

@@ -33,7 +33,7 @@ from whole_runs import run as run_program
 
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.heads import MedusaHeads
-from trainer.run.consolidate import consolidate
+from trainer.run.finish import consolidate
 from trainer.run.loop import Interrupted
 
 TYPES = {"ddp": "MULTI_CPU", "fsdp2": "FSDP", "zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}

@@ -29,9 +29,9 @@ from trainer.export.source import target_of
 from trainer.job import shared_identity
 from trainer.processes import Process
 from trainer.recipe.reading import parse_recipe
-from trainer.recipe.recipe import AnyRecipe
+from trainer.recipe.reading import AnyRecipe
 from trainer.run.kinds import kind_of
-from trainer.run.provenance import FILE_NAME
+from trainer.run.finish import FILE_NAME
 from trainer.run.resuming import compare
 from trainer.run.train import run_recipe
 

@@ -31,8 +31,7 @@ from trainer.files.folders import check_can_be_folder, sha256_of
 from trainer.files.lock import hold
 from trainer.files.shards import write_text
 from trainer.quickstart import resolve
-from trainer.recipe.reading import parse_recipe
-from trainer.recipe.recipe import AnyRecipe
+from trainer.recipe.reading import AnyRecipe, parse_recipe
 from trainer.run.acceptance import Figures, compared, measure_figures, read_heldout, tokens_per_pass
 from trainer.run.train import FINAL, ensure_built, run_recipe
 from trainer.target.fingerprints import kept_fingerprint

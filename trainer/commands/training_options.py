@@ -27,37 +27,21 @@ from trainer.commands.shared_options import (
     Trusted,
 )
 
-Recipe = Annotated[str, Argument(help="A YAML recipe, such as recipes/any/medusa1.yaml.")]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """Options of `headstart train`."""
 
-    recipe: Recipe
+    recipe: Annotated[str, Argument(help="A YAML recipe, such as recipes/any/medusa1.yaml.")]
     overrides: Overrides = None
-    profile: Annotated[
-        str | None, Option(metavar="FOLDER", help="Folder for a trace of three steps; prints their parts.")
-    ] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class FeaturesOptions:
-    """Options of `headstart features`."""
-
-    recipe: Annotated[str, Argument(help="A YAML recipe; with a features or a draft.teacher section.")]
-    overrides: Overrides = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanTrainingOptions:
-    """Options of `headstart plan-training`."""
-
-    recipe: Recipe
-    overrides: Overrides = None
-    processes: Annotated[int, Option(min=1, help="Processes of the launch, one device each.")] = 1
-    zero_stage: Annotated[int, Option(min=0, max=3, help="DeepSpeed's ZeRO stage, 1 to 3; 0 is none.")] = 0
-    steps: Annotated[int, Option(min=0, help="Training steps to measure the time by; 0 measures none.")] = 5
+    dry_run: Annotated[
+        bool,
+        Option(
+            "--dry-run",
+            help="Train nothing: print rows as trained, memory, disk and hours, by a few steps, and write an untrained "
+            "artefact to OUTPUT/dry-run, to load into the server.",
+        ),
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from trainer.export.origin import read_stored_provenance
 from trainer.export.published import MEDUSA_NAME, PICKLE_NAME, Published, find_published, read_published, tensors_of
 from trainer.export.readback import check_stored
 from trainer.files.folders import sha256_of, write_folder
-from trainer.run.provenance import write_provenance
+from trainer.run.finish import write_provenance
 from trainer.target.fingerprints import kept_fingerprint
 from trainer.target.stored_lm_head import read_lm_head
 
