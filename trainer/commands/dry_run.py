@@ -1,4 +1,4 @@
-"""`headstart train RECIPE --dry-run`: what a run will take, by a few of its steps, and an untrained artefact to serve."""
+"""`headstart train RECIPE --dry-run`: what a run will take, by a few of its steps; and an untrained artefact."""
 
 import resource
 import shutil

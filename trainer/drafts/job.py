@@ -43,7 +43,7 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
         share = coverage(dataset.examples, initial.output_tokens)
         process.say(f"the draft writes {len(initial.output_tokens):,} tokens, {share:.1%} of those trained")
     if recipe.quantise is not None:
-        target = target.rounded(recipe.quantise, None if recipe.device_map else device)
+        target = target.rounded(recipe.quantise, device)
     given = target.model, _teacher(recipe, target, dataset, process), target.tokenizer, initial, recipe.draft
     parallel = recipe.draft.parallel is not None
     objective = ParallelObjective(*given, recipe.training.seed) if parallel else DistillObjective(*given)

@@ -32,14 +32,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"there is no recipe {path}: give a YAML file, such as recipes/quickstart/medusa1.yaml")
-    wrong = [override for override in overrides if "=" not in override]
-    if wrong:
-        raise ValueError(f"override {wrong[0]!r} has no '=': write section.key=value")
-    given = [override.partition("=") for override in overrides]
-    check_once("the override", (key for key, _, _ in given))
+    above = _parsed(overrides)
     files = _with_bases(path)
     try:
-        content = reduce(laid_over, [*files, *(nested(key, read_yaml(value)) for key, _, value in given)])
+        content = reduce(laid_over, [*files, *(nested(key, read_yaml(value)) for key, value in above)])
         left_open = sorted(open_keys(content))
         content = resolved(content, content)
     except ValueError as error:
@@ -50,6 +46,20 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     if left_open:
         raise ValueError(f"{path} leaves {', '.join(left_open)} to you: give {left_open[0]}=... behind the recipe")
     return recipe
+
+
+def overridden(content: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return plain values of a recipe with ``section.key=value`` overrides laid over them."""
+    return reduce(laid_over, [content, *(nested(key, read_yaml(value)) for key, value in _parsed(overrides))])
+
+
+def _parsed(overrides: Sequence[str]) -> list[tuple[str, str]]:
+    """Split overrides into keys and values; ValueError for one without a value, and for a key that is given twice."""
+    if wrong := [override for override in overrides if "=" not in override]:
+        raise ValueError(f"override {wrong[0]!r} has no '=': write section.key=value")
+    given = [override.partition("=") for override in overrides]
+    check_once("the override", (key for key, _, _ in given))
+    return [(key, value) for key, _, value in given]
 
 
 def _with_bases(path: Path, above: tuple[Path, ...] = ()) -> list[dict[Any, Any]]:
