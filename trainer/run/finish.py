@@ -6,6 +6,7 @@ launcher makes its artefact, as the run itself would have if that step had been 
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def consolidate(checkpoint: Path, destination: Path, console: Console | None = N
     load_weights(job.objective.module, apart.weights)
     choose_tree(job, evaluator_at_end(job, device))
     origin = {**apart.launch, "checkpoint": checkpoint.name}
-    finish(job, destination, apart.progress, apart.stretches, origin)
+    finish(replace(job, recipe=recipe), destination, apart.progress, apart.stretches, origin)
     done, steps = apart.progress.step, recipe.training.steps
     return f"made of the checkpoint {checkpoint}: the weights after step {done} of {steps}, not the run's finished ones"
 
