@@ -14,7 +14,7 @@ from decoding.drafters import Drafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_tokenizer
 from trainer.data.batch import Batch, flat_rows
-from trainer.data.splits import load_splits
+from trainer.data.dataset import load_splits
 from trainer.files.transformers4 import write_model
 from trainer.job import Job, shared_identity
 from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums

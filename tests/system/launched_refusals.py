@@ -60,7 +60,7 @@ PLACES = {
     "folders": Place(1, "trainer.run.train.check_folders", train()),
     "target": Place(1, "trainer.target.loading.load_model", train()),
     "fingerprint": Place(0, "trainer.target.loading.kept_fingerprint", train()),
-    "rows": Place(1, "trainer.data.splits.load_dataset", train()),
+    "rows": Place(1, "trainer.data.dataset.load_dataset", train()),
     "tracker": Place(0, "accelerate.Accelerator.init_trackers", train()),
     "batches": Place(1, "trainer.run.feed.collate", train()),
     "texts": Place(1, "trainer.drafts.generations.WindowFiles.write", train(*WRITES, kind="draft")),

@@ -28,7 +28,7 @@ from trainer.commands.models import read_target
 from trainer.commands.regenerate import run_regenerate
 from trainer.commands.shared_options import ModelOptions
 from trainer.commands.training_options import RealignOptions, RegenerateOptions
-from trainer.data.splits import not_held_out
+from trainer.data.dataset import not_held_out
 from trainer.files.folders import check_can_be_folder, sha256_of
 from trainer.files.lock import hold
 from trainer.files.shards import write_text

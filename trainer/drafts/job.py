@@ -9,8 +9,7 @@ import torch
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import Costs
 from decoding.model.fingerprint import fingerprint
-from trainer.data.dataset import Dataset
-from trainer.data.splits import load_splits
+from trainer.data.dataset import Dataset, load_splits
 from trainer.drafts.costs import best_costs, check_pays
 from trainer.drafts.distill import DistillObjective, OnlineTeacher, TeacherSource
 from trainer.drafts.on_policy import policy_source

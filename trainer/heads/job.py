@@ -6,7 +6,7 @@ import torch
 from transformers import AutoConfig
 
 from decoding.model.hub import local_folder
-from trainer.data.splits import load_splits
+from trainer.data.dataset import load_splits
 from trainer.heads.medusa import MedusaObjective
 from trainer.heads.medusa2 import Medusa2Objective
 from trainer.job import Job, shared_identity

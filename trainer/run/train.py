@@ -10,7 +10,7 @@ from accelerate.state import AcceleratorState
 from rich.console import Console
 
 from trainer import quickstart
-from trainer.data.splits import not_held_out
+from trainer.data.dataset import not_held_out
 from trainer.files.lock import hold
 from trainer.job import Job
 from trainer.learning.spans import Stopwatch
