@@ -17,13 +17,11 @@ from trainer.commands.shared_options import (
     Chat,
     Concurrency,
     JsonFile,
-    KeyVariable,
     Limit,
     LoadingOptions,
     MaxNewTokens,
     ModelOptions,
     PromptField,
-    Retries,
     Rule,
     Seed,
     ServedName,
@@ -106,9 +104,7 @@ class DiagnoseOptions(ModelOptions):
     batch_size: BatchSize = 8
     json: JsonFile = None
     concurrency: Concurrency = 16
-    retries: Retries = 5
     timeout: Timeout = 120.0
-    api_key_variable: KeyVariable = "OPENAI_API_KEY"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,9 +170,7 @@ class VerifyOptions(LoadingOptions):
     static: Static = "auto"
     json: JsonFile = None
     concurrency: Concurrency = 16
-    retries: Retries = 5
     timeout: Timeout = 120.0
-    api_key_variable: KeyVariable = "OPENAI_API_KEY"
 
 
 @dataclass(frozen=True, kw_only=True)
