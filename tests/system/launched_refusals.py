@@ -18,7 +18,6 @@ from whole_runs import write_recipe, write_workshop
 
 from trainer.commands.evaluate import run_evaluate
 from trainer.commands.options import EvaluateOptions
-from trainer.commands.prepare import prepare_features
 from trainer.recipe.reading import load_recipe
 from trainer.run.train import run_recipe
 
@@ -40,7 +39,7 @@ def train(*overrides: str, kind: str = "medusa") -> Callable[[Path], object]:
 
 
 def features(folder: Path) -> object:
-    return prepare_features(load_recipe(folder / "medusa.yaml", [f"features.folder={folder}/features"]), QUIET)
+    return train(f"features.folder={folder}/features")(folder)
 
 
 def evaluate(folder: Path) -> object:

@@ -20,7 +20,6 @@ from trainer.data.encoding import RowEncoder
 from trainer.data.rows import Row, open_source
 from trainer.recipe.common import DataSection
 from trainer.recipe.reading import load_recipe
-from trainer.run.kinds import kind_of
 from trainer.terminal.console import say, standard_output, title
 
 _STYLES = {(True, False): "green", (True, True): "bold green", (False, False): None, (False, True): "bold magenta"}
@@ -70,7 +69,7 @@ def _task(options: InspectOptions) -> _Task:
     if options.source.endswith((".yaml", ".yml")):
         recipe = load_recipe(options.source, options.overrides or ())
         base = recipe.data
-        target = kind_of(recipe).tokenizer
+        target = recipe.tokenizer_name
     elif options.overrides:
         raise ValueError(f"{options.overrides[0]!r} is an override of a recipe, but {options.source} is data: drop it")
     elif options.heldout:
