@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters.registry import weights_of
 from decoding.drafters.spec import DrafterSpec
+from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.heads import CONFIG_NAME, MedusaConfig, read_config
 from decoding.model.hub import hub_name, local_folder
 from decoding.model.loading import (
