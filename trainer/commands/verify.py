@@ -18,7 +18,7 @@ from decoding.measure.proof.prove import Effort, power, prove
 from decoding.measure.proof.reference import Reference
 from decoding.measure.questions import read_prompts
 from decoding.measure.redact import published_name
-from decoding.model.fingerprint import prompts_fingerprint
+from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint
 from decoding.model.hub import revisions
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
@@ -28,7 +28,6 @@ from trainer.commands.models import read_specs, read_target
 from trainer.commands.proof_options import VerifyOptions
 from trainer.commands.served import check_endpoint, connect
 from trainer.quickstart import resolve
-from trainer.target.fingerprints import kept_fingerprint
 from trainer.terminal.console import say, standard_error, standard_output
 from trainer.terminal.progress import ProgressBar
 
@@ -73,7 +72,7 @@ def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
     say(console, summary(every))
     if options.json is not None:
         assert options.target is not None
-        fingerprint = kept_fingerprint(resolve(options.target), options.trust_remote_code)
+        fingerprint = stored_fingerprint(resolve(options.target), options.trust_remote_code)
         models = {"target": resolve(options.target), **{str(spec): spec.path for spec in specs}}
         about = {
             "verdict": "PASS" if passed else "FAIL",
@@ -90,7 +89,7 @@ def _check(options: VerifyOptions) -> list[DrafterSpec]:
     """Reject options that do not go together, before anything is loaded; return the drafters to prove."""
     if options.target is None or options.prompts is None:
         raise ValueError("give --target and --prompts, or --self-test for a test of the tests")
-    check_endpoint(options)
+    check_endpoint(options.endpoint, options.model)
     if options.endpoint is not None and (options.drafter or options.rule):
         raise ValueError("--drafter and --rule are of this process; an --endpoint decodes as it likes")
     if options.rule is not None:
@@ -144,7 +143,8 @@ def _served(options: VerifyOptions, given: ProofInput, watch: Console) -> Iterat
     from trainer.servers.writer import ServedWriter
 
     name = f"{published_name(options.model or '')}, served"  # vLLM's own names are paths
-    with connect(options) as model:
+    assert options.endpoint is not None and options.model is not None
+    with connect(options.endpoint, options.model) as model:
         writer = ServedWriter(model, given.reference, given.tokenizer, given.prompts[0])
         with _progress(watch, name) as (on_texts, writer.on_answer):
             for finding in prove(given.reference, writer, given.prompts, given.effort, on_texts):

@@ -87,9 +87,9 @@ def _engines(reference: Reference, prompts: list[tuple[int, ...]], effort: Effor
 def _servers(reference: Reference, prompts: list[tuple[int, ...]], effort: Effort) -> Iterator[Finding]:
     """Yield the outcome of a right server and of two faulty ones."""
     from trainer.servers.client import ServedModel
+    from trainer.servers.connection import Endpoint
     from trainer.servers.loopback import NAME, served
     from trainer.servers.writer import ServedWriter
-    from trainer.target.connection import Served
 
     fewer = replace(effort, draws=min(_SERVED_DRAWS, effort.draws))
     target = reference.target
@@ -97,7 +97,7 @@ def _servers(reference: Reference, prompts: list[tuple[int, ...]], effort: Effor
         engine = Engine(target, Disturbed(target, argmax=True) if argmax else None)
         with (
             served(engine, reference.eos_token_ids, heat) as address,
-            ServedModel(Served(address=address, model=NAME)) as model,
+            ServedModel(Endpoint(address=address, model=NAME)) as model,
         ):
             writer = ServedWriter(model, reference, None, prompts[0])
             yield _outcome(name, name.startswith("none"), prove(reference, writer, prompts, fewer))

@@ -19,8 +19,8 @@ from decoding.measure.proof.finding import Finding, all_pass, note, ok, problem
 from decoding.measure.proof.greedy import greedy_identity
 from decoding.measure.proof.reference import Reference, EngineText
 from decoding.model.causal_lm import CausalLM
+from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.folder import adapted_model, check_model_folder
-from decoding.model.header import check_tensors, read_header
 from decoding.model.heads import CONFIG_NAME, read_config
 from decoding.model.hub import hub_name, local_folder
 from decoding.model.loading import (
@@ -34,14 +34,13 @@ from decoding.model.loading import (
 )
 from decoding.model.parallel import WEIGHTS_NAME as PARALLEL_WEIGHTS
 from decoding.model.parallel import read_config as read_parallel_config
-from decoding.model.stored import weights_header
+from decoding.model.stored import check_tensors, read_header, weights_header
 from decoding.model.vocabulary import read_output_tokens
 from decoding.prompts import encode_prompt
 from decoding.rules.sampling import SamplingConfig
 from trainer.data.chat import chat_template
 from trainer.doctor.machine import size
-from trainer.export.match import trained_for
-from trainer.target.fingerprints import kept_fingerprint
+from trainer.export.companions import trained_for
 
 SMALL = 2e9
 """Bytes of all weights in fp32 up to which models are loaded without being asked for."""
@@ -307,7 +306,7 @@ def _origin(folder: Path, target: Skeleton, trusted: bool, reads_target: bool) -
         return note("origin", "no provenance.json names the target", "measure it with headstart evaluate first")
     if (missing := _not_fetched(target.name, target.folder)) is not None:
         return note("origin", f"trained on {wanted}; the target's weights are not here", missing.remedy)
-    found = kept_fingerprint(target.name, trusted)
+    found = stored_fingerprint(target.name, trusted)
     if found == wanted:
         return ok("origin", f"trained on this very target ({found})")
     difference = f"trained on another target ({wanted}) than this one ({found})"

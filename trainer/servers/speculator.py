@@ -18,7 +18,7 @@ from decoding.drafters.registry import parse_drafter
 from decoding.errors import UserError
 from decoding.measure.proof.finding import Finding, ok, problem, undecided
 from decoding.model.causal_lm import CausalLM
-from decoding.model.header import read_header, read_object
+from decoding.model.stored import read_header, read_object
 from decoding.model.heads import MedusaHeads
 from decoding.model.hub import local_folder
 from decoding.model.lm_head import lm_head_input
