@@ -25,7 +25,7 @@ from decoding.model.heads import MedusaHeads
 from decoding.model.loading import load_heads, load_model
 from trainer.data.batch import Example
 from trainer.export import export
-from trainer.export.source import target_of
+from trainer.export.companions import target_of
 from trainer.job import shared_identity
 from trainer.processes import Process
 from trainer.recipe.reading import parse_recipe

@@ -9,9 +9,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
+from gguf import TokenType
 from transformers import PreTrainedTokenizerBase
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -42,17 +42,6 @@ _ENDS = frozenset(
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "▁"
 _REMEDY = "serve it with a program that reads tokenizer.json, such as vLLM"
-
-
-class TokenType(IntEnum):
-    """Types of tokens in GGUF, by their published numbers."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
 
 
 @dataclass(frozen=True)

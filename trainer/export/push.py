@@ -1,85 +1,131 @@
-"""Push of a run or of an exported folder to the Hub: weights, card, provenance, report and plan in one commit."""
+"""Upload of an exported folder to the Hugging Face Hub, as it is, in one commit.
 
-from collections.abc import Mapping
-from dataclasses import replace
+The token goes into the request header and nowhere else, neither into messages nor into exceptions. A folder whose files
+hold the token is rejected. ``huggingface_hub`` repeats what failed, and sends nothing that the Hub has.
+"""
+
+import mmap
+from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Unpack
 
-from decoding.model.header import SHARD_BYTES
-from trainer.export.artefact import CHECK_PROMPTS, PLAN_NAME, REPORT_NAME, ExportKeywords
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HTTPError as ClientError  # type: ignore[attr-defined]  # whichever client it uses
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in __all__
+
+from decoding.measure.redact import is_hub_id
+from decoding.model.header import read_object
+from decoding.model.hub import LOG_IN, shortened, without_login
 from trainer.export.card import CARD_NAME, is_own_card
-from trainer.export.hub import Pushed, check_access, upload
-from trainer.export.source import artefact_folder
+from trainer.files.folders import check_links
+
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+_REMEDIES = {
+    401: f"{LOG_IN} to a valid token",
+    403: "use a token with write access, or another repository",
+    404: "check the organisation's name and that the token may see it",
+}
+
+
+@dataclass(frozen=True)
+class PushSummary:
+    """The result of an upload. ``address``: that of the repository, or of the pull request; ``name``: ORG/NAME@COMMIT.
+
+    ``name`` is how every command reads these files again.
+    """
+
+    address: str
+    name: str
+
+    def __str__(self) -> str:
+        """Return lines for a terminal."""
+        return f"{self.address}: sent\nread it as {self.name}"
 
 
 def push(
-    source: Path,
+    folder: Path,
     repository: str,
     *,
-    format: str | None = None,
     public: bool = False,
     revision: str | None = None,
     pull_request: bool = False,
     message: str | None = None,
-    **options: Unpack[ExportKeywords],
-) -> Pushed:
-    """Push an exported folder as it lies there, or export a run first, into a folder that is removed afterwards.
+) -> PushSummary:
+    """Upload an exported folder to the model repository ORG/NAME in one commit, creating it if it is missing.
 
-    A run goes in the ``format`` headstart, or draft if it is a draft, unless another is given, with the report and the
-    plan among the ``options`` or in the run's folder. ``options`` are those of `export`, the others those of `upload`;
-    so are the errors.
+    A new repository is private unless ``public``; an existing one of the other visibility is rejected, so that nothing
+    is published by accident. ``revision``: a branch, made if it is missing; by default ``main``. With ``pull_request``
+    the commit becomes a pull request. Files that the upload does not replace stay.
+
+    `ValueError`, always one sentence, for a folder that is not an export, a pickle or the token among its files, a
+    malformed repository id, no token, a refusal of the Hub, and a Hub that cannot be reached.
     """
-    source = Path(source)
-    if not source.is_dir():
-        raise ValueError(f"there is no folder {source}: give a run's folder, or one that headstart export wrote")
-    check_access(repository)
-
-    def sent(folder: Path) -> Pushed:
-        return upload(folder, repository, public=public, revision=revision, pull_request=pull_request, message=message)
-
-    if is_own_card(source / CARD_NAME):
-        _refuse_options_of_an_export(source, {"format": format, **options})
-        return sent(source)
-    from trainer.export import export  # here: an exported folder need not wait for torch
-
-    artefact = artefact_folder(source)
-    format = format or _usual_format(artefact)
-    report = options.get("report") or _found(source, artefact, REPORT_NAME)
-    plan = options.get("plan") or _found(source, artefact, PLAN_NAME)
-    options |= {"report": report, "plan": plan}
-    with TemporaryDirectory(prefix="headstart-push-") as place:
-        folder = Path(place) / repository.partition("/")[2]
-        made = export(source, folder, format, repository=repository, **options)
-        told = [f"{artefact} in the format {format}", *made.compared]
-        for name, path in (("report", report), ("plan", plan)):
-            told.append(
-                f"with the {name} {path}" if path else f"without a {name}: none lies in {source}, none is given"
-            )
-        return replace(sent(folder), made=tuple(told))
-
-
-def _refuse_options_of_an_export(source: Path, options: Mapping[str, object]) -> None:
-    """ValueError if one of the options was given, as all are of an export and the folder is exported already."""
-    usual = {"check_prompts": CHECK_PROMPTS, "shard_bytes": SHARD_BYTES, "trust_remote_code": False}
-    if given := [name for name, value in options.items() if value != usual.get(name)]:
-        raise ValueError(
-            f"{source} is exported already, and {given[0]} is of the export: leave it out, or give the run's folder"
+    folder = Path(folder)
+    if pull_request and revision is not None:
+        raise ValueError(f"a pull request goes to main, but revision is {revision!r}: give one of the two")
+    token = _check_access(repository)
+    _check_folder(folder, token)
+    api = HfApi(token=token, library_name="headstart")
+    address = f"{without_login(api.endpoint)}/{repository}"
+    try:
+        _check_visibility(api, repository, public)
+        if revision is not None:
+            api.create_branch(repository, branch=revision, exist_ok=True)
+        done = api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            commit_message=message or "Upload with Headstart",
+            revision=revision,
+            create_pr=pull_request,
         )
+        return PushSummary(done.pr_url or address, f"{repository}@{done.oid}")
+    except HfHubHTTPError as error:
+        status, said = error.response.status_code, shortened(error.server_message or error)
+        problem = f"{address} answered {status} ({said}): {_REMEDIES.get(status, 'push again later')}"
+    except (ClientError, OSError, ValueError, RuntimeError) as error:
+        problem = f"the upload to {address} failed ({type(error).__name__}: {shortened(error)}): push again"
+    # Raised here, outside the handlers: an exception's context would hold the request and its header.
+    raise ValueError(problem.replace(token, "(token)"))
 
 
-def _usual_format(artefact: Path) -> str:
-    """Return the format by which this project reads the artefact again."""
-    from trainer.export.formats import DRAFT, kind_held_in
+def _check_visibility(api: HfApi, repository: str, public: bool) -> None:
+    """Create the repository if it is missing; ValueError for an existing one of the other visibility."""
+    if not api.repo_exists(repository):
+        api.create_repo(repository, private=not public)
+    elif bool(api.repo_info(repository).private) == public:
+        kind, remedy = ("private", "without --public") if public else ("public", "with --public")
+        raise ValueError(f"the repository exists and is {kind}; change that in its settings, or push {remedy}")
 
-    return "draft" if kind_held_in(artefact) == DRAFT else "headstart"
+
+def _check_access(repository: str) -> str:
+    """Return the token for the Hub; ValueError without one, and for a malformed repository id."""
+    try:
+        validate_repo_id(repository)
+        malformed = repository.count("/") != 1
+    except HFValidationError:
+        malformed = True
+    if malformed:
+        raise ValueError(f"the repository id is {repository!r}: give ORG/NAME, of letters, digits, '-', '_' and '.'")
+    token = get_token()
+    if not token:
+        raise ValueError(f"there is no token for the Hub: {LOG_IN}")
+    return token
 
 
-def _found(source: Path, artefact: Path, name: str) -> Path | None:
-    """Return the file of this name in the run's folder, beside the weights, or in one folder of the run; else None."""
-    beside = list(dict.fromkeys(path for path in (source / name, artefact / name) if path.is_file()))
-    found = beside[:1] or sorted(path for path in source.glob(f"*/{name}") if path.is_file())
-    if len(found) > 1:
-        listed = ", ".join(map(str, found))
-        raise ValueError(f"{source} holds several files {name} ({listed}): give one by --{Path(name).stem}")
-    return found[0] if found else None
+def _check_folder(folder: Path, token: str) -> None:
+    """Reject a folder that `export` did not write, and files that must not be published."""
+    if not is_own_card(folder / CARD_NAME):
+        raise ValueError(f"{folder} is not a folder that headstart export wrote: export first, then push its folder")
+    check_links(folder)
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        if path.suffix.lower() in _PICKLES:
+            raise ValueError(f"{path} may be a pickle, which runs code when it is loaded: remove it, then push again")
+        if path.name == "adapter_config.json":
+            base = read_object(path, "export again").get("base_model_name_or_path")
+            if not is_hub_id(str(base)):
+                raise ValueError(f"{path} names {base}, a folder of this machine: export with --merge")
+        if path.stat().st_size == 0:
+            continue
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if content.find(token.encode()) >= 0:
+                raise ValueError(f"{path} contains your token for the Hub: remove it there, then push again")
