@@ -125,12 +125,12 @@ def card_figures(report: dict[str, Any], chains: bool) -> CardFigures:
     machine = ", ".join(str(hardware[key]) for key in ("gpu", "processor") if hardware.get(key)) or "unknown hardware"
     about = (
         f"Measured on {report.get('prompts')} prompts of {report.get('prompts_from') or 'a file'}, "
-        f"{report['rows'][0].get('batch_size') or 1} at a time, up to {report.get('max_new_tokens')} new tokens each, on "
-        f"{machine} in {report.get('dtype')}, by Headstart's own loop at commit {report.get('commit')}."
+        f"{report['rows'][0].get('batch_size') or 1} at a time, up to {report.get('max_new_tokens')} new tokens each, "
+        f"on {machine} in {report.get('dtype')}, by Headstart's own loop at commit {report.get('commit')}."
     )
     try:
-        tables = [markdown_table({**report, "rows": rows}) for rows in (best, report["rows"])]
-        return CardFigures(*tables, about, greedy_sentence(report), tuple(limits))
+        short, table = (markdown_table({**report, "rows": rows}) for rows in (best, report["rows"]))
+        return CardFigures(short, table, about, greedy_sentence(report), tuple(limits))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the report holds something else than a figure ({error!r}): evaluate again") from error
 

@@ -149,7 +149,7 @@ def _read(path: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTraine
     return model
 
 
-# --- the model by llama.cpp's names ------------------------------------------------------------------------------------
+# --- the model by llama.cpp's names -----------------------------------------------------------------------------------
 
 
 def metadata_of(model: PreTrainedModel) -> dict[str, Any]:

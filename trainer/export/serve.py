@@ -93,7 +93,7 @@ class Serving:
 
     @property
     def tokens(self) -> int:
-        """The tokens to draft at a time: the plan's at batch size 1, else as many as there are, else the usual depth."""
+        """The tokens to draft at a time: a plan's at batch size 1, else as many as there are, else the usual depth."""
         if self.plan is not None and self.plan.deepest:
             return self.plan.schedule[0][2] or self.plan.deepest
         return self.artefact.heads or self.artefact.at_once or USUAL_DRAFT_TOKENS

@@ -24,7 +24,7 @@ MERGED, ADAPTER = "merged", "adapter"
 class Format:
     """A format of `headstart export`, written by the module of its name.
 
-    That module has ``write(task) -> (Artefact, sentences)`` and ``readers(task, target)``, see `trainer.export.readback`.
+    That module has ``write(task) -> (Artefact, sentences)`` and ``readers(task, target)``: see `readback`.
     """
 
     kinds: tuple[str, ...]
