@@ -66,7 +66,7 @@ def read_draft(folder: Path, target: CausalLM) -> None:
 
 
 def exporter(format: str) -> Callable[[Path, CausalLM], None]:
-    return lambda folder, target: export(folder, folder.parent / "out", format, overwrite=True) and None
+    return lambda folder, target: export(folder, folder.parent / f"out-{folder.name}", format) and None
 
 
 def write_parallel(folder: Path) -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.export.exporter import ExportSummary, export
-    from trainer.export.push import push
+    from trainer.export.upload import push
 
-_HOMES = {"ExportSummary": "exporter", "export": "exporter", "push": "push"}
+_HOMES = {"ExportSummary": "exporter", "export": "exporter", "push": "upload"}
 __all__ = ["ExportSummary", "export", "push"]
 
 

@@ -94,8 +94,8 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
             "know of: its lm_head is written whole, drafts the same tokens, and costs more"
         )
     tokenizer = load_tokenizer(name, task.trust_remote_code)
-    vocabulary = vocabulary_of(tokenizer, model.config.vocab_size, eos_token_ids(model, tokenizer))
-    metadata = {**metadata_of(model), **vocabulary.metadata}
+    vocabulary, told = vocabulary_of(tokenizer, model.config.vocab_size, eos_token_ids(model, tokenizer))
+    metadata = {**metadata_of(model), **vocabulary}
     type, path = task.type or _TYPE_OF.get(model.dtype, "f32"), task.folder / FILE_NAME
     write_file(path, metadata, tensors_of(model), type)
     count, rounded, error = compare_file(path, metadata, tensors_of(model))
@@ -103,15 +103,15 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     change = float((before.float() - after.float()).abs().max())
     if change and not rounded:
         raise ValueError(f"{path.name} reads back with other logits than were written (by {change:.3g}): export again")
-    told = f"{path.name}: {len(metadata)} keys, {count - rounded} of {count} tensors"
+    compared = f"{path.name}: {len(metadata)} keys, {count - rounded} of {count} tensors"
     if rounded:
-        told += (
+        compared += (
             f" are equal, to the bit; the others are the weights rounded to {type}: a weight changes by at most "
             f"{error:.3g}, a logit of a probe by {change:.3g}"
         )
     else:
-        told += " and the logits of a probe, as transformers reads the file, are equal, to the bit"
-    return describe_model(model, task.format, type), (told, *remarks, *vocabulary.remarks)
+        compared += " and the logits of a probe, as transformers reads the file, are equal, to the bit"
+    return describe_model(model, task.format, type), (compared, *remarks, *told)
 
 
 def readers(task: ExportTask, target: CausalLM) -> Readers:

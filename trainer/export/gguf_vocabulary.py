@@ -8,7 +8,6 @@ texts would be split in a way that the model never saw.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from gguf import TokenType
@@ -44,16 +43,10 @@ _SPACE = "▁"
 _REMEDY = "serve it with a program that reads tokenizer.json, such as vLLM"
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """A tokenizer's metadata: keys below ``tokenizer.`` with their values, and remarks for whoever uses the file."""
-
-    metadata: dict[str, Any]
-    remarks: tuple[str, ...]
-
-
-def vocabulary_of(tokenizer: PreTrainedTokenizerBase, size: int, ends: Sequence[int]) -> Vocabulary:
-    """Return the metadata of a tokenizer for a model with ``size`` embeddings whose texts end with ``ends``.
+def vocabulary_of(
+    tokenizer: PreTrainedTokenizerBase, size: int, ends: Sequence[int]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the metadata of a tokenizer, and remarks: for ``size`` embeddings, of texts that end with ``ends``.
 
     ValueError for a tokenizer by which llama.cpp would split texts in another way.
     """
@@ -77,7 +70,7 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase, size: int, ends: Sequence[
     metadata = {f"tokenizer.ggml.{key}": value for key, value in ggml.items() if value is not None}
     if isinstance(tokenizer.chat_template, str):
         metadata["tokenizer.chat_template"] = tokenizer.chat_template
-    return Vocabulary(metadata, remarks)
+    return metadata, remarks
 
 
 def _refused(reason: str) -> ValueError:

@@ -245,7 +245,8 @@ def _one_depth(serving: Serving, option: str) -> Iterator[str]:
     """Say what a server with one depth leaves out of a plan's table."""
     schedule = serving.plan.schedule if serving.plan is not None and serving.plan.deepest else ()
     if len({tokens for _, _, tokens in schedule}) > 1:
-        yield f"it drafts to one depth at every batch size; planned, as (first, last, depth), are {list(schedule)}"
+        table = json.dumps(schedule, separators=(",", ":"))
+        yield f"it drafts to one depth at every batch size; planned, as (first, last, depth), are {table}"
     if pays_up_to := next((first - 1 for first, _, depth in schedule if depth == 0 and first > 1), None):
         yield f"the plan found no gain above {pays_up_to} texts at a time: {option} {pays_up_to} keeps the server below"
 
@@ -265,8 +266,10 @@ def _warnings(serving: Serving) -> Iterator[str]:
     elif serving.shown_target is None and not is_hub_id(name) and not Path(name).exists():
         yield f"the target {name} is no folder here and no ORG/NAME of the Hub: give it by --target"
     if serving.plan is not None and serving.plan.schedule and not serving.plan.deepest:
-        yield f"the plan found no batch size at which these drafts pay on {serving.plan.machine}: without them the "
-        "server may be faster"
+        yield (
+            f"the plan found no batch size at which a chain of these drafts pays on {serving.plan.machine}: without "
+            "speculation the server may be faster"
+        )
     config = serving.config
     if not config:
         return

@@ -71,7 +71,7 @@ def _lm_head_of_target(task: ExportTask, config: MedusaConfig) -> Tensor:
     """Return the lm_head that heads without their own are for; ValueError if the target is unknown or not here."""
     needed = f"the heads in {task.source} share their target's lm_head, of which format {task.format} holds a copy"
     if task.target is None:
-        raise ValueError(f"{needed}, but no provenance.json names the target: give it as --target")
+        raise ValueError(f"{needed}, but no provenance.json tells which target: give it as --target")
     try:
         lm_head = read_lm_head(task.target, task.trust_remote_code)
     except ValueError as error:

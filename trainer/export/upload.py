@@ -63,6 +63,8 @@ def push(
     folder = Path(folder)
     if pull_request and revision is not None:
         raise ValueError(f"a pull request goes to main, but revision is {revision!r}: give one of the two")
+    if not is_own_card(folder / CARD_NAME):
+        raise ValueError(f"{folder} is not a folder that headstart export wrote: export first, then push its folder")
     token = _check_access(repository)
     _check_folder(folder, token)
     api = HfApi(token=token, library_name="headstart")
@@ -113,9 +115,7 @@ def _check_access(repository: str) -> str:
 
 
 def _check_folder(folder: Path, token: str) -> None:
-    """Reject a folder that `export` did not write, and files that must not be published."""
-    if not is_own_card(folder / CARD_NAME):
-        raise ValueError(f"{folder} is not a folder that headstart export wrote: export first, then push its folder")
+    """Reject files that must not be published."""
     check_links(folder)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         if path.suffix.lower() in _PICKLES:
