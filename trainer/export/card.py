@@ -23,7 +23,7 @@ from decoding.measure.markdown import code, fenced, one_line, text
 from decoding.measure.redact import is_hub_id, without_local_paths
 from decoding.measure.report.tables import markdown_table
 from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.header import read_object
+from decoding.model.stored import read_object
 from trainer import quickstart
 from trainer.export.companions import (
     UNKNOWN_TARGET,

@@ -14,7 +14,7 @@ from decoding.measure.markdown import one_line
 from decoding.measure.planning.plan_file import read_plan
 from decoding.measure.redact import basename, hub_repository, is_hub_id, published_name, without_local_paths
 from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.header import read_object
+from decoding.model.stored import read_object
 from decoding.rules.best_tree import Paths
 from decoding.rules.tree import checked_paths
 from trainer import quickstart

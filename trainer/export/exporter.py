@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decoding.measure.redact import without_local_paths
-from decoding.model.header import SHARD_BYTES
+from decoding.model.stored import SHARD_BYTES
 from trainer import quickstart
 from trainer.export.adapted import form_of, write_target
 from trainer.export.card import (

@@ -30,9 +30,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from decoding.drafters import Drafter, DraftModelDrafter
 from decoding.model.architecture import shortest_window
 from decoding.model.causal_lm import CausalLM
-from decoding.model.finite import check_finite
 from decoding.model.loading import eos_token_ids, load_draft, load_model, load_tokenizer
-from decoding.model.stored import weights_header
+from decoding.model.stored import check_finite, weights_header
 from decoding.model.vocabulary import read_output_tokens, trimmed_vocabulary, with_filled_vocabulary
 from trainer.export.companions import chain_length
 from trainer.export.draft import describe_model, probe_logits

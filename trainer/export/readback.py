@@ -29,8 +29,7 @@ from decoding.model.hub import only_cached
 from decoding.model.lm_head import lm_head_input
 from decoding.model.loading import eos_token_ids, load_model, load_tokenizer
 from decoding.model.stored import stored_weights
-from trainer.data.dataset import heldout_prompts
-from trainer.data.splits import load_heldout_data
+from trainer.data.dataset import heldout_prompts, load_heldout_data
 from trainer.export.companions import read_provenance
 from trainer.export.decoded import Decoded, decode_greedily
 from trainer.export.task import ExportTask, form_beside

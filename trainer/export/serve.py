@@ -14,9 +14,9 @@ from transformers import AutoConfig
 
 from decoding.measure.redact import is_hub_id
 from decoding.model.architecture import shortest_window
-from decoding.model.header import read_object
 from decoding.model.hub import hub_name
 from decoding.model.loading import UNREADABLE
+from decoding.model.stored import read_object
 from trainer import quickstart
 from trainer.export.companions import UNKNOWN_TARGET, USUAL_DRAFT_TOKENS, ServingPlan
 from trainer.export.task import Artefact

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from decoding.model.folder import adapted_model
-from decoding.model.header import SHARD_BYTES, read_object
 from decoding.model.loading import is_heads_folder
 from decoding.model.parallel import is_parallel_folder
+from decoding.model.stored import SHARD_BYTES, read_object
 from decoding.rules.best_tree import Paths
 from trainer import quickstart
 from trainer.files.folders import check_links, scratch_beside
@@ -139,7 +139,7 @@ def opened(source: Path, destination: Path) -> Iterator[tuple[Path, tuple[str, .
     """Yield the folder with the weights of a run, a checkpoint or ``quickstart``, and sentences on how it was made.
 
     Of a checkpoint, or of the newest one of a run that has no ``final`` folder, the artefact is made next to
-    ``destination`` and removed in the end. Errors: `trainer.run.consolidate.consolidate`.
+    ``destination`` and removed in the end. Errors: `trainer.run.finish.consolidate`.
     """
     if str(source) == quickstart.NAME and not source.exists():
         if not quickstart.is_built():
@@ -151,7 +151,7 @@ def opened(source: Path, destination: Path) -> Iterator[tuple[Path, tuple[str, .
     if checkpoint is None:
         yield folder, ()
         return
-    from trainer.run.consolidate import consolidate
+    from trainer.run.finish import consolidate
 
     with scratch_beside(destination) as scratch:
         made = scratch / "final"

@@ -14,8 +14,8 @@ from huggingface_hub.errors import HTTPError as ClientError  # type: ignore[attr
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in __all__
 
 from decoding.measure.redact import is_hub_id
-from decoding.model.header import read_object
 from decoding.model.hub import LOG_IN, shortened, without_login
+from decoding.model.stored import read_object
 from trainer.export.card import CARD_NAME, is_own_card
 from trainer.files.folders import check_links
 
