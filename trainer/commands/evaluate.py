@@ -34,7 +34,7 @@ from decoding.measure.redact import published_command, published_name, without_l
 from decoding.measure.report import terminal_table, write_html
 from decoding.measure.samples import samples_of
 from decoding.measure.waves import waves_of
-from decoding.model.fingerprint import prompts_fingerprint, tokenizer_fingerprint
+from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
 from decoding.model.hub import revisions, short_name
 from decoding.model.loading import eos_token_ids
 from trainer.commands.models import LoadedModels, load_models, published_specs
@@ -43,7 +43,6 @@ from trainer.commands.plan import asked_or_planned
 from trainer.files.lock import hold
 from trainer.processes import Process, agreed, join_processes, on_first
 from trainer.quickstart import resolve
-from trainer.target.fingerprints import kept_fingerprint
 from trainer.terminal.console import say, standard_error, standard_output, wide
 from trainer.terminal.progress import ProgressBar
 
@@ -263,7 +262,7 @@ def _made_by(
     settings = {name: value for name, value in {**vars(options), **in_words}.items() if name not in kept_apart}
     told = published_specs(list(specs.values()))
     weights = {
-        name: kept_fingerprint(spec.path, trusted)
+        name: stored_fingerprint(spec.path, trusted)
         for name, spec in zip(told, specs.values(), strict=True)
         if spec.path is not None
     }
@@ -274,7 +273,7 @@ def _made_by(
         "asked": {**asker.asked(), "contexts": list(config.contexts)},
         "drafters": dict(zip(specs, told, strict=True)),
         "fingerprints": {
-            "target": kept_fingerprint(resolve(options.target), trusted),
+            "target": stored_fingerprint(resolve(options.target), trusted),
             **weights,
             "tokenizer": tokenizer_fingerprint(tokenizer),
             "prompts": prompts_fingerprint(prompts),
