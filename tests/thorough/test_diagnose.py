@@ -16,6 +16,7 @@ from scripted_endpoint import serve
 from speculating_server import SpeculatingServer
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
+from trainer.servers.finding import ACCEPTANCE, ROPE, SAMPLING, TEMPLATE, TEXT, TOP_1, VOCABULARY
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafters import DraftModelDrafter
@@ -27,7 +28,6 @@ from trainer.commands.options import EvaluateOptions
 from trainer.commands.proof_options import DiagnoseOptions
 from trainer.drafts.start import write_draft
 from trainer.export import export
-from trainer.servers.finding import ACCEPTANCE, ROPE, SAMPLING, TEMPLATE, TEXT, TOP_1, VOCABULARY
 
 TEMPLATE_TEXT = (
     "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}"

@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 
@@ -93,7 +93,7 @@ def next_commands(target: str | None, drafters: Sequence[str], fits: bool) -> li
         return [
             shlex.join(["headstart", "evaluate", *measured, "runs/measured"]),
             shlex.join(["headstart", "plan", *measured, "runs/plan"]),
-            *(shlex.join(["headstart", "export", path, "exported", "--target", target]) for path in _paths(drafters)),
+            *_exports(target, drafters),
         ]
     if embedded:
         trained = [["headstart", "train", f"recipes/quickstart/{kind}.yaml"] for kind in ("medusa1", "draft")]
@@ -101,12 +101,17 @@ def next_commands(target: str | None, drafters: Sequence[str], fits: bool) -> li
         own = [f"target={target}", "data.train=answers.jsonl", "data.heldout=heldout.jsonl"]
         write = ["headstart", "regenerate", "--target", target, "--prompts", "prompts.jsonl", "--output"]
         trained = [[*write, "answers.jsonl"]]
-        trained += [["headstart", "train", f"recipes/any/{kind}.yaml", *own] for kind in ("medusa1", "draft")]
+        for kind in ("medusa1", "draft"):
+            run = [f"name={kind}", f"output=runs/{kind}"]
+            trained.append(["headstart", "train", f"recipes/any/{kind}.yaml", *own, *run])
     lookup = ["headstart", "evaluate", "--target", target, "--drafter", "lookup", "--prompts", heldout]
     return [shlex.join([*lookup, "--output", "runs/lookup"]), *map(shlex.join, trained)]
 
 
-def _paths(drafters: Sequence[str]) -> list[str]:
-    """Return the folders of the drafters' weights, each once."""
-    found = (text.partition(":")[2].partition(",")[0] for text in drafters)
-    return [path for path in dict.fromkeys(found) if path]
+def _exports(target: str, drafters: Sequence[str]) -> Iterator[str]:
+    """Yield a command for the weights of each drafter, into a folder of its own."""
+    given = dict.fromkeys((name, path.partition(",")[0]) for name, _, path in (d.partition(":") for d in drafters))
+    for number, (name, path) in enumerate((name, path) for name, path in given if path):
+        format = "headstart" if name == "heads" else "draft"
+        words = ["headstart", "export", path, f"exported/{number + 1}", "--format", format, "--target", target]
+        yield shlex.join(words)

@@ -41,7 +41,10 @@ def run_self_test(options: VerifyOptions, console: Console, watch: Console) -> b
         say(console, "faults of servers are not tried without openai: pip install 'headstart[endpoint]'")
     found: list[Finding] = []
     with ProgressBar(watch, "planting faults", None) as bar:
-        for finding in [*_engines(reference, prompts, effort), *(_servers(reference, prompts, effort) if served else ())]:
+        for finding in [
+            *_engines(reference, prompts, effort),
+            *(_servers(reference, prompts, effort) if served else ()),
+        ]:
             found.append(finding)
             bar.advance()
     say(console, "planted faults:")

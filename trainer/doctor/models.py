@@ -1,6 +1,7 @@
 """Does a target load, do drafters fit it? By configs, tokenizers and headers of weights first, then by decoding."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from decoding.generate import DecodingConfig
 from decoding.measure.markdown import one_line
 from decoding.measure.proof.finding import Finding, all_pass, note, ok, problem
 from decoding.measure.proof.greedy import greedy_identity
-from decoding.measure.proof.reference import Reference, EngineText
+from decoding.measure.proof.reference import EngineText, Reference
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.folder import adapted_model, check_model_folder
@@ -103,6 +104,11 @@ def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Fi
     def build() -> Finding:
         model = CausalLM(_on_meta(folder, dtype, trusted))
         built.append(Skeleton(name, folder, model, load_tokenizer(name, trusted)))
+        shapes = {key: tuple(tensor.shape) for key, tensor in model.model.state_dict().items()}
+        for key, stored in weights_header(folder, _COPY).items() if any(folder.glob("*.safetensors")) else ():
+            if shapes.get(key, tuple(stored.shape)) != tuple(stored.shape):
+                found = f"{key} is stored as {tuple(stored.shape)}, and config.json asks for {shapes[key]}"
+                raise UserError(found, _COPY)
         count = sum(parameter.numel() for parameter in model.model.parameters())
         kind = type(model.model).__name__
         found = f"{kind}, {count / 1e6:,.1f}M parameters, {model.num_layers} layers; its cache can drop rejected tokens"
@@ -341,7 +347,7 @@ def check_decoding(name: str, dtype: torch.dtype, specs: Sequence[DrafterSpec], 
 
     findings = []
     for spec in (None, *specs):
-        findings.append(attempt("decoding", lambda spec=spec: decode(spec), "fetch it again, or use a wider dtype"))
+        findings.append(attempt("decoding", partial(decode, spec), "fetch it again, or use a wider dtype"))
         if not loaded:
             break
     return findings

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from scipy.stats import binomtest
-
 from decoding.measure.proof.finding import Finding, ok, problem, undecided
 from decoding.metrics import Acceptance
 from trainer.servers.counters import Counts
@@ -142,16 +140,15 @@ def compare_acceptance(ours: LoopAcceptance, server: Counts, note: str = "") -> 
         found = f"the server drafts up to {server.tokens} tokens at a time, the chain here has {ours.tokens}{note}"
         remedy = "set the server's number of drafted tokens (num_speculative_tokens in vLLM) to the speculator's own"
         return problem(ACCEPTANCE, f"{found}; {both}", remedy, **figures)
-    if server.drafts and server.drafted and server.tokens:
-        # One draft of each text may be shorter: at its end there is less room.
-        if server.drafted + server.tokens * ours.texts < _SHORT * server.tokens * server.drafts:
-            pace = server.drafted / server.drafts
-            found = f"the server drafted {pace:.2f} tokens at a time, at most {server.tokens}{note}; {both}"
-            remedy = (
-                "let it draft all of them to compare: in llama.cpp --spec-draft-p-min 0, in vLLM without "
-                "num_speculative_tokens_per_batch_size; and leave room in the context"
-            )
-            return problem(ACCEPTANCE, found, remedy, **figures)
+    most, drafts = server.tokens or 0, server.drafts or 0
+    # One draft of each text may be shorter: at its end there is less room.
+    if server.drafted and server.drafted + most * ours.texts < _SHORT * most * drafts:
+        found = f"the server drafted {server.drafted / drafts:.2f} tokens at a time, at most {most}{note}; {both}"
+        remedy = (
+            "let it draft all of them to compare: in llama.cpp --spec-draft-p-min 0, in vLLM without "
+            "num_speculative_tokens_per_batch_size; and leave room in the context"
+        )
+        return problem(ACCEPTANCE, found, remedy, **figures)
     apart = difference(ours, server)
     if apart is None:
         return undecided(ACCEPTANCE, f"{server.server}'s counts hold no acceptance to compare{note}")
@@ -180,7 +177,7 @@ def figures_of(ours: LoopAcceptance, server: Counts) -> dict[str, Any]:
 
 def _in_words(ours: LoopAcceptance, server: Counts) -> str:
     """Return both sides' acceptance in words, in the definitions that the server gives figures for."""
-    figures = f"{_figure(server)}, {_figure(server, ours)} here with a chain of {ours.tokens}"
+    figures = f"{_unit(server)} {_figure(server)}, {_figure(server, ours)} here with a chain of {ours.tokens}"
     if positions := compare_positions(ours, server):
         shares = ", ".join(f"{each.server:.2f} ({each.ours:.2f} here)" for each in positions)
         return f"accepted to each position {shares}; {figures}, over {server.drafts:,.0f} drafts"
@@ -188,11 +185,14 @@ def _in_words(ours: LoopAcceptance, server: Counts) -> str:
 
 
 def _figure(server: Counts, ours: LoopAcceptance | None = None) -> str:
-    """Return the server's acceptance, or ours, in the server's own definition: a length, else the accepted share."""
+    """Return the server's acceptance, or ours, in the server's own definition (`_unit`)."""
     if not math.isnan(server.acceptance_length):
-        return f"acceptance length {server.acceptance_length if ours is None else ours.length:.2f}"
-    share = server.per_drafted if ours is None else ours.acceptance.accepted_per_drafted.value
-    return f"{share:.2f} of the drafted tokens accepted"
+        return f"{server.acceptance_length if ours is None else ours.length:.2f}"
+    return f"{server.per_drafted if ours is None else ours.acceptance.accepted_per_drafted.value:.2f}"
+
+
+def _unit(server: Counts) -> str:
+    return "share of accepted tokens" if math.isnan(server.acceptance_length) else "acceptance length"
 
 
 def compare_sampling(
@@ -207,8 +207,8 @@ def compare_sampling(
         return undecided(SAMPLING, f"{server.server}'s counts hold no acceptance to compare{note}")
     figures = {"temperature": temperature, "sampled": figures_of(sampled, server), "argmax": figures_of(argmax, server)}
     told = (
-        f"at temperature {temperature:g} the server has {_figure(server)}; here {_figure(server, sampled)} with "
-        f"sampled drafts and {_figure(server, argmax)} with argmax drafts{note}"
+        f"at temperature {temperature:g} the server's {_unit(server)} is {_figure(server)}; here it is "
+        f"{_figure(server, sampled)} with sampled drafts and {_figure(server, argmax)} with argmax drafts{note}"
     )
     if not is_other(sampled, server):
         if from_drawn.blind:
@@ -236,6 +236,8 @@ def compare_lengths(ours: Sequence[int], server: Sequence[int], temperature: flo
     They do not depend on what is drafted, nor on counters. By the sign test: of two texts drawn alike either is the
     longer one as often as not.
     """
+    from scipy.stats import binomtest  # it takes long to import
+
     apart = [mine - theirs for mine, theirs in zip(ours, server, strict=True)]
     signs = [each > 0 for each in apart if abs(each) > 1]  # one: servers differ in whether an EOS counts
     if not signs or binomtest(sum(signs), len(signs)).pvalue >= _CHANCE:

@@ -9,7 +9,7 @@ Prompt = str | tuple[int, ...] | tuple[Mapping[str, str], ...]
 
 
 @dataclass(frozen=True)
-class Request:
+class CompletionRequest:
     """A request."""
 
     prompt: Prompt

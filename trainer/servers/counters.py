@@ -76,7 +76,8 @@ class Counts:
             )
         earlier = (*before.reached, *[0.0] * len(self.reached))
         reached = tuple(late - early for late, early in zip(self.reached, earlier, strict=False))
-        return Counts(self.server, *(late - early for late, early in zip(now, then, strict=True)), reached, None, True)
+        drafts, drafted, accepted = (late - early for late, early in zip(now, then, strict=True))
+        return Counts(self.server, drafts, drafted, accepted, reached, cumulative=True)
 
 
 def parse_counts(text: str) -> Counts:

@@ -27,7 +27,7 @@ from trainer.servers.acceptance import (
     compare_lengths,
     compare_sampling,
 )
-from trainer.servers.answers import Completion, Request
+from trainer.servers.answers import Completion, CompletionRequest
 from trainer.servers.configs import compare_settings, compare_vocabularies
 from trainer.servers.counters import Counts, parse_counts
 from trainer.servers.rendered import TEMPLATE, HeldOutPrompt, ask_rendered, compare_rendered
@@ -159,7 +159,7 @@ def _ask(
         note = f" (it takes no {' and no '.join(refused)}: its own may be in force)" if refused else ""
     before = _page_counts(page)
     requests = [
-        Request(prompt, replay.config.max_new_tokens, temperature, seed=seed, controls=controls)
+        CompletionRequest(prompt, replay.config.max_new_tokens, temperature, seed=seed, controls=controls)
         for seed, prompt in enumerate(sent, start=replay.config.seed)
     ]
     answers = served.many(requests)

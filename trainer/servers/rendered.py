@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from decoding.measure.proof.finding import Finding, ok, problem, undecided
 from decoding.prompts import encode_prompt
 from decoding.rules.tree import common_length
-from trainer.servers.answers import Request
+from trainer.servers.answers import CompletionRequest
 
 if TYPE_CHECKING:
     from trainer.servers.client import ServedModel
@@ -40,7 +40,7 @@ class ServerPrompt(NamedTuple):
 def ask_rendered(served: "ServedModel", prompts: Sequence[HeldOutPrompt]) -> list[ServerPrompt]:
     """Return the server's reading of the first prompts, each by a request for one token, else by its /tokenize."""
     few = prompts[:_COMPARED]
-    requests = [Request(each.text if each.messages is None else tuple(each.messages), 1) for each in few]
+    requests = [CompletionRequest(each.text if each.messages is None else tuple(each.messages), 1) for each in few]
     found = []
     for prompt, answer in zip(few, served.many(requests), strict=True):
         ids = answer.prompt_ids or served.tokenize(prompt.text if prompt.messages is None else prompt.messages)

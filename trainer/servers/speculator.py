@@ -1,4 +1,4 @@
-"""A trained speculator: decoded with here as a server drafts, and its weights compared with those that a server reads."""
+"""A trained speculator: decoded with here as a server drafts, and compared with the weights that a server reads."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,12 +18,12 @@ from decoding.drafters.registry import parse_drafter
 from decoding.errors import UserError
 from decoding.measure.proof.finding import Finding, ok, problem, undecided
 from decoding.model.causal_lm import CausalLM
-from decoding.model.stored import read_header, read_object
 from decoding.model.heads import MedusaHeads
 from decoding.model.hub import local_folder
 from decoding.model.lm_head import lm_head_input
 from decoding.model.loading import load_draft, load_heads, load_model, load_parallel_draft
 from decoding.model.parallel import ParallelDraft
+from decoding.model.stored import read_header, read_object
 from trainer.export.vllm import read_vllm_heads
 from trainer.servers.configs import is_vllm_heads
 
@@ -126,7 +126,7 @@ def compare_top_1(
     ``folder``: the trained one, for the names of its tensors.
     """
     heads = isinstance(trained, MedusaHeads)
-    if heads and trained.markov is not None:
+    if isinstance(trained, MedusaHeads) and trained.markov is not None:
         return undecided(TOP_1, "these heads read tokens, which the heads of no server do: export plain Medusa heads")
     faults = [] if heads else _other_tensors(served, folder)
     try:
@@ -141,7 +141,7 @@ def compare_top_1(
         remedy = "train a parallel draft with draft.parallel.markov_rank=0 and draft.parallel.reads_target=false"
         return problem(TOP_1, found, remedy)
     own = trained.model if isinstance(trained, ParallelDraft) else trained
-    top_1 = _heads_top_1(target) if heads else _draft_top_1
+    top_1: Callable[[Any, Sequence[int]], Tensor] = _heads_top_1(target) if heads else _draft_top_1
     ours, theirs = (torch.cat([top_1(side, text).flatten() for text in texts]) for side in (own, read))
     share, count = float((ours == theirs).float().mean()), len(ours)
     told = f"{share:.1%} of {count:,} top-1 tokens are equal"

@@ -89,7 +89,7 @@ def _parting(
     ]  # fmt: skip
     known = answer.token_ids is not None or at == len(theirs)
     chosen = None if not known else theirs[at] if at < len(theirs) else eos[0] if eos else -1
-    return Parting(index, at, *shown, _margin(reference, prompt, mine[:at], chosen), ended)
+    return Parting(index, at, shown[0], shown[1], _margin(reference, prompt, mine[:at], chosen), ended)
 
 
 def _tokens_of(answer: Completion, mine: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int] | None:

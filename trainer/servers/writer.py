@@ -6,7 +6,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from decoding.measure.proof.reference import EngineText, Reference
-from trainer.servers.answers import Request, Completion
+from trainer.servers.answers import Completion, CompletionRequest
 from trainer.servers.client import ServedModel
 
 Source = Literal["token ids", "token ids beside the log-probabilities", "texts alone, tokenized again here"]
@@ -50,13 +50,17 @@ class ServedWriter:
             if _ids_of(told) is None:
                 self._logprobs, self.source = None, "texts alone, tokenized again here"
 
-    def write(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int) -> list[EngineText]:
+    def write(
+        self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int
+    ) -> list[EngineText]:
         """Ask for each prompt's continuation, with a seed of its own."""
         sampling = self._reference.sampling
         temperature, top_p = (0.0, 1.0) if greedy else (sampling.temperature, sampling.top_p)
         controls = {name: at for name, at in self._controls(greedy).items() if name not in self.refused_controls}
         requests = [
-            Request(self._asked(prompt), max_new_tokens, temperature, top_p, seed + index, self._logprobs, controls)
+            CompletionRequest(
+                self._asked(prompt), max_new_tokens, temperature, top_p, seed + index, self._logprobs, controls
+            )
             for index, prompt in enumerate(prompts)
         ]
         answers = self._served.many(requests, self.on_answer)
@@ -75,7 +79,7 @@ class ServedWriter:
         }
 
     def _answer(self, prompt: tuple[int, ...], logprobs: int | None) -> Completion:
-        return self._served.many([Request(self._asked(prompt), 2, logprobs=logprobs)])[0]
+        return self._served.many([CompletionRequest(self._asked(prompt), 2, logprobs=logprobs)])[0]
 
     def _asked(self, prompt: tuple[int, ...]) -> str | tuple[int, ...]:
         return prompt if self.takes_ids else str(self._text_tokenizer.decode(list(prompt)))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decoding.measure.proof.finding import Finding, judged, undecided
-from decoding.measure.proof.reference import Reference, EngineText
+from decoding.measure.proof.reference import EngineText, Reference
 from decoding.measure.proof.statistics import Cells, CountTest, LogProbability
 
 DEPTH = 3

@@ -33,7 +33,9 @@ class EngineWriter:
     batch_size: int = 8
     on_answer: Callable[[], None] = lambda: None
 
-    def write(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int) -> list[EngineText]:
+    def write(
+        self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int
+    ) -> list[EngineText]:
         """Decode the prompts, each with a seed of its own."""
         config = replace(self.config, max_new_tokens=max_new_tokens, seed=seed)
         if greedy:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from decoding.measure.proof.distribution import DEPTH, TESTS, log_probability, next_tokens, open_beginnings
 from decoding.measure.proof.finding import Finding
 from decoding.measure.proof.greedy import cut_at_ends, ends, greedy_identity
-from decoding.measure.proof.reference import Reference, EngineText
+from decoding.measure.proof.reference import EngineText, Reference
 from decoding.measure.proof.statistics import LogProbability, found_change, found_shift
 
 _DRAWN = 8
@@ -23,7 +23,9 @@ _MEASURED_TOKENS = 256
 class EngineUnderTest(Protocol):
     """An engine in this process or on a server, which writes texts to be tested."""
 
-    def write(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int) -> list[EngineText]:
+    def write(
+        self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int
+    ) -> list[EngineText]:
         """Return each prompt's text, the seeds being ``seed``, ``seed + 1``, …; ``prompt`` as the engine read it."""
 
 
