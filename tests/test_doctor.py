@@ -185,4 +185,4 @@ def test_names_that_others_wrote_send_no_escape_sequence_to_the_terminal(is_term
         show(sections, [f"headstart export {evil}"], console)
     assert captured.get().count("x[31m1A") == 4
     assert not set("\x1b\x9b") & set(captured.get())
-    assert captured.get().splitlines()[-1] == "all 2 checks passed (1 note)"
+    assert captured.get().splitlines()[-1] == "PASS: all 2 checks (1 note)"

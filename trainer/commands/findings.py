@@ -33,9 +33,9 @@ def summary(findings: Sequence[Finding]) -> Text:
     others = ", ".join(
         f"{count} {status}" for status in ("note", "open") if (count := sum(f.status == status for f in findings))
     )
-    text = f"{len(problems)} of {len(findings)} checks failed: {', '.join(dict.fromkeys(problems))}"
+    failed = f"FAIL: {len(problems)} of {len(findings)} checks: {', '.join(dict.fromkeys(problems))}"
     verdict = (
-        Text(text, style="bold red") if problems else Text(f"all {len(findings)} checks passed", style="bold green")
+        Text(failed, style="bold red") if problems else Text(f"PASS: all {len(findings)} checks", style="bold green")
     )
     return Text.assemble(verdict, f" ({others})" if others else "")
 

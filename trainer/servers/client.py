@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from openai import APIError, BadRequestError, UnprocessableEntityError
 
 from decoding.model.loading import first_line
-from trainer.servers.answers import Completion, Prompt, CompletionRequest
+from trainer.servers.answers import Completion, CompletionRequest, Prompt
 from trainer.servers.connection import Connection, Endpoint
 
 Result = TypeVar("Result")

@@ -150,7 +150,7 @@ def next_tokens(
 
 def _of_counts(check: str, found: CountTest, contexts: int, alpha: float) -> Finding:
     if not found.degrees and not found.impossible:
-        return undecided(check, f"{found.draws:,} draws after likely beginnings are too few to tell")
+        return undecided(check, f"{found.draws:,} draws after likely beginnings are too few: give more --draws")
     seen = (
         f"p {written_p(found.p_value)}: {found.draws:,} draws in {contexts} contexts, chi-square "
         f"{found.chi_square:.1f} at {found.degrees} degrees of freedom"
