@@ -27,7 +27,7 @@ from decoding.drafters.registry import named_drafter
 from decoding.measure.evaluate import evaluate
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.methods import EvaluationConfig, standard_methods
-from decoding.measure.names import PLAIN, TRANSFORMERS
+from decoding.measure.figures import PLAIN, TRANSFORMERS
 from decoding.measure.questions import read_prompts
 from decoding.measure.report import markdown_table
 from decoding.model.causal_lm import CausalLM

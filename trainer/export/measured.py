@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from decoding.measure.figures import NONE, estimate, greedy_sentence, identical, speedup, spread
-from decoding.measure.names import TRANSFORMERS
+from decoding.measure.figures import TRANSFORMERS
 from decoding.model.header import read_object
 
 _LOSSLESS = "lossless"
@@ -241,7 +241,7 @@ def _falls(report: dict[str, Any], row: dict[str, Any]) -> str:
     """Return the batch size and the context from which on the row's method is slower than plain decoding; or ""."""
     if not report.get("grid"):
         return ""
-    from decoding.measure.report.words import below_from, curve  # imports matplotlib
+    from decoding.measure.figures import below_from, curve  # imports matplotlib
 
     falls = (("batch ", below_from(curve(report, row, "batch_size"))), ("", below_from(curve(report, row, "context"))))
     places = [f"{unit}{place:,}{'' if unit else ' tokens of context'}" for unit, place in falls if place is not None]

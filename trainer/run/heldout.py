@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.measure.evaluate import count_steps
-from decoding.measure.waves import equal_parts
+from decoding.measure.questions import equal_parts
 from decoding.metrics import StepCount, acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids
