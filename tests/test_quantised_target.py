@@ -64,13 +64,3 @@ def test_a_rounded_target_teaches_and_a_draft_is_made_of_it_as_it_was(tmp_path: 
     (ours,), (theirs,) = (objective.inputs(batch, 0) for objective in (job.objective, whole.objective))
     assert not torch.equal(ours.labels[0].teacher.hidden, theirs.labels[0].teacher.hidden)
     assert torch.equal(ours.labels[0].teacher.weight, theirs.labels[0].teacher.weight)
-
-
-def test_a_target_that_accelerate_spreads_teaches_as_one_that_is_not(tmp_path: Path) -> None:
-    """On one device there is nothing to spread; what it does to the target's layers must not show."""
-    spread, whole = job_of(tmp_path, device_map="auto"), job_of(tmp_path)
-    batch = collate(whole.dataset.examples[:2], range(2))
-    (ours,), (theirs,) = (job.objective.inputs(batch, 0) for job in (spread, whole))
-    assert torch.equal(ours.labels[0].teacher.hidden, theirs.labels[0].teacher.hidden)
-    losses = [job.objective.module(*job.objective.inputs(batch, 0)).losses for job in (spread, whole)]
-    assert torch.equal(*losses)

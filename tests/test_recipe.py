@@ -55,7 +55,7 @@ def test_a_recipe_cannot_be_changed() -> None:
         (
             MEDUSA,
             {"zzzz": 1},
-            "unknown key 'zzzz'; valid keys are adapters, checkpoint, data, device_map, dtype,",
+            "unknown key 'zzzz'; valid keys are adapters, checkpoint, data, dtype,",
         ),
         (MEDUSA, {"draft": {}}, "'draft' is for recipes of kind draft, and this recipe's is medusa: leave it out"),
         (DRAFT, {"features": {"folder": "f"}}, "'features' is for recipes of kind medusa, and"),

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from trainer.commands.artefact_options import ExportOptions, ImportOptions, PushOptions, ServeCommandOptions
+from trainer.commands.artefact_options import ExportOptions, PushOptions
 from trainer.commands.options import (
     ChatOptions,
     CompareOptions,
@@ -308,27 +308,6 @@ def export(options: ExportOptions) -> None:
     from trainer.export import export as run_export
 
     print(run_export(**vars(options)))
-
-
-@command(
-    app,
-    ServeCommandOptions,
-    "headstart serve-command exported/heads --target ORG/NAME",
-    name="serve-command",
-)
-def serve_command(options: ServeCommandOptions) -> None:
-    """Print the command that serves an exported folder. Its traps go to standard error."""
-    from trainer.commands.serve_command import run_serve_command
-
-    run_serve_command(options)
-
-
-@command(app, ImportOptions, "headstart import ORG/HEADS imported/heads --target ORG/NAME", name="import")
-def import_heads(options: ImportOptions) -> None:
-    """Read published Medusa heads. They are FasterDecoding's file, or vLLM's."""
-    from trainer.export.imported import import_heads as run_import
-
-    print(run_import(**vars(options)))
 
 
 @command(app, PushOptions, "headstart push exported/heads ORG/HEADS")

@@ -71,7 +71,7 @@ class _Scaled(MedusaTraining):
     """With three more parameters, which two processes cannot share out evenly."""
 
     def __init__(self, training: MedusaTraining) -> None:
-        super().__init__(training.heads)
+        super().__init__(training.heads, SECTION_OF_HEADS)
         self.scale = nn.Parameter(torch.tensor([1.0, 0.9, 0.8]))
 
     def forward(self, inputs: HeadInputs) -> TermSums:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from artefact_mutations import mutate
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
@@ -19,7 +18,6 @@ from decoding.model.loading import load_draft, load_heads, load_model, load_para
 from decoding.model.parallel import ParallelConfig, ParallelParts
 from decoding.model.vocabulary import write_output_tokens
 from trainer.export import export
-from trainer.export.published import find_published, read_published
 from trainer.export.vllm import read_vllm_heads
 
 MUTATIONS = 40
@@ -35,24 +33,6 @@ def write_heads(folder: Path) -> None:
 def write_vllm_heads(folder: Path) -> None:
     write_heads(folder.parent / "own")
     export(folder.parent / "own", folder, "vllm")
-
-
-def write_medusa_heads(folder: Path) -> None:
-    write_heads(folder.parent / "own")
-    export(folder.parent / "own", folder, "medusa", target="ORG/TARGET", check_prompts=0)
-
-
-def write_pickled_heads(folder: Path) -> None:
-    """FasterDecoding's file; most of its bytes are weights, of which any other byte makes other ones."""
-    config = MedusaConfig(4, 8, num_heads=3, tree=((0,),))
-    MedusaHeads(config).save_pretrained(folder.parent / "own")
-    export(folder.parent / "own", folder, "medusa", target="ORG/TARGET", check_prompts=0)
-    torch.save(load_file(folder / "medusa_lm_head.safetensors"), folder / "medusa_lm_head.pt")
-    (folder / "medusa_lm_head.safetensors").unlink()
-
-
-def read_as_published(folder: Path, target: CausalLM) -> None:
-    read_published(find_published(folder))
 
 
 def model_writer(family: str, sharded: bool = False, **changes: Any) -> Callable[[Path], None]:
@@ -102,9 +82,6 @@ CASES: dict[str, tuple[Callable[[Path], None], Callable[[Path, CausalLM], Any]]]
     "heads": (write_heads, read_heads),
     "exported heads": (write_heads, exporter("headstart")),
     "vllm heads": (write_vllm_heads, lambda folder, target: read_vllm_heads(folder)),
-    "medusa heads": (write_medusa_heads, read_as_published),
-    "pickled medusa heads": (write_pickled_heads, read_as_published),
-    "imported vllm heads": (write_vllm_heads, read_as_published),
     "draft": (model_writer("llama"), read_draft),
     "tied draft": (model_writer("llama", tie_word_embeddings=True), read_draft),
     "parallel draft": (write_parallel, read_parallel),

@@ -141,7 +141,6 @@ def _questions(options: RealignOptions, name: str) -> RegenerateOptions:
         batch_size=options.batch_size,
         seed=options.seed,
         dtype=options.dtype,
-        device_map=options.device_map,
         trust_remote_code=options.trust_remote_code,
     )
 
@@ -160,7 +159,6 @@ def recipe_of(options: RealignOptions, positions: int) -> AnyRecipe:
         "output": str(options.output),
         "target": options.target,
         "dtype": options.dtype,
-        "device_map": options.device_map,
         "trust_remote_code": options.trust_remote_code,
         "data": {
             "train": str(answers_to(options.output / _PROMPTS)),

@@ -13,12 +13,10 @@ from trainer.commands.shared_options import (
     SPEC,
     TARGET_HELP,
     Concurrency,
-    KeyVariable,
     LoadingOptions,
     MaxNewTokens,
     Overrides,
     PromptField,
-    Retries,
     Seed,
     ServedName,
     Temperature,
@@ -108,26 +106,8 @@ class RegenerateOptions(LoadingOptions):
         ),
     ] = None
     batch_size: Annotated[int, Option(min=1, help="Prompts decoded at a time; of a target in this process.")] = 16
-    completions: Annotated[
-        bool,
-        Option(
-            "--completions",
-            help="Continue prompts by the endpoint's /completions, not its chat.",
-            hidden=True,
-        ),
-    ] = False
     concurrency: Concurrency = 16
-    retries: Retries = 5
     timeout: Timeout = 120.0
-    patience: Annotated[
-        float,
-        Option(
-            min=0,
-            help="Seconds to wait for endpoints to come back once none of them can be reached.",
-            hidden=True,
-        ),
-    ] = 600.0
-    api_key_variable: KeyVariable = "OPENAI_API_KEY"
 
 
 @dataclass(frozen=True, kw_only=True)

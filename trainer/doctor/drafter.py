@@ -57,7 +57,7 @@ def examine(spec: DrafterSpec, target: Skeleton, longest: int, trusted: bool = F
     if (pickled := check_pickled(spec.path, folder)) is not None:
         return Examined([pickled])
     if is_vllm_heads(folder):
-        remedy = f"headstart import {spec.path} FOLDER --target {target.asked}"
+        remedy = "give the folder of the training run that they are from"
         return Examined([problem("files", f"{spec.path} holds heads in vLLM's format", remedy)])
     if weights == "heads":
         return _examine_heads(spec.path, folder, target, trusted)

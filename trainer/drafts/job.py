@@ -121,7 +121,7 @@ class DraftKind:
         """Return the target that teaches: rounded, if the recipe asks for it."""
         if self.recipe.quantise is None:
             return target
-        return target.rounded(self.recipe.quantise, None if self.recipe.device_map else device)
+        return target.rounded(self.recipe.quantise, device)
 
     def _teacher(self, target: Target, dataset: Dataset, process: Process) -> TeacherSource:
         """Return the target itself, or its logits on disk."""

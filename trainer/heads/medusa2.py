@@ -176,8 +176,8 @@ def _refuse_unfit(target: CausalLM, section: AdaptersSection) -> None:
     model = target.model
     if is_spread(model):
         raise ValueError(
-            "adapters train the target itself, which device_map=auto spread over several devices: set device_map=null, "
-            "or train heads alone (a recipe without adapters)"
+            "adapters train the target itself, which is spread over several devices here: launch a process on each GPU "
+            "and shard the training, or train heads alone (a recipe without adapters)"
         )
     refuse_embeddings(model, section, "adapters")
     if cap := getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None):

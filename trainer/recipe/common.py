@@ -161,7 +161,4 @@ class TargetRecipe(CommonRecipe):
     """Hub id or folder of the target; ``quickstart`` is the embedded default."""
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """The target's dtype."""
-    device_map: Literal["auto"] | None = None
-    """``auto`` spreads a target that fits no single device over all of them, with one process; adapters need a target
-    on one device."""
     trust_remote_code: bool = False
