@@ -17,7 +17,7 @@ _WORTH = 0.02
 """Smallest difference that further prompts are asked for."""
 _WIDTH80 = (1.959964 + 0.841621) / 1.959964
 """Half a 95% interval must be this much narrower than the difference, to find it with 80% power."""
-_SETTINGS = ("dtype", "max_new_tokens", "plan")
+_SETTINGS = ("dtype", "max_new_tokens")
 """Settings that two evaluations may differ in, and whose difference is then part of every ratio."""
 _TIMES = {"machines": "hardware", "commits": "commit", "numbers of processes": "processes"}
 """What times depend on, with its name in a provenance: times of different ones do not compare."""
@@ -236,7 +236,7 @@ def _tokens_and_passes(record: Record) -> tuple[float, float]:
 def _by_question(
     pairs: Sequence[tuple[Record, Record]], figure: Callable[[Record], tuple[float, float]], by_wave: bool = False
 ) -> list[tuple[float, float, float, float]]:
-    """Sum both methods' figures, B's first, over the turns and rounds of each question (or wave): these are resampled."""
+    """Sum both methods' figures, B's first, over the turns and rounds of each question or wave, to be resampled."""
     sums: dict[int | str, list[float]] = {}
     for mine, theirs in pairs:
         total = sums.setdefault(mine.key.wave if by_wave else mine.prompts[0], [0.0] * 4)

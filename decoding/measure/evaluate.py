@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from decoding.drafters.base import Drafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, check_prompt
+from decoding.measure.figures import PLAIN
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.methods import EvaluationConfig, Method, Run
-from decoding.measure.figures import PLAIN
 from decoding.measure.questions import PromptSource, TokenPrompts, Wave, waves_of
 from decoding.measure.records import GridCell, Margin, Records, RunKey, line_of
 from decoding.measure.rows import figures_of

@@ -121,9 +121,7 @@ def settings_of(config: EvaluationConfig) -> list[Setting]:
     return found
 
 
-def our_method(
-    target: CausalLM, setting: str, name: str, drafter: Drafter | None, config: DecodingConfig
-) -> Method:
+def our_method(target: CausalLM, setting: str, name: str, drafter: Drafter | None, config: DecodingConfig) -> Method:
     """Make the method of a drafter (None: plain decoding) in this project's loop."""
     engine = Engine(target, drafter)
 

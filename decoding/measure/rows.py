@@ -27,13 +27,17 @@ def figures_of(
     for (cell, _, _, setting), ids in records.left_out.items():
         too_long[setting] += len(ids) if cell == first else 0
     figures = {
-        "prompts": len({(key.turn, id_) for key, each in records.by_key.items() if key.cell == first for id_ in each.prompts}),
+        "prompts": len(
+            {(key.turn, id_) for key, each in records.by_key.items() if key.cell == first for id_ in each.prompts}
+        ),
         "later_turns_left_out": max(too_long.values(), default=0),
         "seconds": sum(run.first_seconds + run.decode_seconds for each in records.by_key.values() for run in each.runs),
         "cost_curve_ms": {str(size): 1000 * each for size, each in (records.cost_curve or {}).items()},
         "rows": _rows(records, methods, first, costs),
         "grid": [row for cell in cells[1:] for row in _rows(records, methods, cell)],
-        "tasks": [{**row, "task": task} for task in names for row in _rows(records, methods, first, costs, by_task[task])],
+        "tasks": [
+            {**row, "task": task} for task in names for row in _rows(records, methods, first, costs, by_task[task])
+        ],
     }
     plain_values: dict[str, Any] = without_nan(figures)
     return plain_values
@@ -98,9 +102,7 @@ def _compared_to_plain(records: Records, mine: Sequence[Record]) -> dict[str, An
 
     ``largest_margin`` is the largest of `margin_of`; if texts differ only as one ended early, it is null.
     """
-    margins = [
-        margin for record in mine for margin in records.margins.get(record.key, (None,) * len(record.runs))
-    ]
+    margins = [margin for record in mine for margin in records.margins.get(record.key, (None,) * len(record.runs))]
     early = margins.count("ended")
     largest = max((each for each in margins if isinstance(each, float)), default=None if early else 0.0)
     return {"identical": margins.count(None), "of": len(margins), "largest_margin": largest, "ended_early": early}

@@ -92,7 +92,7 @@ def measure_costs(
     repeats: int = 15,
     seconds: float = math.inf,
 ) -> Costs:
-    """Measure the median seconds of a target pass over n new tokens behind ``prefix`` cached ones, for each of ``sizes``.
+    """Measure the median seconds of a target pass over n new tokens behind ``prefix`` cached ones, for n in ``sizes``.
 
     Each of ``rows`` texts has n new tokens. A ``draft`` model's forward is measured too; ``at_once``: the tokens that a
     parallel draft drafts in one. All passes take turns, so that what else the machine does hits all alike. After

@@ -1,4 +1,4 @@
-"""The cost check of a draft: could it pay on this machine at all, by what it costs compared with the target's passes."""
+"""The cost check of a draft: could it pay on this machine, by what it costs compared with the target's passes."""
 
 import math
 from typing import NamedTuple

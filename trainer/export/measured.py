@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from decoding.measure.figures import NONE, estimate, greedy_sentence, identical, speedup, spread
-from decoding.measure.figures import TRANSFORMERS
+from decoding.measure.figures import NONE, TRANSFORMERS, estimate, greedy_sentence, identical, speedup, spread
 from decoding.model.header import read_object
 
 _LOSSLESS = "lossless"

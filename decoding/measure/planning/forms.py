@@ -1,4 +1,4 @@
-"""Forms of a drafter that a plan may choose from: chains to a depth, any tree, or its own size; and trees' acceptance."""
+"""Forms of a drafter that a plan may choose from (chains to a depth, any tree, its own size), and trees' acceptance."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -73,7 +73,6 @@ class MeasuredFamily:
     """A family with its measured acceptance, its candidates, and the costs of its steps in every cell."""
 
     family: Family
-    steps: list[StepCount]
     candidates: list[Candidate]
     costs: dict[PlanCell, StepCosts] = field(default_factory=dict)
 
@@ -177,8 +176,8 @@ class Planner:
     def measure(self, family: Family) -> MeasuredFamily:
         """Return the family with its acceptance and candidates, its costs still empty."""
         if family.kind == "tree":
-            steps, record = self.decode(family, self._halves[0])
-            return MeasuredFamily(family, steps, self._trees(family, record))
+            _, record = self.decode(family, self._halves[0])
+            return MeasuredFamily(family, self._trees(family, record))
         steps, _ = self.decode(family, self.prompts)
         if family.kind == "fixed":
             candidates = [Candidate(family.spec, family.drafter.budgets[-1], tokens_per_pass(steps))]
@@ -187,7 +186,7 @@ class Planner:
                 Candidate(family.chain(depth), Budget(depth, depth + 1), tokens_per_pass(steps, depth))
                 for depth in range(1, family.depth + 1)
             ]
-        return MeasuredFamily(family, steps, candidates)
+        return MeasuredFamily(family, candidates)
 
     def _trees(self, family: Family, record: PathRecord) -> list[Candidate]:
         """Return the best tree of every depth and size, and the chains."""
@@ -259,15 +258,13 @@ class Planner:
 
 
 def _described(measured: MeasuredFamily) -> dict[str, Any]:
-    family, steps = measured.family, measured.steps
+    family = measured.family
     own = {cell.batch_size: costs for cell, costs in measured.costs.items() if cell.context is None}
     chains = {candidate.budget.depth: candidate.tokens for candidate in measured.chains}
-    deepest = max((step.accepted for step in steps), default=0)
     return {
         "drafter": str(family.spec),
         "label": family.label,
         "kind": family.kind,
-        "reached": [sum(step.accepted >= depth for step in steps) / len(steps) for depth in range(1, deepest + 1)],
         "depth_by_batch_size": depth_by_batch_size(chains, own) if chains else None,
         "costs": [
             {**cell._asdict(), "steps": [{**size._asdict(), **each._asdict()} for size, each in costs.found.items()]}
