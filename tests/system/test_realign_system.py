@@ -22,7 +22,7 @@ STEPS = 30
 
 def command(output: str) -> list[str]:
     words = ["--target", "tuned", "--draft", STALE, "--prompts", "prompts.jsonl", "--output", output]
-    words += ["--max-new-tokens", "12", "--steps", str(STEPS), "--learning-rate", "0.1", "--dtype", "fp32"]
+    words += ["--max-new-tokens", "12", "--steps", str(STEPS), "training.learning_rate=0.1", "dtype=fp32"]
     return [*HEADSTART, "realign", *words]
 
 

@@ -34,11 +34,11 @@ from whole_runs import (
     write_workshop,
 )
 
-from decoding.drafters import DraftModelDrafter, MedusaDrafter
+from decoding.drafters import DraftModelDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
-from decoding.model.loading import load_draft, load_heads, load_model, load_tokenizer
+from decoding.model.loading import load_draft, load_model, load_tokenizer
 from trainer.terminal.exit_codes import ExitCode
 
 
@@ -58,18 +58,6 @@ def medusa_run(workshop: Path) -> Path:
     said = run([*ONE_PROCESS, write_recipe(workshop, "medusa", output)], workshop)
     assert f"finished: {output / 'final'}" in said
     return output
-
-
-def test_launched_heads_train_load_and_speed_up_decoding(workshop: Path, medusa_run: Path) -> None:
-    assert list(losses(medusa_run)) == list(range(1, STEPS + 1))
-    assert metrics(medusa_run)[-1]["heldout/tokens_per_pass"] > 2
-    target = target_of(workshop)
-    drafter = MedusaDrafter(load_heads(medusa_run / "final", target))
-    config = DecodingConfig(max_new_tokens=9)
-    drafted = Engine(target, drafter).decode([4, 5], config)
-    assert drafted.tokens == Engine(target).decode([4, 5], config).tokens == tuple(range(6, 15))
-    assert len(drafted.steps) < 6  # a prefill and, drafting nothing, eight passes
-    assert provenance(medusa_run)["num_processes"] == 1 and provenance(medusa_run)["steps"] == STEPS
 
 
 def test_a_draft_trains_loads_and_decodes(workshop: Path) -> None:
@@ -160,12 +148,6 @@ def test_two_processes_train_as_one_and_stop_and_resume_together(workshop: Path,
     assert together == pytest.approx(losses(medusa_run), abs=1e-4)
     assert metrics(output)[-1]["tokens"] == metrics(medusa_run)[-1]["tokens"]
     assert len([line for line in metrics(output) if "loss" in line]) == STEPS  # one process writes
-
-
-def test_a_batch_that_the_processes_cannot_share_is_refused(workshop: Path) -> None:
-    done = finish([*TWO_PROCESSES, write_recipe(workshop, "medusa", workshop / "uneven")], workshop)
-    assert done.returncode != 0
-    assert "training.batch_size (8) is not a multiple of training.micro_batch_size (8) times 2 processes" in done.stderr
 
 
 @contextmanager

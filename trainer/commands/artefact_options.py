@@ -9,7 +9,6 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from decoding.model.header import SHARD_BYTES
 from trainer.commands.shared_options import TARGET_HELP, Trusted
 
 RecordedTarget = Annotated[
@@ -77,7 +76,7 @@ class ExportChoices:
             help="Greatest size of a file of weights, in bytes; more is written in shards.",
             hidden=True,
         ),
-    ] = SHARD_BYTES
+    ] = 5 * 10**9
     license: Annotated[
         str | None,
         Option(

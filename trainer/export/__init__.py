@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from decoding.measure.redact import without_local_paths
-from decoding.model.header import SHARD_BYTES
+from decoding.model.stored import SHARD_BYTES
 from trainer import quickstart
 from trainer.export.artefact import BESIDE, CHECK_PROMPTS, Task
 from trainer.export.card import CARD_NAME, FOLDER_NAME, is_own_card, render_card, target_argument

@@ -8,12 +8,11 @@ from typing import Any
 from transformers import AutoConfig
 
 from decoding.model.architecture import shortest_window
-from decoding.model.header import read_object
 from decoding.model.heads import read_config as read_heads_config
 from decoding.model.loading import UNREADABLE, is_heads_folder
 from decoding.model.parallel import is_parallel_folder
 from decoding.model.parallel import read_config as read_parallel_config
-from decoding.model.stored import weights_header
+from decoding.model.stored import read_object, weights_header
 from trainer.export.source import artefact_folder
 
 OWN_HEADS, VLLM_HEADS = "heads in headstart's own format", "heads in vLLM's format"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from decoding.model.header import read_object
+from decoding.model.stored import read_object
 from trainer.export.artefact import Task, Written
 from trainer.files.folders import check_links
 

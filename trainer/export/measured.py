@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from decoding.measure.figures import NONE, TRANSFORMERS, estimate, greedy_sentence, identical, speedup, spread
-from decoding.model.header import read_object
+from decoding.model.stored import read_object
 
 _LOSSLESS = "lossless"
 _LABELS = (_LOSSLESS, "lossy")

@@ -7,7 +7,7 @@ from typing import Any
 
 from decoding.measure.markdown import one_line
 from decoding.measure.redact import basename, hub_repository, is_hub_id, without_local_paths
-from decoding.model.header import read_object
+from decoding.model.stored import read_object
 from trainer import quickstart
 from trainer.export.artefact import PROVENANCE_NAME
 

@@ -20,10 +20,18 @@ from torch import Tensor
 from decoding.drafters.base import Drafter
 from decoding.drafters.medusa import MedusaDrafter
 from decoding.model.causal_lm import CausalLM
-from decoding.model.header import check_tensors, check_whole, read_object
 from decoding.model.heads import CONFIG_NAME, MedusaConfig, MedusaHeads, loaded
 from decoding.model.loading import load_heads
-from decoding.model.stored import WEIGHTS_NAME, read_weights, stored_weights, weights_header, write_weights
+from decoding.model.stored import (
+    WEIGHTS_NAME,
+    check_tensors,
+    check_whole,
+    read_object,
+    read_weights,
+    stored_weights,
+    weights_header,
+    write_weights,
+)
 from decoding.rules.tree import MOST_NODES
 from trainer.export.artefact import Task, Written
 from trainer.export.headstart import describe_heads

@@ -8,9 +8,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dtypes import parse_dtype
+from decoding.model.dtypes import parse_dtype, quantised
 from decoding.model.loading import load_model, load_tokenizer
-from decoding.model.quantise import quantised
 from trainer.data.batch import check_documents_are_apart
 from trainer.processes import agreed, from_first
 from trainer.quickstart import resolve
