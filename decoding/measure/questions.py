@@ -316,13 +316,9 @@ def waves_of(tasks: Sequence[str | None], batch_size: int) -> list[Wave]:
         if batch_size == 1:
             groups += [[index] for index in indices]
         else:
-            groups += equal_parts(indices, max(1, round(len(indices) / (2 * batch_size))))
+            parts = max(1, round(len(indices) / (2 * batch_size)))
+            ends = [round(len(indices) * part / parts) for part in range(parts + 1)]
+            groups += [indices[begin:end] for begin, end in pairwise(ends)]
     if batch_size == 1:
         groups.sort()
     return [Wave(index, tuple(indices)) for index, indices in enumerate(groups)]
-
-
-def equal_parts(indices: Sequence[int], parts: int) -> list[list[int]]:
-    """Cut a list into ``parts`` consecutive lists whose lengths differ by one at most."""
-    ends = [round(len(indices) * part / parts) for part in range(parts + 1)]
-    return [list(indices[begin:end]) for begin, end in pairwise(ends)]
