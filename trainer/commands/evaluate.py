@@ -25,7 +25,7 @@ from decoding.measure.redact import published_command, published_name, without_l
 from decoding.measure.report.page import write_html
 from decoding.measure.report.tables import TerminalReport
 from decoding.measure.samples import samples_of
-from decoding.model.fingerprint import prompts_fingerprint, tokenizer_fingerprint
+from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
 from decoding.model.hub import revisions, short_name
 from decoding.model.loading import eos_token_ids
 from trainer.commands.models import LoadedModels, load_models, published_specs
@@ -34,7 +34,6 @@ from trainer.commands.plan import asked_or_planned
 from trainer.files.lock import hold
 from trainer.processes import Process, agreed, join_processes, on_first
 from trainer.quickstart import resolve
-from trainer.target.fingerprints import kept_fingerprint
 from trainer.terminal.console import say, standard_error, standard_output, wide
 from trainer.terminal.progress import ProgressBar
 
@@ -215,10 +214,7 @@ def _account(options: EvaluateOptions, config: EvaluationConfig, models: LoadedM
 
     ``drafters`` has the spec of each drafter by its name in the rows; weights' fingerprints stand under these specs.
     """
-    trusted, specs = options.trust_remote_code, list(models.specs.values())
-    names = published_specs(specs)
-    paths = {name: spec.path for name, spec in zip(names, specs, strict=True) if spec.path is not None}
-    prompts = [asker.prompt(index, context) for context in config.contexts for index in range(len(asker.questions))]
+from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
     return {
         "command": published_command(sys.argv),
         "settings": {
@@ -232,9 +228,7 @@ def _account(options: EvaluateOptions, config: EvaluationConfig, models: LoadedM
         "asked": {**asker.asked(), "contexts": list(config.contexts)},
         "drafters": dict(zip(models.specs, names, strict=True)),
         "fingerprints": {
-            "target": kept_fingerprint(resolve(options.target), trusted),
-            **{name: kept_fingerprint(path, trusted) for name, path in paths.items()},
-            "tokenizer": tokenizer_fingerprint(models.tokenizer),
+from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
             "prompts": prompts_fingerprint(prompts),
         },
         "revisions": revisions({"target": resolve(options.target), **paths}),

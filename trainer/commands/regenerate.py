@@ -16,6 +16,7 @@ from decoding.drafters.registry import DrafterLoader, parse_drafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.generate import DecodingConfig
 from decoding.measure.machine import commit, versions
+from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.models import read_target
@@ -26,7 +27,6 @@ from trainer.data.conversations import Conversation, read_conversations
 from trainer.files.folders import sha256_of
 from trainer.quickstart import resolve
 from trainer.run.answering import Summary, answer
-from trainer.target.fingerprints import kept_fingerprint
 from trainer.target.in_process import TargetBackend
 from trainer.terminal.console import say, standard_error, standard_output
 
@@ -143,5 +143,5 @@ def _target(
     config = replace(config, eos_token_ids=eos_token_ids(target.model, tokenizer))
     backend = TargetBackend(target, tokenizer, drafter, config, options.batch_size)
     static = {} if target.static is None else {"static": target.static}  # other kernels may round otherwise
-    settings = {"dtype": options.dtype, **static, "target_fingerprint": kept_fingerprint(name, trusted)}
+    settings = {"dtype": options.dtype, **static, "target_fingerprint": stored_fingerprint(name, trusted)}
     return backend, {"chat": tokenizer.chat_template is not None, **settings}

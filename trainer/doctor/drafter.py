@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters.registry import weights_of
 from decoding.drafters.spec import DrafterSpec
+from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.heads import CONFIG_NAME, MedusaConfig, read_config
 from decoding.model.hub import hub_name, local_folder
 from decoding.model.loading import (
@@ -28,7 +29,6 @@ from trainer.export.formats import HEADS, kind_held_in
 from trainer.export.match import trained_for
 from trainer.export.origin import UNKNOWN_TARGET, read_provenance, read_stored_provenance
 from trainer.servers.configs import is_vllm_heads
-from trainer.target.fingerprints import kept_fingerprint
 
 _COPY = "copy the folder again from the training run"
 _OWN = "give weights that were trained on this target"
@@ -257,7 +257,7 @@ def check_origin(
             return _unknown_origin(reads_target)
         if check_fetched(target.name, target.folder) is not None:
             return note("origin", f"trained on {wanted}; the target's weights are not here", "fetch the target first")
-        found = kept_fingerprint(target.name, trusted)
+        found = stored_fingerprint(target.name, trusted)
         if found == wanted:
             return ok("origin", f"trained on this very target ({found})", fingerprint=found)
         return _foreign(folder, wanted, found, target.asked, reads_target, draft)
