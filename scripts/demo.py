@@ -127,7 +127,9 @@ def export_all() -> None:
     """Export the heads and the parallel draft for this project, and the draft for servers, each with its card."""
     report = OUTPUT / "report.json"
     for recipe, form in (("medusa1", "headstart"), ("parallel", "headstart"), ("draft", "draft")):
-        summary = export(Path(artefact(recipe)), OUTPUT / "export" / f"{recipe}-{form}", form, report, overwrite=True)
+        folder = OUTPUT / "export" / f"{recipe}-{form}"
+        shutil.rmtree(folder, ignore_errors=True)
+        summary = export(Path(artefact(recipe)), folder, form, report=report)
         print(summary)
 
 

@@ -23,7 +23,7 @@ from decoding.rules.verify import RULES
 from trainer.cli import app
 from trainer.commands.guarded import guarded
 from trainer.commands.shared_options import names, numbers, whole_numbers
-from trainer.export.formats import FORMATS
+from trainer.export.task import FORMATS
 from trainer.recipe.common import DataSection
 from trainer.recipe.reading import load_recipe
 from trainer.terminal.exit_codes import ExitCode

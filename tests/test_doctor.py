@@ -18,7 +18,7 @@ from trainer.doctor.finding import Finding, problem
 from trainer.doctor.machine import Disk, Gpu, Machine, free_bytes, machine_findings, read_machine, size
 from trainer.doctor.packages import FOR_DEVELOPERS, PURPOSES, package_findings, wanted_of
 from trainer.doctor.refusals import refused
-from trainer.export.formats import FORMATS
+from trainer.export.task import FORMATS
 from trainer.recipe.reading import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -282,8 +282,8 @@ def export(options: ExportOptions) -> None:
 
 @command(app, PushOptions, "headstart push exported/heads ORG/HEADS")
 def push(options: PushOptions) -> None:
-    """Upload a run or an exported folder to the Hub."""
-    from trainer.export.push import push as run_push
+    """Upload an exported folder to the Hub."""
+    from trainer.export import push as run_push
 
     print(run_push(**vars(options)))
 

@@ -214,7 +214,10 @@ def _account(options: EvaluateOptions, config: EvaluationConfig, models: LoadedM
 
     ``drafters`` has the spec of each drafter by its name in the rows; weights' fingerprints stand under these specs.
     """
-from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
+    trusted, specs = options.trust_remote_code, list(models.specs.values())
+    names = published_specs(specs)
+    paths = {name: spec.path for name, spec in zip(names, specs, strict=True) if spec.path is not None}
+    prompts = [asker.prompt(index, context) for context in config.contexts for index in range(len(asker.questions))]
     return {
         "command": published_command(sys.argv),
         "settings": {
@@ -228,7 +231,9 @@ from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint, 
         "asked": {**asker.asked(), "contexts": list(config.contexts)},
         "drafters": dict(zip(models.specs, names, strict=True)),
         "fingerprints": {
-from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
+            "target": stored_fingerprint(resolve(options.target), trusted),
+            **{name: stored_fingerprint(path, trusted) for name, path in paths.items()},
+            "tokenizer": tokenizer_fingerprint(models.tokenizer),
             "prompts": prompts_fingerprint(prompts),
         },
         "revisions": revisions({"target": resolve(options.target), **paths}),

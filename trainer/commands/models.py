@@ -18,7 +18,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.dtypes import default_device, parse_dtype
 from decoding.model.loading import load_model, load_tokenizer
 from trainer.commands.shared_options import LoadingOptions, ModelOptions
-from trainer.export.origin import read_stored_provenance
+from trainer.export.companions import read_provenance
 from trainer.quickstart import resolve
 from trainer.run.train import prepare_target
 
@@ -71,7 +71,7 @@ def published_specs(specs: Sequence[DrafterSpec]) -> list[str]:
 
 def _name_of(path: str) -> str:
     """Return the name of the run that made the weights, as the folder of every run is called final."""
-    stored = read_stored_provenance(Path(path))
+    stored = read_provenance(Path(path))
     name = stored["recipe"].get("name") if stored else None
     return one_line(without_local_paths(name)) if name else published_name(path)
 
