@@ -16,7 +16,7 @@ from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.drafters.registry import parse_drafter
-from decoding.measure.planning.plan_file import Plan, read_plan, vllm_config
+from decoding.measure.planning.plan_file import Plan, read_plan
 from decoding.measure.planning.planner import PlanConfig, Planner
 from decoding.model.heads import MedusaHeads
 from trainer.commands.options import GenerateOptions, PlanOptions
@@ -48,7 +48,6 @@ def plan_path(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     assert code == 0, output
     assert "What to draft here" in output and "The plan against its measurement" in output
-    assert "batch 1:" in output and "batch 2:" in output
     assert (
         "measured: acceptance on 2 prompts, up to 8 new tokens each (trees chosen and judged on all of them)" in output
     )
@@ -165,10 +164,10 @@ def test_a_plan_beside_a_drafter_is_refused(models: Path, plan_path: Path) -> No
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "other"}, "is no plan of this version"),
+        ({"format": "other"}, "is not a plan of this version"),
         ({"cells": None}, "is a plan without cells"),
         ({"dtype": "bfloat16"}, "was made in bfloat16, where other costs hold than in float32"),
-        ({"fingerprints": {"target": "feed", "drafters": {}}}, "was made for the target feed, but target is"),
+        ({"fingerprints": {"target": "feed", "drafters": {}}}, "was made with the weights feed, but target has"),
     ],
 )
 def test_a_plan_of_something_else_is_refused_in_a_sentence(
@@ -197,7 +196,7 @@ def test_a_plan_with_other_weights_is_refused_and_one_of_another_machine_is_told
     content["fingerprints"]["drafters"][f"draft:{models / 'draft'}"] = "feed"
     other = tmp_path / "other.json"
     other.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="was made with the drafter feed, but draft is"):
+    with pytest.raises(ValueError, match="was made with the weights feed, but draft has"):
         chosen(other, models)
     with pytest.raises(ValueError, match="there is no plan"):
         chosen(tmp_path / "missing.json", models)
@@ -259,24 +258,6 @@ def test_weights_that_the_plan_does_not_have_are_not_exported_with_it(plan_path:
     with pytest.raises(ValueError, match="was made with other weights than those to export"):
         export(tmp_path / "other", tmp_path / "out", "draft", plan=plan_path)
     assert not (tmp_path / "out").exists()
-
-
-def test_vllm_s_config_is_literal_for_draft_models_and_lookups_and_none_for_the_others() -> None:
-    """The rules of vLLM 0.32: ranges from 1 on, without overlaps, a depth of 0 where nothing is drafted."""
-    ranges = [[1, 2, 4], [3, 8, 0]]
-    assert vllm_config({"drafter": "draft:DIR", "depth_by_batch_size": ranges}) == {
-        "method": "draft_model", "model": "DIR", "num_speculative_tokens": 4,
-        "num_speculative_tokens_per_batch_size": ranges,
-    }  # fmt: skip
-    found = vllm_config({"drafter": "lookup:ngram=2", "depth_by_batch_size": ranges})
-    assert found is not None and found["method"] == "ngram"
-    assert (found["prompt_lookup_max"], found["prompt_lookup_min"]) == (2, 1), "else vLLM looks up nothing shorter"
-    sampled = vllm_config({"drafter": "draft:DIR", "depth_by_batch_size": ranges}, temperature=1.0)
-    assert sampled is not None and sampled["draft_sample_method"] == "probabilistic", "else vLLM drafts by argmax"
-    argmax = vllm_config({"drafter": "draft:DIR,sampled=false", "depth_by_batch_size": ranges}, temperature=1.0)
-    assert argmax is not None and "draft_sample_method" not in argmax
-    assert vllm_config({"drafter": "draft:DIR", "depth_by_batch_size": [[1, 8, 0]]}) is None
-    assert vllm_config({"drafter": "heads:DIR", "depth_by_batch_size": ranges}) is None
 
 
 def test_a_plan_reads_back(plan_path: Path) -> None:

@@ -171,7 +171,6 @@ def test_a_terminal_of_80_columns_shows_every_figure_whole() -> None:
     assert max(map(len, lines)) <= 80
     (best,) = [line for line in lines if "2.50× [2.25, 2.75]" in line and "Fastest" not in line]
     assert best.split()[-6:] == ["2.95", "250", "2.50×", "[2.25,", "2.75]", "2.75×"]
-    assert "mt_bench (10) 3.25× 2.60× 1.56× 1.17×" in [" ".join(line.split()) for line in lines], "the fastest first"
     assert terminal_table(REPORT).row_count == len(REPORT["rows"]) + 3, "a heading for each setting"
 
 

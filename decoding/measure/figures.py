@@ -19,44 +19,6 @@ Report = dict[str, Any]
 Figure = dict[str, Any] | None
 """A `decoding.metrics.Estimate` or `Spread` as JSON; None if it was not measured."""
 
-DEFINITIONS = (
-    (
-        "speed-up",
-        "All tokens over all seconds, divided by plain decoding's by the same loop on the same prompts; prefill left "
-        "out, 95% interval over prompts, or over the batches that they were decoded in. Next to it the median "
-        "[quartiles] of the ratios of paired runs: it weighs short texts like long ones, so it may flatter.",
-    ),
-    (
-        "tokens per target pass",
-        "Tokens written per pass of the target, its own token included, prefill left out; 95% interval over prompts.",
-    ),
-    ("accepted per pass", "Accepted draft tokens per pass of the target, its own token left out."),
-    (
-        "acceptance length",
-        "1 + Σ of the shares of all passes whose draft was accepted at least to position i. It is 1 + accepted per "
-        "pass, and differs from tokens per target pass only by the passes whose text ended inside the draft.",
-    ),
-    (
-        "accepted at i, conditional",
-        "Share of drafts whose token i was accepted, among those at least i deep whose first i-1 tokens were accepted "
-        "(number of these).",
-    ),
-    ("accepted at i, unconditional", "Share of drafts accepted to position i, among those at least i deep."),
-    ("accepted per drafted", "Accepted tokens over all drafted tokens, those of a tree's other branches included."),
-    (
-        "predicted speed-up",
-        "Tokens per pass over the cost of a pass: the drafting and overhead that were measured, and the target's pass "
-        "from the cost curve v(n).",
-    ),
-    ("same", "Greedy texts identical to plain decoding's, of all texts."),
-    (
-        "lossless, lossy",
-        "A lossless method writes the target's own greedy text, or samples from its own distribution; a lossy one "
-        "(hatched) does not.",
-    ),
-)
-"""Terms of the report with their meanings."""
-
 
 # --- figures ----------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import jinja2
 
 from decoding.measure.figures import (
-    DEFINITIONS,
     PLAIN,
     Report,
     answers,
@@ -49,7 +48,6 @@ def write_html(report: Report, path: Path) -> None:
         caption=caption(report),
         asked=asked(report),
         sentence=greedy_sentence(report),
-        definitions=DEFINITIONS,
         speedups=bar_charts(report),
         tasks=task_matrices(report),
         over_batch=speedup_curves(report, "batch_size"),

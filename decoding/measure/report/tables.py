@@ -48,7 +48,6 @@ _NOTES = (
     "Same: greedy texts identical to plain decoding's. Speed-up: all tokens over all seconds, divided by plain "
     "decoding's, prefill left out, 95% interval over prompts or batches. Median: of the ratios of paired runs."
 )
-_TASK_WIDTH, _METHOD_WIDTH = 21, 12
 
 
 # --- the main table ---------------------------------------------------------------------------------------------------
@@ -105,7 +104,6 @@ class TerminalReport:
         report = self.report
         yield Text(one_line(report.get("title") or ""), style="bold")
         yield terminal_table(report)
-        yield from _task_tables(report, options.max_width)
         lines = (*answers(report), f"{caption(report)}.", asked(report), _NOTES, greedy_sentence(report))
         yield Text("\n".join(filter(None, lines)), style="table.caption")
 
@@ -177,31 +175,6 @@ def _speed_cell(row: Report | None) -> SpeedCell:
         return SpeedCell(NONE, "", 0)
     strength = min(abs(math.log(speed)) / _FULL_COLOUR, 1)
     return SpeedCell(times(speed), "gain" if speed >= 1 else "loss", round(8 + 42 * strength))
-
-
-def _task_tables(report: Report, width: int) -> Iterator[RenderableType]:
-    """Yield a table of tasks and methods for each setting, with as many methods as fit, the fastest first."""
-    for matrix in task_matrices(report):
-        fit = max(1, (width - _TASK_WIDTH - 2) // (_METHOD_WIDTH + 1))
-        speeds = {
-            one_line(row["method"]): speed_of(row) or 0.0
-            for row in report["rows"]
-            if one_line(row["setting"]) == matrix.setting
-        }
-        ranked = sorted(range(len(matrix.methods)), key=lambda index: -speeds.get(matrix.methods[index], 0.0))[:fit]
-        left_out = len(matrix.methods) - len(ranked)
-        heading = f"Speed-up by task, {matrix.setting}" + (f" ({left_out} slower methods left out)" if left_out else "")
-        table = Table(
-            title=Text(heading, style="bold"), title_justify="left", box=box.SIMPLE, padding=0, pad_edge=False
-        )
-        table.add_column("task (prompts)", overflow="fold", max_width=_TASK_WIDTH, min_width=_TASK_WIDTH)
-        for index in ranked:
-            table.add_column(Text(matrix.methods[index]), justify="right", overflow="fold", max_width=_METHOD_WIDTH)
-        for task, prompts, cells in matrix.rows:
-            styles = {"gain": "green", "loss": "red"}
-            shown = [Text(cells[index].shown, style=styles.get(cells[index].kind, "")) for index in ranked]
-            table.add_row(Text(task + (f" ({prompts})" if prompts != NONE else "")), *shown)
-        yield table
 
 
 # --- tables of the page -----------------------------------------------------------------------------------------------
