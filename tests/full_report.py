@@ -132,8 +132,8 @@ def full_report(**changes: Any) -> Report:
                 "task": "math_reasoning",
                 "prompt": "Zoe has 3 apples and buys 4 more.\nHow many apples has she?",
                 "pieces": [
-                    ["Zoe", False], [" has 3 + 4", True], [" =", True], [" 7", False], [" apples.", True],
-                    ["\n", False], ["The answer is", True], [" 7.", False],
+                    ["Zoe", False], [" has 3 + 4 =", True], [" 7", False], [" apples.", True], ["\n", False],
+                    ["The answer is", True], [" 7.", False],
                 ],
             }
         ],

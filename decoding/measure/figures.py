@@ -200,43 +200,8 @@ def caption(report: Report) -> str:
     )
 
 
-def asked(report: Report) -> str:
-    """Say in one line what was asked of every method: template, thinking, turns, rules, shapes, drafts.
-
-    Empty for reports that do not say.
-    """
-    given = report.get("asked") or {}
-    parts = []
-    if "template" in given:
-        parts.append("no chat template" if given["template"] in (None, "none") else f"{given['template']} template")
-    if given.get("thinking") is not None:
-        parts.append(f"thinking {'on' if given['thinking'] else 'off'}")
-    if given.get("turns"):
-        parts.append(f"{given['turns']} turns")
-    rows = [row for row in report["rows"] if row.get("conditional_acceptance")]
-    for heading, key in (("rule", "rule"), ("drafted as", "shape"), ("drafts", "drafts")):
-        found = list(dict.fromkeys(str(row[key]) for row in rows if row.get(key)))
-        if found:
-            parts.append(f"{heading} {_and(found)}")
-    return one_line(f"Asked: {'; '.join(parts)}.") if parts else ""
-
-
 def _and(words: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
-
-
-def identical(compared: Figure) -> str:
-    """Format a comparison with plain decoding's texts.
-
-    ``11 of 12, largest logit margin where they part 0.0312, 1 ended early``
-    """
-    if not compared:
-        return ""
-    text = f"{compared['identical']} of {compared['of']}"
-    margin, early = compared.get("largest_margin"), compared.get("ended_early", 0)
-    if compared["identical"] + early < compared["of"]:
-        text += f", largest logit margin where they part {NONE if margin is None else format(margin, '.3g')}"
-    return text + (f", {early} ended early" if early else "")
 
 
 def greedy_sentence(report: Report) -> str:

@@ -16,7 +16,6 @@ from decoding.measure.figures import (
     Figure,
     Report,
     answers,
-    asked,
     caption,
     estimate,
     greedy_sentence,
@@ -104,7 +103,7 @@ class TerminalReport:
         report = self.report
         yield Text(one_line(report.get("title") or ""), style="bold")
         yield terminal_table(report)
-        lines = (*answers(report), f"{caption(report)}.", asked(report), _NOTES, greedy_sentence(report))
+        lines = (*answers(report), f"{caption(report)}.", _NOTES, greedy_sentence(report))
         yield Text("\n".join(filter(None, lines)), style="table.caption")
 
 
@@ -191,17 +190,19 @@ class PageTable(NamedTuple):
 
 def page_tables(report: Report) -> list[PageTable]:
     """Return every table that the page folds away and the report has rows for."""
-    drafted = [row for row in report["rows"] if row.get("conditional_acceptance")]
+    rows, grid, tasks = report["rows"], report.get("grid") or [], report.get("tasks") or []
+    drafted = [row for row in rows if row.get("conditional_acceptance")]
     acceptance = (
-        *("setting", "method", "passes", "tokens per target pass", "accepted per pass", "acceptance length, 1 + Σ"),
-        *("ended in a draft", "reached 1, 2, …", "accepted per drafted (of)"),
+        *("setting", "method", "rule", "drafted as", "drafts", "passes", "tokens per target pass"),
+        *("accepted per pass", "acceptance length, 1 + Σ", "ended in a draft", "reached 1, 2, …"),
+        "accepted per drafted (of)",
     )
     parts = ("draft", "verify", "overhead")
     speed = ("setting", "method", "speed-up with the prefill", "as predicted from the cost curve", *parts)
     ends = ("prompts", "tokens per target pass", "tokens/s", "speed-up")
     found = [
         PageTable("All figures", COLUMNS, 3, table_rows(report)),
-        PageTable("Acceptance, counted both ways", acceptance, 2, [_acceptance(row) for row in drafted]),
+        PageTable("Acceptance, counted both ways", acceptance, 5, [_acceptance(row) for row in drafted]),
         PageTable(
             "Speed with the prefill, as predicted, and where the time goes",
             speed,
@@ -220,16 +221,13 @@ def page_tables(report: Report) -> list[PageTable]:
             "Other batch sizes and contexts",
             ("setting", "method", "batch", "context", *ends),
             2,
-            [
-                (*_names(row), _count(row.get("batch_size")), _count(row.get("context")), *_ends(row))
-                for row in report.get("grid") or []
-            ],
+            [(*_names(row), _count(row.get("batch_size")), _count(row.get("context")), *_ends(row)) for row in grid],
         ),
         PageTable(
             "By task",
             ("task", "setting", "method", *ends),
             3,
-            [(one_line(row["task"]), *_names(row), *_ends(row)) for row in report.get("tasks") or []],
+            [(one_line(row["task"]), *_names(row), *_ends(row)) for row in tasks],
         ),
     ]
     return [table for table in found if table.rows]
@@ -239,6 +237,7 @@ def _acceptance(row: Report) -> tuple[str, ...]:
     drafted: Figure = row.get("accepted_per_drafted")
     return (
         *_names(row),
+        *(one_line(row.get(key) or NONE) for key in ("rule", "shape", "drafts")),
         _count(row.get("passes")),
         estimate(row.get("tokens_per_pass")),
         estimate(row.get("accepted_per_pass")),
