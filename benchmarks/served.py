@@ -40,8 +40,8 @@ from decoding.model.loading import (
     load_parallel_draft,
     load_tokenizer,
 )
-from trainer.export import export
-from trainer.export.source import artefact_folder
+from trainer.export.exporter import NO_PROMPTS, export
+from trainer.export.task import artefact_folder
 from trainer.terminal.console import standard_output
 from trainer.terminal.quiet import quiet_libraries
 
@@ -62,7 +62,7 @@ class Bench(NamedTuple):
         """Return the folder of an export; it is decoded with here, not once more at the export."""
         folder = self.exported / f"{name}-{format}"
         source = Path(self.folder) if name == "target" else self.trained[name]
-        export(source, folder, format, target=self.folder, check_prompts=0, **options)
+        export(source, folder, format, target=self.folder, prompts=NO_PROMPTS, **options)
         return folder
 
 

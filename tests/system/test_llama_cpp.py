@@ -18,7 +18,7 @@ from decoding.drafters import DraftModelDrafter
 from decoding.measure.evaluate import margin_of
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids, load_model, load_tokenizer
-from trainer.export import export
+from trainer.export.exporter import NO_PROMPTS, export
 
 ROOT = Path(__file__).resolve().parents[2]
 with pytest.MonkeyPatch.context() as patched:
@@ -101,7 +101,7 @@ class Desk:
         self.random: dict[str, CausalLM] = {}
 
     def file(self, source: Path, name: str, type: str = "f32") -> Path:
-        return export(source, self.folder / "gguf" / name, "gguf", type=type, check_prompts=0).folder / "model.gguf"
+        return export(source, self.folder / "gguf" / name, "gguf", type=type, prompts=NO_PROMPTS).folder / "model.gguf"
 
     def random_file(self, name: str, tokenizer: PreTrainedTokenizerFast, family: str, **changes: Any) -> Path:
         """A random model's file; large weights, so that logits differ by whole numbers."""
