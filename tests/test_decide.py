@@ -24,7 +24,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.rules.decide import decide
 from decoding.rules.drawing import GeneratorSource
-from decoding.rules.history import History
+from decoding.rules.sampling import History
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import HistoryRows, SamplingConfig, probabilities
 from decoding.rules.tree import TokenTree, TreeShape

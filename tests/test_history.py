@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decoding.rules import history as history_module
-from decoding.rules.history import History
+from decoding.rules.sampling import History
 from decoding.rules.sampling import HistoryRows, SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
 

@@ -14,8 +14,7 @@ from decoding.measure.proof.reference import near_tie
 from decoding.model.causal_lm import CausalLM
 from decoding.prompts import encode_prompt
 from decoding.rules.tree import common_length
-from decoding.stream import Detokenizer, Piece, step_pieces
-from decoding.tally import Tally
+from decoding.stream import Detokenizer, Piece, Tally, step_pieces
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,8 +6,7 @@ from itertools import groupby
 
 from decoding.generate import Step
 from decoding.measure.markdown import visible
-from decoding.stream import Piece
-from decoding.tally import Tally
+from decoding.stream import Piece, Tally
 from trainer.demo.race import Decode, Race
 from trainer.demo.tree import tree_of
 

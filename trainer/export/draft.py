@@ -79,7 +79,7 @@ def drafters(task: Task, target: CausalLM) -> Iterator[Drafter]:
     """
     folders, trusted = (task.source, task.folder), task.trust_remote_code
     if not is_parallel_folder(task.source) or task.format == "draft":
-        chain = (1,) * chain_length(task.source)
+        chain = chain_length(task.source)
         for folder in folders:
             yield DraftModelDrafter(load_draft(str(folder), target, None, trusted), chain)
     if is_parallel_folder(task.source):

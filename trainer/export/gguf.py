@@ -63,7 +63,7 @@ def write(task: Task) -> Written:
 
 def drafters(task: Task, target: CausalLM) -> Iterator[Drafter]:
     """Yield the trained draft and the exported file: see `trainer.export.reread`. Both draft in the target's dtype."""
-    chain = (1,) * chain_length(task.source)
+    chain = chain_length(task.source)
     trained = load_draft(str(task.source), target, None, task.trust_remote_code)
     config = trained.model.config
     yield DraftModelDrafter(trained, chain)

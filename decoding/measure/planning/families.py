@@ -93,7 +93,7 @@ def first_tree(depth: int, ranks: int, nodes: int) -> Paths:
 def _is_one_chain(drafter: Drafter, spec: DrafterSpec) -> bool:
     """Return True for a drafter whose chain the option ``tokens`` bounds, and that no draw ends early."""
     if isinstance(drafter, PromptLookupDrafter):
-        return drafter.num_branches == 1
+        return drafter.branches == 1
     if isinstance(drafter, DraftModelDrafter):
-        return drafter.is_chain and not drafter.stop_below
+        return True
     return drafter.chains_only and (spec.name in ("cascade", "other-tokenizer") or "tokens" in spec.options)
