@@ -15,8 +15,7 @@ from decoding.engine import Engine
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import FixedPolicy
-from decoding.stream import Piece, decode_text
-from decoding.stream import Tally
+from decoding.stream import Piece, Tally, decode_text
 from trainer.demo import race as racing
 from trainer.demo import views
 from trainer.demo.form import AUTOMATIC, LONGEST_PROMPT, MOST_NEW_TOKENS, Form, fitting_rules, race_of

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decoding.rules import history as history_module
-from decoding.rules.sampling import History
-from decoding.rules.sampling import HistoryRows, SamplingConfig
+from decoding.rules.sampling import History, HistoryRows, SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
 
 VOCAB = 5

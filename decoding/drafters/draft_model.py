@@ -62,8 +62,8 @@ class DraftModelSession(StateSession):
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        deepest = max(self._growth.tree.cut(request)[0].max_depth for request in requests)
-        if not deepest:
+        depths = [self._growth.tree.cut(request)[0].max_depth for request in requests]
+        if not any(depths):
             return [Proposal.root_only(request.tokens[-1], self._state.draft.device) for request in requests]
         root = self._state.catch_up([request.tokens for request in requests])
 
@@ -76,5 +76,6 @@ class DraftModelSession(StateSession):
 
         proposals = self._growth.propose(requests, after, self._state.rows)
         trees = [proposal.tree for proposal in proposals]
-        self._state.remember(trees, [min(len(tree), deepest) - 1 for tree in trees])
+        ran = [max(0, min(len(tree) - 1, depth - 1)) for tree, depth in zip(trees, depths, strict=True)]
+        self._state.remember(trees, ran)
         return proposals
